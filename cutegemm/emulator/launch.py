@@ -63,9 +63,7 @@ class Launch:
     def __str__(self) -> str:
         cluster = "" if self.cluster == (1, 1, 1) else f" cluster {self.cluster}"
         pdl = " programmatic" if self.programmatic else ""
-        return (
-            f"{self.kernel}<<<{self.grid}, {self.block}{cluster}, {self.dynamic_smem} B>>>{pdl} with {len(self.params)} parameter bytes"
-        )
+        return f"{self.kernel}<<<{self.grid}, {self.block}{cluster}, {self.dynamic_smem} B>>>{pdl} with {len(self.params)} parameter bytes"
 
 
 @dataclass(frozen=True)

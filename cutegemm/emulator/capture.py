@@ -1,0 +1,346 @@
+"""Launch capture of CuTe DSL kernels: their real host code runs here, and what it would launch is written down.
+
+A compiled kernel is exported as one object file with the TVM-FFI calling convention. That object holds the host code that
+checks the arguments, encodes TMA descriptors, computes the grid and calls the CUDA runtime. It is linked into this process by
+LLVM's ORC linker (llvmlite), its CUDA calls bound to the recorder (`recorder.py`), and called with tensors that claim to be on a
+CUDA device while their pointers are host addresses. Grid, cluster, shared memory and every parameter byte are thus the compiled
+kernel's own; none is derived a second time.
+
+    launcher = HostObject.load("kernel.o", "gemm", ptx)
+    launches = launcher.capture(a, b, c)          # list[Launch], in launch order
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cutegemm.arch import Arch
+from cutegemm.emulator.launch import Launch
+from cutegemm.emulator.recorder import (
+    ERROR_NAMES,
+    CaptureError,
+    HostModule,
+    LaunchConfig,
+    current,
+    device_attribute,
+    guarded,
+    record_launch_ex,
+    recording,
+    set_function_attribute,
+)
+
+_CUDA_DEVICE = 2  # kDLCUDA
+_NONE, _INT, _BOOL, _FLOAT, _OPAQUE, _TENSOR = 0, 1, 2, 3, 4, 7  # TVMFFITypeIndex
+
+
+class _DLTensor(ctypes.Structure):
+    """``DLTensor`` of dlpack.h."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Payload(ctypes.Union):
+    _fields_ = [("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_void_p)]
+
+
+class _Any(ctypes.Structure):
+    """``TVMFFIAny``: a type index and eight bytes."""
+
+    _fields_ = [("type_index", ctypes.c_int32), ("padding", ctypes.c_uint32), ("value", _Payload)]
+
+
+def _dlpack_types() -> dict[torch.dtype, tuple[int, int]]:
+    types = {
+        torch.int8: (0, 8),
+        torch.int16: (0, 16),
+        torch.int32: (0, 32),
+        torch.int64: (0, 64),
+        torch.uint8: (1, 8),
+        torch.float16: (2, 16),
+        torch.float32: (2, 32),
+        torch.float64: (2, 64),
+        torch.bfloat16: (4, 16),
+        torch.bool: (6, 8),
+    }
+    newer = {"float8_e4m3fn": 10, "float8_e4m3fnuz": 11, "float8_e5m2": 12, "float8_e5m2fnuz": 13}
+    for name, code in newer.items():
+        if hasattr(torch, name):
+            types[getattr(torch, name)] = (code, 8)
+    return types
+
+
+_DLPACK_TYPES = _dlpack_types()
+
+
+class HostObject:
+    """The linked host code of one exported kernel. Calls from several threads are safe and do not mix."""
+
+    def __init__(self, image: bytes, function: str, ptx: str, *, arch: Arch | None = None) -> None:
+        """Links ``image`` (an ELF relocatable object), whose function was exported as ``function``, and whose kernels are ``ptx``.
+
+        arch: the device to pretend; the generic one of the PTX target when None. Raises CaptureError for an object that is none,
+        lacks the function, or imports a symbol that has no stand-in here.
+        """
+        self.module = HostModule(ptx, arch)
+        self.function = function
+        symbol = f"__tvm_ffi_{function}"
+        defined, imported = elf_symbols(image)
+        if symbol not in defined:
+            exported = sorted(name.removeprefix("__tvm_ffi_") for name in defined if name.startswith("__tvm_ffi_"))
+            raise CaptureError(f"the object exports no TVM-FFI function {function!r}; it has {', '.join(exported) or 'none'}")
+        self._tracker = _link(image, symbol, _resolve(imported))
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Any), ctypes.c_int32, ctypes.POINTER(_Any))
+        self._call = prototype(self._tracker[symbol])
+
+    @staticmethod
+    def load(path: str | Path, function: str, ptx: str, *, arch: Arch | None = None) -> HostObject:
+        """`HostObject` of an object file."""
+        return HostObject(Path(path).read_bytes(), function, ptx, arch=arch)
+
+    def capture(self, *arguments: Any) -> list[Launch]:
+        """Calls the host code and returns its launches in order; no kernel runs.
+
+        arguments: those of the exported function without its stream: torch CPU tensors, int, float, bool, None. The launches
+        hold addresses of the tensors' memory: keep the tensors alive while running them. Raises CaptureError with what the host
+        code said when it refuses the arguments, TypeError for an argument of another type.
+        """
+        packed = (_Any * max(len(arguments), 1))()
+        keep: list[Any] = []
+        for index, argument in enumerate(arguments):
+            _pack(packed[index], argument, index, keep)
+        result = _Any()
+        with recording(self.module) as taken:
+            code = self._call(None, packed, len(arguments), ctypes.byref(result))
+        if code or taken.problems:
+            said = "; ".join(taken.problems) or f"it returned {code} and said nothing"
+            raise CaptureError(f"host code of {self.function}: {said}")
+        return [operation for operation in taken.operations if isinstance(operation, Launch)]
+
+
+def _pack(slot: _Any, argument: Any, index: int, keep: list[Any]) -> None:
+    if argument is None:
+        slot.type_index = _NONE
+    elif isinstance(argument, bool):
+        slot.type_index, slot.value.integer = _BOOL, int(argument)
+    elif isinstance(argument, int):
+        slot.type_index, slot.value.integer = _INT, argument
+    elif isinstance(argument, float):
+        slot.type_index, slot.value.real = _FLOAT, argument
+    elif isinstance(argument, torch.Tensor):
+        slot.type_index = _TENSOR
+        view = _as_dltensor(argument, index)
+        keep.append(view)
+        slot.value.pointer = ctypes.addressof(view)
+    else:
+        raise TypeError(f"argument {index}: got {type(argument).__name__}; expected a torch CPU tensor, int, float, bool or None")
+
+
+def _as_dltensor(tensor: torch.Tensor, index: int) -> _DLTensor:
+    if tensor.device.type != "cpu":
+        raise TypeError(f"argument {index}: got a tensor on {tensor.device}; the emulator takes CPU tensors")
+    if tensor.dtype not in _DLPACK_TYPES:
+        raise TypeError(f"argument {index}: got a tensor of {tensor.dtype}; the emulator takes {', '.join(map(str, _DLPACK_TYPES))}")
+    code, bits = _DLPACK_TYPES[tensor.dtype]
+    extents = ctypes.c_int64 * max(tensor.dim(), 1)
+    shape, strides = extents(*tensor.shape), extents(*tensor.stride())
+    return _DLTensor(tensor.data_ptr(), _CUDA_DEVICE, 0, tensor.dim(), code, bits, 1, shape, strides, 0)
+
+
+# --- linking ---------------------------------------------------------------------------------------------------------------------
+
+
+def elf_symbols(image: bytes) -> tuple[set[str], set[str]]:
+    """Names that an ELF64 little-endian relocatable object defines for others, and those it imports.
+
+    Layout: System V ABI, AMD64 supplement, chapter 4. Raises CaptureError for anything else.
+    """
+    if image[:6] != b"\x7fELF\x02\x01" or len(image) < 64 or struct.unpack_from("<H", image, 16)[0] != 1:
+        raise CaptureError("not an ELF64 little-endian relocatable object")
+    try:
+        table, entry_size, count = struct.unpack_from("<Q", image, 40)[0], *struct.unpack_from("<HH", image, 58)
+        sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + entry_size * i) for i in range(count)]
+        symtab = next(s for s in sections if s[1] == 2)
+        names = sections[symtab[6]][4]
+        defined, imported = set(), set()
+        for place in range(symtab[4], symtab[4] + symtab[5], 24):
+            name, info, _, section = struct.unpack_from("<IBBH", image, place)
+            if info >> 4 == 0 or not name:  # local
+                continue
+            text = image[names + name : image.index(b"\0", names + name)].decode()
+            (defined if section else imported).add(text)
+    except (struct.error, StopIteration, ValueError, IndexError, UnicodeDecodeError) as error:
+        raise CaptureError(f"the object file is damaged: {error or type(error).__name__}") from error
+    return defined, imported
+
+
+def _resolve(names: set[str]) -> dict[str, int]:
+    ours = _stand_ins()
+    addresses = {}
+    for name in sorted(names - {"_GLOBAL_OFFSET_TABLE_"}):
+        address = ours.get(name) or _library_symbol(name)
+        if address is None:
+            raise CaptureError(f"host code imports {name!r}, which has no stand-in in the emulator")
+        addresses[name] = address
+    return addresses
+
+
+def _library_symbol(name: str) -> int | None:
+    """A symbol of libtvm_ffi, or of the C library as this process has it."""
+    library: Any = ctypes.CDLL(None)
+    if name.startswith("TVMFFI"):
+        import tvm_ffi.libinfo
+
+        library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    try:
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    except AttributeError:
+        return None
+
+
+_link_lock = threading.Lock()
+_link_numbers = itertools.count()
+_linker: list[Any] = []  # the process's one ORC session, made at first use
+
+
+def _link(image: bytes, symbol: str, imports: dict[str, int]) -> Any:
+    import llvmlite.binding as llvm
+
+    with _link_lock:
+        if not _linker:
+            llvm.initialize_native_target()
+            llvm.initialize_native_asmprinter()
+            _linker.append(llvm.create_lljit_compiler(use_jit_link=True))
+        builder = llvm.JITLibraryBuilder().add_object_img(image).export_symbol(symbol)
+        for name, address in imports.items():
+            builder.import_symbol(name, address)
+        try:
+            return builder.link(_linker[0], f"cutegemm_host_{next(_link_numbers)}")
+        except RuntimeError as error:
+            raise CaptureError(f"the object could not be linked: {error}") from error
+
+
+# --- the stand-ins ---------------------------------------------------------------------------------------------------------------
+
+_ptr, _int = ctypes.c_void_p, ctypes.c_int
+_int_p, _ptr_p = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
+
+
+def _library_load_data(library: Any, *_: Any) -> None:
+    library[0] = id(current().module)
+
+
+def _library_get_kernel(kernel: Any, library: int, name: bytes) -> None:
+    kernel[0] = current().module.register(name.decode())
+
+
+def _get_device(device: Any) -> None:
+    device[0] = 0
+
+
+def _device_attribute(value: Any, attribute: int, device: int) -> None:
+    value[0] = device_attribute(current().module.arch, attribute)
+
+
+def _kernel_attribute(value: Any, attribute: int, kernel: int, device: int) -> None:
+    if attribute != 1:  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        raise CaptureError(f"host code asks for CUfunction_attribute {attribute}, which has no answer in the emulator")
+    value[0] = current().module.function(kernel).entry.static_smem
+
+
+def _set_attribute(kernel: int, attribute: int, value: int) -> None:
+    set_function_attribute(kernel, attribute, value)
+
+
+def _set_attribute_for_device(kernel: int, attribute: int, value: int, device: int) -> None:
+    set_function_attribute(kernel, attribute, value)
+
+
+def _launch(config: Any, kernel: int, arguments: Any) -> None:
+    record_launch_ex(config[0], kernel, arguments)
+
+
+def _init_once(state: Any, initialize: int, load: int, set_error: int) -> int:
+    """The runtime's one-time loading of the kernels, kept per linked object by the word at ``state``."""
+    module = current().module
+    with module.lock:
+        if state[0]:
+            return 0
+        library = ctypes.c_void_p()
+        for action in (
+            lambda: ctypes.CFUNCTYPE(_int, _ptr)(initialize)(ctypes.addressof(library)),
+            lambda: ctypes.CFUNCTYPE(_int, _ptr, _int)(load)(ctypes.addressof(library), 0),
+        ):
+            code = action()
+            if code:
+                raise CaptureError(f"loading the kernels failed with {ERROR_NAMES.get(code, code)}")
+        state[0] = 1
+    return 0
+
+
+def _no_stream(device_type: int, device: int) -> int:
+    return 0
+
+
+def _raise_text(kind: bytes, message: bytes) -> None:
+    current().problems.append(f"{kind.decode()}: {message.decode(errors='replace')}")
+
+
+def _raise_parts(kind: bytes, parts: Any, count: int) -> None:
+    message = b"".join(parts[i] for i in range(count) if parts[i])
+    _raise_text(kind, message)
+
+
+def _raise_cuda(set_parts: int, code: int) -> None:
+    taken = current()
+    if not taken.problems:  # otherwise the refusal has been recorded with its reason
+        taken.problems.append(f"CUDA error {ERROR_NAMES.get(code, code)}")
+
+
+_SIGNATURES: dict[str, tuple[Callable[..., Any], Any, Sequence[Any]]] = {
+    "_cudaLibraryLoadData": (_library_load_data, _int, [_ptr_p, *[_ptr] * 7]),
+    "_cudaLibraryGetKernel": (_library_get_kernel, _int, [_ptr_p, _ptr, ctypes.c_char_p]),
+    "_cudaGetDevice": (_get_device, _int, [_int_p]),
+    "_cudaSetDevice": (lambda device: None, _int, [_int]),
+    "_cudaDeviceGetAttribute": (_device_attribute, _int, [_int_p, _int, _int]),
+    "_cuKernelGetAttribute": (_kernel_attribute, _int, [_int_p, _int, _ptr, _int]),
+    "_cudaFuncSetAttribute": (_set_attribute, _int, [_ptr, _int, _int]),
+    "_cudaKernelSetAttributeForDevice": (_set_attribute_for_device, _int, [_ptr, _int, _int, _int]),
+    "_cudaLaunchKernelEx": (_launch, _int, [ctypes.POINTER(LaunchConfig), _ptr, _ptr_p]),
+    "cuda_dialect_init_library_once": (_init_once, _int, [ctypes.POINTER(ctypes.c_int64), _ptr, _ptr, _ptr]),
+    "TVMFFIEnvGetStream": (_no_stream, _ptr, [ctypes.c_int32, ctypes.c_int32]),
+    "TVMFFIErrorSetRaisedFromCStr": (_raise_text, _int, [ctypes.c_char_p, ctypes.c_char_p]),
+    "TVMFFIErrorSetRaisedFromCStrParts": (_raise_parts, _int, [ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int32]),
+    "CuteDSLRT_TVMFFISetRaisedCudaError": (_raise_cuda, _int, [_ptr, _int]),
+}
+_callbacks: list[tuple[list[Any], dict[str, int]]] = []  # made once; native code keeps the addresses
+_callback_lock = threading.Lock()
+
+
+def _stand_ins() -> dict[str, int]:
+    with _callback_lock:
+        if not _callbacks:
+            functions = {n: ctypes.CFUNCTYPE(result, *kinds)(guarded(action)) for n, (action, result, kinds) in _SIGNATURES.items()}
+            addresses = {name: int(ctypes.cast(f, ctypes.c_void_p).value or 0) for name, f in functions.items()}
+            # Runs as a destructor when the object is unloaded, perhaps as late as interpreter shutdown: native and harmless.
+            addresses["cuda_dialect_unload_library_once"] = int(_library_symbol("getpid") or 0)
+            _callbacks.append((list(functions.values()), addresses))
+        return _callbacks[0][1]

@@ -1,0 +1,34 @@
+# `make demo` and `make test` do all the set-up they need; a second run starts in seconds.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo "make demo   set up, then multiply with the real kernels (on the GPU, or in the emulator)"
+	@echo "make test   set up, then run every test this machine can run"
+	@echo "make lint   ruff, ruff format, mypy"
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	$(PY) -m cutegemm.demo
+
+test: $(STAMP)
+	$(PY) -m pytest -n 2 --dist worksteal
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

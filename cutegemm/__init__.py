@@ -1,0 +1,1 @@
+"""cutegemm: GEMM kernels for NVIDIA GPUs."""

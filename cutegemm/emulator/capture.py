@@ -1,10 +1,12 @@
-"""Launch capture of CuTe DSL kernels: their real host code runs here, and what it would launch is written down.
+"""Launch capture of CuTe DSL kernels: their real host code runs here, and what it would launch is written
+down.
 
-A compiled kernel is exported as one object file with the TVM-FFI calling convention. That object holds the host code that
-checks the arguments, encodes TMA descriptors, computes the grid and calls the CUDA runtime. It is linked into this process by
-LLVM's ORC linker (llvmlite), its CUDA calls bound to the recorder (`recorder.py`), and called with tensors that claim to be on a
-CUDA device while their pointers are host addresses. Grid, cluster, shared memory and every parameter byte are thus the compiled
-kernel's own; none is derived a second time.
+A compiled kernel is exported as one object file with the TVM-FFI calling convention. That object holds the
+host code that checks the arguments, encodes TMA descriptors, computes the grid and calls the CUDA runtime. It
+is linked into this process by LLVM's ORC linker (llvmlite), its CUDA calls bound to the recorder
+(`recorder.py`), and called with tensors that claim to be on a CUDA device while their pointers are host
+addresses. Grid, cluster, shared memory and every parameter byte are thus the compiled kernel's own; none is
+derived a second time.
 
     launcher = HostObject.load("kernel.o", "gemm", ptx)
     launches = launcher.capture(a, b, c)          # list[Launch], in launch order
@@ -17,6 +19,7 @@ import itertools
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +94,36 @@ def _dlpack_types() -> dict[torch.dtype, tuple[int, int]]:
 _DLPACK_TYPES = _dlpack_types()
 
 
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A tensor as host code sees it: an address in global memory, extents and strides in elements, and a dtype."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.strides):
+            raise ValueError(f"strides: got {len(self.strides)} for {len(self.shape)} extents")
+
+
+@dataclass(frozen=True)
+class DevicePointer:
+    """A bare pointer argument (also a stream handle)."""
+
+    address: int
+
+
 class HostObject:
     """The linked host code of one exported kernel. Calls from several threads are safe and do not mix."""
 
     def __init__(self, image: bytes, function: str, ptx: str, *, arch: Arch | None = None) -> None:
-        """Links ``image`` (an ELF relocatable object), whose function was exported as ``function``, and whose kernels are ``ptx``.
+        """Links ``image`` (an ELF relocatable object), whose function was exported as ``function``, and whose
+        kernels are ``ptx``.
 
-        arch: the device to pretend; the generic one of the PTX target when None. Raises CaptureError for an object that is none,
-        lacks the function, or imports a symbol that has no stand-in here.
+        arch: the device to pretend; the generic one of the PTX target when None. Raises CaptureError for an
+        object that is none, lacks the function, or imports a symbol that has no stand-in here.
         """
         self.module = HostModule(ptx, arch)
         self.function = function
@@ -106,9 +131,13 @@ class HostObject:
         defined, imported = elf_symbols(image)
         if symbol not in defined:
             exported = sorted(name.removeprefix("__tvm_ffi_") for name in defined if name.startswith("__tvm_ffi_"))
-            raise CaptureError(f"the object exports no TVM-FFI function {function!r}; it has {', '.join(exported) or 'none'}")
+            raise CaptureError(
+                f"the object exports no TVM-FFI function {function!r}; it has {', '.join(exported) or 'none'}"
+            )
         self._tracker = _link(image, symbol, _resolve(imported))
-        prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Any), ctypes.c_int32, ctypes.POINTER(_Any))
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Any), ctypes.c_int32, ctypes.POINTER(_Any)
+        )
         self._call = prototype(self._tracker[symbol])
 
     @staticmethod
@@ -119,9 +148,10 @@ class HostObject:
     def capture(self, *arguments: Any) -> list[Launch]:
         """Calls the host code and returns its launches in order; no kernel runs.
 
-        arguments: those of the exported function without its stream: torch CPU tensors, int, float, bool, None. The launches
-        hold addresses of the tensors' memory: keep the tensors alive while running them. Raises CaptureError with what the host
-        code said when it refuses the arguments, TypeError for an argument of another type.
+        arguments: those of the exported function without its stream: torch CPU tensors, int, float, bool,
+        None. The launches hold addresses of the tensors' memory: keep the tensors alive while running them.
+        Raises CaptureError with what the host code said when it refuses the arguments, TypeError for an
+        argument of another type.
         """
         packed = (_Any * max(len(arguments), 1))()
         keep: list[Any] = []
@@ -145,27 +175,37 @@ def _pack(slot: _Any, argument: Any, index: int, keep: list[Any]) -> None:
         slot.type_index, slot.value.integer = _INT, argument
     elif isinstance(argument, float):
         slot.type_index, slot.value.real = _FLOAT, argument
-    elif isinstance(argument, torch.Tensor):
-        slot.type_index = _TENSOR
-        view = _as_dltensor(argument, index)
+    elif isinstance(argument, DevicePointer):
+        slot.type_index, slot.value.pointer = _OPAQUE, argument.address
+    elif isinstance(argument, (torch.Tensor, DeviceTensor)):
+        view = _dltensor(argument if isinstance(argument, DeviceTensor) else _described(argument, index), index)
         keep.append(view)
-        slot.value.pointer = ctypes.addressof(view)
+        slot.type_index, slot.value.pointer = _TENSOR, ctypes.addressof(view)
     else:
-        raise TypeError(f"argument {index}: got {type(argument).__name__}; expected a torch CPU tensor, int, float, bool or None")
+        raise TypeError(
+            f"argument {index}: got {type(argument).__name__}; "
+            "expected a torch CPU tensor, DeviceTensor, DevicePointer, int, float, bool or None"
+        )
 
 
-def _as_dltensor(tensor: torch.Tensor, index: int) -> _DLTensor:
+def _described(tensor: torch.Tensor, index: int) -> DeviceTensor:
     if tensor.device.type != "cpu":
         raise TypeError(f"argument {index}: got a tensor on {tensor.device}; the emulator takes CPU tensors")
+    return DeviceTensor(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _dltensor(tensor: DeviceTensor, index: int) -> _DLTensor:
     if tensor.dtype not in _DLPACK_TYPES:
-        raise TypeError(f"argument {index}: got a tensor of {tensor.dtype}; the emulator takes {', '.join(map(str, _DLPACK_TYPES))}")
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DLPACK_TYPES)
+        raise TypeError(f"argument {index}: got a tensor of {tensor.dtype}; the emulator takes {known}")
     code, bits = _DLPACK_TYPES[tensor.dtype]
-    extents = ctypes.c_int64 * max(tensor.dim(), 1)
-    shape, strides = extents(*tensor.shape), extents(*tensor.stride())
-    return _DLTensor(tensor.data_ptr(), _CUDA_DEVICE, 0, tensor.dim(), code, bits, 1, shape, strides, 0)
+    extents = ctypes.c_int64 * max(len(tensor.shape), 1)
+    shape, strides = extents(*tensor.shape), extents(*tensor.strides)
+    return _DLTensor(tensor.address, _CUDA_DEVICE, 0, len(tensor.shape), code, bits, 1, shape, strides, 0)
 
 
-# --- linking ---------------------------------------------------------------------------------------------------------------------
+# --- linking
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def elf_symbols(image: bytes) -> tuple[set[str], set[str]]:
@@ -176,11 +216,15 @@ def elf_symbols(image: bytes) -> tuple[set[str], set[str]]:
     if image[:6] != b"\x7fELF\x02\x01" or len(image) < 64 or struct.unpack_from("<H", image, 16)[0] != 1:
         raise CaptureError("not an ELF64 little-endian relocatable object")
     try:
-        table, entry_size, count = struct.unpack_from("<Q", image, 40)[0], *struct.unpack_from("<HH", image, 58)
+        table, entry_size, count = (
+            struct.unpack_from("<Q", image, 40)[0],
+            *struct.unpack_from("<HH", image, 58),
+        )
         sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + entry_size * i) for i in range(count)]
         symtab = next(s for s in sections if s[1] == 2)
         names = sections[symtab[6]][4]
-        defined, imported = set(), set()
+        defined: set[str] = set()
+        imported: set[str] = set()
         for place in range(symtab[4], symtab[4] + symtab[5], 24):
             name, info, _, section = struct.unpack_from("<IBBH", image, place)
             if info >> 4 == 0 or not name:  # local
@@ -209,7 +253,7 @@ def _library_symbol(name: str) -> int | None:
     if name.startswith("TVMFFI"):
         import tvm_ffi.libinfo
 
-        library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+        library = ctypes.CDLL(str(tvm_ffi.libinfo.find_libtvm_ffi()))
     try:
         return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
     except AttributeError:
@@ -238,7 +282,8 @@ def _link(image: bytes, symbol: str, imports: dict[str, int]) -> Any:
             raise CaptureError(f"the object could not be linked: {error}") from error
 
 
-# --- the stand-ins ---------------------------------------------------------------------------------------------------------------
+# --- the stand-ins
+# ---------------------------------------------------------------------------------------------------------------
 
 _ptr, _int = ctypes.c_void_p, ctypes.c_int
 _int_p, _ptr_p = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
@@ -328,7 +373,11 @@ _SIGNATURES: dict[str, tuple[Callable[..., Any], Any, Sequence[Any]]] = {
     "cuda_dialect_init_library_once": (_init_once, _int, [ctypes.POINTER(ctypes.c_int64), _ptr, _ptr, _ptr]),
     "TVMFFIEnvGetStream": (_no_stream, _ptr, [ctypes.c_int32, ctypes.c_int32]),
     "TVMFFIErrorSetRaisedFromCStr": (_raise_text, _int, [ctypes.c_char_p, ctypes.c_char_p]),
-    "TVMFFIErrorSetRaisedFromCStrParts": (_raise_parts, _int, [ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int32]),
+    "TVMFFIErrorSetRaisedFromCStrParts": (
+        _raise_parts,
+        _int,
+        [ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int32],
+    ),
     "CuteDSLRT_TVMFFISetRaisedCudaError": (_raise_cuda, _int, [_ptr, _int]),
 }
 _callbacks: list[tuple[list[Any], dict[str, int]]] = []  # made once; native code keeps the addresses
@@ -338,9 +387,13 @@ _callback_lock = threading.Lock()
 def _stand_ins() -> dict[str, int]:
     with _callback_lock:
         if not _callbacks:
-            functions = {n: ctypes.CFUNCTYPE(result, *kinds)(guarded(action)) for n, (action, result, kinds) in _SIGNATURES.items()}
+            functions = {
+                n: ctypes.CFUNCTYPE(result, *kinds)(guarded(action))
+                for n, (action, result, kinds) in _SIGNATURES.items()
+            }
             addresses = {name: int(ctypes.cast(f, ctypes.c_void_p).value or 0) for name, f in functions.items()}
-            # Runs as a destructor when the object is unloaded, perhaps as late as interpreter shutdown: native and harmless.
+            # Runs as a destructor when the object is unloaded, perhaps as late as interpreter shutdown:
+            # native and harmless.
             addresses["cuda_dialect_unload_library_once"] = int(_library_symbol("getpid") or 0)
             _callbacks.append((list(functions.values()), addresses))
         return _callbacks[0][1]

@@ -13,7 +13,7 @@ def as_dim3(value: int | tuple[int, ...], name: str) -> Dim3:
     numbers = (value,) if isinstance(value, int) else tuple(value)
     if not 1 <= len(numbers) <= 3 or not all(isinstance(n, int) and n >= 1 for n in numbers):
         raise ValueError(f"{name}: expected 1 to 3 positive integers, got {value!r}")
-    padded = numbers + (1, 1, 1)
+    padded = (*numbers, 1, 1, 1)
     return padded[0], padded[1], padded[2]
 
 
@@ -21,14 +21,13 @@ def as_dim3(value: int | tuple[int, ...], name: str) -> Dim3:
 class Launch:
     """A launch of one entry function of a PTX module.
 
-    kernel: the name of the ``.entry``.
-    grid: CTAs per axis (x, y, z), clusters not counted apart.
-    block: threads per axis of a CTA.
-    cluster: CTAs per axis of a cluster; (1, 1, 1) without clusters.
-    dynamic_smem: bytes of dynamic shared memory per CTA.
-    params: the parameter bytes laid out exactly as the ``.param`` declarations of the entry: each at the next multiple of its
+    kernel: the name of the ``.entry``. grid: CTAs per axis (x, y, z), clusters not counted apart. block:
+    threads per axis of a CTA. cluster: CTAs per axis of a cluster; (1, 1, 1) without clusters. dynamic_smem:
+    bytes of dynamic shared memory per CTA. params: the parameter bytes laid out exactly as the ``.param``
+    declarations of the entry: each at the next multiple of its
         alignment, padding zero.
-    programmatic: launched with programmatic stream serialization, so that the kernel may start before the one in front of it has
+    programmatic: launched with programmatic stream serialization, so that the kernel may start before the one
+    in front of it has
         finished and has to ask for its results with ``griddepcontrol.wait``.
     attributes: other launch attributes as (name, value) pairs, for display only.
     """
@@ -63,7 +62,8 @@ class Launch:
     def __str__(self) -> str:
         cluster = "" if self.cluster == (1, 1, 1) else f" cluster {self.cluster}"
         pdl = " programmatic" if self.programmatic else ""
-        return f"{self.kernel}<<<{self.grid}, {self.block}{cluster}, {self.dynamic_smem} B>>>{pdl} with {len(self.params)} parameter bytes"
+        shape = f"{self.grid}, {self.block}{cluster}, {self.dynamic_smem} B"
+        return f"{self.kernel}<<<{shape}>>>{pdl} with {len(self.params)} parameter bytes"
 
 
 @dataclass(frozen=True)

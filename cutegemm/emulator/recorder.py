@@ -1,8 +1,10 @@
-"""A CUDA runtime that launches nothing: it answers the questions of host code and writes down what that code launches.
+"""A CUDA runtime that launches nothing: it answers the questions of host code and writes down what that code
+launches.
 
-Two kinds of host code run against it, each with its own way in: objects of CuTe DSL kernels (`capture.py`) and libraries built by
-nvcc (`nvcc_capture.py`). A launch that the driver would refuse (a CTA other than the kernel requires, more shared memory than
-was asked for, an empty grid) is refused here with the same error code, and the reason is kept as a sentence.
+Two kinds of host code run against it, each with its own way in: objects of CuTe DSL kernels (`capture.py`)
+and libraries built by nvcc (`nvcc_capture.py`). A launch that the driver would refuse (a CTA other than the
+kernel requires, more shared memory than was asked for, an empty grid) is refused here with the same error
+code, and the reason is kept as a sentence.
 
 Captures of several threads do not mix: each belongs to the thread that makes it.
 """
@@ -11,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cutegemm.arch import Arch
-from cutegemm.arch import get as get_arch
+from cutegemm.emulator.entries import CaptureError, Entry, ptx_arch, ptx_entries
 from cutegemm.emulator.launch import Launch, Memset
 
-SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, INVALID_FUNCTION, NOT_SUPPORTED, UNKNOWN = 0, 1, 9, 98, 801, 999
+SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, INVALID_FUNCTION, NOT_SUPPORTED, UNKNOWN = (
+    0,
+    1,
+    9,
+    98,
+    801,
+    999,
+)
 ERROR_NAMES = {
     SUCCESS: "cudaSuccess",
     INVALID_VALUE: "cudaErrorInvalidValue",
@@ -55,83 +63,6 @@ _CLUSTER, _PROGRAMMATIC = 4, 6
 _MAX_DYNAMIC_SMEM, _NON_PORTABLE_CLUSTER = 8, 14
 
 
-class CaptureError(RuntimeError):
-    """The host code of a kernel could not be linked, refused its arguments, or asked for a launch that no GPU accepts."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What the header of a PTX ``.entry`` says.
-
-    params: (offset, size) in bytes of each parameter. required_block: ``.reqntid``. required_cluster: ``.reqnctapercluster``.
-    static_smem: bytes of ``.shared`` variables declared in the body.
-    """
-
-    name: str
-    params: tuple[tuple[int, int], ...]
-    required_block: tuple[int, int, int] | None
-    required_cluster: tuple[int, int, int] | None
-    static_smem: int
-
-    @property
-    def param_bytes(self) -> int:
-        """Bytes of the whole parameter block."""
-        return self.params[-1][0] + self.params[-1][1] if self.params else 0
-
-
-_ENTRY = re.compile(r"\.entry\s+([\w$%]+)\s*(?:\(([^)]*)\))?([^{;]*)\{")
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+(?:\d+\s+)?)*)?[\w$%]+(?:\s*\[\s*(\d+)\s*\])?")
-_SHARED = re.compile(r"(?<!\.extern )\.shared\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+[\w$%]+((?:\s*\[\s*\d+\s*\])*)")
-
-
-def ptx_entries(ptx: str) -> dict[str, Entry]:
-    """The entries of a PTX module by name, read off their headers. Raises CaptureError for a header it cannot read."""
-    found: dict[str, Entry] = {}
-    text = re.sub(r"//[^\n]*", "", ptx)
-    heads = list(_ENTRY.finditer(text))
-    for head, following in zip(heads, [*heads[1:], None], strict=True):
-        name, declared, directives = head.group(1), head.group(2) or "", head.group(3)
-        offset, params = 0, []
-        for piece in filter(None, (part.strip() for part in declared.split(","))):
-            match = _PARAM.fullmatch(piece)
-            if match is None:
-                raise CaptureError(f"PTX entry {name}: the parameter {piece!r} has a form that is not known here")
-            align, kind, count = match.groups()
-            width = _type_bytes(kind, name)
-            step = int(align) if align else width
-            offset = -(-offset // step) * step
-            params.append((offset, width * int(count or 1)))
-            offset += params[-1][1]
-        body = text[head.end() : following.start() if following else len(text)]
-        smem = 0
-        for align, kind, dims in _SHARED.findall(body):
-            width = _type_bytes(kind, name)
-            step = int(align) if align else width
-            smem = -(-smem // step) * step + width * math.prod(int(n) for n in re.findall(r"\d+", dims))
-        found[name] = Entry(name, tuple(params), _dims(directives, "reqntid"), _dims(directives, "reqnctapercluster"), smem)
-    return found
-
-
-def _type_bytes(kind: str, entry: str) -> int:
-    match = re.fullmatch(r"[bsuf](\d+)", kind)
-    if match is None:
-        raise CaptureError(f"PTX entry {entry}: the type .{kind} is not known here")
-    return int(match.group(1)) // 8
-
-
-def _dims(directives: str, name: str) -> tuple[int, int, int] | None:
-    match = re.search(rf"\.{name}\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", directives)
-    return None if match is None else (int(match.group(1)), int(match.group(2) or 1), int(match.group(3) or 1))
-
-
-def ptx_arch(ptx: str) -> Arch:
-    """The architecture that a PTX module is compiled for, from its ``.target``. Raises CaptureError without one."""
-    match = re.search(r"^\s*\.target\s+(sm_\d+)", ptx, re.MULTILINE)
-    if match is None:
-        raise CaptureError("PTX: no .target line")
-    return get_arch(match.group(1))
-
-
 @dataclass
 class Function:
     """A kernel as the runtime knows it: its entry and the attributes that host code has set."""
@@ -161,9 +92,14 @@ class HostModule:
         """Gives the kernel ``name`` a handle (or takes the host code's own)."""
         entry = self.entries.get(name)
         if entry is None:
-            raise CaptureError(f"host code asks for the kernel {name!r}, which the PTX lacks; it has {', '.join(self.entries) or 'none'}")
+            raise CaptureError(
+                f"host code asks for the kernel {name!r}, which the PTX lacks; "
+                f"it has {', '.join(self.entries) or 'none'}"
+            )
         number = 0x1000 + 16 * len(self._functions) if handle is None else handle
-        self._functions[number] = Function(entry, self.arch.smem_static_limit - min(entry.static_smem, self.arch.smem_static_limit))
+        self._functions[number] = Function(
+            entry, self.arch.smem_static_limit - min(entry.static_smem, self.arch.smem_static_limit)
+        )
         return number
 
 
@@ -197,11 +133,13 @@ def current() -> Recording:
     stack = _thread.__dict__.get("stack")
     if not stack:
         raise CaptureError("host code of an emulated kernel ran outside a capture")
-    return stack[-1]  # type: ignore[no-any-return]
+    return stack[-1]
 
 
 def guarded(action: Callable[..., int | None]) -> Callable[..., int]:
-    """``action`` as a callback of native code: an exception becomes an error code and a sentence in the recording."""
+    """``action`` as a callback of native code: an exception becomes an error code and a sentence in the
+    recording.
+    """
 
     def call(*arguments: Any) -> int:
         stack = _thread.__dict__.get("stack")
@@ -214,7 +152,9 @@ def guarded(action: Callable[..., int | None]) -> Callable[..., int]:
         except Exception as error:  # native code in between: nothing may propagate
             code = UNKNOWN
             if stack:
-                stack[-1].problems.append(f"{type(error).__name__}: {error}" if not isinstance(error, CaptureError) else str(error))
+                stack[-1].problems.append(
+                    f"{type(error).__name__}: {error}" if not isinstance(error, CaptureError) else str(error)
+                )
         if stack and code != SUCCESS:
             stack[-1].last_error = code
         return code
@@ -293,7 +233,9 @@ def record_launch(
     programmatic: bool = False,
     attributes: tuple[tuple[str, object], ...] = (),
 ) -> None:
-    """Records one launch with the bytes that ``arguments`` (``void **``) point to. Raises Refusal where the driver would."""
+    """Records one launch with the bytes that ``arguments`` (``void **``) point to. Raises Refusal where the
+    driver would.
+    """
     running = current()
     function = running.module.function(handle)
     check_launch(running.module.arch, function, grid, block, cluster, dynamic_smem)
@@ -302,7 +244,9 @@ def record_launch(
     for index, (offset, size) in enumerate(entry.params):
         params[offset : offset + size] = ctypes.string_at(arguments[index], size)
     shape = cluster or entry.required_cluster or (1, 1, 1)
-    running.operations.append(Launch(entry.name, grid, block, shape, dynamic_smem, bytes(params), programmatic, attributes))
+    running.operations.append(
+        Launch(entry.name, grid, block, shape, dynamic_smem, bytes(params), programmatic, attributes)
+    )
 
 
 def check_launch(
@@ -315,7 +259,8 @@ def check_launch(
 ) -> None:
     """Raises Refusal for a launch that the driver refuses on ``arch``."""
     entry = function.entry
-    what = f"launch of {entry.name} with grid {tuple(grid)}, block {tuple(block)}, {dynamic_smem} B of dynamic shared memory"
+    shape = f"grid {tuple(grid)}, block {tuple(block)}, {dynamic_smem} B of dynamic shared memory"
+    what = f"launch of {entry.name} with {shape}"
     if min(*grid, *block) < 1 or grid[0] > 2**31 - 1 or max(grid[1:]) > 65535:
         raise Refusal(INVALID_CONFIGURATION, f"{what}: grid axes go from 1 to 2147483647, 65535 and 65535")
     if math.prod(block) > arch.threads_per_cta or block[2] > 64:
@@ -327,14 +272,20 @@ def check_launch(
     if cluster is None:
         cluster = entry.required_cluster
     elif entry.required_cluster is not None and tuple(cluster) != entry.required_cluster:
-        raise Refusal(INVALID_VALUE, f"{what}: the kernel requires clusters of {entry.required_cluster}, not {tuple(cluster)}")
+        raise Refusal(
+            INVALID_VALUE,
+            f"{what}: the kernel requires clusters of {entry.required_cluster}, not {tuple(cluster)}",
+        )
     if cluster is None or tuple(cluster) == (1, 1, 1):
         return
     limit = 16 if function.non_portable_cluster else arch.max_cluster
     if arch.max_cluster == 1:
         raise Refusal(NOT_SUPPORTED, f"{what}: {arch.name} has no clusters")
     if min(cluster) < 1 or math.prod(cluster) > limit or any(g % c for g, c in zip(grid, cluster, strict=True)):
-        raise Refusal(INVALID_CONFIGURATION, f"{what}: clusters of {tuple(cluster)} must divide the grid and have at most {limit} CTAs")
+        raise Refusal(
+            INVALID_CONFIGURATION,
+            f"{what}: clusters of {tuple(cluster)} must divide the grid and have at most {limit} CTAs",
+        )
 
 
 def set_function_attribute(handle: int | None, attribute: int, value: int) -> None:
@@ -346,7 +297,8 @@ def set_function_attribute(handle: int | None, attribute: int, value: int) -> No
         if not 0 <= value <= limit:
             raise Refusal(
                 INVALID_VALUE,
-                f"{value} B of dynamic shared memory for {function.entry.name}: {module.arch.name} has {limit} B beside its static ones",
+                f"{value} B of dynamic shared memory for {function.entry.name}: "
+                f"{module.arch.name} has {limit} B beside its static ones",
             )
         function.max_dynamic_smem = value
     elif attribute == _NON_PORTABLE_CLUSTER:
@@ -354,7 +306,9 @@ def set_function_attribute(handle: int | None, attribute: int, value: int) -> No
 
 
 def device_attribute(arch: Arch, attribute: int) -> int:
-    """``cudaDeviceGetAttribute`` of ``arch`` (numbers of ``cudaDeviceAttr``). Raises Refusal for one that has no answer here."""
+    """``cudaDeviceGetAttribute`` of ``arch`` (numbers of ``cudaDeviceAttr``). Raises Refusal for one that has
+    no answer here.
+    """
     answers = {
         1: arch.threads_per_cta,
         2: 1024,

@@ -231,7 +231,7 @@ def elf_symbols(image: bytes) -> tuple[set[str], set[str]]:
                 continue
             text = image[names + name : image.index(b"\0", names + name)].decode()
             (defined if section else imported).add(text)
-    except (struct.error, StopIteration, ValueError, IndexError, UnicodeDecodeError) as error:
+    except (struct.error, StopIteration, ValueError, IndexError, OverflowError) as error:
         raise CaptureError(f"the object file is damaged: {error or type(error).__name__}") from error
     return defined, imported
 

@@ -15,8 +15,6 @@ derived a second time.
 from __future__ import annotations
 
 import ctypes
-import itertools
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +24,11 @@ from typing import Any
 import torch
 
 from cutegemm.arch import Arch
+from cutegemm.emulator.entries import CaptureError
+from cutegemm.emulator.host_linker import ObjectFile, callbacks, link, process_symbol, resolve
 from cutegemm.emulator.launch import Launch
 from cutegemm.emulator.recorder import (
     ERROR_NAMES,
-    CaptureError,
     HostModule,
     LaunchConfig,
     current,
@@ -128,13 +127,14 @@ class HostObject:
         self.module = HostModule(ptx, arch)
         self.function = function
         symbol = f"__tvm_ffi_{function}"
-        defined, imported = elf_symbols(image)
-        if symbol not in defined:
-            exported = sorted(name.removeprefix("__tvm_ffi_") for name in defined if name.startswith("__tvm_ffi_"))
+        object_file = ObjectFile(image)
+        if symbol not in object_file.defined:
+            functions = (name for name in object_file.defined if name.startswith("__tvm_ffi_"))
+            exported = sorted(name.removeprefix("__tvm_ffi_") for name in functions)
             raise CaptureError(
                 f"the object exports no TVM-FFI function {function!r}; it has {', '.join(exported) or 'none'}"
             )
-        self._tracker = _link(image, symbol, _resolve(imported))
+        self._tracker = link(image, [symbol], resolve(object_file.imported, _stand_ins()))
         prototype = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Any), ctypes.c_int32, ctypes.POINTER(_Any)
         )
@@ -204,86 +204,7 @@ def _dltensor(tensor: DeviceTensor, index: int) -> _DLTensor:
     return _DLTensor(tensor.address, _CUDA_DEVICE, 0, len(tensor.shape), code, bits, 1, shape, strides, 0)
 
 
-# --- linking
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def elf_symbols(image: bytes) -> tuple[set[str], set[str]]:
-    """Names that an ELF64 little-endian relocatable object defines for others, and those it imports.
-
-    Layout: System V ABI, AMD64 supplement, chapter 4. Raises CaptureError for anything else.
-    """
-    if image[:6] != b"\x7fELF\x02\x01" or len(image) < 64 or struct.unpack_from("<H", image, 16)[0] != 1:
-        raise CaptureError("not an ELF64 little-endian relocatable object")
-    try:
-        table, entry_size, count = (
-            struct.unpack_from("<Q", image, 40)[0],
-            *struct.unpack_from("<HH", image, 58),
-        )
-        sections = [struct.unpack_from("<IIQQQQIIQQ", image, table + entry_size * i) for i in range(count)]
-        symtab = next(s for s in sections if s[1] == 2)
-        names = sections[symtab[6]][4]
-        defined: set[str] = set()
-        imported: set[str] = set()
-        for place in range(symtab[4], symtab[4] + symtab[5], 24):
-            name, info, _, section = struct.unpack_from("<IBBH", image, place)
-            if info >> 4 == 0 or not name:  # local
-                continue
-            text = image[names + name : image.index(b"\0", names + name)].decode()
-            (defined if section else imported).add(text)
-    except (struct.error, StopIteration, ValueError, IndexError, OverflowError) as error:
-        raise CaptureError(f"the object file is damaged: {error or type(error).__name__}") from error
-    return defined, imported
-
-
-def _resolve(names: set[str]) -> dict[str, int]:
-    ours = _stand_ins()
-    addresses = {}
-    for name in sorted(names - {"_GLOBAL_OFFSET_TABLE_"}):
-        address = ours.get(name) or _library_symbol(name)
-        if address is None:
-            raise CaptureError(f"host code imports {name!r}, which has no stand-in in the emulator")
-        addresses[name] = address
-    return addresses
-
-
-def _library_symbol(name: str) -> int | None:
-    """A symbol of libtvm_ffi, or of the C library as this process has it."""
-    library: Any = ctypes.CDLL(None)
-    if name.startswith("TVMFFI"):
-        import tvm_ffi.libinfo
-
-        library = ctypes.CDLL(str(tvm_ffi.libinfo.find_libtvm_ffi()))
-    try:
-        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    except AttributeError:
-        return None
-
-
-_link_lock = threading.Lock()
-_link_numbers = itertools.count()
-_linker: list[Any] = []  # the process's one ORC session, made at first use
-
-
-def _link(image: bytes, symbol: str, imports: dict[str, int]) -> Any:
-    import llvmlite.binding as llvm
-
-    with _link_lock:
-        if not _linker:
-            llvm.initialize_native_target()
-            llvm.initialize_native_asmprinter()
-            _linker.append(llvm.create_lljit_compiler(use_jit_link=True))
-        builder = llvm.JITLibraryBuilder().add_object_img(image).export_symbol(symbol)
-        for name, address in imports.items():
-            builder.import_symbol(name, address)
-        try:
-            return builder.link(_linker[0], f"cutegemm_host_{next(_link_numbers)}")
-        except RuntimeError as error:
-            raise CaptureError(f"the object could not be linked: {error}") from error
-
-
-# --- the stand-ins
-# ---------------------------------------------------------------------------------------------------------------
+# The stand-ins for the functions that the object imports
 
 _ptr, _int = ctypes.c_void_p, ctypes.c_int
 _int_p, _ptr_p = ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
@@ -380,20 +301,14 @@ _SIGNATURES: dict[str, tuple[Callable[..., Any], Any, Sequence[Any]]] = {
     ),
     "CuteDSLRT_TVMFFISetRaisedCudaError": (_raise_cuda, _int, [_ptr, _int]),
 }
-_callbacks: list[tuple[list[Any], dict[str, int]]] = []  # made once; native code keeps the addresses
-_callback_lock = threading.Lock()
+_made: list[tuple[list[Any], dict[str, int]]] = []  # once; native code keeps the addresses
+_made_lock = threading.Lock()
 
 
 def _stand_ins() -> dict[str, int]:
-    with _callback_lock:
-        if not _callbacks:
-            functions = {
-                n: ctypes.CFUNCTYPE(result, *kinds)(guarded(action))
-                for n, (action, result, kinds) in _SIGNATURES.items()
-            }
-            addresses = {name: int(ctypes.cast(f, ctypes.c_void_p).value or 0) for name, f in functions.items()}
-            # Runs as a destructor when the object is unloaded, perhaps as late as interpreter shutdown:
-            # native and harmless.
-            addresses["cuda_dialect_unload_library_once"] = int(_library_symbol("getpid") or 0)
-            _callbacks.append((list(functions.values()), addresses))
-        return _callbacks[0][1]
+    with _made_lock:
+        if not _made:
+            _made.append(callbacks({name: (guarded(action), *rest) for name, (action, *rest) in _SIGNATURES.items()}))
+            # A destructor of the object, perhaps run as late as interpreter shutdown: native and harmless.
+            _made[0][1]["cuda_dialect_unload_library_once"] = process_symbol("getpid") or 0
+        return _made[0][1]

@@ -1,4 +1,7 @@
-"""Small CuTe DSL kernels whose launches the capture tests know by heart. Imports the DSL: import it inside a fixture."""
+"""Small CuTe DSL kernels whose launches the capture tests know by heart.
+
+Imports the DSL: import it inside a fixture.
+"""
 
 import cuda.bindings.driver as cuda
 import cutlass

@@ -8,8 +8,9 @@ import tracemalloc
 import pytest
 import torch
 
-from cutegemm.emulator.capture import DevicePointer, DeviceTensor, HostObject, elf_symbols
+from cutegemm.emulator.capture import DevicePointer, DeviceTensor, HostObject
 from cutegemm.emulator.entries import CaptureError, ptx_arch, ptx_entries
+from cutegemm.emulator.host_linker import ObjectFile
 from cutegemm.emulator.launch import Launch, Memset
 
 pytest.importorskip("llvmlite")
@@ -168,7 +169,7 @@ def test_a_kernel_missing_from_the_ptx_is_named(kernels):
 )
 def test_a_damaged_object_is_refused(image):
     with pytest.raises(CaptureError):
-        elf_symbols(image)
+        ObjectFile(image)
 
 
 def test_a_truncated_object_is_refused(kernels):

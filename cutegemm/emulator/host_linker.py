@@ -121,17 +121,17 @@ def resolve(names: Iterable[str], stand_ins: Mapping[str, int]) -> dict[str, int
 
 def process_symbol(name: str) -> int | None:
     """The address of a symbol of libtvm_ffi (``TVMFFI...``), the C++ library or this process; None if none has it."""
-    library: Any = ctypes.CDLL(None)
+    libraries: tuple[str | None, ...] = (None, "libstdc++.so.6", "libgcc_s.so.1")
     if name.startswith("TVMFFI"):
         import tvm_ffi.libinfo
 
-        library = ctypes.CDLL(str(tvm_ffi.libinfo.find_libtvm_ffi()))
-    elif name.startswith(("__cxa_", "__gxx_", "_Z")):
-        library = ctypes.CDLL("libstdc++.so.6")
-    try:
-        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    except AttributeError:
-        return None
+        libraries = (str(tvm_ffi.libinfo.find_libtvm_ffi()),)
+    for library in libraries:
+        try:
+            return ctypes.cast(getattr(ctypes.CDLL(library), name), ctypes.c_void_p).value
+        except (AttributeError, OSError):
+            continue
+    return None
 
 
 _lock = threading.Lock()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.emulator.recorder import (
     ERROR_NAMES,
     INVALID_CONFIGURATION,
-    INVALID_FUNCTION,
     INVALID_VALUE,
     Dim3,
     HostModule,
@@ -143,7 +142,7 @@ def _register_function(handle: int, stub: int, device_function: int, name: bytes
 
 
 def _register_variable(handle: int, host: int, device: int, name: bytes, *_: Any) -> None:
-    """Module-scope device variables live in the PTX module; only host code that copies to them would need an address."""
+    """Device variables live in the PTX module; only host code that copies to them would need an address."""
 
 
 def _get_kernel(kernel: Any, stub: int) -> int:
@@ -220,7 +219,8 @@ def _error_text(code: int) -> int:
     return ctypes.addressof(_NAMES.get(code, _UNNAMED))
 
 
-_RUNTIME = {
+_Signatures = dict[str, tuple[Callable[..., Any], Any, list[Any]]]
+_RUNTIME: _Signatures = {
     "__cudaPushCallConfiguration": (_push_configuration, _int, [Dim3, Dim3, _size, _ptr]),
     "__cudaPopCallConfiguration": (_pop_configuration, _int, [_dim_p, _dim_p, _size_p, _ptr_p]),
     "__cudaGetKernel": (_get_kernel, _int, [_ptr_p, _ptr]),
@@ -243,10 +243,15 @@ _RUNTIME = {
     "cudaDeviceSynchronize": (lambda: None, _int, []),
 }
 # These do not answer with an error code.
-_PLAIN = {
+_PLAIN: _Signatures = {
     "__cudaRegisterFatBinary": (_register_fat_binary, _ptr, [_ptr]),
     "__cudaRegisterFatBinaryEnd": (lambda handle: None, None, [_ptr]),
     "__cudaUnregisterFatBinary": (lambda handle: None, None, [_ptr]),
+    "__cudaRegisterFunction": (
+        guarded(_register_function),
+        None,
+        [_ptr, _ptr, _ptr, _text, _int, _ptr, _ptr, _ptr, _ptr, _ptr],
+    ),
     "__cudaRegisterVar": (_register_variable, None, [_ptr, _ptr, _ptr, _text, _int, _size, _int, _int]),
     "__cudaInitModule": (lambda handle: 1, ctypes.c_byte, [_ptr]),
     "cudaGetLastError": (_get_last_error, _int, []),
@@ -256,17 +261,6 @@ _PLAIN = {
 }
 _made: list[tuple[list[Any], dict[str, int]]] = []
 _made_lock = threading.Lock()
-
-
-def _register_guarded(handle: int, stub: int, device_function: int, name: bytes, *rest: Any) -> None:
-    guarded(_register_function)(handle, stub, device_function, name, *rest)
-
-
-_PLAIN["__cudaRegisterFunction"] = (
-    _register_guarded,
-    None,
-    [_ptr, _ptr, _ptr, _text, _int, _ptr, _ptr, _ptr, _ptr, _ptr],
-)
 
 
 def _stand_ins() -> dict[str, int]:

@@ -1,0 +1,111 @@
+"""Launch capture of nvcc host code: registration, launches, clears and refusals, in order and byte by byte."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from cutegemm import arch
+from cutegemm.emulator.entries import CaptureError
+from cutegemm.emulator.launch import Launch, Memset
+from cutegemm.emulator.nvcc_capture import NvccObject, embedded_ptx
+
+pytest.importorskip("llvmlite")
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the path")
+pytestmark = needs_nvcc
+
+POINTER, INT = ctypes.c_void_p, ctypes.c_int
+FUNCTIONS = ["gemm_run", "device_facts", "ask_for_the_unknown"]
+
+
+def build(folder: Path, *options: str) -> Path:
+    target = folder / "gemm.o"
+    source = Path(__file__).with_name("capture_gemm.cu")
+    command = ["nvcc", "-std=c++17", "-O2", "-Xcompiler", "-fPIC", *options, "-c", str(source), "-o", str(target)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return target
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory):
+    options = ["--compress-mode=none", "-gencode", "arch=compute_80,code=compute_80"]
+    options += ["-gencode", "arch=compute_90,code=compute_90"]
+    return build(tmp_path_factory.mktemp("nvcc"), *options).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def library(image):
+    return NvccObject(image, FUNCTIONS)
+
+
+def run(library, m, n, k, splits=1, factor=1):
+    a, b, c = torch.randn(m, k), torch.randn(k, n), torch.empty(m, n)
+    partial = torch.empty(splits, m, n)
+    pointers = [POINTER(t.data_ptr()) for t in (a, b, c, partial)]
+    numbers = [INT(v) for v in (m, n, k, splits, factor)]
+    status, operations = library.capture("gemm_run", *pointers, *numbers, POINTER(None))
+    return (a, b, c, partial), status, operations
+
+
+def test_a_clear_and_two_launches_in_order(library):
+    (a, b, c, partial), status, operations = run(library, 5, 130, 70, splits=3, factor=2)
+    assert status == 0
+    clear, main, reduction = operations
+    assert clear == Memset(partial.data_ptr(), 255, 3 * 5 * 130 * 4)
+    assert isinstance(main, Launch)
+    assert (main.grid, main.block, main.dynamic_smem) == ((3, 5, 3), (64, 1, 1), 24 * 4)
+    assert struct.unpack("<QQQiii", main.params) == (a.data_ptr(), b.data_ptr(), partial.data_ptr(), 5, 130, 70)
+    assert (reduction.grid, reduction.block) == ((6, 1, 1), (128, 1, 1))
+    assert struct.unpack("<QQiib", reduction.params) == (partial.data_ptr(), c.data_ptr(), 650, 3, 2)
+    assert "reduce" in reduction.kernel
+
+
+def test_shared_memory_above_the_default_must_be_asked_for(library):
+    _, status, operations = run(library, 1, 1, 20000)
+    assert status == 0
+    assert operations[1].dynamic_smem == 80000
+    with pytest.raises(CaptureError, match=r"dynamic shared memory for .*gemm"):
+        run(library, 1, 1, 100_000)
+
+
+def test_an_empty_grid_is_refused(library):
+    with pytest.raises(CaptureError, match=r"returned 9.*cudaErrorInvalidConfiguration"):
+        run(library, 1, 0, 4)
+    assert run(library, 1, 1, 4)[1] == 0, "the error must not stick"
+
+
+@pytest.mark.parametrize(("name", "limit"), [("sm_80", 163), ("sm_90", 227)])
+def test_the_device_answers_as_the_architecture_table(image, name, limit):
+    target = arch.get(name)
+    library = NvccObject(image, FUNCTIONS, arch=target)
+    assert f".target {name}" in library.ptx
+    facts = (INT * 5)()
+    assert library.capture("device_facts", ctypes.cast(facts, POINTER)) == (0, [])
+    assert list(facts) == [target.sm_count, target.capability[0], limit * 1024, 4 if limit == 163 else 6, 1]
+
+
+def test_an_unknown_question_is_named(library):
+    with pytest.raises(CaptureError, match="cudaDeviceAttr 33"):
+        library.capture("ask_for_the_unknown")
+
+
+def test_the_newest_ptx_that_the_architecture_can_run(image):
+    assert ".target sm_90" in embedded_ptx(image)
+    assert ".target sm_80" in embedded_ptx(image, arch.get("A6000"))
+
+
+def test_a_missing_function_is_named(image):
+    with pytest.raises(CaptureError, match="no C function gemm_runs"):
+        NvccObject(image, ["gemm_runs"])
+
+
+def test_compressed_and_missing_ptx_are_told_apart(tmp_path):
+    compressed = build(tmp_path, "-gencode", "arch=compute_80,code=compute_80", "--compress-mode=size").read_bytes()
+    with pytest.raises(CaptureError, match="compress-mode=none"):
+        embedded_ptx(compressed)
+    with pytest.raises(CaptureError, match="embeds no PTX"):
+        embedded_ptx(build(tmp_path, "-gencode", "arch=compute_80,code=sm_80").read_bytes())

@@ -1,0 +1,251 @@
+"""Mutation testing of kernels: take each synchronization instruction away, or weaken it, and see whether anything
+notices.
+
+A kernel's synchronization is right only if every piece of it is needed and its absence would be seen. `mutations`
+lists, for a PTX text, one changed text for each way of breaking one synchronization instruction; `judge` runs a case
+under each of several seeds (each another legal timing) and says what noticed: a wrong number, one of the emulator's
+checks, or no progress.
+
+Text is changed at the instruction alone, so line numbers stay, and everything else of the kernel is the compiler's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_STATEMENT = re.compile(
+    r"(?<![\w$.%])(?P<guard>@!?%?[\w$]+\s+)?"
+    r"(?P<op>(?:bar|barrier|mbarrier|cp|fence|membar|wgmma|griddepcontrol|ld|st|red|atom)(?:\.[\w:]+)+)"
+    r"(?P<arguments>[^;]*);"
+)
+_REGISTER = re.compile(r"%[a-zA-Z]+\d+")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One broken version of a kernel.
+
+    Attributes:
+        site: the instruction with its registers made anonymous, and which of those that read alike it is: ``bar.sync 0
+        #2``.
+            Stable when a recompilation moves lines or renumbers registers.
+        change: what is done to it: ``delete``, ``wait 1 more``, ``16 bytes fewer``, ...
+        line: its line in the PTX (1-based).
+        text: the instruction as it stands there.
+        ptx: the whole changed text.
+    """
+
+    site: str
+    change: str
+    line: int
+    text: str
+    ptx: str = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text.strip()} -> {self.change}"
+
+
+def mutations(ptx: str) -> list[Mutation]:
+    """Every mutation of the synchronization in a PTX text, in the order of its lines."""
+    visible = re.sub(r"//[^\n]*|/\*.*?\*/", lambda match: re.sub(r"[^\n]", " ", match.group()), ptx, flags=re.DOTALL)
+    seen: Counter[str] = Counter()
+    found = []
+    for match in _STATEMENT.finditer(visible):
+        changes = list(_changes(match["op"], match["arguments"].strip(), match["guard"] or ""))
+        if not changes:
+            continue
+        start = match.start("guard") if match["guard"] else match.start("op")
+        text = ptx[start : match.end()]
+        shape = _REGISTER.sub("%", re.sub(r"\s+", " ", text.rstrip(";")))
+        seen[shape] += 1
+        line = ptx.count("\n", 0, start) + 1
+        for change, replacement in changes:
+            broken = ptx[:start] + replacement + ptx[match.end() :]
+            found.append(Mutation(f"{shape} #{seen[shape]}", change, line, text, broken))
+    return found
+
+
+def _changes(op: str, arguments: str, guard: str) -> Iterator[tuple[str, str]]:
+    """(name of the change, replacement text) for an instruction; nothing for one that does not synchronize."""
+    operands = [part.strip() for part in re.split(r",(?![^\[{]*[\]}])", arguments)] if arguments else []
+    parts = op.split(".")
+    family = ".".join(parts[:2])
+    if parts[0] == "barrier" and parts[1] == "cluster":
+        yield "delete", ""
+        if "arrive" in parts and "relaxed" not in parts:
+            kept = [part for part in parts if part != "release"]
+            yield "relaxed", f"{guard}{'.'.join([*kept[:3], 'relaxed', *kept[3:]])};"
+    elif parts[0] in ("bar", "barrier", "membar", "griddepcontrol"):
+        yield "delete", ""
+    elif parts[0] == "fence" or family in ("wgmma.fence", "wgmma.commit_group"):
+        yield "delete", ""
+    elif family == "wgmma.wait_group" or (parts[0] == "cp" and "wait_group" in parts):
+        yield "wait 1 more", f"{guard}{op} {int(operands[0], 0) + 1};"
+        yield "delete", ""
+    elif parts[0] == "cp" and ("commit_group" in parts or "wait_all" in parts):
+        yield "delete", ""
+    elif parts[0] == "mbarrier":
+        yield from _mbarrier_changes(op, parts, operands, guard)
+    elif parts[0] in ("ld", "st", "red", "atom") and {"acquire", "release", "acq_rel"} & set(parts):
+        weaker = ".".join("relaxed" if part in ("acquire", "release", "acq_rel") else part for part in parts)
+        yield "relaxed", f"{guard}{weaker} {arguments};"
+
+
+def _mbarrier_changes(op: str, parts: Sequence[str], operands: Sequence[str], guard: str) -> Iterator[tuple[str, str]]:
+    if parts[1] in ("try_wait", "test_wait"):
+        yield "do not wait", f"{guard}setp.eq.u32 {operands[0]}, 0, 0;"
+    elif parts[1] in ("init", "inval"):
+        yield "delete", ""
+        if parts[1] == "init":
+            yield "expect 1 arrival fewer", _with_changed(op, operands, 1, 1, guard)
+    elif "expect_tx" in parts:
+        yield "16 bytes fewer", _with_changed(op, operands, len(operands) - 1, 16, guard)
+        if parts[1] == "arrive":
+            plain = op.replace(".expect_tx", "")
+            yield "expect no bytes", f"{guard}{plain} {', '.join(operands[:-1])};"
+        yield "delete", ""
+    elif parts[1] in ("arrive", "arrive_drop", "complete_tx"):
+        yield "delete", ""
+
+
+def _with_changed(op: str, operands: Sequence[str], which: int, less: int, guard: str) -> str:
+    """The instruction with one operand made smaller by ``less``, through a register of its own."""
+    value = operands[which]
+    prepare = f"sub.u32 %mutant, {value}, {less};"
+    if re.fullmatch(r"-?\d+|0x[0-9a-fA-F]+", value):
+        prepare = f"mov.u32 %mutant, {int(value, 0) - less};"
+    changed = [*operands[:which], "%mutant", *operands[which + 1 :]]
+    return f"{{ .reg .b32 %mutant; {prepare} {guard}{op} {', '.join(changed)}; }}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with problems to run it on.
+
+    Attributes:
+        name: what the table of survivors calls it. ptx: the PTX text of its kernels. runs: one callable a problem;
+        given a PTX text and a seed it runs that text on fresh outputs and returns None when
+            they are right, else a sentence. It lets the emulator's errors pass.
+    """
+
+    name: str
+    ptx: str
+    runs: tuple[Callable[[str, int], str | None], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutation: ``killer`` is ``wrong result``, the class name of the error, or None for a survivor."""
+
+    case: str
+    mutation: Mutation
+    killer: str | None
+    seed: int | None = None
+    said: str = ""
+    reached: bool = True
+
+    @property
+    def killed(self) -> bool:
+        return self.killer is not None
+
+
+def judge(case: Case, mutation: Mutation, seeds: Iterable[int], reached: frozenset[int] | None = None) -> Outcome:
+    """Runs the mutated kernel until something notices.
+
+    reached: the PTX lines that the unchanged kernel executes on the case's problems; a mutation elsewhere is not run.
+    """
+    from cutegemm.emulator.errors import EmulationError
+
+    if reached is not None and mutation.line not in reached:
+        return Outcome(case.name, mutation, None, said="no problem of the case reaches this line", reached=False)
+    for seed in seeds:
+        for run in case.runs:
+            try:
+                wrong = run(mutation.ptx, seed)
+            except EmulationError as error:
+                return Outcome(case.name, mutation, type(error).__name__, seed, str(error).split("\n", 1)[0])
+            if wrong is not None:
+                return Outcome(case.name, mutation, "wrong result", seed, wrong)
+    return Outcome(case.name, mutation, None)
+
+
+def check_unchanged(case: Case, seeds: Iterable[int]) -> None:
+    """Raises RuntimeError when the unchanged kernel is wrong under some seed: nothing could be learned from mutations."""
+    for seed in seeds:
+        for number, run in enumerate(case.runs):
+            wrong = run(case.ptx, seed)
+            if wrong is not None:
+                raise RuntimeError(
+                    f"{case.name}, problem {number}, seed {seed}: the unchanged kernel is wrong: {wrong}"
+                )
+
+
+def score(
+    case: Case,
+    seeds: Sequence[int],
+    *,
+    reached: frozenset[int] | None = None,
+    choose: Callable[[Mutation], bool] = lambda mutation: True,
+    report: Callable[[Outcome], Any] = lambda outcome: None,
+) -> list[Outcome]:
+    """The outcome of every chosen mutation of a case; ``report`` sees each as it comes."""
+    check_unchanged(case, seeds)
+    outcomes = []
+    for mutation in filter(choose, mutations(case.ptx)):
+        outcomes.append(judge(case, mutation, seeds, reached))
+        report(outcomes[-1])
+    return outcomes
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """A row of the table of survivors: a mutation that nothing notices, and why that is right.
+
+    ``verdict``: "equivalent" (no legal execution differs), "performance" (only speed or a hint), "model" (a real GPU
+    could differ, the emulator's memory model does not) or "unreached".
+    """
+
+    case: str
+    site: str
+    change: str
+    verdict: str
+    reason: str
+
+
+VERDICTS = ("equivalent", "performance", "model", "unreached")
+
+
+def read_survivors(table: Mapping[str, Any]) -> list[Survivor]:
+    """The rows of a parsed table file (``[[survivor]]`` entries). Raises ValueError for a row without a reason."""
+    rows = []
+    for row in table.get("survivor", []):
+        survivor = Survivor(**row)
+        if survivor.verdict not in VERDICTS or len(survivor.reason.split()) < 4:
+            raise ValueError(f"survivor {survivor.site!r}: needs a verdict of {VERDICTS} and a reason in words")
+        rows.append(survivor)
+    return rows
+
+
+def compare(outcomes: Iterable[Outcome], table: Iterable[Survivor], *, complete: bool = True) -> list[str]:
+    """What is wrong between outcomes and the table: survivors without a row, and, when ``complete``, rows without a
+    survivor. Empty when they agree.
+    """
+    known = {(row.case, row.site, row.change) for row in table}
+    outcomes = list(outcomes)
+    problems = []
+    survivors = set()
+    for outcome in outcomes:
+        if not outcome.killed:
+            key = (outcome.case, outcome.mutation.site, outcome.mutation.change)
+            survivors.add(key)
+            if key not in known:
+                problems.append(f"unexplained survivor: {outcome.case}: {outcome.mutation} ({outcome.mutation.site})")
+    run = {(outcome.case, outcome.mutation.site, outcome.mutation.change) for outcome in outcomes}
+    for key in sorted(known - survivors):
+        if complete or key in run:
+            problems.append(f"stale row: {key[0]}: {key[1]} -> {key[2]} no longer survives")
+    return problems

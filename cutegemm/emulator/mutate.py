@@ -22,6 +22,7 @@ _STATEMENT = re.compile(
     r"(?P<op>(?:bar|barrier|mbarrier|cp|fence|membar|wgmma|griddepcontrol|ld|st|red|atom)(?:\.[\w:]+)+)"
     r"(?P<arguments>[^;]*);"
 )
+_ONLY_DELETED = ("bar", "barrier", "membar", "fence", "griddepcontrol")
 _REGISTER = re.compile(r"%[a-zA-Z]+\d+")
 
 
@@ -79,14 +80,12 @@ def _changes(op: str, arguments: str, guard: str) -> Iterator[tuple[str, str]]:
         if "arrive" in parts and "relaxed" not in parts:
             kept = [part for part in parts if part != "release"]
             yield "relaxed", f"{guard}{'.'.join([*kept[:3], 'relaxed', *kept[3:]])};"
-    elif parts[0] in ("bar", "barrier", "membar", "griddepcontrol"):
-        yield "delete", ""
-    elif parts[0] == "fence" or family in ("wgmma.fence", "wgmma.commit_group"):
+    elif parts[0] in _ONLY_DELETED or family in ("wgmma.fence", "wgmma.commit_group"):
         yield "delete", ""
     elif family == "wgmma.wait_group" or (parts[0] == "cp" and "wait_group" in parts):
         yield "wait 1 more", f"{guard}{op} {int(operands[0], 0) + 1};"
         yield "delete", ""
-    elif parts[0] == "cp" and ("commit_group" in parts or "wait_all" in parts):
+    elif parts[0] == "cp" and {"commit_group", "wait_all", "mbarrier"} & set(parts):
         yield "delete", ""
     elif parts[0] == "mbarrier":
         yield from _mbarrier_changes(op, parts, operands, guard)
@@ -139,7 +138,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutation: ``killer`` is ``wrong result``, the class name of the error, or None for a survivor."""
+    """What became of one mutation: ``killer`` is ``wrong result``, the error's class name, or None for a survivor."""
 
     case: str
     mutation: Mutation
@@ -174,7 +173,7 @@ def judge(case: Case, mutation: Mutation, seeds: Iterable[int], reached: frozens
 
 
 def check_unchanged(case: Case, seeds: Iterable[int]) -> None:
-    """Raises RuntimeError when the unchanged kernel is wrong under some seed: nothing could be learned from mutations."""
+    """Raises RuntimeError when the unchanged kernel is wrong under some seed: mutations would tell nothing."""
     for seed in seeds:
         for number, run in enumerate(case.runs):
             wrong = run(case.ptx, seed)

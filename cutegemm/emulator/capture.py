@@ -15,6 +15,7 @@ derived a second time.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -164,6 +165,24 @@ class HostObject:
             said = "; ".join(taken.problems) or f"it returned {code} and said nothing"
             raise CaptureError(f"host code of {self.function}: {said}")
         return [operation for operation in taken.operations if isinstance(operation, Launch)]
+
+
+def capture(
+    path: str | Path, function: str, arguments: Sequence[Any], arch: Arch | None = None, *, ptx: str | None = None
+) -> list[Launch]:
+    """The launches of one call of the function exported in the object file ``path``, as `HostObject.capture` gives them.
+
+    The linked object is kept for later calls. ptx: the kernels' PTX; by default the ``.ptx`` file beside the object.
+    """
+    where = Path(path)
+    status = where.stat()
+    text = where.with_suffix(".ptx").read_text() if ptx is None else ptx
+    return _linked(where, function, arch, text, status.st_mtime_ns, status.st_size).capture(*arguments)
+
+
+@functools.lru_cache(maxsize=64)
+def _linked(path: Path, function: str, arch: Arch | None, ptx: str, modified: int, size: int) -> HostObject:
+    return HostObject.load(path, function, ptx, arch=arch)
 
 
 def _pack(slot: _Any, argument: Any, index: int, keep: list[Any]) -> None:

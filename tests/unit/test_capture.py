@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 import torch
 
-from cutegemm.emulator.capture import DevicePointer, DeviceTensor, HostObject
+from cutegemm.emulator.capture import DevicePointer, DeviceTensor, HostObject, capture
 from cutegemm.emulator.entries import CaptureError, ptx_arch, ptx_entries
 from cutegemm.emulator.host_linker import ObjectFile
 from cutegemm.emulator.launch import Launch, Memset
@@ -150,6 +150,17 @@ def test_an_object_can_be_unloaded_and_linked_again(kernels):
     for _ in range(5):
         assert len(HostObject.load(path, "axpy", ptx).capture(torch.zeros(3), torch.zeros(3), 1.0)) == 2
         gc.collect()
+
+
+def test_the_ptx_file_beside_the_object_is_found(kernels):
+    path, ptx = kernels["axpy"]
+    arguments = (torch.zeros(3), torch.zeros(3), 1.0)
+    first = capture(path, "axpy", arguments, ptx=ptx)
+    path.with_suffix(".ptx").write_text(ptx)
+    try:
+        assert [launch.kernel for launch in capture(path, "axpy", arguments)] == [launch.kernel for launch in first]
+    finally:
+        path.with_suffix(".ptx").unlink()
 
 
 def test_an_object_without_the_function_names_those_it_has(kernels):

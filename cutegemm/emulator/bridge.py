@@ -1,0 +1,242 @@
+"""From torch CPU tensors to an emulated run: memory bounds, launches in order, an estimate first, progress on the way.
+
+A backend hands over the PTX of a kernel, what its host code launched (captured by `capture.py` or `nvcc_capture.py`, or
+packed here for a kernel of NVRTC), and the tensors that those launches may touch:
+
+    launches = kernel.capture(problem, a.data_ptr(), ...)
+    emulate(kernel.ptx, launches, {"a": a, "b": b, "d": d}, outputs={"d"}, flops=problem.flops)
+
+Addresses in the launches are host addresses, so nothing is copied. Each tensor's bounds are those of the elements that
+it can reach, not of the storage that it is a view of: a read one row past a view is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import re
+import struct
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cutegemm.emulator.entries import Entry, ptx_entries
+from cutegemm.emulator.launch import Launch, Memset
+
+if TYPE_CHECKING:
+    from cutegemm.emulator import Checks, Memory, Module, Report
+
+log = logging.getLogger("cutegemm.emulator")
+
+ANNOUNCE_SECONDS = 60.0
+"""A run expected to take longer than this logs its estimate first."""
+
+# Emulated flop/s by the instruction that does the multiplying, measured on two cores of a 2.x GHz server with all
+# checks on; good within a factor of three elsewhere.
+_RATES = (("wgmma.mma_async", 3e8), ("mma.sync", 1e8), ("wmma.mma", 1e8), ("fma.rn", 2e7))
+_SLOWEST_RATE = 5e6
+
+
+def emulate(
+    ptx: str | Module,
+    operations: Iterable[Launch | Memset],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    outputs: Collection[str] | None = None,
+    seed: int = 0,
+    checks: Checks | None = None,
+    profile: bool = False,
+    progress: bool | None = None,
+    flops: float | None = None,
+) -> list[Report]:
+    """Runs captured launches and clears in order on CPU tensors; returns one report a launch.
+
+    Args:
+        ptx: the PTX text of the kernels (parsed once a text) or a parsed module.
+        operations: what the host code asked for, in order.
+        tensors: everything that the launches may touch, by name; workspaces too. They are changed in place.
+        outputs: names of those that may be written; all when None.
+        seed: chooses the timing of asynchronous work and the order of warps; launch i runs with seed + i.
+        checks: what to check; everything when None.
+        profile: count instructions, bank conflicts and sectors, see the reports.
+        progress: print progress to stderr; when None, for a run of more than a few seconds on a terminal.
+        flops: what the launches compute in all, for the estimate; without it none is logged.
+
+    Raises:
+        EmulationError: the kernel did something wrong; names the PTX line and the thread.
+        TypeError, ValueError: a tensor is not in CPU memory, or `outputs` names none of `tensors`.
+    """
+    from cutegemm.emulator import Checks, Memory, run
+
+    module = _module(ptx) if isinstance(ptx, str) else ptx
+    unknown = set(outputs or ()) - set(tensors)
+    if unknown:
+        raise ValueError(f"outputs: {', '.join(sorted(unknown))} not among the tensors {', '.join(tensors)}")
+    memory = Memory()
+    map_tensors(memory, tensors, set(tensors) if outputs is None else set(outputs))
+    todo = list(operations)
+    if flops is not None and isinstance(ptx, str):
+        seconds = estimate(ptx, flops)
+        if seconds > ANNOUNCE_SECONDS:
+            log.warning("emulating %.3g Gflop will take about %s", flops / 1e9, _duration(seconds))
+    reports = []
+    launches = sum(isinstance(operation, Launch) for operation in todo)
+    for operation in todo:
+        if isinstance(operation, Memset):
+            if operation.count:
+                memory.check(operation.address, operation.count, write=True)
+                ctypes.memset(operation.address, operation.value, operation.count)
+            continue
+        shown = Progress(f"launch {len(reports) + 1} of {launches}", progress)
+        report = run(
+            module,
+            operation,
+            memory,
+            seed=seed + len(reports),
+            checks=checks if checks is not None else Checks.all(),
+            profile=profile,
+            progress=shown,
+        )
+        shown.finish()
+        reports.append(report)
+    return reports
+
+
+def estimate(ptx: str, flops: float) -> float:
+    """About how many seconds the emulator needs for ``flops`` operations of this kernel; within a factor of three."""
+    return flops / max((rate for name, rate in _RATES if name in ptx), default=_SLOWEST_RATE)
+
+
+def map_tensors(memory: Memory, tensors: Mapping[str, torch.Tensor], outputs: Collection[str]) -> None:
+    """Maps the bytes that each tensor's elements span; tensors that overlap share one interval."""
+    spans = []
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+            what = f"a tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"{name}: got {what}; the emulator takes CPU tensors")
+        if tensor.numel():
+            spans.append((*span(tensor), name, name in outputs, tensor))
+    spans.sort(key=lambda s: s[:2])
+    while spans:
+        low, high, name, writable, owner = spans.pop(0)
+        names, owners = [name], [owner]
+        while spans and spans[0][0] < high:
+            _, top, name, also, owner = spans.pop(0)
+            high, writable = max(high, top), writable or also
+            names.append(name)
+            owners.append(owner)
+        memory.map_address(low, high - low, name="/".join(names), writable=writable, keep=owners)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address of a non-empty tensor's elements, and the address behind the last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def pack_launch(
+    ptx: str,
+    kernel: str,
+    arguments: Sequence[Any],
+    *,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    cluster: int | tuple[int, ...] = 1,
+    dynamic_smem: int = 0,
+) -> Launch:
+    """The launch of a kernel whose host code is our own (NVRTC): arguments packed by the entry's declarations.
+
+    arguments: one a parameter: torch tensor or int (a pointer, or an integer of the parameter's width), float, bool, or
+    bytes for a structure. Raises ValueError for a kernel the PTX lacks, or an argument that does not fit its parameter.
+    """
+    entries = ptx_entries(ptx)
+    if kernel not in entries:
+        raise ValueError(f"kernel: {kernel!r} is not in the PTX, which has {', '.join(entries) or 'no entry'}")
+    return Launch(
+        kernel,
+        grid,  # type: ignore[arg-type]
+        block,  # type: ignore[arg-type]
+        cluster,  # type: ignore[arg-type]
+        dynamic_smem,
+        pack(entries[kernel], arguments),
+    )
+
+
+def pack(entry: Entry, arguments: Sequence[Any]) -> bytes:
+    """The parameter bytes of an entry. Raises ValueError for an argument that does not fit."""
+    if len(arguments) != len(entry.params):
+        raise ValueError(f"{entry.name} takes {len(entry.params)} arguments, got {len(arguments)}")
+    out = bytearray(entry.param_bytes)
+    for index, ((offset, size), argument) in enumerate(zip(entry.params, arguments, strict=True)):
+        raw = _raw(argument, size)
+        if raw is None or len(raw) != size:
+            raise ValueError(f"{entry.name}: argument {index} ({argument!r}) does not fit a parameter of {size} bytes")
+        out[offset : offset + size] = raw
+    return bytes(out)
+
+
+def _raw(argument: Any, size: int) -> bytes | None:
+    if isinstance(argument, torch.Tensor):
+        argument = argument.data_ptr()
+    if isinstance(argument, (bytes, bytearray)):
+        return bytes(argument)
+    if isinstance(argument, float):
+        return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], argument) if size in (2, 4, 8) else None
+    if isinstance(argument, int) and size in (1, 2, 4, 8):
+        low = -(1 << (8 * size - 1)) if argument < 0 else 0
+        return argument.to_bytes(size, "little", signed=argument < 0) if low <= argument < 1 << (8 * size) else None
+    return argument.tobytes() if hasattr(argument, "tobytes") else None
+
+
+@functools.lru_cache(maxsize=32)
+def _module(ptx: str) -> Module:
+    from cutegemm.emulator import Module
+
+    return Module.parse(ptx)
+
+
+class Progress:
+    """Shows on stderr how far a run is, and how long it will still take, once it has taken a few seconds."""
+
+    QUIET_SECONDS = 3.0
+
+    def __init__(self, what: str, wanted: bool | None) -> None:
+        self.what = what
+        self.wanted = sys.stderr.isatty() if wanted is None else wanted
+        self.announced = False
+        self.started = time.monotonic()
+        self.shown = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        elapsed = now - self.started
+        if elapsed < self.QUIET_SECONDS or not done:
+            return
+        left = elapsed * (total - done) / done
+        if not self.announced and elapsed + left > ANNOUNCE_SECONDS:
+            self.announced = True
+            log.warning("%s: %d of %d CTAs emulated, about %s to go", self.what, done, total, _duration(left))
+        if self.wanted and now - self.shown > 0.5:
+            self.shown = now
+            print(f"\r{self.what}: {done}/{total} CTAs, {_duration(left)} to go ", end="", file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Ends the line, if any was shown."""
+        if self.shown:
+            print(f"\r{self.what}: done in {_duration(time.monotonic() - self.started)}          ", file=sys.stderr)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def demangled(kernel: str, length: int = 60) -> str:
+    """A kernel's name, short enough to print."""
+    name = re.sub(r"^kernel_cutlass_(kernel_)?", "", kernel)
+    return name if len(name) <= length else f"{name[: length - 3]}..."

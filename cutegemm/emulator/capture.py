@@ -170,7 +170,7 @@ class HostObject:
 def capture(
     path: str | Path, function: str, arguments: Sequence[Any], arch: Arch | None = None, *, ptx: str | None = None
 ) -> list[Launch]:
-    """The launches of one call of the function exported in the object file ``path``, as `HostObject.capture` gives them.
+    """The launches of one call of the function exported in an object file, as `HostObject.capture` gives them.
 
     The linked object is kept for later calls. ptx: the kernels' PTX; by default the ``.ptx`` file beside the object.
     """

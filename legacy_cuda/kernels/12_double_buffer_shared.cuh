@@ -35,8 +35,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), min_ctas((BM / TM) * (B
     b.template put<LayoutB>(stages + STAGE_A);
     __syncthreads();
 
-    float* now = stages;
-    float* next = stages + STAGE;
+    int now = 0;  // offset of the stage that is multiplied; the other one is at STAGE - now
     for (int t = 0; t < k_tiles.count; ++t) {
         const bool more = t + 1 < k_tiles.count;
         if (more) {
@@ -48,18 +47,16 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), min_ctas((BM / TM) * (B
 #pragma unroll
         for (int k = 0; k < BK; ++k) {
             float a_frag[TM], b_frag[TN];
-            load_groups<LayoutA, TM, ROWS * 4>(a_frag, now, k, ty);
-            load_groups<LayoutB, TN, COLS * 4>(b_frag, now + STAGE_A, k, tx);
+            load_groups<LayoutA, TM, ROWS * 4>(a_frag, stages + now, k, ty);
+            load_groups<LayoutB, TN, COLS * 4>(b_frag, stages + now + STAGE_A, k, tx);
             outer_product(acc, a_frag, b_frag);
         }
         if (more) {
             // The barrier of the last iteration said that nobody reads this stage any more.
-            a.template put<LayoutA>(next);
-            b.template put<LayoutB>(next + STAGE_A);
+            now = STAGE - now;
+            a.template put<LayoutA>(stages + now);
+            b.template put<LayoutB>(stages + now + STAGE_A);
             __syncthreads();
-            float* const was = now;
-            now = next;
-            next = was;
         }
     }
     store_groups<S, ROWS * 4, COLS * 4>(args, row0 + ty, col0 + tx, acc);

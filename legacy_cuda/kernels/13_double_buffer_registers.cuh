@@ -40,8 +40,7 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), min_ctas((BM / TM) * (B
     load_groups<LayoutA, TM, ROWS * 4>(a_frag[0], stages, 0, ty);
     load_groups<LayoutB, TN, COLS * 4>(b_frag[0], stages + STAGE_A, 0, tx);
 
-    float* now = stages;
-    float* next = stages + STAGE;
+    int now = 0;  // offset of the stage that is multiplied; the other one is at STAGE - now
     for (int t = 0; t < k_tiles.count; ++t) {
         const bool more = t + 1 < k_tiles.count;
         if (more) {
@@ -53,16 +52,14 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), min_ctas((BM / TM) * (B
 #pragma unroll
         for (int k = 0; k < BK; ++k) {
             if (k == BK - 1 && more) {
-                a.template put<LayoutA>(next);
-                b.template put<LayoutB>(next + STAGE_A);
+                now = STAGE - now;
+                a.template put<LayoutA>(stages + now);
+                b.template put<LayoutB>(stages + now + STAGE_A);
                 __syncthreads();
-                float* const was = now;
-                now = next;
-                next = was;
             }
             if (k < BK - 1 || more) {
-                load_groups<LayoutA, TM, ROWS * 4>(a_frag[(k + 1) % 2], now, (k + 1) % BK, ty);
-                load_groups<LayoutB, TN, COLS * 4>(b_frag[(k + 1) % 2], now + STAGE_A, (k + 1) % BK, tx);
+                load_groups<LayoutA, TM, ROWS * 4>(a_frag[(k + 1) % 2], stages + now, (k + 1) % BK, ty);
+                load_groups<LayoutB, TN, COLS * 4>(b_frag[(k + 1) % 2], stages + now + STAGE_A, (k + 1) % BK, tx);
             }
             outer_product(acc, a_frag[k % 2], b_frag[k % 2]);
         }

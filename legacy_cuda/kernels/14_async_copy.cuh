@@ -33,14 +33,13 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), min_ctas((BM / TM) * (B
     a.advance(k_tiles.first);
     b.advance(k_tiles.first);
 
-    float* now = stages;
-    float* next = stages + STAGE;
+    int now = 0;  // offset of the stage that is multiplied; the other one is at STAGE - now
     for (int t = 0; t < k_tiles.count; ++t) {
         cp_async_wait<0>();
         __syncthreads();  // this tile is there for everyone, and everyone is done with the other stage
         if (t + 1 < k_tiles.count) {
-            a.template copy_async<TileA::LD, false>(next);
-            b.template copy_async<TileB::LD, false>(next + TileA::SIZE);
+            a.template copy_async<TileA::LD, false>(stages + (STAGE - now));
+            b.template copy_async<TileB::LD, false>(stages + (STAGE - now) + TileA::SIZE);
             a.advance(BK);
             b.advance(BK);
         }
@@ -48,14 +47,12 @@ __global__ void __launch_bounds__((BM / TM) * (BN / TN), min_ctas((BM / TM) * (B
 #pragma unroll
         for (int k = 0; k < BK; k += 4) {
             float a_frag[4][TM], b_frag[4][TN];
-            TileA::template load<ROWS>(a_frag, now, place.m, k);
-            TileB::template load<COLS>(b_frag, now + TileA::SIZE, place.n, k);
+            TileA::template load<ROWS>(a_frag, stages + now, place.m, k);
+            TileB::template load<COLS>(b_frag, stages + now + TileA::SIZE, place.n, k);
 #pragma unroll
             for (int kk = 0; kk < 4; ++kk) outer_product(acc, a_frag[kk], b_frag[kk]);
         }
-        float* const was = now;
-        now = next;
-        next = was;
+        now = STAGE - now;
     }
     store_fragments<S, TileA, TileB, ROWS, COLS>(args, row0, col0, place, acc);
 }

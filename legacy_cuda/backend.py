@@ -1,0 +1,73 @@
+"""The backend "legacy": the ladder of CUDA C++ kernels behind the library's call.
+
+Served: fp32 on the fp32 rungs, fp16 and bf16 on the 16-bit rungs; every major of A and B and padded leading dimensions; C of any
+dtype and strides; batches, also broadcast ones; every size, K = 0 included. Refused: bias and activation, TF32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from cutegemm.arch import Arch
+from cutegemm.problem import Problem, Signature
+from legacy_cuda import space
+from legacy_cuda.config import LegacyConfig, parse, why_invalid
+from legacy_cuda.kernel import LegacyKernel
+
+MAX_EXTENT = 2**31 - 1025  # a tile's end must fit a 32-bit integer
+
+
+class LegacyBackend:
+    """See the module docstring; the four functions of `cutegemm.backend`."""
+
+    name = "legacy"
+
+    def supports(self, problem: Problem, arch: Arch) -> str | None:
+        """None, or a sentence saying why not and what would do."""
+        epilogue = problem.epilogue
+        if arch.capability < (8, 0):
+            return f"backend 'legacy' needs compute capability 8.0 or newer, {arch.name} has {arch.capability}"
+        if problem.precision != "ieee":
+            return "backend 'legacy' computes fp32 in full precision; for TF32 use backend 'cute' or 'cutlass2x'"
+        if epilogue.bias_dtype is not None:
+            return "backend 'legacy' adds no bias; backend 'cute' does"
+        if epilogue.activation is not None:
+            return f"backend 'legacy' applies no activation ({epilogue.activation}); backend 'cute' does"
+        for name, extent in (("M", problem.m), ("N", problem.n), ("K", problem.k)):
+            if extent > MAX_EXTENT:
+                return f"backend 'legacy' takes {name} up to {MAX_EXTENT}, got {extent}"
+        if not problem.d.row_major:
+            return "backend 'legacy' writes D row-major; the transposed problem has it so"
+        return None
+
+    def configs(self, problem: Problem, arch: Arch) -> Iterable[LegacyConfig]:
+        """Every valid configuration of the two autotuned rungs, then the rungs with their defaults."""
+        return space.configs(problem.signature, arch)
+
+    def default(self, problem: Problem, arch: Arch) -> LegacyConfig:
+        """The configuration to use when nothing was measured."""
+        return space.default(problem, arch)
+
+    def parse(self, text: str) -> LegacyConfig:
+        """A configuration from its text; see `legacy_cuda.config.parse`."""
+        return parse(text)
+
+    def build(self, signature: Signature, config: LegacyConfig, arch: Arch) -> LegacyKernel:
+        """The kernel. Raises ValueError for a configuration that cannot serve the signature; compiles at first use."""
+        if signature.dtype not in config.spec.dtypes:
+            raise ValueError(
+                f"config: {config.rung} multiplies {' and '.join(config.spec.dtypes)}, the operands are {signature.dtype}"
+            )
+        reason = why_invalid(config, signature, arch)
+        if reason is not None:
+            raise ValueError(f"config: {config} cannot serve {signature}: {reason}")
+        return _kernel(signature, config, arch)
+
+
+@lru_cache(maxsize=512)
+def _kernel(signature: Signature, config: LegacyConfig, arch: Arch) -> LegacyKernel:
+    return LegacyKernel(signature, config, arch)
+
+
+BACKEND = LegacyBackend()

@@ -1,1 +1,17 @@
-"""cutegemm: GEMM kernels for NVIDIA GPUs."""
+"""cutegemm: GEMM kernels for NVIDIA GPUs, D = act(alpha * A @ B + beta * C + bias).
+
+>>> import torch, cutegemm
+>>> a, b = torch.randn(96, 64), torch.randn(64, 80)
+>>> cutegemm.gemm(a, b).shape
+torch.Size([96, 80])
+
+Importing the package touches no GPU and starts no thread; the compilers are imported when a kernel is first
+needed.
+"""
+
+from cutegemm.errors import GemmError, UnsupportedError
+from cutegemm.gemm import explain, gemm, prepare
+from cutegemm.problem import Problem
+
+__version__ = "0.1.0"
+__all__ = ["GemmError", "Problem", "UnsupportedError", "__version__", "explain", "gemm", "prepare"]

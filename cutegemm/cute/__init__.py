@@ -1,0 +1,144 @@
+"""Backend "cute": GEMM kernels written in the CuTe DSL.
+
+    sm80   tensor cores by mma.sync: fp16, bf16, tf32          kernels/ampere.py
+    simt   fp32 on CUDA cores                                   kernels/simt.py
+
+A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cutegemm.cute.config import AmpereConfig, SimtConfig, TileConfig
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.cute.compile import CuteKernel
+    from cutegemm.problem import Problem, Signature
+
+MAX_CTAS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kernel family: `takes(signature)` says whether it is meant for such a problem."""
+
+    config: Any
+    module: str
+    operator: str
+    takes: Callable[[Signature], bool]
+    preferred: tuple[str, ...]
+
+    def make_operator(self, config: TileConfig, signature: Signature) -> Any:
+        """The DSL operator; imports the DSL."""
+        module = importlib.import_module(f"cutegemm.cute.kernels.{self.module}")
+        return getattr(module, self.operator)(config, signature)
+
+
+FAMILIES: dict[str, Family] = {
+    "sm80": Family(
+        AmpereConfig,
+        "ampere",
+        "AmpereGemm",
+        lambda s: s.dtype != "fp32" or s.precision == "tf32",
+        # Largest first; the first that is valid and gives every SM a tile is taken.
+        (
+            "sm80/128x256x64/w64x64/s3/g8",
+            "sm80/128x128x32/w64x64/s4/g8",
+            "sm80/128x128x32/w64x32/s4/g8",
+            "sm80/128x64x32/w64x32/s4/g8",
+            "sm80/64x64x32/w32x32/s5/g8",
+            "sm80/64x32x32/w32x16/s5/g8",
+            "sm80/32x32x32/w16x16/s5/g8",
+        ),
+    ),
+    "simt": Family(
+        SimtConfig,
+        "simt",
+        "SimtGemm",
+        lambda s: s.dtype == "fp32" and s.precision == "ieee",
+        (
+            "simt/256x128x8/w64x64/s3/g8",
+            "simt/128x128x8/w32x64/s4/g8",
+            "simt/64x64x8/w16x32/s4/g8",
+            "simt/32x32x8/w16x32/s4/g8",
+        ),
+    ),
+}
+
+
+class CuteBackend:
+    """See `cutegemm.backend`."""
+
+    name = "cute"
+
+    def supports(self, problem: Problem, arch: Arch) -> str | None:
+        if arch.capability < (8, 0):
+            return f"the CuTe kernels need compute capability 8.0 or newer; {arch.name} has {_dotted(arch)}"
+        family = self._family(problem.signature)
+        if family is None:
+            return f"no CuTe kernel multiplies {problem.dtype} with precision {problem.precision!r}"
+        if next(self._valid_defaults(family, problem, arch), None) is None:
+            return f"no configuration fits {arch.name}"
+        return None
+
+    def check(self, config: TileConfig, problem: Problem, arch: Arch) -> str | None:
+        """None when `config` can serve the problem, else why not."""
+        invalid = config.problem(problem.signature, arch)
+        if invalid:
+            return invalid
+        ctas = _tiles(config, problem) * problem.batch
+        return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"
+
+    def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
+        family = self._family(problem.signature)
+        if family is not None:
+            yield from (c for c in family.config.space() if self.check(c, problem, arch) is None)
+
+    def default(self, problem: Problem, arch: Arch) -> TileConfig:
+        family = self._family(problem.signature)
+        if family is None:
+            raise ValueError(self.supports(problem, arch))
+        last = None
+        for config in self._valid_defaults(family, problem, arch):
+            last = config
+            if _tiles(config, problem) * problem.batch >= arch.sm_count:
+                break
+        if last is None:
+            raise ValueError(self.supports(problem, arch))
+        return last
+
+    def parse(self, text: str) -> TileConfig:
+        family = FAMILIES.get(text.split("/", 1)[0])
+        if family is None:
+            forms = ", ".join(f"{name}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP]" for name in FAMILIES)
+            raise ValueError(f"config: got {text!r}, accepted for backend 'cute' are {forms}")
+        return family.config.parse(text)
+
+    def build(self, signature: Signature, config: TileConfig, arch: Arch) -> CuteKernel:
+        from cutegemm.cute import compile as compiler
+
+        family = FAMILIES[config.family]
+        return compiler.build(signature, config, arch, lambda: family.make_operator(config, signature))
+
+    def _family(self, signature: Signature) -> Family | None:
+        return next((f for f in FAMILIES.values() if f.takes(signature)), None)
+
+    def _valid_defaults(self, family: Family, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
+        configs = (family.config.parse(text) for text in family.preferred)
+        return (c for c in configs if self.check(c, problem, arch) is None)
+
+
+def _tiles(config: TileConfig, problem: Problem) -> int:
+    return -(-problem.m // config.bm) * -(-problem.n // config.bn)
+
+
+def _dotted(arch: Arch) -> str:
+    return ".".join(map(str, arch.capability))
+
+
+BACKEND = CuteBackend()

@@ -1,0 +1,204 @@
+"""Compiling a CuTe kernel, keeping it in the kernel store, and launching it.
+
+A kernel is traced and compiled without a tensor and without a GPU. The store keeps five artefacts:
+
+    kernel.o      host launcher and machine code, as the DSL exports it for TVM-FFI; the emulator links it too
+    kernel.so     the same, linked, so that a later process opens it without importing the DSL (0.6 s)
+    kernel.ptx    what the emulator runs
+    kernel.cubin  for disassembly and the occupancy tool
+    meta.json     key, checksums
+
+A launch passes plain integers through TVM-FFI to the launcher: addresses, sizes, strides and the stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cutegemm import kernel_store
+from cutegemm.backend import BoundLaunch
+from cutegemm.errors import GemmError
+from cutegemm.kernel_store import Artefacts, Entry
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.cute.config import TileConfig
+    from cutegemm.emulator.launch import Launch
+    from cutegemm.problem import Problem, Signature
+
+FUNCTION = "gemm"
+_SOURCES = Path(__file__).parent
+_compile_lock = threading.RLock()
+
+
+@functools.cache
+def source_fingerprint() -> str:
+    """A digest of every source that decides what a kernel of this package does."""
+    own = _SOURCES.rglob("*.py")
+    return kernel_store.fingerprint(*own, _SOURCES.parent / "problem.py", _SOURCES.parent / "epilogue.py")
+
+
+@functools.cache
+def toolkit_version() -> str:
+    """Versions of the compiler: the DSL brings its own ptxas, so its packages name the toolkit too."""
+    names = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name}={version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name}=none")
+    return " ".join(found)
+
+
+def store_key(signature: Signature, config: TileConfig, target: str) -> dict[str, str]:
+    """The kernel store's key: everything the machine code depends on."""
+    return {
+        "backend": "cute",
+        "signature": str(signature),
+        "config": str(config),
+        "target": target,
+        "sources": source_fingerprint(),
+        "toolkit": toolkit_version(),
+    }
+
+
+def build(signature: Signature, config: TileConfig, arch: Arch, make_operator) -> CuteKernel:
+    """The kernel of that signature and configuration, from the store or compiled now (1.5-3 s).
+
+    `make_operator()` gives the DSL operator; it is called only when the kernel must be compiled.
+    """
+    key = store_key(signature, config, arch.target)
+    entry = kernel_store.default_store().get_or_build(key, lambda: compile_operator(make_operator(), arch.target))
+    return CuteKernel(signature, config, arch, entry)
+
+
+def compile_operator(operator: Any, target: str) -> Artefacts:
+    """Compiles a DSL operator for `target` ("sm_80", "sm_90a", ...). Raises GemmError with the compiler's words."""
+    with _compile_lock, tempfile.TemporaryDirectory(prefix="cutegemm-") as folder:
+        cute = _import_dsl(target)
+        options = f"--gpu-arch={target} --keep-ptx --keep-cubin --enable-tvm-ffi --dump-dir={folder}"
+        try:
+            compiled = cute.compile(operator, *operator.fake_arguments(), options=options)
+            compiled.export_to_c(object_file_path=f"{folder}/kernel.o", function_name=FUNCTION)
+        except Exception as why:
+            config = getattr(operator, "config", operator)
+            raise GemmError(f"the CuTe DSL could not compile {config} for {target}: {why}") from why
+        files = {
+            "kernel.o": Path(folder, "kernel.o").read_bytes(),
+            "kernel.ptx": compiled.__ptx__.encode(),
+            "kernel.cubin": compiled.__cubin__,
+        }
+        library = _link(Path(folder))
+        if library is not None:
+            files["kernel.so"] = library
+        return Artefacts(files, {"target": target})
+
+
+def _import_dsl(target: str):
+    # The DSL reads the architecture at import when it cannot ask a driver; the compile option overrides it.
+    os.environ.setdefault("CUTE_DSL_ARCH", target)
+    import cutlass.cute as cute
+
+    return cute
+
+
+def _link(folder: Path) -> bytes | None:
+    """kernel.o as a shared library, or None when the machine has no linker (the DSL's loader then serves)."""
+    linker = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if linker is None:
+        return None
+    command = [linker, "-shared", "-o", str(folder / "kernel.so"), str(folder / "kernel.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return (folder / "kernel.so").read_bytes() if done.returncode == 0 else None
+
+
+class CuteKernel:
+    """A compiled CuTe kernel; see `cutegemm.backend.Kernel`."""
+
+    def __init__(self, signature: Signature, config: TileConfig, arch: Arch, entry: Entry) -> None:
+        self.signature, self.config, self.arch = signature, config, arch
+        self._entry = entry
+        self._function: Any = None
+        self._host: Any = None
+        self._lock = threading.Lock()
+
+    @property
+    def ptx(self) -> str:
+        return self._entry.text("kernel.ptx")
+
+    @property
+    def cubin(self) -> bytes:
+        return self._entry.read("kernel.cubin")
+
+    @property
+    def object_path(self) -> Path:
+        return self._entry.file("kernel.o")
+
+    def bind(self, problem: Problem) -> BoundLaunch:
+        function, fixed = self._load(), geometry(problem)
+
+        def launch(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
+            function(a, b, c, bias, d, alpha, beta, stream, *fixed)
+
+        return launch
+
+    def capture(
+        self, problem: Problem, a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float
+    ) -> list[Launch]:
+        from cutegemm.emulator.capture import HostObject
+
+        with self._lock:
+            if self._host is None:
+                self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
+        return self._host.capture(a, b, c, bias, d, alpha, beta, 0, *geometry(problem))
+
+    def _load(self) -> Any:
+        with self._lock:
+            if self._function is None:
+                library = self._entry.file("kernel.so")
+                self._function = _open_library(library) if library.exists() else _open_object(self.object_path)
+            return self._function
+
+
+def geometry(problem: Problem) -> tuple[int, ...]:
+    """The entry's sizes and strides in its argument order; see `kernels.base.Gemm.__call__`."""
+    p, c = problem, problem.c
+    c_strides = (c.stride_row, c.stride_col, c.stride_batch) if c is not None else (0, 0, 0)
+    strides = (p.a.leading, p.b.leading, p.d.leading, p.a.stride_batch, p.b.stride_batch, p.d.stride_batch)
+    return (p.m, p.n, p.k, p.batch, *strides, *c_strides)
+
+
+@functools.cache
+def _runtime_library() -> ctypes.CDLL:
+    """The DSL's small run-time library, which the exported launchers call, without importing the DSL."""
+    base = distribution("nvidia-cutlass-dsl-libs-base")
+    for toolkit in ("cu13", "cu12"):
+        path = Path(str(base.locate_file(f"nvidia_cutlass_dsl/{toolkit}/lib/libcute_dsl_runtime.so")))
+        if path.exists():
+            return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    raise GemmError("libcute_dsl_runtime.so is not installed; pip install 'nvidia-cutlass-dsl[cu13]==4.8.*'")
+
+
+def _open_library(path: Path) -> Any:
+    import tvm_ffi
+
+    _runtime_library()
+    ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(path))
+    address = ctypes.cast(getattr(library, f"__tvm_ffi_{FUNCTION}"), ctypes.c_void_p).value
+    return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=library)
+
+
+def _open_object(path: Path) -> Any:
+    cute = _import_dsl("sm_90a")
+    return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[FUNCTION]

@@ -1,0 +1,183 @@
+"""Configurations of the CuTe kernels: frozen, printable, and valid by ONE function per class.
+
+The text form is `family/BMxBNxBK/wWMxWN/sSTAGES/gGROUP`, for example `sm80/128x256x64/w64x64/s3/g8`: the CTA
+tile, the warp tile, the stages of the cp.async ring, and how many tile rows the grouped tile order walks
+together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar
+
+from cutegemm.arch import Arch
+from cutegemm.problem import ITEMSIZE, Signature
+
+SLAB_ROWS = 16
+"""Rows of the accumulator tile that a warp stages through shared memory at a time in the epilogue."""
+
+SLAB_PAD = 8
+"""fp32 words after each slab row: with them the 8-byte stores of an m16n8 fragment hit all 32 banks once."""
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """What the kernels of this package share: a CTA of bm x bn outputs, made of warps of wm x wn.
+
+    Attributes:
+        bm, bn, bk: CTA tile in elements. wm, wn: warp tile. stages: depth of the cp.async ring.
+        group: tile rows walked together by the grouped tile order (1: plain row by row).
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    wm: int
+    wn: int
+    stages: int
+    group: int = 8
+
+    family: ClassVar[str] = ""
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        return self.bm // self.wm, self.bn // self.wn
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps[0] * self.warps[1]
+
+    def tile(self) -> tuple[int, int, int]:
+        return self.bm, self.bn, self.bk
+
+    def __str__(self) -> str:
+        return f"{self.family}/{self.bm}x{self.bn}x{self.bk}/w{self.wm}x{self.wn}/s{self.stages}/g{self.group}"
+
+    @classmethod
+    def parse(cls, text: str) -> TileConfig:
+        """The configuration of a text form; ValueError when the text is not one."""
+        found = re.fullmatch(cls.family + r"/(\d+)x(\d+)x(\d+)/w(\d+)x(\d+)/s(\d+)(?:/g(\d+))?", text)
+        if not found:
+            raise ValueError(f"config: got {text!r}, accepted is {cls.family}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP]")
+        numbers = [int(g) for g in found.groups() if g]
+        return cls(*numbers)
+
+    def slab_bytes(self) -> int:
+        """Shared memory of the epilogue: one fp32 slab a warp. It reuses the ring's memory."""
+        return self.warps[0] * self.warps[1] * SLAB_ROWS * (self.wn + SLAB_PAD) * 4
+
+    def _common_problem(self) -> str | None:
+        sizes = {"bm": self.bm, "bn": self.bn, "bk": self.bk, "wm": self.wm, "wn": self.wn}
+        for name, value in sizes.items():
+            if value <= 0 or value & (value - 1):
+                return f"{name} is {value}; it must be a power of two"
+        if self.bm % self.wm or self.bn % self.wn:
+            return f"warp tile {self.wm}x{self.wn} does not divide the CTA tile {self.bm}x{self.bn}"
+        if not 1 <= self.group <= 64:
+            return f"group is {self.group}; accepted are 1 to 64"
+        if self.threads > 512:
+            return f"{self.threads} threads; at most 512 (16 warps), more leave too few registers a thread"
+        return None
+
+
+@dataclass(frozen=True)
+class AmpereConfig(TileConfig):
+    """A configuration of `kernels.ampere`: mma.sync tensor cores (fp16, bf16, tf32)."""
+
+    family: ClassVar[str] = "sm80"
+
+    def smem_bytes(self, signature: Signature) -> int:
+        """Dynamic shared memory of a CTA in bytes."""
+        ring = self.stages * (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
+        return max(ring, self.slab_bytes())
+
+    def problem(self, signature: Signature, arch: Arch) -> str | None:
+        """None when this configuration is valid for the signature on that architecture, else why not."""
+        if signature.dtype == "fp32" and signature.precision != "tf32":
+            return "the tensor-core kernel multiplies fp32 only as tf32"
+        common = self._common_problem()
+        if common:
+            return common
+        itemsize = ITEMSIZE[signature.dtype]
+        k_step = 32 // itemsize
+        if self.wm < 16 or self.wn < 16:
+            return f"warp tile {self.wm}x{self.wn}; each side must be at least 16 (one m16n8 pair)"
+        if self.bk < 2 * k_step:
+            return f"bk is {self.bk}; at least {2 * k_step} (two k-steps, for register double buffering)"
+        if not 2 <= self.stages <= 8:
+            return f"stages is {self.stages}; accepted are 2 to 8"
+        if self.wm * self.wn > 64 * 64:
+            return f"warp tile {self.wm}x{self.wn}; accumulators and fragments over 64x64 spill"
+        for side, extent in (("bm", self.bm), ("bn", self.bn)):
+            vectors = extent * self.bk * itemsize // 16
+            if vectors < self.threads:
+                return f"{side} x bk is {vectors} 16-byte vectors for {self.threads} threads; each must load one"
+        if self.smem_bytes(signature) > arch.smem_per_cta:
+            return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
+        return None
+
+    @classmethod
+    def space(cls) -> Iterator[AmpereConfig]:
+        """Every configuration the tuner may consider, before the validity rule."""
+        for bm, bn, bk, wm, wn, stages, group in product(
+            (32, 64, 128, 256), (32, 64, 128, 256), (16, 32, 64), (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
+        ):
+            yield cls(bm, bn, bk, wm, wn, stages, group)
+
+
+@dataclass(frozen=True)
+class SimtConfig(TileConfig):
+    """A configuration of `kernels.simt`: fp32 on CUDA cores. A warp is 4 x 8 lanes; the thread tile follows."""
+
+    family: ClassVar[str] = "simt"
+
+    @property
+    def thread_tile(self) -> tuple[int, int]:
+        """Outputs of one thread: (wm / 4, wn / 8)."""
+        return self.wm // 4, self.wn // 8
+
+    def pad(self, major: str) -> int:
+        """Words after each k-row of a shared tile: with 8, the 4 x 8 elements that a warp transposes at a time fall
+        into 32 different banks; an operand that needs no transposing needs no padding."""
+        return 8 if major == "k" else 0
+
+    def smem_bytes(self, signature: Signature) -> int:
+        """Dynamic shared memory of a CTA in bytes."""
+        rows = self.bm + self.pad(signature.a_major) + self.bn + self.pad(signature.b_major)
+        return max(self.stages * rows * self.bk * 4, self.slab_bytes())
+
+    def problem(self, signature: Signature, arch: Arch) -> str | None:
+        """None when this configuration is valid for the signature on that architecture, else why not."""
+        if signature.dtype != "fp32" or signature.precision != "ieee":
+            return "the CUDA-core kernel multiplies fp32 in IEEE arithmetic only"
+        common = self._common_problem()
+        if common:
+            return common
+        tm, tn = self.thread_tile
+        if tm % 4 or tn % 4 or tm == 0 or tn == 0:
+            return (
+                f"warp tile {self.wm}x{self.wn} gives a thread {tm}x{tn}; both must be multiples of 4 (16-byte loads)"
+            )
+        if tm * tn > 128:
+            return f"thread tile {tm}x{tn}; more than 128 accumulators spill"
+        if self.bk < 4:
+            return f"bk is {self.bk}; at least 4"
+        if not 2 <= self.stages <= 8:
+            return f"stages is {self.stages}; accepted are 2 to 8"
+        for side, extent in (("bm", self.bm), ("bn", self.bn)):
+            if extent * self.bk < 4 * self.threads:
+                return f"{side} x bk is {extent * self.bk} elements for {self.threads} threads; each must load four"
+        if self.smem_bytes(signature) > arch.smem_per_cta:
+            return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
+        return None
+
+    @classmethod
+    def space(cls) -> Iterator[SimtConfig]:
+        """Every configuration the tuner may consider, before the validity rule."""
+        for bm, bn, bk, wm, wn, stages, group in product(
+            (32, 64, 128, 256), (32, 64, 128, 256), (8, 16), (16, 32, 64), (32, 64, 128), (2, 3, 4, 5), (1, 4, 8)
+        ):
+            yield cls(bm, bn, bk, wm, wn, stages, group)

@@ -1,0 +1,155 @@
+"""From accumulators to D: a warp stages 16 rows at a time through shared memory and stores whole vectors.
+
+Tensor-core fragments hold 2 neighbouring outputs a thread, so storing them directly would touch 16-byte pieces of
+each row. Instead every warp owns a small fp32 slab of shared memory (`SLAB_ROWS` rows of its wn columns): it writes a
+slice of its accumulators there, and reads it back so that a thread holds `chunk` neighbouring outputs of one row.
+In that form C is read and D is written in vectors as wide as their alignment allows, and
+
+    D = act(alpha * acc + beta * C + bias)
+
+is computed in fp32 and rounded once. Only the warp itself touches its slab: no CTA barrier is needed.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cutegemm.cute import types
+from cutegemm.cute.config import SLAB_PAD, SLAB_ROWS, TileConfig
+from cutegemm.problem import Signature
+
+
+class SlabEpilogue:
+    """The epilogue of one warp; see the module docstring.
+
+    `start` binds it to the warp's place in D; then, for every 16 rows of the warp tile, the kernel fills `slab`
+    and calls `store_rows`.
+    """
+
+    def __init__(self, config: TileConfig, signature: Signature) -> None:
+        self.wn = config.wn
+        self.epilogue = signature.epilogue
+        self.out_type = types.NUMERIC[signature.out_dtype]
+        self.out_bytes = self.out_type.width // 8
+        self.chunk = min(16 // self.out_bytes, self.wn)
+        self.lanes_per_row = self.wn // self.chunk
+        self.rows_per_pass = 32 // self.lanes_per_row
+        self.passes = SLAB_ROWS // self.rows_per_pass
+        self.vector = max(min(signature.align_d // self.out_bytes, self.chunk), 1)
+        self.pitch = self.wn + SLAB_PAD
+        self.c_vector = 0
+        if self.epilogue.c_dtype and signature.align_c:
+            itemsize = types.NUMERIC[self.epilogue.c_dtype].width // 8
+            self.c_vector = max(min(signature.align_c // itemsize, self.chunk), 1)
+
+    def start(self, memory, row, column, m, n, warp, lane, operands) -> None:
+        """Binds to the warp tile whose first output is (row, column) of an (m, n) matrix.
+
+        `memory` is a shared fp32 pointer with room for one slab a warp; `operands` are the `Operands` of this batch.
+        """
+        base = memory + warp * (SLAB_ROWS * self.pitch)
+        self.slab = cute.make_tensor(base, cute.make_layout((SLAB_ROWS, self.wn), stride=(self.pitch, 1)))
+        self.row, self.m, self.n = row, m, n
+        self.lane_row = lane // self.lanes_per_row
+        self.lane_column = (lane % self.lanes_per_row) * self.chunk
+        self.column = column + self.lane_column
+        self.operands = operands
+        self.bias = None
+        if self.epilogue.bias_dtype and self.epilogue.bias_axis == "n":
+            self.bias = self._load_bias_columns()
+
+    @cute.jit
+    def _load_bias_columns(self):
+        """The bias of this thread's columns: the same for every row, so it is loaded once."""
+        bias = cute.make_rmem_tensor(self.chunk, Float32)
+        for j in cutlass.range_constexpr(self.chunk):
+            bias[j] = Float32(0)
+            if self.column + j < self.n:
+                bias[j] = self._element(self.operands.bias, Int64(self.column + j))
+        return bias
+
+    def _element(self, pointer, offset) -> Float32:
+        return cute.make_tensor(pointer + offset, cute.make_layout(1))[0].to(Float32)
+
+    @cute.jit
+    def store_rows(self, first: cutlass.Constexpr):
+        """Finishes rows first .. first + 15 of the warp tile, which lie in the slab, and stores them."""
+        cute.arch.sync_warp()
+        for p in cutlass.range_constexpr(self.passes):
+            slab_row = self.lane_row + p * self.rows_per_pass
+            row = self.row + first + slab_row
+            if row < self.m:
+                self._store_chunk(slab_row, row)
+        # The next slice may overwrite the slab only after every lane has read it.
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _store_chunk(self, slab_row: Int32, row: Int32):
+        values = cute.make_rmem_tensor(self.chunk, Float32)
+        source = self.slab.iterator + slab_row * self.pitch + self.lane_column
+        cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(self.chunk)), values)
+        z = values.load() * self.operands.alpha
+        if cutlass.const_expr(self.epilogue.c_dtype is not None):
+            z = z + self._load_c(row).load() * self.operands.beta
+        if cutlass.const_expr(self.epilogue.bias_dtype is not None):
+            if cutlass.const_expr(self.bias is not None):
+                z = z + self.bias.load()
+            else:
+                z = z + self._element(self.operands.bias, Int64(row))
+        z = activate(z, self.epilogue.activation)
+        result = cute.make_rmem_tensor(self.chunk, self.out_type)
+        result.store(z.to(self.out_type))
+        target = self.operands.d + (Int64(row) * self.operands.ldd + Int64(self.column))
+        vectors = cute.logical_divide(result, cute.make_layout(self.vector))
+        for v in cutlass.range_constexpr(self.chunk // self.vector):
+            if self.column + v * self.vector < self.n:
+                place = (target + v * self.vector).align(self.vector * self.out_bytes)
+                cute.autovec_copy(vectors[None, v], cute.make_tensor(place, cute.make_layout(self.vector)))
+
+    @cute.jit
+    def _load_c(self, row: Int32):
+        """C at this thread's chunk of a row, in fp32; 0 beyond the edge."""
+        c_type = types.NUMERIC[self.epilogue.c_dtype]
+        raw = cute.make_rmem_tensor(self.chunk, c_type)
+        raw.fill(0)
+        start = self.operands.c + (Int64(row) * self.operands.c_row + Int64(self.column) * self.operands.c_col)
+        width = self.c_vector if cutlass.const_expr(self.c_vector > 0) else 1
+        vectors = cute.logical_divide(raw, cute.make_layout(width))
+        for v in cutlass.range_constexpr(self.chunk // width):
+            if self.column + v * width < self.n:
+                if cutlass.const_expr(self.c_vector > 0):
+                    place = (start + v * width).align(width * (c_type.width // 8))
+                    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(width)), vectors[None, v])
+                else:
+                    raw[v] = cute.make_tensor(start + Int64(v) * self.operands.c_col, cute.make_layout(1))[0]
+        values = cute.make_rmem_tensor(self.chunk, Float32)
+        values.store(raw.load().to(Float32))
+        return values
+
+
+class Operands:
+    """The run-time operands of an epilogue, for one matrix of the batch: pointers, strides (Int64), alpha, beta."""
+
+    def __init__(self, c, bias, d, alpha, beta, ldd, c_row, c_col) -> None:
+        self.c, self.bias, self.d = c, bias, d
+        self.alpha, self.beta = alpha, beta
+        self.ldd, self.c_row, self.c_col = ldd, c_row, c_col
+
+
+def activate(z, activation: str | None):
+    """The activation of an fp32 vector (TensorSSA), as z times a factor in [0, 1].
+
+    gelu_tanh(z) = z/2 (1 + tanh(u)), u = sqrt(2/pi) (z + 0.044715 z^3), is z * sigmoid(2u): no cancellation.
+    """
+    if activation is None:
+        return z
+    if activation == "relu":
+        return cute.where(z > 0.0, z, cute.where(z != z, z, cute.zeros_like(z)))
+    if activation == "gelu":
+        return z * (0.5 + 0.5 * cute.math.erf(z * 0.7071067811865476))
+    if activation == "silu":
+        return z / (1.0 + cute.math.exp(-z))
+    u = z * 0.7978845608028654 * (1.0 + 0.044715 * z * z)
+    return z / (1.0 + cute.math.exp(-2.0 * u))

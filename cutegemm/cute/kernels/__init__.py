@@ -1,0 +1,1 @@
+"""The kernels, one family a file."""

@@ -1,0 +1,143 @@
+"""GEMM in IEEE fp32 on CUDA cores: cp.async ring -> 16-byte shared loads -> FFMA.
+
+A CTA tile is cut into warp tiles, a warp tile among 4 x 8 lanes; a lane owns wm/4 x wn/8 outputs in registers, as groups
+of 4 neighbours along each side so that its fragments come in 16-byte loads:
+
+    lane (i, j) of a 64 x 64 warp tile:   rows 4 i + 16 g + (0..3), g = 0..3     columns 4 j + 32 h + (0..3), h = 0..1
+
+For each k it loads wm/4 values of A and wn/8 of B and adds their outer product. With 16 x 8 outputs a lane that is 6
+loads for 128 FFMA; the loads of a warp touch 16 + 32 consecutive words (each word serves 8 or 4 lanes at once), so
+shared memory is busy for a fraction of the time that the FFMA take, and one CTA of 8 warps with 255 registers a
+thread is enough to keep the FMA pipes full. The fragments of k+1 are loaded while k is multiplied.
+
+Shared tiles are [k][m] and [k][n]: a K-major operand is transposed on its way in, by 4-byte cp.async whose target rows are
+padded by 8 words, so that the 4 x 8 elements a warp copies at a time fall into 32 different banks.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cutegemm.cute.config import SLAB_ROWS, SimtConfig
+from cutegemm.cute.kernels.base import Gemm
+from cutegemm.cute.tile_load import TileLoader
+from cutegemm.problem import Signature
+
+LANES_M, LANES_N = 4, 8
+
+
+class SimtGemm(Gemm):
+    """See the module docstring."""
+
+    def __init__(self, config: SimtConfig, signature: Signature) -> None:
+        super().__init__(config, signature)
+        self.pitch_a = config.bm + config.pad(signature.a_major)
+        self.pitch_b = config.bn + config.pad(signature.b_major)
+        self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a, self.pitch_a)
+        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b, self.pitch_b)
+        # Copies of the tile ahead are spread over the first half of the k-steps: all at once, their addresses
+        # are live together and spill.
+        self.copy_steps = config.bk // 2
+
+    def _operand(self, k_major: bool, extent: int, align: int, pitch: int) -> TileLoader:
+        return TileLoader(
+            self.ab_type, extent, self.config.bk, k_major, align, self.config.threads, transpose=True, pitch=pitch
+        )
+
+    @cute.jit
+    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column, operands):
+        config = self.config
+        tid = cute.arch.thread_idx()[0]
+        lane = tid % 32
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
+
+        memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
+        stage_a, stage_b = self.pitch_a * config.bk, self.pitch_b * config.bk
+        base_a = memory.toint()
+        base_b = base_a + config.stages * stage_a * 4
+        self.a.start(a, lda, row, m, k, tid)
+        self.b.start(b, ldb, column, n, k, tid)
+        k_tiles = cute.ceil_div(k, config.bk)
+
+        # Fill all stages but one. Copies past the last k tile write zeros and read nothing.
+        for stage in cutlass.range_constexpr(config.stages - 1):
+            self.a.copy(Int32(stage), base_a + stage * stage_a * 4)
+            self.b.copy(Int32(stage), base_b + stage * stage_b * 4)
+            cute.arch.cp_async_commit_group()
+
+        words = cute.recast_ptr(memory, dtype=Float32)
+        ring_a = self._ring(words, config.bm, self.pitch_a)
+        ring_b = self._ring(words + config.stages * stage_a, config.bn, self.pitch_b)
+        ring_a = cute.local_tile(ring_a, (config.wm, config.bk), (warp_m, 0, None))
+        ring_b = cute.local_tile(ring_b, (config.wn, config.bk), (warp_n, 0, None))
+
+        lanes = cute.make_layout((LANES_M, LANES_N, 1), stride=(LANES_N, 1, 0))
+        four_rows = cute.make_layout((LANES_M, 4), stride=(4, 1))
+        four_columns = cute.make_layout((LANES_N, 4), stride=(4, 1))
+        mma = cute.make_tiled_mma(
+            cute.nvgpu.MmaUniversalOp(Float32), lanes, permutation_mnk=(four_rows, four_columns, None)
+        )
+        thread_mma = mma.get_slice(lane)
+        source_a = thread_mma.partition_A(ring_a)
+        source_b = thread_mma.partition_B(ring_b)
+        fragment_a = mma.make_fragment_A(source_a[None, None, None, 0])
+        fragment_b = mma.make_fragment_B(source_b[None, None, None, 0])
+        accumulators = mma.make_fragment_C(thread_mma.partition_shape_C((config.wm, config.wn)))
+        accumulators.fill(0.0)
+
+        cute.arch.cp_async_wait_group(config.stages - 2)
+        cute.arch.sync_threads()
+        read, write = Int32(0), Int32(config.stages - 1)
+        cute.autovec_copy(source_a[None, None, 0, read], fragment_a[None, None, 0])
+        cute.autovec_copy(source_b[None, None, 0, read], fragment_b[None, None, 0])
+
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            for step in cutlass.range_constexpr(config.bk):
+                if cutlass.const_expr(step == config.bk - 1):
+                    read = read + 1
+                    if read == config.stages:
+                        read = Int32(0)
+                    cute.arch.cp_async_wait_group(config.stages - 2)
+                    cute.arch.sync_threads()
+                following = (step + 1) % config.bk
+                cute.autovec_copy(source_a[None, None, following, read], fragment_a[None, None, following])
+                cute.autovec_copy(source_b[None, None, following, read], fragment_b[None, None, following])
+                if cutlass.const_expr(step < self.copy_steps):
+                    ahead = k_tile + config.stages - 1
+                    if ahead < k_tiles:
+                        self.a.copy(ahead, base_a + write * stage_a * 4, step, self.copy_steps)
+                        self.b.copy(ahead, base_b + write * stage_b * 4, step, self.copy_steps)
+                if cutlass.const_expr(step == self.copy_steps - 1):
+                    cute.arch.cp_async_commit_group()
+                    write = write + 1
+                    if write == config.stages:
+                        write = Int32(0)
+                cute.gemm(mma, accumulators, fragment_a[None, None, step], fragment_b[None, None, step], accumulators)
+
+        # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        self.epilogue.start(
+            words,
+            row + warp_m * config.wm,
+            column + warp_n * config.wn,
+            m, n, warp, lane, operands,
+        )  # fmt: skip
+        slab = thread_mma.partition_C(self.epilogue.slab)
+        # Accumulators lie row-fastest in registers; a copy that is column-fastest stores 16 bytes at a time.
+        columns = config.wn // LANES_N
+        rows = cute.make_rmem_tensor(cute.make_layout((1, 4, columns), stride=(0, columns, 1)), Float32)
+        for i in cutlass.range_constexpr(config.wm // SLAB_ROWS):
+            for r in cutlass.range_constexpr(4):
+                for j in cutlass.range_constexpr(columns):
+                    rows[0, r, j] = accumulators[0, 4 * i + r, j]
+            cute.autovec_copy(rows, slab)
+            self.epilogue.store_rows(i * SLAB_ROWS)
+
+    def _ring(self, words, extent: int, pitch: int):
+        """The shared tensor (extent, bk, stages) of one operand."""
+        bk, stages = self.config.bk, self.config.stages
+        return cute.make_tensor(words, cute.make_layout((extent, bk, stages), stride=(1, pitch, pitch * bk)))

@@ -1,0 +1,190 @@
+"""Which kernel serves a problem: asked for > tuned winner > heuristic; and the plan that runs it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cutegemm import arch as arch_table
+from cutegemm import backend as backends
+from cutegemm.arch import Arch
+from cutegemm.backend import Kernel
+from cutegemm.errors import UnsupportedError
+from cutegemm.problem import Problem
+
+DEFAULT_EMULATED_ARCH = "sm_80"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend and configuration for a problem, and the reason. `config` is None for torch."""
+
+    backend: str
+    config: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem bound to a kernel.
+
+    Attributes:
+        problem: in the canonical form the kernel sees; `swapped` says that it is the transposed one.
+        choice, arch: what was chosen, and for which GPU. kernel: None for torch.
+        copies: for each operand that must be copied first, its name and why.
+    """
+
+    problem: Problem
+    choice: Choice
+    arch: Arch | None
+    kernel: Kernel | None
+    swapped: bool = False
+    copies: tuple[tuple[str, str], ...] = ()
+    emulated: bool = False
+
+
+def emulated_arch() -> Arch:
+    """The architecture that CPU tensors are computed for: `CUTEGEMM_ARCH`, by default sm_80."""
+    name = os.environ.get("CUTEGEMM_ARCH", DEFAULT_EMULATED_ARCH)
+    try:
+        return arch_table.get(name)
+    except (KeyError, ValueError) as why:
+        raise ValueError(f"CUTEGEMM_ARCH: got {name!r}: {why}") from None
+
+
+def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: str | Any | None = None) -> Choice:
+    """Picks backend and configuration.
+
+    Args:
+        problem: what is asked, in canonical form.
+        arch: the GPU, or None when there is none: then only torch can be chosen automatically.
+        backend: one of `cutegemm.backend.NAMES`.
+        config: a configuration of that backend or its text; with "auto" the text's backend is found from it.
+
+    Raises:
+        UnsupportedError: the backend asked for cannot serve the problem; the message says why.
+        ValueError: no such backend or configuration.
+    """
+    if backend not in backends.NAMES:
+        raise ValueError(f"backend: got {backend!r}, accepted are {', '.join(map(repr, backends.NAMES))}")
+    if backend == "torch":
+        if config is not None:
+            raise ValueError(f"config: got {config!r}, but backend 'torch' has no configurations")
+        return Choice("torch", None, "asked for")
+    if backend != "auto":
+        if arch is None:
+            raise UnsupportedError(f"backend {backend!r} needs a GPU or an emulated architecture")
+        return _choose_in(backend, problem, arch, config, "asked for")
+    if arch is None:
+        if config is not None:
+            raise ValueError(f"config: got {config!r} with backend='auto' and no GPU; name the backend too")
+        return Choice("torch", None, "the tensors are on the CPU; name a backend to run its kernel in the emulator")
+    reasons = []
+    for name in backends.AUTO_ORDER:
+        try:
+            return _choose_in(name, problem, arch, config, "heuristic")
+        except UnsupportedError as why:
+            if config is not None:
+                raise
+            reasons.append(str(why))
+    return Choice("torch", None, "no kernel of ours serves it: " + "; ".join(reasons))
+
+
+def _choose_in(name: str, problem: Problem, arch: Arch, config: Any, why: str) -> Choice:
+    backend = backends.get(name)
+    unsupported = backend.supports(problem, arch)
+    if unsupported:
+        raise UnsupportedError(f"backend {name!r} cannot serve {problem}: {unsupported}")
+    if config is None:
+        return Choice(name, backend.default(problem, arch), why)
+    parsed = backend.parse(config) if isinstance(config, str) else config
+    invalid = backend.check(parsed, problem, arch)
+    if invalid:
+        raise UnsupportedError(f"config {parsed} cannot serve {problem}: {invalid}")
+    return Choice(name, parsed, "asked for")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Lower bounds on the time of a problem on an architecture, and how its tiles fill it."""
+
+    flop_us: float
+    byte_us: float
+    tiles: int
+    waves: float
+    quantization: float
+
+    @property
+    def bound_us(self) -> float:
+        return max(self.flop_us, self.byte_us)
+
+
+def predict(problem: Problem, config: Any, arch: Arch) -> Prediction:
+    """Roofline bound, tiles, waves (one CTA an SM) and the share of the tiles' area that lies inside D."""
+    unit = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[problem.dtype]
+    if problem.precision == "tf32":
+        unit = "tfloat32"
+    flop_us = problem.flops / (arch.peak(unit) * 1e12) * 1e6
+    byte_us = problem.min_bytes / arch.hbm_bytes_per_s * 1e6
+    bm, bn, _ = config.tile()
+    tiles = math.ceil(problem.m / bm) * math.ceil(problem.n / bn) * problem.batch
+    area = tiles * bm * bn
+    share = problem.m * problem.n * problem.batch / area if area else 1.0
+    return Prediction(flop_us, byte_us, tiles, tiles / arch.sm_count, share)
+
+
+def describe(plan: Plan) -> str:
+    """The text that `cutegemm.explain` prints."""
+    p, choice = plan.problem, plan.choice
+    size = f"{p.batch} x " if p.batch != 1 else ""
+    rows = [
+        ("problem", f"{size}M={p.m} N={p.n} K={p.k}, {p.dtype} -> {p.out_dtype}, precision {p.precision}"),
+        ("operands", f"A {_layout(p.a)}, B {_layout(p.b)}, D {_layout(p.d)}"),
+        ("epilogue", str(p.epilogue)),
+        ("backend", f"{choice.backend} ({choice.why})"),
+    ]
+    if plan.swapped:
+        rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
+    rows += [(f"copied first: {name}", why) for name, why in plan.copies]
+    if plan.kernel is not None and plan.arch is not None:
+        found = predict(p, choice.config, plan.arch)
+        where = "in the emulator, as on" if plan.emulated else "on"
+        limit = "arithmetic" if found.flop_us >= found.byte_us else "memory"
+        rows += [
+            ("configuration", str(choice.config)),
+            ("runs", f"{where} {plan.arch.name} ({plan.arch.sm_count} SMs)"),
+            ("tiles", f"{found.tiles} = {found.waves:.2f} waves; {found.quantization:.1%} of their area is in D"),
+            ("bound", f"{found.bound_us:.2f} us by {limit} ({p.flops:.3g} flop, {p.min_bytes:.3g} bytes at least)"),
+        ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _layout(matrix: Any) -> str:
+    order = "row-major" if matrix.row_major else "column-major"
+    return f"{matrix.rows}x{matrix.cols} {order} ld {matrix.leading} align {matrix.align}"
+
+
+class PlanMemo:
+    """Call description -> what runs it, for repeated calls. Bounded; a reader never waits."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        import threading
+
+        self._limit = limit
+        self._entries: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+        self.get: Callable[[Any], Any] = self._entries.get
+
+    def put(self, key: Any, value: Any) -> None:
+        with self._lock:
+            if len(self._entries) >= self._limit:
+                self._entries.clear()
+            self._entries[key] = value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()

@@ -1,0 +1,301 @@
+"""From a caller's tensors to a Problem: checks every argument, names what is wrong, finds the canonical form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cutegemm.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem import (
+    ITEMSIZE,
+    MAX_EXTENT,
+    PRECISIONS,
+    Matrix,
+    Problem,
+    alignment,
+    dtype_name,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked call.
+
+    Attributes:
+        problem: canonical. swapped: it is the transposed one (D is column-major).
+        shape: of the result, as the caller sees it. device: of every tensor.
+        copies: operands ("a", "b", "c") that must be made contiguous first, with the reason.
+        into_temporary: `out` has no unit stride; the result is computed apart and copied into it.
+    """
+
+    problem: Problem
+    swapped: bool
+    shape: tuple[int, ...]
+    device: torch.device
+    copies: tuple[tuple[str, str], ...]
+    into_temporary: bool
+
+    @property
+    def copied(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.copies)
+
+
+def describe(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+) -> Request:
+    """Checks the arguments of `cutegemm.gemm` (see there) and describes the call.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is accepted.
+    """
+    dtype = _check_operands(a, b)
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if b.shape[-2] != k:
+        raise ValueError(
+            f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent must be K = {k}"
+        )
+    batch = _batch(a, b)
+    for name, extent in (("M", m), ("N", n), ("K", k), ("the batch", batch)):
+        if extent > MAX_EXTENT:
+            raise ValueError(f"a, b: {name} is {extent}; at most {MAX_EXTENT}")
+    batched = a.dim() == 3 or b.dim() == 3
+    shape = (batch, m, n) if batched else (m, n)
+    check_number("alpha", alpha)
+    check_number("beta", beta)
+    precision = _check_precision(precision, dtype)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    out_name = _check_out(a, b, bias, out, out_dtype, shape, dtype)
+    c_dtype = _check_c(a, c, beta, shape)
+    bias_dtype = _check_bias(a, bias, n)
+
+    copies: list[tuple[str, str]] = []
+    matrix_a = _operand("a", a, m, k, batch, copies)
+    matrix_b = _operand("b", b, k, n, batch, copies)
+    matrix_c = None
+    if c_dtype is not None and c is not None:
+        matrix_c = _matrix(c.expand(shape), m, n)
+    into_temporary = False
+    if out is None:
+        matrix_d = _contiguous(m, n, ITEMSIZE[out_name])
+    else:
+        matrix_d = _matrix(out, m, n)
+        if not _has_unit_stride(matrix_d, m, n):
+            into_temporary = True
+            matrix_d = _contiguous(m, n, ITEMSIZE[out_name])
+    epilogue = Epilogue(c_dtype, bias_dtype, "n", activation)
+    problem = Problem(m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue)
+    swapped = not matrix_d.row_major
+    return Request(
+        problem.transposed() if swapped else problem, swapped, shape, a.device, tuple(copies), into_temporary
+    )
+
+
+def _check_operands(a: Any, b: Any) -> str:
+    for name, tensor in (("a", a), ("b", b)):
+        _check_tensor(name, tensor)
+        if tensor.dim() not in (2, 3):
+            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
+    dtype = dtype_name(a.dtype)
+    if dtype is None:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
+    if b.dtype != a.dtype:
+        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+    if b.device != a.device:
+        raise ValueError(f"b: it is on {b.device}, expected the device of a, {a.device}")
+    if a.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"a: it is on {a.device}, accepted are CUDA and CPU tensors")
+    return dtype
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
+    if tensor.is_quantized:
+        raise TypeError(f"{name}: got a quantized tensor ({tensor.dtype}), expected a plain one; call .dequantize()")
+    if tensor.is_complex():
+        raise TypeError(f"{name}: got dtype {tensor.dtype}; complex products are not supported")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: it requires grad, and gemm records no gradient; call it under torch.no_grad() or pass {name}.detach()"
+        )
+
+
+def _batch(a: torch.Tensor, b: torch.Tensor) -> int:
+    la = a.shape[0] if a.dim() == 3 else 1
+    lb = b.shape[0] if b.dim() == 3 else 1
+    if la != lb and 1 not in (la, lb):
+        raise ValueError(f"b: got a batch of {lb}, expected that of a, {la}, or 1")
+    return la if lb == 1 else lb
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless `value` is a real, finite-or-not number that fp32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a Python float (a tensor would need a sync)")
+    if math.isfinite(value) and abs(value) > 3.4028234663852886e38:
+        raise ValueError(f"{name}: got {value!r}, which fp32 cannot hold")
+
+
+def _check_precision(precision: str | None, dtype: str) -> str:
+    if precision is None:
+        return "ieee"
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision: got {precision!r}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
+    if precision == "tf32" and dtype != "fp32":
+        raise ValueError(f"precision: got 'tf32' for {dtype} operands; it applies to float32 only")
+    return precision
+
+
+def _check_out(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: Any,
+    out_dtype: Any,
+    shape: tuple[int, ...],
+    dtype: str,
+) -> str:
+    accepted = "torch.float16, torch.bfloat16, torch.float32"
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or dtype_name(out_dtype) is None):
+        raise TypeError(f"out_dtype: got {out_dtype!r}, accepted are {accepted}")
+    if out is None:
+        return dtype_name(out_dtype) or dtype if out_dtype is not None else dtype
+    _check_tensor("out", out)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
+    if out.device != a.device:
+        raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
+    name = dtype_name(out.dtype)
+    if name is None:
+        raise TypeError(f"out: got dtype {out.dtype}, accepted are {accepted}")
+    if out_dtype is not None and out.dtype != out_dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
+    return name
+
+
+def check_overlap(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> None:
+    """Raises ValueError when `out` shares memory with an input, unless it is C itself, or with itself."""
+    if any(s == 0 and e > 1 for s, e in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"out: strides {out.stride()} of shape {tuple(out.shape)} write one element several times")
+    start, end = _span(out)
+    for name, tensor in (("a", a), ("b", b), ("c", c), ("bias", bias)):
+        if tensor is None or tensor.numel() == 0 or out.numel() == 0:
+            continue
+        if name == "c" and tensor.data_ptr() == start and tensor.shape == out.shape and tensor.stride() == out.stride():
+            if tensor.dtype == out.dtype:
+                continue
+        first, last = _span(tensor)
+        if first < end and start < last:
+            raise ValueError(f"out: it overlaps {name} in memory; pass another tensor, or a clone of {name}")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses [first, last) that a tensor's elements span."""
+    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (reach + 1) * tensor.element_size()
+
+
+def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:
+    if c is None:
+        if beta != 0:
+            raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+        return None
+    _check_tensor("c", c)
+    try:
+        c.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
+    if c.device != a.device:
+        raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
+    name = dtype_name(c.dtype)
+    if name is None:
+        raise TypeError(f"c: got dtype {c.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
+    return name if beta != 0 else None
+
+
+def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str | None:
+    if bias is None:
+        return None
+    _check_tensor("bias", bias)
+    if tuple(bias.shape) != (n,):
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
+    if bias.device != a.device:
+        raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
+    name = dtype_name(bias.dtype)
+    if name is None:
+        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
+    return name
+
+
+def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
+    """The `Matrix` of a tensor as it lies; the stride of an extent of 1 is free and set to what helps."""
+    itemsize = tensor.element_size()
+    stride_row, stride_col = tensor.stride()[-2:]
+    stride_batch = tensor.stride(0) if tensor.dim() == 3 and tensor.shape[0] > 1 else 0
+    if cols == 1 and (rows == 1 or stride_row != 1):
+        stride_col = 1
+    elif rows == 1 and stride_col != 1:
+        stride_row = 1
+    row_major = stride_col == 1
+    inner, leading, others = (cols, stride_row, rows) if row_major else (rows, stride_col, cols)
+    if others == 1:
+        leading = inner
+        stride_row, stride_col = (leading, 1) if row_major else (1, leading)
+    align = alignment(tensor.data_ptr(), itemsize, inner, leading, stride_batch)
+    if tensor.data_ptr() % itemsize:
+        raise ValueError(
+            f"a tensor lies at address {tensor.data_ptr():#x}, which its {itemsize}-byte elements do not divide"
+        )
+    return Matrix(rows, cols, stride_row, stride_col, stride_batch, align)
+
+
+def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:
+    """Whether a kernel can read (or write) it: one stride is 1, and rows do not overlap or repeat backwards."""
+    if rows == 0 or cols == 0:
+        return True
+    inner, outer = (cols, rows) if matrix.row_major else (rows, cols)
+    unit = matrix.stride_col == 1 or matrix.stride_row == 1
+    return unit and (outer == 1 or matrix.leading >= 0) and inner >= 1
+
+
+def _operand(
+    name: str, tensor: torch.Tensor, rows: int, cols: int, batch: int, copies: list[tuple[str, str]]
+) -> Matrix:
+    matrix = _matrix(tensor, rows, cols)
+    if _has_unit_stride(matrix, rows, cols):
+        return matrix
+    copies.append((name, f"strides {tuple(tensor.stride())}: no kernel reads a matrix without a unit stride"))
+    compact = _contiguous(rows, cols, tensor.element_size())
+    return compact if tensor.dim() == 3 and tensor.shape[0] > 1 else _unbatched(compact)
+
+
+def _unbatched(matrix: Matrix) -> Matrix:
+    align = alignment(0, 1, matrix.align)
+    return Matrix(matrix.rows, matrix.cols, matrix.stride_row, matrix.stride_col, 0, align)
+
+
+def _contiguous(rows: int, cols: int, itemsize: int) -> Matrix:
+    """What torch.empty gives: row-major on an address that 16 bytes divide."""
+    return Matrix(rows, cols, cols, 1, rows * cols, alignment(0, itemsize, cols))

@@ -1,0 +1,127 @@
+"""Timing on a GPU: candidates interleaved round by round, L2-cold inputs, CUDA graphs, medians.
+
+The method and its reasons:
+
+- Clocks drift and large products are limited by power, so a ratio is only meaningful between candidates timed in the
+  same process, in turns (A B A B ...).
+- Inputs rotate through enough sets to pass three times the L2 cache; one CUDA graph holds the calls of a round, so
+  that launch gaps stay out.
+- Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit, and short blocks borrow
+  from each other's budget: there a block lasts at least 0.3 s and only its second half counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Call = Callable[[], object]
+
+SUSTAINED_FLOPS = 1e11
+BLOCK_SECONDS = 0.3
+ROUND_SECONDS = 0.004
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: the median over rounds, and the extremes."""
+
+    us: float
+    low: float
+    high: float
+    rounds: int
+
+    def tflops(self, flops: float) -> float:
+        return flops / self.us / 1e6
+
+
+def rotation(bytes_per_set: int, l2_bytes: int, most: int = 64) -> int:
+    """How many input sets make a round pass three times the L2 cache."""
+    return max(1, min(most, -(-3 * l2_bytes // max(bytes_per_set, 1))))
+
+
+def interleaved(
+    candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9, block_seconds: float | None = None
+) -> dict[str, Timing]:
+    """Times every candidate, a round of each in turn.
+
+    Args:
+        candidates: name -> one call per input set; each enqueues work on the current stream.
+        flops: of one call; decides between short rounds and sustained blocks.
+        rounds: measured rounds, after one warm-up round. At least 7 for a figure that is quoted; sustained blocks
+            use no more than 5, their medians being over many replays each.
+        block_seconds: overrides the length of a block.
+
+    Returns:
+        name -> `Timing`, in the order given.
+    """
+    import torch
+
+    graphs = {}
+    for name, calls in candidates.items():
+        single = _seconds_per_call(calls)
+        sustained = flops > SUSTAINED_FLOPS
+        target = block_seconds or (BLOCK_SECONDS if sustained else ROUND_SECONDS)
+        per_graph = max(len(calls), min(2000, int((0.02 if sustained else ROUND_SECONDS) / single)))
+        per_graph = -(-per_graph // len(calls)) * len(calls)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(per_graph):
+                calls[i % len(calls)]()
+        replays = max(1, round(target / (single * per_graph))) if sustained else 1
+        graphs[name] = (graph, per_graph, replays)
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    count = min(rounds, 5) if flops > SUSTAINED_FLOPS else rounds
+    for number in range(count + 1):
+        for name, (graph, per_graph, replays) in graphs.items():
+            us = _block(graph, per_graph, replays)
+            if number:
+                samples[name].append(us)
+    return {
+        name: Timing(statistics.median(values), min(values), max(values), len(values))
+        for name, values in samples.items()
+    }
+
+
+def _block(graph, per_graph: int, replays: int) -> float:
+    """Microseconds a call: the median over the second half of the replays."""
+    import torch
+
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    spans = [events[i].elapsed_time(events[i + 1]) for i in range(replays)]
+    return statistics.median(spans[replays // 2 :]) * 1e3 / per_graph
+
+
+def _seconds_per_call(calls: Sequence[Call]) -> float:
+    """A rough duration, after a warm-up of every call."""
+    import torch
+
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return max(start.elapsed_time(end) / 1e3 / len(calls), 1e-6)
+
+
+def gpu_state() -> str:
+    """One line: GPU name, driver, SM and memory clock, power draw and limit, temperature, as nvidia-smi says."""
+    fields = "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as why:
+        return f"nvidia-smi did not answer: {why}"
+    name, driver, sm, memory, draw, limit, temperature = (part.strip() for part in answer.splitlines()[0].split(","))
+    return f"{name}, driver {driver}, SM {sm} MHz, memory {memory} MHz, {draw} of {limit} W, {temperature} C"

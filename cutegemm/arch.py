@@ -91,7 +91,9 @@ class Arch:
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError("Arch.of_device: torch sees no CUDA device; name an architecture instead, e.g. arch.get('H200')")
+            raise RuntimeError(
+                "Arch.of_device: torch sees no CUDA device; name an architecture instead, e.g. arch.get('H200')"
+            )
         device = torch.cuda.current_device() if index is None else index
         cached = _OF_DEVICE.get(device)
         if cached is None:
@@ -101,9 +103,27 @@ class Arch:
 
 _OF_DEVICE: dict[int, Arch] = {}  # what a device is never changes within a process
 
-_SM80 = {"capability": (8, 0), "smem_per_sm": 164 * KIB, "smem_per_cta": 163 * KIB, "threads_per_sm": 2048, "ctas_per_sm": 32}
-_SM86 = {"capability": (8, 6), "smem_per_sm": 100 * KIB, "smem_per_cta": 99 * KIB, "threads_per_sm": 1536, "ctas_per_sm": 16}
-_SM89 = {"capability": (8, 9), "smem_per_sm": 100 * KIB, "smem_per_cta": 99 * KIB, "threads_per_sm": 1536, "ctas_per_sm": 24}
+_SM80 = {
+    "capability": (8, 0),
+    "smem_per_sm": 164 * KIB,
+    "smem_per_cta": 163 * KIB,
+    "threads_per_sm": 2048,
+    "ctas_per_sm": 32,
+}
+_SM86 = {
+    "capability": (8, 6),
+    "smem_per_sm": 100 * KIB,
+    "smem_per_cta": 99 * KIB,
+    "threads_per_sm": 1536,
+    "ctas_per_sm": 16,
+}
+_SM89 = {
+    "capability": (8, 9),
+    "smem_per_sm": 100 * KIB,
+    "smem_per_cta": 99 * KIB,
+    "threads_per_sm": 1536,
+    "ctas_per_sm": 24,
+}
 _SM90 = {
     "capability": (9, 0),
     "smem_per_sm": 228 * KIB,
@@ -114,8 +134,18 @@ _SM90 = {
 }
 
 
-def _peaks(fp32: float, fp16: float, tf32: float, int8: float, fp64: float, fp8: float = 0.0) -> tuple[tuple[str, float], ...]:
-    rates = {"float32": fp32, "tfloat32": tf32, "float16": fp16, "bfloat16": fp16, "int8": int8, "float64": fp64, "float8": fp8}
+def _peaks(
+    fp32: float, fp16: float, tf32: float, int8: float, fp64: float, fp8: float = 0.0
+) -> tuple[tuple[str, float], ...]:
+    rates = {
+        "float32": fp32,
+        "tfloat32": tf32,
+        "float16": fp16,
+        "bfloat16": fp16,
+        "int8": int8,
+        "float64": fp64,
+        "float8": fp8,
+    }
     return tuple((name, rate) for name, rate in rates.items() if rate)
 
 
@@ -133,17 +163,83 @@ ARCHS: Mapping[str, Arch] = MappingProxyType(
     {
         arch.name: arch
         for arch in (
-            _arch("A100", _SM80, sm_count=108, clock_mhz=1410, l2_bytes=40 * MIB, hbm_bytes_per_s=2.039e12, peaks=_A100),
-            _arch("A6000", _SM86, sm_count=84, clock_mhz=1800, l2_bytes=6 * MIB, hbm_bytes_per_s=0.768e12, peaks=_A6000),
-            _arch("RTX 4090", _SM89, sm_count=128, clock_mhz=2520, l2_bytes=72 * MIB, hbm_bytes_per_s=1.008e12, peaks=_4090),
-            _arch("H100 PCIe", _SM90, sm_count=114, clock_mhz=1755, l2_bytes=50 * MIB, hbm_bytes_per_s=2.039e12, peaks=_H100_PCIE),
-            _arch("H100 SXM", _SM90, sm_count=132, clock_mhz=1980, l2_bytes=50 * MIB, hbm_bytes_per_s=3.352e12, peaks=_H100_SXM),
-            _arch("H200", _SM90, sm_count=132, clock_mhz=1980, l2_bytes=60 * MIB, hbm_bytes_per_s=4.8e12, peaks=_H100_SXM),
+            _arch(
+                "A100", _SM80, sm_count=108, clock_mhz=1410, l2_bytes=40 * MIB, hbm_bytes_per_s=2.039e12, peaks=_A100
+            ),
+            _arch(
+                "A6000", _SM86, sm_count=84, clock_mhz=1800, l2_bytes=6 * MIB, hbm_bytes_per_s=0.768e12, peaks=_A6000
+            ),
+            _arch(
+                "RTX 4090",
+                _SM89,
+                sm_count=128,
+                clock_mhz=2520,
+                l2_bytes=72 * MIB,
+                hbm_bytes_per_s=1.008e12,
+                peaks=_4090,
+            ),
+            _arch(
+                "H100 PCIe",
+                _SM90,
+                sm_count=114,
+                clock_mhz=1755,
+                l2_bytes=50 * MIB,
+                hbm_bytes_per_s=2.039e12,
+                peaks=_H100_PCIE,
+            ),
+            _arch(
+                "H100 SXM",
+                _SM90,
+                sm_count=132,
+                clock_mhz=1980,
+                l2_bytes=50 * MIB,
+                hbm_bytes_per_s=3.352e12,
+                peaks=_H100_SXM,
+            ),
+            _arch(
+                "H200", _SM90, sm_count=132, clock_mhz=1980, l2_bytes=60 * MIB, hbm_bytes_per_s=4.8e12, peaks=_H100_SXM
+            ),
             # Generic entries: the limits are exact for the compute capability; counts, clock and rates are those of its first model.
-            _arch("sm_80", _SM80, sm_count=108, clock_mhz=1410, l2_bytes=40 * MIB, hbm_bytes_per_s=1.555e12, peaks=_A100, generic=True),
-            _arch("sm_86", _SM86, sm_count=84, clock_mhz=1800, l2_bytes=6 * MIB, hbm_bytes_per_s=0.768e12, peaks=_A6000, generic=True),
-            _arch("sm_89", _SM89, sm_count=128, clock_mhz=2520, l2_bytes=72 * MIB, hbm_bytes_per_s=1.008e12, peaks=_4090, generic=True),
-            _arch("sm_90", _SM90, sm_count=132, clock_mhz=1980, l2_bytes=50 * MIB, hbm_bytes_per_s=3.352e12, peaks=_H100_SXM, generic=True),
+            _arch(
+                "sm_80",
+                _SM80,
+                sm_count=108,
+                clock_mhz=1410,
+                l2_bytes=40 * MIB,
+                hbm_bytes_per_s=1.555e12,
+                peaks=_A100,
+                generic=True,
+            ),
+            _arch(
+                "sm_86",
+                _SM86,
+                sm_count=84,
+                clock_mhz=1800,
+                l2_bytes=6 * MIB,
+                hbm_bytes_per_s=0.768e12,
+                peaks=_A6000,
+                generic=True,
+            ),
+            _arch(
+                "sm_89",
+                _SM89,
+                sm_count=128,
+                clock_mhz=2520,
+                l2_bytes=72 * MIB,
+                hbm_bytes_per_s=1.008e12,
+                peaks=_4090,
+                generic=True,
+            ),
+            _arch(
+                "sm_90",
+                _SM90,
+                sm_count=132,
+                clock_mhz=1980,
+                l2_bytes=50 * MIB,
+                hbm_bytes_per_s=3.352e12,
+                peaks=_H100_SXM,
+                generic=True,
+            ),
         )
     }
 )

@@ -120,7 +120,9 @@ def nvrtc_version() -> str:
     except Exception as why:  # the binding raises its own errors when the library is missing
         raise GemmError(f"legacy backend: no NVRTC; install it with `pip install nvidia-cuda-nvrtc` ({why})") from why
     if int(status) != 0:
-        raise GemmError(f"legacy backend: NVRTC does not answer ({status}); install it with `pip install nvidia-cuda-nvrtc`")
+        raise GemmError(
+            f"legacy backend: NVRTC does not answer ({status}); install it with `pip install nvidia-cuda-nvrtc`"
+        )
     return f"{major}.{minor}"
 
 

@@ -34,7 +34,9 @@ class LegacyConfig:
             raise ValueError(f"config: no rung is called {self.rung!r}; accepted are {', '.join(RUNGS)}")
         names = tuple(self.spec.defaults)
         if len(self.values) != len(names):
-            raise ValueError(f"config: {self.rung} takes {len(names)} parameters ({', '.join(names)}), got {self.values}")
+            raise ValueError(
+                f"config: {self.rung} takes {len(names)} parameters ({', '.join(names)}), got {self.values}"
+            )
         reason = why_invalid(self)
         if reason is not None:
             raise ValueError(f"config: {self} is not valid: {reason}")
@@ -214,7 +216,11 @@ def _dot(p: dict[str, int]) -> str | None:
 
 
 def _block(p: dict[str, int]) -> str | None:
-    return None if p["bm"] == p["bn"] == p["bk"] else "BM, BN and BK must be equal: one thread loads one element of each tile"
+    return (
+        None
+        if p["bm"] == p["bn"] == p["bk"]
+        else "BM, BN and BK must be equal: one thread loads one element of each tile"
+    )
 
 
 def _register(p: dict[str, int]) -> str | None:
@@ -255,7 +261,9 @@ def _patch(p: dict[str, int]) -> str | None:
     if p["bm"] % 32 or p["bn"] % 32:
         return "BM and BN must be multiples of 32, the banks of shared memory"
     rows, cols = p["bm"] // p["tm"], p["bn"] // p["tn"]
-    lanes_n = 8 if cols % 8 == 0 and rows % 4 == 0 else 4 if cols % 4 == 0 and rows % 8 == 0 else 16 if cols % 16 == 0 else 2
+    lanes_n = (
+        8 if cols % 8 == 0 and rows % 4 == 0 else 4 if cols % 4 == 0 and rows % 8 == 0 else 16 if cols % 16 == 0 else 2
+    )
     if cols % lanes_n or rows % (32 // lanes_n):
         return f"no patch of 32 lanes tiles {rows} x {cols} threads"
     return None

@@ -44,7 +44,9 @@ class Geometry:
         tiles_m, tiles_n = -(-problem.m // bm), -(-problem.n // bn)
         grid_x = tiles_m * tiles_n
         if grid_x > MAX_GRID_X:
-            raise ValueError(f"legacy backend: {grid_x} output tiles; a grid has at most {MAX_GRID_X}: take a larger tile")
+            raise ValueError(
+                f"legacy backend: {grid_x} output tiles; a grid has at most {MAX_GRID_X}: take a larger tile"
+            )
         a, b, c, d = problem.a, problem.b, problem.c, problem.d
         c_strides = (c.stride_row, c.stride_col, c.stride_batch) if c else (0, 0, 0)
         batches = (a.stride_batch, b.stride_batch, c_strides[2], d.stride_batch)
@@ -178,7 +180,10 @@ class LegacyKernel:
             if int(device) not in self._prepared:
                 if dynamic_smem > self.arch.smem_static_limit:
                     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    _ok(driver.cuKernelSetAttribute(attribute, dynamic_smem, kernel, device), f"shared memory of {self.config}")
+                    _ok(
+                        driver.cuKernelSetAttribute(attribute, dynamic_smem, kernel, device),
+                        f"shared memory of {self.config}",
+                    )
                 self._prepared.add(int(device))
             return function
 

@@ -73,7 +73,7 @@ def _made(rung: str, parameters: dict[str, int]) -> LegacyConfig | None:
 
 def _worth_trying(config: LegacyConfig) -> bool:
     """Enough multiply-adds per shared load, and threads enough to fill an SM's four schedulers."""
-    return 32 <= config.accumulators and 64 <= config.threads <= 512
+    return config.accumulators >= 32 and 64 <= config.threads <= 512
 
 
 def _thread_tiles() -> Iterator[tuple[str, dict[str, int]]]:
@@ -83,7 +83,9 @@ def _thread_tiles() -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _warp_tiles() -> Iterator[tuple[str, dict[str, int]]]:
-    shapes = product((64, 128, 256), (64, 128, 256), (8, 16, 32), (32, 64, 128), (32, 64, 128), (1, 2, 4), (4, 8, 16), (4, 8))
+    shapes = product(
+        (64, 128, 256), (64, 128, 256), (8, 16, 32), (32, 64, 128), (32, 64, 128), (1, 2, 4), (4, 8, 16), (4, 8)
+    )
     for bm, bn, bk, wm, wn, wniter, tm, tn in shapes:
         tile = {"bm": bm, "bn": bn, "bk": bk, "wm": wm, "wn": wn, "wniter": wniter, "tm": tm, "tn": tn}
         yield "warp_tile", tile

@@ -1,9 +1,11 @@
 """Launch capture of CuTe DSL objects: what the real host code asks for, byte by byte."""
 
 import gc
+import importlib.util
 import struct
 import threading
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +24,20 @@ def _exported(compiled, folder, name):
     return path, compiled.__ptx__
 
 
+def _module_beside(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # the compiler leaves its PTX in the current directory
         patch.setenv("CUTE_DSL_ARCH", "sm_90a")
-        from tests.unit import capture_kernels
-
+        capture_kernels = _module_beside("capture_kernels")
         return {
             "axpy": _exported(capture_kernels.compiled_axpy(), folder, "axpy"),
             "describe": _exported(capture_kernels.compiled_describe(), folder, "describe"),

@@ -1,0 +1,222 @@
+"""Mutation testing of every kernel's synchronization: `python -m tests.mutation` prints the score and the survivors.
+
+Each synchronization instruction of a kernel's PTX is deleted or weakened in turn, and the kernel runs in the emulator
+on small ragged problems under several seeds, each another legal timing. A mutation is killed by a wrong result, by one
+of the emulator's checks, or because the kernel gets stuck. Survivors need a row with a reason in
+`emulated/mutation_survivors.toml`; a survivor without a row, or a row without a survivor, fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from cutegemm import arch as arch_table
+from cutegemm.emulator.mutate import Case, Mutation, Outcome, Survivor, compare, judge, mutations, read_survivors
+from cutegemm.emulator.mutate import check_unchanged as check_case
+from cutegemm.emulator.workload import Workload, build
+from cutegemm.problem import Problem
+
+TABLE = Path(__file__).with_name("emulated") / "mutation_survivors.toml"
+SEEDS = range(6)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A kernel to mutate and the problems (M, N, K) to run it on; ``quick`` ones run in CI."""
+
+    name: str
+    backend: str
+    arch: str
+    config: str
+    dtype: str
+    shapes: tuple[tuple[int, int, int], ...]
+    precision: str = "ieee"
+    majors: str = "tn"
+    quick: bool = False
+
+    def workloads(self) -> list[Workload]:
+        """One a shape, on one kernel. Operands are drawn from a fixed seed; the mutations run on the same."""
+        arch = arch_table.get(self.arch)
+        problems = [
+            Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision) for shape in self.shapes
+        ]
+        kernels = [build(self.backend, problem, arch, self.config) for problem in problems]
+        if len({kernel.ptx for kernel in kernels}) != 1:
+            raise ValueError(f"{self.name}: the shapes need different kernels; choose shapes of one alignment class")
+        return [Workload.of(problem, kernel, seed=7) for problem, kernel in zip(problems, kernels, strict=True)]
+
+    def case(self) -> tuple[Case, frozenset[int]]:
+        """The case, and the PTX lines that the unchanged kernel reaches on its problems."""
+        works = self.workloads()
+        reached: set[int] = set()
+        for work in works:
+            _, reports = work.run(seed=0, profile=True)
+            for report in reports:
+                reached.update(line for line, row in report.lines.items() if row.executions)
+        return Case(self.name, works[0].kernel.ptx, tuple(partial(_run, work) for work in works)), frozenset(reached)
+
+
+def _run(work: Workload, ptx: str, seed: int) -> str | None:
+    verdict, _ = work.run(seed=seed, ptx=ptx)
+    return None if verdict.ok else verdict.message
+
+
+SPECS: tuple[Spec, ...] = (
+    Spec(
+        "cute-sm80-fp16",
+        "cute",
+        "sm_80",
+        "sm80/64x64x32/w32x32/s3/g8",
+        "fp16",
+        ((72, 72, 200), (8, 8, 24)),
+        quick=True,
+    ),
+    Spec(
+        "cute-sm80-tf32-nt",
+        "cute",
+        "sm_80",
+        "sm80/64x64x16/w32x32/s4/g8",
+        "fp32",
+        ((72, 68, 100), (4, 4, 12)),
+        precision="tf32",
+        majors="nt",
+    ),
+    Spec("cute-simt-fp32", "cute", "sm_80", "simt/64x64x8/w32x32/s3/g8", "fp32", ((68, 72, 44), (4, 4, 4)), quick=True),
+)
+
+
+def specs(pattern: str = "", quick: bool = False) -> list[Spec]:
+    """The specs whose name contains ``pattern``."""
+    return [spec for spec in SPECS if pattern in spec.name and (spec.quick or not quick)]
+
+
+def survivors() -> list[Survivor]:
+    """The rows of the table beside the tests."""
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
+    return read_survivors(tomllib.loads(TABLE.read_text()))
+
+
+def score_spec(
+    spec: Spec,
+    seeds: Sequence[int] = SEEDS,
+    report: Callable[[Outcome], Any] = lambda outcome: None,
+    choose: Callable[[Mutation], bool] = lambda mutation: True,
+    part: tuple[int, int] = (0, 1),
+) -> list[Outcome]:
+    """The outcomes of a spec's chosen mutations, or of every ``part[1]``-th of them from ``part[0]`` on."""
+    case, reached = spec.case()
+    check_case(case, seeds)
+    chosen = [mutation for mutation in mutations(case.ptx) if choose(mutation)]
+    outcomes = []
+    for mutation in chosen[part[0] :: part[1]]:
+        outcomes.append(judge(case, mutation, seeds, reached))
+        report(outcomes[-1])
+    return outcomes
+
+
+def summary(outcomes: Sequence[Outcome], table: Iterable[Survivor]) -> str:
+    """Score by case, what killed, and the survivors with their reasons."""
+    reasons = {(row.case, row.site, row.change): row for row in table}
+    rows = []
+    for case in sorted({outcome.case for outcome in outcomes}):
+        mine = [outcome for outcome in outcomes if outcome.case == case]
+        killed = [outcome for outcome in mine if outcome.killed]
+        verdicts = Counter(
+            reasons[key].verdict if (key := (o.case, o.mutation.site, o.mutation.change)) in reasons else "UNEXPLAINED"
+            for o in mine
+            if not o.killed
+        )
+        how = ", ".join(f"{name} {count}" for name, count in Counter(o.killer for o in killed).most_common())
+        left = ", ".join(f"{name} {count}" for name, count in verdicts.most_common()) or "-"
+        rows.append((case, len(mine), len(killed), f"{len(killed) / max(len(mine), 1):.0%}", how, left))
+    parts = [tabulate(rows, ("case", "mutations", "killed", "score", "killed by", "survived"))]
+    listed = []
+    for outcome in outcomes:
+        if not outcome.killed:
+            row = reasons.get((outcome.case, outcome.mutation.site, outcome.mutation.change))
+            why = f"{row.verdict}: {row.reason}" if row else "UNEXPLAINED"
+            site = f"line {outcome.mutation.line}: {outcome.mutation.site} -> {outcome.mutation.change}"
+            listed.append((outcome.case, site, why))
+    if listed:
+        parts.append("survivors\n" + tabulate(listed, ("case", "mutation", "why"), maxcolwidths=[24, 70, 80]))
+    killed_count = sum(outcome.killed for outcome in outcomes)
+    parts.append(f"killed {killed_count} of {len(outcomes)}, {len(outcomes) - killed_count} survived")
+    return "\n\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns 0 when every survivor has its row and every row its survivor."""
+    options = argparse.ArgumentParser("python -m tests.mutation", description=__doc__.split("\n", 1)[0])
+    options.add_argument("--case", default="", help="only the cases whose name contains this")
+    options.add_argument("--site", default="", help="only mutations of instructions that contain this text")
+    options.add_argument("--seeds", type=int, default=len(SEEDS), help=f"timings to try (default: {len(SEEDS)})")
+    options.add_argument("--quick", action="store_true", help="the cases that CI runs")
+    options.add_argument("--list", action="store_true", help="list the cases and leave")
+    options.add_argument("--verbose", action="store_true", help="print every outcome as it comes")
+    options.add_argument("-j", "--jobs", type=int, default=1, help="processes")
+    given = options.parse_args(arguments)
+    chosen = specs(given.case, given.quick)
+    if given.list or not chosen:
+        print("\n".join(f"{s.name}: {s.backend} {s.config} {s.dtype} {s.shapes}" for s in (chosen or SPECS)))
+        return 0 if given.list else 2
+    started = time.monotonic()
+    seeds = range(given.seeds)
+    outcomes: list[Outcome] = []
+    if given.jobs > 1:
+        # Kernels are built first, one after another, so that the workers only load them.
+        for spec in chosen:
+            spec.workloads()
+        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+            parts = [
+                (spec, pool.submit(_score_part, spec, seeds, given.site, (part, given.jobs)))
+                for spec in chosen
+                for part in range(given.jobs)
+            ]
+            for _, future in parts:
+                outcomes += future.result()
+    else:
+        report = _print if given.verbose else lambda outcome: None
+        for spec in chosen:
+            outcomes += score_spec(spec, seeds, report, partial(_matches, given.site))
+    outcomes.sort(key=lambda outcome: (outcome.case, outcome.mutation.line, outcome.mutation.change))
+    table = survivors()
+    print(summary(outcomes, table))
+    complete = not given.site and not given.quick and not given.case
+    names = {spec.name for spec in chosen}
+    problems = compare(
+        outcomes, table if complete else [row for row in table if row.case in names], complete=not given.site
+    )
+    print(f"\n{len(problems)} problems in {time.monotonic() - started:.0f} s", *problems, sep="\n")
+    return 1 if problems else 0
+
+
+def _matches(text: str, mutation: Mutation) -> bool:
+    return text in mutation.site
+
+
+def _score_part(spec: Spec, seeds: Sequence[int], site: str, part: tuple[int, int]) -> list[Outcome]:
+    return score_spec(spec, seeds, choose=partial(_matches, site), part=part)
+
+
+def _print(outcome: Outcome) -> None:
+    how = f"{outcome.killer} (seed {outcome.seed}): {outcome.said}" if outcome.killed else "SURVIVED"
+    print(f"{outcome.case}: {outcome.mutation}: {how}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

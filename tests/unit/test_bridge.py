@@ -1,0 +1,134 @@
+"""The bridge's own parts: bounds of tensors, packing of parameters, estimate and progress."""
+
+import ctypes
+import logging
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from cutegemm.emulator import bridge
+from cutegemm.emulator.bridge import Progress, estimate, map_tensors, pack_launch, span
+from cutegemm.emulator.errors import OutOfBounds, ReadOnlyWrite
+from cutegemm.emulator.memory import Memory
+
+PTX = """
+.version 8.0
+.target sm_80
+.visible .entry k(.param .u64 a, .param .u32 n, .param .f32 alpha, .param .align 8 .b8 s[12], .param .u8 flag)
+{ ret; }
+.visible .entry h(.param .b16 x, .param .f64 y) { ret; }
+"""
+
+
+def test_arguments_are_packed_by_the_declarations():
+    a = torch.zeros(4)
+    launch = pack_launch(PTX, "k", [a, -1, 2.5, b"\1" * 12, True], grid=(3, 2), block=64, dynamic_smem=128)
+    assert (launch.grid, launch.block, launch.dynamic_smem) == ((3, 2, 1), (64, 1, 1), 128)
+    assert launch.params == struct.pack("<QifxxxxxxxxB", a.data_ptr(), -1, 2.5, 1)[:16] + b"\1" * 12 + b"\1"
+    assert pack_launch(PTX, "h", [0.5, 0.5], grid=1, block=1).params == struct.pack("<e6xd", 0.5, 0.5)
+    assert pack_launch(PTX, "h", [np.float16(0.5), np.float64(0.5)], grid=1, block=1).params == struct.pack(
+        "<e6xd", 0.5, 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([1, 2, 3.0, b""], "takes 5 arguments, got 4"),
+        ([1, 2**32, 3.0, b"\0" * 12, 0], "argument 1"),
+        ([1, -(2**31) - 1, 3.0, b"\0" * 12, 0], "argument 1"),
+        ([1, 2, 3.0, b"\0" * 11, 0], "argument 3.*12 bytes"),
+        ([1, 2, 3.0, 4, 0], "argument 3"),
+        ([1, 2, 3.0, b"\0" * 12, 0.5], "argument 4"),
+        ([1, 2, None, b"\0" * 12, 0], "argument 2"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        pack_launch(PTX, "k", arguments, grid=1, block=1)
+
+
+def test_an_unknown_kernel_is_named():
+    with pytest.raises(ValueError, match="'gemm' is not in the PTX, which has k, h"):
+        pack_launch(PTX, "gemm", [], grid=1, block=1)
+
+
+def test_bounds_are_those_of_the_reachable_elements():
+    storage = torch.zeros(10, 16)
+    view = storage[1:4, 2:5]
+    assert span(view) == (storage.data_ptr() + (16 + 2) * 4, storage.data_ptr() + (3 * 16 + 5) * 4)
+    assert span(view.T) == span(view)
+    assert span(storage[:1].expand(7, 16)) == (storage.data_ptr(), storage.data_ptr() + 64)
+    memory = Memory()
+    map_tensors(memory, {"a": view, "d": torch.zeros(4)}, {"d"})
+    low, high = span(view)
+    assert memory.check(low, high - low, write=False).name == "a"
+    for outside in (low - 4, high):
+        with pytest.raises(OutOfBounds, match="'a'"):
+            memory.check(outside, 4, write=False)
+    with pytest.raises(ReadOnlyWrite):
+        memory.check(low, 4, write=True)
+
+
+def test_overlapping_tensors_share_their_bounds_and_empty_ones_have_none():
+    storage = torch.zeros(100)
+    memory = Memory()
+    tensors = {"a": storage[:40], "b": storage[20:60], "c": storage[60:], "e": storage[:0]}
+    map_tensors(memory, tensors, {"b"})
+    both = memory.find(storage.data_ptr())
+    assert both is not None
+    assert (both.name, both.size, both.writable) == ("a/b", 240, True)
+    assert not memory.check(storage[60:].data_ptr(), 160, write=False).writable
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3, device="meta"), [1, 2]])
+def test_only_cpu_tensors(value):
+    with pytest.raises(TypeError, match=r"^x: got .*CPU tensors"):
+        map_tensors(Memory(), {"x": value}, set())
+
+
+def test_the_estimate_knows_what_multiplies():
+    flops = 2 * 1024**3
+    assert estimate("wgmma.mma_async.sync", flops) < estimate("mma.sync.aligned", flops)
+    assert estimate("mma.sync.aligned", flops) < estimate("fma.rn.f32", flops) < estimate("add.f32", flops)
+    assert estimate("wgmma.mma_async", 2 * flops) == 2 * estimate("wgmma.mma_async", flops)
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_progress_is_quiet_when_short_and_tells_the_rest_when_long(monkeypatch, capsys, caplog):
+    clock = Clock()
+    monkeypatch.setattr(bridge, "time", clock)
+    shown = Progress("launch 1 of 1", True)
+    clock.now += 1
+    shown(1, 100)
+    assert capsys.readouterr().err == ""
+    with caplog.at_level(logging.WARNING, logger="cutegemm.emulator"):
+        clock.now += 9
+        shown(10, 100)
+        clock.now += 10
+        shown(20, 100)
+    assert "90 s to go" in caplog.text
+    assert len(caplog.records) == 1, "the estimate is logged once"
+    assert "20/100 CTAs, 80 s to go" in capsys.readouterr().err
+    shown.finish()
+    assert capsys.readouterr().err.rstrip().endswith("done in 20 s")
+    silent = Progress("launch 1 of 1", False)
+    clock.now += 50
+    silent(50, 100)
+    silent.finish()
+    assert capsys.readouterr().err == ""
+
+
+def test_host_addresses_are_used_as_they_are():
+    tensor = torch.arange(6, dtype=torch.int32)
+    launch = pack_launch(PTX, "k", [tensor, 0, 0.0, b"\0" * 12, 0], grid=1, block=1)
+    (address,) = struct.unpack_from("<Q", launch.params)
+    assert list((ctypes.c_int32 * 6).from_address(address)) == [0, 1, 2, 3, 4, 5]

@@ -13,7 +13,7 @@ from cutegemm.arch import Arch
 from cutegemm.problem import Problem, Signature
 from legacy_cuda import space
 from legacy_cuda.config import LegacyConfig, parse, why_invalid
-from legacy_cuda.kernel import LegacyKernel
+from legacy_cuda.kernel import MAX_GRID_X, LegacyKernel
 
 MAX_EXTENT = 2**31 - 1025  # a tile's end must fit a 32-bit integer
 
@@ -40,6 +40,17 @@ class LegacyBackend:
         if not problem.d.row_major:
             return "backend 'legacy' writes D row-major; the transposed problem has it so"
         return None
+
+    def check(self, config: LegacyConfig, problem: Problem, arch: Arch) -> str | None:
+        """None when `config` can serve the problem, else why not."""
+        signature = problem.signature
+        if signature.dtype not in config.spec.dtypes:
+            return f"{config.rung} multiplies {' and '.join(config.spec.dtypes)}, the operands are {signature.dtype}"
+        bm, bn, _ = config.tile()
+        tiles = -(-problem.m // bm) * -(-problem.n // bn)
+        if tiles > MAX_GRID_X:
+            return f"{tiles} output tiles; a grid has at most {MAX_GRID_X}: take a larger tile"
+        return why_invalid(config, signature, arch)
 
     def configs(self, problem: Problem, arch: Arch) -> Iterable[LegacyConfig]:
         """Every valid configuration of the two autotuned rungs, then the rungs with their defaults."""

@@ -56,12 +56,42 @@ def default(problem: Problem, arch: Arch) -> LegacyConfig:
         ]
     usable = [config for config in candidates if why_invalid(config, signature, arch) is None]
     if not usable:
-        usable = [c for c in configs(signature, arch)][-1:]
+        usable = list(configs(signature, arch))[-1:]
     for config in usable:
         bm, bn, _ = config.tile()
         if -(-problem.m // bm) * -(-problem.n // bn) * problem.batch >= arch.sm_count:
             return config
     return usable[-1]
+
+
+def promise(config: LegacyConfig, problem: Problem, arch: Arch) -> float:
+    """How fast a configuration may be, 0..1, from what it issues and how it fills the GPU: an order for the search, no forecast."""
+    p, signature = config.parameters, problem.signature
+    bm, bn, bk = config.tile()
+    if config.spec.tensor_cores:
+        rows, cols = bm // p.get("warps_m", 1), bn // p.get("warps_n", p.get("warps", 1))
+        work, overhead = rows * cols / 16, rows + cols
+        registers = config.accumulators + 60
+    else:
+        if "wm" in p:
+            lanes_n = p["wn"] // p["wniter"] // p["tn"]
+            rows, cols = p["wm"] * lanes_n // 32, p["wn"] // lanes_n
+        else:
+            rows, cols = p.get("tm", 1), p.get("tn", 1)
+        copies = (bm + bn) / config.threads / (4 if "async" in config.rung else 1.2)
+        work, overhead = rows * cols, (rows + cols) / 4 + copies + 12 / bk
+        registers = config.accumulators + 2 * (rows + cols) + 40
+    smem = config.dynamic_smem(signature) + config.static_smem() + arch.smem_reserved_per_cta
+    ctas = min(arch.registers_per_sm // (config.threads * min(registers, 255)), arch.smem_per_sm // smem)
+    if ctas < 1 or registers > 290:
+        return 0.0
+    tiles = -(-problem.m // bm) * -(-problem.n // bn) * problem.batch
+    # The last wave runs as fast as its CTAs let it: half full, each has twice the SM.
+    waves = tiles / (ctas * arch.sm_count)
+    filled = waves / (waves + 0.5 / ctas)
+    latency = min(1.0, ctas * config.threads / 256)
+    traffic = 1 - 8 / min(bm, bn)
+    return work / (work + overhead) * filled * (0.5 + 0.5 * latency) * traffic
 
 
 def _made(rung: str, parameters: dict[str, int]) -> LegacyConfig | None:
@@ -83,11 +113,19 @@ def _thread_tiles() -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _warp_tiles() -> Iterator[tuple[str, dict[str, int]]]:
-    shapes = product(
-        (64, 128, 256), (64, 128, 256), (8, 16, 32), (32, 64, 128), (32, 64, 128), (1, 2, 4), (4, 8, 16), (4, 8)
-    )
-    for bm, bn, bk, wm, wn, wniter, tm, tn in shapes:
-        tile = {"bm": bm, "bn": bn, "bk": bk, "wm": wm, "wn": wn, "wniter": wniter, "tm": tm, "tn": tn}
+    # WNITER, TM and TN only say how the lanes of a warp are laid out: what gives the same layout gives the same code.
+    shapes = product((64, 128, 256), (64, 128, 256), (8, 16, 32), (32, 64, 128), (32, 64, 128), (2, 4, 8, 16))
+    for bm, bn, bk, wm, wn, lanes_n in shapes:
+        tile = {
+            "bm": bm,
+            "bn": bn,
+            "bk": bk,
+            "wm": wm,
+            "wn": wn,
+            "wniter": max(wn // (4 * lanes_n), 1),
+            "tm": 4,
+            "tn": 4,
+        }
         yield "warp_tile", tile
         for stages in (2, 3, 4):
             yield "warp_tile_async", {**tile, "stages": stages, "group": 8}

@@ -9,36 +9,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from cutegemm.arch import Arch
-from cutegemm.problem import Problem, torch_dtype
-from legacy_cuda.backend import BACKEND
 from legacy_cuda.config import LegacyConfig, parse
-from legacy_cuda.rungs import Rung, ladder
-
-if TYPE_CHECKING:
-    import torch
+from legacy_cuda.rungs import ladder
+from tuning.workbench import Row, Workbench
 
 RAGGED = (261, 390, 77)
 SMALL = {"fp32": (128, 128, 32), "16bit": (256, 128, 32)}
-CUBLAS = "cuBLAS"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One rung at one size. ratio: of cuBLAS timed between its blocks. verdict: "ok" or what is wrong."""
-
-    rung: Rung
-    config: LegacyConfig
-    dtype: str
-    size: int
-    seconds: float
-    tflops: float
-    ratio: float
-    verdict: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,13 +75,13 @@ def _chosen(name: str, texts: list[str] | None) -> list[LegacyConfig]:
 def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     import torch
 
-    from tuning.timing import card_state
+    from tuning.timing import gpu_state
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     arch = Arch.of_device()
-    print(f"GPU: {card_state()}; torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"GPU: {gpu_state()}; torch {torch.__version__}, CUDA {torch.version.cuda}")
     print(
         f"Method: {options.rounds} rounds, blocks of cuBLAS (torch.mm, no TF32) and the rung in turn, second half of each block, "
         "CUDA graphs, normal random inputs, row-major"
@@ -108,12 +89,13 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     ragged = {config: _check_ragged(config, dtype, arch) for config in chosen}
     rows: list[Row] = []
     for size in options.size or (4096, 8192):
-        bench = Bench.square(size, dtype, arch)
+        bench = Workbench(size, size, size, dtype, arch)
         extra = _autotuned(bench, options.autotune) if options.autotune else []
         for config in extra:
             ragged[config] = _check_ragged(config, dtype, arch)
         for config in [*chosen, *extra]:
-            rows.append(bench.measure(config, options.rounds, ragged[config]))
+            row = bench.measure(config, options.rounds)
+            rows.append(row if row.verdict != "ok" else replace(row, verdict=ragged[config]))
             print(
                 f"  {size} {config}: {rows[-1].tflops:.2f} TFLOP/s, {rows[-1].ratio:.3f} of cuBLAS, {rows[-1].verdict}",
                 flush=True,
@@ -121,7 +103,7 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
         del bench
         gc.collect()
         torch.cuda.empty_cache()
-    print(f"GPU: {card_state()}")
+    print(f"GPU: {gpu_state()}")
     print(table(rows))
     if options.plot:
         from tuning.plot import plot_ladder
@@ -130,12 +112,12 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     return 0 if all(row.verdict == "ok" for row in rows) else 1
 
 
-def _autotuned(bench: Bench, seconds: float) -> list[LegacyConfig]:
+def _autotuned(bench: Workbench, seconds: float) -> list[LegacyConfig]:
     from legacy_cuda.autotune import autotune
 
     from legacy_cuda.space import FAMILIES
 
-    found = (autotune(bench.problem, bench.arch, family, budget_s=seconds, report=print) for family in FAMILIES)
+    found = (autotune(bench, family, budget_s=seconds, report=print) for family in FAMILIES)
     return [config for config in found if config is not None]
 
 
@@ -146,108 +128,29 @@ def table(rows: Sequence[Row]) -> str:
     head = ("size", "rung", "ms", "TFLOP/s", "of cuBLAS", "bar", "verdict", "published")
     lines = [
         (
-            row.size,
-            row.rung.name if row.config == LegacyConfig.of(row.rung.name) else str(row.config),
+            row.problem.m,
+            row.config.rung if row.config == LegacyConfig.of(row.config.rung) else str(row.config),
             f"{row.seconds * 1e3:.3f}",
             f"{row.tflops:.2f}",
             f"{100 * row.ratio:.1f} %",
-            ""
-            if row.rung.bar is None or row.size != 8192
-            else f"{row.rung.bar} {'met' if row.tflops >= row.rung.bar else 'MISSED'}",
+            _bar(row),
             row.verdict,
-            "; ".join(map(str, row.rung.published)),
+            "; ".join(map(str, row.config.spec.published)),
         )
         for row in rows
     ]
     return tabulate(lines, headers=head, disable_numparse=True)
 
 
-class Bench:
-    """The inputs, the reference and the cuBLAS call of one problem, for as many configurations as wanted."""
-
-    def __init__(self, problem: Problem, arch: Arch, a: torch.Tensor, b: torch.Tensor) -> None:
-        import torch
-
-        from cutegemm.reference import expected
-
-        self.problem, self.arch = problem, arch
-        self.d = torch.empty(problem.m, problem.n, dtype=torch_dtype(problem.out_dtype), device=a.device)
-        l2_sets = max(1, -(-3 * arch.l2_bytes // max(problem.min_bytes, 1)))
-        self.inputs = [(a, b)] + [(a.clone(), b.clone()) for _ in range(min(l2_sets, 64) - 1)]
-        self.want = expected(a, b, out_dtype=self.d.dtype, tensor_cores=problem.dtype != "fp32")
-
-    @classmethod
-    def square(cls, size: int, dtype: str, arch: Arch, seed: int | None = None) -> Bench:
-        """Normal random row-major operands of `size` by `size` on the current CUDA device."""
-        return cls.of(size, size, size, dtype, arch, seed)
-
-    @classmethod
-    def of(cls, m: int, n: int, k: int, dtype: str, arch: Arch, seed: int | None = None) -> Bench:
-        import torch
-
-        generator = torch.Generator(device="cuda")
-        generator.manual_seed(seed) if seed is not None else generator.seed()
-        a = torch.randn(m, k, device="cuda", generator=generator).to(torch_dtype(dtype))
-        b = torch.randn(k, n, device="cuda", generator=generator).to(torch_dtype(dtype))
-        return cls(Problem.of(m, n, k, dtype, majors="tt"), arch, a, b)
-
-    def calls(self, config: LegacyConfig) -> list[Callable[[], None]]:
-        """One launch per input set, on the current stream."""
-        import torch
-
-        run = BACKEND.build(self.problem.signature, config, self.arch).bind(self.problem)
-        d = self.d.data_ptr()
-
-        def call(a: int, b: int) -> Callable[[], None]:
-            return lambda: run(a, b, 0, 0, d, 1.0, 0.0, torch.cuda.current_stream().cuda_stream)
-
-        return [call(a.data_ptr(), b.data_ptr()) for a, b in self.inputs]
-
-    def cublas(self) -> list[Callable[[], None]]:
-        """The same by torch.mm."""
-        import torch
-
-        def call(a: torch.Tensor, b: torch.Tensor) -> Callable[[], None]:
-            return lambda: torch.mm(a, b, out=self.d)
-
-        return [call(a, b) for a, b in self.inputs]
-
-    def check(self, config: LegacyConfig) -> str:
-        """ "ok", or what is wrong with the result on poisoned output."""
-        import torch
-
-        from cutegemm.reference import check
-
-        self.d.fill_(float("nan"))
-        self.calls(config)[0]()
-        torch.cuda.synchronize()
-        verdict = check(self.d, self.want)
-        return "ok" if verdict else verdict.message
-
-    def measure(self, config: LegacyConfig, rounds: int, other_verdict: str = "ok") -> Row:
-        """Checks, then times the configuration and cuBLAS in turn."""
-        from tuning.timing import block_seconds, interleaved
-
-        verdict = self.check(config)
-        flops = self.problem.flops
-        times = interleaved(
-            {CUBLAS: self.cublas(), "rung": self.calls(config)}, block_s=block_seconds(flops), rounds=rounds
-        )
-        seconds = times["rung"].seconds
-        return Row(
-            config.spec,
-            config,
-            self.problem.dtype,
-            self.problem.m,
-            seconds,
-            flops / seconds * 1e-12,
-            times[CUBLAS].seconds / seconds,
-            verdict if verdict != "ok" else other_verdict,
-        )
+def _bar(row: Row) -> str:
+    bar = row.config.spec.bar
+    if bar is None or row.problem.m != 8192:
+        return ""
+    return f"{bar} {'met' if row.tflops >= bar else 'MISSED'}"
 
 
 def _check_ragged(config: LegacyConfig, dtype: str, arch: Arch) -> str:
-    verdict = Bench.of(*RAGGED, dtype, arch).check(config)
+    verdict = Workbench(*RAGGED, dtype, arch).check(config)
     return verdict if verdict == "ok" else f"at {RAGGED}: {verdict}"
 
 

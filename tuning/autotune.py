@@ -1,0 +1,112 @@
+"""The autotuned rungs: enumerate a family of configurations, check and time each, keep the winner.
+
+Every measurement goes to the winners store, wrong ones as wrong. Kernels are compiled ahead on a few threads while the GPU times
+those in front of them; the most promising come first, so that a search cut short has seen the best candidates.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cutegemm.arch import Arch
+from cutegemm.errors import GemmError
+from cutegemm.problem import Problem
+from cutegemm.winners import Measurement, Winners
+from legacy_cuda.backend import BACKEND
+from legacy_cuda.build import source_fingerprint
+from legacy_cuda.config import LegacyConfig
+from legacy_cuda.kernel import LegacyKernel
+from legacy_cuda.space import family, promise
+from tuning.workbench import Workbench
+
+FINALISTS = 4
+
+
+def autotune(
+    bench: Workbench,
+    name: str,
+    *,
+    budget_s: float = 60.0,
+    winners: Winners | None = None,
+    report: Callable[[str], None] | None = None,
+) -> LegacyConfig | None:
+    """Searches one family ("thread_tile" or "warp_tile") for the problem on the bench.
+
+    Args:
+        bench: the problem with its inputs on the current CUDA device.
+        name: the family, see `legacy_cuda.space.family`.
+        budget_s: seconds to spend; the search stops in time for the finalists to be timed again.
+        winners: where measurements go; the default store when None.
+        report: called with a line about each new best.
+
+    Returns:
+        The fastest right configuration, or None when the family has none that is right.
+    """
+    store = winners or Winners()
+    problem, arch = bench.problem, bench.arch
+    candidates = sorted(family(name, problem.signature, arch), key=lambda c: -promise(c, problem, arch))
+    deadline = time.monotonic() + 0.8 * budget_s
+    found: list[tuple[float, LegacyConfig]] = []
+    rows: list[Measurement] = []
+    for tried, (config, kernel) in enumerate(_compiled_ahead(candidates, problem, arch, deadline), 1):
+        verdict, seconds = ("did not compile", None) if kernel is None else _judge(bench, config)
+        rows.append(_row(problem, arch, config, seconds, verdict))
+        if verdict == "ok" and seconds is not None:
+            if report is not None and (not found or seconds < min(found)[0]):
+                report(f"  {name} {tried}/{len(candidates)}: {config} {problem.flops / seconds * 1e-12:.2f} TFLOP/s")
+            found.append((seconds, config))
+        elif report is not None:
+            report(f"  {name} {tried}/{len(candidates)}: {config}: {verdict}")
+    store.record(*rows)
+    finalists = [config for _, config in sorted(found, key=lambda pair: pair[0])[:FINALISTS]]
+    if not finalists:
+        return None
+    final = [(bench.measure(config, rounds=3).seconds, config) for config in finalists]
+    store.record(*(_row(problem, arch, config, seconds, "ok") for seconds, config in final))
+    return min(final, key=lambda pair: pair[0])[1]
+
+
+def _judge(bench: Workbench, config: LegacyConfig) -> tuple[str, float | None]:
+    try:
+        verdict = bench.check(config)
+        return verdict, bench.quick_seconds(config) if verdict == "ok" else None
+    except GemmError as why:
+        return str(why), None
+
+
+def _row(problem: Problem, arch: Arch, config: LegacyConfig, seconds: float | None, verdict: str) -> Measurement:
+    return Measurement(
+        arch.name, arch.sm_count, str(problem), BACKEND.name, str(config), source_fingerprint(), seconds, verdict
+    )
+
+
+def _compiled_ahead(
+    candidates: Iterable[LegacyConfig], problem: Problem, arch: Arch, deadline: float
+) -> Iterable[tuple[LegacyConfig, LegacyKernel | None]]:
+    """Candidates in order, each with its kernel compiled (None when that failed), until the deadline."""
+
+    def build(config: LegacyConfig) -> LegacyKernel | None:
+        if time.monotonic() > deadline:
+            return None
+        try:
+            kernel = BACKEND.build(problem.signature, config, arch)
+            return kernel if kernel.cubin else None
+        except GemmError:
+            return None
+
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        waiting: list[tuple[LegacyConfig, Future[LegacyKernel | None]]] = []
+        rest = iter(candidates)
+        while time.monotonic() < deadline:
+            while len(waiting) < 2 * workers and (config := next(rest, None)) is not None:
+                waiting.append((config, pool.submit(build, config)))
+            if not waiting:
+                return
+            config, future = waiting.pop(0)
+            kernel = future.result()
+            if kernel is not None or time.monotonic() < deadline:
+                yield config, kernel

@@ -1,0 +1,107 @@
+"""One problem on the GPU with its inputs, its reference and cuBLAS beside it: where configurations are checked and timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutegemm.arch import Arch
+from cutegemm.problem import Problem, torch_dtype
+from legacy_cuda.backend import BACKEND
+from legacy_cuda.config import LegacyConfig
+from tuning.timing import interleaved, rotation
+
+if TYPE_CHECKING:
+    import torch
+
+CUBLAS = "cuBLAS"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration at one problem. ratio: its speed over that of cuBLAS. verdict: "ok" or what is wrong."""
+
+    config: LegacyConfig
+    problem: Problem
+    seconds: float
+    ratio: float
+    verdict: str
+
+    @property
+    def tflops(self) -> float:
+        return self.problem.flops / self.seconds * 1e-12
+
+
+class Workbench:
+    """See the module docstring. Inputs are row-major, normal and random, in as many sets as pass three times the L2."""
+
+    def __init__(self, m: int, n: int, k: int, dtype: str, arch: Arch, seed: int | None = None) -> None:
+        import torch
+
+        from cutegemm.reference import expected
+
+        self.problem, self.arch = Problem.of(m, n, k, dtype, majors="tt"), arch
+        generator = torch.Generator(device="cuda")
+        self.seed = generator.seed() if seed is None else generator.manual_seed(seed).initial_seed()
+        a = torch.randn(m, k, device="cuda", generator=generator).to(torch_dtype(dtype))
+        b = torch.randn(k, n, device="cuda", generator=generator).to(torch_dtype(dtype))
+        self.d = torch.empty(m, n, dtype=a.dtype, device="cuda")
+        sets = rotation(self.problem.min_bytes, arch.l2_bytes)
+        self.inputs = [(a, b)] + [(a.clone(), b.clone()) for _ in range(sets - 1)]
+        self.want = expected(a, b, tensor_cores=dtype != "fp32")
+
+    def calls(self, config: LegacyConfig) -> list[Callable[[], None]]:
+        """One launch per input set, on the current stream."""
+        import torch
+
+        run = BACKEND.build(self.problem.signature, config, self.arch).bind(self.problem)
+        d = self.d.data_ptr()
+
+        def call(a: int, b: int) -> Callable[[], None]:
+            return lambda: run(a, b, 0, 0, d, 1.0, 0.0, torch.cuda.current_stream().cuda_stream)
+
+        return [call(a.data_ptr(), b.data_ptr()) for a, b in self.inputs]
+
+    def cublas(self) -> list[Callable[[], None]]:
+        """The same by torch.mm."""
+        import torch
+
+        def call(a: torch.Tensor, b: torch.Tensor) -> Callable[[], None]:
+            return lambda: torch.mm(a, b, out=self.d)
+
+        return [call(a, b) for a, b in self.inputs]
+
+    def check(self, config: LegacyConfig) -> str:
+        """ "ok", or what is wrong with the result; the output is poisoned with NaN first."""
+        import torch
+
+        from cutegemm.reference import check
+
+        self.d.fill_(float("nan"))
+        self.calls(config)[0]()
+        torch.cuda.synchronize()
+        verdict = check(self.d, self.want)
+        return "ok" if verdict else f"{verdict.message} (seed {self.seed})"
+
+    def quick_seconds(self, config: LegacyConfig, launches: int = 3) -> float:
+        """Seconds per launch, the least of a few: good enough to leave the slow half of a search space behind."""
+        import torch
+
+        calls = self.calls(config)
+        calls[0]()
+        best = float("inf")
+        for i in range(launches):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            calls[i % len(calls)]()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) * 1e-3)
+        return best
+
+    def measure(self, config: LegacyConfig, rounds: int) -> Row:
+        """Checks, then times the configuration and cuBLAS in turn."""
+        verdict = self.check(config)
+        times = interleaved({CUBLAS: self.cublas(), "ours": self.calls(config)}, self.problem.flops, rounds)
+        return Row(config, self.problem, times["ours"].us * 1e-6, times[CUBLAS].us / times["ours"].us, verdict)

@@ -1,0 +1,37 @@
+"""Runs compiled GPU kernels (PTX) on the host, checked harder than hardware checks them.
+
+    module = Module.parse(ptx_text)
+    memory = Memory(); memory.map(a, name="A", writable=False); ...
+    report = run(module, Launch("kernel", grid=(4, 4, 1), block=(128, 1, 1), params=...), memory, seed=0)
+
+``run`` raises an EmulationError for what the kernel does wrong: out-of-bounds and misaligned accesses, races in shared memory,
+missing waits and fences, reads of what nothing wrote, no progress. See ``Checks``; limits are listed in ``engine``.
+Names are imported when first used, so that importing this package stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutegemm.emulator.engine import run
+    from cutegemm.emulator.errors import EmulationError
+    from cutegemm.emulator.launch import Launch
+    from cutegemm.emulator.memory import Memory
+    from cutegemm.emulator.ptx import Module
+    from cutegemm.emulator.report import Checks, Report
+
+_HOME = {
+    "Module": "ptx", "Memory": "memory", "Launch": "launch", "run": "engine", "Checks": "report", "Report": "report",
+    "EmulationError": "errors",
+}  # fmt: skip
+__all__ = ["Checks", "EmulationError", "Launch", "Memory", "Module", "Report", "run"]
+
+
+def __getattr__(name: str):
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -1,0 +1,332 @@
+"""Races in shared memory, found by happens-before rather than by luck.
+
+**Agents** access shared memory: each warp, and per warp the asynchronous units that act on its behalf
+(cp.async, bulk stores, wgmma), and one per mbarrier for the bulk loads that complete on it. Time is one counter of the
+wave. Per *granule* of shared memory (the smallest access of the kernel, 1 to 16 bytes) the detector keeps when and
+by which agent it was last written, and when each agent last read it. Each warp w has a clock ``know[w][agent]``: up to
+what time the agent's accesses are known to have happened before what w does next. Barriers, mbarriers and waits for
+asynchronous groups pass that knowledge on. An access conflicts where an earlier one is not known; this
+finds a missing barrier whatever order the warps happened to run in.
+
+``fenced`` is the same knowledge, counting only what a fence.proxy.async has made visible to the asynchronous
+proxy (TMA and wgmma). Lanes of one warp run in step: races between them are not looked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cutegemm.emulator.errors import (
+    AsyncReadTooEarly,
+    DataRace,
+    EmulationError,
+    MissingProxyFence,
+    UninitializedRead,
+)
+from cutegemm.emulator.memory import SHARED_BASE
+
+FOREVER = np.int32(0x7FFFFFFF)
+#: mbarriers per CTA whose bulk loads are told apart
+MBARRIERS = 64
+
+
+class HappensBefore:
+    def __init__(self, wave: Any, env: Any) -> None:
+        self.wave, self.env = wave, env
+        self.checks = env.checks
+        W, C = wave.W, wave.C
+        self.W = W
+        self.g = env.translation.granule
+        self.row = wave.smem_row // self.g  # granules per CTA
+        granules = C * self.row
+        uses = env.translation.uses
+        # agents of a CTA: W warps, then W of each asynchronous kind in use, then the mbarriers
+        self.offset = {"warp": 0}
+        at = W
+        for kind in ("copy", "bulk", "wgmma"):
+            if kind in uses:
+                self.offset[kind] = at
+                at += W
+        self.readers = at
+        self.offset["mbarrier"] = at
+        if "mbarrier" in uses:
+            at += MBARRIERS
+        self.A = at
+        self.AA = self.A * wave.cluster_size
+        self.wrote_at = np.zeros(granules, np.int32)
+        self.wrote_by = np.zeros(granules, np.int16)
+        self.wrote_line = np.zeros(granules, np.int32)
+        self.read_last = np.zeros(granules, np.int32)
+        self.read_at = np.zeros((self.readers * wave.cluster_size, granules), np.int32)
+        self.know = np.zeros((C, W, self.AA), np.int32)
+        self.fenced = np.zeros((C, W, self.AA), np.int32)
+        #: accesses up to this time are known whoever made them: set by a barrier of all warps
+        self.floor = np.zeros((C, W), np.int32)
+        if "mbarrier" in uses:  # bulk loads write through the asynchronous proxy: no fence needed
+            for r in range(wave.cluster_size):
+                first = r * self.A + self.offset["mbarrier"]
+                self.fenced[:, :, first : first + MBARRIERS] = FOREVER
+        ranks = wave.rank[:, None] * self.A
+        self.self_agent = ranks + np.arange(W)[None, :]  # [C, W]
+        c, w = np.ogrid[:C, :W]
+        self.know[c, w, self.self_agent] = FOREVER
+        self.bar_clock: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        clusters = C // wave.cluster_size
+        self.cluster_next = np.zeros((clusters, 2, self.AA), np.int32)
+        self.cluster_done = np.zeros((clusters, 2, self.AA), np.int32)
+        self.lines: list[Any] = [None]
+        self.line_index: dict[int, int] = {}
+
+    # -- knowledge --------------------------------------------------------------------------------------------
+    def released(self, c: Any, w: Any) -> tuple[np.ndarray, np.ndarray]:
+        """What warps (c, w) pass on: their knowledge, and their own accesses up to now."""
+        know = self.know[c, w].copy()
+        np.put_along_axis(know, self.self_agent[c, w][..., None], self.wave.now, -1)
+        self.wave.now += 1
+        return know, self.fenced[c, w]
+
+    def acquire(self, c: Any, w: Any, know: np.ndarray, fenced: np.ndarray) -> None:
+        self.know[c, w] = np.maximum(self.know[c, w], know)
+        self.fenced[c, w] = np.maximum(self.fenced[c, w], fenced)
+        self.know[c, w, self.self_agent[c, w]] = FOREVER
+
+    def async_done(self, kind: str, c: np.ndarray, w: np.ndarray, time: np.ndarray) -> None:
+        """The asynchronous operations that warps (c, w) started up to ``time`` are complete, and the warps know it."""
+        agent = self.self_agent[c, w] + self.offset[kind]
+        self.know[c, w, agent] = np.maximum(self.know[c, w, agent], time)
+
+    def proxy_fence(self, X: Any, mask: np.ndarray | None) -> None:
+        """fence.proxy.async: what these warps know of is from now on visible to the asynchronous proxy."""
+        know = self.know[X.at].copy()
+        np.put_along_axis(know, self.self_agent[X.at][..., None], self.wave.now, -1)
+        self.wave.now += 1
+        if mask is not None:
+            know[~mask.any(-1)] = 0
+        view = self.fenced[X.at]
+        np.maximum(view, know, out=view)
+
+    # -- CTA barriers -----------------------------------------------------------------------------------------
+    def barrier_arrive(self, X: Any, warps: np.ndarray, ids: np.ndarray, sync: bool) -> None:
+        for ident in np.unique(ids[warps]):
+            here = warps & (ids == ident)
+            know, fenced = self.released(*X.at)
+            for c in np.flatnonzero(here.any(1)):
+                key = (X.c0 + int(c), int(ident))
+                k, f = know[c][here[c]].max(0), fenced[c][here[c]].max(0)
+                old = self.bar_clock.get(key)
+                self.bar_clock[key] = (k, f) if old is None else (np.maximum(old[0], k), np.maximum(old[1], f))
+
+    def barrier_complete(self, cta: int, ident: int, warps: np.ndarray) -> None:
+        know, fenced = self.bar_clock.pop((cta, ident), (None, None))
+        if know is None or not warps.any():
+            return
+        w = np.flatnonzero(warps)
+        self.acquire(np.full(len(w), cta), w, know, fenced)
+        if len(w) == self.W and self.wave.cluster_size == 1 and "bulk" not in self.offset \
+                and "wgmma" not in self.offset:  # fmt: skip
+            self.floor[cta, w] = self.wave.now - 1
+
+    # -- the cluster barrier ----------------------------------------------------------------------------------
+    def cluster_arrive(self, X: Any, warps: np.ndarray, release: bool) -> None:
+        if not release:
+            return
+        know, fenced = self.released(*X.at)
+        for c in range(X.c0, X.c1):
+            here = warps[c - X.c0]
+            if here.any():
+                slot = self.cluster_next[c // self.wave.cluster_size]
+                np.maximum(slot[0], know[c - X.c0][here].max(0), out=slot[0])
+                np.maximum(slot[1], fenced[c - X.c0][here].max(0), out=slot[1])
+
+    def cluster_complete(self, done: np.ndarray) -> None:
+        clusters = done[:: self.wave.cluster_size]
+        self.cluster_done[clusters] = self.cluster_next[clusters]
+
+    def cluster_wait(self, X: Any, warps: np.ndarray) -> None:
+        c, w = np.nonzero(warps)
+        if len(c):
+            c, w = c + X.c0, w + X.w0
+            clock = self.cluster_done[c // self.wave.cluster_size]
+            self.acquire(c, w, clock[:, 0], clock[:, 1])
+
+    # -- accesses ---------------------------------------------------------------------------------------------
+    def line_of(self, instr: Any) -> int:
+        found = self.line_index.get(id(instr))
+        if found is None:
+            found = self.line_index[id(instr)] = len(self.lines)
+            self.lines.append(instr)
+        return found
+
+    def _granules(self, offset: np.ndarray, size: int) -> tuple[np.ndarray, int]:
+        """Byte offsets -> granule indices, ``n`` per access (flattened access by access)."""
+        g = offset // self.g
+        n = max(1, size // self.g)
+        if n > 1:
+            g = (g[:, None] + np.arange(n)).reshape(-1)
+        return g, n
+
+    def _warps(self, X: Any, lanes: np.ndarray | None, n: int) -> np.ndarray:
+        warps = X.warp_of_lane.reshape(-1)
+        if lanes is not None:
+            warps = warps[lanes]
+        return np.repeat(warps, n) if n > 1 else warps
+
+    def read(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None) -> None:
+        """Ordinary reads of ``size`` bytes by lanes."""
+        g, n = self._granules(offset, size)
+        warps = self._warps(X, lanes, n)
+        when = self.wrote_at.take(g)
+        by = self.wrote_by.take(g)
+        ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
+        if not ok.all() or not when.all():
+            self.report_read(X, I, g, n, warps, when, by, ok, lanes, proxy=False)
+        now = self.wave.now
+        self.read_last[g] = now
+        agent = self.self_agent.reshape(-1).take(warps)
+        if self.wave.cluster_size > 1:
+            agent = self.reader_row(agent)
+        self.read_at.reshape(-1)[agent * self.read_at.shape[1] + g] = now
+
+    def reader_row(self, agent: np.ndarray) -> np.ndarray:
+        """The row of ``read_at`` of an agent number."""
+        return agent // self.A * self.readers + agent % self.A
+
+    def write(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None, kind: str = "warp") -> None:
+        """Ordinary writes (kind warp), or those of cp.async (kind copy), by lanes."""
+        g, n = self._granules(offset, size)
+        warps = self._warps(X, lanes, n)
+        self.check_write(X, I, g, n, warps, lanes)
+        agent = (self.self_agent.reshape(-1).take(warps) + self.offset[kind]).astype(np.int16)
+        self.wrote_at[g] = self.wave.now
+        self.wrote_by[g] = agent
+        self.wrote_line[g] = self.line_of(I)
+        clash = self.wrote_by.take(g) != agent
+        if clash.any() and self.checks.races:
+            e = int(np.argmax(clash))
+            other = int(self.wrote_by[g[e]])
+            self.fail(X, I, DataRace, g[e], lanes, e // n, f"a write that {self.agent_name(int(g[e]), other)} makes to the same bytes "
+                      "at the same time", by=None)  # fmt: skip
+
+    def check_write(self, X: Any, I: Any, g: np.ndarray, n: int, warps: np.ndarray, lanes: np.ndarray | None) -> None:
+        if not self.checks.races:
+            return
+        when, by = self.wrote_at.take(g), self.wrote_by.take(g)
+        ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
+        if not ok.all():
+            e = int(np.argmin(ok))
+            self.fail(X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier write", by=int(by[e]))
+        late = self.read_last.take(g) > self.floor.reshape(-1).take(warps)
+        if late.any():
+            at = np.flatnonzero(late)
+            if len(at) > 4096:  # in pieces, so that the table below stays small
+                pieces = [at[k : k + 4096] for k in range(0, len(at), 4096)]
+            else:
+                pieces = [at]
+            rows = self.rows
+            for piece in pieces:
+                reads = self.read_at[:, g[piece]]
+                known = self.know.reshape(-1, self.AA)[warps[piece]][:, rows].T
+                bad = reads > known
+                if bad.any():
+                    r, e = (int(v[0]) for v in np.nonzero(bad))
+                    e = int(piece[e])
+                    self.fail(X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier read", by=int(rows[r]), was_read=True)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The agent number of each row of ``read_at``."""
+        r = np.arange(self.read_at.shape[0])
+        return r // self.readers * self.A + r % self.readers
+
+    # -- the asynchronous proxy: whole ranges --------------------------------------------------------------------
+    def proxy_read(self, X: Any, I: Any, c: int, warps: slice, cta: int, g: np.ndarray, kind: str) -> None:
+        """TMA or wgmma on behalf of warps [c, warps] reads granules ``g`` (offsets inside CTA position ``cta``)."""
+        g = g + cta * self.row
+        when, by = self.wrote_at[g], self.wrote_by[g]
+        if self.checks.uninitialized and not when.all():
+            e = int(np.argmin(when != 0))
+            self.fail_at(X, I, UninitializedRead, c, warps.start, int(g[e]), "a read by the asynchronous proxy of shared memory that nothing has written")
+        know = self.know[c, warps].max(0)
+        ok = know[by] >= when
+        if self.checks.races and not ok.all():
+            e = int(np.argmin(ok))
+            self.fail_at(X, I, self.too_early(int(by[e])), c, warps.start, int(g[e]), "a read by the asynchronous proxy that nothing orders after the write", by=int(by[e]))
+        if self.checks.proxy_fences:
+            ok = self.fenced[c, warps].max(0)[by] >= when
+            if not ok.all():
+                e = int(np.argmin(ok))
+                self.fail_at(X, I, MissingProxyFence, c, warps.start, int(g[e]), "a read by the asynchronous proxy of what ordinary stores wrote, without "
+                             "fence.proxy.async between", by=int(by[e]))  # fmt: skip
+        agent = self.self_agent[c, warps.start] + self.offset[kind]
+        self.read_last[g] = self.wave.now
+        self.read_at[int(self.reader_row(agent)), g] = self.wave.now
+
+    def proxy_write(self, X: Any, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int) -> None:
+        """A bulk load that warp (c, w) starts writes granules ``g`` of CTA ``cta`` and completes on its mbarrier ``slot``."""
+        g = g + cta * self.row
+        know = self.know[c, w]
+        if self.checks.races:
+            by = self.wrote_by[g]
+            ok = know[by] >= self.wrote_at[g]
+            if not ok.all():
+                e = int(np.argmin(ok))
+                self.fail_at(X, I, DataRace, c, w, int(g[e]), "a bulk copy into shared memory that nothing orders after an earlier write", by=int(by[e]))
+            rows = self.rows
+            recent = self.read_last[g]
+            if recent.max(initial=0) > 0:
+                # the latest read of each agent anywhere in the range decides nearly always
+                reads = self.read_at[:, g]
+                bad = reads > know[rows][:, None]
+                if bad.any():
+                    r, e = (int(v[0]) for v in np.nonzero(bad))
+                    self.fail_at(X, I, DataRace, c, w, int(g[e]), "a bulk copy into shared memory that nothing orders after an earlier read", by=int(rows[r]), was_read=True)
+        self.wrote_at[g] = self.wave.now
+        self.wrote_by[g] = self.wave.rank[cta] * self.A + self.offset["mbarrier"] + slot
+        self.wrote_line[g] = self.line_of(I)
+
+    # -- messages ---------------------------------------------------------------------------------------------
+    def too_early(self, by: int) -> type[EmulationError]:
+        kind = by % self.A
+        return AsyncReadTooEarly if kind >= self.W else DataRace
+
+    def agent_name(self, granule: int, agent: int) -> str:
+        """'warp 3 of CTA (0,0,0)', 'cp.async of warp 3 ...': ``granule`` tells the cluster."""
+        first = self.wave.first[granule // self.row]
+        cta = self.env.cta_name(self.wave, int(first) + agent // self.A)
+        local = agent % self.A
+        if local < self.W:
+            return f"warp {local} of CTA {cta}"
+        for kind, what in (("copy", "a cp.async of"), ("bulk", "a bulk store of"), ("wgmma", "a wgmma of")):
+            at = self.offset.get(kind)
+            if at is not None and at <= local < at + self.W:
+                return f"{what} warp {local - at} of CTA {cta}"
+        return f"a bulk load that completes on mbarrier {local - self.offset['mbarrier']} of CTA {cta}"
+
+    def report_read(self, X, I, g, n, warps, when, by, ok, lanes, proxy) -> None:
+        if self.checks.uninitialized and not when.all():
+            e = int(np.argmin(when != 0))
+            self.fail(X, I, UninitializedRead, g[e], lanes, e // n, "a read of shared memory that nothing has written", by=None)
+        if self.checks.races and not ok.all():
+            e = int(np.argmin(ok))
+            self.fail(X, I, self.too_early(int(by[e])), g[e], lanes, e // n, "a read that nothing orders after the write", by=int(by[e]))
+
+    def fail(self, X, I, kind, granule, lanes, element: int, message: str, by: int | None, was_read: bool = False) -> None:
+        lane = int(element if lanes is None else lanes[element])
+        raise self.finding(I, kind, int(granule), X.where(lane), message, by, was_read)
+
+    def fail_at(self, X, I, kind, c: int, w: int, granule: int, message: str, by: int | None = None, was_read: bool = False) -> None:
+        raise self.finding(I, kind, granule, self.env.thread_name(self.wave, c, w, None), message, by, was_read)
+
+    def finding(self, I, kind, granule: int, who: str, message: str, by: int | None, was_read: bool) -> EmulationError:
+        address = granule % self.row * self.g + SHARED_BASE
+        where = self.env.cta_name(self.wave, granule // self.row)
+        text = f"{message}\n  shared memory {address:#x} of CTA {where}, used by {who}\n  {I.where()}"
+        if by is not None:
+            earlier = self.lines[int(self.wrote_line[granule])]
+            if was_read:
+                text += f"\n  earlier read by {self.agent_name(granule, by)}"
+            elif earlier is not None:
+                text += f"\n  earlier write by {self.agent_name(granule, by)}: {earlier.where()}"
+        return kind(text, line=I.line)

@@ -1,0 +1,66 @@
+"""Fences, launch control, register reallocation, traps and other instructions with little or no effect on values."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cutegemm.emulator.errors import KernelTrap
+from cutegemm.emulator.ptx import Instr
+from cutegemm.emulator.translate import Gen, emits, runtime
+
+
+@emits("membar", "nanosleep", "pmevent", "griddepcontrol", "setmaxnreg", "brkpt")
+def nothing(g: Gen, i: Instr) -> None:
+    """No effect here: one kernel runs at a time, memory is sequentially consistent, registers are plentiful.
+
+    setmaxnreg is checked for a legal count only.
+    """
+    if i.name == "setmaxnreg":
+        count = i.operands[0].value
+        if not 24 <= count <= 256 or count % 8:
+            raise g.unsupported(f"setmaxnreg takes a multiple of 8 from 24 to 256, got {count}")
+
+
+@emits("fence")
+def fence(g: Gen, i: Instr) -> None:
+    if i.has("proxy") and i.has("async"):
+        g.line(f"fence_proxy_async(X, {g.mask})")
+        return
+    if i.has("proxy") and any(p.startswith("async::") for p in i.parts):
+        shared = any("shared" in p for p in i.parts)
+        if shared:
+            g.line(f"fence_proxy_async(X, {g.mask})")
+        return
+    known = ("acq_rel", "sc", "acquire", "release", "mbarrier_init", "proxy", "cta", "cluster", "gpu", "sys", "tensormap::generic",
+             "alias", "async", "sync_restrict::shared::cta", "sync_restrict::shared::cluster")  # fmt: skip
+    for p in i.parts[1:]:
+        if p not in known:
+            raise g.unsupported(f"unknown qualifier .{p}")
+
+
+@runtime
+def fence_proxy_async(X, mask):
+    hb = X.wave.env.hb
+    if hb is not None:
+        hb.proxy_fence(X, mask)
+
+
+@emits("trap")
+def trap(g: Gen, i: Instr) -> None:
+    g.line(f"kernel_trap(X, {g.me}, {g.mask})")
+
+
+@emits("call")
+def call(g: Gen, i: Instr) -> None:
+    """Only the runtime's assertion failure is known; it ends the run where it is reached."""
+    if "__assertfail" not in i.text:
+        raise g.unsupported("calls are not implemented: the compiler should have inlined this function")
+    g.line(f"kernel_trap(X, {g.me}, {g.mask})")
+
+
+@runtime
+def kernel_trap(X, I, mask):
+    on = np.ones(X.shape, bool) if mask is None else np.broadcast_to(mask, X.shape)
+    if on.any():
+        what = "a failed assertion" if I.name == "call" else "trap"
+        raise KernelTrap(f"{what}\n  {X.where(int(np.flatnonzero(on)[0]))}\n  {I.where()}", line=I.line)

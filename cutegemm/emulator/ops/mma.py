@@ -1,0 +1,251 @@
+"""mma.sync and wmma.
+
+Accumulation: products of fp16, bf16, tf32 and fp8 operands are exact in fp32; they are summed in fp32 over the K of one
+instruction by a matrix product of the host (any order), and the accumulator is added last. Hardware sums with
+at least fp32 precision and truncation, in an order of its own. Both lie within K * 2**-23 times the sum of the
+magnitudes of the K + 1 terms of the exact result.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cutegemm.emulator import numerics
+from cutegemm.emulator.ops.loadstore import active, address_code, space_of
+from cutegemm.emulator.ptx import Instr, Vec
+from cutegemm.emulator.translate import RUNTIME, Gen, emits, runtime
+
+#: operand type -> elements in a 32-bit register
+PER_WORD = {"f16": 2, "bf16": 2, "tf32": 1, "e4m3": 4, "e5m2": 4, "s8": 4, "u8": 4}
+RUNTIME["fp8_values"] = numerics.fp8_values
+
+
+def unpack(words: np.ndarray, kind: str) -> np.ndarray:
+    """uint32 words -> fp32 values with one more axis: the elements of a word, lowest first."""
+    words = np.ascontiguousarray(words)
+    if kind == "f16":
+        return words.view(np.float16).reshape(*words.shape, 2).astype(np.float32)
+    if kind == "bf16":
+        out = np.empty((*words.shape, 2), np.uint32)
+        np.left_shift(words, np.uint32(16), out=out[..., 0])
+        np.bitwise_and(words, np.uint32(0xFFFF0000), out=out[..., 1])
+        return out.view(np.float32)
+    if kind == "tf32":  # the hardware ignores the low 13 bits
+        return (words & np.uint32(0xFFFFE000)).view(np.float32)[..., None]
+    if kind in ("e4m3", "e5m2"):
+        return numerics.fp8_values(words.view(np.uint8).reshape(*words.shape, 4), kind)
+    if kind == "s8":
+        return words.view(np.int8).reshape(*words.shape, 4).astype(np.float32)
+    return words.view(np.uint8).reshape(*words.shape, 4).astype(np.float32)
+
+
+@emits("mma")
+def mma(g: Gen, i: Instr) -> None:
+    """mma.sync.aligned.m16n8k*: A of 16 x k (row), B of k x 8 (col)."""
+    shape = next((p for p in i.parts if p.startswith("m") and "n8k" in p), None)
+    if shape is None or not shape.startswith("m16n8k") or "sp" in i.parts or not (i.has("row") and i.has("col")):
+        raise g.unsupported("only dense m16n8k* with row.col operands is implemented")
+    k = int(shape[6:])
+    dt, at, bt, ct = i.parts[-4:]
+    if at not in PER_WORD or bt not in PER_WORD or dt != ct or dt not in ("f32", "f16", "s32"):
+        raise g.unsupported(f"types {dt}.{at}.{bt}.{ct}")
+    d, a, b, c = (o.items if isinstance(o, Vec) else (o,) for o in i.operands)
+    a_words, b_words = 16 * k // PER_WORD[at] // 32, 8 * k // PER_WORD[bt] // 32
+    cd = 2 if dt == "f16" else 4
+    if (len(a), len(b), len(c), len(d)) != (a_words, b_words, cd, cd):
+        raise g.unsupported("the number of registers does not fit the shape")
+    fa = fragment(g, "A", a, at)
+    fb = fragment(g, "B", b, bt)
+    if dt == "f16":
+        cs = ", ".join(g.src(o, "u4") for o in c)
+        t = g.let(f"mma_f16({fa}, {fb}, ({cs},), X.shape)")
+        for n, o in enumerate(d):
+            g.assign(o, f"{t}[{n}]", "u4")
+        return
+    code = "f4" if dt == "f32" else "i4"
+    t = g.let(f"mma_product({fa}, {fb}, X.shape{', np.int32' if code == 'i4' else ''})")
+    for n, (o, s) in enumerate(zip(d, c, strict=True)):
+        g.ufunc("add", o, code, f"{t}[{n >> 1}][..., {n & 1}]", g.src(s, code))
+
+
+def fragment(g: Gen, which: str, regs, kind: str) -> str:
+    """The name of an operand as fp32 matrices (warps, 16, k) or (warps, k, 8), kept while its registers stay."""
+    words = ", ".join(g.src(o, "u4") for o in regs)
+    key = (which, kind, tuple((getattr(o, "cls", None), getattr(o, "index", None)) for o in regs))
+    if any(not hasattr(o, "cls") for o in regs):
+        return g.let(f"fragment_{which.lower()}(X.shape, ({words},), {kind!r})")
+    return g.kept(key, regs, lambda: g.let(f"fragment_{which.lower()}(X.shape, ({words},), {kind!r})"))
+
+
+@runtime
+def fragment_a(shape, words, kind):
+    """Registers of A -> (warps, 16, k): lane = 4 * row + column group; registers alternate rows +0 and +8."""
+    n = shape[0] * shape[1]
+    stack = np.stack(words).reshape(-1, 2, n, 8, 4)  # [column half, row half, warp, row, group]
+    values = unpack(stack, kind)  # one more: element
+    return values.transpose(2, 1, 3, 0, 4, 5).reshape(n, 16, -1)
+
+
+@runtime
+def fragment_b(shape, words, kind):
+    """Registers of B -> (warps, k, 8): lane = 4 * column + row group."""
+    n = shape[0] * shape[1]
+    stack = np.stack(words).reshape(-1, n, 8, 4)
+    values = unpack(stack, kind)  # [part, warp, column, group, element]
+    return values.transpose(1, 0, 3, 4, 2).reshape(n, -1, 8)
+
+
+@runtime
+def mma_product(a, b, shape, dtype=None):
+    """(warps, 16, k) @ (warps, k, 8) -> two arrays (C, W, 32, 2): rows 0-7 and rows 8-15 as lanes hold them."""
+    d = np.matmul(a, b)
+    if dtype is not None:
+        d = d.astype(dtype)
+    d = d.reshape(-1, 2, 8, 4, 2)
+    return d[:, 0].reshape(*shape, 2), d[:, 1].reshape(*shape, 2)
+
+
+@runtime
+def mma_f16(a, b, c, shape):
+    d = np.matmul(a, b).reshape(-1, 2, 8, 4, 2)
+    out = []
+    for n in range(2):
+        old = np.ascontiguousarray(c[n]).view(np.float16).reshape(*shape, 2).astype(np.float32)
+        total = d[:, n].reshape(*shape, 2) + old
+        out.append(numerics.f16_bits(total).view(np.uint32)[..., 0])
+    return out
+
+
+# -- wmma ------------------------------------------------------------------------------------------------------
+# The register layout of a wmma fragment is the compiler's own affair: any layout will do that load, mma and store agree on.
+# Here: element e of lane l is element l * count + e of the tile in row-major order (each operand in its own shape), and with 16-bit
+# elements of A and B two go into a register. A and B hold each element once; hardware replicates some.
+
+
+def _tile(shape: str) -> tuple[int, int, int]:
+    m, rest = shape[1:].split("n")
+    n, k = rest.split("k")
+    return int(m), int(n), int(k)
+
+
+def _wmma_shape(g: Gen, i: Instr) -> tuple[int, int, int]:
+    shape = next((p for p in i.parts if p[0] == "m" and "n" in p and "k" in p and p[1].isdigit()), None)
+    if shape not in ("m16n16k16", "m32n8k16", "m8n32k16", "m16n16k8"):
+        raise g.unsupported(f"shape {shape}")
+    return _tile(shape)
+
+
+@emits("wmma")
+def wmma(g: Gen, i: Instr) -> None:
+    what = i.parts[1]
+    m, n, k = _wmma_shape(g, i)
+    if what == "load":
+        operand = i.parts[2]
+        t = i.parts[-1]
+        rows, cols = {"a": (m, k), "b": (k, n), "c": (m, n)}[operand]
+        items = list(i.operands[0].items)
+        stride = g.src(i.operands[2], "u4") if len(i.operands) > 2 else None
+        major = "row" if i.has("row") else "col"
+        default = cols if major == "row" else rows
+        space = space_of(g, i)
+        note_wmma(g, i, space, t)
+        addr = g.let(g.address(i.operands[1], address_code(space)))
+        call = f"wmma_load(X, {g.me}, {addr}, {g.mask}, {stride or default}, {rows}, {cols}, {major!r}, {t!r}, {space!r}, {len(items)})"
+        name = g.let(call)
+        for e, o in enumerate(items):
+            g.assign(o, f"{name}[{e}]", "u4")
+    elif what == "store":
+        t = i.parts[-1]
+        items = list(i.operands[1].items)
+        stride = g.src(i.operands[2], "u4") if len(i.operands) > 2 else None
+        major = "row" if i.has("row") else "col"
+        space = space_of(g, i)
+        note_wmma(g, i, space, t)
+        addr = g.let(g.address(i.operands[0], address_code(space)))
+        values = ", ".join(g.src(o, "u4") for o in items)
+        g.line(f"wmma_store(X, {g.me}, {addr}, {g.mask}, {stride or (n if major == 'row' else m)}, {m}, {n}, {major!r}, {t!r}, {space!r}, ({values},))")
+    elif what == "mma":
+        d, a, b, c = (o.items for o in i.operands)
+        tail = [p for p in i.parts[2:] if p in ("f16", "bf16", "f32", "tf32", "s8", "u8", "s32")]
+        if len(tail) == 2:  # fp16 operands are not spelled: .dtype.ctype
+            dt, ct, at, bt = tail[0], tail[1], "f16", "f16"
+        else:
+            dt, at, bt, ct = tail
+        if dt not in ("f32", "f16") or at not in ("f16", "bf16", "tf32"):
+            raise g.unsupported(f"types {'.'.join(tail)}")
+        names = [f"({', '.join(g.src(o, 'u4') for o in regs)},)" for regs in (a, b, c)]
+        name = g.let(f"wmma_multiply({names[0]}, {names[1]}, {names[2]}, {m}, {n}, {k}, {at!r}, {dt!r}, {ct!r}, {len(d)})")
+        for e, o in enumerate(d):
+            g.assign(o, f"{name}[{e}]", "u4")
+    else:
+        raise g.unsupported()
+
+
+def note_wmma(g: Gen, i: Instr, space: str, t: str) -> None:
+    g.program.env.note_access(g, i, space, 2 if t in ("f16", "bf16") else 4)
+
+
+def _elements(X, rows: int, cols: int, count: int):
+    """(row, column) of element e of each lane: index lane * count + e in row-major order."""
+    return X.cached(f"wmma{rows}x{cols}x{count}", lambda: divmod((np.arange(32)[:, None] * count + np.arange(count)), cols))
+
+
+def _addresses(X, addr, stride, row, col, major, size):
+    base = np.broadcast_to(addr, X.shape)[..., :1]
+    lead, minor = (row, col) if major == "row" else (col, row)
+    if not isinstance(stride, int):
+        stride = np.broadcast_to(stride, X.shape)[..., :1].astype(base.dtype)
+    else:
+        stride = base.dtype.type(stride)
+    kind = base.dtype.type
+    return [base + (lead[:, e].astype(kind) * stride + minor[:, e].astype(kind)) * kind(size) for e in range(row.shape[1])]
+
+
+def _size(t: str) -> int:
+    return 2 if t in ("f16", "bf16") else 4
+
+
+@runtime
+def wmma_load(X, I, addr, mask, stride, rows, cols, major, t, space, registers):
+    size = _size(t)
+    count = rows * cols // 32
+    row, col = _elements(X, rows, cols, count)
+    load = RUNTIME[f"load_{space or 'generic'}"]
+    got = [load(X, I, a, mask, size, 1)[0] for a in _addresses(X, addr, stride, row, col, major, size)]
+    if size == 4:
+        words = got
+    else:
+        words = [got[e].astype(np.uint32) | (got[e + 1].astype(np.uint32) << np.uint32(16)) for e in range(0, count, 2)]
+    return words + words * (registers // len(words) - 1)  # the rest of the registers hold copies, unused
+
+
+@runtime
+def wmma_store(X, I, addr, mask, stride, rows, cols, major, t, space, values):
+    size = _size(t)
+    count = rows * cols // 32
+    row, col = _elements(X, rows, cols, count)
+    store = RUNTIME[f"store_{space or 'generic'}"]
+    for e, a in enumerate(_addresses(X, addr, stride, row, col, major, size)):
+        if size == 4:
+            store(X, I, a, mask, 4, (values[e],))
+        else:
+            store(X, I, a, mask, 2, ((values[e // 2] >> np.uint32(16 * (e % 2))).astype(np.uint16),))
+
+
+def _matrix(words, rows: int, cols: int, t: str) -> np.ndarray:
+    """Registers -> fp32 matrices (..., rows, cols)."""
+    per = 2 if t in ("f16", "bf16") else 1
+    used = rows * cols // 32 // per
+    stack = np.stack(words[:used], -1)  # [C, W, 32, words]
+    values = stack.view(np.float32)[..., None] if t == "f32" else unpack(stack, t)
+    return values.reshape(*stack.shape[:2], rows, cols)
+
+
+@runtime
+def wmma_multiply(a, b, c, m, n, k, t, dt, ct, registers):
+    d = np.matmul(_matrix(a, m, k, t), _matrix(b, k, n, t)) + _matrix(c, m, n, ct)
+    lanes = d.reshape(*d.shape[:2], 32, -1)
+    if dt == "f32":
+        return [lanes[..., e].view(np.uint32) for e in range(registers)]
+    bits = np.ascontiguousarray(numerics.f16_bits(lanes)).view(np.uint32)
+    return [bits[..., e] for e in range(registers)]

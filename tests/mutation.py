@@ -73,27 +73,43 @@ def _run(work: Workload, ptx: str, seed: int) -> str | None:
     return None if verdict.ok else verdict.message
 
 
+_RAGGED = ((68, 72, 44), (4, 4, 4))
+_SMALL_16BIT = ((72, 72, 200), (8, 8, 24))
+_LEGACY = {
+    "block_tile": "fp32",
+    "thread_tile_1d": "fp32",
+    "thread_tile_2d/bm64/bn64": "fp32",
+    "vectorized_global/bm64/bn64": "fp32",
+    "vectorized_both/bm64/bn64": "fp32",
+    "padded/bm64/bn64": "fp32",
+    "swizzled/bm64/bn64": "fp32",
+    "double_buffer_shared/bm64/bn64/bk8": "fp32",
+    "double_buffer_registers/bm64/bn64/bk8": "fp32",
+    "async_copy/bm64/bn64/bk8": "fp32",
+    "warp_tile/bm64/bn64/bk8/wm32/wn32/wniter1": "fp32",
+    "warp_tile_async/bm64/bn64/bk8/wm32/wn32/wniter1": "fp32",
+    "warp_tile_16bit/bm64/bn64/bk8/wm32/wn32/wniter1": "fp16",
+    "wmma_naive": "fp16",
+    "wmma_warp_tile/bm64/bn64": "fp16",
+    "wmma_double_buffer/bm64/bn64": "fp16",
+}
+
+
+def _cute(name: str, config: str, dtype: str, shapes: tuple[tuple[int, int, int], ...], **rest: Any) -> Spec:
+    return Spec(f"cute-{name}", "cute", rest.pop("arch", "sm_80"), config, dtype, shapes, **rest)
+
+
 SPECS: tuple[Spec, ...] = (
-    Spec(
-        "cute-sm80-fp16",
-        "cute",
-        "sm_80",
-        "sm80/64x64x32/w32x32/s3/g8",
-        "fp16",
-        ((72, 72, 200), (8, 8, 24)),
-        quick=True,
+    _cute("sm80-fp16", "sm80/64x64x32/w32x32/s3/g8", "fp16", _SMALL_16BIT, quick=True),
+    _cute("sm80-bf16-nn", "sm80/64x64x32/w32x32/s2/g8", "bf16", _SMALL_16BIT, majors="nn"),
+    _cute(
+        "sm80-tf32-nt", "sm80/64x64x16/w32x32/s4/g8", "fp32", ((72, 68, 100), (4, 4, 12)), precision="tf32", majors="nt"
     ),
-    Spec(
-        "cute-sm80-tf32-nt",
-        "cute",
-        "sm_80",
-        "sm80/64x64x16/w32x32/s4/g8",
-        "fp32",
-        ((72, 68, 100), (4, 4, 12)),
-        precision="tf32",
-        majors="nt",
+    _cute("simt-fp32", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),
+    *(
+        Spec(f"legacy-{config.split('/')[0]}", "legacy", "sm_80", config, dtype, _RAGGED, majors="tt", quick=True)
+        for config, dtype in _LEGACY.items()
     ),
-    Spec("cute-simt-fp32", "cute", "sm_80", "simt/64x64x8/w32x32/s3/g8", "fp32", ((68, 72, 44), (4, 4, 4)), quick=True),
 )
 
 

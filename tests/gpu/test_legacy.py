@@ -12,7 +12,7 @@ from cutegemm.reference import check, expected
 from legacy_cuda.config import LegacyConfig
 from legacy_cuda.rungs import RUNGS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CASES = [(rung.name, dtype) for rung in RUNGS.values() for dtype in rung.dtypes]

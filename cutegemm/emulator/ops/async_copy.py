@@ -58,19 +58,27 @@ class _Pending:
             land(wave, self.offset, self.size, self.source, self.copied)
         elif due.any():
             copied = None if self.copied is None else self.copied[due]
-            land(wave, self.offset[due], self.size, [(i, w[due[w]] if not isinstance(w, slice) else due, a) for i, w, a in self.source]
-                 if len(self.source) > 1 else [(self.source[0][0], slice(None), self.source[0][2][due])], copied)  # fmt: skip
+            land(wave, self.offset[due], self.size, _narrow(self.source, due), copied)
 
     def drop(self, gone: np.ndarray) -> None:
         keep = ~gone
-        if len(self.source) > 1:
-            raise ValueError("a cp.async over several tensors that lands in parts")
-        interval, which, a = self.source[0]
-        self.source = [(interval, which, a[keep])]
+        self.source = _narrow(self.source, keep)
         for name in ("offset", "cta", "warp", "group", "copied"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, value[keep])
+
+
+def _narrow(source: list, keep: np.ndarray) -> list:
+    """The sources of the lanes in ``keep``, counted among those lanes."""
+    rank = np.cumsum(keep) - 1
+    out: list = []
+    for interval, which, a in source:
+        if isinstance(which, slice):
+            out.append((interval, which, a[keep]))
+        elif keep[which].any():
+            out.append((interval, rank[which[keep[which]]], a[keep[which]]))
+    return out
 
 
 def land(wave: Any, offset: np.ndarray, size: int, source: list, copied: np.ndarray | None) -> None:
@@ -78,7 +86,7 @@ def land(wave: Any, offset: np.ndarray, size: int, source: list, copied: np.ndar
     if not source:
         wave.smem[size][offset >> SHIFT[size]] = 0
         return
-    if len(source) == 1:
+    if len(source) == 1 and isinstance(source[0][1], slice):
         interval, _, a = source[0]
         values = interval.views[size].take(a >> SHIFT[size])
     else:
@@ -117,9 +125,11 @@ def cp_async(g: Gen, i: Instr) -> None:
             raise g.unsupported(f"cp.async.{part} of {size} bytes")
         dst, src = g.address(ops[0], "u4"), g.address(ops[1], "u8")
         env.note_access(g, i, "shared", size)
-        if len(ops) > 3 and getattr(ops[3], "cls", "") == "p":
-            raise g.unsupported("the ignore-src form")
-        count = g.src(ops[3], "u4") if len(ops) > 3 else "None"
+        count = "None"
+        if len(ops) > 3 and getattr(ops[3], "cls", "") == "p":  # ignore-src: where it holds, zeros are written
+            count = f"np.where({g.src(ops[3], 'p')}, np.uint32(0), np.uint32({size}))"
+        elif len(ops) > 3:
+            count = g.src(ops[3], "u4")
         g.line(f"copy_async(X, {g.me}, {g.mask}, {dst}, {src}, {size}, {count})")
     else:
         raise g.unsupported()

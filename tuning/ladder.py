@@ -113,7 +113,7 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
 
 
 def _autotuned(bench: Workbench, seconds: float) -> list[LegacyConfig]:
-    from legacy_cuda.autotune import autotune
+    from tuning.autotune import autotune
 
     from legacy_cuda.space import FAMILIES
 

@@ -23,6 +23,7 @@ from typing import Any
 from tabulate import tabulate
 
 from cutegemm import arch as arch_table
+from cutegemm.emulator import Checks
 from cutegemm.emulator.mutate import Case, Mutation, Outcome, Survivor, compare, judge, mutations, read_survivors
 from cutegemm.emulator.mutate import check_unchanged as check_case
 from cutegemm.emulator.workload import Workload, build
@@ -57,19 +58,21 @@ class Spec:
             raise ValueError(f"{self.name}: the shapes need different kernels; choose shapes of one alignment class")
         return [Workload.of(problem, kernel, seed=7) for problem, kernel in zip(problems, kernels, strict=True)]
 
-    def case(self) -> tuple[Case, frozenset[int]]:
-        """The case, and the PTX lines that the unchanged kernel reaches on its problems."""
+    def case(self, checks: Checks | None = None) -> tuple[Case, frozenset[int]]:
+        """The case, judged with ``checks`` (all when None), and the PTX lines that its problems reach unchanged."""
         works = self.workloads()
         reached: set[int] = set()
         for work in works:
             _, reports = work.run(seed=0, profile=True)
             for report in reports:
                 reached.update(line for line, row in report.lines.items() if row.executions)
-        return Case(self.name, works[0].kernel.ptx, tuple(partial(_run, work) for work in works)), frozenset(reached)
+        return Case(self.name, works[0].kernel.ptx, tuple(partial(_run, work, checks) for work in works)), frozenset(
+            reached
+        )
 
 
-def _run(work: Workload, ptx: str, seed: int) -> str | None:
-    verdict, _ = work.run(seed=seed, ptx=ptx)
+def _run(work: Workload, checks: Checks | None, ptx: str, seed: int) -> str | None:
+    verdict, _ = work.run(seed=seed, ptx=ptx, checks=checks)
     return None if verdict.ok else verdict.message
 
 
@@ -107,8 +110,9 @@ SPECS: tuple[Spec, ...] = (
     ),
     _cute("simt-fp32", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),
     *(
-        Spec(f"legacy-{config.split('/')[0]}", "legacy", "sm_80", config, dtype, _RAGGED, majors="tt", quick=True)
+        Spec(f"legacy-{config.split('/')[0]}", "legacy", "sm_80", config, dtype, shapes, majors="tt", quick=True)
         for config, dtype in _LEGACY.items()
+        for shapes in (_RAGGED if dtype == "fp32" else _SMALL_16BIT,)
     ),
 )
 
@@ -133,9 +137,10 @@ def score_spec(
     report: Callable[[Outcome], Any] = lambda outcome: None,
     choose: Callable[[Mutation], bool] = lambda mutation: True,
     part: tuple[int, int] = (0, 1),
+    checks: Checks | None = None,
 ) -> list[Outcome]:
     """The outcomes of a spec's chosen mutations, or of every ``part[1]``-th of them from ``part[0]`` on."""
-    case, reached = spec.case()
+    case, reached = spec.case(checks)
     check_case(case, seeds)
     chosen = [mutation for mutation in mutations(case.ptx) if choose(mutation)]
     outcomes = []
@@ -147,16 +152,17 @@ def score_spec(
 
 def summary(outcomes: Sequence[Outcome], table: Iterable[Survivor]) -> str:
     """Score by case, what killed, and the survivors with their reasons."""
-    reasons = {(row.case, row.site, row.change): row for row in table}
+    rows_of_table = list(table)
+
+    def reason(outcome: Outcome) -> Survivor | None:
+        return next((row for row in rows_of_table if row.explains(outcome)), None)
+
     rows = []
     for case in sorted({outcome.case for outcome in outcomes}):
         mine = [outcome for outcome in outcomes if outcome.case == case]
         killed = [outcome for outcome in mine if outcome.killed]
-        verdicts = Counter(
-            reasons[key].verdict if (key := (o.case, o.mutation.site, o.mutation.change)) in reasons else "UNEXPLAINED"
-            for o in mine
-            if not o.killed
-        )
+        found = [reason(outcome) for outcome in mine if not outcome.killed]
+        verdicts = Counter(row.verdict if row else "UNEXPLAINED" for row in found)
         how = ", ".join(f"{name} {count}" for name, count in Counter(o.killer for o in killed).most_common())
         left = ", ".join(f"{name} {count}" for name, count in verdicts.most_common()) or "-"
         rows.append((case, len(mine), len(killed), f"{len(killed) / max(len(mine), 1):.0%}", how, left))
@@ -164,7 +170,7 @@ def summary(outcomes: Sequence[Outcome], table: Iterable[Survivor]) -> str:
     listed = []
     for outcome in outcomes:
         if not outcome.killed:
-            row = reasons.get((outcome.case, outcome.mutation.site, outcome.mutation.change))
+            row = reason(outcome)
             why = f"{row.verdict}: {row.reason}" if row else "UNEXPLAINED"
             site = f"line {outcome.mutation.line}: {outcome.mutation.site} -> {outcome.mutation.change}"
             listed.append((outcome.case, site, why))
@@ -182,6 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--site", default="", help="only mutations of instructions that contain this text")
     options.add_argument("--seeds", type=int, default=len(SEEDS), help=f"timings to try (default: {len(SEEDS)})")
     options.add_argument("--quick", action="store_true", help="the cases that CI runs")
+    options.add_argument(
+        "--timing-only",
+        action="store_true",
+        help="without race checks: what wrong numbers and stuck kernels alone notice",
+    )
     options.add_argument("--list", action="store_true", help="list the cases and leave")
     options.add_argument("--verbose", action="store_true", help="print every outcome as it comes")
     options.add_argument("-j", "--jobs", type=int, default=1, help="processes")
@@ -192,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if given.list else 2
     started = time.monotonic()
     seeds = range(given.seeds)
+    checks = Checks.none() if given.timing_only else None
     outcomes: list[Outcome] = []
     if given.jobs > 1:
         # Kernels are built first, one after another, so that the workers only load them.
@@ -199,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             spec.workloads()
         with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
             parts = [
-                (spec, pool.submit(_score_part, spec, seeds, given.site, (part, given.jobs)))
+                (spec, pool.submit(_score_part, spec, seeds, given.site, (part, given.jobs), checks))
                 for spec in chosen
                 for part in range(given.jobs)
             ]
@@ -208,15 +220,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         report = _print if given.verbose else lambda outcome: None
         for spec in chosen:
-            outcomes += score_spec(spec, seeds, report, partial(_matches, given.site))
+            outcomes += score_spec(spec, seeds, report, partial(_matches, given.site), checks=checks)
     outcomes.sort(key=lambda outcome: (outcome.case, outcome.mutation.line, outcome.mutation.change))
     table = survivors()
     print(summary(outcomes, table))
-    complete = not given.site and not given.quick and not given.case
-    names = {spec.name for spec in chosen}
-    problems = compare(
-        outcomes, table if complete else [row for row in table if row.case in names], complete=not given.site
-    )
+    if given.timing_only:
+        return 0  # the table is about what nothing notices
+    everything = not (given.site or given.quick or given.case)
+    problems = compare(outcomes, table, complete=everything)
     print(f"\n{len(problems)} problems in {time.monotonic() - started:.0f} s", *problems, sep="\n")
     return 1 if problems else 0
 
@@ -225,8 +236,10 @@ def _matches(text: str, mutation: Mutation) -> bool:
     return text in mutation.site
 
 
-def _score_part(spec: Spec, seeds: Sequence[int], site: str, part: tuple[int, int]) -> list[Outcome]:
-    return score_spec(spec, seeds, choose=partial(_matches, site), part=part)
+def _score_part(
+    spec: Spec, seeds: Sequence[int], site: str, part: tuple[int, int], checks: Checks | None
+) -> list[Outcome]:
+    return score_spec(spec, seeds, choose=partial(_matches, site), part=part, checks=checks)
 
 
 def _print(outcome: Outcome) -> None:

@@ -202,8 +202,9 @@ def score(
 
 @dataclass(frozen=True)
 class Survivor:
-    """A row of the table of survivors: a mutation that nothing notices, and why that is right.
+    """A row of the table of survivors: mutations that nothing notices, and why that is right.
 
+    ``case``, ``site`` and ``change`` name them; a ``*`` in one stands for any text.
     ``verdict``: "equivalent" (no legal execution differs), "performance" (only speed or a hint), "model" (a real GPU
     could differ, the emulator's memory model does not) or "unreached".
     """
@@ -213,6 +214,13 @@ class Survivor:
     change: str
     verdict: str
     reason: str
+
+    def explains(self, outcome: Outcome) -> bool:
+        """Whether this row is about that mutation."""
+        got = (outcome.case, outcome.mutation.site, outcome.mutation.change)
+        return all(
+            _matches(pattern, text) for pattern, text in zip((self.case, self.site, self.change), got, strict=True)
+        )
 
 
 VERDICTS = ("equivalent", "performance", "model", "unreached")
@@ -233,18 +241,19 @@ def compare(outcomes: Iterable[Outcome], table: Iterable[Survivor], *, complete:
     """What is wrong between outcomes and the table: survivors without a row, and, when ``complete``, rows without a
     survivor. Empty when they agree.
     """
-    known = {(row.case, row.site, row.change) for row in table}
-    outcomes = list(outcomes)
-    problems = []
-    survivors = set()
-    for outcome in outcomes:
-        if not outcome.killed:
-            key = (outcome.case, outcome.mutation.site, outcome.mutation.change)
-            survivors.add(key)
-            if key not in known:
-                problems.append(f"unexplained survivor: {outcome.case}: {outcome.mutation} ({outcome.mutation.site})")
-    run = {(outcome.case, outcome.mutation.site, outcome.mutation.change) for outcome in outcomes}
-    for key in sorted(known - survivors):
-        if complete or key in run:
-            problems.append(f"stale row: {key[0]}: {key[1]} -> {key[2]} no longer survives")
+    table, outcomes = list(table), list(outcomes)
+    left = [outcome for outcome in outcomes if not outcome.killed]
+    problems = [
+        f"unexplained survivor: {outcome.case}: {outcome.mutation} ({outcome.mutation.site})"
+        for outcome in left
+        if not any(row.explains(outcome) for row in table)
+    ]
+    for row in table:
+        about = [outcome for outcome in outcomes if row.explains(outcome)]
+        if (about or complete) and not any(row.explains(outcome) for outcome in left):
+            problems.append(f"stale row: {row.case}: {row.site} -> {row.change}: nothing that survives")
     return problems
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text) is not None

@@ -124,7 +124,7 @@ def test_a_cutlass_gemm(cutlass, m, n, k, splits):
     assert status == 0
     assert [type(operation) for operation in operations] == [Memset, Launch][splits == 1 :]
     tensors = {"a": a, "b": b, "c": c, "d": d, "workspace": workspace}
-    # Its multistage loop skips the copy of rows beyond M and N and multiplies what the stage held: outputs never stored.
+    # Its loop skips the copy of rows beyond M and N and multiplies what the stage held: those outputs are not stored.
     checks = Checks(uninitialized=False)
     emulate(cutlass.ptx, operations, tensors, outputs={"d", "workspace"}, checks=checks)
     want = reference.expected(a, b.T, c, alpha=1.5, beta=0.5)

@@ -169,11 +169,20 @@ def test_the_table_and_the_outcomes_must_agree():
         Survivor("other", "bar.sync 0 #1", "delete", "equivalent", "a case that was not run"),
     ]
     assert compare(outcomes, rows) == [
-        "stale row: case: bar.sync 1, 128 #1 -> delete no longer survives",
-        "stale row: other: bar.sync 0 #1 -> delete no longer survives",
+        "stale row: case: bar.sync 1, 128 #1 -> delete: nothing that survives",
+        "stale row: other: bar.sync 0 #1 -> delete: nothing that survives",
     ]
     assert len(compare(outcomes, rows, complete=False)) == 1
     assert not compare(outcomes, rows[:2])
+
+
+def test_a_star_in_a_row_stands_for_any_text():
+    outcomes = [Outcome("cute-a", mutation, None) for mutation in mutations(PTX) if "[%]" in mutation.site]
+    assert len(outcomes) == 8
+    row = Survivor("cute-*", "*[%*]*", "*", "model", "any access to a barrier")
+    assert not compare(outcomes, [row])
+    assert len(compare(outcomes, [Survivor("cute", "*", "*", "model", "any access to a barrier")])) == 9
+    assert len(compare(outcomes, [Survivor("*", "mbarrier.init*", "*", "model", "any access to a barrier")])) == 6
 
 
 def test_a_row_needs_a_verdict_and_a_reason():

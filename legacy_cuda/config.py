@@ -93,12 +93,8 @@ class LegacyConfig:
         kind = self.spec.kind
         bm, bn, bk = self.tile()
         p = self.parameters
-        if kind in ("double_buffer", "warp"):
-            return 2 * bk * (bm + 4 + bn + 4) * 4
-        if kind in ("async", "warp_async"):
-            a = bm * (bk + 4) if signature.a_major == "k" else bm * bk
-            b = bn * (bk + 4) if signature.b_major == "k" else bn * bk
-            return p.get("stages", 2) * (a + b) * 4
+        if kind in ("double_buffer", "async", "warp", "warp_async"):
+            return p.get("stages", 2) * bk * (bm + 4 + bn + 4) * 4
         if kind in ("wmma", "wmma_double_buffer"):
             a = bm * (bk + 8) if signature.a_major == "k" else bk * (bm + 8)
             b = bn * (bk + 8) if signature.b_major == "k" else bk * (bn + 8)
@@ -111,11 +107,10 @@ class LegacyConfig:
         """Bytes of static shared memory of a CTA."""
         kind = self.spec.kind
         bm, bn, bk = self.tile()
-        if kind in ("block", "tile_1d", "tile_2d", "plain"):
+        if kind in ("block", "tile_1d", "tile_2d", "plain", "swizzled"):
             return (bm + bn) * bk * 4
         if kind == "patch":
-            pad = 4 if self.rung == "padded" else 0
-            return (bm + bn + 2 * pad) * bk * 4
+            return (bm + 4 + bn + 4) * bk * 4
         if kind == "wmma_naive":
             return self.parameters["warps"] * max(2 * _WMMA * (_WMMA + 8) * 2, _WMMA * (_WMMA + 4) * 4)
         return 0
@@ -178,6 +173,8 @@ def why_invalid(config: LegacyConfig, signature: Signature | None = None, arch: 
         a_k, b_k = signature.a_major == "k", signature.b_major == "k"
     if config.spec.kind in _READERS:
         size = 4 if config.spec.ladder == "fp32" else 2
+        if "async" in config.spec.kind:  # cp.async cannot transpose a run
+            vector_a, vector_b = 1 if a_k else vector_a, 1 if b_k else vector_b
         bm, bn, bk = config.tile()
         for operand, extent, k_contiguous, vector in (("A", bm, a_k, vector_a), ("B", bn, b_k, vector_b)):
             reason = _reader(extent, bk, config.threads, k_contiguous, vector, size)
@@ -190,7 +187,7 @@ def why_invalid(config: LegacyConfig, signature: Signature | None = None, arch: 
     return None
 
 
-_READERS = ("plain", "patch", "double_buffer", "async", "warp", "warp_async", "wmma", "wmma_double_buffer")
+_READERS = ("plain", "patch", "swizzled", "double_buffer", "async", "warp", "warp_async", "wmma", "wmma_double_buffer")
 
 
 def _reader(extent: int, bk: int, threads: int, k_contiguous: bool, vector: int, itemsize: int) -> str | None:
@@ -269,6 +266,15 @@ def _patch(p: dict[str, int]) -> str | None:
     return None
 
 
+def _swizzled(p: dict[str, int]) -> str | None:
+    reason = _patch(p)
+    if reason is not None:
+        return reason
+    if (p["tm"] > 4 and p["bm"] // p["tm"] % 8) or (p["tn"] > 4 and p["bn"] // p["tn"] % 8):
+        return "a thread's groups must be multiples of 32 words apart: BM / TM and BN / TN must be multiples of 8"
+    return None
+
+
 def _warp(p: dict[str, int]) -> str | None:
     if p["bm"] % p["wm"] or p["bn"] % p["wn"]:
         return "the warp tile must divide the CTA tile"
@@ -311,6 +317,7 @@ _RULES = {
     "tile_2d": _tile_2d,
     "plain": _plain,
     "patch": _patch,
+    "swizzled": _swizzled,
     "double_buffer": _patch,
     "async": _patch,
     "warp": _warp,

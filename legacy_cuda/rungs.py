@@ -203,7 +203,7 @@ RUNGS: Mapping[str, Rung] = {
             "swizzled",
             "fp32",
             "11_swizzled.cuh",
-            "patch",
+            "swizzled",
             "bank-conflict free by XOR-swizzled addresses",
             _tile(128, 128, 8, 8, 8),
             vector=4,

@@ -6,11 +6,10 @@
 //           tile t has arrived and that the slot of tile t - 1 is free for tile t + STAGES - 1.
 // Per CTA   and k-tile of 128x128x16: 16 KiB for 524288 flops: 32 flop/byte (256x128: 43); 128 multiply-adds per 6 shared loads of 16
 //           bytes, and 8 copies a thread per 2048 multiply-adds.
-// Limit     Instruction issue, 95 % of it multiply-adds; then power: fp32 multiply-adds at this rate draw what the card may draw.
+// Limit     Instruction issue, more than 90 % of it multiply-adds; then power: fp32 multiply-adds at this rate draw what the card may draw.
 // Published best of the ladder after autotuning: 84.8 % (thread tile) and 93.7 % (warp tile) of cuBLAS SGEMM on an A6000
 //           (siboehm/SGEMM_CUDA), 45.4 TFLOP/s = 89 % on an H200 at 8192 (thread tile 64x256x16).
 #pragma once
-#include "async_fragment.cuh"
 #include "warp_tile_shape.cuh"
 
 template <typename S, int BM, int BN, int BK, int WM, int WN, int WNITER, int TM, int TN, int STAGES, int GROUP>
@@ -18,58 +17,57 @@ __global__ void __launch_bounds__(WarpTileShape<BM, BN, WM, WN, WNITER, TM, TN>:
                                   min_ctas(WarpTileShape<BM, BN, WM, WN, WNITER, TM, TN>::THREADS, WM* WN / 32))
     warp_tile_async(const __grid_constant__ GemmArgs args) {
     using Shape = WarpTileShape<BM, BN, WM, WN, WNITER, TM, TN>;
-    using TileA = AsyncTile<BM, BK, S::A_K_MAJOR>;
-    using TileB = AsyncTile<BN, BK, S::B_K_MAJOR>;
-    constexpr int STAGE = TileA::SIZE + TileB::SIZE;
+    using LayoutA = Padded<BM>;
+    using LayoutB = Padded<BN>;
+    constexpr int STAGE_A = BK * LayoutA::SIZE_PER_K, STAGE = STAGE_A + BK * LayoutB::SIZE_PER_K;
     extern __shared__ __align__(16) unsigned char smem[];
     float* stages = reinterpret_cast<float*>(smem);  // [STAGES][A tile, B tile]
     const TileIndex tile = tile_of_cta<GROUP>(args);
     const int row0 = tile.m * BM, col0 = tile.n * BN;
     const Place warp = Shape::warp_origin(), lane = Shape::lane();
-    ReaderA<S, BM, BK, Shape::THREADS> a(matrix_a<S>(args), row0, args.m, args.lda);
-    ReaderB<S, BN, BK, Shape::THREADS> b(matrix_b<S>(args), col0, args.n, args.ldb);
+    AsyncReaderA<S, BM, BK, Shape::THREADS> a(matrix_a<S>(args), row0, args.m, args.lda);
+    AsyncReaderB<S, BN, BK, Shape::THREADS> b(matrix_b<S>(args), col0, args.n, args.ldb);
 
     const KTiles<BK> k_tiles(args.k);
     float acc[Shape::ROWS][Shape::COLS] = {};
-    a.template copy_async<TileA::LD, true>(stages, k_tiles.first);
-    b.template copy_async<TileB::LD, true>(stages + TileA::SIZE, k_tiles.first);
+    a.template copy_async<LayoutA, true>(stages, k_tiles.first);
+    b.template copy_async<LayoutB, true>(stages + STAGE_A, k_tiles.first);
     cp_async_commit();
     a.advance(k_tiles.first);
     b.advance(k_tiles.first);
 #pragma unroll
     for (int s = 1; s < STAGES - 1; ++s) {
         if (s < k_tiles.count) {
-            a.template copy_async<TileA::LD, false>(stages + s * STAGE);
-            b.template copy_async<TileB::LD, false>(stages + s * STAGE + TileA::SIZE);
+            a.template copy_async<LayoutA, false>(stages + s * STAGE);
+            b.template copy_async<LayoutB, false>(stages + s * STAGE + STAGE_A);
             a.advance(BK);
             b.advance(BK);
         }
         cp_async_commit();  // an empty group keeps the count of groups equal to the count of tiles
     }
 
-    const float* a_part = TileA::part(stages, warp.m);
-    const float* b_part = TileB::part(stages + TileA::SIZE, warp.n);
+    const float* a_part = stages + warp.m + lane.m * 4;
+    const float* b_part = stages + STAGE_A + warp.n + lane.n * 4;
     int read = 0, write = (STAGES - 1) * STAGE;
     for (int t = 0; t < k_tiles.count; ++t) {
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         if (t + STAGES - 1 < k_tiles.count) {
-            a.template copy_async<TileA::LD, false>(stages + write);
-            b.template copy_async<TileB::LD, false>(stages + write + TileA::SIZE);
+            a.template copy_async<LayoutA, false>(stages + write);
+            b.template copy_async<LayoutB, false>(stages + write + STAGE_A);
             a.advance(BK);
             b.advance(BK);
         }
         cp_async_commit();
 #pragma unroll
-        for (int k = 0; k < BK; k += 4) {
-            float a_frag[4][Shape::ROWS], b_frag[4][Shape::COLS];
-            TileA::template load<Shape::LANES_M>(a_frag, a_part + read, lane.m, k);
-            TileB::template load<Shape::LANES_N>(b_frag, b_part + read, lane.n, k);
-#pragma unroll
-            for (int kk = 0; kk < 4; ++kk) outer_product(acc, a_frag[kk], b_frag[kk]);
+        for (int k = 0; k < BK; ++k) {
+            float a_frag[Shape::ROWS], b_frag[Shape::COLS];
+            load_groups<LayoutA, Shape::ROWS, Shape::LANES_M * 4>(a_frag, a_part + read, k, 0);
+            load_groups<LayoutB, Shape::COLS, Shape::LANES_N * 4>(b_frag, b_part + read, k, 0);
+            outer_product(acc, a_frag, b_frag);
         }
         read = read == (STAGES - 1) * STAGE ? 0 : read + STAGE;
         write = write == (STAGES - 1) * STAGE ? 0 : write + STAGE;
     }
-    store_fragments<S, TileA, TileB, Shape::LANES_M, Shape::LANES_N>(args, row0 + warp.m, col0 + warp.n, lane, acc);
+    store_groups<S, Shape::LANES_M * 4, Shape::LANES_N * 4>(args, row0 + warp.m + lane.m * 4, col0 + warp.n + lane.n * 4, acc);
 }

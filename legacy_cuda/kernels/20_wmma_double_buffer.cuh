@@ -1,10 +1,11 @@
 // 20 WMMA double buffer: rung 19 with two stages in shared memory.
 //
-// Idea      The same step as from rung 11 to rung 12: the next tile is loaded into registers before this one is multiplied, and stored
-//           to the other stage afterwards. Where rung 19 added the two times, this one takes the longer.
+// Idea      While tile t is multiplied from one stage, tile t+1 is stored to the other, and tile t+2 is on its way into registers: a
+//           load has two tiles' time to arrive. Where rung 19 added the time of loading to that of multiplying, this one takes
+//           the longer of the two, and needs one barrier a tile instead of two.
 // Per CTA   and k-tile of 256x128x16: 12 KiB for 1048576 flops: 85 flop/byte; two stages, 33 KiB of shared memory.
-// Limit     The latency of global memory still, one tile ahead being some 400 clocks of tensor work; then the load pipe that WMMA
-//           feeds its fragments through. Deeper rings and wgmma are the next ladders.
+// Limit     The latency of global memory still: two tiles are some 800 clocks of tensor work; then the shared loads of fragments.
+//           Deeper rings, longer k-tiles and wgmma are the next ladders.
 // Published about 30 % over the single buffer on an RTX 4090.
 #pragma once
 #include "wmma_tile.cuh"
@@ -37,27 +38,28 @@ __global__ void __launch_bounds__(WARPS_M* WARPS_N * 32) wmma_double_buffer(cons
     b.advance(k_tiles.first);
     a.template put_straight<TileA::LD>(stages);
     b.template put_straight<TileB::LD>(stages + TileA::SIZE);
+    if (k_tiles.count > 1) {
+        a.template fetch<false>();
+        b.template fetch<false>();
+    }
     __syncthreads();
 
-    In* now = stages;
-    In* next = stages + STAGE;
+    int now = 0;  // offset of the stage that is multiplied; the other one is at STAGE - now
     for (int t = 0; t < k_tiles.count; ++t) {
-        const bool more = t + 1 < k_tiles.count;
-        if (more) {
-            a.template fetch<false>();
-            b.template fetch<false>();
+        if (t + 1 < k_tiles.count) {
+            // The barrier of the last iteration said that nobody reads this stage any more.
+            a.template put_straight<TileA::LD>(stages + STAGE - now);
+            b.template put_straight<TileB::LD>(stages + STAGE - now + TileA::SIZE);
+        }
+        if (t + 2 < k_tiles.count) {
             a.advance(BK);
             b.advance(BK);
+            a.template fetch<false>();
+            b.template fetch<false>();
         }
-        multiply_tiles<S, TileA, TileB, BK>(acc, now, now + TileA::SIZE, m, n);
-        if (more) {
-            a.template put_straight<TileA::LD>(next);
-            b.template put_straight<TileB::LD>(next + TileA::SIZE);
-            In* const was = now;
-            now = next;
-            next = was;
-        }
+        multiply_tiles<S, TileA, TileB, BK>(acc, stages + now, stages + now + TileA::SIZE, m, n);
         __syncthreads();
+        now = STAGE - now;
     }
     float* patch = reinterpret_cast<float*>(smem) + warp * PATCH;
 #pragma unroll

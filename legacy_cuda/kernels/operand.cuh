@@ -8,6 +8,7 @@
 template <int EXTENT>
 struct Plain {
     static constexpr int SIZE_PER_K = EXTENT;
+    static constexpr int PERIOD = 4;  // at(k, x + PERIOD) == at(k, x) + PERIOD
     __device__ static constexpr int at(int k, int x) { return k * EXTENT + x; }
 };
 
@@ -15,6 +16,7 @@ struct Plain {
 template <int EXTENT>
 struct Padded {
     static constexpr int SIZE_PER_K = EXTENT + 4;
+    static constexpr int PERIOD = 4;
     __device__ static constexpr int at(int k, int x) { return k * (EXTENT + 4) + x; }
 };
 
@@ -23,6 +25,7 @@ struct Padded {
 template <int EXTENT>
 struct Swizzled {
     static constexpr int SIZE_PER_K = EXTENT;
+    static constexpr int PERIOD = 32;
     __device__ static constexpr int at(int k, int x) { return k * EXTENT + (x ^ (((k & 7) << 2))); }
 };
 
@@ -126,32 +129,26 @@ struct TileReader {
             }
     }
 
-    // The same without registers in between: cp.async writes shared memory while the threads go on.
-    template <int LD, bool GUARD>
-    __device__ __forceinline__ void copy_async(T* tile, int valid = BK) const {
+    // Global to shared memory without registers in between: cp.async writes while the threads go on. It moves 4, 8 or 16 bytes as
+    // they are, so a tile that is to be transposed goes element by element (VEC = 1); the lanes of a sector still share it.
+    template <typename Layout, bool GUARD>
+    __device__ __forceinline__ void copy_async(float* tile, int valid = BK) const {
+        static_assert(sizeof(T) == 4 && (!K_CONTIGUOUS || VEC == 1), "cp.async neither widens nor transposes");
         if (idle()) return;
+        constexpr int BYTES = VEC * sizeof(T);
 #pragma unroll
         for (int i = 0; i < X_PASSES; ++i)
 #pragma unroll
             for (int j = 0; j < K_PASSES; ++j) {
                 const int k = k0 + j * K_PER_PASS, x = x0 + i * X_STEP;
-                const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(tile + (K_CONTIGUOUS ? x * LD + k : k * LD + x)));
+                const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(tile + Layout::at(k, x)));
                 const T* source = from[i] + j * K_PER_PASS * k_stride;
-                constexpr int BYTES = VEC * sizeof(T);
-                static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
-                if constexpr (GUARD) {  // reads nothing and writes zeros where the size is 0
-                    const int size = k < valid ? BYTES : 0;
-                    if (size == 0) source = from[i] - k0 * k_stride;
-                    if constexpr (BYTES == 16)
-                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(size) : "memory");
-                    else
-                        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(source), "n"(BYTES), "r"(size) : "memory");
-                } else {
-                    if constexpr (BYTES == 16)
-                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
-                    else
-                        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(source), "n"(BYTES) : "memory");
-                }
+                // Where the size is 0 nothing is read and zeros are written.
+                const int size = !GUARD || k < valid ? BYTES : 0;
+                if constexpr (BYTES == 16)
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(size) : "memory");
+                else
+                    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(source), "n"(BYTES), "r"(size) : "memory");
             }
     }
 };
@@ -167,6 +164,12 @@ template <typename S, int BM, int BK, int THREADS>
 using ReaderA = TileReader<typename S::In, BM, BK, THREADS, S::A_K_MAJOR, S::VEC_A>;
 template <typename S, int BN, int BK, int THREADS>
 using ReaderB = TileReader<typename S::In, BN, BK, THREADS, S::B_K_MAJOR, S::VEC_B>;
+
+// The same for copy_async.
+template <typename S, int BM, int BK, int THREADS>
+using AsyncReaderA = TileReader<typename S::In, BM, BK, THREADS, S::A_K_MAJOR, S::A_K_MAJOR ? 1 : S::VEC_A>;
+template <typename S, int BN, int BK, int THREADS>
+using AsyncReaderB = TileReader<typename S::In, BN, BK, THREADS, S::B_K_MAJOR, S::B_K_MAJOR ? 1 : S::VEC_B>;
 
 // ---- Shared memory -> fragments ----
 
@@ -205,9 +208,10 @@ __device__ __forceinline__ Place thread_place() {
 template <typename Layout, int COUNT, int GROUP_STEP>
 __device__ __forceinline__ void load_groups(float (&fragment)[COUNT], const float* tile, int k, int x) {
     static_assert(COUNT % 4 == 0, "groups of four");
+    static_assert(COUNT == 4 || GROUP_STEP % Layout::PERIOD == 0, "a group step must keep the place within the layout's period");
 #pragma unroll
     for (int g = 0; g < COUNT / 4; ++g) {
-        const float4 four = *reinterpret_cast<const float4*>(tile + Layout::at(k, x + g * GROUP_STEP));
+        const float4 four = *reinterpret_cast<const float4*>(tile + Layout::at(k, x) + g * GROUP_STEP);
         fragment[4 * g] = four.x;
         fragment[4 * g + 1] = four.y;
         fragment[4 * g + 2] = four.z;

@@ -35,10 +35,10 @@ log = logging.getLogger("cutegemm.emulator")
 ANNOUNCE_SECONDS = 60.0
 """A run expected to take longer than this logs its estimate first."""
 
-# Emulated flop/s by the instruction that does the multiplying, measured on two cores of a 2.x GHz server with all
-# checks on; good within a factor of three elsewhere.
-_RATES = (("wgmma.mma_async", 3e8), ("mma.sync", 1e8), ("wmma.mma", 1e8), ("fma.rn", 2e7))
-_SLOWEST_RATE = 5e6
+# Emulated flop/s by the instruction that does the multiplying: large tiles, all checks on, two cores at 2.x GHz.
+# Small tiles are up to five times slower.
+_RATES = (("wgmma.mma_async", 1.5e9), ("mma.sync", 8e8), ("wmma.mma", 4e8), ("fma.rn", 6e7))
+_SLOWEST_RATE = 2e7
 
 
 def emulate(
@@ -107,7 +107,7 @@ def emulate(
 
 
 def estimate(ptx: str, flops: float) -> float:
-    """About how many seconds the emulator needs for ``flops`` operations of this kernel; within a factor of three."""
+    """About how many seconds the emulator needs for ``flops`` operations of this kernel, small tiles apart."""
     return flops / max((rate for name, rate in _RATES if name in ptx), default=_SLOWEST_RATE)
 
 

@@ -143,7 +143,12 @@ def link(image: bytes, symbols: Iterable[str], imports: Mapping[str, int]) -> An
     """Links ``image`` and returns a tracker: ``tracker[name]`` is the address of each of ``symbols``, valid as long as
     the tracker lives. Raises CaptureError with the linker's message.
     """
-    import llvmlite.binding as llvm
+    try:
+        import llvmlite.binding as llvm
+    except ImportError as error:
+        raise CaptureError(
+            "running this kernel on CPU tensors needs llvmlite: pip install 'cutegemm[emulator]'"
+        ) from error
 
     with _lock:
         if not _session:

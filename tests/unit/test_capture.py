@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import struct
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -253,3 +254,10 @@ def test_launch_records_check_themselves():
 def test_pointer_arguments_are_passed_as_opaque_pointers(axpy):
     with pytest.raises(CaptureError, match="expected Tensor"):
         axpy.capture(torch.zeros(3), DevicePointer(64), 1.0)
+
+
+def test_without_llvmlite_the_error_names_what_to_install(kernels, monkeypatch):
+    path, ptx = kernels["axpy"]
+    monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
+    with pytest.raises(CaptureError, match=r"pip install 'cutegemm\[emulator\]'"):
+        HostObject.load(path, "axpy", ptx)

@@ -76,6 +76,9 @@ class HappensBefore:
         clusters = C // wave.cluster_size
         self.cluster_next = np.zeros((clusters, 2, self.AA), np.int32)
         self.cluster_done = np.zeros((clusters, 2, self.AA), np.int32)
+        self.init_fenced = np.zeros((C, W), np.int32)
+        self.cluster_init_next = np.zeros((clusters, self.AA), np.int32)
+        self.cluster_init_done = np.zeros((clusters, self.AA), np.int32)
         self.lines: list[Any] = [None]
         self.line_index: dict[int, int] = {}
 
@@ -94,7 +97,8 @@ class HappensBefore:
 
     def async_done(self, kind: str, c: np.ndarray, w: np.ndarray, time: np.ndarray) -> None:
         """The asynchronous operations that warps (c, w) started up to ``time`` are complete, and the warps know it."""
-        agent = self.self_agent[c, w] + self.offset[kind]
+        first = w - w % 4 if kind == "wgmma" else w  # a warpgroup's reads are booked on its first warp
+        agent = self.self_agent[c, first] + self.offset[kind]
         self.know[c, w, agent] = np.maximum(self.know[c, w, agent], time)
 
     def proxy_fence(self, X: Any, mask: np.ndarray | None) -> None:
@@ -131,6 +135,7 @@ class HappensBefore:
     # -- the cluster barrier ----------------------------------------------------------------------------------
     def cluster_arrive(self, X: Any, warps: np.ndarray, release: bool) -> None:
         if not release:
+            self.cluster_arrive_relaxed(X, warps)
             return
         know, fenced = self.released(*X.at)
         for c in range(X.c0, X.c1):
@@ -140,9 +145,23 @@ class HappensBefore:
                 np.maximum(slot[0], know[c - X.c0][here].max(0), out=slot[0])
                 np.maximum(slot[1], fenced[c - X.c0][here].max(0), out=slot[1])
 
+    def init_fence(self, X: Any, mask: np.ndarray | None) -> None:
+        """fence.mbarrier_init: the warp's mbarrier initializations go with its next cluster arrival, even a relaxed one."""
+        on = True if mask is None else mask.any(-1)
+        np.copyto(self.init_fenced[X.at], self.wave.now, where=on)
+        self.wave.now += 1
+
+    def cluster_arrive_relaxed(self, X: Any, warps: np.ndarray) -> None:
+        for c, w in zip(*np.nonzero(warps), strict=True):
+            c, w = int(c) + X.c0, int(w) + X.w0
+            slot = self.cluster_init_next[c // self.wave.cluster_size]
+            agent = self.self_agent[c, w]
+            slot[agent] = max(slot[agent], self.init_fenced[c, w])
+
     def cluster_complete(self, done: np.ndarray) -> None:
         clusters = done[:: self.wave.cluster_size]
         self.cluster_done[clusters] = self.cluster_next[clusters]
+        self.cluster_init_done[clusters] = self.cluster_init_next[clusters]
 
     def cluster_wait(self, X: Any, warps: np.ndarray) -> None:
         c, w = np.nonzero(warps)
@@ -150,6 +169,9 @@ class HappensBefore:
             c, w = c + X.c0, w + X.w0
             clock = self.cluster_done[c // self.wave.cluster_size]
             self.acquire(c, w, clock[:, 0], clock[:, 1])
+            if "mbarrier" in self.env.translation.uses:
+                init = self.env.mbarriers.init_know
+                init[c, w] = np.maximum(init[c, w], self.cluster_init_done[c // self.wave.cluster_size])
 
     # -- accesses ---------------------------------------------------------------------------------------------
     def line_of(self, instr: Any) -> int:
@@ -262,6 +284,33 @@ class HappensBefore:
         agent = self.self_agent[c, warps.start] + self.offset[kind]
         self.read_last[g] = self.wave.now
         self.read_at[int(self.reader_row(agent)), g] = self.wave.now
+
+    def proxy_read_groups(self, X: Any, I: Any, c: np.ndarray, w: np.ndarray, g: np.ndarray) -> None:
+        """wgmma of warpgroups, named by a warp (c, w) of each, reads granules ``g`` of their own CTAs.
+
+        The other warps of a group wait for its operands too, so one warp's knowledge stands for the group's.
+        """
+        where = (c * self.row)[:, None] + g
+        when, by = self.wrote_at[where], self.wrote_by[where]
+        if self.checks.uninitialized and not when.all():
+            r, e = (int(v[0]) for v in np.nonzero(when == 0))
+            self.fail_at(X, I, UninitializedRead, int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand in shared memory that nothing has written")
+        row = ((c * self.W + w) * self.AA)[:, None] + by
+        if self.checks.races:
+            ok = self.know.reshape(-1).take(row) >= when
+            if not ok.all():
+                r, e = (int(v[0]) for v in np.nonzero(~ok))
+                self.fail_at(X, I, self.too_early(int(by[r, e])), int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand read that nothing orders after the write",
+                             by=int(by[r, e]))  # fmt: skip
+        if self.checks.proxy_fences:
+            ok = self.fenced.reshape(-1).take(row) >= when
+            if not ok.all():
+                r, e = (int(v[0]) for v in np.nonzero(~ok))
+                self.fail_at(X, I, MissingProxyFence, int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand that ordinary stores wrote, without fence.proxy.async "
+                             "between", by=int(by[r, e]))  # fmt: skip
+        agent = self.reader_row(self.self_agent[c, w - w % 4] + self.offset["wgmma"])
+        self.read_last[where] = self.wave.now
+        self.read_at[agent[:, None], where] = self.wave.now
 
     def proxy_write(self, X: Any, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int) -> None:
         """A bulk load that warp (c, w) starts writes granules ``g`` of CTA ``cta`` and completes on its mbarrier ``slot``."""

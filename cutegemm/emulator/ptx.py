@@ -100,7 +100,8 @@ class Instr:
         return part in self.parts
 
     def where(self) -> str:
-        return f"PTX line {self.line}: {self.text}"
+        text = self.text if len(self.text) <= 180 else f"{self.text[:100]} ... {self.text[-60:]}"
+        return f"PTX line {self.line}: {text}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ def fence(g: Gen, i: Instr) -> None:
         if shared:
             g.line(f"fence_proxy_async(X, {g.mask})")
         return
+    if i.has("mbarrier_init"):
+        g.line(f"fence_mbarrier_init(X, {g.mask})")
     known = ("acq_rel", "sc", "acquire", "release", "mbarrier_init", "proxy", "cta", "cluster", "gpu", "sys", "tensormap::generic",
              "alias", "async", "sync_restrict::shared::cta", "sync_restrict::shared::cluster")  # fmt: skip
     for p in i.parts[1:]:
@@ -43,6 +45,13 @@ def fence_proxy_async(X, mask):
     hb = X.wave.env.hb
     if hb is not None:
         hb.proxy_fence(X, mask)
+
+
+@runtime
+def fence_mbarrier_init(X, mask):
+    hb = X.wave.env.hb
+    if hb is not None:
+        hb.init_fence(X, mask)
 
 
 @emits("trap")

@@ -1,1 +1,497 @@
-"""stub"""
+"""Bulk copies: cp.async.bulk and cp.async.bulk.tensor (1-D to 5-D, all swizzles, multicast), stores and reductions.
+
+A load completes on an mbarrier; a store or reduction in a bulk group. With a seed, loads complete at a random moment, as
+late as the moment when nothing else can run, and stores read shared memory when their group is waited for. Elements
+out of bounds are zero-filled by loads and skipped by stores; a load always counts the bytes of the whole box.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess, OutOfBounds
+from cutegemm.emulator.memory import (
+    PARAM_WINDOW,
+    RANK_SHIFT,
+    SHARED_BASE,
+    WINDOW_MASK,
+)
+from cutegemm.emulator.ops.atomic import step
+from cutegemm.emulator.ops.half import half_op
+from cutegemm.emulator.ops.loadstore import active, fail
+from cutegemm.emulator.ptx import Addr, Instr
+from cutegemm.emulator.tensor_map import TensorMap, decode
+from cutegemm.emulator.translate import Gen, emits, runtime
+
+RING = 64
+REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
+
+
+class BulkCopies:
+    """Pending bulk loads, and per warp the bulk groups of stores."""
+
+    def __init__(self, wave: Any) -> None:
+        self.wave = wave
+        self.loads: list[list[Callable[[], None]]] = []  # one list per executed instruction
+        self.stores: list[tuple[int, int, int, Callable[[], None]]] = []  # CTA, warp, group, action
+        self.committed = np.zeros((wave.C, wave.W), np.int64)
+        self.time = np.zeros((wave.C, wave.W, RING), np.int64)
+
+    def complete_some(self, everything: bool) -> bool:
+        """Complete one pending load instruction (all its CTAs), or all. False when none is pending."""
+        if not self.loads:
+            return False
+        rng = self.wave.env.rng
+        picked = list(range(len(self.loads))) if everything else [rng.randrange(len(self.loads)) if rng is not None else 0]
+        for k in reversed(picked):
+            for action in self.loads.pop(k):
+                action()
+        return True
+
+    def finish(self) -> None:
+        for *_, action in self.stores:
+            action()
+        self.stores = []
+        while self.complete_some(True):
+            pass
+
+    def wait_stores(self, c: int, w: int, upto: int) -> None:
+        left = []
+        for item in self.stores:
+            if item[0] == c and item[1] == w and item[2] < upto:
+                item[3]()
+            else:
+                left.append(item)
+        self.stores = left
+
+
+# -- emitters --------------------------------------------------------------------------------------------------
+def _note(g: Gen, i: Instr) -> None:
+    g.program.env.note_access(g, i, "shared", 16)
+
+
+@emits("cp.async.bulk")
+def bulk(g: Gen, i: Instr) -> None:
+    uses = g.program.env.uses
+    part = i.parts[3]
+    if part == "commit_group":
+        uses.add("bulk")
+        g.line(f"bulk_commit(X, {g.me}, {g.mask})")
+        return
+    if part == "wait_group":
+        uses.add("bulk")
+        g.line(f"bulk_wait(X, {g.me}, {g.mask}, {i.operands[0].value})")
+        return
+    tensor = part == "tensor"
+    if "im2col" in i.op or any(p.startswith("tile::") for p in i.parts):
+        raise g.unsupported("only the tiled mode is implemented")
+    spaces = [p for p in i.parts if p.partition("::")[0] in ("shared", "global")]
+    _note(g, i)
+    if len(spaces) != 2:
+        raise g.unsupported("destination and source spaces are expected")
+    ops = list(i.operands)
+    if any("cache_hint" in p for p in i.parts):
+        ops.pop()
+    if spaces[1] == "global":  # a load
+        uses.add("mbarrier")
+        mcast = "None"
+        if any("multicast" in p for p in i.parts):
+            mcast = g.src(ops.pop(), "u2")
+        if tensor:
+            dst, src, bar = ops
+            coords = ", ".join(g.src(o, "i4") for o in src.coords)
+            g.line(f"tma_load(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, {_map(g, src)}, ({coords},), {g.address(bar, 'u4')}, {mcast})")
+        else:
+            dst, src, size, bar = ops
+            g.line(f"bulk_load(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, {g.address(src, 'u8')}, {g.src(size, 'u4')}, {g.address(bar, 'u4')}, {mcast})")
+    elif spaces[0] == "global":
+        uses.add("bulk")
+        store(g, i, ops, tensor, "None")
+    else:  # shared memory of another CTA
+        uses.add("mbarrier")
+        dst, src, size, bar = ops
+        g.line(f"bulk_remote(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, {g.address(src, 'u4')}, {g.src(size, 'u4')}, {g.address(bar, 'u4')})")
+
+
+@emits("cp.reduce.async.bulk")
+def reduce(g: Gen, i: Instr) -> None:
+    op = next((p for p in i.parts if p in REDUCTIONS), None)
+    spaces = [p for p in i.parts if p.partition("::")[0] in ("shared", "global")]
+    if op is None or spaces[0] != "global":
+        raise g.unsupported("only reductions into global memory are implemented")
+    g.program.env.uses.add("bulk")
+    _note(g, i)
+    ops = list(i.operands)
+    if any("cache_hint" in p for p in i.parts):
+        ops.pop()
+    t = i.parts[-1] if i.parts[-1] in ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64") else ""
+    store(g, i, ops, "tensor" in i.parts, f"({op!r}, {t!r})")
+
+
+def _map(g: Gen, o: Addr) -> str:
+    return g.address(o, "u8")
+
+
+def store(g: Gen, i: Instr, ops, tensor: bool, reduction: str) -> None:
+    if tensor:
+        dst, src = ops
+        coords = ", ".join(g.src(o, "i4") for o in dst.coords)
+        g.line(f"tma_store(X, {g.me}, {g.mask}, {_map(g, dst)}, ({coords},), {g.address(src, 'u4')}, {reduction})")
+    else:
+        dst, src, size = ops
+        g.line(f"bulk_store(X, {g.me}, {g.mask}, {g.address(dst, 'u8')}, {g.address(src, 'u4')}, {g.src(size, 'u4')}, {reduction})")
+
+
+# -- addresses -------------------------------------------------------------------------------------------------
+def _who(X, lanes, e: int) -> tuple[int, int]:
+    """CTA position and warp of element e."""
+    lane = int(e if lanes is None else lanes[e])
+    warp = int(X.warp_of_lane.reshape(-1)[lane])
+    return divmod(warp, X.wave.W)
+
+
+def _target(X, I, lanes, e: int, address: int, c: int, align: int, size: int) -> tuple[int, int]:
+    """A shared::cluster address -> (CTA position, byte offset in its shared memory), checked."""
+    wave = X.wave
+    rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
+    if wave.cluster_size == 1:
+        rank = 0
+    if rank >= wave.cluster_size or not SHARED_BASE <= offset <= SHARED_BASE + wave.smem_bytes - size:
+        fail(X, I, OutOfBounds, lanes, e, f"{size} bytes at shared address {address:#x}: the CTA's shared memory is "
+             f"[{SHARED_BASE:#x}, {SHARED_BASE + wave.smem_bytes:#x}), its cluster has {wave.cluster_size} CTAs")  # fmt: skip
+    if offset % align:
+        fail(X, I, MisalignedAccess, lanes, e, f"shared address {address:#x} is no multiple of {align}")
+    return int(wave.first[c]) + rank, offset - SHARED_BASE
+
+
+def tensor_map_at(X, I, lanes, e: int, address: int) -> TensorMap:
+    env = X.wave.env
+    if address & WINDOW_MASK == PARAM_WINDOW or address < len(env.params):
+        at = address & 0xFFFFFFFF
+        raw = bytes(env.params[at : at + 64])
+    else:
+        interval = X.wave.memory.check(address, 128, write=False)
+        at = address - interval.origin
+        raw = interval.views[1][at : at + 64].tobytes()
+    if address % 64:
+        fail(X, I, MisalignedAccess, lanes, e, f"a tensor map at {address:#x}, which is no multiple of 64")
+    if len(raw) < 64:
+        fail(X, I, OutOfBounds, lanes, e, "a tensor map past the end of the parameters")
+    try:
+        return decode(raw)
+    except EmulationError as error:
+        fail(X, I, EmulationError, lanes, e, str(error))
+        raise
+
+
+@functools.lru_cache(maxsize=1024)
+def chunk_table(start: int, size: int, swizzle: int) -> np.ndarray:
+    """16-byte chunk indices (from the start of the CTA's shared memory) of a box stored from byte ``start``, in order."""
+    at = np.arange(start + SHARED_BASE, start + SHARED_BASE + size, 16, dtype=np.int64)
+    if swizzle:
+        at ^= ((at >> 7) & (swizzle // 16 - 1)) << 4
+    return (at - SHARED_BASE) >> 4
+
+
+def _window(t: TensorMap, coords) -> tuple[list[tuple[int, int]], bool]:
+    """Per dimension, innermost first, the part [low, high) of the box that lies inside the tensor; and whether any does."""
+    spans = [(max(0, -x), min(b, d - x)) for x, b, d in zip(coords, t.box, t.dims, strict=True)]
+    return spans, all(low < high for low, high in spans)
+
+
+def _view(X, I, t: TensorMap, coords, spans, write: bool, lanes, e: int) -> np.ndarray:
+    """The bytes of the tensor under the box, as an array (outermost dimension, ..., innermost bytes)."""
+    es = t.element_bytes
+    strides = (es, *t.strides)
+    starts = [x + low for x, (low, _) in zip(coords, spans, strict=True)]
+    counts = [high - low for low, high in spans]
+    first = t.address + sum(s * st for s, st in zip(starts, strides, strict=True))
+    last = first + sum((n - 1) * st for n, st in zip(counts, strides, strict=True)) + es
+    try:
+        interval = X.wave.memory.check(first, last - first, write=write)
+    except EmulationError as error:
+        fail(X, I, type(error), lanes, e, f"the tensor of this tensor map does not lie inside one mapped tensor: {error}")
+        raise
+    shape = (*reversed(counts[1:]), counts[0] * es)
+    steps = (*reversed(strides[1:]), 1)
+    return np.lib.stride_tricks.as_strided(interval.views[1][first - interval.origin :], shape, steps)
+
+
+def read_box(X, I, t: TensorMap, coords, lanes, e: int) -> np.ndarray:
+    """The box as bytes, zero where it leaves the tensor."""
+    spans, some = _window(t, coords)
+    es = t.element_bytes
+    shape = (*reversed(t.box[1:]), t.box[0] * es)
+    whole = all(low == 0 and high == b for (low, high), b in zip(spans, t.box, strict=True))
+    if whole:
+        return np.ascontiguousarray(_view(X, I, t, coords, spans, False, lanes, e)).reshape(-1)
+    out = np.zeros(shape, np.uint8)
+    if some:
+        inner = spans[0]
+        at = (*(slice(low, high) for low, high in reversed(spans[1:])), slice(inner[0] * es, inner[1] * es))
+        out[at] = _view(X, I, t, coords, spans, False, lanes, e)
+    return out.reshape(-1)
+
+
+def _coords(values, k: int) -> tuple[int, ...]:
+    return tuple(int(v[k]) for v in values)
+
+
+def _check_map(X, I, lanes, e, t: TensorMap, coords) -> None:
+    if len(coords) != t.rank:
+        fail(X, I, EmulationError, lanes, e, f"{len(coords)} coordinates for a tensor map of rank {t.rank}")
+    if t.swizzle and t.box[0] * t.element_bytes > t.swizzle:
+        fail(X, I, EmulationError, lanes, e, f"a box of {t.box[0] * t.element_bytes} inner bytes with a {t.swizzle} B swizzle")
+    if t.box[0] * t.element_bytes % 16:
+        fail(X, I, EmulationError, lanes, e, f"a box of {t.box[0] * t.element_bytes} inner bytes, which is no multiple of 16")
+
+
+# -- loads -----------------------------------------------------------------------------------------------------
+@runtime
+def tma_load(X, I, mask, dst, tmap, coords, bar, mcast):
+    arrays = [dst, tmap, bar, *coords] + ([] if mcast is None else [mcast])
+    lanes, flat = active(X, mask, *arrays)
+    n = len(coords)
+    actions: list[Callable[[], None]] = []
+    for e in range(len(flat[0])):
+        c, w = _who(X, lanes, e)
+        t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
+        at = _coords(flat[3 : 3 + n], e)
+        _check_map(X, I, lanes, e, t, at)
+        align = 128 if not t.swizzle else max(128, t.swizzle)
+        ctas = _destinations(X, I, lanes, e, c, int(flat[0][e]), int(flat[2][e]), None if mcast is None else int(flat[-1][e]), align, t.box_bytes)
+        def fetch(t=t, at=at, e=e):
+            return read_box(X, I, t, at, lanes, e)
+        actions.append(_land(X, I, lanes, e, c, w, ctas, t.box_bytes, t.swizzle, fetch))
+    _issue(X, actions)
+
+
+@runtime
+def bulk_load(X, I, mask, dst, src, size, bar, mcast):
+    arrays = [dst, src, size, bar] + ([] if mcast is None else [mcast])
+    lanes, flat = active(X, mask, *arrays)
+    actions: list[Callable[[], None]] = []
+    for e in range(len(flat[0])):
+        c, w = _who(X, lanes, e)
+        source, nbytes = int(flat[1][e]), int(flat[2][e])
+        _check_bulk(X, I, lanes, e, source, nbytes)
+        ctas = _destinations(X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None if mcast is None else int(flat[-1][e]), 16, nbytes)
+        fetch = functools.partial(_global_bytes, X, I, lanes, e, source, nbytes)
+        actions.append(_land(X, I, lanes, e, c, w, ctas, nbytes, 0, fetch))
+    _issue(X, actions)
+
+
+def _global_bytes(X, I, lanes, e, source: int, nbytes: int) -> np.ndarray:
+    try:
+        interval = X.wave.memory.check(source, nbytes, write=False)
+    except EmulationError as error:
+        fail(X, I, type(error), lanes, e, str(error))
+        raise
+    at = source - interval.origin
+    return interval.views[1][at : at + nbytes].copy()
+
+
+def _check_bulk(X, I, lanes, e, address: int, nbytes: int) -> None:
+    if address % 16 or nbytes % 16 or nbytes == 0:
+        fail(X, I, MisalignedAccess, lanes, e, f"a bulk copy of {nbytes} bytes at {address:#x}: address and size must be multiples of 16")
+
+
+@runtime
+def bulk_remote(X, I, mask, dst, src, size, bar):
+    """cp.async.bulk.shared::cluster.shared::cta: shared memory to the shared memory of another CTA of the cluster."""
+    lanes, flat = active(X, mask, dst, src, size, bar)
+    actions: list[Callable[[], None]] = []
+    wave = X.wave
+    for e in range(len(flat[0])):
+        c, w = _who(X, lanes, e)
+        nbytes = int(flat[2][e])
+        source_cta, source = _target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
+        ctas = _destinations(X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None, 16, nbytes)
+        hb = wave.env.hb
+        if hb is not None:
+            g = np.arange(source // hb.g, (source + nbytes) // hb.g)
+            hb.proxy_read(X, I, c, slice(w, w + 1), source_cta, g, "warp")
+        base = source_cta * wave.smem_row + source
+        actions.append(_land(X, I, lanes, e, c, w, ctas, nbytes, 0, lambda base=base, nbytes=nbytes: wave.smem[1][base : base + nbytes].copy()))
+    _issue(X, actions)
+
+
+def _destinations(X, I, lanes, e, c: int, dst: int, bar: int, mcast, align: int, nbytes: int) -> list[tuple[int, int, int]]:
+    """(CTA position, byte offset, mbarrier slot) of every destination."""
+    wave = X.wave
+    m = wave.env.mbarriers
+    cta, offset = _target(X, I, lanes, e, dst, c, align, nbytes)
+    bar_cta, bar_offset = _target(X, I, lanes, e, bar, c, 8, 8)
+    slot = int(m.slot_of[bar_offset >> 3])
+    if mcast is None:
+        pairs = [(cta, bar_cta)]
+    else:
+        if mcast == 0 or mcast >> wave.cluster_size:
+            fail(X, I, EmulationError, lanes, e, f"multicast mask {mcast:#x} in a cluster of {wave.cluster_size} CTAs")
+        first = int(wave.first[c])
+        pairs = [(first + r, first + r) for r in range(wave.cluster_size) if mcast >> r & 1]
+    out = []
+    for to, barrier_cta in pairs:
+        if slot < 0 or not m.valid[barrier_cta, slot]:
+            fail(X, I, MbarrierMisuse, lanes, e, f"a bulk copy on an mbarrier at {bar:#x} that is not initialized in CTA {wave.env.cta_name(wave, barrier_cta)}")
+        if to != barrier_cta:
+            fail(X, I, MbarrierMisuse, lanes, e, "the mbarrier of a bulk copy must lie in the shared memory of the copy's destination")
+        out.append((to, offset, slot))
+    return out
+
+
+def _land(X, I, lanes, e, c, w, ctas, nbytes, swizzle, fetch) -> Callable[[], None]:
+    """Record a load in the happens-before clocks now; return what writes its bytes and completes it."""
+    wave = X.wave
+    hb = wave.env.hb
+    table = chunk_table(ctas[0][1], nbytes, swizzle)
+    if hb is not None:
+        for cta, _, slot in ctas:
+            per = 16 // hb.g
+            g = table if per == 1 else (table[:, None] * per + np.arange(per)).reshape(-1)
+            hb.proxy_write(X, I, c, w, cta, g, slot)
+    started = wave.now
+    wave.now += 1
+    if wave.env.profile is not None:
+        wave.env.profile.bulk(I, "load", nbytes * len(ctas))
+
+    def complete() -> None:
+        data = fetch().view(np.complex128)
+        m = wave.env.mbarriers
+        for cta, _, slot in ctas:
+            wave.smem[16][table + cta * (wave.smem_row >> 4)] = data
+            if hb is not None:
+                agent = wave.rank[cta] * hb.A + hb.offset["mbarrier"] + slot
+                m.know[cta, slot, agent] = max(m.know[cta, slot, agent], started)
+            who = lambda _, message: fail(X, I, MbarrierMisuse, lanes, e, message)  # noqa: E731
+            m.apply(np.array([cta]), np.array([slot]), np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([nbytes]), who)
+
+    return complete
+
+
+def _issue(X, actions) -> None:
+    env = X.wave.env
+    env.progressed = True
+    if not actions:
+        return
+    if env.rng is None:
+        for action in actions:
+            action()
+    else:
+        env.tma.loads.append(actions)
+
+
+# -- stores ----------------------------------------------------------------------------------------------------
+def _store(X, I, lanes, e: int, c: int, w: int, cta: int, table: np.ndarray, nbytes: int, write) -> None:
+    """Read shared memory (now, or with a seed when the group is waited for) and hand the bytes to ``write``."""
+    wave = X.wave
+    env = wave.env
+    hb = env.hb
+    if hb is not None:
+        per = 16 // hb.g
+        g = table if per == 1 else (table[:, None] * per + np.arange(per)).reshape(-1)
+        hb.proxy_read(X, I, c, slice(w, w + 1), cta, g, "bulk")
+    if env.profile is not None:
+        env.profile.bulk(I, "store", nbytes)
+
+    def action() -> None:
+        write(wave.smem[16][table + cta * (wave.smem_row >> 4)].view(np.uint8))
+
+    env.progressed = True
+    if env.rng is None:
+        action()
+    else:
+        env.tma.stores.append((c, w, int(env.tma.committed[c, w]), action))
+
+
+@runtime
+def tma_store(X, I, mask, tmap, coords, src, reduction):
+    lanes, flat = active(X, mask, src, tmap, *coords)
+    for e in range(len(flat[0])):
+        c, w = _who(X, lanes, e)
+        t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
+        at = _coords(flat[2:], e)
+        _check_map(X, I, lanes, e, t, at)
+        cta, offset = _target(X, I, lanes, e, int(flat[0][e]), c, 128, t.box_bytes)
+        table = chunk_table(offset, t.box_bytes, t.swizzle)
+        _store(X, I, lanes, e, c, w, cta, table, t.box_bytes, functools.partial(_write_box, X, I, t, at, reduction, lanes, e))
+
+
+def _write_box(X, I, t: TensorMap, coords, reduction, lanes, e: int, data: np.ndarray) -> None:
+    spans, some = _window(t, coords)
+    if not some:
+        return
+    es = t.element_bytes
+    box = data.reshape(*reversed(t.box[1:]), t.box[0] * es)
+    at = (*(slice(low, high) for low, high in reversed(spans[1:])), slice(spans[0][0] * es, spans[0][1] * es))
+    view = _view(X, I, t, coords, spans, True, lanes, e)
+    if reduction is None:
+        view[...] = box[at]
+    else:
+        old = np.ascontiguousarray(view)
+        view[...] = _reduced(old, np.ascontiguousarray(box[at]), reduction[0], reduction[1] or t.element)
+
+
+def _reduced(old: np.ndarray, new: np.ndarray, op: str, t: str) -> np.ndarray:
+    dtype = {"f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "s32": np.int32, "s64": np.int64,
+             "u64": np.uint64, "b64": np.uint64}.get(t, np.uint32)  # fmt: skip
+    a, b = old.view(dtype), new.view(dtype)
+    out = half_op(op, t, (), a, b) if t in ("f16", "bf16") else step(op, t, a, b, None)
+    return np.ascontiguousarray(out).view(np.uint8).reshape(old.shape)
+
+
+@runtime
+def bulk_store(X, I, mask, dst, src, size, reduction):
+    lanes, flat = active(X, mask, dst, src, size)
+    for e in range(len(flat[0])):
+        c, w = _who(X, lanes, e)
+        target, nbytes = int(flat[0][e]), int(flat[2][e])
+        _check_bulk(X, I, lanes, e, target, nbytes)
+        cta, offset = _target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
+
+        def write(data, target=target, nbytes=nbytes, e=e):
+            try:
+                interval = X.wave.memory.check(target, nbytes, write=True)
+            except EmulationError as error:
+                fail(X, I, type(error), lanes, e, str(error))
+                raise
+            view = interval.views[1][target - interval.origin :][:nbytes]
+            view[:] = data if reduction is None else _reduced(view.copy(), data.copy(), *reduction)
+
+        _store(X, I, lanes, e, c, w, cta, chunk_table(offset, nbytes, 0), nbytes, write)
+
+
+@runtime
+def bulk_commit(X, I, mask):
+    tma = X.wave.env.tma
+    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
+    c, w = np.nonzero(on)
+    c, w = c + X.c0, w + X.w0
+    tma.time[c, w, tma.committed[c, w] % RING] = X.wave.now
+    tma.committed[c, w] += 1
+    X.wave.now += 1
+    X.wave.env.progressed = True
+
+
+@runtime
+def bulk_wait(X, I, mask, allowed):
+    """wait_group and wait_group.read: the stores of all but the last ``allowed`` groups are done."""
+    wave = X.wave
+    tma = wave.env.tma
+    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
+    c, w = np.nonzero(on)
+    c, w = c + X.c0, w + X.w0
+    upto = tma.committed[c, w] - allowed
+    if tma.stores:
+        for k in range(len(c)):
+            if upto[k] > 0:
+                tma.wait_stores(int(c[k]), int(w[k]), int(upto[k]))
+    hb = wave.env.hb
+    if hb is not None:
+        time = np.where(upto > 0, tma.time[c, w, np.maximum(upto - 1, 0) % RING], 0)
+        hb.async_done("bulk", c, w, time.astype(np.int32))
+    wave.env.progressed = True

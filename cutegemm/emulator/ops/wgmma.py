@@ -1,2 +1,556 @@
-"""stub"""
-def prepare(t, k): pass
+"""wgmma: fence, mma_async, commit_group, wait_group.
+
+A wgmma in flight reads its shared-memory operands and writes its accumulators when its group is waited for (with a seed), or at
+issue (without). Consecutive multiplications into the same accumulators are done as one matrix product over their joint
+K, in fp32 by the host's matrix multiply: products of 16-bit, tf32 and fp8 operands are exact, sums are fp32 in an order of
+the host's choice, and the accumulator is added last. Hardware truncates some low bits of each product's sum instead; both
+stay within K * 2**-23 of the sum of magnitudes (for fp8 operands hardware keeps about 14 bits: documented, not modelled).
+
+Accumulators stay in matrix form between multiplications; they move to registers when an ordinary instruction touches
+one. Translation inserts that check, which also finds accumulators used before their wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cutegemm.emulator import numerics
+from cutegemm.emulator.errors import AccumulatorInFlight, EmulationError, OutOfBounds
+from cutegemm.emulator.memory import SHARED_BASE
+from cutegemm.emulator.ops.mma import PER_WORD, fragment_a, unpack
+from cutegemm.emulator.ops.tma import RING
+from cutegemm.emulator.ptx import Addr, Instr, Kernel, Pair, Reg, Vec
+from cutegemm.emulator.translate import Gen, emits, runtime
+
+
+# -- translation: where accumulators are touched ---------------------------------------------------------------------
+def registers(o: Any):
+    if isinstance(o, Reg):
+        yield o
+    elif isinstance(o, Vec):
+        for item in o.items:
+            yield from registers(item)
+    elif isinstance(o, Addr):
+        yield from registers(o.base)
+        for item in (*(o.coords or ()), *o.extra):
+            yield from registers(item)
+    elif isinstance(o, Pair):
+        yield from registers(o.first)
+        yield from registers(o.second)
+    elif hasattr(o, "reg"):
+        yield o.reg
+
+
+@dataclass
+class Accumulators:
+    """One set of accumulator (or A fragment) registers that wgmma instructions name together."""
+
+    index: int
+    regs: tuple[int, ...]
+    is_a: bool = False  # registers of an A operand: they may be read while in flight, not written
+    n: int = 0
+    half: bool = False  # fp16 accumulators, two to a register
+    overlapping: bool = False
+    rows: np.ndarray | None = field(default=None)
+
+
+def prepare(translation: Any, kernel: Kernel) -> None:
+    """Find the accumulator sets of a kernel and have every other instruction that touches one checked."""
+    sets: dict[tuple, Accumulators] = {}
+    owners: dict[int, list[Accumulators]] = {}
+    for i in kernel.instrs:
+        if i.name != "wgmma" or i.parts[1] != "mma_async":
+            continue
+        groups = [(i.operands[0], False)] + ([(i.operands[1], True)] if isinstance(i.operands[1], Vec) else [])
+        for vec, is_a in groups:
+            regs = tuple(r.index for r in registers(vec))
+            key = (regs, is_a)
+            if key not in sets:
+                acc = sets[key] = Accumulators(len(sets), regs, is_a)
+                for r in regs:
+                    others = owners.setdefault(r, [])
+                    for other in others:
+                        if not is_a and not other.is_a:
+                            other.overlapping = acc.overlapping = True
+                    others.append(acc)
+    translation.accumulators = sets
+    if not sets:
+        return
+    clean: dict[int, set] = {}
+
+    def before(gen: Gen, i: Instr) -> None:
+        state = clean.setdefault(id(gen), set())
+        if i.name == "wgmma":
+            state.clear()
+            return
+        stores = i.name in ("st", "red", "stmatrix", "cp", "mbarrier")
+        for n, o in enumerate(i.operands):
+            writes = n == 0 and not stores
+            for r in registers(o):
+                if r.cls != "32":
+                    continue
+                for acc in owners.get(r.index, ()):
+                    if acc.is_a and not writes:
+                        continue
+                    for reading in (False, True) if not writes else (False,):
+                        key = (acc.index, reading)
+                        if key not in state:
+                            state.add(key)
+                            gen.line(f"touch_accumulators(X, {gen.me}, {gen.keep(acc)}, {reading}, {gen.mask})")
+
+    translation.before_instr = before
+
+
+# -- state -----------------------------------------------------------------------------------------------------
+@dataclass
+class Operation:
+    """One wgmma.mma_async of several warps, not executed yet. ``c``, ``w``: warps; ``group``: their commit group."""
+
+    acc: Accumulators
+    spec: tuple  # n, k bytes, operand types, majors, negations
+    c: np.ndarray
+    w: np.ndarray
+    group: np.ndarray
+    a: Any  # descriptors [rows] or fragments [rows, 16, k]
+    b: np.ndarray
+    keep: np.ndarray  # scale-d per warp
+    instr: Instr
+    box: Any
+
+
+class Warpgroups:
+    def __init__(self, wave: Any) -> None:
+        C, W = wave.C, wave.W
+        self.wave = wave
+        self.committed = np.zeros((C, W), np.int64)
+        self.retired = np.zeros((C, W), np.int64)
+        self.time = np.zeros((C, W, RING), np.int64)
+        self.pending: list[Operation] = []
+        self.needs_fence = np.ones((C, W), bool)
+        self.busy: dict[int, np.ndarray] = {}  # accumulator set -> group + 1 of its last operation, per warp
+        self.matrix: dict[int, np.ndarray] = {}  # accumulator set -> [C, W, 16, n] values, rows of each warp
+        self.in_matrix: dict[int, np.ndarray] = {}  # where the matrix, not the registers, holds the values
+        self.fresh: dict[int, np.ndarray] = {}  # where results have not been touched by an ordinary instruction yet
+
+    def execute(self, due: Any) -> None:
+        """Run the pending operations of the warps for which ``due(op)`` is true (a bool per row), in order."""
+        left = []
+        batch: list[Operation] = []
+        for op in self.pending:
+            rows = due(op)
+            if not rows.any():
+                left.append(op)
+                continue
+            if rows.all():
+                now = op
+            else:
+                now = _subset(op, rows)
+                left.append(_subset(op, ~rows))
+            if batch and not _joins(batch[-1], now):
+                self.multiply(batch)
+                batch = []
+            batch.append(now)
+        if batch:
+            self.multiply(batch)
+        self.pending = left
+
+    def multiply(self, ops: list[Operation]) -> None:
+        """Operations on the same accumulators of the same warps, as one product over their joint K."""
+        first = ops[0]
+        n, _, at, bt, _, _, neg_a, neg_b = first.spec
+        a = [load_a(self.wave, op) for op in ops]
+        b = [load_b(self.wave, op) for op in ops]  # [groups, k, n] with the group of each warp
+        left = np.concatenate([x for x in a], -1) if len(a) > 1 else a[0]
+        right = np.concatenate([x for x, _ in b], -2) if len(b) > 1 else b[0][0]
+        which = b[0][1]
+        product = _product(left, right, which)
+        if neg_a != neg_b:
+            np.negative(product, out=product)
+        acc = first.acc
+        table, inside = self.tables(acc, n)
+        c, w = first.c, first.w
+        keep = first.keep
+        if keep.any():
+            stale = keep & ~inside[c, w]
+            if stale.any():
+                table[c[stale], w[stale]] = gather(self.wave, acc, c[stale], w[stale])
+            if keep.all():
+                product += table[c, w]
+            else:
+                product[keep] += table[c[keep], w[keep]]
+        if acc.half:
+            product = numerics.f16_bits(product).view(np.float16).astype(np.float32)
+        table[c, w] = product
+        inside[c, w] = True
+        self.fresh[acc.index][c, w] = True
+        if acc.overlapping:
+            self.flush(acc, c, w)
+
+    def tables(self, acc: Accumulators, n: int) -> tuple[np.ndarray, np.ndarray]:
+        if acc.index not in self.matrix:
+            wave = self.wave
+            self.matrix[acc.index] = np.zeros((wave.C, wave.W, 16, n), np.float32)
+            self.in_matrix[acc.index] = np.zeros((wave.C, wave.W), bool)
+            self.fresh[acc.index] = np.zeros((wave.C, wave.W), bool)
+        return self.matrix[acc.index], self.in_matrix[acc.index]
+
+    def flush(self, acc: Accumulators, c: np.ndarray, w: np.ndarray) -> None:
+        scatter(self.wave, acc, c, w, self.matrix[acc.index][c, w])
+        self.in_matrix[acc.index][c, w] = False
+
+
+def _subset(op: Operation, rows: np.ndarray) -> Operation:
+    return Operation(op.acc, op.spec, op.c[rows], op.w[rows], op.group[rows], op.a[rows], op.b[rows], op.keep[rows], op.instr, op.box)
+
+
+def _joins(one: Operation, two: Operation) -> bool:
+    return (
+        one.acc is two.acc and one.spec == two.spec and not one.acc.half and len(one.c) == len(two.c) and two.keep.all()
+        and bool((one.c == two.c).all() and (one.w == two.w).all())
+    )  # fmt: skip
+
+
+def _product(left: np.ndarray, right: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """left [warps, 16, k], right [groups, k, n], which [warps] -> [warps, 16, n]. Warps of one group come together."""
+    groups = len(right)
+    if len(which) % groups == 0 and (which == np.repeat(np.arange(groups), len(which) // groups)).all():
+        k, n = right.shape[1:]
+        return np.matmul(left.reshape(groups, -1, k), right).reshape(-1, 16, n)
+    return np.matmul(left, right[which])
+
+
+# -- accumulators: registers <-> matrices ----------------------------------------------------------------------------
+def gather(wave: Any, acc: Accumulators, c: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Registers of warps -> [warps, 16, n] fp32."""
+    regs = _rows(wave, acc)[:, c, w]  # [registers, warps, 32]
+    m = len(c)
+    if acc.half:
+        v = np.ascontiguousarray(regs).view(np.float16).reshape(-1, 2, m, 8, 4, 2).astype(np.float32)
+        return v.transpose(2, 1, 3, 0, 4, 5).reshape(m, 16, -1)
+    v = regs.view(np.float32).reshape(-1, 2, 2, m, 8, 4)  # [column block, row half, element, warp, row, group]
+    return v.transpose(3, 1, 4, 0, 5, 2).reshape(m, 16, -1)
+
+
+def scatter(wave: Any, acc: Accumulators, c: np.ndarray, w: np.ndarray, values: np.ndarray) -> None:
+    m = len(c)
+    if acc.half:
+        v = values.reshape(m, 2, 8, -1, 4, 2).transpose(3, 1, 0, 2, 4, 5)
+        words = np.ascontiguousarray(numerics.f16_bits(v)).view(np.uint32).reshape(-1, m, 32)
+    else:
+        v = values.reshape(m, 2, 8, -1, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+        words = np.ascontiguousarray(v).view(np.uint32).reshape(-1, m, 32)
+    _store_rows(wave, acc, c, w, words)
+
+
+def _contiguous(acc: Accumulators) -> bool:
+    return all(b == a + 1 for a, b in zip(acc.regs, acc.regs[1:], strict=False))
+
+
+def _rows(wave: Any, acc: Accumulators) -> np.ndarray:
+    regs = wave.regs["32"]
+    if _contiguous(acc):
+        return regs[acc.regs[0] : acc.regs[-1] + 1]
+    return regs[list(acc.regs)]
+
+
+def _store_rows(wave: Any, acc: Accumulators, c: np.ndarray, w: np.ndarray, words: np.ndarray) -> None:
+    regs = wave.regs["32"]
+    if _contiguous(acc):
+        regs[acc.regs[0] : acc.regs[-1] + 1][:, c, w] = words
+    else:
+        for n, r in enumerate(acc.regs):
+            regs[r][c, w] = words[n]
+
+
+@runtime
+def touch_accumulators(X, I, acc, reading, mask):
+    """An ordinary instruction is about to use accumulators: they must not be in flight; bring them into registers."""
+    env = X.wave.env
+    g = env._wgmma
+    if g is None:
+        return
+    on = None if mask is None else mask.any(-1)
+    busy = g.busy.get(acc.index)
+    if busy is not None and env.checks.accumulators:
+        early = busy[X.at] > g.retired[X.at]
+        if on is not None:
+            early &= on
+        if early.any():
+            c, w = (int(v[0]) for v in np.nonzero(early))
+            what = "the registers of an A operand" if acc.is_a else "accumulators"
+            raise AccumulatorInFlight(
+                f"{what} of a wgmma in flight are used before its wgmma.wait_group\n  "
+                f"{env.thread_name(X.wave, c + X.c0, w + X.w0, None)}\n  {I.where()}", line=I.line)  # fmt: skip
+    fresh = g.fresh.get(acc.index)
+    if fresh is not None:
+        # results are being used: the next wgmma needs a fence. Writes alone do not count: the compiler's own code sets accumulators
+        # to zero between its fence and the wgmma.
+        if reading:
+            g.needs_fence[X.at] |= fresh[X.at] if on is None else fresh[X.at] & on
+        np.copyto(fresh[X.at], False, where=True if on is None else on)
+    inside = g.in_matrix.get(acc.index)
+    if inside is None:
+        return
+    move = inside[X.at] if on is None else inside[X.at] & on
+    if move.any():
+        c, w = np.nonzero(move)
+        g.flush(acc, c + X.c0, w + X.w0)
+
+
+# -- emitters --------------------------------------------------------------------------------------------------
+@emits("wgmma")
+def wgmma(g: Gen, i: Instr) -> None:
+    g.program.env.uses.add("wgmma")
+    what = i.parts[1]
+    if what == "fence":
+        g.line(f"wgmma_fence(X, {g.mask})")
+    elif what == "commit_group":
+        g.line(f"wgmma_commit(X, {g.mask})")
+    elif what == "wait_group":
+        g.line(f"wgmma_wait(X, {g.mask}, {i.operands[0].value})")
+    elif what == "mma_async" and "sp" not in i.parts:
+        mma_async(g, i)
+    else:
+        raise g.unsupported()
+
+
+def mma_async(g: Gen, i: Instr) -> None:
+    shape = next(p for p in i.parts if p.startswith("m64n"))
+    n, k = (int(x) for x in shape[4:].split("k"))
+    dt, at, bt = i.parts[-3:]
+    if dt not in ("f32", "f16") or at not in PER_WORD or bt not in PER_WORD or at in ("s8", "u8"):
+        raise g.unsupported(f"types {dt}.{at}.{bt}")
+    if n % 8 or not 8 <= n <= 256 or k * 4 // PER_WORD[at] != 32:
+        raise g.unsupported(f"shape {shape}")
+    d, a, b, scale_d, *imm = i.operands
+    from_regs = isinstance(a, Vec)
+    values = [o.value for o in imm]
+    scale_a, scale_b = values[:2] if len(values) >= 2 else (1, 1)
+    majors = values[2:]
+    trans_a, trans_b = (0, majors[0]) if from_regs and majors else (majors[0], majors[1]) if len(majors) == 2 else (0, 0)
+    if {scale_a, scale_b} - {1, -1}:
+        raise g.unsupported("operand scales are 1 or -1")
+    if (trans_a or trans_b) and at not in ("f16", "bf16"):
+        raise g.unsupported("only 16-bit operands may be MN-major")
+    regs = tuple(r.index for r in registers(d))
+    acc = g.program.env.accumulators[regs, False]
+    acc.n, acc.half = n, dt == "f16"
+    if len(regs) != n // (4 if acc.half else 2):
+        raise g.unsupported(f"{len(regs)} accumulator registers for {shape}.{dt}")
+    for r in registers(d):
+        g.written(r)
+    _granule(g, i)
+    spec = (n, k, at, bt, int(trans_a), int(trans_b), scale_a < 0, scale_b < 0)
+    if from_regs:
+        a_regs = tuple(r.index for r in registers(a))
+        a_acc = g.keep(g.program.env.accumulators[a_regs, True])
+        first = f"({', '.join(g.src(o, 'u4') for o in a.items)},)"
+    else:
+        a_acc, first = "None", g.src(a, "u8")
+    g.line(f"wgmma_issue(X, {g.me}, {g.mask}, {g.keep(acc)}, {spec!r}, {first}, {a_acc}, {g.src(b, 'u8')}, {g.src(scale_d, 'p')})")
+
+
+def _granule(g: Gen, i: Instr) -> None:
+    g.program.env.note_access(g, i, "shared", 16)
+
+
+@runtime
+def wgmma_fence(X, mask):
+    g = X.wave.env.wgmma
+    on = True if mask is None else mask.any(-1)
+    np.copyto(g.needs_fence[X.at], False, where=on)
+
+
+@runtime
+def wgmma_issue(X, I, mask, acc, spec, a, a_acc, b, scale_d):
+    wave = X.wave
+    env = wave.env
+    g: Warpgroups = env.wgmma
+    env.progressed = True
+    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
+    if mask is not None and not (mask.all(-1) | ~on).all():
+        raise EmulationError(f"wgmma executed by some lanes of a warp only\n  {X.where(0)}\n  {I.where()}", line=I.line)
+    c, w = np.nonzero(on)
+    if env.checks.accumulators:
+        bad = g.needs_fence[X.at] & on
+        if bad.any():
+            cc, ww = (int(v[0]) for v in np.nonzero(bad))
+            raise AccumulatorInFlight(f"wgmma.mma_async without wgmma.fence after its registers were last used\n  "
+                                      f"{env.thread_name(wave, cc + X.c0, ww + X.w0, None)}\n  {I.where()}", line=I.line)  # fmt: skip
+    if a_acc is None:
+        left = np.broadcast_to(a, X.shape)[c, w, 0]
+    else:
+        left = fragment_a(X.shape, tuple(np.broadcast_to(v, X.shape) for v in a), spec[2])
+        left = left.reshape(*X.shape[:2], 16, -1)[c, w]
+    right = np.broadcast_to(b, X.shape)[c, w, 0]
+    keep = np.broadcast_to(scale_d, X.shape)[c, w, 0]
+    c, w = c + X.c0, w + X.w0
+    op = Operation(acc, spec, c, w, g.committed[c, w], left, right, keep, I, X)
+    for which in (acc, a_acc):
+        if which is not None:
+            busy = g.busy.setdefault(which.index, np.zeros((wave.C, wave.W), np.int64))
+            busy[c, w] = g.committed[c, w] + 1
+    if env.hb is not None:
+        note_reads(wave, op)
+    if env.profile is not None:
+        env.profile.wgmma(I, op)
+    g.pending.append(op)
+    if env.rng is None:
+        g.execute(lambda o: np.ones(len(o.c), bool))
+
+
+@runtime
+def wgmma_commit(X, mask):
+    g: Warpgroups = X.wave.env.wgmma
+    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
+    c, w = np.nonzero(on)
+    c, w = c + X.c0, w + X.w0
+    g.time[c, w, g.committed[c, w] % RING] = X.wave.now
+    g.committed[c, w] += 1
+    X.wave.now += 1
+    X.wave.env.progressed = True
+
+
+@runtime
+def wgmma_wait(X, mask, allowed):
+    wave = X.wave
+    g: Warpgroups = wave.env.wgmma
+    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
+    c, w = np.nonzero(on)
+    c, w = c + X.c0, w + X.w0
+    upto = np.maximum(g.committed[c, w] - allowed, 0)
+    limit = np.zeros((wave.C, wave.W), np.int64)
+    limit[c, w] = upto
+    if g.pending:
+        g.execute(lambda op: op.group < limit[op.c, op.w])
+    g.retired[c, w] = np.maximum(g.retired[c, w], upto)
+    hb = wave.env.hb
+    if hb is not None:
+        time = np.where(upto > 0, g.time[c, w, np.maximum(upto - 1, 0) % RING], 0)
+        hb.async_done("wgmma", c, w, time.astype(np.int32))
+    wave.env.progressed = True
+
+
+# -- shared-memory operands --------------------------------------------------------------------------------------
+def descriptor(value: int) -> tuple[int, int, int, int]:
+    """(start address, leading byte offset, stride byte offset, swizzle bytes) of a wgmma descriptor."""
+    if (value >> 49) & 7:
+        raise ValueError("a base offset other than 0 is not supported")
+    start = (value & 0x3FFF) << 4
+    leading, stride = ((value >> 16) & 0x3FFF) << 4, ((value >> 32) & 0x3FFF) << 4
+    return start, leading, stride, (0, 128, 64, 32)[value >> 62 & 3]
+
+
+_tables: dict[tuple, np.ndarray] = {}
+
+
+def chunks(value: int, rows: int, mn_major: bool, k16: int) -> np.ndarray:
+    """16-byte chunk indices from the start of the CTA's shared memory.
+
+    K-major: [rows, 2]: the 32 bytes of K of each row. MN-major: [k16, rows / 8]: the rows of each k, 8 to a chunk.
+    """
+    key = (value, rows, mn_major, k16)
+    found = _tables.get(key)
+    if found is not None:
+        return found
+    start, leading, stride, swizzle = descriptor(value)
+    if mn_major:
+        k, m = np.arange(k16)[:, None], np.arange(rows // 8)[None, :]
+        if swizzle:
+            per = swizzle // 16  # chunks of one swizzle row
+            at = (m % per) * 16 + (m // per) * leading + (k % 8) * swizzle + (k // 8) * stride
+        else:
+            at = m * stride + (k % 8) * 16 + (k // 8) * leading
+    else:
+        r, half = np.arange(rows)[:, None], np.arange(2)[None, :]
+        if swizzle:
+            at = (r // 8) * stride + (r % 8) * swizzle + half * 16
+        else:
+            at = (r // 8) * stride + half * leading + (r % 8) * 16
+    at = at + start
+    if swizzle:
+        at = at ^ (((at >> 7) & (swizzle // 16 - 1)) << 4)
+    if len(_tables) > 4096:
+        _tables.clear()
+    found = _tables[key] = (at - SHARED_BASE) >> 4
+    return found
+
+
+def _chunk_rows(op: Operation, wave: Any, values: np.ndarray, rows: int, mn: bool):
+    """Yield (positions, ctas, chunk table) for each distinct descriptor among ``values``, checked."""
+    for value in np.unique(values):
+        try:
+            table = chunks(int(value), rows, mn, op.spec[1])
+        except ValueError as error:
+            raise EmulationError(f"a wgmma descriptor: {error}\n  {op.instr.where()}", line=op.instr.line) from error
+        if int(table.min()) < 0 or (int(table.max()) + 1) * 16 > (wave.smem_bytes + 15) // 16 * 16:
+            raise OutOfBounds(f"a wgmma operand of {rows} rows at shared address {descriptor(int(value))[0]:#x} leaves the CTA's shared memory\n  "
+                              f"{wave.env.thread_name(wave, int(op.c[0]), int(op.w[0]), None)}\n  {op.instr.where()}", line=op.instr.line)  # fmt: skip
+        at = np.flatnonzero(values == value)
+        yield at, table
+
+
+def _values(wave: Any, ctas: np.ndarray, table: np.ndarray, kind: str, mn: bool) -> np.ndarray:
+    """Operand chunks of several CTAs -> fp32 [ctas, rows, k] (K-major) or [ctas, k, rows] (MN-major)."""
+    row = wave.smem_row >> 4
+    raw = wave.smem[16].reshape(-1, row)[ctas[:, None], table.reshape(1, -1)]
+    values = unpack(raw.view(np.uint32), kind)
+    return values.reshape(len(ctas), table.shape[0], -1)
+
+
+def _groups(op: Operation) -> tuple[np.ndarray, np.ndarray]:
+    """(first warp row of each (CTA, warpgroup), group of each row). Rows are in (CTA, warp) order."""
+    key = op.c * 64 + op.w // 4
+    first = np.flatnonzero(np.r_[True, key[1:] != key[:-1]])
+    group = np.cumsum(np.r_[False, key[1:] != key[:-1]])
+    return first, group
+
+
+def load_a(wave: Any, op: Operation) -> np.ndarray:
+    """[warps, 16, k] fp32: the 16 rows of each warp."""
+    if op.a.ndim > 1:
+        return op.a
+    k = op.spec[1]
+    out = np.empty((len(op.c), 16, k), np.float32)
+    mn = bool(op.spec[4])
+    for at, table in _chunk_rows(op, wave, op.a, 64, mn):
+        ctas, inverse = np.unique(op.c[at], return_inverse=True)
+        values = _values(wave, ctas, table, op.spec[2], mn)
+        if mn:
+            values = values.transpose(0, 2, 1)
+        out[at] = values.reshape(len(ctas), 4, 16, k)[inverse, op.w[at] % 4]
+    return out
+
+
+def load_b(wave: Any, op: Operation) -> tuple[np.ndarray, np.ndarray]:
+    """([groups, k, n] fp32, the group of each warp). Warpgroups of a CTA with the same descriptor share one."""
+    n, k = op.spec[0], op.spec[1]
+    mn = bool(op.spec[5])
+    keys, which = np.unique(np.stack([op.c.astype(np.uint64), op.b]), axis=1, return_inverse=True)
+    which = which.reshape(-1)
+    ctas, values = keys[0].astype(np.int64), keys[1]
+    out = np.empty((len(ctas), k, n), np.float32)
+    for at, table in _chunk_rows(op, wave, values, n, mn):
+        got = _values(wave, ctas[at], table, op.spec[3], mn)
+        out[at] = got if mn else got.transpose(0, 2, 1)
+    return out, which
+
+
+def note_reads(wave: Any, op: Operation) -> None:
+    """Tell the happens-before clocks which shared memory an operation reads."""
+    hb = wave.env.hb
+    n = op.spec[0]
+    sides = [(op.b, n, bool(op.spec[5]))]
+    if op.a.ndim == 1:
+        sides.append((op.a, 64, bool(op.spec[4])))
+    first, _ = _groups(op)
+    for values, rows, mn in sides:
+        for at, table in _chunk_rows(op, wave, values[first], rows, mn):
+            g = table.reshape(-1)
+            per = 16 // hb.g
+            if per > 1:
+                g = (g[:, None] * per + np.arange(per)).reshape(-1)
+            hb.proxy_read_groups(op.box, op.instr, op.c[first][at], op.w[first][at], g)

@@ -70,7 +70,7 @@ def promise(config: LegacyConfig, problem: Problem, arch: Arch) -> float:
     bm, bn, bk = config.tile()
     if config.spec.tensor_cores:
         rows, cols = bm // p.get("warps_m", 1), bn // p.get("warps_n", p.get("warps", 1))
-        work, overhead = rows * cols / 16, rows + cols
+        work, overhead = rows * cols / 16, float(rows + cols)
         registers = config.accumulators + 60
     else:
         if "wm" in p:
@@ -79,7 +79,7 @@ def promise(config: LegacyConfig, problem: Problem, arch: Arch) -> float:
         else:
             rows, cols = p.get("tm", 1), p.get("tn", 1)
         copies = (bm + bn) / config.threads / (4 if "async" in config.rung else 1.2)
-        work, overhead = rows * cols, (rows + cols) / 4 + copies + 12 / bk
+        work, overhead = float(rows * cols), (rows + cols) / 4 + copies + 12 / bk
         registers = config.accumulators + 2 * (rows + cols) + 40
     smem = config.dynamic_smem(signature) + config.static_smem() + arch.smem_reserved_per_cta
     ctas = min(arch.registers_per_sm // (config.threads * min(registers, 255)), arch.smem_per_sm // smem)

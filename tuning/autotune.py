@@ -47,19 +47,21 @@ def autotune(
     """
     store = winners or Winners()
     problem, arch = bench.problem, bench.arch
-    candidates = sorted(family(name, problem.signature, arch), key=lambda c: -promise(c, problem, arch))
+    frontier = _Frontier(sorted(family(name, problem.signature, arch), key=lambda c: -promise(c, problem, arch)))
+    total = len(frontier)
     deadline = time.monotonic() + 0.8 * budget_s
     found: list[tuple[float, LegacyConfig]] = []
     rows: list[Measurement] = []
-    for tried, (config, kernel) in enumerate(_compiled_ahead(candidates, problem, arch, deadline), 1):
+    for tried, (config, kernel) in enumerate(_compiled_ahead(frontier, problem, arch, deadline), 1):
         verdict, seconds = ("did not compile", None) if kernel is None else _judge(bench, config)
         rows.append(_row(problem, arch, config, seconds, verdict))
         if verdict == "ok" and seconds is not None:
             if report is not None and (not found or seconds < min(found)[0]):
-                report(f"  {name} {tried}/{len(candidates)}: {config} {problem.flops / seconds * 1e-12:.2f} TFLOP/s")
+                report(f"  {name} {tried}/{total}: {config} {problem.flops / seconds * 1e-12:.2f} TFLOP/s")
             found.append((seconds, config))
+            frontier.measured(seconds, config)
         elif report is not None:
-            report(f"  {name} {tried}/{len(candidates)}: {config}: {verdict}")
+            report(f"  {name} {tried}/{total}: {config}: {verdict}")
     store.record(*rows)
     finalists = [config for _, config in sorted(found, key=lambda pair: pair[0])[:FINALISTS]]
     if not finalists:
@@ -67,6 +69,41 @@ def autotune(
     final = [(bench.measure(config, rounds=3).seconds, config) for config in finalists]
     store.record(*(_row(problem, arch, config, seconds, "ok") for seconds, config in final))
     return min(final, key=lambda pair: pair[0])[1]
+
+
+class _Frontier:
+    """What to try next: in turn the most promising candidate, and a neighbour of the best one so far.
+
+    A neighbour is an untried candidate of the same kernel that differs in the fewest parameters.
+    """
+
+    def __init__(self, by_promise: list[LegacyConfig]) -> None:
+        self._rest = dict.fromkeys(by_promise)
+        self._best: tuple[float, LegacyConfig] | None = None
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._rest)
+
+    def measured(self, seconds: float, config: LegacyConfig) -> None:
+        if self._best is None or seconds < self._best[0]:
+            self._best = (seconds, config)
+
+    def next(self) -> LegacyConfig | None:
+        if not self._rest:
+            return None
+        self._turn += 1
+        chosen = next(iter(self._rest))
+        if self._best is not None and self._turn % 2:
+            best = self._best[1]
+            chosen = min(self._rest, key=lambda c: (c.rung != best.rung, _distance(c, best)))
+        del self._rest[chosen]
+        return chosen
+
+
+def _distance(one: LegacyConfig, other: LegacyConfig) -> int:
+    theirs = other.parameters
+    return sum(value != theirs.get(name) for name, value in one.parameters.items())
 
 
 def _judge(bench: Workbench, config: LegacyConfig) -> tuple[str, float | None]:
@@ -84,7 +121,7 @@ def _row(problem: Problem, arch: Arch, config: LegacyConfig, seconds: float | No
 
 
 def _compiled_ahead(
-    candidates: Iterable[LegacyConfig], problem: Problem, arch: Arch, deadline: float
+    frontier: _Frontier, problem: Problem, arch: Arch, deadline: float
 ) -> Iterable[tuple[LegacyConfig, LegacyKernel | None]]:
     """Candidates in order, each with its kernel compiled (None when that failed), until the deadline."""
 
@@ -100,9 +137,8 @@ def _compiled_ahead(
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
         waiting: list[tuple[LegacyConfig, Future[LegacyKernel | None]]] = []
-        rest = iter(candidates)
         while time.monotonic() < deadline:
-            while len(waiting) < 2 * workers and (config := next(rest, None)) is not None:
+            while len(waiting) < 2 * workers and (config := frontier.next()) is not None:
                 waiting.append((config, pool.submit(build, config)))
             if not waiting:
                 return

@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = _chosen(options.ladder, options.rung)
     except ValueError as why:
         parser.error(str(why))
+    if options.rounds < 1:
+        parser.error(f"--rounds: got {options.rounds}, expected at least 1")
     if options.emulate or not torch.cuda.is_available():
         from tuning.ladder_profile import profile_ladder
 
@@ -109,13 +111,13 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
         from tuning.plot import plot_ladder
 
         plot_ladder(rows, options.plot)
+        print(f"drawn: {options.plot}")
     return 0 if all(row.verdict == "ok" for row in rows) else 1
 
 
 def _autotuned(bench: Workbench, seconds: float) -> list[LegacyConfig]:
-    from tuning.autotune import autotune
-
     from legacy_cuda.space import FAMILIES
+    from tuning.autotune import autotune
 
     found = (autotune(bench, family, budget_s=seconds, report=print) for family in FAMILIES)
     return [config for config in found if config is not None]

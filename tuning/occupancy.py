@@ -155,12 +155,13 @@ def _line(options: argparse.Namespace, arch: Arch) -> list[str]:
         reason = backend.check(config, problem, arch)
         if reason is not None:
             return [arch.name, reason, *[""] * 12]
-        needs, tile = resources(backend.build(problem.signature, config, arch), problem), config.tile()[:2]
+        needs = resources(backend.build(problem.signature, config, arch), problem)
+        tile = config.tile()[0], config.tile()[1]
     got = occupancy(arch, registers=needs.registers, smem=needs.smem, threads=needs.threads)
     cells = [arch.name, str(needs.registers), str(needs.smem), str(needs.threads), str(got.ctas)]
     cells += [", ".join(got.limited_by), f"{100 * got.share:.1f} %"]
     if tile is not None:
-        grid = quantization(m, n, *tile, in_flight=max(got.ctas, 1) * arch.sm_count)
+        grid = quantization(m, n, tile[0], tile[1], max(got.ctas, 1) * arch.sm_count)
         bound = roofline(problem, arch)
         cells += [
             str(grid.tiles),

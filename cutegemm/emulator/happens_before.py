@@ -58,6 +58,7 @@ class HappensBefore:
         self.wrote_at = np.zeros(granules, np.int32)
         self.wrote_by = np.zeros(granules, np.int16)
         self.wrote_line = np.zeros(granules, np.int32)
+        self.atomic_write = np.zeros(granules, bool)
         self.read_last = np.zeros(granules, np.int32)
         self.read_at = np.zeros((self.readers * wave.cluster_size, granules), np.int32)
         self.know = np.zeros((C, W, self.AA), np.int32)
@@ -224,12 +225,36 @@ class HappensBefore:
         self.wrote_at[g] = self.wave.now
         self.wrote_by[g] = agent
         self.wrote_line[g] = self.line_of(I)
+        self.atomic_write[g] = False
         clash = self.wrote_by.take(g) != agent
         if clash.any() and self.checks.races:
             e = int(np.argmax(clash))
             other = int(self.wrote_by[g[e]])
             self.fail(X, I, DataRace, g[e], lanes, e // n, f"a write that {self.agent_name(int(g[e]), other)} makes to the same bytes "
                       "at the same time", by=None)  # fmt: skip
+
+    def atomic(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None) -> None:
+        """Atomic accesses: among themselves they never conflict, against ordinary accesses they count as writes."""
+        g, n = self._granules(offset, size)
+        warps = self._warps(X, lanes, n)
+        plain = ~self.atomic_write[g]
+        if plain.any():
+            self.report_read_if_needed(X, I, g[plain], n, warps[plain], None if n > 1 and lanes is None else lanes, plain, n)
+        agent = self.self_agent.reshape(-1).take(warps).astype(np.int16)
+        self.wrote_at[g] = self.wave.now
+        self.wrote_by[g] = agent
+        self.wrote_line[g] = self.line_of(I)
+        self.atomic_write[g] = True
+
+    def report_read_if_needed(self, X, I, g, n, warps, lanes, chosen, per) -> None:
+        """Check ``g`` (the accesses ``chosen`` of an instruction) as reads and as writes."""
+        element = np.flatnonzero(chosen) // per
+        lanes = element if lanes is None else lanes[element]
+        when, by = self.wrote_at.take(g), self.wrote_by.take(g)
+        ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
+        if not ok.all() or not when.all():
+            self.report_read(X, I, g, 1, warps, when, by, ok, lanes, proxy=False)
+        self.check_write(X, I, g, 1, warps, lanes)
 
     def check_write(self, X: Any, I: Any, g: np.ndarray, n: int, warps: np.ndarray, lanes: np.ndarray | None) -> None:
         if not self.checks.races:

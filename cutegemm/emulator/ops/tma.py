@@ -408,10 +408,20 @@ def _store(X, I, lanes, e: int, c: int, w: int, cta: int, table: np.ndarray, nby
         env.tma.stores.append((c, w, int(env.tma.committed[c, w]), action))
 
 
+def _distinct(X, lanes, flat, reduction):
+    """The elements to carry out: lanes of a warp that make the very same store make it once (the result is the same)."""
+    n = len(flat[0])
+    if n < 2 or reduction is not None:
+        return range(n)
+    warp = X.warp_of_lane.reshape(-1)
+    keys = np.stack([warp if lanes is None else warp[lanes], *(np.asarray(f).astype(np.int64) for f in flat)])
+    return np.sort(np.unique(keys, axis=1, return_index=True)[1])
+
+
 @runtime
 def tma_store(X, I, mask, tmap, coords, src, reduction):
     lanes, flat = active(X, mask, src, tmap, *coords)
-    for e in range(len(flat[0])):
+    for e in _distinct(X, lanes, flat, reduction):
         c, w = _who(X, lanes, e)
         t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
         at = _coords(flat[2:], e)
@@ -447,7 +457,7 @@ def _reduced(old: np.ndarray, new: np.ndarray, op: str, t: str) -> np.ndarray:
 @runtime
 def bulk_store(X, I, mask, dst, src, size, reduction):
     lanes, flat = active(X, mask, dst, src, size)
-    for e in range(len(flat[0])):
+    for e in _distinct(X, lanes, flat, reduction):
         c, w = _who(X, lanes, e)
         target, nbytes = int(flat[0][e]), int(flat[2][e])
         _check_bulk(X, I, lanes, e, target, nbytes)

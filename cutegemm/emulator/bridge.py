@@ -37,7 +37,7 @@ ANNOUNCE_SECONDS = 60.0
 
 # Emulated flop/s by the instruction that does the multiplying: large tiles, all checks on, two cores at 2.x GHz.
 # Small tiles are up to five times slower.
-_RATES = (("wgmma.mma_async", 1.5e9), ("mma.sync", 8e8), ("wmma.mma", 4e8), ("fma.rn", 6e7))
+_RATES = (("wgmma.mma_async", 1e9), ("mma.sync", 8e8), ("wmma.mma", 4e8), ("fma.rn", 6e7))
 _SLOWEST_RATE = 2e7
 
 

@@ -140,9 +140,9 @@ class SimtConfig(TileConfig):
         return self.wm // 4, self.wn // 8
 
     def pad(self, major: str) -> int:
-        """Words after each k-row of a shared tile: with 8, the 4 x 8 elements that a warp transposes at a time fall
-        into 32 different banks; an operand that needs no transposing needs no padding."""
-        return 8 if major == "k" else 0
+        """Words after each k-row of a shared tile: with 4, the vectors that a warp transposes at a time fall into
+        32 different banks; an operand that needs no transposing needs no padding."""
+        return 4 if major == "k" else 0
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""

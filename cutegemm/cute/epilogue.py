@@ -89,7 +89,7 @@ class SlabEpilogue:
     def _store_chunk(self, slab_row: Int32, row: Int32):
         values = cute.make_rmem_tensor(self.chunk, Float32)
         source = self.slab.iterator + slab_row * self.pitch + self.lane_column
-        cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(self.chunk)), values)
+        cute.autovec_copy(cute.make_tensor(aligned(source, 16), cute.make_layout(self.chunk)), values)
         z = values.load() * self.operands.alpha
         if cutlass.const_expr(self.epilogue.c_dtype is not None):
             z = z + self._load_c(row).load() * self.operands.beta
@@ -105,7 +105,7 @@ class SlabEpilogue:
         vectors = cute.logical_divide(result, cute.make_layout(self.vector))
         for v in cutlass.range_constexpr(self.chunk // self.vector):
             if self.column + v * self.vector < self.n:
-                place = (target + v * self.vector).align(self.vector * self.out_bytes)
+                place = aligned(target + v * self.vector, self.vector * self.out_bytes)
                 cute.autovec_copy(vectors[None, v], cute.make_tensor(place, cute.make_layout(self.vector)))
 
     @cute.jit
@@ -120,13 +120,18 @@ class SlabEpilogue:
         for v in cutlass.range_constexpr(self.chunk // width):
             if self.column + v * width < self.n:
                 if cutlass.const_expr(self.c_vector > 0):
-                    place = (start + v * width).align(width * (c_type.width // 8))
+                    place = aligned(start + v * width, width * (c_type.width // 8))
                     cute.autovec_copy(cute.make_tensor(place, cute.make_layout(width)), vectors[None, v])
                 else:
                     raw[v] = cute.make_tensor(start + Int64(v) * self.operands.c_col, cute.make_layout(1))[0]
         values = cute.make_rmem_tensor(self.chunk, Float32)
         values.store(raw.load().to(Float32))
         return values
+
+
+def aligned(pointer, align: int):
+    """The same pointer with the promise that `align` bytes divide it (`Pointer.align` would round it up)."""
+    return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=align)
 
 
 class Operands:

@@ -7,16 +7,18 @@ cp.async, all at the same place in their rows:
     thread t:  inner vector t % (inner / vector),  row t / (inner / vector) + p * rows_per_pass,  p = 0 .. passes-1
 
 Edges cost nothing in the main loop. Beyond M or N a thread re-reads the last valid row or vector (the garbage lands in
-outputs that are never stored). Beyond K the copy's source size shrinks, and cp.async fills the rest with zeros.
+outputs that are never stored). Beyond K a copy ignores its source and writes zeros.
 
 cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead.
+
+A K-major operand that must lie transposed in shared memory ([k][m], for the CUDA-core kernel) takes `TransposingLoader`.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int64
 
 
 class TileLoader:
@@ -26,17 +28,14 @@ class TileLoader:
         dtype: element type of the operand. extent: bm or bn. bk: depth of the tile.
         k_major: whether K is the contiguous dimension.
         align: alignment class in bytes. threads: of the CTA.
-        transpose: store K-major rows transposed, element by element (the CUDA-core kernel wants its operands
-            m- or n-contiguous in shared memory).
         pitch: distance in elements between rows of the shared tile when it is not swizzled.
         swizzle: (bits, base, shift) over the byte offset within a tile, or None.
     """
 
-    def __init__(self, dtype, extent, bk, k_major, align, threads, *, transpose=False, pitch=None, swizzle=None):
+    def __init__(self, dtype, extent, bk, k_major, align, threads, *, pitch=None, swizzle=None):
         self.dtype = dtype
         self.itemsize = dtype.width // 8
         self.k_major = k_major
-        self.transpose = transpose and k_major
         self.inner = bk if k_major else extent
         self.outer = extent if k_major else bk
         self.extent = extent
@@ -44,16 +43,13 @@ class TileLoader:
         self.threads = threads
         self.swizzle = swizzle
         self.pitch = pitch
-        bytes_per_copy = self.itemsize if self.transpose else align
-        self.vector = max(bytes_per_copy // self.itemsize, 1)
+        self.vector = max(align // self.itemsize, 1)
         while self.outer * self.inner < self.vector * threads:
             self.vector //= 2
         self.bytes = self.vector * self.itemsize
         self.vectors_per_row = self.inner // self.vector
-        # Passes that go along a row need no address register of their own. A row has more than one part when
-        # it has more vectors than there are threads, and when it is transposed: there 4 lanes along K and 8 rows
-        # a warp read half sectors, and halve the registers for row addresses.
-        self.row_parts = max(self.vectors_per_row // threads, bk // 4 if self.transpose else 1)
+        # A row may have more vectors than there are threads: then a pass covers a part of it.
+        self.row_parts = max(self.vectors_per_row // threads, 1)
         self.rows_per_pass = threads * self.row_parts // self.vectors_per_row
         self.passes = self.outer * self.inner // (self.vector * threads)
         self.ptx = _copy_instruction(self.bytes)
@@ -81,8 +77,10 @@ class TileLoader:
         for p in range(self.passes * part // parts, self.passes * (part + 1) // parts):
             source = (tile + self._source_offset(p)).toint()
             target = stage_base + self._shared_offset(p)
-            size = self._valid_bytes(k_tile, p)
-            cute.arch.inline_ptx(self.ptx, read_only_args=[target, source, size])
+            cute.arch.inline_ptx(self.ptx, read_only_args=[target, source, self._left(k_tile, p)])
+
+    def settle(self, stage_base) -> None:
+        """Finishes the copies to this stage that `copy` began; a cp.async needs nothing."""
 
     def _place(self, p):
         """(row, inner element) of pass p within the tile."""
@@ -100,15 +98,10 @@ class TileLoader:
 
     def _shared_offset(self, p):
         """Byte offset of pass p's vector within a stage."""
-        if p and not self.transpose and self.row_parts == 1 and self.rows_per_pass % 8 == 0:
+        if p and self.row_parts == 1 and self.rows_per_pass % 8 == 0:
             # The swizzle repeats every 8 rows: whole groups of 8 further on is a constant further on.
             return self.shared_offset_0 + p * self.rows_per_pass * self.row_bytes()
-        if p and self.transpose:
-            part = (p % self.row_parts) * (self.inner // self.row_parts) * self.pitch
-            return self.shared_offset_0 + (part + (p // self.row_parts) * self.rows_per_pass) * self.itemsize
         row, inner = self._place(p)
-        if self.transpose:
-            return (inner * self.pitch + row) * self.itemsize
         if self.swizzle is None:
             return row * self.row_bytes() + inner * self.itemsize
         bits, base, shift = self.swizzle
@@ -122,23 +115,68 @@ class TileLoader:
             return self.pitch * self.itemsize
         return min(self.inner * self.itemsize, 128)
 
-    def _valid_bytes(self, k_tile, p):
-        """How many bytes of pass p's vector lie before the end of K."""
+    def _left(self, k_tile, p):
+        """How many elements (K-major) or rows lie between pass p's vector and the end of K; <= 0: none."""
         row, inner = self._place(p)
-        if self.k_major:
-            left = self.k - k_tile * self.bk - inner
-            return cutlass.max(cutlass.min(left, Int32(self.vector)), Int32(0)) * self.itemsize
-        left = self.k - k_tile * self.bk - row
-        return cutlass.max(cutlass.min(left, Int32(1)), Int32(0)) * self.bytes
+        return self.k - k_tile * self.bk - (inner if self.k_major else row)
+
+
+class TransposingLoader(TileLoader):
+    """Brings K-major fp32 tiles into shared memory as [k][m], through registers.
+
+    A 4-byte cp.async could store any element anywhere, but each global row that a warp touches costs it a pass through
+    shared memory (8.8 passes a copy, measured). Here a thread reads a vector along K at the start of a k tile (`copy`), and
+    late in the same k tile stores its elements to as many k-rows (`settle`): the loads have a k tile's time to arrive,
+    and the lanes of a store are neighbours along m. `pitch` words between k-rows put the two to four lanes that share a row
+    of the operand 16 or 8 banks apart.
+    """
+
+    def copy(self, k_tile, stage_base, part: int = 0, parts: int = 1) -> None:
+        if part:
+            return
+        self.held = []
+        tile = self.base + Int64(k_tile) * Int64(self.bk)
+        for p in range(self.passes):
+            source = (tile + self._source_offset(p)).toint()
+            loaded = cute.arch.inline_ptx(
+                _load_instruction(self.vector),
+                write_only_types=[Float32] * self.vector,
+                read_only_args=[source, self._left(k_tile, p)],
+            )
+            self.held.append((p, loaded if self.vector > 1 else (loaded,)))
+
+    def settle(self, stage_base) -> None:
+        """Stores what `copy` loaded into the stage at shared address `stage_base`."""
+        for p, values in self.held:
+            row, inner = self._place(p)
+            target = stage_base + (inner * self.pitch + row) * self.itemsize
+            for i, value in enumerate(values):
+                place = target + i * self.pitch * self.itemsize
+                cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[place, value])
 
 
 def _copy_instruction(bytes_per_copy: int) -> str:
-    """PTX that copies that many bytes; operands: shared address, global address, bytes to read (the rest is 0)."""
+    """PTX that copies so many bytes, or zeros when nothing is left of K.
+
+    Operands: shared address, global address, elements left. An alignment class divides the extent it is
+    contiguous in, so a vector lies wholly before or wholly beyond the end.
+    """
     if bytes_per_copy == 2:
         return (
-            "{ .reg .pred in_k; .reg .b16 value; setp.ne.s32 in_k, {$r2}, 0; mov.b16 value, 0; "
-            "@in_k ld.global.b16 value, [{$r1}]; st.shared.b16 [{$r0}], value; }"
+            "{ .reg .pred valid; .reg .b16 value; setp.gt.s32 valid, {$r2}, 0; mov.b16 value, 0; "
+            "@valid ld.global.b16 value, [{$r1}]; st.shared.b16 [{$r0}], value; }"
         )
     # cp.async.cg goes past L1, and exists for 16 bytes only.
     cache = "cg" if bytes_per_copy == 16 else "ca"
-    return f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {bytes_per_copy}, {{$r2}};"
+    return (
+        "{ .reg .pred beyond; setp.le.s32 beyond, {$r2}, 0; "
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {bytes_per_copy}, beyond; }}"
+    )
+
+
+def _load_instruction(vector: int) -> str:
+    """PTX that loads `vector` fp32 values, or zeros when nothing is left of K. Operands: address, elements left."""
+    outputs = [f"{{$w{i}}}" for i in range(vector)]
+    zeros = " ".join(f"mov.f32 {output}, 0f00000000;" for output in outputs)
+    kind = f"v{vector}.f32 {{{', '.join(outputs)}}}" if vector > 1 else f"f32 {outputs[0]}"
+    return f"{{ .reg .pred valid; setp.gt.s32 valid, {{$r1}}, 0; {zeros} @valid ld.global.L1::no_allocate.L2::128B.{kind}, [{{$r0}}]; }}"

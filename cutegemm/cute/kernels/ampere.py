@@ -146,9 +146,8 @@ class AmpereGemm(Gemm):
                 cute.copy(load_b, source_b[None, None, following, read], target_b[None, None, following])
                 if cutlass.const_expr(step < copy_steps):
                     ahead = k_tile + config.stages - 1
-                    if ahead < k_tiles:
-                        self.a.copy(ahead, base_a + write * stage_bytes_a, step, copy_steps)
-                        self.b.copy(ahead, base_b + write * stage_bytes_b, step, copy_steps)
+                    self.a.copy(ahead, base_a + write * stage_bytes_a, step, copy_steps)
+                    self.b.copy(ahead, base_b + write * stage_bytes_b, step, copy_steps)
                 if cutlass.const_expr(step == copy_steps - 1):
                     cute.arch.cp_async_commit_group()
                     write = write + 1

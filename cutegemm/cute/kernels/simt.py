@@ -10,8 +10,8 @@ loads for 128 FFMA; the loads of a warp touch 16 + 32 consecutive words (each wo
 shared memory is busy for a fraction of the time that the FFMA take, and one CTA of 8 warps with 255 registers a
 thread is enough to keep the FMA pipes full. The fragments of k+1 are loaded while k is multiplied.
 
-Shared tiles are [k][m] and [k][n]: a K-major operand is transposed on its way in, by 4-byte cp.async whose target rows are
-padded by 8 words, so that the 4 x 8 elements a warp copies at a time fall into 32 different banks.
+Shared tiles are [k][m] and [k][n]. An operand that lies so in memory comes by cp.async; a K-major one is transposed on
+its way, through registers (`tile_load.TransposingLoader`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,21 @@ from cutlass import Float32, Int32
 
 from cutegemm.cute.config import SLAB_ROWS, SimtConfig
 from cutegemm.cute.kernels.base import Gemm
-from cutegemm.cute.tile_load import TileLoader
+from cutegemm.cute.tile_load import TileLoader, TransposingLoader
 from cutegemm.problem import Signature
 
 LANES_M, LANES_N = 4, 8
+
+
+def place_of_lane(lane):
+    """The lane's place i * LANES_N + j in the 4 x 8 arrangement: the bits of j and i alternate, j first.
+
+    A 16-byte shared load takes a pass for each quarter of the warp, unless lanes that differ in bit 0 (or bit 1) alone read
+    the same words. Here they do: neighbours share their rows of A, and lanes two apart their columns of B.
+    """
+    i = ((lane >> 1) & 1) | ((lane >> 2) & 2)
+    j = (lane & 1) | ((lane >> 1) & 2) | ((lane >> 2) & 4)
+    return i * LANES_N + j
 
 
 class SimtGemm(Gemm):
@@ -42,9 +53,8 @@ class SimtGemm(Gemm):
         self.copy_steps = config.bk // 2
 
     def _operand(self, k_major: bool, extent: int, align: int, pitch: int) -> TileLoader:
-        return TileLoader(
-            self.ab_type, extent, self.config.bk, k_major, align, self.config.threads, transpose=True, pitch=pitch
-        )
+        loader = TransposingLoader if k_major else TileLoader
+        return loader(self.ab_type, extent, self.config.bk, k_major, align, self.config.threads, pitch=pitch)
 
     @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column, operands):
@@ -66,6 +76,8 @@ class SimtGemm(Gemm):
         for stage in cutlass.range_constexpr(config.stages - 1):
             self.a.copy(Int32(stage), base_a + stage * stage_a * 4)
             self.b.copy(Int32(stage), base_b + stage * stage_b * 4)
+            self.a.settle(base_a + stage * stage_a * 4)
+            self.b.settle(base_b + stage * stage_b * 4)
             cute.arch.cp_async_commit_group()
 
         words = cute.recast_ptr(memory, dtype=Float32)
@@ -80,7 +92,7 @@ class SimtGemm(Gemm):
         mma = cute.make_tiled_mma(
             cute.nvgpu.MmaUniversalOp(Float32), lanes, permutation_mnk=(four_rows, four_columns, None)
         )
-        thread_mma = mma.get_slice(lane)
+        thread_mma = mma.get_slice(place_of_lane(lane))
         source_a = thread_mma.partition_A(ring_a)
         source_b = thread_mma.partition_B(ring_b)
         fragment_a = mma.make_fragment_A(source_a[None, None, None, 0])
@@ -107,10 +119,11 @@ class SimtGemm(Gemm):
                 cute.autovec_copy(source_b[None, None, following, read], fragment_b[None, None, following])
                 if cutlass.const_expr(step < self.copy_steps):
                     ahead = k_tile + config.stages - 1
-                    if ahead < k_tiles:
-                        self.a.copy(ahead, base_a + write * stage_a * 4, step, self.copy_steps)
-                        self.b.copy(ahead, base_b + write * stage_b * 4, step, self.copy_steps)
-                if cutlass.const_expr(step == self.copy_steps - 1):
+                    self.a.copy(ahead, base_a + write * stage_a * 4, step, self.copy_steps)
+                    self.b.copy(ahead, base_b + write * stage_b * 4, step, self.copy_steps)
+                if cutlass.const_expr(step == config.bk - 2):
+                    self.a.settle(base_a + write * stage_a * 4)
+                    self.b.settle(base_b + write * stage_b * 4)
                     cute.arch.cp_async_commit_group()
                     write = write + 1
                     if write == config.stages:

@@ -61,6 +61,7 @@ class HappensBefore:
         self.atomic_write = np.zeros(granules, bool)
         self.read_last = np.zeros(granules, np.int32)
         self.read_at = np.zeros((self.readers * wave.cluster_size, granules), np.int32)
+        self.row_used = np.zeros(len(self.read_at), bool)  # rows of agents that have read at all
         self.know = np.zeros((C, W, self.AA), np.int32)
         self.fenced = np.zeros((C, W, self.AA), np.int32)
         #: accesses up to this time are known whoever made them: set by a barrier of all warps
@@ -211,6 +212,7 @@ class HappensBefore:
         if self.wave.cluster_size > 1:
             agent = self.reader_row(agent)
         self.read_at.reshape(-1)[agent * self.read_at.shape[1] + g] = now
+        self.row_used[agent] = True
 
     def reader_row(self, agent: np.ndarray) -> np.ndarray:
         """The row of ``read_at`` of an agent number."""
@@ -271,9 +273,9 @@ class HappensBefore:
                 pieces = [at[k : k + 4096] for k in range(0, len(at), 4096)]
             else:
                 pieces = [at]
-            rows = self.rows
+            used, rows = self.rows
             for piece in pieces:
-                reads = self.read_at[:, g[piece]]
+                reads = self.read_at[used[:, None], g[piece]]
                 known = self.know.reshape(-1, self.AA)[warps[piece]][:, rows].T
                 bad = reads > known
                 if bad.any():
@@ -282,10 +284,10 @@ class HappensBefore:
                     self.fail(X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier read", by=int(rows[r]), was_read=True)
 
     @property
-    def rows(self) -> np.ndarray:
-        """The agent number of each row of ``read_at``."""
-        r = np.arange(self.read_at.shape[0])
-        return r // self.readers * self.A + r % self.readers
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of ``read_at`` in use, and the agent number of each."""
+        r = np.flatnonzero(self.row_used)
+        return r, r // self.readers * self.A + r % self.readers
 
     # -- the asynchronous proxy: whole ranges --------------------------------------------------------------------
     def proxy_read(self, X: Any, I: Any, c: int, warps: slice, cta: int, g: np.ndarray, kind: str) -> None:
@@ -308,7 +310,9 @@ class HappensBefore:
                              "fence.proxy.async between", by=int(by[e]))  # fmt: skip
         agent = self.self_agent[c, warps.start] + self.offset[kind]
         self.read_last[g] = self.wave.now
-        self.read_at[int(self.reader_row(agent)), g] = self.wave.now
+        row = int(self.reader_row(agent))
+        self.read_at[row, g] = self.wave.now
+        self.row_used[row] = True
 
     def proxy_read_groups(self, X: Any, I: Any, c: np.ndarray, w: np.ndarray, g: np.ndarray) -> None:
         """wgmma of warpgroups, named by a warp (c, w) of each, reads granules ``g`` of their own CTAs.
@@ -336,6 +340,7 @@ class HappensBefore:
         agent = self.reader_row(self.self_agent[c, w - w % 4] + self.offset["wgmma"])
         self.read_last[where] = self.wave.now
         self.read_at[agent[:, None], where] = self.wave.now
+        self.row_used[agent] = True
 
     def proxy_write(self, X: Any, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int) -> None:
         """A bulk load that warp (c, w) starts writes granules ``g`` of CTA ``cta`` and completes on its mbarrier ``slot``."""
@@ -347,12 +352,9 @@ class HappensBefore:
             if not ok.all():
                 e = int(np.argmin(ok))
                 self.fail_at(X, I, DataRace, c, w, int(g[e]), "a bulk copy into shared memory that nothing orders after an earlier write", by=int(by[e]))
-            rows = self.rows
-            recent = self.read_last[g]
-            if recent.max(initial=0) > 0:
-                # the latest read of each agent anywhere in the range decides nearly always
-                reads = self.read_at[:, g]
-                bad = reads > know[rows][:, None]
+            used, rows = self.rows
+            if len(used):
+                bad = self.read_at[used[:, None], g] > know[rows][:, None]
                 if bad.any():
                     r, e = (int(v[0]) for v in np.nonzero(bad))
                     self.fail_at(X, I, DataRace, c, w, int(g[e]), "a bulk copy into shared memory that nothing orders after an earlier read", by=int(rows[r]), was_read=True)

@@ -26,6 +26,10 @@ from cutegemm.emulator.ptx import Addr, Instr, Kernel, Pair, Reg, Vec
 from cutegemm.emulator.translate import Gen, emits, runtime
 
 
+#: n * k up to which consecutive multiplications are joined
+JOINT_KN = 16384
+
+
 # -- translation: where accumulators are touched ---------------------------------------------------------------------
 def registers(o: Any):
     if isinstance(o, Reg):
@@ -149,7 +153,7 @@ class Warpgroups:
             else:
                 now = _subset(op, rows)
                 left.append(_subset(op, ~rows))
-            if batch and not _joins(batch[-1], now):
+            if batch and not (_joins(batch[-1], now) and now.spec[0] * now.spec[1] * (len(batch) + 1) <= JOINT_KN):
                 self.multiply(batch)
                 batch = []
             batch.append(now)
@@ -214,11 +218,14 @@ def _joins(one: Operation, two: Operation) -> bool:
 
 
 def _product(left: np.ndarray, right: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """left [warps, 16, k], right [groups, k, n], which [warps] -> [warps, 16, n]. Warps of one group come together."""
+    """left [warps, 16, k], right [groups, k, n], which [warps] -> [warps, 16, n]. Warps of one group come together.
+
+    One product per warp: small enough that BLAS stays on one thread, where waking others costs more than they bring.
+    """
     groups = len(right)
     if len(which) % groups == 0 and (which == np.repeat(np.arange(groups), len(which) // groups)).all():
         k, n = right.shape[1:]
-        return np.matmul(left.reshape(groups, -1, k), right).reshape(-1, 16, n)
+        return np.matmul(left.reshape(groups, -1, 16, k), right[:, None]).reshape(-1, 16, n)
     return np.matmul(left, right[which])
 
 

@@ -108,7 +108,8 @@ SPECS: tuple[Spec, ...] = (
     _cute(
         "sm80-tf32-nt", "sm80/64x64x16/w32x32/s4/g8", "fp32", ((72, 68, 100), (4, 4, 12)), precision="tf32", majors="nt"
     ),
-    _cute("simt-fp32", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),
+    _cute("simt-fp32-nt", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, majors="nt", quick=True),
+    _cute("simt-fp32-tn", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),
     *(
         Spec(f"legacy-{config.split('/')[0]}", "legacy", "sm_80", config, dtype, shapes, majors="tt", quick=True)
         for config, dtype in _LEGACY.items()
@@ -167,17 +168,25 @@ def summary(outcomes: Sequence[Outcome], table: Iterable[Survivor]) -> str:
         left = ", ".join(f"{name} {count}" for name, count in verdicts.most_common()) or "-"
         rows.append((case, len(mine), len(killed), f"{len(killed) / max(len(mine), 1):.0%}", how, left))
     parts = [tabulate(rows, ("case", "mutations", "killed", "score", "killed by", "survived"))]
-    listed = []
+    listed: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         if not outcome.killed:
             row = reason(outcome)
-            why = f"{row.verdict}: {row.reason}" if row else "UNEXPLAINED"
-            site = f"line {outcome.mutation.line}: {outcome.mutation.site} -> {outcome.mutation.change}"
-            listed.append((outcome.case, site, why))
+            why = (
+                f"{row.verdict}: {row.reason}" if row else "UNEXPLAINED" + (f": {outcome.said}" if outcome.said else "")
+            )
+            what = f"{outcome.mutation.site.rsplit(' #', 1)[0]} -> {outcome.mutation.change}"
+            listed.setdefault((what, why), []).append(f"{outcome.case}:{outcome.mutation.line}")
     if listed:
-        parts.append("survivors\n" + tabulate(listed, ("case", "mutation", "why"), maxcolwidths=[24, 70, 80]))
+        body = [(what, why, f"{len(where)}: {', '.join(where)}") for (what, why), where in listed.items()]
+        header = ("survivors", "why", "case and PTX line")
+        parts.append(tabulate(body, header, maxcolwidths=[36, 60, 48]))
     killed_count = sum(outcome.killed for outcome in outcomes)
-    parts.append(f"killed {killed_count} of {len(outcomes)}, {len(outcomes) - killed_count} survived")
+    equivalent = sum(1 for o in outcomes if not o.killed and (row := reason(o)) and row.verdict == "equivalent")
+    parts.append(
+        f"killed {killed_count} of {len(outcomes)} mutations; {equivalent} of the {len(outcomes) - killed_count} "
+        f"survivors are equivalent: score {killed_count / max(len(outcomes) - equivalent, 1):.0%}"
+    )
     return "\n\n".join(parts)
 
 

@@ -121,14 +121,10 @@ def build(backend: str, problem: Problem, arch: Any, config: str | None = None) 
     Raises ValueError for an unknown backend or configuration, UnsupportedError when it cannot serve the problem.
     """
     from cutegemm import backend as backends
-    from cutegemm.errors import UnsupportedError
+    from cutegemm import plan
 
-    found = backends.get(backend)
-    unsupported = found.supports(problem, arch)
-    if unsupported:
-        raise UnsupportedError(f"backend {backend!r} cannot serve {problem}: {unsupported}")
-    chosen = found.parse(config) if config else found.default(problem, arch)
-    return found.build(problem.signature, chosen, arch)
+    choice = plan.choose(problem, arch, backend, config)
+    return backends.get(choice.backend).build(problem.signature, choice.config, arch)
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:

@@ -1,0 +1,112 @@
+"""The command line of the emulator, and the workloads behind it."""
+
+import json
+
+import pytest
+import torch
+
+from cutegemm import arch
+from cutegemm.emulator.__main__ import main
+from cutegemm.emulator.workload import Workload, build, parse_shape
+from cutegemm.epilogue import Epilogue
+from cutegemm.problem import Problem
+
+pytest.importorskip("llvmlite")
+LEGACY = ["--backend", "legacy", "--dtype", "fp32", "--majors", "tt", "--config", "block_tile"]
+
+
+def test_a_run_prints_its_result_and_the_profile(capsys):
+    assert main([*LEGACY, "--shape", "33x40x20", "--seed", "5"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "right: largest error",
+        "33x40x20",
+        "integer",
+        "synchronization",
+        "coalescing",
+        "conflicts by PTX line",
+    ):
+        assert part in text
+
+
+def test_a_cute_kernel_runs_through_its_own_host_code(capsys):
+    assert main(["--shape", "72x40x136", "--config", "sm80/64x64x32/w32x32/s3/g8", "--lines", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "(2, 1, 1), (128, 1, 1), 24576 B" in text
+    assert "async copy" in text
+    assert "cp.async" in text
+
+
+def test_json_and_the_dumped_ptx_agree_with_the_tables(capsys, tmp_path):
+    dump = tmp_path / "kernel.ptx"
+    assert main([*LEGACY, "--shape", "16", "--json", "--dump-ptx", str(dump)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert 0 < found["error_of_bound"] <= 1
+    (report,) = found["reports"]
+    assert report["ctas"] == 1
+    assert report["instructions"]["float"] >= 16 * 16 * 16 / 32
+    assert report["bytes"]["global write"] == 16 * 16 * 4
+    assert main(["--ptx", str(dump)]) == 0
+    text = capsys.readouterr().out
+    assert "block_tile" in text
+    assert "bar.sync" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shape", "12x"], "shape: got '12x'"),
+        (["--shape", "16", "--config", "nonsense"], "config"),
+        (["--shape", "16", "--arch", "sm_70"], "sm_70"),
+        (["--shape", "16", "--precision", "tf32", "--dtype", "fp16", "--config", "simt/64x64x8/w32x32/s3/g8"], "simt"),
+        (["--ptx", "/does/not/exist.ptx"], "exist.ptx"),
+    ],
+)
+def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_ptx_file_that_is_none_is_refused(tmp_path, capsys):
+    wrong = tmp_path / "wrong.ptx"
+    wrong.write_text(".visible .entry k(.param .u64 a) { this is not PTX; }")
+    assert main(["--ptx", str(wrong)]) == 2
+    assert "wrong.ptx" in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    options = ("backend", "dtype", "shape", "majors", "config", "arch", "seed", "ptx", "json", "lines", "no-checks")
+    assert all(f"--{name}" in text for name in options)
+
+
+@pytest.mark.parametrize(("text", "shape"), [("7", (7, 7, 7)), ("1X2x3", (1, 2, 3))])
+def test_shapes(text, shape):
+    assert parse_shape(text) == shape
+
+
+def test_a_wrong_kernel_is_told_by_the_reference():
+    problem = Problem.of(16, 16, 16, "fp32", majors="tt")
+    work = Workload.of(problem, build("legacy", problem, arch.get("sm_80"), "block_tile"))
+    assert work.run(seed=1)[0].ok
+    broken = work.kernel.ptx.replace("fma.rn.f32", "fma.rz.f32")
+    assert work.run(ptx=broken)[0].ok, "another rounding of the products stays within the bound"
+    broken = work.kernel.ptx.replace("sub.", "add.").replace("mul.f32", "add.f32")
+    assert not work.run(ptx=broken)[0].ok
+
+
+def test_a_workload_reads_c_and_the_bias_of_its_epilogue():
+    epilogue = Epilogue("fp16", "fp16", activation="relu")
+    problem = Problem.of(24, 40, 16, "fp16", batch=2, epilogue=epilogue)
+    work = Workload.of(problem, build("cute", problem, arch.get("sm_80")), alpha=0.75)
+    assert (work.beta, set(work.tensors)) == (0.5, {"a", "b", "c", "d", "bias"})
+    verdict, reports = work.run(seed=3)
+    assert verdict.ok, verdict.message
+    assert len(reports) == 1
+    work.tensors["c"].fill_(1e4)
+    assert not work.run(seed=3)[0].ok, "the kernel reads the C of the workload, not a copy"
+    assert torch.isfinite(work.tensors["d"]).all()

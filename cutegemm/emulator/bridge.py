@@ -18,6 +18,7 @@ import logging
 import re
 import struct
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -79,11 +80,10 @@ def emulate(
     memory = Memory()
     map_tensors(memory, tensors, set(tensors) if outputs is None else set(outputs))
     todo = list(operations)
-    if flops is not None and isinstance(ptx, str):
-        seconds = estimate(ptx, flops)
-        if seconds > ANNOUNCE_SECONDS:
-            log.warning("emulating %.3g Gflop will take about %s", flops / 1e9, _duration(seconds))
-    reports = []
+    seconds = estimate(module.text, flops) if flops is not None else 0.0
+    if flops is not None and seconds > ANNOUNCE_SECONDS:
+        log.warning("emulating %.3g Gflop will take about %s", flops / 1e9, _duration(seconds))
+    reports: list[Report] = []
     launches = sum(isinstance(operation, Launch) for operation in todo)
     for operation in todo:
         if isinstance(operation, Memset):
@@ -91,17 +91,16 @@ def emulate(
                 memory.check(operation.address, operation.count, write=True)
                 ctypes.memset(operation.address, operation.value, operation.count)
             continue
-        shown = Progress(f"launch {len(reports) + 1} of {launches}", progress)
-        report = run(
-            module,
-            operation,
-            memory,
-            seed=seed + len(reports),
-            checks=checks if checks is not None else Checks.all(),
-            profile=profile,
-            progress=shown,
-        )
-        shown.finish()
+        with Progress(f"launch {len(reports) + 1} of {launches}", progress, seconds / launches) as shown:
+            report = run(
+                module,
+                operation,
+                memory,
+                seed=seed + len(reports),
+                checks=checks if checks is not None else Checks.all(),
+                profile=profile,
+                progress=shown,
+            )
         reports.append(report)
     return reports
 
@@ -200,34 +199,60 @@ def _module(ptx: str) -> Module:
 
 
 class Progress:
-    """Shows on stderr how far a run is, and how long it will still take, once it has taken a few seconds."""
+    """Shows on stderr how far a run is and how long it will still take, once it has taken a few seconds.
+
+    Used as a context and called with (CTAs done, CTAs in all) after every wave of CTAs. A grid of one wave reports
+    nothing before its end: until the first report a thread shows the time against the estimate.
+    """
 
     QUIET_SECONDS = 3.0
+    TICK_SECONDS = 1.0
 
-    def __init__(self, what: str, wanted: bool | None) -> None:
-        self.what = what
+    def __init__(self, what: str, wanted: bool | None, expected: float = 0.0) -> None:
+        self.what, self.expected = what, expected
         self.wanted = sys.stderr.isatty() if wanted is None else wanted
-        self.announced = False
         self.started = time.monotonic()
+        self.announced = expected > ANNOUNCE_SECONDS
         self.shown = 0.0
+        self.counted = False
+        self._stop = threading.Event()
+        self._ticker: threading.Thread | None = None
+
+    def __enter__(self) -> Progress:
+        if self.wanted and self.expected > self.QUIET_SECONDS:
+            self._ticker = threading.Thread(target=self._tick, name="emulator progress", daemon=True)
+            self._ticker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._ticker is not None:
+            self._ticker.join()
+        if self.shown:
+            print(f"\r{self.what}: ended after {_duration(time.monotonic() - self.started)}{' ' * 20}", file=sys.stderr)
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         elapsed = now - self.started
-        if elapsed < self.QUIET_SECONDS or not done:
+        if elapsed < self.QUIET_SECONDS or not done or done == total:
             return
+        self.counted = True
         left = elapsed * (total - done) / done
         if not self.announced and elapsed + left > ANNOUNCE_SECONDS:
             self.announced = True
             log.warning("%s: %d of %d CTAs emulated, about %s to go", self.what, done, total, _duration(left))
-        if self.wanted and now - self.shown > 0.5:
-            self.shown = now
-            print(f"\r{self.what}: {done}/{total} CTAs, {_duration(left)} to go ", end="", file=sys.stderr, flush=True)
+        if self.wanted and now - self.shown > self.TICK_SECONDS / 2:
+            self._show(f"{done}/{total} CTAs, {_duration(left)} to go")
 
-    def finish(self) -> None:
-        """Ends the line, if any was shown."""
-        if self.shown:
-            print(f"\r{self.what}: done in {_duration(time.monotonic() - self.started)}          ", file=sys.stderr)
+    def _tick(self) -> None:
+        while not self._stop.wait(self.TICK_SECONDS):
+            elapsed = time.monotonic() - self.started
+            if not self.counted and elapsed >= self.QUIET_SECONDS:
+                self._show(f"{_duration(elapsed)} of about {_duration(self.expected)}")
+
+    def _show(self, text: str) -> None:
+        self.shown = time.monotonic()
+        print(f"\r{self.what}: {text}    ", end="", file=sys.stderr, flush=True)
 
 
 def _duration(seconds: float) -> str:

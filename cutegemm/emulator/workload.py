@@ -72,8 +72,8 @@ class Workload:
             out_dtype=torch_dtype(problem.out_dtype),
             precision=problem.precision,
         )
-        places = (tensors[name].data_ptr() if name in tensors else 0 for name in ("a", "b", "c", "bias", "d"))
-        operations: list[Launch | Memset] = [*kernel.capture(problem, *places, alpha, beta)]
+        a, b, c, add, d = (tensors[name].data_ptr() if name in tensors else 0 for name in ("a", "b", "c", "bias", "d"))
+        operations: list[Launch | Memset] = [*kernel.capture(problem, a, b, c, add, d, alpha, beta)]
         return cls(problem, kernel, tensors, alpha, beta, want, operations)
 
     def run(

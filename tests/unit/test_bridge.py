@@ -3,6 +3,8 @@
 import ctypes
 import logging
 import struct
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -106,25 +108,34 @@ class Clock:
 def test_progress_is_quiet_when_short_and_tells_the_rest_when_long(monkeypatch, capsys, caplog):
     clock = Clock()
     monkeypatch.setattr(bridge, "time", clock)
-    shown = Progress("launch 1 of 1", True)
-    clock.now += 1
-    shown(1, 100)
+    with Progress("launch 1 of 1", True) as shown:
+        clock.now += 1
+        shown(1, 100)
+        assert capsys.readouterr().err == ""
+        with caplog.at_level(logging.WARNING, logger="cutegemm.emulator"):
+            clock.now += 9
+            shown(10, 100)
+            clock.now += 10
+            shown(20, 100)
+        assert "90 s to go" in caplog.text
+        assert len(caplog.records) == 1, "the estimate is logged once"
+        assert "20/100 CTAs, 80 s to go" in capsys.readouterr().err
+    assert capsys.readouterr().err.rstrip().endswith("ended after 20 s")
+    with Progress("launch 1 of 1", False, expected=1000) as silent:
+        clock.now += 50
+        silent(50, 100)
     assert capsys.readouterr().err == ""
-    with caplog.at_level(logging.WARNING, logger="cutegemm.emulator"):
-        clock.now += 9
-        shown(10, 100)
-        clock.now += 10
-        shown(20, 100)
-    assert "90 s to go" in caplog.text
-    assert len(caplog.records) == 1, "the estimate is logged once"
-    assert "20/100 CTAs, 80 s to go" in capsys.readouterr().err
-    shown.finish()
-    assert capsys.readouterr().err.rstrip().endswith("done in 20 s")
-    silent = Progress("launch 1 of 1", False)
-    clock.now += 50
-    silent(50, 100)
-    silent.finish()
-    assert capsys.readouterr().err == ""
+
+
+def test_a_grid_of_one_wave_shows_the_time_against_the_estimate(monkeypatch, capsys):
+    monkeypatch.setattr(Progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(Progress, "TICK_SECONDS", 0.01)
+    with Progress("launch 1 of 2", True, expected=80.0):
+        time.sleep(0.2)
+    text = capsys.readouterr().err
+    assert "launch 1 of 2: 0 s of about 80 s" in text
+    assert text.rstrip().endswith("ended after 0 s")
+    assert not [thread for thread in threading.enumerate() if thread.name == "emulator progress"]
 
 
 def test_host_addresses_are_used_as_they_are():

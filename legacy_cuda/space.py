@@ -78,7 +78,7 @@ def promise(config: LegacyConfig, problem: Problem, arch: Arch) -> float:
             rows, cols = p["wm"] * lanes_n // 32, p["wn"] // lanes_n
         else:
             rows, cols = p.get("tm", 1), p.get("tn", 1)
-        copies = (bm + bn) / config.threads / (4 if "async" in config.rung else 1.2)
+        copies = (bm + bn) / config.threads
         work, overhead = float(rows * cols), (rows + cols) / 4 + copies + 12 / bk
         registers = config.accumulators + 2 * (rows + cols) + 40
     smem = config.dynamic_smem(signature) + config.static_smem() + arch.smem_reserved_per_cta

@@ -29,6 +29,17 @@ struct Swizzled {
     __device__ static constexpr int at(int k, int x) { return k * EXTENT + (x ^ (((k & 7) << 2))); }
 };
 
+template <int BYTES>
+struct WordType {
+    using type = unsigned;
+};
+template <>
+struct WordType<2> {
+    using type = unsigned short;
+};
+template <int BYTES>
+using WordOf = typename WordType<BYTES>::type;
+
 // ---- Global memory -> registers -> shared memory ----
 //
 // A tile is read in runs of VEC elements along the axis that is contiguous in memory.
@@ -52,10 +63,13 @@ struct TileReader {
     static_assert(SOME_IDLE || BK % K_PER_PASS == 0, "the threads do not tile K");
 
     using Run = Pack<T, VEC>;
+    // In flight a run is held as whole words: taken apart into 16-bit elements, it would have to arrive first.
+    using Held = Pack<WordOf<VEC * sizeof(T)>, (VEC * sizeof(T) + 3) / 4>;
+    static_assert(sizeof(Held) == sizeof(Run), "the same bytes");
     const T* from[X_PASSES];
     long long k_stride;
     int x0, k0;
-    Run held[X_PASSES][K_PASSES];
+    Held held[X_PASSES][K_PASSES];
 
     // `origin`: first x of the tile, `limit`: extent of the matrix along x, `ld`: its leading dimension.
     __device__ __forceinline__ TileReader(const T* matrix, int origin, int limit, long long ld) {
@@ -87,10 +101,9 @@ struct TileReader {
 #pragma unroll
             for (int j = 0; j < K_PASSES; ++j) {
                 if (!GUARD || k0 + j * K_PER_PASS < valid) {
-                    held[i][j] = *reinterpret_cast<const Run*>(from[i] + j * K_PER_PASS * k_stride);
+                    held[i][j] = *reinterpret_cast<const Held*>(from[i] + j * K_PER_PASS * k_stride);
                 } else {
-#pragma unroll
-                    for (int e = 0; e < VEC; ++e) round_to(0.0f, held[i][j].v[e]);
+                    held[i][j] = {};
                 }
             }
     }
@@ -104,14 +117,15 @@ struct TileReader {
 #pragma unroll
             for (int j = 0; j < K_PASSES; ++j) {
                 const int k = k0 + j * K_PER_PASS, x = x0 + i * X_STEP;
+                Run run;
+                memcpy(&run, &held[i][j], sizeof(Run));
                 if constexpr (!K_CONTIGUOUS && VEC == 4) {
-                    const Run& run = held[i][j];
                     *reinterpret_cast<float4*>(tile + Layout::at(k, x)) =
                         make_float4(to_float(run.v[0]), to_float(run.v[1]), to_float(run.v[2]), to_float(run.v[3]));
                 } else {
 #pragma unroll
                     for (int e = 0; e < VEC; ++e)
-                        tile[K_CONTIGUOUS ? Layout::at(k + e, x) : Layout::at(k, x + e)] = to_float(held[i][j].v[e]);
+                        tile[K_CONTIGUOUS ? Layout::at(k + e, x) : Layout::at(k, x + e)] = to_float(run.v[e]);
                 }
             }
     }
@@ -125,7 +139,7 @@ struct TileReader {
 #pragma unroll
             for (int j = 0; j < K_PASSES; ++j) {
                 const int k = k0 + j * K_PER_PASS, x = x0 + i * X_STEP;
-                *reinterpret_cast<Run*>(tile + (K_CONTIGUOUS ? x * LD + k : k * LD + x)) = held[i][j];
+                *reinterpret_cast<Held*>(tile + (K_CONTIGUOUS ? x * LD + k : k * LD + x)) = held[i][j];
             }
     }
 

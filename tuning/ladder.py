@@ -15,7 +15,7 @@ from typing import Any
 
 from cutegemm.arch import Arch
 from legacy_cuda.config import LegacyConfig, parse
-from legacy_cuda.rungs import ladder
+from legacy_cuda.rungs import AUTOTUNED, AUTOTUNED_BAR, ladder
 from tuning.workbench import Row, Workbench
 
 RAGGED = (261, 390, 77)
@@ -92,14 +92,14 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     rows: list[Row] = []
     for size in options.size or (4096, 8192):
         bench = Workbench(size, size, size, dtype, arch)
-        extra = _autotuned(bench, options.autotune) if options.autotune else []
-        for config in extra:
-            ragged[config] = _check_ragged(config, dtype, arch)
-        for config in [*chosen, *extra]:
+        found = _autotuned(bench, options.autotune) if options.autotune else []
+        for family, config in [*(("", config) for config in chosen), *found]:
+            if config not in ragged:
+                ragged[config] = _check_ragged(config, dtype, arch)
             row = bench.measure(config, options.rounds)
-            rows.append(row if row.verdict != "ok" else replace(row, verdict=ragged[config]))
+            rows.append(replace(row, family=family, verdict=row.verdict if row.verdict != "ok" else ragged[config]))
             print(
-                f"  {size} {config}: {rows[-1].tflops:.2f} TFLOP/s, {rows[-1].ratio:.3f} of cuBLAS, {rows[-1].verdict}",
+                f"  {size} {config}: {row.tflops:.2f} TFLOP/s, {row.ratio:.3f} of cuBLAS, {rows[-1].verdict}",
                 flush=True,
             )
         del bench
@@ -115,12 +115,12 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     return 0 if all(row.verdict == "ok" for row in rows) else 1
 
 
-def _autotuned(bench: Workbench, seconds: float) -> list[LegacyConfig]:
+def _autotuned(bench: Workbench, seconds: float) -> list[tuple[str, LegacyConfig]]:
     from legacy_cuda.space import FAMILIES
     from tuning.autotune import autotune
 
-    found = (autotune(bench, family, budget_s=seconds, report=print) for family in FAMILIES)
-    return [config for config in found if config is not None]
+    found = ((family, autotune(bench, family, budget_s=seconds, report=print)) for family in FAMILIES)
+    return [(family, config) for family, config in found if config is not None]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -131,21 +131,31 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         (
             row.problem.m,
-            row.config.rung if row.config == LegacyConfig.of(row.config.rung) else str(row.config),
+            label(row),
             f"{row.seconds * 1e3:.3f}",
             f"{row.tflops:.2f}",
             f"{100 * row.ratio:.1f} %",
             _bar(row),
             row.verdict,
-            "; ".join(map(str, row.config.spec.published)),
+            "; ".join(map(str, AUTOTUNED[row.family] if row.family else row.config.spec.published)),
         )
         for row in rows
     ]
     return tabulate(lines, headers=head, disable_numparse=True)
 
 
+def label(row: Row) -> str:
+    """The rung, with the parameters that are not its defaults."""
+    default = LegacyConfig.of(row.config.rung).parameters
+    changed = (f"{name}{value}" for name, value in row.config.parameters.items() if value != default[name])
+    text = "/".join((row.config.rung, *changed))
+    return f"autotuned {row.family}: {text}" if row.family else text
+
+
 def _bar(row: Row) -> str:
     bar = row.config.spec.bar
+    if row.family and row.problem.dtype == "fp32":
+        bar = AUTOTUNED_BAR
     if bar is None or row.problem.m != 8192:
         return ""
     return f"{bar} {'met' if row.tflops >= bar else 'MISSED'}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tuning.ladder import label
 from tuning.workbench import Row
 
 
@@ -18,11 +19,11 @@ def plot_ladder(rows: Sequence[Row], path: str | Path) -> None:
         raise ValueError("rows: nothing to draw")
     pyplot = _pyplot()
     sizes = sorted({row.problem.m for row in rows})
-    names = list(dict.fromkeys(_label(row) for row in rows))
+    names = list(dict.fromkeys(label(row) for row in rows))
     figure, axes = pyplot.subplots(figsize=(11, 0.34 * len(names) * max(len(sizes), 1) ** 0.5 + 2.2))
     height = 0.8 / len(sizes)
     for i, size in enumerate(sizes):
-        at = [names.index(_label(row)) + (i - (len(sizes) - 1) / 2) * height for row in rows if row.problem.m == size]
+        at = [names.index(label(row)) + (i - (len(sizes) - 1) / 2) * height for row in rows if row.problem.m == size]
         mine = [row for row in rows if row.problem.m == size]
         axes.barh(at, [row.tflops for row in mine], height=0.9 * height, label=f"{size}\u00b3")
         for y, row in zip(at, mine, strict=True):
@@ -36,16 +37,6 @@ def plot_ladder(rows: Sequence[Row], path: str | Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-
-
-def _label(row: Row) -> str:
-    from legacy_cuda.config import LegacyConfig
-
-    default = LegacyConfig.of(row.config.rung)
-    if row.config == default:
-        return row.config.rung
-    changed = (f"{name}{value}" for name, value in row.config.parameters.items() if value != default.parameters[name])
-    return "/".join((row.config.rung, *changed))
 
 
 def _pyplot() -> Any:

@@ -20,13 +20,17 @@ CUBLAS = "cuBLAS"
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration at one problem. ratio: its speed over that of cuBLAS. verdict: "ok" or what is wrong."""
+    """One configuration at one problem. ratio: its speed over that of cuBLAS. verdict: "ok" or what is wrong.
+
+    family: of the search that found the configuration, empty for a plain rung.
+    """
 
     config: LegacyConfig
     problem: Problem
     seconds: float
     ratio: float
     verdict: str
+    family: str = ""
 
     @property
     def tflops(self) -> float:

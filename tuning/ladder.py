@@ -16,7 +16,7 @@ from typing import Any
 from cutegemm.arch import Arch
 from legacy_cuda.config import LegacyConfig, parse
 from legacy_cuda.rungs import AUTOTUNED, AUTOTUNED_BAR, ladder
-from tuning.workbench import Row, Workbench
+from tuning.workbench import Row, Workbench, host_cost
 
 RAGGED = (261, 390, 77)
 SMALL = {"fp32": (128, 128, 32), "16bit": (256, 128, 32)}
@@ -88,6 +88,7 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
         f"Method: {options.rounds} rounds, blocks of cuBLAS (torch.mm, no TF32) and the rung in turn, second half of each block, "
         "CUDA graphs, normal random inputs, row-major"
     )
+    print(f"Host cost of a launch: {host_cost(dtype, arch, chosen[-1])}")
     ragged = {config: _check_ragged(config, dtype, arch) for config in chosen}
     rows: list[Row] = []
     for size in options.size or (4096, 8192):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -109,3 +110,36 @@ class Workbench:
         verdict = self.check(config)
         times = interleaved({CUBLAS: self.cublas(), "ours": self.calls(config)}, self.problem.flops, rounds)
         return Row(config, self.problem, times["ours"].us * 1e-6, times[CUBLAS].us / times["ours"].us, verdict)
+
+
+def host_cost(dtype: str, arch: Arch, config: LegacyConfig) -> str:
+    """A line with the host's microseconds per launch at 64^3: the bound launch alone, the public call, torch.mm."""
+    import torch
+
+    import cutegemm
+
+    bench = Workbench(64, 64, 64, dtype, arch)
+    a, b = bench.inputs[0]
+    stream = torch.cuda.current_stream().cuda_stream
+    run = BACKEND.build(bench.problem.signature, config, arch).bind(bench.problem)
+    at = a.data_ptr(), b.data_ptr(), bench.d.data_ptr()
+    calls: dict[str, Callable[[], object]] = {
+        "bound launch": lambda: run(at[0], at[1], 0, 0, at[2], 1.0, 0.0, stream),
+        "cutegemm.gemm": lambda: cutegemm.gemm(a, b, out=bench.d, backend="legacy", config=config),
+        "torch.mm": lambda: torch.mm(a, b, out=bench.d),
+    }
+    return ", ".join(f"{name} {_host_us(call):.1f} us" for name, call in calls.items())
+
+
+def _host_us(call: Callable[[], object], launches: int = 500) -> float:
+    import torch
+
+    best = float("inf")
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(launches):
+            call()
+        best = min(best, (time.perf_counter() - start) / launches)
+    torch.cuda.synchronize()
+    return best * 1e6

@@ -93,7 +93,9 @@ def round_to(x: np.ndarray, man: int, emin: int, mode: str, residue: np.ndarray 
     subnormals below 2 ** emin, in mode rn, rna, rz, rm or rp. No overflow handling: the result is a float64."""
     finite = np.isfinite(x)
     safe = np.where(finite, x, 0.0)
-    _, exponent = np.frexp(safe)
+    fraction, exponent = np.frexp(safe)
+    if residue is not None:  # a hair less than a power of two belongs to the binade below
+        exponent = exponent - ((np.abs(fraction) == 0.5) & (np.sign(residue) * np.sign(safe) < 0))
     shift = (man - np.maximum(exponent - 1, emin)).astype(np.int32)
     scaled = np.ldexp(safe, shift)
     down = np.floor(scaled)

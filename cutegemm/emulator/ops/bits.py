@@ -112,7 +112,7 @@ def extract_field(a, pos, length):
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     ua = a.astype(unsigned)
     shifted = np.where(pos >= bits, unsigned.type(0), ua >> np.minimum(pos, bits - 1).astype(unsigned))
-    keep = np.minimum(length, bits)
+    keep = np.minimum(length, np.maximum(bits - pos, 0))  # bits past the end are copies of the sign
     ones = ~unsigned.type(0)
     mask = np.where(keep >= bits, ones, (unsigned.type(1) << np.minimum(keep, bits - 1).astype(unsigned)) - unsigned.type(1))
     out = shifted & mask

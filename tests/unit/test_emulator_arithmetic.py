@@ -1,0 +1,408 @@
+"""Arithmetic in the emulator against references in exact Python integers and fractions."""
+
+import math
+import struct
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from tests.ptx_snippets import SNIPPETS, data, emulate, floats
+
+BY_NAME = {s.name: s for s in SNIPPETS}
+
+
+def signed(x: int, bits: int) -> int:
+    x &= (1 << bits) - 1
+    return x - (1 << bits) if x >> (bits - 1) else x
+
+
+def typed(x: int, t: str) -> int:
+    bits = int(t.lstrip("usb"))
+    return signed(x, bits) if t[0] == "s" else x & ((1 << bits) - 1)
+
+
+def clip(x, low, high):
+    return max(low, min(high, x))
+
+
+def run(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    s = BY_NAME[name]
+    inputs = data(s, 2, 7)
+    return inputs.tolist(), emulate(s, inputs).tolist()
+
+
+def check(name: str, reference, outputs: int = 1) -> None:
+    """``reference`` takes the inputs as unsigned bits and gives the outputs' bits."""
+    inputs, got = run(name)
+    s = BY_NAME[name]
+    widths = {"16": 0xFFFF, "x2": 0xFFFFFFFF, "32": 0xFFFFFFFF, "64": (1 << 64) - 1}
+    masks = [0xFFFF if t == "e8x2" else widths[t[-2:]] for t in s.outputs]
+    for row, out in zip(inputs, got, strict=True):
+        want = reference(*row)
+        want = want if isinstance(want, tuple) else (want,)
+        for w, o, mask in zip(want, out, masks, strict=False):
+            assert w is None or o == w & mask, f"{name}: in {[hex(v) for v in row]}: got {o:#x}, want {w & mask:#x}"
+
+
+INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64")
+
+
+def truncated(a: int, b: int) -> tuple[int, int]:
+    q = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+    return q, a - q * b
+
+
+@pytest.mark.parametrize("t", INTEGERS)
+def test_integer_arithmetic(t):
+    bits = int(t[1:])
+    v = lambda x: typed(x, t)  # noqa: E731
+    check(f"add.{t}", lambda a, b: a + b)
+    check(f"sub.{t}", lambda a, b: a - b)
+    check(f"mul.lo.{t}", lambda a, b: a * b)
+    check(f"mul.hi.{t}", lambda a, b: (v(a) * v(b)) >> bits)
+    check(f"mad.lo.{t}", lambda a, b, c: a * b + c)
+    check(f"min.{t}", lambda a, b: min(v(a), v(b)))
+    check(f"max.{t}", lambda a, b: max(v(a), v(b)))
+    check(f"sad.{t}", lambda a, b, c: abs(v(a) - v(b)) + c)
+    check(f"div.{t}", lambda a, b: truncated(v(a), v(b | 1))[0])
+    check(f"rem.{t}", lambda a, b: truncated(v(a), v(b | 1))[1])
+
+
+def test_wide_saturating_and_chained():
+    for t in ("u16", "s16", "u32", "s32"):
+        v = lambda x, t=t: typed(x, t)  # noqa: E731
+        check(f"mul.wide.{t}", lambda a, b, v=v: v(a) * v(b))
+        check(f"mad.wide.{t}", lambda a, b, c, v=v: v(a) * v(b) + c)
+    for t in ("u32", "s32", "u64", "s64"):
+        bits = int(t[1:])
+        check(f"mad.hi.{t}", lambda a, b, c, t=t, bits=bits: ((typed(a, t) * typed(b, t)) >> bits) + c)
+    s32 = lambda x: signed(x, 32)  # noqa: E731
+    low, high = -(1 << 31), (1 << 31) - 1
+    check("add.sat.s32", lambda a, b: clip(s32(a) + s32(b), low, high))
+    check("sub.sat.s32", lambda a, b: clip(s32(a) - s32(b), low, high))
+    check("mul24.lo.s32", lambda a, b: signed(a, 24) * signed(b, 24))
+    check("mul24.hi.u32", lambda a, b: ((a & 0xFFFFFF) * (b & 0xFFFFFF)) >> 16)
+    full = 1 << 32
+
+    def chain(a, b, c):
+        carry = (a + b) // full
+        y = b + c + carry
+        return a + b, (y % full) + y // full
+
+    check("add.cc chain", chain)
+    check("sub.cc chain", lambda a, b, c: (a - b, b - c - (a < b)))
+    check("mad.cc chain", lambda a, b, c: (a * b + c, ((a * b) >> 32) + (a * b % full + c) // full))
+
+
+def test_dot_products():
+    for ta in ("u32", "s32"):
+        for tb in ("u32", "s32"):
+            one = lambda x, bits, k, t: typed(x >> (bits * k), t[0] + str(bits))  # noqa: E731
+            check(f"dp4a.{ta}.{tb}", lambda a, b, c, ta=ta, tb=tb: c + sum(one(a, 8, k, ta) * one(b, 8, k, tb) for k in range(4)))
+            for half in (0, 1):
+                name = f"dp2a.{('lo', 'hi')[half]}.{ta}.{tb}"
+                check(name, lambda a, b, c, ta=ta, tb=tb, h=half: c + sum(one(a, 16, k, ta) * one(b, 8, k + 2 * h, tb) for k in range(2)))
+
+
+def test_bit_operations():
+    check("cnot.b32", lambda a: int(a == 0))
+    check("popc.b64", lambda a: bin(a).count("1"))
+    check("clz.b32", lambda a: 32 - a.bit_length())
+    check("clz.b64", lambda a: 64 - a.bit_length())
+    check("brev.b32", lambda a: int(f"{a:032b}"[::-1], 2))
+    check("brev.b64", lambda a: int(f"{a:064b}"[::-1], 2))
+    for t, bits in (("b16", 16), ("b32", 32), ("b64", 64)):
+        check(f"shl.{t}", lambda a, b, bits=bits: a << (b & 127) if (b & 127) < bits else 0)
+        check(f"shr.u{bits}", lambda a, b: a >> (b & 127))
+        check(f"shr.s{bits}", lambda a, b, bits=bits: signed(a, bits) >> (b & 127))
+    check("shl large", lambda a, b: a << b if b < 32 else 0)
+    for mode in ("clamp", "wrap"):
+        n = (lambda c: min(c, 32)) if mode == "clamp" else (lambda c: c & 31)
+        check(f"shf.l.{mode}", lambda a, b, c, n=n: (((b << 32 | a) << n(c)) >> 32))
+        check(f"shf.r.{mode}", lambda a, b, c, n=n: (b << 32 | a) >> n(c))
+    for lut in (0xC0, 0x96, 0xE8, 0xCA, 0x1B, 0x00, 0xFF, 0x6A):
+        def table(a, b, c, lut=lut):
+            return sum(((lut >> ((a >> k & 1) << 2 | (b >> k & 1) << 1 | (c >> k & 1))) & 1) << k for k in range(32))
+
+        check(f"lop3.{lut:#x}", table)
+    for t in ("u32", "s32", "u64", "s64"):
+        bits = int(t[1:])
+
+        def find(a, t=t, bits=bits):
+            x = typed(a, t)
+            x = ~x if x < 0 else x
+            return x.bit_length() - 1 if x else 0xFFFFFFFF
+
+        check(f"bfind.{t}", find)
+
+        def field(a, b, c, t=t, bits=bits):
+            pos, length = b & 255, c & 255
+            x = (a >> pos) & ((1 << length) - 1)
+            if t[0] == "s" and length and (a >> min(pos + length - 1, bits - 1)) & 1:
+                x |= ~((1 << min(length, bits)) - 1)
+                if pos + length > bits:  # bits past the end are copies of the sign
+                    x |= ~((1 << max(0, bits - pos)) - 1)
+            return x
+
+        check(f"bfe.{t}", field)
+    for t, bits in (("b32", 32), ("b64", 64)):
+        def insert(a, b, c, e, bits=bits):
+            pos, length = c & 255, e & 255
+            mask = ((1 << length) - 1) << pos if pos < bits else 0
+            return (b & ~mask) | ((a << pos) & mask)
+
+        check(f"bfi.{t}", insert)
+
+    def permute(a, b, c):
+        both, out = b << 32 | a, 0
+        for k in range(4):
+            sel = c >> (4 * k) & 15
+            byte = both >> (8 * (sel & 7)) & 255
+            out |= (byte if sel < 8 else 255 * (byte >> 7)) << (8 * k)
+        return out
+
+    check("prmt", permute)
+    for sel in (0x5410, 0x7632, 0x0123, 0xBA98):
+        check(f"prmt {sel:#x}", lambda a, b, sel=sel: permute(a, b, sel))
+    byte = lambda a, b, n: (b << 32 | a) >> (8 * n) & 255  # noqa: E731
+    modes = {".f4e": lambda s, k: s + k, ".b4e": lambda s, k: (s - k) & 7, ".rc8": lambda s, k: s, ".ecl": lambda s, k: max(s, k),
+             ".ecr": lambda s, k: min(s, k), ".rc16": lambda s, k: 2 * (s & 1) + (k & 1)}  # fmt: skip
+    for mode, pick in modes.items():
+        check(f"prmt{mode}", lambda a, b, c, pick=pick: sum(byte(a, b, pick(c & 3, k)) << (8 * k) for k in range(4)))
+
+
+# -- floating point, in exact fractions ------------------------------------------------------------------------------
+FORMATS = {"f32": (24, -149, 127), "f16": (11, -24, 15), "bf16": (8, -133, 127), "f64": (53, -1074, 1023), "e4m3": (4, -9, 8), "e5m2": (3, -16, 15)}
+
+
+def rounded(x: Fraction, t: str, mode: str) -> float:
+    """x in format t: an integer multiple of the unit in the last place, chosen by the mode."""
+    precision, lowest, top = FORMATS[t]
+    if x == 0:
+        return 0.0
+    exponent = math.floor(math.log2(abs(x))) if abs(x) < Fraction(2) ** 900 else 0
+    while abs(x) >= Fraction(2) ** (exponent + 1):
+        exponent += 1
+    while abs(x) < Fraction(2) ** exponent:
+        exponent -= 1
+    unit = Fraction(2) ** max(exponent - precision + 1, lowest)
+    n = x / unit
+    down = math.floor(n)
+    rest = n - down
+    if mode == "rn":
+        up = rest > Fraction(1, 2) or (rest == Fraction(1, 2) and down % 2 == 1)
+    else:
+        up = {"rm": False, "rp": rest > 0, "rz": rest > 0 and x < 0}[mode]
+    result = (down + up) * unit
+    largest = (2 - Fraction(2) ** (1 - precision)) * Fraction(2) ** top
+    if abs(result) > largest:
+        toward = {"rn": math.inf, "rz": largest, "rm": largest if x > 0 else math.inf, "rp": math.inf if x > 0 else largest}[mode]
+        return math.copysign(float(toward), x)
+    return float(result)
+
+
+def value(bits: int, t: str) -> float:
+    return float(floats(np.array([bits], np.uint64), t)[0])
+
+
+def same(got: int, want: float, t: str) -> bool:
+    x = value(got, t)
+    return (math.isnan(x) and math.isnan(want)) or (x == want and (x != 0 or want != 0 or True))
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "fma", "div", "sqrt", "rcp"])
+def test_fp32_rounds_once(op, mode):
+    name = f"{op}.{mode}.f32"
+    exact = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
+             "div": lambda a, b: a / b, "rcp": lambda a: 1 / a}  # fmt: skip
+    checked = 0
+    for row, (got,) in zip(*run(name), strict=True):
+        xs = [value(v, "f32") for v in row]
+        if not all(math.isfinite(x) for x in xs):
+            continue
+        if op == "sqrt":
+            if xs[0] < 0:
+                continue
+            x = Fraction(xs[0])
+            n = math.isqrt(int(x * Fraction(2) ** 400))  # within 2**-200: never a tie unless exact
+            root = Fraction(n, 2**200) + (Fraction(1, 2**200) / 2 if n * n != x * 2**400 else 0)
+            want = rounded(root, "f32", mode)
+        else:
+            if op in ("div", "rcp") and xs[-1] == 0:
+                continue
+            want = rounded(exact[op](*map(Fraction, xs)), "f32", mode)
+        assert same(got, want, "f32"), f"{name}{xs}: got {value(got, 'f32')!r}, want {want!r}"
+        checked += 1
+    assert checked > 100
+
+
+def test_fma_where_fp64_would_round_twice():
+    # 1 + 2**-24 + tiny: the fp64 sum is exactly halfway, the residue decides
+    from cutegemm.emulator.numerics import fma_f32
+
+    def f32(x):
+        return np.array([x], np.float32)
+
+    a, b = 1 + 2.0**-12, 1 - 2.0**-12  # product 1 - 2**-24
+    cases = [(2.0**-30, 2.0**-30, 1 + 2.0**-23), (a, b, 2.0**-24 * 3), (3.0, 2.0**-150, 2.0**-126), (1e-30, 1e-15, 0.0)]
+    rng = np.random.default_rng(0)
+    tail = np.ldexp(rng.integers(1, 1 << 23, 400).astype(np.float64), -80)
+    cases += [(1.0, float(np.float32(t)), 1 + 2.0**-23 * int(k)) for t, k in zip(tail, rng.integers(0, 99, 400), strict=True)]
+    # products that end half a unit below c, plus or minus a sliver
+    for k in range(200):
+        x = np.float32(1 + k * 2.0**-23)
+        cases.append((float(x), 2.0**-24, float(np.float32(1 + 2.0**-22 * k))))
+    for x, y, z in cases:
+        x, y, z = (float(np.float32(v)) for v in (x, y, z))
+        with np.errstate(all="ignore"):
+            got = float(fma_f32(f32(x), f32(y), f32(z))[0])
+        assert got == rounded(Fraction(x) * Fraction(y) + Fraction(z), "f32", "rn"), (x, y, z)
+
+
+@pytest.mark.parametrize("t", ["f16", "bf16"])
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "fma.rn"])
+def test_half_arithmetic_rounds_once(op, t):
+    exact = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma.rn": lambda a, b, c: a * b + c}[op]
+    for suffix in ("", "x2"):
+        checked = 0
+        for row, (got,) in zip(*run(f"{op}.{t}{suffix}"), strict=True):
+            for shift in (0, 16) if suffix else (0,):
+                xs = [value(v >> shift & 0xFFFF, t) for v in row]
+                if not all(math.isfinite(x) for x in xs):
+                    continue
+                want = rounded(exact(*map(Fraction, xs)), t, "rn")
+                assert same(got >> shift & 0xFFFF, want, t), (op, t, xs)
+                checked += 1
+        assert checked > 100
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz"])
+@pytest.mark.parametrize("t", ["f16", "bf16"])
+def test_narrowing_conversions(t, mode):
+    for row, (got,) in zip(*run(f"cvt.{mode}.{t}.f32"), strict=True):
+        x = value(row[0], "f32")
+        want = x if not math.isfinite(x) else rounded(Fraction(x), t, mode)
+        assert same(got, want, t), (x, value(got, t), want)
+    for row, (got,) in zip(*run(f"cvt.{mode}.{t}x2.f32"), strict=True):
+        for x, half in ((row[0], got >> 16), (row[1], got & 0xFFFF)):  # the first operand is the upper half
+            x = value(x, "f32")
+            assert same(half, x if not math.isfinite(x) else rounded(Fraction(x), t, mode), t)
+
+
+def fp8(code: int, kind: str) -> float:
+    man, bias = (3, 7) if kind == "e4m3" else (2, 15)
+    exponent, mantissa = (code & 0x7F) >> man, code & ((1 << man) - 1)
+    if kind == "e4m3" and code & 0x7F == 0x7F:
+        return math.nan
+    if kind == "e5m2" and exponent == 31:
+        return math.nan if mantissa else math.copysign(math.inf, -1 if code & 0x80 else 1)
+    x = mantissa * 2.0 ** (1 - bias - man) if exponent == 0 else (1 + mantissa / 2**man) * 2.0 ** (exponent - bias)
+    return -x if code & 0x80 else x
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_fp8_conversions(kind):
+    finite = sorted({fp8(c, kind) for c in range(256) if math.isfinite(fp8(c, kind))})
+    top = finite[-1]
+    for name in (f"cvt.{kind}x2.f32", f"cvt.{kind}x2.f32 small"):
+        for row, (got,) in zip(*run(name), strict=True):
+            for bits, code in ((row[0], got >> 8), (row[1], got & 0xFF)):
+                x = value(bits, "f32")
+                if math.isnan(x):
+                    assert code & 0x7F == 0x7F
+                    continue
+                x = clip(x, -top, top)
+                y = fp8(code, kind)
+                distances = [abs(f - x) for f in finite]
+                best = min(distances)
+                assert abs(y - x) == best, (x, y)
+                if distances.count(best) > 1 and x == np.float32(x) and abs(x) > 1e-8:
+                    assert code & 1 == 0, (x, y)  # ties go to even
+    for row, (got,) in zip(*run(f"cvt.f16x2.{kind}x2"), strict=True):
+        for shift in (0, 8):
+            assert same(got >> (2 * shift) & 0xFFFF, fp8(row[0] >> shift & 0xFF, kind), "f16")
+
+
+def test_float_to_integer_saturates_and_nan_is_zero():
+    to_int = {"rni": lambda x: round(x), "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
+    for mode, f in to_int.items():
+        for t in ("s32", "u32", "s64", "u64", "s16", "u16"):
+            bits = int(t[1:])
+            low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if t[0] == "s" else (0, (1 << bits) - 1)
+            for row, (got,) in zip(*run(f"cvt.{mode}.{t}.f32"), strict=True):
+                x = value(row[0], "f32")
+                if math.isnan(x):
+                    want = 0 if bits < 64 else 1 << 63
+                else:
+                    want = clip(f(Fraction(x)), low, high) if math.isfinite(x) else (high if x > 0 else low)
+                assert got == want & ((1 << bits) - 1), (mode, t, x, got)
+
+
+def test_integer_to_float_rounds_once():
+    for mode in ("rn", "rz", "rm", "rp"):
+        for t in ("s32", "u32", "s64", "u64"):
+            check(f"cvt.{mode}.f32.{t}", lambda a, t=t, mode=mode: struct.unpack("<I", struct.pack("<f", rounded(Fraction(typed(a, t)), "f32", mode)))[0])
+        for t in ("s64", "u64"):
+            check(f"cvt.{mode}.f64.{t}", lambda a, t=t, mode=mode: struct.unpack("<Q", struct.pack("<d", rounded(Fraction(typed(a, t)), "f64", mode)))[0])
+
+
+def test_integer_conversions_saturate():
+    for name in BY_NAME:
+        parts = name.split(".")
+        if parts[0] != "cvt" or parts[-1] not in INTEGERS or parts[-2] not in (*INTEGERS, "u8", "s8") or "rn" in name:
+            continue
+        to, source = parts[-2:]
+        if parts[1] not in ("sat", to):
+            continue
+        bits = int(to[1:])
+        low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
+        check(name, lambda a, to=to, source=source, low=low, high=high, sat=parts[1] == "sat": clip(typed(a, source), low, high) if sat else typed(typed(a, source), to))
+
+
+def test_tf32_rounds_half_away():
+    for row, (got,) in zip(*run("cvt.rna.tf32.f32"), strict=True):
+        x = value(row[0], "f32")
+        if not math.isfinite(x):
+            continue
+        want = (row[0] + 0x1000) & 0xFFFFE000
+        assert got == want
+
+
+def test_min_max_of_nan_and_zero():
+    canonical = 0x7FFFFFFF
+    for op, pick in (("min", min), ("max", max)):
+        for (a, b), (got,) in zip(*run(f"{op}.f32"), strict=True):
+            x, y = value(a, "f32"), value(b, "f32")
+            if math.isnan(x) and math.isnan(y):
+                assert got == canonical
+            elif math.isnan(x) or math.isnan(y):
+                assert got == (b if math.isnan(x) else a)
+            elif x == y == 0:
+                assert got == ((a | b) if op == "min" else (a & b))
+            else:
+                assert value(got, "f32") == pick(x, y)
+
+
+def test_comparisons_with_nan():
+    for op in ("eq", "ne", "lt", "le", "gt", "ge"):
+        for unordered in ("", "u"):
+            for (a, b), (got,) in zip(*run(f"setp.{op}{unordered}.f32"), strict=True):
+                x, y = value(a, "f32"), value(b, "f32")
+                if math.isnan(x) or math.isnan(y):
+                    want = unordered == "u"
+                else:
+                    want = {"eq": x == y, "ne": x != y, "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y}[op]
+                assert got == want, (op, unordered, x, y)
+
+
+def test_approximate_functions_keep_their_bounds():
+    for name, f in (("ex2.approx.f32", lambda x: 2.0**x), ("lg2.approx.f32", math.log2), ("sqrt.approx.f32", math.sqrt),
+                    ("rcp.approx.f32", lambda x: 1 / x), ("rsqrt.approx.f32", lambda x: x**-0.5), ("tanh.approx.f32", math.tanh),
+                    ("sin.approx.f32", math.sin), ("cos.approx.f32", math.cos)):  # fmt: skip
+        for row, (got,) in zip(*run(name), strict=True):
+            x = value(row[0] & 0x7FFFFFFF, "f32")
+            if x > 0:
+                want = f(x)
+                assert abs(value(got, "f32") - want) <= 2.0**-23 * max(abs(want), 1e-30), (name, x)

@@ -99,7 +99,10 @@ def bar(wave, X, I: Instr, mask, fall: int):
         here = whole & (id_grid == ident)
         for c in np.flatnonzero(here.any(1)):
             cta = X.c0 + int(c)
-            given = int(count_grid[c][here[c]][0])
+            counts_here = count_grid[c][here[c]]
+            given = int(counts_here[0])
+            if (counts_here != given).any():
+                raise _describe(I, f"barrier {ident}: warps ask for {sorted(set(counts_here.tolist()))} threads", X, cta, X.w0)
             explicit = given >= 0
             if explicit and (given % 32 or given == 0):
                 raise _describe(I, f"barrier {ident} with a count of {given}, which is no positive multiple of 32", X, cta, X.w0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import os
 import re
 import struct
 import sys
@@ -48,7 +49,7 @@ def emulate(
     tensors: Mapping[str, torch.Tensor],
     *,
     outputs: Collection[str] | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     checks: Checks | None = None,
     profile: bool = False,
     progress: bool | None = None,
@@ -61,7 +62,8 @@ def emulate(
         operations: what the host code asked for, in order.
         tensors: everything that the launches may touch, by name; workspaces too. They are changed in place.
         outputs: names of those that may be written; all when None.
-        seed: chooses the timing of asynchronous work and the order of warps; launch i runs with seed + i.
+        seed: chooses the timing of asynchronous work and the order of warps; launch i runs with seed + i. When None,
+            the environment variable CUTEGEMM_EMULATOR_SEED, or 0.
         checks: what to check; everything when None.
         profile: count instructions, bank conflicts and sectors, see the reports.
         progress: print progress to stderr; when None, for a run of more than a few seconds on a terminal.
@@ -73,6 +75,8 @@ def emulate(
     """
     from cutegemm.emulator import Checks, Memory, run
 
+    if seed is None:
+        seed = _environment_seed()
     module = _module(ptx) if isinstance(ptx, str) else ptx
     unknown = set(outputs or ()) - set(tensors)
     if unknown:
@@ -103,6 +107,13 @@ def emulate(
             )
         reports.append(report)
     return reports
+
+
+def _environment_seed() -> int:
+    text = os.environ.get("CUTEGEMM_EMULATOR_SEED", "0")
+    if not text.isdecimal():
+        raise ValueError(f"CUTEGEMM_EMULATOR_SEED: got {text!r}, accepted is a number of at least 0")
+    return int(text)
 
 
 def estimate(ptx: str, flops: float) -> float:

@@ -1,0 +1,81 @@
+"""Every kernel, dtype and pair of majors runs in the emulator on ragged problems, checked against the reference.
+
+Each run draws its own timing; a failure prints the seed, and CUTEGEMM_TEST_SEED repeats it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from legacy_cuda.rungs import RUNGS
+from tests.problems import MAJORS, Case
+
+pytest.importorskip("llvmlite")
+
+# Extents that no tile divides: aligned to 16 bytes, and odd ones whose rows start at any element.
+ALIGNED, ODD = (72, 40, 136), (67, 45, 83)
+CUTE = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32"))
+CONFIGS = {
+    ("fp16", "ieee"): "sm80/64x32x32/w32x16/s3/g8",
+    ("bf16", "ieee"): "sm80/32x64x64/w16x32/s2/g1",
+    ("fp32", "tf32"): "sm80/64x64x16/w32x32/s4/g4",
+    ("fp32", "ieee"): "simt/64x64x8/w32x32/s3/g8",
+}
+
+
+@pytest.fixture(autouse=True)
+def timing(seed, monkeypatch):
+    """A fresh timing for the emulator."""
+    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
+    return seed
+
+
+def options(dtype: str, precision: str) -> dict[str, str]:
+    return {"precision": precision} if dtype == "fp32" else {}
+
+
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize("shape", [ALIGNED, ODD], ids=["aligned", "odd"])
+@pytest.mark.parametrize(("dtype", "precision"), CUTE)
+def test_cute(dtype, precision, majors, shape, seed):
+    case = Case.random(*shape, dtype, seed=seed, majors=majors, **options(dtype, precision))
+    case.run(backend="cute", config=CONFIGS[dtype, precision])
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CUTE)
+def test_cute_default_configuration_of_tiny_problems(dtype, precision, seed):
+    for shape in ((1, 1, 1), (1, 64, 40), (33, 1, 7)):
+        Case.random(*shape, dtype, seed=seed, **options(dtype, precision)).run(backend="cute")
+
+
+@pytest.mark.parametrize(("dtype", "precision"), CUTE)
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        {"c": True, "beta": -0.5, "alpha": 1.5},
+        {"bias": True, "activation": "relu"},
+        {"c": True, "beta": 2.0, "bias": True, "activation": "gelu"},
+        {"out_dtype": torch.float32, "activation": "silu", "bias": True},
+    ],
+    ids=["c", "bias-relu", "c-bias-gelu", "fp32-silu"],
+)
+def test_cute_epilogues(dtype, precision, epilogue, seed):
+    Case.random(40, 72, 48, dtype, seed=seed, **options(dtype, precision), **epilogue).run(backend="cute")
+
+
+@pytest.mark.parametrize("majors", ["tn", "nt"])
+def test_cute_batches_and_padded_rows(majors, seed):
+    Case.random(40, 24, 56, "fp16", seed=seed, majors=majors, batch=3, pad=8).run(backend="cute")
+    Case.random(40, 24, 56, "fp32", seed=seed, majors=majors, batch=2, pad=3, offset=1).run(backend="cute")
+
+
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize(("rung", "dtype"), [(rung.name, dtype) for rung in RUNGS.values() for dtype in rung.dtypes])
+def test_legacy(rung, dtype, majors, seed):
+    Case.random(*ALIGNED, dtype, seed=seed, majors=majors).run(backend="legacy", config=rung)
+
+
+@pytest.mark.parametrize(("rung", "dtype"), [(rung.name, rung.dtypes[0]) for rung in RUNGS.values()])
+def test_legacy_odd_extents_and_c(rung, dtype, seed):
+    Case.random(*ODD, dtype, seed=seed, majors="tt", c=True, beta=0.5).run(backend="legacy", config=rung)

@@ -3,10 +3,10 @@
 Heuristics, the occupancy calculator, the roofline bound and every backend's validity rule read this table,
 so that a machine without a GPU plans exactly as one with it. `Arch.of_device` describes the GPU at hand.
 
-Sources: NVIDIA CUDA C++ Programming Guide 13.0, table "Technical Specifications per Compute Capability" (limits per SM and per
-CTA, allocation units); the vendor's data sheets and architecture white papers of A100, RTX A6000, RTX 4090, H100 and H200 (SM
-count, L2, bandwidth, dense peak rates, boost clock). Peak rates are dense, without structured sparsity, at the boost clock that
-the vendor quotes; fp16 rates are those with fp32 accumulation.
+Sources: NVIDIA CUDA C++ Programming Guide 13.0, table "Technical Specifications per Compute Capability" (limits per SM
+and per CTA, allocation units); the vendor's data sheets and architecture white papers of A100, RTX A6000, RTX 4090,
+H100 and H200 (SM count, L2, bandwidth, dense peak rates, boost clock). Peak rates are dense, without structured
+sparsity, at the boost clock that the vendor quotes; fp16 rates are those with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _CTAS_PER_SM = {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10,
 class Arch:
     """One GPU model, or a generic member of a compute capability (`generic` is then True).
 
-    Sizes are bytes, bandwidth bytes/s, clock MHz, rates 1e12 operations/s (a multiply-add is two). Hashable and tensor-free.
+    Sizes are bytes, bandwidth bytes/s, clock MHz, rates 1e12 operations/s (a multiply-add is two). Hashable and
+    tensor-free.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Arch:
 
     @property
     def peak_tflops(self) -> Mapping[str, float]:
-        """Dense peak by dtype name: `float32` (CUDA cores), `tfloat32`, `float16`, `bfloat16`, `float8`, `int8`, `float64`."""
+        """Dense peak in TFLOP/s by dtype: `float32` (CUDA cores), `tfloat32`, `float16`, `bfloat16`, `float8`, ..."""
         return MappingProxyType(dict(self.peaks))
 
     @property
@@ -83,8 +84,8 @@ class Arch:
 
     @staticmethod
     def of_device(index: int | None = None) -> Arch:
-        """The architecture of CUDA device `index` (the current one when None): the table's entry of that model where it is
-        known, else the generic entry of its compute capability; counts and sizes are those the device reports.
+        """The architecture of CUDA device `index` (the current one when None): the table's entry of that model where it
+        is known, else the generic entry of its compute capability; counts and sizes are those the device reports.
 
         Raises RuntimeError without a CUDA device, ValueError for a compute capability below 8.0.
         """
@@ -199,7 +200,8 @@ ARCHS: Mapping[str, Arch] = MappingProxyType(
             _arch(
                 "H200", _SM90, sm_count=132, clock_mhz=1980, l2_bytes=60 * MIB, hbm_bytes_per_s=4.8e12, peaks=_H100_SXM
             ),
-            # Generic entries: the limits are exact for the compute capability; counts, clock and rates are those of its first model.
+            # Generic entries: the limits are exact for the compute capability; counts, clock and rates are those of its
+            # first model.
             _arch(
                 "sm_80",
                 _SM80,
@@ -282,7 +284,8 @@ def from_properties(properties: Any) -> Arch:
     capability = (int(properties.major), int(properties.minor))
     if capability < (8, 0):
         raise ValueError(
-            f"arch: {properties.name} has compute capability {capability[0]}.{capability[1]}; cutegemm needs 8.0 (Ampere) or newer"
+            f"arch: {properties.name} has compute capability {capability[0]}.{capability[1]}; "
+            "cutegemm needs 8.0 (Ampere) or newer"
         )
     sm_count = int(properties.multi_processor_count)
     entry = next((ARCHS[key] for text, key in _DRIVER_NAMES if text in properties.name), None)

@@ -1,8 +1,9 @@
 """Measured configurations on disk: one SQLite row a measurement; the fastest right one is the winner.
 
-The file lies in the user's cache directory (or `CUTEGEMM_CACHE_DIR`). Many processes may write at once: every call is one
-transaction with a busy time-out. A file that is damaged or from a later version is set aside; without a writable disk the rows live
-in memory for this process, and a warning says so. Rows made from other kernel sources than today's are never winners.
+The file lies in the user's cache directory (or `CUTEGEMM_CACHE_DIR`). Many processes may write at once: every call is
+one transaction with a busy time-out. A file that is damaged or from a later version is set aside; without a writable
+disk the rows live in memory for this process, and a warning says so. Rows made from other kernel sources than today's
+are never winners.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class WinnersWarning(UserWarning):
 class Measurement:
     """One row.
 
-    gpu, sm_count: model name and SM count of the GPU. problem: `str(Problem)`. backend: its name. config: its text. fingerprint: digest
-    of the kernel sources. seconds: per launch, None when it was not timed. verdict: "ok", or what was wrong. measured_at: UTC, ISO.
+    gpu, sm_count: model name and SM count of the GPU. problem: `str(Problem)`. backend: its name. config: its text.
+    fingerprint: digest of the kernel sources. seconds: per launch, None when it was not timed. verdict: "ok", or what
+    was wrong. measured_at: UTC, ISO.
     """
 
     gpu: str
@@ -97,8 +99,8 @@ class Winners:
     ) -> Measurement | None:
         """The fastest configuration whose latest measurement was right; None when there is none.
 
-        A configuration measured again counts with its latest row, so one found wrong later never wins. With `fingerprint`, rows from
-        other sources do not count.
+        A configuration measured again counts with its latest row, so one found wrong later never wins. With
+        `fingerprint`, rows from other sources do not count.
         """
         conditions, arguments = ["gpu = ?", "sm_count = ?", "problem = ?"], [gpu, sm_count, problem]
         for column, value in (("backend", backend), ("fingerprint", fingerprint)):

@@ -2,6 +2,6 @@
 
     cutegemm.gemm(a, b, backend="legacy", config="warp_tile")
 
-`legacy_cuda.rungs` lists the rungs, `legacy_cuda.config` says which parameters are valid, `legacy_cuda.build` compiles one with
-NVRTC, `legacy_cuda.backend` puts it behind the library's call.
+`legacy_cuda.rungs` lists the rungs, `legacy_cuda.config` says which parameters are valid, `legacy_cuda.build` compiles
+one with NVRTC, `legacy_cuda.backend` puts it behind the library's call.
 """

@@ -1,7 +1,8 @@
 """The backend "legacy": the ladder of CUDA C++ kernels behind the library's call.
 
-Served: fp32 on the fp32 rungs, fp16 and bf16 on the 16-bit rungs; every major of A and B and padded leading dimensions; C of any
-dtype and strides; batches, also broadcast ones; every size, K = 0 included. Refused: bias and activation, TF32.
+Served: fp32 on the fp32 rungs, fp16 and bf16 on the 16-bit rungs; every major of A and B and padded leading dimensions;
+C of any dtype and strides; batches, also broadcast ones; every size, K = 0 included. Refused: bias and activation,
+TF32.
 """
 
 from __future__ import annotations
@@ -43,14 +44,11 @@ class LegacyBackend:
 
     def check(self, config: LegacyConfig, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
-        signature = problem.signature
-        if signature.dtype not in config.spec.dtypes:
-            return f"{config.rung} multiplies {' and '.join(config.spec.dtypes)}, the operands are {signature.dtype}"
         bm, bn, _ = config.tile()
         tiles = -(-problem.m // bm) * -(-problem.n // bn)
         if tiles > MAX_GRID_X:
             return f"{tiles} output tiles; a grid has at most {MAX_GRID_X}: take a larger tile"
-        return why_invalid(config, signature, arch)
+        return why_invalid(config, problem.signature, arch)
 
     def configs(self, problem: Problem, arch: Arch) -> Iterable[LegacyConfig]:
         """Every valid configuration of the two autotuned rungs, then the rungs with their defaults."""
@@ -66,10 +64,6 @@ class LegacyBackend:
 
     def build(self, signature: Signature, config: LegacyConfig, arch: Arch) -> LegacyKernel:
         """The kernel. Raises ValueError for a configuration that cannot serve the signature; compiles at first use."""
-        if signature.dtype not in config.spec.dtypes:
-            raise ValueError(
-                f"config: {config.rung} multiplies {' and '.join(config.spec.dtypes)}, the operands are {signature.dtype}"
-            )
         reason = why_invalid(config, signature, arch)
         if reason is not None:
             raise ValueError(f"config: {config} cannot serve {signature}: {reason}")

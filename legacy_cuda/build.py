@@ -1,6 +1,7 @@
 """Compiles a rung with NVRTC: no host compiler and no GPU are needed, and the result is kept in the kernel store.
 
-Headers come from pip packages (`nvidia-cuda-runtime`, `nvidia-cuda-cccl`, `nvidia-cuda-crt`) or from an installed toolkit.
+Headers come from pip packages (`nvidia-cuda-runtime`, `nvidia-cuda-cccl`, `nvidia-cuda-crt`) or from an installed
+toolkit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NEEDED = ("cuda_fp16.h", "cuda_bf16.h", "mma.h", "crt/mma.h")
 
 
 def expression(signature: Signature, config: LegacyConfig) -> str:
-    """The C++ name of the instantiation, e.g. `warp_tile<Signature<float, NoC, float, true, false, 4, 4, 1, 4>, 128, ...>`."""
+    """The C++ name of the instantiation: `naive<Signature<float, NoC, float, true, false, 1, 1, 1, 4>, 32, 32>`."""
     vec_a, vec_b, vec_c, vec_d = config.vectors(signature)
     c_dtype = signature.epilogue.c_dtype
     traits = ", ".join(
@@ -127,7 +128,8 @@ def nvrtc_version() -> str:
 
 
 def _compile(name: str, file: str, target: str) -> Artefacts:
-    # The binding and not cuda.core.Program: that one asks a driver whether it could load the PTX, and here there may be none.
+    # The binding and not cuda.core.Program: that one asks a driver whether it could load the PTX, and here there may be
+    # none.
     from cuda.bindings import nvrtc
 
     options = ["--std=c++17", f"--gpu-architecture={target}", f"--include-path={KERNELS}"]

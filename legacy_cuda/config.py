@@ -4,8 +4,8 @@ A text is the rung's name and the parameters that differ from its defaults or al
 
     warp_tile        warp_tile/bm128/bn64        async_copy/bm64/bn256/bk16/tm8/tn8
 
-`why_invalid` is the only place that knows what a kernel can be instantiated with: the constructor, the search space, the backend
-and the tests call it.
+`why_invalid` is the only place that knows what a kernel can be instantiated with: the constructor, the search space,
+the backend and the tests call it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WMMA = 16
 
 @dataclass(frozen=True)
 class LegacyConfig:
-    """A rung and the values of its template parameters, in template order. Raises ValueError when they are not valid."""
+    """A rung and the values of its template parameters, in template order. Raises ValueError for invalid ones."""
 
     rung: str
     values: tuple[int, ...]
@@ -131,7 +131,7 @@ class LegacyConfig:
 
 
 def parse(text: str) -> LegacyConfig:
-    """A configuration from its text form (see the module docstring). Raises TypeError or ValueError naming what is accepted."""
+    """A configuration from its text form (see the module docstring). Errors name what is accepted."""
     if isinstance(text, LegacyConfig):
         return text
     if not isinstance(text, str):
@@ -151,7 +151,8 @@ def parse(text: str) -> LegacyConfig:
 def why_invalid(config: LegacyConfig, signature: Signature | None = None, arch: Arch | None = None) -> str | None:
     """None when the kernel can be instantiated, else the rule that is broken.
 
-    Without a signature: for contiguous, 16-byte aligned K-major A and N-major B. Without an architecture: on any of ours.
+    Without a signature: for contiguous, 16-byte aligned K-major A and N-major B. Without an architecture: on any of
+    ours.
     """
     if any(value < 1 for value in config.values):
         return "every parameter must be at least 1"
@@ -169,6 +170,8 @@ def why_invalid(config: LegacyConfig, signature: Signature | None = None, arch: 
     vector_a = vector_b = config.spec.vector
     a_k, b_k = True, False
     if signature is not None:
+        if signature.dtype not in config.spec.dtypes:
+            return f"{config.rung} multiplies {' and '.join(config.spec.dtypes)}, the operands are {signature.dtype}"
         vector_a, vector_b, _, _ = config.vectors(signature)
         a_k, b_k = signature.a_major == "k", signature.b_major == "k"
     if config.spec.kind in _READERS:
@@ -191,7 +194,7 @@ _READERS = ("plain", "patch", "swizzled", "double_buffer", "async", "warp", "war
 
 
 def _reader(extent: int, bk: int, threads: int, k_contiguous: bool, vector: int, itemsize: int) -> str | None:
-    """Whether `threads` threads tile an operand of `extent` by `bk`: the arithmetic of `TileReader` in kernels/operand.cuh."""
+    """Why `threads` threads do not tile an operand of `extent` by `bk`: as `TileReader` in kernels/operand.cuh."""
     sector = min(32 // itemsize, bk)
     runs = sector // vector if k_contiguous else extent // vector
     if vector > sector or sector % vector or extent % vector:

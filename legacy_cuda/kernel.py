@@ -77,7 +77,7 @@ class Geometry:
 
 @dataclass
 class LegacyKernel:
-    """One rung, compiled for a signature and an architecture. PTX and machine code are made when they are first asked for."""
+    """One rung, compiled for a signature and an architecture when its code is first asked for."""
 
     signature: Signature
     config: LegacyConfig

@@ -1,7 +1,7 @@
 """The rungs of the two ladders: what each is called, what it takes, and what others published for it.
 
-A rung is one file under `kernels/` with one kernel template. Its parameters are listed in the order of the template's arguments
-after the signature. Adding a rung is a file and an entry here.
+A rung is one file under `kernels/` with one kernel template. Its parameters are listed in the order of the template's
+arguments after the signature. Adding a rung is a file and an entry here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _H100 = "others' ladder on an H100 PCIe"
 class Published:
     """A figure that somebody else published, on their GPU: it sets the bar and claims nothing about ours.
 
-    gpu: a name of `cutegemm.arch`. share: of cuBLAS (of PyTorch for 16-bit), 0..1. tflops: absolute, where it was given.
+    gpu: a name of `cutegemm.arch`. share: of cuBLAS (of PyTorch for 16-bit), 0..1. tflops: absolute, where it was
+    given.
     """
 
     gpu: str
@@ -40,8 +41,9 @@ class Published:
 class Rung:
     """One rung.
 
-    name: what `config=` accepts. ladder: "fp32" or "16bit". file: under `kernels/`. kernel: the template's name. kind: which
-    validity rule of `legacy_cuda.config` holds. dtypes: of A and B. defaults: parameters by name in template order.
+    name: what `config=` accepts. ladder: "fp32" or "16bit". file: under `kernels/`. kernel: the template's name. kind:
+    which validity rule of `legacy_cuda.config` holds. dtypes: of A and B. defaults: parameters by name in template
+    order.
     vector: most elements of A and B that are read at once. bar: TFLOP/s to meet on an H200 at 8192^3, or None.
     """
 

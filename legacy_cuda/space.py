@@ -25,8 +25,9 @@ SEEDS = (
 
 
 def family(name: str, signature: Signature, arch: Arch) -> Iterator[LegacyConfig]:
-    """The valid configurations of one autotuned rung: "thread_tile" varies BM, BN, BK, TM, TN of the double-buffered and
-    the async-copy kernel; "warp_tile" also WM, WN, WNITER, stages and tile order. 16-bit: the warp tile and WMMA kernels.
+    """The valid configurations of one autotuned rung: "thread_tile" varies BM, BN, BK, TM, TN of the double-buffered
+    and the async-copy kernel; "warp_tile" also WM, WN, WNITER, stages and tile order. 16-bit: the warp tile and WMMA
+    kernels.
     """
     if name not in FAMILIES:
         raise ValueError(f"family: got {name!r}, accepted are {', '.join(FAMILIES)}")
@@ -77,7 +78,7 @@ def default(problem: Problem, arch: Arch) -> LegacyConfig:
 
 
 def promise(config: LegacyConfig, problem: Problem, arch: Arch) -> float:
-    """How fast a configuration may be, 0..1, from what it issues and how it fills the GPU: an order for the search, no forecast."""
+    """How fast a configuration may be, 0..1, from what it issues and how it fills the GPU: an order, no forecast."""
     p, signature = config.parameters, problem.signature
     if str(config) in SEEDS:
         return 1.0

@@ -1,1 +1,1 @@
-"""Command-line tools around the kernels: `python -m tuning.ladder`, `python -m tuning.occupancy`, and what they share."""
+"""Command-line tools around the kernels, each `python -m tuning.NAME`, and what they share."""

@@ -1,7 +1,8 @@
 """The autotuned rungs: enumerate a family of configurations, check and time each, keep the winner.
 
-Every measurement goes to the winners store, wrong ones as wrong. Kernels are compiled ahead on a few threads while the GPU times
-those in front of them; the most promising come first, so that a search cut short has seen the best candidates.
+Every measurement goes to the winners store, wrong ones as wrong. Kernels are compiled ahead on a few threads while the
+GPU times those in front of them; the most promising come first, so that a search cut short has seen the best
+candidates.
 """
 
 from __future__ import annotations

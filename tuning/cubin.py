@@ -1,8 +1,10 @@
-"""What a kernel takes, read from its machine code: registers, static shared memory, stack. No driver and no tool is needed.
+"""What a kernel takes, read from its machine code: registers, static shared memory, stack. No driver and no tool is
+needed.
 
-A cubin is an ELF file. `.nv.info` lists attributes as (format, attribute, size) and a value; format 4 is a sized value that begins
-with the index of the kernel's symbol. Attribute 0x2f is the register count, 0x11 the frame size (as `cuobjdump -elf` names them,
-EIATTR_REGCOUNT and EIATTR_FRAME_SIZE). The size of `.nv.shared.<kernel>` is the static shared memory.
+A cubin is an ELF file. `.nv.info` lists attributes as (format, attribute, size) and a value; format 4 is a sized value
+that begins with the index of the kernel's symbol. Attribute 0x2f is the register count, 0x11 the frame size (as
+`cuobjdump -elf` names them, EIATTR_REGCOUNT and EIATTR_FRAME_SIZE). The size of `.nv.shared.<kernel>` is the static
+shared memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ _SYMTAB = 2
 
 @dataclass(frozen=True)
 class Usage:
-    """Per thread: `registers`, `stack` (bytes of local memory frame). Per CTA: `static_smem` bytes, without the system's share."""
+    """Per thread: `registers`, `stack` (bytes of the local memory frame). Per CTA: `static_smem` bytes.
+
+    From compute capability 9.0 on `static_smem` counts the system's 1 KiB, too.
+    """
 
     kernel: str
     registers: int

@@ -1,8 +1,10 @@
 """`python -m tuning.ladder`: climbs a ladder of kernels, checks every rung, and says how fast each is.
 
-With a GPU every rung is checked against the float64 reference at each size and at a ragged one, timed against cuBLAS interleaved
-(`tuning.timing`), and printed beside the figures that others published. Without one the rungs run in the emulator on a small size,
-and their profiles are printed instead: instructions, shared-memory bank conflicts, global sectors, arithmetic intensity.
+With a GPU every rung is checked against the float64 reference at each size and at a ragged one, timed against cuBLAS
+interleaved (`tuning.timing`), and printed beside the figures that others published. Without one the rungs run in the
+emulator on a small size,
+and their profiles are printed instead: instructions, shared-memory bank conflicts, global sectors, arithmetic
+intensity.
 """
 
 from __future__ import annotations
@@ -85,8 +87,8 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     arch = Arch.of_device()
     print(f"GPU: {gpu_state()}; torch {torch.__version__}, CUDA {torch.version.cuda}")
     print(
-        f"Method: {options.rounds} rounds, blocks of cuBLAS (torch.mm, no TF32) and the rung in turn, second half of each block, "
-        "CUDA graphs, normal random inputs, row-major"
+        f"Method: {options.rounds} rounds, blocks of cuBLAS (torch.mm, no TF32) and the rung in turn, "
+        "second half of each block, CUDA graphs, normal random inputs, row-major"
     )
     print(f"Host cost of a launch: {host_cost(dtype, arch, chosen[-1])}")
     ragged = {config: _check_ragged(config, dtype, arch) for config in chosen}

@@ -1,4 +1,4 @@
-"""The ladder without a GPU: each rung's compiled kernel runs in the emulator, and what it does is counted instead of timed."""
+"""The ladder without a GPU: each rung's compiled kernel runs in the emulator, which counts what it does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from legacy_cuda.config import LegacyConfig
 class RungProfile:
     """Counts of one rung at one shape.
 
-    instructions: warp instructions. wavefronts: passes over shared memory, of which `conflicts` are bank conflicts. sectors: 32-byte
-    sectors of global memory touched by warps, against `sectors_ideal` that would hold the bytes asked for. flops: useful ones.
+    instructions: warp instructions. wavefronts: passes over shared memory, of which `conflicts` are bank conflicts.
+    sectors: 32-byte sectors of global memory touched by warps, against `sectors_ideal` that would hold the bytes asked
+    for. flops: useful ones.
     """
 
     config: LegacyConfig
@@ -102,8 +103,8 @@ def profile_ladder(chosen: Sequence[LegacyConfig], dtype: str, shape: tuple[int,
         )
     )
     print(
-        "smem passes: wavefronts of shared memory; touched/needed: 32-byte sectors of global memory; flop/byte: of those sectors, "
-        "before any cache."
+        "smem passes: wavefronts of shared memory; touched/needed: 32-byte sectors of global memory; "
+        "flop/byte: of those sectors, before any cache."
     )
     return 0 if all(row.verdict == "ok" for row in rows) else 1
 

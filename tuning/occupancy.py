@@ -3,9 +3,10 @@
     python -m tuning.occupancy --backend legacy --config warp_tile --shape 4096x4096x4096
     python -m tuning.occupancy --registers 37 --smem 8192 --threads 1024 --arch A6000
 
-Registers and static shared memory are read from the kernel's machine code, threads and dynamic shared memory from its launch; no GPU
-is needed. The rules are those of the "Physical Limits" of NVIDIA's occupancy calculator: registers are allocated to warps in units of
-256, warps in multiples of four per SM, shared memory to CTAs in units of 128 bytes with 1 KiB reserved for each.
+Registers and static shared memory are read from the kernel's machine code, threads and dynamic shared memory from its
+launch; no GPU is needed. The rules are those of the "Physical Limits" of NVIDIA's occupancy calculator: registers are
+allocated to warps in units of 256, warps in multiples of four per SM, shared memory to CTAs in units of 128 bytes with
+1 KiB reserved for each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Bounds and quantization: how fast a multiplication can be, and what a grid of tiles makes of it.
 
-Williams, Waterman, Patterson, "Roofline", CACM 2009; tile and wave quantization as in NVIDIA's "Matrix Multiplication Background".
+Williams, Waterman, Patterson, "Roofline", CACM 2009; tile and wave quantization as in NVIDIA's "Matrix Multiplication
+Background".
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _UNIT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 class Roofline:
     """Lower bounds of one problem on one architecture.
 
-    flop_s, byte_s: seconds that the arithmetic at peak rate and the compulsory bytes at full bandwidth take. intensity: flop per
-    compulsory byte. ridge: the intensity at which both are equal on this architecture.
+    flop_s, byte_s: seconds that the arithmetic at peak rate and the compulsory bytes at full bandwidth take. intensity:
+    flop per compulsory byte. ridge: the intensity at which both are equal on this architecture.
     """
 
     flop_s: float
@@ -37,7 +38,7 @@ class Roofline:
         return "arithmetic" if self.flop_s >= self.byte_s else "memory"
 
     def share(self, seconds: float) -> float:
-        """Of the bound, that a measured time reached: 1 is perfect. Raises ValueError for a time that is not positive."""
+        """Of the bound, that a measured time reached (1 is perfect). Raises ValueError unless the time is positive."""
         if not seconds > 0:
             raise ValueError(f"seconds: got {seconds!r}, expected a positive time")
         return self.bound_s / seconds
@@ -57,7 +58,8 @@ def roofline(problem: Problem, arch: Arch) -> Roofline:
 class Quantization:
     """What a grid of tiles makes of a shape.
 
-    tiles: CTAs of the grid. tile_share: of the tiles' area, that lies inside D. waves: CTAs over those in flight at once.
+    tiles: CTAs of the grid. tile_share: of the tiles' area, that lies inside D. waves: CTAs over those in flight at
+    once.
     wave_share: of the slots of all waves, that hold a CTA.
     """
 
@@ -68,7 +70,8 @@ class Quantization:
 
 
 def quantization(m: int, n: int, tile_m: int, tile_n: int, in_flight: int, batch: int = 1) -> Quantization:
-    """Tile and wave quantization of an (m, n) output in tiles of (tile_m, tile_n) with `in_flight` CTAs resident at once.
+    """Tile and wave quantization of an (m, n) output in tiles of (tile_m, tile_n) with `in_flight` CTAs resident at
+    once.
 
     Raises ValueError when a tile extent or `in_flight` is not positive, or a size is negative.
     """

@@ -1,4 +1,4 @@
-"""One problem on the GPU with its inputs, its reference and cuBLAS beside it: where configurations are checked and timed."""
+"""One problem on the GPU with its inputs, its reference and cuBLAS: where configurations are checked and timed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Launches every rung of the ladder on ragged shapes and checks it, for NVIDIA's compute-sanitizer:
 
     for tool in memcheck racecheck synccheck initcheck; do
-        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 python tests/gpu/sanitize_legacy.py; done
+        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 python tests/gpu/sanitize_legacy.py;
+        done
 
 `sanitize_legacy.py 0/3` takes every third rung, so that the slow tools can run side by side.
 """

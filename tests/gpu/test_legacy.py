@@ -1,4 +1,4 @@
-"""Every rung of the ladder on the GPU through the public call: ragged shapes, majors, C, batches, alignment, large matrices."""
+"""Every rung of the ladder on the GPU through the public call: shapes, majors, C, batches, alignment, size."""
 
 from __future__ import annotations
 

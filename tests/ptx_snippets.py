@@ -1,6 +1,7 @@
 """Small PTX programs with inputs and outputs, run in the emulator and, in the GPU tests, on hardware.
 
-A snippet names its inputs a, b, c, e and its outputs x, y; each thread has its own. ``ptx`` wraps the body into a kernel
+A snippet names its inputs a, b, c, e and its outputs x, y; each thread has its own. ``ptx`` wraps the body into a
+kernel
 that loads the inputs from 8-byte slots and stores the outputs to 8-byte slots.
 """
 
@@ -13,8 +14,25 @@ import numpy as np
 
 from cutegemm.emulator import Launch, Memory, Module, run
 
-WIDTH = {"b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4,
-         "tf32": 4, "e8x2": 2, "b64": 8, "u64": 8, "s64": 8, "f64": 8}  # fmt: skip
+WIDTH = {
+    "b16": 2,
+    "u16": 2,
+    "s16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "b32": 4,
+    "u32": 4,
+    "s32": 4,
+    "f32": 4,
+    "f16x2": 4,
+    "bf16x2": 4,
+    "tf32": 4,
+    "e8x2": 2,
+    "b64": 8,
+    "u64": 8,
+    "s64": 8,
+    "f64": 8,
+}
 BLOCK = 256
 
 
@@ -47,9 +65,17 @@ def ptx(snippet: Snippet) -> str:
     for name, t in [*zip("abce", snippet.inputs, strict=False), *zip("xy", snippet.outputs, strict=False)]:
         lines.append(f".reg .b{8 * WIDTH[t]} {name};")
     n_in, n_out = len(snippet.inputs), len(snippet.outputs)
-    lines += ["mov.u32 %me, %ctaid.x;", f"mad.lo.u32 %me, %me, {BLOCK}, 0;", "mov.u32 %r0, %tid.x;", "add.u32 %me, %me, %r0;",
-              "mov.u32 %ln, %laneid;", "ld.param.u64 %in, [pin];", "ld.param.u64 %out, [pout];",
-              f"mad.wide.u32 %in, %me, {8 * n_in}, %in;", f"mad.wide.u32 %out, %me, {8 * n_out}, %out;"]  # fmt: skip
+    lines += [
+        "mov.u32 %me, %ctaid.x;",
+        f"mad.lo.u32 %me, %me, {BLOCK}, 0;",
+        "mov.u32 %r0, %tid.x;",
+        "add.u32 %me, %me, %r0;",
+        "mov.u32 %ln, %laneid;",
+        "ld.param.u64 %in, [pin];",
+        "ld.param.u64 %out, [pout];",
+        f"mad.wide.u32 %in, %me, {8 * n_in}, %in;",
+        f"mad.wide.u32 %out, %me, {8 * n_out}, %out;",
+    ]
     for k, (name, t) in enumerate(zip("abce", snippet.inputs, strict=False)):
         lines.append(f"ld.global.b{8 * WIDTH[t]} {name}, [%in+{8 * k}];")
     lines.append(snippet.body)
@@ -60,13 +86,18 @@ def ptx(snippet: Snippet) -> str:
 
 #: values that arithmetic goes wrong at, as bits
 EDGES = {
-    2: [0, 1, 2, 0x7FFF, 0x8000, 0xFFFF, 0x3C00, 0xBC00, 0x7C00, 0xFC00, 0x7BFF, 0x0400, 0x03FF, 0x7F80, 0x3F80, 0x7E00, 0x8001],
-    4: [0, 1, 2, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFE, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000,
-        0x7F7FFFFF, 0x00800000, 0x007FFFFF, 0x00000001, 0x80000001, 0x477FE000, 0x477FF000, 0x4B000000, 0x4B000001, 0x4F000000,
-        0xCF000000, 0x4F800000, 0x5F000000, 0x3F000000, 0x3FC00000, 0x40200000, 0x7FC00000, 0x38800000, 0x337FFFFF, 0x43E00000,
+    2: [0, 1, 2, 0x7FFF, 0x8000, 0xFFFF, 0x3C00, 0xBC00, 0x7C00, 0xFC00, 0x7BFF, 0x0400, 0x03FF, 0x7F80, 0x3F80,
+    0x7E00, 0x8001],
+    4: [0, 1, 2, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFFFFFE, 0x3F800000, 0xBF800000, 0x7F800000,
+    0xFF800000,
+        0x7F7FFFFF, 0x00800000, 0x007FFFFF, 0x00000001, 0x80000001, 0x477FE000, 0x477FF000, 0x4B000000, 0x4B000001,
+        0x4F000000,
+        0xCF000000, 0x4F800000, 0x5F000000, 0x3F000000, 0x3FC00000, 0x40200000, 0x7FC00000, 0x38800000, 0x337FFFFF,
+        0x43E00000,
         0x43E80000, 0x47600000],
     8: [0, 1, 2, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 32, (1 << 32) - 1, 0x3FF0000000000000, 0xBFF0000000000000,
-        0x7FF0000000000000, 0x7FEFFFFFFFFFFFFF, 0x0010000000000000, 0x000FFFFFFFFFFFFF, 0x36A0000000000000, 0x47EFFFFFF0000000],
+        0x7FF0000000000000, 0x7FEFFFFFFFFFFFFF, 0x0010000000000000, 0x000FFFFFFFFFFFFF, 0x36A0000000000000,
+        0x47EFFFFFF0000000],
 }  # fmt: skip
 
 
@@ -109,7 +140,9 @@ def emulate(snippet: Snippet, inputs: np.ndarray, seed: int | None = 0) -> np.nd
     memory = Memory()
     memory.map(inputs, name="in", writable=False)
     memory.map(out, name="out")
-    launch = Launch("k", (len(inputs) // BLOCK, 1, 1), (BLOCK, 1, 1), params=struct.pack("<QQ", inputs.ctypes.data, out.ctypes.data))
+    launch = Launch(
+        "k", (len(inputs) // BLOCK, 1, 1), (BLOCK, 1, 1), params=struct.pack("<QQ", inputs.ctypes.data, out.ctypes.data)
+    )
     run(Module.parse(ptx(snippet)), launch, memory, seed=seed)
     return out
 
@@ -132,7 +165,9 @@ def differing(snippet: Snippet, got: np.ndarray, want: np.ndarray) -> np.ndarray
                 same = narrow(x, base) == narrow(y, base)
             else:
                 scale = max(snippet.scale, 1.0)
-                same = (fx == fy) | (np.abs(fx - fy) <= float(snippet.kind) * np.maximum(np.abs(fy), scale if snippet.scale else 1e-30))
+                same = (fx == fy) | (
+                    np.abs(fx - fy) <= float(snippet.kind) * np.maximum(np.abs(fy), scale if snippet.scale else 1e-30)
+                )
             wrong |= ~(same | both_nan)
     return wrong
 
@@ -230,7 +265,12 @@ def _table() -> list[Snippet]:
         for op in ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"):
             add(f"setp.{op}.{t}", f"{t} {t}", "b32", f"setp.{op}.{t} p, a, b; selp.b32 x, 1, 0, p;", "bits", "sm_90")
     for op in ("and", "or", "xor"):
-        add(f"setp.lt.{op}", "s32 s32 s32", "b32 b32", f"setp.gt.s32 q, c, 0; setp.lt.{op}.s32 p|r, a, b, q; selp.b32 x, 1, 0, p; selp.b32 y, 1, 0, r;")
+        add(
+            f"setp.lt.{op}",
+            "s32 s32 s32",
+            "b32 b32",
+            f"setp.gt.s32 q, c, 0; setp.lt.{op}.s32 p|r, a, b, q; selp.b32 x, 1, 0, p; selp.b32 y, 1, 0, r;",
+        )
     add("set.lt.u32.f32", "f32 f32", "b32", "set.lt.u32.f32 x, a, b;")
     add("set.ge.f32.s32", "s32 s32", "f32", "set.ge.f32.s32 x, a, b;")
     add("slct.s32.f32", "s32 s32 f32", "s32", "slct.s32.f32 x, a, b, c;")
@@ -266,8 +306,16 @@ def _table() -> list[Snippet]:
         for op in ("neg", "abs"):
             add(f"{op}.{t}", t, t, f"{op}.{t} x, a;", "float")
     add("fma.rn.relu.f16x2", "f16x2 f16x2 f16x2", "f16x2", "fma.rn.relu.f16x2 x, a, b, c;", "float")
-    for op, tol in (("ex2.approx.f32", 2e-7), ("lg2.approx.f32", 4e-7), ("rcp.approx.f32", 2e-7), ("sqrt.approx.f32", 2e-7),
-                    ("rsqrt.approx.f32", 4e-7), ("sin.approx.f32", 1e-6), ("cos.approx.f32", 1e-6), ("tanh.approx.f32", 6e-4)):  # fmt: skip
+    for op, tol in (
+        ("ex2.approx.f32", 2e-7),
+        ("lg2.approx.f32", 4e-7),
+        ("rcp.approx.f32", 2e-7),
+        ("sqrt.approx.f32", 2e-7),
+        ("rsqrt.approx.f32", 4e-7),
+        ("sin.approx.f32", 1e-6),
+        ("cos.approx.f32", 1e-6),
+        ("tanh.approx.f32", 6e-4),
+    ):
         add(op, "f32", "f32", f"and.b32 a, a, 0x7fffffff; {op} x, a;", tol, scale=1.0)
     add("div.approx.f32", "f32 f32", "f32", "div.approx.f32 x, a, b;", 4e-7, scale=1.0)
     add("div.full.f32", "f32 f32", "f32", "div.full.f32 x, a, b;", 4e-7, scale=1.0)
@@ -316,8 +364,14 @@ def _conversions() -> list[Snippet]:
     add("cvt.rn.f16.f64", "f64", "f16", "cvt.rn.f16.f64 x, a;", "float")
     add("cvt.sat.f32.f32", "f32", "f32", "cvt.sat.f32.f32 x, a;", "float")
     add("cvt.ftz.f32.f32", "f32", "f32", "cvt.ftz.f32.f32 x, a;", "float")
-    add("cvt.rna.tf32.f32", "f32", "b32", "and.b32 %r1, a, 0x7f800000; setp.eq.b32 p, %r1, 0x7f800000; @p mov.b32 a, 0; "
-        "cvt.rna.tf32.f32 x, a; and.b32 x, x, 0xffffe000;")  # fmt: skip
+    add(
+        "cvt.rna.tf32.f32",
+        "f32",
+        "b32",
+        "and.b32 %r1, a, 0x7f800000; setp.eq.b32 "
+        "p, %r1, 0x7f800000; @p mov.b32 a, 0; "
+        "cvt.rna.tf32.f32 x, a; and.b32 x, x, 0xffffe000;",
+    )
     for kind in ("e4m3x2", "e5m2x2"):
         add(f"cvt.{kind}.f32", "f32 f32", "e8x2", f"cvt.rn.satfinite.{kind}.f32 x, a, b;")
         add(f"cvt.{kind}.f32 small", "f32 f32", "e8x2", f"cvt.rn.satfinite.{kind}.f32 x, a, b;", scale=0.01)
@@ -336,48 +390,129 @@ def _warp_level() -> list[Snippet]:
 
     for mode in ("up", "down", "bfly", "idx"):
         clamp = {"up": 0, "down": 31, "bfly": 31, "idx": 31}[mode]
-        add(f"shfl.{mode}", "b32 b32", "b32 b32", f"and.b32 b, b, 31; shfl.sync.{mode}.b32 x|p, a, b, {clamp}, -1; selp.b32 y, 1, 0, p;")
+        add(
+            f"shfl.{mode}",
+            "b32 b32",
+            "b32 b32",
+            f"and.b32 b, b, 31; shfl.sync.{mode}.b32 x|p, a, b, {clamp}, -1; selp.b32 y, 1, 0, p;",
+        )
         part = {"up": 0x1800, "down": 0x181F - 0x18, "bfly": 0x1807, "idx": 0x1807}[mode]
         add(f"shfl.{mode} of 8", "b32", "b32 b32", f"shfl.sync.{mode}.b32 x|p, a, 3, {part}, -1; selp.b32 y, 1, 0, p;")
-    add("vote", "s32", "b32 b32", "setp.gt.s32 p, a, 0; vote.sync.ballot.b32 x, p, -1; vote.sync.any.pred q, p, 0xff; selp.b32 y, 1, 0, q;")
-    add("vote.all", "s32", "b32 b32", "setp.gt.s32 p, a, -100; vote.sync.all.pred q, p, -1; selp.b32 x, 1, 0, q; vote.sync.uni.pred q, p, -1; selp.b32 y, 1, 0, q;")
+    add(
+        "vote",
+        "s32",
+        "b32 b32",
+        "setp.gt.s32 p, a, 0; vote.sync.ballot.b32 x, p, -1; vote.sync.any.pred q, p, 0xff; selp.b32 y, 1, 0, q;",
+    )
+    add(
+        "vote.all",
+        "s32",
+        "b32 b32",
+        "setp.gt.s32 p, a, -100; vote.sync.all.pred q, p, -1; selp.b32 "
+        "x, 1, 0, q; vote.sync.uni.pred q, p, -1; selp.b32 y, 1, 0, q;",
+    )
     add("match.any", "b32", "b32", "and.b32 a, a, 3; match.any.sync.b32 x, a, -1;")
     add("match.all", "b32", "b32 b32", "shr.u32 a, %me, 6; match.all.sync.b32 x|p, a, -1; selp.b32 y, 1, 0, p;")
     for op in ("add.u32", "min.s32", "max.u32", "and.b32", "or.b32", "xor.b32"):
         add(f"redux.{op}", "b32", "b32", f"redux.sync.{op} x, a, -1;")
     add("activemask", "s32", "b32", "mov.b32 x, 0; setp.gt.u32 p, %ln, 15; @p bra L; activemask.b32 x; L: ")
-    add("divergence", "s32", "s32", "mov.s32 x, 0; and.b32 a, a, 15; L1: setp.le.s32 p, a, 0; @p bra L2; add.s32 x, x, a; sub.s32 a, a, 1; bra L1; L2: add.s32 x, x, 7;")
-    shared = "mov.u32 %r1, smem; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 4; add.u32 %r3, %r3, %r1; st.shared.v2.b32 [%r3], {a, b}; st.shared.v2.b32 [%r3+8], {b, a}; "
+    add(
+        "divergence",
+        "s32",
+        "s32",
+        "mov.s32 x, 0; and.b32 a, a, 15; L1: setp.le.s32 p, a, 0; @p bra "
+        "L2; add.s32 x, x, a; sub.s32 a, a, 1; bra L1; L2: add.s32 x, x, 7;",
+    )
+    shared = (
+        "mov.u32 %r1, smem; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 4; add.u32 %r3, "
+        "%r3, %r1; st.shared.v2.b32 [%r3], {a, b}; st.shared.v2.b32 [%r3+8], {b, a}; "
+    )
     for n in (1, 2, 4):
         for trans in ("", ".trans"):
             regs = ", ".join(f"%r{10 + k}" for k in range(n))
             total = " ".join(f"xor.b32 x, x, %r{10 + k}; mul.lo.u32 x, x, 31;" for k in range(n))
-            add(f"ldmatrix.x{n}{trans}", "b32 b32", "b32", f"{shared}bar.sync 0; xor.b32 %r4, %r3, 16; "
-                f"ldmatrix.sync.aligned.m8n8.x{n}{trans}.shared.b16 {{{regs}}}, [%r4]; mov.b32 x, 0; {total}")  # fmt: skip
+            add(
+                f"ldmatrix.x{n}{trans}",
+                "b32 b32",
+                "b32",
+                f"{shared}bar.sync 0; xor.b32 %r4, %r3, 16; "
+                f"ldmatrix.sync.aligned.m8n8.x{n}{trans}.shared.b16 {{{regs}}}, [%r4]; mov.b32 x, 0; {total}",
+            )
             add(f"stmatrix.x{n}{trans}", "b32 b32", "b32 b32", f"{shared}bar.sync 0; "
                 f"stmatrix.sync.aligned.m8n8.x{n}{trans}.shared.b16 [%r3], {{{', '.join('abab'[:n])}}}; bar.sync 0; "
                 "ld.shared.b32 x, [%r3]; ld.shared.b32 y, [%r3+12];")  # fmt: skip
-    add("shared atomics", "b32 b32", "b32 b32", "mov.u32 %r1, smem; mov.u32 %r2, %tid.x; shl.b32 %r3, %r2, 2; add.u32 %r3, %r3, %r1; "
-        "st.shared.b32 [%r3], a; bar.sync 0; atom.shared.add.u32 x, [%r3], b; atom.shared.cas.b32 y, [%r3], a, b; atom.shared.exch.b32 x, [%r3], x; "
+    add("shared atomics", "b32 b32", "b32 b32", "mov.u32 %r1, smem; mov.u32 %r2, %tid.x; "
+        "shl.b32 %r3, %r2, 2; add.u32 %r3, %r3, %r1; "
+        "st.shared.b32 [%r3], a; bar.sync 0; atom.shared.add.u32 x, [%r3], b; "
+            "atom.shared.cas.b32 y, [%r3], a, b; atom.shared.exch.b32 x, [%r3], x; "
         "red.shared.max.s32 [%r3], 5; atom.shared.inc.u32 y, [%r3], 77;")  # fmt: skip
-    add("bar.red", "s32", "b32 b32", "setp.gt.s32 p, a, 0; barrier.cta.red.popc.aligned.u32 x, 0, p; barrier.cta.red.or.aligned.pred q, 0, p; selp.b32 y, 1, 0, q;")
+    add(
+        "bar.red",
+        "s32",
+        "b32 b32",
+        "setp.gt.s32 p, a, 0; barrier.cta.red.popc.aligned.u32 x, 0, p; "
+        "barrier.cta.red.or.aligned.pred q, 0, p; selp.b32 y, 1, 0, q;",
+    )
     a4, b2, f4 = "{%r1, %r2, %r3, %r4}", "{%r5, %r6}", "{%f1, %f2, %f3, %f4}"
-    load = ("mov.b32 %r1, a; mov.b32 %r2, b; xor.b32 %r3, a, 0x80008000; mov.b32 %r4, b; mov.b32 %r5, b; mov.b32 %r6, a; "
-            "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f00000000; mov.f32 %f3, 0fBF800000; mov.f32 %f4, 0f40000000; ")  # fmt: skip
+    load = (
+        "mov.b32 %r1, a; mov.b32 %r2, b; xor.b32 %r3, a, "
+        "0x80008000; mov.b32 %r4, b; mov.b32 %r5, b; mov.b32 %r6, a; "
+        "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f00000000; mov.f32 %f3, 0fBF800000; mov.f32 %f4, 0f40000000; "
+    )
     both = "mov.b32 x, %f1; mov.b32 y, %f4; "
     for t in ("f16", "bf16"):
-        add(f"mma.k16.{t}", f"{t}x2 {t}x2", "f32 f32", f"{load}mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {f4}, {a4}, {b2}, {f4}; {both}", 4e-6, scale=1.0)
-    add("mma.k8.f16", "f16x2 f16x2", "f32 f32", f"{load}mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {f4}, {{%r1, %r2}}, {{%r5}}, {f4}; {both}", 4e-6, scale=1.0)
-    add("mma.k16.f16.f16", "f16x2 f16x2", "f16x2 f16x2", f"{load}mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {{%r7, %r8}}, {a4}, {b2}, {{%r1, %r2}}; "
+        add(
+            f"mma.k16.{t}",
+            f"{t}x2 {t}x2",
+            "f32 f32",
+            f"{load}mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {f4}, {a4}, {b2}, {f4}; {both}",
+            4e-6,
+            scale=1.0,
+        )
+    add(
+        "mma.k8.f16",
+        "f16x2 f16x2",
+        "f32 f32",
+        f"{load}mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {f4}, {{%r1, %r2}}, {{%r5}}, {f4}; {both}",
+        4e-6,
+        scale=1.0,
+    )
+    add("mma.k16.f16.f16", "f16x2 f16x2", "f16x2 f16x2", f"{load}mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 "
+        f"{{%r7, %r8}}, {a4}, {b2}, {{%r1, %r2}}; "
         "mov.b32 x, %r7; mov.b32 y, %r8;", 4e-3, scale=1.0)  # fmt: skip
     tf = load.replace("0x80008000", "0x80000000")
-    add("mma.k8.tf32", "tf32 tf32", "f32 f32", f"{tf}mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {f4}, {a4}, {b2}, {f4}; {both}", 4e-6, scale=1.0)
-    add("mma.k4.tf32", "tf32 tf32", "f32 f32", f"{tf}mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {f4}, {{%r1, %r2}}, {{%r5}}, {f4}; {both}", 4e-6, scale=1.0)
+    add(
+        "mma.k8.tf32",
+        "tf32 tf32",
+        "f32 f32",
+        f"{tf}mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {f4}, {a4}, {b2}, {f4}; {both}",
+        4e-6,
+        scale=1.0,
+    )
+    add(
+        "mma.k4.tf32",
+        "tf32 tf32",
+        "f32 f32",
+        f"{tf}mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {f4}, {{%r1, %r2}}, {{%r5}}, {f4}; {both}",
+        4e-6,
+        scale=1.0,
+    )
     for t in ("e4m3", "e5m2"):
         # each float pair becomes four fp8 values of both signs; hardware keeps fewer bits of these sums
-        pack = f"cvt.rn.satfinite.{t}x2.f32 %h1, a, b; cvt.rn.satfinite.{t}x2.f32 %h2, b, a; mov.b32 %r1, {{%h1, %h2}}; mov.b32 %r2, {{%h2, %h1}}; "
+        pack = (
+            f"cvt.rn.satfinite.{t}x2.f32 %h1, a, b; cvt.rn.satfinite.{t}x2.f32 "
+            f"%h2, b, a; mov.b32 %r1, {{%h1, %h2}}; mov.b32 %r2, {{%h2, %h1}}; "
+        )
         body = pack + load.split(";", 2)[2].replace(", a", ", %r1").replace(", b", ", %r2")
-        add(f"mma.k32.{t}", "f32 f32", "f32 f32", f"{body}mma.sync.aligned.m16n8k32.row.col.f32.{t}.{t}.f32 {f4}, {a4}, {b2}, {f4}; {both}", 2e-3, "sm_90", scale=1.0)
+        add(
+            f"mma.k32.{t}",
+            "f32 f32",
+            "f32 f32",
+            f"{body}mma.sync.aligned.m16n8k32.row.col.f32.{t}.{t}.f32 {f4}, {a4}, {b2}, {f4}; {both}",
+            2e-3,
+            "sm_90",
+            scale=1.0,
+        )
     return s
 
 

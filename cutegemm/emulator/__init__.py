@@ -4,7 +4,8 @@
     memory = Memory(); memory.map(a, name="A", writable=False); ...
     report = run(module, Launch("kernel", grid=(4, 4, 1), block=(128, 1, 1), params=...), memory, seed=0)
 
-``run`` raises an EmulationError for what the kernel does wrong: out-of-bounds and misaligned accesses, races in shared memory,
+``run`` raises an EmulationError for what the kernel does wrong: out-of-bounds and misaligned accesses, races in
+shared memory,
 missing waits and fences, reads of what nothing wrote, no progress. See ``Checks``; limits are listed in ``engine``.
 Names are imported when first used, so that importing this package stays cheap.
 """

@@ -22,7 +22,8 @@ from cutegemm.emulator.translate import Program
 WAVE_THREADS = 32768
 #: bytes of registers and shared memory that a wave may take
 WAVE_BYTES = 1 << 30
-#: CTAs that an H200 holds at once: a grid of at most this many runs as one wave, so that its CTAs can wait for one another
+#: CTAs that an H200 holds at once: a grid of at most this many runs as one wave, so that its CTAs can wait for one
+# another
 RESIDENT_CTAS = 132
 
 _SPECIAL = frozenset(
@@ -222,7 +223,8 @@ class Env:
         b = self._barriers
         if b is not None and b.waits[c, w] >= 0:
             ident = int(b.waits[c, w])
-            return (f"waits at barrier {ident}, where {int(b.arrived[c, ident])} of {int(b.expected[c, ident])} threads have "
+            return (f"waits at barrier {ident}, where {int(b.arrived[c, ident])} "
+                f"of {int(b.expected[c, ident])} threads have "
                     f"arrived: {b.line[c, w].where()}")  # fmt: skip
         if b is not None and any((cc, ww) == (c, w) for cc, ww, *_ in b.cluster_waiting):
             missing = [k for k in range(wave.W) if wave.live[c, k].any() and not b.cluster_arrived[c, k]]
@@ -252,7 +254,9 @@ def _waves(translation: Translation, launch: Launch, wave_ctas: int | None) -> l
     gx, gy, gz = launch.grid
     cx, cy, cz = launch.cluster
     lin = np.arange(gx * gy * gz).reshape(gz, gy, gx)
-    clusters = lin.reshape(gz // cz, cz, gy // cy, cy, gx // cx, cx).transpose(0, 2, 4, 1, 3, 5).reshape(-1, cx * cy * cz)
+    clusters = (
+        lin.reshape(gz // cz, cz, gy // cy, cy, gx // cx, cx).transpose(0, 2, 4, 1, 3, 5).reshape(-1, cx * cy * cz)
+    )
     program = translation.program
     threads = -(-int(np.prod(launch.block)) // 32) * 32
     counts = program.kernel.register_counts
@@ -282,7 +286,8 @@ def run(
 ) -> Report:
     """Run one launch to its end.
 
-    seed: draws warp order and the moments at which asynchronous work completes; None runs in order with eager completion.
+    seed: draws warp order and the moments at which asynchronous work completes; None runs in order with eager
+    completion.
     checks: which findings raise (default: all). profile: count instructions, conflicts, sectors and bytes.
     progress: called with (CTAs done, CTAs in the grid) after every wave of CTAs. wave_ctas: CTAs that run together.
     Raises an EmulationError subclass for every finding, LaunchError where the launch does not fit the kernel.

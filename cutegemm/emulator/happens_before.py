@@ -148,7 +148,9 @@ class HappensBefore:
                 np.maximum(slot[1], fenced[c - X.c0][here].max(0), out=slot[1])
 
     def init_fence(self, X: Any, mask: np.ndarray | None) -> None:
-        """fence.mbarrier_init: the warp's mbarrier initializations go with its next cluster arrival, even a relaxed one."""
+        """fence.mbarrier_init: the warp's mbarrier initializations go with its next cluster arrival, even a
+        relaxed one.
+        """
         on = True if mask is None else mask.any(-1)
         np.copyto(self.init_fenced[X.at], self.wave.now, where=on)
         self.wave.now += 1
@@ -218,7 +220,9 @@ class HappensBefore:
         """The row of ``read_at`` of an agent number."""
         return agent // self.A * self.readers + agent % self.A
 
-    def write(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None, kind: str = "warp") -> None:
+    def write(
+        self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None, kind: str = "warp"
+    ) -> None:
         """Ordinary writes (kind warp), or those of cp.async (kind copy), by lanes."""
         g, n = self._granules(offset, size)
         warps = self._warps(X, lanes, n)
@@ -232,7 +236,8 @@ class HappensBefore:
         if clash.any() and self.checks.races:
             e = int(np.argmax(clash))
             other = int(self.wrote_by[g[e]])
-            self.fail(X, I, DataRace, g[e], lanes, e // n, f"a write that {self.agent_name(int(g[e]), other)} makes to the same bytes "
+            self.fail(X, I, DataRace, g[e], lanes, e // n, f"a write that {self.agent_name(int(g[e]), other)} "
+                f"makes to the same bytes "
                       "at the same time", by=None)  # fmt: skip
 
     def atomic(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None) -> None:
@@ -241,7 +246,9 @@ class HappensBefore:
         warps = self._warps(X, lanes, n)
         plain = ~self.atomic_write[g]
         if plain.any():
-            self.report_read_if_needed(X, I, g[plain], n, warps[plain], None if n > 1 and lanes is None else lanes, plain, n)
+            self.report_read_if_needed(
+                X, I, g[plain], n, warps[plain], None if n > 1 and lanes is None else lanes, plain, n
+            )
         agent = self.self_agent.reshape(-1).take(warps).astype(np.int16)
         self.wrote_at[g] = self.wave.now
         self.wrote_by[g] = agent
@@ -265,7 +272,9 @@ class HappensBefore:
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all():
             e = int(np.argmin(ok))
-            self.fail(X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier write", by=int(by[e]))
+            self.fail(
+                X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier write", by=int(by[e])
+            )
         late = self.read_last.take(g) > self.floor.reshape(-1).take(warps)
         if late.any():
             at = np.flatnonzero(late)
@@ -281,7 +290,17 @@ class HappensBefore:
                 if bad.any():
                     r, e = (int(v[0]) for v in np.nonzero(bad))
                     e = int(piece[e])
-                    self.fail(X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier read", by=int(rows[r]), was_read=True)
+                    self.fail(
+                        X,
+                        I,
+                        DataRace,
+                        g[e],
+                        lanes,
+                        e // n,
+                        "a write that nothing orders after an earlier read",
+                        by=int(rows[r]),
+                        was_read=True,
+                    )
 
     @property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -296,17 +315,35 @@ class HappensBefore:
         when, by = self.wrote_at[g], self.wrote_by[g]
         if self.checks.uninitialized and not when.all():
             e = int(np.argmin(when != 0))
-            self.fail_at(X, I, UninitializedRead, c, warps.start, int(g[e]), "a read by the asynchronous proxy of shared memory that nothing has written")
+            self.fail_at(
+                X,
+                I,
+                UninitializedRead,
+                c,
+                warps.start,
+                int(g[e]),
+                "a read by the asynchronous proxy of shared memory that nothing has written",
+            )
         know = self.know[c, warps].max(0)
         ok = know[by] >= when
         if self.checks.races and not ok.all():
             e = int(np.argmin(ok))
-            self.fail_at(X, I, self.too_early(int(by[e])), c, warps.start, int(g[e]), "a read by the asynchronous proxy that nothing orders after the write", by=int(by[e]))
+            self.fail_at(
+                X,
+                I,
+                self.too_early(int(by[e])),
+                c,
+                warps.start,
+                int(g[e]),
+                "a read by the asynchronous proxy that nothing orders after the write",
+                by=int(by[e]),
+            )
         if self.checks.proxy_fences:
             ok = self.fenced[c, warps].max(0)[by] >= when
             if not ok.all():
                 e = int(np.argmin(ok))
-                self.fail_at(X, I, MissingProxyFence, c, warps.start, int(g[e]), "a read by the asynchronous proxy of what ordinary stores wrote, without "
+                self.fail_at(X, I, MissingProxyFence, c, warps.start, int(g[e]), "a read by the asynchronous "
+                    "proxy of what ordinary stores wrote, without "
                              "fence.proxy.async between", by=int(by[e]))  # fmt: skip
         agent = self.self_agent[c, warps.start] + self.offset[kind]
         self.read_last[g] = self.wave.now
@@ -323,19 +360,29 @@ class HappensBefore:
         when, by = self.wrote_at[where], self.wrote_by[where]
         if self.checks.uninitialized and not when.all():
             r, e = (int(v[0]) for v in np.nonzero(when == 0))
-            self.fail_at(X, I, UninitializedRead, int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand in shared memory that nothing has written")
+            self.fail_at(
+                X,
+                I,
+                UninitializedRead,
+                int(c[r]),
+                int(w[r]),
+                int(where[r, e]),
+                "a wgmma operand in shared memory that nothing has written",
+            )
         row = ((c * self.W + w) * self.AA)[:, None] + by
         if self.checks.races:
             ok = self.know.reshape(-1).take(row) >= when
             if not ok.all():
                 r, e = (int(v[0]) for v in np.nonzero(~ok))
-                self.fail_at(X, I, self.too_early(int(by[r, e])), int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand read that nothing orders after the write",
+                self.fail_at(X, I, self.too_early(int(by[r, e])), int(c[r]), int(w[r]), int(where[r, e]), "a "
+                    "wgmma operand read that nothing orders after the write",
                              by=int(by[r, e]))  # fmt: skip
         if self.checks.proxy_fences:
             ok = self.fenced.reshape(-1).take(row) >= when
             if not ok.all():
                 r, e = (int(v[0]) for v in np.nonzero(~ok))
-                self.fail_at(X, I, MissingProxyFence, int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand that ordinary stores wrote, without fence.proxy.async "
+                self.fail_at(X, I, MissingProxyFence, int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand "
+                    "that ordinary stores wrote, without fence.proxy.async "
                              "between", by=int(by[r, e]))  # fmt: skip
         agent = self.reader_row(self.self_agent[c, w - w % 4] + self.offset["wgmma"])
         self.read_last[where] = self.wave.now
@@ -343,7 +390,9 @@ class HappensBefore:
         self.row_used[agent] = True
 
     def proxy_write(self, X: Any, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int) -> None:
-        """A bulk load that warp (c, w) starts writes granules ``g`` of CTA ``cta`` and completes on its mbarrier ``slot``."""
+        """A bulk load that warp (c, w) starts writes granules ``g`` of CTA ``cta`` and completes on its
+        mbarrier ``slot``.
+        """
         g = g + cta * self.row
         know = self.know[c, w]
         if self.checks.races:
@@ -351,13 +400,32 @@ class HappensBefore:
             ok = know[by] >= self.wrote_at[g]
             if not ok.all():
                 e = int(np.argmin(ok))
-                self.fail_at(X, I, DataRace, c, w, int(g[e]), "a bulk copy into shared memory that nothing orders after an earlier write", by=int(by[e]))
+                self.fail_at(
+                    X,
+                    I,
+                    DataRace,
+                    c,
+                    w,
+                    int(g[e]),
+                    "a bulk copy into shared memory that nothing orders after an earlier write",
+                    by=int(by[e]),
+                )
             used, rows = self.rows
             if len(used):
                 bad = self.read_at[used[:, None], g] > know[rows][:, None]
                 if bad.any():
                     r, e = (int(v[0]) for v in np.nonzero(bad))
-                    self.fail_at(X, I, DataRace, c, w, int(g[e]), "a bulk copy into shared memory that nothing orders after an earlier read", by=int(rows[r]), was_read=True)
+                    self.fail_at(
+                        X,
+                        I,
+                        DataRace,
+                        c,
+                        w,
+                        int(g[e]),
+                        "a bulk copy into shared memory that nothing orders after an earlier read",
+                        by=int(rows[r]),
+                        was_read=True,
+                    )
         self.wrote_at[g] = self.wave.now
         self.wrote_by[g] = self.wave.rank[cta] * self.A + self.offset["mbarrier"] + slot
         self.wrote_line[g] = self.line_of(I)
@@ -383,16 +451,38 @@ class HappensBefore:
     def report_read(self, X, I, g, n, warps, when, by, ok, lanes, proxy) -> None:
         if self.checks.uninitialized and not when.all():
             e = int(np.argmin(when != 0))
-            self.fail(X, I, UninitializedRead, g[e], lanes, e // n, "a read of shared memory that nothing has written", by=None)
+            self.fail(
+                X,
+                I,
+                UninitializedRead,
+                g[e],
+                lanes,
+                e // n,
+                "a read of shared memory that nothing has written",
+                by=None,
+            )
         if self.checks.races and not ok.all():
             e = int(np.argmin(ok))
-            self.fail(X, I, self.too_early(int(by[e])), g[e], lanes, e // n, "a read that nothing orders after the write", by=int(by[e]))
+            self.fail(
+                X,
+                I,
+                self.too_early(int(by[e])),
+                g[e],
+                lanes,
+                e // n,
+                "a read that nothing orders after the write",
+                by=int(by[e]),
+            )
 
-    def fail(self, X, I, kind, granule, lanes, element: int, message: str, by: int | None, was_read: bool = False) -> None:
+    def fail(
+        self, X, I, kind, granule, lanes, element: int, message: str, by: int | None, was_read: bool = False
+    ) -> None:
         lane = int(element if lanes is None else lanes[element])
         raise self.finding(I, kind, int(granule), X.where(lane), message, by, was_read)
 
-    def fail_at(self, X, I, kind, c: int, w: int, granule: int, message: str, by: int | None = None, was_read: bool = False) -> None:
+    def fail_at(
+        self, X, I, kind, c: int, w: int, granule: int, message: str, by: int | None = None, was_read: bool = False
+    ) -> None:
         raise self.finding(I, kind, granule, self.env.thread_name(self.wave, c, w, None), message, by, was_read)
 
     def finding(self, I, kind, granule: int, who: str, message: str, by: int | None, was_read: bool) -> EmulationError:

@@ -22,7 +22,18 @@ DTYPES = {
     "u8": np.dtype(np.uint64), "i8": np.dtype(np.int64), "f8": np.dtype(np.float64),
     "u1": np.dtype(np.uint8), "i1": np.dtype(np.int8), "p": np.dtype(np.bool_),
 }  # fmt: skip
-CLASS_OF = {"u2": "16", "i2": "16", "f2": "16", "u4": "32", "i4": "32", "f4": "32", "u8": "64", "i8": "64", "f8": "64", "p": "p"}
+CLASS_OF = {
+    "u2": "16",
+    "i2": "16",
+    "f2": "16",
+    "u4": "32",
+    "i4": "32",
+    "f4": "32",
+    "u8": "64",
+    "i8": "64",
+    "f8": "64",
+    "p": "p",
+}
 BASE_CODE = {"16": "u2", "32": "u4", "64": "u8", "p": "p"}
 #: a program counter larger than any block: the warp has nothing to run
 IDLE = 1 << 30

@@ -85,7 +85,9 @@ class Memory:
             writable = writable and array_or_tensor.flags.writeable
         elif hasattr(array_or_tensor, "untyped_storage"):
             if array_or_tensor.device.type != "cpu":
-                raise ValueError(f"{name}: only tensors in host memory can be mapped, got one on {array_or_tensor.device}")
+                raise ValueError(
+                    f"{name}: only tensors in host memory can be mapped, got one on {array_or_tensor.device}"
+                )
             storage = array_or_tensor.untyped_storage()
             low = storage.data_ptr()
             high = low + storage.nbytes()
@@ -171,7 +173,9 @@ class Memory:
             which = np.nonzero(at == i)[0]
             if write and not interval.writable:
                 address = int(addresses[which[0]])
-                ro = ReadOnlyWrite(f"global write of {size} bytes at {address:#x} into {interval.name!r}, mapped read-only")
+                ro = ReadOnlyWrite(
+                    f"global write of {size} bytes at {address:#x} into {interval.name!r}, mapped read-only"
+                )
                 ro.element = int(which[0])  # type: ignore[attr-defined]
                 raise ro
             out.append((interval, which))

@@ -1,8 +1,10 @@
 """Counters of a run with profile=True: instructions by class, bank conflicts, sectors, bytes.
 
-Shared memory: 32 banks of 4 bytes, 128 bytes a pass. An access of up to 4 bytes per lane is one request of the warp; 8 bytes
+Shared memory: 32 banks of 4 bytes, 128 bytes a pass. An access of up to 4 bytes per lane is one request of the
+warp; 8 bytes
 are two (half warps), 16 bytes four (quarter warps); lanes that read the same word share it. A request takes as many
-passes as the busiest bank has distinct words; ldmatrix and stmatrix make one request per 8x8 matrix. Global memory: distinct
+passes as the busiest bank has distinct words; ldmatrix and stmatrix make one request per 8x8 matrix. Global
+memory: distinct
 32-byte sectors per warp instruction, against the number that would hold the bytes asked for.
 """
 
@@ -71,8 +73,12 @@ class Profile:
         self._passes(I, offset, 16, np.arange(len(offset)) // 8)
 
     def _passes(self, I: Instr, offset: np.ndarray, size: int, group: np.ndarray) -> None:
-        words = np.unique(np.stack([np.repeat(group, max(1, size // 4)),
-                                    (offset[:, None] // 4 + np.arange(max(1, size // 4))).reshape(-1)]), axis=1)  # fmt: skip
+        words = np.unique(
+            np.stack(
+                [np.repeat(group, max(1, size // 4)), (offset[:, None] // 4 + np.arange(max(1, size // 4))).reshape(-1)]
+            ),
+            axis=1,
+        )
         key = words[0] * 32 + words[1] % 32
         requests, per_bank = np.unique(key, return_counts=True)
         most = np.zeros(int(group.max()) + 1, np.int64)
@@ -106,7 +112,7 @@ class Profile:
         self._add(f"bulk {what}", nbytes)
 
     def wgmma(self, I: Instr, op: Any) -> None:
-        n, k = op.spec[:2]
+        n = op.spec[0]
         self._add("wgmma operands", len(op.c) // 4 * (64 * (op.a.ndim == 1) + n) * 32)
 
     # -- the result -------------------------------------------------------------------------------------------

@@ -388,7 +388,9 @@ class _ModuleParser:
             if imm is not None:
                 value = imm.value
                 if elem in ("f32", "f64") and imm.kind == "f64" and elem == "f32":
-                    value = int.from_bytes(struct.pack("<f", struct.unpack("<d", value.to_bytes(8, "little"))[0]), "little")
+                    value = int.from_bytes(
+                        struct.pack("<f", struct.unpack("<d", value.to_bytes(8, "little"))[0]), "little"
+                    )
                 out += (value & ((1 << (8 * width)) - 1)).to_bytes(width, "little")
                 continue
             found = re.fullmatch(r"(?:generic\(\s*)?([\w$]+)\s*\)?\s*(?:\+\s*(\d+))?", item)
@@ -412,8 +414,7 @@ class _ModuleParser:
             params.append(Param(var.name, offset, var.size, var.align))
             offset += var.size
         directives = {
-            d[0]: tuple(int(n) for n in re.findall(r"\d+", d[1]))
-            for d in re.findall(r"\.(\w+)([^.]*)", tail)
+            d[0]: tuple(int(n) for n in re.findall(r"\d+", d[1])) for d in re.findall(r"\.(\w+)([^.]*)", tail)
         }
         kernel = Kernel(name, line, params, directives)
         self.parse_body(kernel, stream)

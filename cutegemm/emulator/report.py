@@ -11,7 +11,8 @@ class Checks:
     """Which findings raise. Out-of-bounds and misaligned accesses, mbarrier misuse and lack of progress always do.
 
     races: conflicting shared-memory accesses that no synchronization orders. uninitialized: reads of shared memory that
-    nothing wrote. proxy_fences: generic writes read by TMA or wgmma without fence.proxy.async. accumulators: registers of a wgmma
+    nothing wrote. proxy_fences: generic writes read by TMA or wgmma without fence.proxy.async. accumulators:
+    registers of a wgmma
     in flight used before its wait, and a missing wgmma.fence.
     """
 
@@ -82,7 +83,14 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, for JSON."""
         return {
-            "kernel": self.kernel, "ctas": self.ctas, "threads": self.threads, "seconds": self.seconds, "seed": self.seed,
-            "instructions": dict(self.instructions), "bytes": dict(self.bytes), "bank_conflicts": self.bank_conflicts,
-            "sectors": self.sectors[0], "sectors_ideal": self.sectors[1],
-        }  # fmt: skip
+            "kernel": self.kernel,
+            "ctas": self.ctas,
+            "threads": self.threads,
+            "seconds": self.seconds,
+            "seed": self.seed,
+            "instructions": dict(self.instructions),
+            "bytes": dict(self.bytes),
+            "bank_conflicts": self.bank_conflicts,
+            "sectors": self.sectors[0],
+            "sectors_ideal": self.sectors[1],
+        }

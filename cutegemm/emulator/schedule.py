@@ -1,7 +1,9 @@
 """Which warps run next: divergence, waiting, random order, late completion of asynchronous work, no progress.
 
-With ``seed=None`` the warps with the smallest program counter run first, all together, and asynchronous work completes when it
-is issued. With a seed, which warps run is drawn at random now and then, and asynchronous work completes at a random legal
+With ``seed=None`` the warps with the smallest program counter run first, all together, and asynchronous work
+completes when it
+is issued. With a seed, which warps run is drawn at random now and then, and asynchronous work completes at a
+random legal
 moment: between its issue and the wait that needs it, with late moments favoured.
 """
 
@@ -114,9 +116,11 @@ class Scheduler:
         if block.sync is not None:
             self.synchronize(block, box, mask, chosen, any_split)
             return
-        taken = block.code[mask is not None](box) if (mask is not None) in block.code else self.program.function(
-            block, mask is not None
-        )(box)
+        taken = (
+            block.code[mask is not None](box)
+            if (mask is not None) in block.code
+            else self.program.function(block, mask is not None)(box)
+        )
         if block.target < 0:
             self.go(box, mask, chosen, any_split, block.fall)
         elif taken is None:
@@ -219,7 +223,10 @@ class Scheduler:
                 if not live.any():
                     continue
                 if wave.split[c, w]:
-                    groups = {(int(p), bool(x)) for p, x in zip(wave.lane_pc[c, w][live], wave.lane_wait[c, w][live], strict=True)}
+                    groups = {
+                        (int(p), bool(x))
+                        for p, x in zip(wave.lane_pc[c, w][live], wave.lane_wait[c, w][live], strict=True)
+                    }
                 else:
                     groups = {(int(wave.wpc[c, w]), False)}
                 for pc, waiting in sorted(groups):
@@ -230,7 +237,9 @@ class Scheduler:
             more = f" and {len(who) - 4} more" if len(who) > 4 else ""
             lines.append(f"  {', '.join(who[:4])}{more}: {what}")
         if self.env.unstarted:
-            lines.append(f"  {self.env.unstarted} CTAs of the grid have not started: at most {wave.C} run together here")
+            lines.append(
+                f"  {self.env.unstarted} CTAs of the grid have not started: at most {wave.C} run together here"
+            )
         return "\n".join(lines)
 
     def place(self, pc: int) -> str:

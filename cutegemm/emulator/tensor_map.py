@@ -22,8 +22,8 @@ from cutegemm.emulator.errors import EmulationError
 
 #: element type number -> (bytes, numpy code or format name used by reductions)
 ELEMENTS = {
-    0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"), 7: (4, "f32"),
-    8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"), 11: (4, "f32"), 12: (4, "f32"),
+    0: (1, "u8"), 1: (2, "u16"), 2: (4, "u32"), 3: (4, "s32"), 4: (8, "u64"), 5: (8, "s64"), 6: (2, "f16"),
+    7: (4, "f32"), 8: (4, "f32"), 9: (8, "f64"), 10: (2, "bf16"), 11: (4, "f32"), 12: (4, "f32"),
 }  # fmt: skip
 
 
@@ -55,7 +55,9 @@ def decode(raw: bytes) -> TensorMap:
     rank = ((word >> 4) & 7) + 1
     kind = (word >> 7) & 15
     if rank > 5 or kind not in ELEMENTS:
-        raise EmulationError(f"a tensor map of rank {rank} and element type {kind}: not a tiled CUtensorMap of a known form")
+        raise EmulationError(
+            f"a tensor map of rank {rank} and element type {kind}: not a tiled CUtensorMap of a known form"
+        )
     if word >> 11 & 3:
         raise EmulationError("an interleaved tensor map: only the tiled form without interleave is supported")
     size, name = ELEMENTS[kind]

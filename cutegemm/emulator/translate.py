@@ -160,7 +160,9 @@ class Program:
             if last.name == "bra":
                 label = last.operands[0]
                 if not isinstance(label, Label):
-                    raise UnsupportedInstruction(f"a branch to something that is no label\n  {last.where()}", line=last.line)
+                    raise UnsupportedInstruction(
+                        f"a branch to something that is no label\n  {last.where()}", line=last.line
+                    )
                 block.target = block_of[self.kernel.labels[label.name]]
             elif last.name in ("ret", "exit"):
                 block.target = EXIT

@@ -45,5 +45,7 @@ def test_gpu_and_emulator_agree(snippet):
     wrong = differing(snippet, got, want)
     at = np.flatnonzero(wrong)[:4]
     assert not wrong.any(), f"{snippet.body}\n{wrong.sum()} of {len(wrong)} threads differ; " + "; ".join(
-        f"in {[hex(int(v)) for v in inputs[k]]} emulator {[hex(int(v)) for v in got[k]]} GPU {[hex(int(v)) for v in want[k]]}" for k in at
+        f"in {[hex(int(v)) for v in inputs[k]]} emulator "
+        f"{[hex(int(v)) for v in got[k]]} GPU {[hex(int(v)) for v in want[k]]}"
+        for k in at
     )

@@ -13,7 +13,9 @@ REGISTERS = (".reg .pred %p<16>; .reg .b16 %h<32>; .reg .b32 %r<320>; .reg .f32 
 
 
 def kernel(body: str, *, params: int = 1, shared: int = 4096, target: str = "sm_90a") -> str:
-    """A kernel named k with ``params`` pointers in %d0, %d1, ... and registers tid, lane, warp and s (shared memory)."""
+    """A kernel named k with ``params`` pointers in %d0, %d1, ... and registers tid, lane, warp and s (shared
+    memory).
+    """
     declared = ", ".join(f".param .u64 p{n}" for n in range(params))
     loads = " ".join(f"ld.param.u64 %d{n}, [p{n}];" for n in range(params))
     return f""".version 8.4

@@ -95,14 +95,26 @@ def test_wide_saturating_and_chained():
     check("mad.cc chain", lambda a, b, c: (a * b + c, ((a * b) >> 32) + (a * b % full + c) // full))
 
 
+def element(x: int, bits: int, k: int, t: str) -> int:
+    """Element k of ``bits`` bits of a word, signed as type t is."""
+    return typed(x >> (bits * k), t[0] + str(bits))
+
+
 def test_dot_products():
     for ta in ("u32", "s32"):
         for tb in ("u32", "s32"):
-            one = lambda x, bits, k, t: typed(x >> (bits * k), t[0] + str(bits))  # noqa: E731
-            check(f"dp4a.{ta}.{tb}", lambda a, b, c, ta=ta, tb=tb: c + sum(one(a, 8, k, ta) * one(b, 8, k, tb) for k in range(4)))
+            check(
+                f"dp4a.{ta}.{tb}",
+                lambda a, b, c, ta=ta, tb=tb: c + sum(element(a, 8, k, ta) * element(b, 8, k, tb) for k in range(4)),
+            )
             for half in (0, 1):
                 name = f"dp2a.{('lo', 'hi')[half]}.{ta}.{tb}"
-                check(name, lambda a, b, c, ta=ta, tb=tb, h=half: c + sum(one(a, 16, k, ta) * one(b, 8, k + 2 * h, tb) for k in range(2)))
+                check(
+                    name,
+                    lambda a, b, c, ta=ta, tb=tb, h=half: (
+                        c + sum(element(a, 16, k, ta) * element(b, 8, k + 2 * h, tb) for k in range(2))
+                    ),
+                )
 
 
 def test_bit_operations():
@@ -119,9 +131,10 @@ def test_bit_operations():
     check("shl large", lambda a, b: a << b if b < 32 else 0)
     for mode in ("clamp", "wrap"):
         n = (lambda c: min(c, 32)) if mode == "clamp" else (lambda c: c & 31)
-        check(f"shf.l.{mode}", lambda a, b, c, n=n: (((b << 32 | a) << n(c)) >> 32))
+        check(f"shf.l.{mode}", lambda a, b, c, n=n: ((b << 32 | a) << n(c)) >> 32)
         check(f"shf.r.{mode}", lambda a, b, c, n=n: (b << 32 | a) >> n(c))
     for lut in (0xC0, 0x96, 0xE8, 0xCA, 0x1B, 0x00, 0xFF, 0x6A):
+
         def table(a, b, c, lut=lut):
             return sum(((lut >> ((a >> k & 1) << 2 | (b >> k & 1) << 1 | (c >> k & 1))) & 1) << k for k in range(32))
 
@@ -147,6 +160,7 @@ def test_bit_operations():
 
         check(f"bfe.{t}", field)
     for t, bits in (("b32", 32), ("b64", 64)):
+
         def insert(a, b, c, e, bits=bits):
             pos, length = c & 255, e & 255
             mask = ((1 << length) - 1) << pos if pos < bits else 0
@@ -166,14 +180,27 @@ def test_bit_operations():
     for sel in (0x5410, 0x7632, 0x0123, 0xBA98):
         check(f"prmt {sel:#x}", lambda a, b, sel=sel: permute(a, b, sel))
     byte = lambda a, b, n: (b << 32 | a) >> (8 * n) & 255  # noqa: E731
-    modes = {".f4e": lambda s, k: s + k, ".b4e": lambda s, k: (s - k) & 7, ".rc8": lambda s, k: s, ".ecl": lambda s, k: max(s, k),
-             ".ecr": lambda s, k: min(s, k), ".rc16": lambda s, k: 2 * (s & 1) + (k & 1)}  # fmt: skip
+    modes = {
+        ".f4e": lambda s, k: s + k,
+        ".b4e": lambda s, k: (s - k) & 7,
+        ".rc8": lambda s, k: s,
+        ".ecl": lambda s, k: max(s, k),
+        ".ecr": lambda s, k: min(s, k),
+        ".rc16": lambda s, k: 2 * (s & 1) + (k & 1),
+    }
     for mode, pick in modes.items():
         check(f"prmt{mode}", lambda a, b, c, pick=pick: sum(byte(a, b, pick(c & 3, k)) << (8 * k) for k in range(4)))
 
 
 # -- floating point, in exact fractions ------------------------------------------------------------------------------
-FORMATS = {"f32": (24, -149, 127), "f16": (11, -24, 15), "bf16": (8, -133, 127), "f64": (53, -1074, 1023), "e4m3": (4, -9, 8), "e5m2": (3, -16, 15)}
+FORMATS = {
+    "f32": (24, -149, 127),
+    "f16": (11, -24, 15),
+    "bf16": (8, -133, 127),
+    "f64": (53, -1074, 1023),
+    "e4m3": (4, -9, 8),
+    "e5m2": (3, -16, 15),
+}
 
 
 def rounded(x: Fraction, t: str, mode: str) -> float:
@@ -197,7 +224,12 @@ def rounded(x: Fraction, t: str, mode: str) -> float:
     result = (down + up) * unit
     largest = (2 - Fraction(2) ** (1 - precision)) * Fraction(2) ** top
     if abs(result) > largest:
-        toward = {"rn": math.inf, "rz": largest, "rm": largest if x > 0 else math.inf, "rp": math.inf if x > 0 else largest}[mode]
+        toward = {
+            "rn": math.inf,
+            "rz": largest,
+            "rm": largest if x > 0 else math.inf,
+            "rp": math.inf if x > 0 else largest,
+        }[mode]
         return math.copysign(float(toward), x)
     return float(result)
 
@@ -215,8 +247,14 @@ def same(got: int, want: float, t: str) -> bool:
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "fma", "div", "sqrt", "rcp"])
 def test_fp32_rounds_once(op, mode):
     name = f"{op}.{mode}.f32"
-    exact = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
-             "div": lambda a, b: a / b, "rcp": lambda a: 1 / a}  # fmt: skip
+    exact = {
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "fma": lambda a, b, c: a * b + c,
+        "div": lambda a, b: a / b,
+        "rcp": lambda a: 1 / a,
+    }
     checked = 0
     for row, (got,) in zip(*run(name), strict=True):
         xs = [value(v, "f32") for v in row]
@@ -249,7 +287,9 @@ def test_fma_where_fp64_would_round_twice():
     cases = [(2.0**-30, 2.0**-30, 1 + 2.0**-23), (a, b, 2.0**-24 * 3), (3.0, 2.0**-150, 2.0**-126), (1e-30, 1e-15, 0.0)]
     rng = np.random.default_rng(0)
     tail = np.ldexp(rng.integers(1, 1 << 23, 400).astype(np.float64), -80)
-    cases += [(1.0, float(np.float32(t)), 1 + 2.0**-23 * int(k)) for t, k in zip(tail, rng.integers(0, 99, 400), strict=True)]
+    cases += [
+        (1.0, float(np.float32(t)), 1 + 2.0**-23 * int(k)) for t, k in zip(tail, rng.integers(0, 99, 400), strict=True)
+    ]
     # products that end half a unit below c, plus or minus a sliver
     for k in range(200):
         x = np.float32(1 + k * 2.0**-23)
@@ -264,7 +304,12 @@ def test_fma_where_fp64_would_round_twice():
 @pytest.mark.parametrize("t", ["f16", "bf16"])
 @pytest.mark.parametrize("op", ["add", "sub", "mul", "fma.rn"])
 def test_half_arithmetic_rounds_once(op, t):
-    exact = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma.rn": lambda a, b, c: a * b + c}[op]
+    exact = {
+        "add": lambda a, b: a + b,
+        "sub": lambda a, b: a - b,
+        "mul": lambda a, b: a * b,
+        "fma.rn": lambda a, b, c: a * b + c,
+    }[op]
     for suffix in ("", "x2"):
         checked = 0
         for row, (got,) in zip(*run(f"{op}.{t}{suffix}"), strict=True):
@@ -343,9 +388,19 @@ def test_float_to_integer_saturates_and_nan_is_zero():
 def test_integer_to_float_rounds_once():
     for mode in ("rn", "rz", "rm", "rp"):
         for t in ("s32", "u32", "s64", "u64"):
-            check(f"cvt.{mode}.f32.{t}", lambda a, t=t, mode=mode: struct.unpack("<I", struct.pack("<f", rounded(Fraction(typed(a, t)), "f32", mode)))[0])
+            check(
+                f"cvt.{mode}.f32.{t}",
+                lambda a, t=t, mode=mode: struct.unpack(
+                    "<I", struct.pack("<f", rounded(Fraction(typed(a, t)), "f32", mode))
+                )[0],
+            )
         for t in ("s64", "u64"):
-            check(f"cvt.{mode}.f64.{t}", lambda a, t=t, mode=mode: struct.unpack("<Q", struct.pack("<d", rounded(Fraction(typed(a, t)), "f64", mode)))[0])
+            check(
+                f"cvt.{mode}.f64.{t}",
+                lambda a, t=t, mode=mode: struct.unpack(
+                    "<Q", struct.pack("<d", rounded(Fraction(typed(a, t)), "f64", mode))
+                )[0],
+            )
 
 
 def test_integer_conversions_saturate():
@@ -358,7 +413,12 @@ def test_integer_conversions_saturate():
             continue
         bits = int(to[1:])
         low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
-        check(name, lambda a, to=to, source=source, low=low, high=high, sat=parts[1] == "sat": clip(typed(a, source), low, high) if sat else typed(typed(a, source), to))
+        check(
+            name,
+            lambda a, to=to, source=source, low=low, high=high, sat=parts[1] == "sat": (
+                clip(typed(a, source), low, high) if sat else typed(typed(a, source), to)
+            ),
+        )
 
 
 def test_tf32_rounds_half_away():
@@ -398,9 +458,16 @@ def test_comparisons_with_nan():
 
 
 def test_approximate_functions_keep_their_bounds():
-    for name, f in (("ex2.approx.f32", lambda x: 2.0**x), ("lg2.approx.f32", math.log2), ("sqrt.approx.f32", math.sqrt),
-                    ("rcp.approx.f32", lambda x: 1 / x), ("rsqrt.approx.f32", lambda x: x**-0.5), ("tanh.approx.f32", math.tanh),
-                    ("sin.approx.f32", math.sin), ("cos.approx.f32", math.cos)):  # fmt: skip
+    for name, f in (
+        ("ex2.approx.f32", lambda x: 2.0**x),
+        ("lg2.approx.f32", math.log2),
+        ("sqrt.approx.f32", math.sqrt),
+        ("rcp.approx.f32", lambda x: 1 / x),
+        ("rsqrt.approx.f32", lambda x: x**-0.5),
+        ("tanh.approx.f32", math.tanh),
+        ("sin.approx.f32", math.sin),
+        ("cos.approx.f32", math.cos),
+    ):
         for row, (got,) in zip(*run(name), strict=True):
             x = value(row[0] & 0x7FFFFFFF, "f32")
             if x > 0:

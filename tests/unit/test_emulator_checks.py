@@ -49,7 +49,11 @@ def test_global_read_only():
     import struct
 
     with pytest.raises(e.ReadOnlyWrite, match="weights"):
-        run(Module.parse(kernel("mov.u32 %r9, tid;" + STORE)), Launch("k", (1, 1, 1), (64, 1, 1), params=struct.pack("<Q", out.ctypes.data)), memory)
+        run(
+            Module.parse(kernel("mov.u32 %r9, tid;" + STORE)),
+            Launch("k", (1, 1, 1), (64, 1, 1), params=struct.pack("<Q", out.ctypes.data)),
+            memory,
+        )
 
 
 def test_null_pointer():
@@ -61,13 +65,24 @@ def test_shared_out_of_bounds():
     finds(e.OutOfBounds, "mov.u32 %r1, 0; ld.shared.u32 %r9, [%r1];", match="shared read")
 
 
-@pytest.mark.parametrize("access", ["ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%d1];", "ld.global.u64 %d3, [%d1];", "st.global.v2.u32 [%d1], {tid, tid};"])
+@pytest.mark.parametrize(
+    "access",
+    [
+        "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%d1];",
+        "ld.global.u64 %d3, [%d1];",
+        "st.global.v2.u32 [%d1], {tid, tid};",
+    ],
+)
 def test_misaligned(access):
     finds(e.MisalignedAccess, f"add.s64 %d1, %d0, 4; {access}", match="no multiple of")
 
 
 def test_misaligned_shared():
-    finds(e.MisalignedAccess, f"{OWN_WORD} st.shared.v4.u32 [%r1], {{tid, tid, tid, tid}};", match="shared write of 16 bytes")
+    finds(
+        e.MisalignedAccess,
+        f"{OWN_WORD} st.shared.v4.u32 [%r1], {{tid, tid, tid, tid}};",
+        match="shared write of 16 bytes",
+    )
 
 
 def test_read_before_written():
@@ -75,7 +90,10 @@ def test_read_before_written():
     passes(f"{OWN_WORD} ld.shared.u32 %r9, [%r1];" + STORE, checks=Checks(uninitialized=False))
 
 
-EXCHANGE = f"{OWN_WORD} st.shared.u32 [%r1], tid; {{barrier}} xor.b32 %r2, tid, 32; shl.b32 %r2, %r2, 2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2];" + STORE
+EXCHANGE = (
+    f"{OWN_WORD} st.shared.u32 [%r1], tid; {{barrier}} xor.b32 %r2, tid, "
+    f"32; shl.b32 %r2, %r2, 2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2];" + STORE
+)
 
 
 def test_missing_barrier_is_a_race():
@@ -85,7 +103,9 @@ def test_missing_barrier_is_a_race():
 
 
 def test_exchange_inside_a_warp_needs_no_cta_barrier():
-    body = f"{OWN_WORD} st.shared.u32 [%r1], tid; bar.warp.sync -1; xor.b32 %r2, %r1, 4; ld.shared.u32 %r9, [%r2];" + STORE
+    body = (
+        f"{OWN_WORD} st.shared.u32 [%r1], tid; bar.warp.sync -1; xor.b32 %r2, %r1, 4; ld.shared.u32 %r9, [%r2];" + STORE
+    )
     assert (passes(body) == np.arange(64) ^ 1).all()
 
 
@@ -98,36 +118,59 @@ def test_race_of_a_write_after_a_read():
 
 def test_race_of_two_writes():
     finds(e.DataRace, "st.shared.u32 [s], tid;", match="same bytes")
-    finds(e.DataRace, "setp.eq.u32 %p1, tid, 0; setp.eq.u32 %p2, tid, 32; @%p1 st.shared.u32 [s], 1; @%p2 st.shared.u32 [s], 2;", match="earlier write by warp 0")
-    passes("setp.eq.u32 %p1, tid, 0; setp.eq.u32 %p2, tid, 32; @%p1 st.shared.u32 [s], 1; bar.sync 0; @%p2 st.shared.u32 [s], 2;")
+    finds(
+        e.DataRace,
+        "setp.eq.u32 %p1, tid, 0; setp.eq.u32 %p2, tid, 32; @%p1 st.shared.u32 [s], 1; @%p2 st.shared.u32 [s], 2;",
+        match="earlier write by warp 0",
+    )
+    passes(
+        "setp.eq.u32 %p1, tid, 0; setp.eq.u32 %p2, tid, 32; @%p1 "
+        "st.shared.u32 [s], 1; bar.sync 0; @%p2 st.shared.u32 [s], 2;"
+    )
 
 
 def test_neighbouring_half_words_are_no_race():
-    body = "and.b32 %r1, tid, 31; shl.b32 %r1, %r1, 2; shr.u32 %r2, tid, 5; shl.b32 %r2, %r2, 1; add.u32 %r1, %r1, %r2; add.u32 %r1, %r1, s; cvt.u16.u32 %h1, tid; st.shared.u16 [%r1], %h1;"
+    body = (
+        "and.b32 %r1, tid, 31; shl.b32 %r1, %r1, 2; shr.u32 %r2, tid, 5; shl.b32 %r2, %r2, 1; "
+        "add.u32 %r1, %r1, %r2; add.u32 %r1, %r1, s; cvt.u16.u32 %h1, tid; st.shared.u16 [%r1], %h1;"
+    )
     passes(body)
 
 
 def test_atomics_do_not_race_with_each_other():
-    body = "setp.eq.u32 %p1, tid, 0; @%p1 st.shared.u32 [s], 0; {barrier} red.shared.add.u32 [s], 1; bar.sync 0; ld.shared.u32 %r9, [s];" + STORE
+    body = (
+        "setp.eq.u32 %p1, tid, 0; @%p1 st.shared.u32 [s], 0; {barrier} "
+        "red.shared.add.u32 [s], 1; bar.sync 0; ld.shared.u32 %r9, [s];" + STORE
+    )
     assert (passes(body.format(barrier="bar.sync 0;")) == 64).all()
     finds((e.DataRace, e.UninitializedRead), body.format(barrier=""))
 
 
 def test_named_barrier_orders_only_its_warps():
     # warp 1 only arrives: warp 0 may read what warp 1 wrote, not the other way round
-    body = (f"{OWN_WORD} st.shared.u32 [%r1], tid; setp.eq.u32 %p1, warp, 1; @%p1 bra ONE; bar.sync 3, 64; bra READ; ONE: bar.arrive 3, 64; "
-            "bra {end}; READ: xor.b32 %r2, tid, 32; shl.b32 %r2, %r2, 2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2]; END: ")  # fmt: skip
+    body = (
+        f"{OWN_WORD} st.shared.u32 [%r1], tid; setp.eq.u32 %p1, warp, 1; "
+        f"@%p1 bra ONE; bar.sync 3, 64; bra READ; ONE: bar.arrive 3, 64; "
+        "bra {end}; READ: xor.b32 %r2, tid, 32; shl.b32 %r2, %r2, "
+        "2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2]; END: "
+    )
     passes(body.format(end="END"))
     finds((e.DataRace, e.UninitializedRead), body.format(end="READ"))
 
 
 def test_barrier_counts_must_agree():
-    finds(e.BarrierMisuse, "setp.eq.u32 %p1, warp, 1; mov.u32 %r1, 64; @%p1 mov.u32 %r1, 96; bar.sync 1, %r1;", match="barrier 1")
+    finds(
+        e.BarrierMisuse,
+        "setp.eq.u32 %p1, warp, 1; mov.u32 %r1, 64; @%p1 mov.u32 %r1, 96; bar.sync 1, %r1;",
+        match="barrier 1",
+    )
     finds(e.BarrierMisuse, "bar.sync 1, 40;", match="multiple of 32")
 
 
 def test_no_progress_names_the_warps_and_the_barrier():
-    error = finds(e.NoProgress, "setp.eq.u32 %p1, warp, 1; @%p1 bra END; bar.sync 2, 64; END: ", match="waits at barrier 2")
+    error = finds(
+        e.NoProgress, "setp.eq.u32 %p1, warp, 1; @%p1 bra END; bar.sync 2, 64; END: ", match="waits at barrier 2"
+    )
     assert "32 of 64 threads" in str(error)
     assert "warp 0" in str(error)
 
@@ -137,16 +180,25 @@ def test_endless_loop_is_reported():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "SPIN_LIMIT", 500)
-        finds(e.NoProgress, "L: ld.global.u32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra L;", match="without any store")
+        finds(
+            e.NoProgress, "L: ld.global.u32 %r1, [%d0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra L;", match="without any store"
+        )
 
 
 def test_a_spin_lock_makes_progress():
-    body = "setp.eq.u32 %p1, warp, 0; @%p1 bra WAIT; st.global.u32 [%d0+252], 5; bra END; WAIT: ld.acquire.gpu.global.u32 %r9, [%d0+252]; setp.eq.u32 %p2, %r9, 0; @%p2 bra WAIT; " + STORE + " END: "
+    body = (
+        "setp.eq.u32 %p1, warp, 0; @%p1 bra WAIT; st.global.u32 [%d0+252], 5; bra END; WAIT: "
+        "ld.acquire.gpu.global.u32 %r9, [%d0+252]; setp.eq.u32 %p2, %r9, 0; @%p2 bra WAIT; " + STORE + " END: "
+    )
     assert (passes(body)[:32] == 5).all()
 
 
 # -- cp.async ----------------------------------------------------------------------------------------------------------
-COPY = f"{OWN_WORD} mul.wide.u32 %d1, tid, 4; add.s64 %d1, %d1, %d0; cp.async.ca.shared.global [%r1], [%d1], 4; {{commit}} {{wait}} {{barrier}} xor.b32 %r2, tid, {{other}}; shl.b32 %r2, %r2, 2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2]; bar.sync 0; {STORE}"
+COPY = (
+    f"{OWN_WORD} mul.wide.u32 %d1, tid, 4; add.s64 %d1, %d1, %d0; cp.async.ca.shared.global [%r1], [%d1], 4; "
+    f"{{commit}} {{wait}} {{barrier}} xor.b32 %r2, tid, {{other}}; shl.b32 %r2, "
+    f"%r2, 2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2]; bar.sync 0; {STORE}"
+)
 GOOD = {"commit": "cp.async.commit_group;", "wait": "cp.async.wait_group 0;", "barrier": "bar.sync 0;", "other": 32}
 
 
@@ -160,7 +212,13 @@ def test_copy_with_all_its_waits():
 
 @pytest.mark.parametrize(
     ("broken", "other"),
-    [({"wait": ""}, 32), ({"wait": ""}, 0), ({"barrier": ""}, 32), ({"commit": ""}, 0), ({"wait": "cp.async.wait_group 1;"}, 0)],
+    [
+        ({"wait": ""}, 32),
+        ({"wait": ""}, 0),
+        ({"barrier": ""}, 32),
+        ({"commit": ""}, 0),
+        ({"wait": "cp.async.wait_group 1;"}, 0),
+    ],
 )
 def test_copy_used_too_early(broken, other):
     finds(e.DataRace, COPY.format(**{**GOOD, **broken, "other": other}))
@@ -173,10 +231,19 @@ def test_late_copies_show_as_wrong_values_too():
 
 
 # -- mbarriers ---------------------------------------------------------------------------------------------------------
-MBAR = ("setp.eq.u32 %p1, tid, 0; @%p1 mbarrier.init.shared.b64 [s], {count}; {after_init} shl.b32 %r1, tid, 2; add.u32 %r1, %r1, s; st.shared.u32 [%r1+16], tid; "
-        "{arrive} {wait} xor.b32 %r2, tid, 32; shl.b32 %r2, %r2, 2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2+16];" + STORE)  # fmt: skip
+MBAR = (
+    "setp.eq.u32 %p1, tid, 0; @%p1 mbarrier.init.shared.b64 [s], {count}; {after_init} "
+    "shl.b32 %r1, tid, 2; add.u32 %r1, %r1, s; st.shared.u32 [%r1+16], tid; "
+    "{arrive} {wait} xor.b32 %r2, tid, 32; shl.b32 %r2, %r2, "
+    "2; add.u32 %r2, %r2, s; ld.shared.u32 %r9, [%r2+16];" + STORE
+)
 WAIT = "mov.u32 %r3, {parity}; W: mbarrier.try_wait.parity.shared.b64 %p2, [s], %r3; @!%p2 bra W;"
-MGOOD = {"count": 64, "after_init": "bar.sync 0;", "arrive": "mbarrier.arrive.shared.b64 %d2, [s];", "wait": WAIT.format(parity=0)}
+MGOOD = {
+    "count": 64,
+    "after_init": "bar.sync 0;",
+    "arrive": "mbarrier.arrive.shared.b64 %d2, [s];",
+    "wait": WAIT.format(parity=0),
+}
 
 
 def test_mbarrier_orders_an_exchange():
@@ -200,7 +267,11 @@ def test_mbarrier_misuse(broken, error, match):
 
 
 def test_mbarrier_initialized_twice():
-    finds(e.MbarrierMisuse, "setp.eq.u32 %p1, tid, 0; @%p1 mbarrier.init.shared.b64 [s], 1; @%p1 mbarrier.init.shared.b64 [s], 1;", match="second time")
+    finds(
+        e.MbarrierMisuse,
+        "setp.eq.u32 %p1, tid, 0; @%p1 mbarrier.init.shared.b64 [s], 1; @%p1 mbarrier.init.shared.b64 [s], 1;",
+        match="second time",
+    )
 
 
 def test_unknown_instruction_names_its_line():

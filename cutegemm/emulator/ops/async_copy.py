@@ -1,6 +1,7 @@
 """cp.async (non-bulk): copies from global to shared memory in commit groups, and their waits.
 
-With a seed the bytes land when the group is waited for, the latest legal moment, or when an mbarrier arrival of cp.async.mbarrier
+With a seed the bytes land when the group is waited for, the latest legal moment, or when an mbarrier arrival of
+cp.async.mbarrier
 needs them; without one they land at issue. The happens-before clocks treat them as asynchronous either way.
 """
 
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cutegemm.emulator.ops.loadstore import SHIFT, active, align_check, fail, global_parts, shared_bytes
 from cutegemm.emulator.errors import OutOfBounds
+from cutegemm.emulator.ops.loadstore import SHIFT, active, align_check, fail, global_parts, shared_bytes
 from cutegemm.emulator.ptx import Imm, Instr
 from cutegemm.emulator.translate import Gen, emits, runtime
 
@@ -169,7 +170,9 @@ def copy_async(X, I, mask, dst, src, size, count):
                 pick = full if exact else ~full
                 if pick.any():
                     n = size if exact else 1
-                    for i, w in global_parts(X, I, np.ascontiguousarray(low[pick]), lanes_used[pick], n, write=False, align=False):
+                    for i, w in global_parts(
+                        X, I, np.ascontiguousarray(low[pick]), lanes_used[pick], n, write=False, align=False
+                    ):
                         which = used[pick][w]
                         source.append((i, which, s[which].view(np.int64) - i.origin))
             if len(used) == len(s) and len({id(i) for i, _, _ in source}) == 1:

@@ -1,6 +1,7 @@
 """atom and red, on global and shared memory: lanes take effect one after the other, in lane order of the wave.
 
-add, min, max, and, or, xor, exch, cas, inc and dec for 32 and 64-bit integers; add for f32, f64, f16, bf16, f16x2, bf16x2.
+add, min, max, and, or, xor, exch, cas, inc and dec for 32 and 64-bit integers; add for f32, f64, f16, bf16, f16x2,
+bf16x2.
 Vector forms of red are taken element by element.
 """
 

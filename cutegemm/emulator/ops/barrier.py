@@ -85,7 +85,9 @@ def bar(wave, X, I: Instr, mask, fall: int):
     count_grid = np.broadcast_to(counts, warps.shape)
     if (id_grid[warps] < 0).any() or (id_grid[warps] > 15).any() or (count_grid[warps] == -1).any():
         c, w = (int(v[0]) for v in np.nonzero(warps))
-        raise _describe(I, "the lanes of a warp name different barriers or counts, or an id outside 0..15", X, X.c0 + c, X.w0 + w)
+        raise _describe(
+            I, "the lanes of a warp name different barriers or counts, or an id outside 0..15", X, X.c0 + c, X.w0 + w
+        )
     if not arrive:
         np.copyto(b.waits[X.at], id_grid, where=warps)
         b.line.update(((X.c0 + int(c), X.w0 + int(w)), I) for c, w in zip(*np.nonzero(warps), strict=True))
@@ -102,17 +104,34 @@ def bar(wave, X, I: Instr, mask, fall: int):
             counts_here = count_grid[c][here[c]]
             given = int(counts_here[0])
             if (counts_here != given).any():
-                raise _describe(I, f"barrier {ident}: warps ask for {sorted(set(counts_here.tolist()))} threads", X, cta, X.w0)
+                raise _describe(
+                    I, f"barrier {ident}: warps ask for {sorted(set(counts_here.tolist()))} threads", X, cta, X.w0
+                )
             explicit = given >= 0
             if explicit and (given % 32 or given == 0):
-                raise _describe(I, f"barrier {ident} with a count of {given}, which is no positive multiple of 32", X, cta, X.w0)
+                raise _describe(
+                    I, f"barrier {ident} with a count of {given}, which is no positive multiple of 32", X, cta, X.w0
+                )
             want = given if explicit else 32 * int(wave.live[cta].any(-1).sum())
             if b.expected[cta, ident] and explicit and b.counted[cta, ident] and b.expected[cta, ident] != want:
-                raise _describe(I, f"barrier {ident}: {want} threads asked for here, {b.expected[cta, ident]} by the warps that came before", X, cta, X.w0)
+                raise _describe(
+                    I,
+                    f"barrier {ident}: {want} threads asked for here, "
+                    f"{b.expected[cta, ident]} by the warps that came before",
+                    X,
+                    cta,
+                    X.w0,
+                )
             b.expected[cta, ident], b.counted[cta, ident] = want, explicit
             b.arrived[cta, ident] += 32 * int(here[c].sum())
             if b.arrived[cta, ident] > want:
-                raise _describe(I, f"barrier {ident}: {b.arrived[cta, ident]} threads arrived where {want} are expected", X, cta, X.w0)
+                raise _describe(
+                    I,
+                    f"barrier {ident}: {b.arrived[cta, ident]} threads arrived where {want} are expected",
+                    X,
+                    cta,
+                    X.w0,
+                )
             if b.arrived[cta, ident] == want:
                 finished.append((cta, ident))
     if finished:
@@ -209,7 +228,9 @@ def cluster_check(wave, b: CtaBarriers) -> None:
     """Complete the clusters all of whose live warps have arrived, and wake their waiters."""
     n = wave.cluster_size
     alive = wave.live.any(-1)
-    full = (b.cluster_arrived | ~alive).reshape(-1, n * wave.W).all(-1) & (b.cluster_arrived.reshape(-1, n * wave.W).any(-1))
+    full = (b.cluster_arrived | ~alive).reshape(-1, n * wave.W).all(-1) & (
+        b.cluster_arrived.reshape(-1, n * wave.W).any(-1)
+    )
     if not full.any():
         return
     b.cluster_phase += full

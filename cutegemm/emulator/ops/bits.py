@@ -91,8 +91,17 @@ def lop3(g: Gen, i: Instr) -> None:
     for k in range(8):
         if lut >> k & 1:
             terms.append("&".join(x if k >> s & 1 else f"~{x}" for x, s in ((a, 2), (b, 1), (c, 0))))
-    simple = {0xC0: f"{a}&{b}", 0xFC: f"{a}|{b}", 0x3C: f"{a}^{b}", 0x96: f"{a}^{b}^{c}", 0x80: f"{a}&{b}&{c}",
-              0xFE: f"{a}|{b}|{c}", 0xF8: f"{a}|({b}&{c})", 0xEA: f"({a}&{b})|{c}", 0x6A: f"({a}&{b})^{c}"}.get(lut)  # fmt: skip
+    simple = {
+        0xC0: f"{a}&{b}",
+        0xFC: f"{a}|{b}",
+        0x3C: f"{a}^{b}",
+        0x96: f"{a}^{b}^{c}",
+        0x80: f"{a}&{b}&{c}",
+        0xFE: f"{a}|{b}|{c}",
+        0xF8: f"{a}|({b}&{c})",
+        0xEA: f"({a}&{b})|{c}",
+        0x6A: f"({a}&{b})^{c}",
+    }.get(lut)
     expr = simple or "|".join(f"({t})" for t in terms) or g.constant(0, "u4")
     g.assign(d, expr, "u4")
 
@@ -114,7 +123,9 @@ def extract_field(a, pos, length):
     shifted = np.where(pos >= bits, unsigned.type(0), ua >> np.minimum(pos, bits - 1).astype(unsigned))
     keep = np.minimum(length, np.maximum(bits - pos, 0))  # bits past the end are copies of the sign
     ones = ~unsigned.type(0)
-    mask = np.where(keep >= bits, ones, (unsigned.type(1) << np.minimum(keep, bits - 1).astype(unsigned)) - unsigned.type(1))
+    mask = np.where(
+        keep >= bits, ones, (unsigned.type(1) << np.minimum(keep, bits - 1).astype(unsigned)) - unsigned.type(1)
+    )
     out = shifted & mask
     if a.dtype.kind == "i":
         last = np.minimum(pos + length - 1, bits - 1)
@@ -267,7 +278,11 @@ def find_leading(x, shiftamt):
 @emits("szext")
 def szext(g: Gen, i: Instr) -> None:
     code = PTX_CODE[type_of(i)]
-    n = f"({g.src(i.operands[2], 'u4')} & {g.constant(31, 'u4')})" if i.has("wrap") else f"np.minimum({g.src(i.operands[2], 'u4')}, {g.constant(32, 'u4')})"
+    n = (
+        f"({g.src(i.operands[2], 'u4')} & {g.constant(31, 'u4')})"
+        if i.has("wrap")
+        else f"np.minimum({g.src(i.operands[2], 'u4')}, {g.constant(32, 'u4')})"
+    )
     g.assign(i.operands[0], f"extract_field({g.src(i.operands[1], code)}, np.uint32(0), {n})", code)
 
 
@@ -278,7 +293,12 @@ def bmsk(g: Gen, i: Instr) -> None:
         a, b = f"({a} & {g.constant(31, 'u4')})", f"({b} & {g.constant(31, 'u4')})"
     ones = g.constant(0xFFFFFFFF, "u4")
     zero = g.constant(0, "u4")
-    g.assign(i.operands[0], f"insert_field({ones}, {zero}, np.minimum({a}, {g.constant(32, 'u4')}), np.minimum({b}, {g.constant(32, 'u4')}))", "u4")
+    g.assign(
+        i.operands[0],
+        f"insert_field({ones}, {zero}, np.minimum({a}, "
+        f"{g.constant(32, 'u4')}), np.minimum({b}, {g.constant(32, 'u4')}))",
+        "u4",
+    )
 
 
 # -- moves -----------------------------------------------------------------------------------------------------
@@ -336,7 +356,18 @@ def slct(g: Gen, i: Instr) -> None:
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------
-COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+COMPARE = {
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "lo": "<",
+    "ls": "<=",
+    "hi": ">",
+    "hs": ">=",
+}
 UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
 
 
@@ -347,7 +378,7 @@ def comparison(g: Gen, i: Instr, op: str, t: str, a, b) -> str:
             raise g.unsupported()
         x, y = (g.let(f"bf16_values({g.src(o, 'u2')})") for o in (a, b))
     else:
-        if code[0] == "u" and op in ("lo", "ls", "hi", "hs") or code[0] in "ui":
+        if (code[0] == "u" and op in ("lo", "ls", "hi", "hs")) or code[0] in "ui":
             pass
         x, y = g.src(a, code), g.src(b, code)
     floating = code[0] == "f" or t == "bf16"
@@ -384,7 +415,11 @@ def setp(g: Gen, i: Instr) -> None:
     test = g.let(comparison(g, i, op, t, a, b))
     first, second = (d.first, d.second) if isinstance(d, Pair) else (d, None)
     sign = {"and": "&", "or": "|", "xor": "^"}.get(boolean or "", "")
-    c = g.let(f"{g.src(i.operands[3], 'p')}" + ("" if isinstance(i.operands[3], Negated) else ".copy()")) if boolean else ""
+    c = (
+        g.let(f"{g.src(i.operands[3], 'p')}" + ("" if isinstance(i.operands[3], Negated) else ".copy()"))
+        if boolean
+        else ""
+    )
     g.assign(first, f"{test} {sign} {c}" if boolean else test, "p")
     if second is not None:
         g.assign(second, f"(~{test}) {sign} {c}" if boolean else f"~{test}", "p")

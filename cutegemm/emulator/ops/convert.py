@@ -77,7 +77,9 @@ def float_to_int(x, dtype, mode):
     """Out-of-range values saturate; a NaN becomes 0 (for 64 bits: the sign bit alone)."""
     x = np.asarray(x)
     wide = x.astype(F8) if x.dtype != F8 else x
-    rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode if mode.endswith("i") else mode + "i"](wide)
+    rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[
+        mode if mode.endswith("i") else mode + "i"
+    ](wide)
     info = np.iinfo(dtype)
     low, high = float(info.min), float(info.max)
     clipped = np.clip(rounded, low, high)
@@ -203,7 +205,10 @@ def pack(g: Gen, i: Instr) -> None:
     info = np.iinfo(f"{'u' if kind[0] == 'u' else ''}int{bits}")
     d, a, b = i.operands[:3]
     low, high = g.constant(info.min, "i4"), g.constant(info.max, "i4")
-    one = [f"(np.clip({g.src(o, 'i4')}, {low}, {high}).view(np.uint32) & {g.constant((1 << bits) - 1, 'u4')})" for o in (a, b)]
+    one = [
+        f"(np.clip({g.src(o, 'i4')}, {low}, {high}).view(np.uint32) & {g.constant((1 << bits) - 1, 'u4')})"
+        for o in (a, b)
+    ]
     expr = f"({one[0]} << {g.constant(bits, 'u4')}) | {one[1]}"
     if bits == 8:
         expr = f"({expr}) | ({g.src(i.operands[3], 'u4')} << {g.constant(16, 'u4')})"

@@ -1,6 +1,7 @@
 """fp32 and fp64 arithmetic: add, sub, mul, fma, mad, div, rcp, sqrt, rsqrt, min, max, and the approximate functions.
 
-Rounding: .rn, .rz, .rm and .rp are exact. ``.approx`` functions return the correctly rounded fp64 result rounded to fp32,
+Rounding: .rn, .rz, .rm and .rp are exact. ``.approx`` functions return the correctly rounded fp64 result rounded
+to fp32,
 which lies within every error bound that PTX states for them (the hardware's own last bits differ).
 A NaN result has NumPy's payload, not the 0x7fffffff of the hardware, except for min and max.
 """
@@ -123,7 +124,9 @@ def _select(a, b, c, nan, xorsign, smaller):
         out = np.where(sign, -out, out)
     isnan = (a != a) | (b != b) if nan else (a != a) & (b != b)
     if isnan.any():
-        canonical = np.array(0x7FFFFFFF, U4).view(F4) if a.dtype == F4 else np.array(0x7FFFFFFFFFFFFFFF, np.uint64).view(F8)
+        canonical = (
+            np.array(0x7FFFFFFF, U4).view(F4) if a.dtype == F4 else np.array(0x7FFFFFFFFFFFFFFF, np.uint64).view(F8)
+        )
         out = np.where(isnan, canonical, out)
     if c is not None:
         return _select(out, c, None, nan, xorsign, smaller)

@@ -1,7 +1,8 @@
 """fp16 and bf16 arithmetic, scalar and packed: add, sub, mul, fma, min, max, neg, abs and the approximate functions.
 
 Operands are widened to fp32 (fp64 for fma), where sums of two and products are exact or rounded far below the
-precision of the result, and rounded once: for fp16 and bf16 operands, fp64 holds every product and every sum that matters
+precision of the result, and rounded once: for fp16 and bf16 operands, fp64 holds every product and every sum that
+matters
 for a correctly rounded result.
 """
 
@@ -17,9 +18,8 @@ U2, U4, F4, F8 = np.uint16, np.uint32, np.float32, np.float64
 
 
 def arithmetic(g: Gen, i: Instr) -> None:
-    if i.name == "add" and "noftz" in i.parts or i.name not in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs"):
-        if i.name not in ("add", "sub", "mul"):
-            raise g.unsupported()
+    if i.name not in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs"):
+        raise g.unsupported()
     run(g, i, i.name)
 
 
@@ -37,7 +37,11 @@ def run(g: Gen, i: Instr, name: str) -> None:
 
 
 def values(bits: np.ndarray, kind: str) -> np.ndarray:
-    return np.ascontiguousarray(bits).view(np.float16).astype(F8) if kind == "f16" else numerics.bf16_values(bits).astype(F8)
+    return (
+        np.ascontiguousarray(bits).view(np.float16).astype(F8)
+        if kind == "f16"
+        else numerics.bf16_values(bits).astype(F8)
+    )
 
 
 def to_bits(x: np.ndarray, kind: str, residue=None) -> np.ndarray:
@@ -70,7 +74,9 @@ def half_op(name, kind, flags, *args):
 
         out = _select(x[0], x[1], x[2] if len(x) > 2 else None, "NaN" in flags, "xorsign" in flags, name == "min")
     else:
-        out = {"np.exp2": np.exp2, "np.tanh": np.tanh, "np.log2": np.log2, "np.sin": np.sin, "np.cos": np.cos}[name](x[0])
+        out = {"np.exp2": np.exp2, "np.tanh": np.tanh, "np.log2": np.log2, "np.sin": np.sin, "np.cos": np.cos}[name](
+            x[0]
+        )
     if residue is not None:
         residue = np.where(np.isfinite(out), residue, 0.0)
     if "sat" in flags:

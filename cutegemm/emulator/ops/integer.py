@@ -262,7 +262,9 @@ def dot_product(g: Gen, i: Instr) -> None:
     ta, tb = i.parts[-2], i.parts[-1]
     out = "i4" if "s32" in (ta, tb) else "u4"
     part = "None" if i.name == "dp4a" else str(int(i.has("hi")))
-    g.assign(d, f"packed_dot({g.src(a, 'u4')}, {g.src(b, 'u4')}, {g.src(c, out)}, {ta == 's32'}, {tb == 's32'}, {part})", out)
+    g.assign(
+        d, f"packed_dot({g.src(a, 'u4')}, {g.src(b, 'u4')}, {g.src(c, out)}, {ta == 's32'}, {tb == 's32'}, {part})", out
+    )
 
 
 @runtime
@@ -276,7 +278,8 @@ def packed_dot(a, b, c, signed_a, signed_b, half_of_b):
     else:
         shift = 16 * half_of_b
         pairs = [
-            ((a >> np.uint32(16 * k)).astype(np.uint16), (b >> np.uint32(8 * k + shift)).astype(np.uint8)) for k in range(2)
+            ((a >> np.uint32(16 * k)).astype(np.uint16), (b >> np.uint32(8 * k + shift)).astype(np.uint8))
+            for k in range(2)
         ]
         wide = np.dtype(np.int16 if signed_a else np.uint16)
     for x, y in pairs:

@@ -127,7 +127,14 @@ def align_check(X, I, addr, size, lanes, what: str) -> None:
     wrong = addr & addr.dtype.type(size - 1)
     if wrong.any():
         n = int(np.argmax(wrong != 0))
-        fail(X, I, MisalignedAccess, lanes, n, f"{what} of {size} bytes at {int(addr[n]):#x}, which is no multiple of {size}")
+        fail(
+            X,
+            I,
+            MisalignedAccess,
+            lanes,
+            n,
+            f"{what} of {size} bytes at {int(addr[n]):#x}, which is no multiple of {size}",
+        )
 
 
 def shared_bytes(X, I, addr, lanes, size: int, what: str) -> np.ndarray:
@@ -145,8 +152,14 @@ def shared_bytes(X, I, addr, lanes, size: int, what: str) -> np.ndarray:
         bad = rank >= wave.cluster_size
         if bad.any():
             n = int(np.argmax(bad))
-            fail(X, I, OutOfBounds, lanes, n,
-                 f"shared {what} at {int(addr[n]):#x}: CTA rank {int(rank[n])} in a cluster of {wave.cluster_size}")  # fmt: skip
+            fail(
+                X,
+                I,
+                OutOfBounds,
+                lanes,
+                n,
+                f"shared {what} at {int(addr[n]):#x}: CTA rank {int(rank[n])} in a cluster of {wave.cluster_size}",
+            )
         ctas = wave.first[ctas] + rank
     offset -= SHARED_BASE
     if len(offset) and (int(offset.min()) < 0 or int(offset.max()) + size > wave.smem_bytes):
@@ -319,7 +332,14 @@ def load_param(X, I, addr, mask, size, count):
     bad = offset + size * count > len(env.param_array)
     if bad.any():
         n = int(np.argmax(bad))
-        fail(X, I, OutOfBounds, lanes, n, f"param read at {int(offset[n])}: the kernel has {len(env.param_array)} bytes of parameters")
+        fail(
+            X,
+            I,
+            OutOfBounds,
+            lanes,
+            n,
+            f"param read at {int(offset[n])}: the kernel has {len(env.param_array)} bytes of parameters",
+        )
     raw = env.param_array[offset[:, None] + np.arange(size * count)]
     return _columns(X, lanes, np.ascontiguousarray(raw).view(UNSIGNED[size]), count)
 
@@ -343,7 +363,13 @@ def by_window(X, addr, mask):
 
 @runtime
 def load_generic(X, I, addr, mask, size, count):
-    load = {"shared": load_shared, "global": load_global, "local": load_local, "param": load_param, "const": load_global}
+    load = {
+        "shared": load_shared,
+        "global": load_global,
+        "local": load_local,
+        "param": load_param,
+        "const": load_global,
+    }
     out = None
     for space, a, m in by_window(X, addr, mask):
         got = load[space](X, I, a, m, size, count)
@@ -360,7 +386,7 @@ def store_generic(X, I, addr, mask, size, values):
     store = {"shared": store_shared, "global": store_global, "local": store_local}
     for space, a, m in by_window(X, addr, mask):
         if space not in store:
-            lanes, (flat,) = active(X, m, a)
+            lanes, _ = active(X, m, a)
             fail(X, I, OutOfBounds, lanes, 0, f"a store through a generic address into .{space} memory")
         store[space](X, I, a, m, size, values)
 
@@ -416,7 +442,12 @@ def mapa(g: Gen, i: Instr) -> None:
 @emits("getctarank")
 def getctarank(g: Gen, i: Instr) -> None:
     code = "u8" if i.parts[-1] == "u64" else "u4"
-    g.assign(i.operands[0], f"(({g.src(i.operands[1], code)} >> {g.constant(RANK_SHIFT, code)}) & {g.constant(0xFF, code)}).astype(np.uint32)", "u4")
+    g.assign(
+        i.operands[0],
+        f"(({g.src(i.operands[1], code)} >> {g.constant(RANK_SHIFT, code)}) "
+        f"& {g.constant(0xFF, code)}).astype(np.uint32)",
+        "u4",
+    )
 
 
 @emits("prefetch", "prefetchu", "applypriority", "discard", "createpolicy", "cp.async.bulk.prefetch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cutegemm.emulator.ops.loadstore import active, shared_bytes
+from cutegemm.emulator.ops.loadstore import shared_bytes
 from cutegemm.emulator.ptx import Instr, Vec
 from cutegemm.emulator.translate import Gen, emits, runtime
 
@@ -38,7 +38,9 @@ def ldmatrix(g: Gen, i: Instr) -> None:
 
 
 def _row_lanes(X, addr, mask, n: int):
-    """The row addresses: lanes 0 to 8n-1 of every participating warp, as (warp index in the box, flat lanes, addresses)."""
+    """The row addresses: lanes 0 to 8n-1 of every participating warp, as (warp index in the box, flat lanes,
+    addresses).
+    """
     addr = np.broadcast_to(addr, X.shape).reshape(X.warps, 32)
     warps = None
     if mask is not None:
@@ -57,7 +59,9 @@ def _row_lanes(X, addr, mask, n: int):
 def _aligned(X, I, w: int):
     from cutegemm.emulator.errors import EmulationError
 
-    raise EmulationError(f"{I.name} executed by some lanes of a warp only\n  {X.where(w * 32)}\n  {I.where()}", line=I.line)
+    raise EmulationError(
+        f"{I.name} executed by some lanes of a warp only\n  {X.where(w * 32)}\n  {I.where()}", line=I.line
+    )
 
 
 @runtime

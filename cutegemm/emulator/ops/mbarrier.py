@@ -1,6 +1,7 @@
 """mbarrier objects: init, inval, arrive in all forms, expect_tx, complete_tx, test_wait, try_wait, pending_count.
 
-State is kept beside shared memory, per (CTA, slot): the bytes of the object itself are not modelled. try_wait blocks until
+State is kept beside shared memory, per (CTA, slot): the bytes of the object itself are not modelled. try_wait
+blocks until
 its phase is complete; with a seed it sometimes gives up early, as its time limit allows. The state that arrive returns
 is the number of the phase.
 """
@@ -91,7 +92,8 @@ class Mbarriers:
         ok = (hb.know.reshape(-1, hb.AA)[warp, by] >= when) | (self.init_know.reshape(-1, hb.AA)[warp, by] >= when)
         if not ok.all():
             e = int(np.argmin(ok))
-            fail(X, I, MbarrierMisuse, lanes, e, f"{self.name(int(cta[e]), int(slot[e]))} is used by a warp that nothing orders after its "
+            fail(X, I, MbarrierMisuse, lanes, e, f"{self.name(int(cta[e]), int(slot[e]))} is "
+                f"used by a warp that nothing orders after its "
                  "initialization (a barrier, or for other CTAs fence.mbarrier_init and a cluster barrier)")  # fmt: skip
 
     def name(self, cta: int, slot: int) -> str:
@@ -118,11 +120,16 @@ class Mbarriers:
         if (pending[unique] < 0).any():
             k = int(np.argmax(pending[unique] < 0))
             key = int(unique[k])
-            who(int(np.argmax(inverse == k)), f"{int(total[k])} arrivals at {self.name(*divmod(key, MBARRIERS))}, which waits for "
+            who(int(np.argmax(inverse == k)), f"{int(total[k])} arrivals at "
+                f"{self.name(*divmod(key, MBARRIERS))}, which waits for "
                 f"{int(pending[key] + total[k])} more in this phase")  # fmt: skip
         if (np.abs(tx[unique]) > TX_LIMIT).any():
             k = int(np.argmax(np.abs(tx[unique]) > TX_LIMIT))
-            who(int(np.argmax(inverse == k)), f"the transaction count of {self.name(*divmod(int(unique[k]), MBARRIERS))} leaves its range: {int(tx[unique[k]])} bytes")
+            who(
+                int(np.argmax(inverse == k)),
+                f"the transaction count of {self.name(*divmod(int(unique[k]), MBARRIERS))} "
+                f"leaves its range: {int(tx[unique[k]])} bytes",
+            )
         full = unique[(pending[unique] == 0) & (tx[unique] == 0)]
         if len(full):
             c, s = full // MBARRIERS, full % MBARRIERS
@@ -168,7 +175,12 @@ class Mbarriers:
         else:
             for k in range(len(warp)):
                 at = slice(k, k + 1)
-                hb.acquire(warp[at] // self.wave.W, warp[at] % self.wave.W, self.done_know[cta[at], slot[at]], self.done_fenced[cta[at], slot[at]])
+                hb.acquire(
+                    warp[at] // self.wave.W,
+                    warp[at] % self.wave.W,
+                    self.done_know[cta[at], slot[at]],
+                    self.done_fenced[cta[at], slot[at]],
+                )
 
     # -- waiting ----------------------------------------------------------------------------------------------
     def ready(self, cta, slot, parity) -> np.ndarray:
@@ -196,7 +208,8 @@ class Mbarriers:
         for x in self.waiters:
             if (x.c, x.w) == (c, w):
                 got = self.expected[x.cta, x.slot] - self.pending[x.cta, x.slot]
-                return (f"waits for parity {x.parity} of {self.name(x.cta, x.slot)} ({got} of {self.expected[x.cta, x.slot]} arrivals, "
+                return (f"waits for parity {x.parity} of {self.name(x.cta, x.slot)} "
+                    f"({got} of {self.expected[x.cta, x.slot]} arrivals, "
                         f"{self.tx[x.cta, x.slot]} bytes outstanding): {x.instr.where()}")  # fmt: skip
         return ""
 
@@ -248,11 +261,25 @@ def mbar_init(X, I, mask, addr, count):
     m: Mbarriers = X.wave.env.mbarriers
     cta, slot = m.locate(X, I, a, lanes, create=True)
     if ((n == 0) | (n > TX_LIMIT)).any():
-        fail(X, I, MbarrierMisuse, lanes, int(np.argmax((n == 0) | (n > TX_LIMIT))), "an mbarrier count outside 1..2**20-1")
+        fail(
+            X,
+            I,
+            MbarrierMisuse,
+            lanes,
+            int(np.argmax((n == 0) | (n > TX_LIMIT))),
+            "an mbarrier count outside 1..2**20-1",
+        )
     again = m.valid[cta, slot]
     if again.any():
         e = int(np.argmax(again))
-        fail(X, I, MbarrierMisuse, lanes, e, f"{m.name(int(cta[e]), int(slot[e]))} is initialized a second time without mbarrier.inval")
+        fail(
+            X,
+            I,
+            MbarrierMisuse,
+            lanes,
+            e,
+            f"{m.name(int(cta[e]), int(slot[e]))} is initialized a second time without mbarrier.inval",
+        )
     m.valid[cta, slot] = True
     m.expected[cta, slot] = m.pending[cta, slot] = n
     m.tx[cta, slot] = 0
@@ -273,7 +300,14 @@ def mbar_inval(X, I, mask, addr):
     cta, slot = m.locate(X, I, a, lanes)
     waiting = [x for x in m.waiters if ((cta == x.cta) & (slot == x.slot)).any()]
     if waiting:
-        fail(X, I, MbarrierMisuse, lanes, 0, f"{m.name(waiting[0].cta, waiting[0].slot)} is destroyed while warps wait for it")
+        fail(
+            X,
+            I,
+            MbarrierMisuse,
+            lanes,
+            0,
+            f"{m.name(waiting[0].cta, waiting[0].slot)} is destroyed while warps wait for it",
+        )
     m.valid[cta, slot] = False
 
 

@@ -33,8 +33,23 @@ def fence(g: Gen, i: Instr) -> None:
         return
     if i.has("mbarrier_init"):
         g.line(f"fence_mbarrier_init(X, {g.mask})")
-    known = ("acq_rel", "sc", "acquire", "release", "mbarrier_init", "proxy", "cta", "cluster", "gpu", "sys", "tensormap::generic",
-             "alias", "async", "sync_restrict::shared::cta", "sync_restrict::shared::cluster")  # fmt: skip
+    known = (
+        "acq_rel",
+        "sc",
+        "acquire",
+        "release",
+        "mbarrier_init",
+        "proxy",
+        "cta",
+        "cluster",
+        "gpu",
+        "sys",
+        "tensormap::generic",
+        "alias",
+        "async",
+        "sync_restrict::shared::cta",
+        "sync_restrict::shared::cluster",
+    )
     for p in i.parts[1:]:
         if p not in known:
             raise g.unsupported(f"unknown qualifier .{p}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cutegemm.emulator import numerics
-from cutegemm.emulator.ops.loadstore import active, address_code, space_of
+from cutegemm.emulator.ops.loadstore import address_code, space_of
 from cutegemm.emulator.ptx import Instr, Vec
 from cutegemm.emulator.translate import RUNTIME, Gen, emits, runtime
 
@@ -117,8 +117,10 @@ def mma_f16(a, b, c, shape):
 
 
 # -- wmma ------------------------------------------------------------------------------------------------------
-# The register layout of a wmma fragment is the compiler's own affair: any layout will do that load, mma and store agree on.
-# Here: element e of lane l is element l * count + e of the tile in row-major order (each operand in its own shape), and with 16-bit
+# The register layout of a wmma fragment is the compiler's own affair: any layout will do that load, mma and store
+# agree on.
+# Here: element e of lane l is element l * count + e of the tile in row-major order (each operand in its own
+# shape), and with 16-bit
 # elements of A and B two go into a register. A and B hold each element once; hardware replicates some.
 
 
@@ -150,7 +152,10 @@ def wmma(g: Gen, i: Instr) -> None:
         space = space_of(g, i)
         note_wmma(g, i, space, t)
         addr = g.let(g.address(i.operands[1], address_code(space)))
-        call = f"wmma_load(X, {g.me}, {addr}, {g.mask}, {stride or default}, {rows}, {cols}, {major!r}, {t!r}, {space!r}, {len(items)})"
+        call = (
+            f"wmma_load(X, {g.me}, {addr}, {g.mask}, {stride or default}, "
+            f"{rows}, {cols}, {major!r}, {t!r}, {space!r}, {len(items)})"
+        )
         name = g.let(call)
         for e, o in enumerate(items):
             g.assign(o, f"{name}[{e}]", "u4")
@@ -163,18 +168,23 @@ def wmma(g: Gen, i: Instr) -> None:
         note_wmma(g, i, space, t)
         addr = g.let(g.address(i.operands[0], address_code(space)))
         values = ", ".join(g.src(o, "u4") for o in items)
-        g.line(f"wmma_store(X, {g.me}, {addr}, {g.mask}, {stride or (n if major == 'row' else m)}, {m}, {n}, {major!r}, {t!r}, {space!r}, ({values},))")
+        g.line(
+            f"wmma_store(X, {g.me}, {addr}, {g.mask}, {stride or (n if major == 'row' else m)}, "
+            f"{m}, {n}, {major!r}, {t!r}, {space!r}, ({values},))"
+        )
     elif what == "mma":
         d, a, b, c = (o.items for o in i.operands)
         tail = [p for p in i.parts[2:] if p in ("f16", "bf16", "f32", "tf32", "s8", "u8", "s32")]
         if len(tail) == 2:  # fp16 operands are not spelled: .dtype.ctype
-            dt, ct, at, bt = tail[0], tail[1], "f16", "f16"
+            dt, ct, at = tail[0], tail[1], "f16"
         else:
-            dt, at, bt, ct = tail
+            dt, at, _, ct = tail
         if dt not in ("f32", "f16") or at not in ("f16", "bf16", "tf32"):
             raise g.unsupported(f"types {'.'.join(tail)}")
         names = [f"({', '.join(g.src(o, 'u4') for o in regs)},)" for regs in (a, b, c)]
-        name = g.let(f"wmma_multiply({names[0]}, {names[1]}, {names[2]}, {m}, {n}, {k}, {at!r}, {dt!r}, {ct!r}, {len(d)})")
+        name = g.let(
+            f"wmma_multiply({names[0]}, {names[1]}, {names[2]}, {m}, {n}, {k}, {at!r}, {dt!r}, {ct!r}, {len(d)})"
+        )
         for e, o in enumerate(d):
             g.assign(o, f"{name}[{e}]", "u4")
     else:
@@ -187,7 +197,9 @@ def note_wmma(g: Gen, i: Instr, space: str, t: str) -> None:
 
 def _elements(X, rows: int, cols: int, count: int):
     """(row, column) of element e of each lane: index lane * count + e in row-major order."""
-    return X.cached(f"wmma{rows}x{cols}x{count}", lambda: divmod((np.arange(32)[:, None] * count + np.arange(count)), cols))
+    return X.cached(
+        f"wmma{rows}x{cols}x{count}", lambda: divmod((np.arange(32)[:, None] * count + np.arange(count)), cols)
+    )
 
 
 def _addresses(X, addr, stride, row, col, major, size):
@@ -198,7 +210,9 @@ def _addresses(X, addr, stride, row, col, major, size):
     else:
         stride = base.dtype.type(stride)
     kind = base.dtype.type
-    return [base + (lead[:, e].astype(kind) * stride + minor[:, e].astype(kind)) * kind(size) for e in range(row.shape[1])]
+    return [
+        base + (lead[:, e].astype(kind) * stride + minor[:, e].astype(kind)) * kind(size) for e in range(row.shape[1])
+    ]
 
 
 def _size(t: str) -> int:

@@ -1,6 +1,7 @@
 """Bulk copies: cp.async.bulk and cp.async.bulk.tensor (1-D to 5-D, all swizzles, multicast), stores and reductions.
 
-A load completes on an mbarrier; a store or reduction in a bulk group. With a seed, loads complete at a random moment, as
+A load completes on an mbarrier; a store or reduction in a bulk group. With a seed, loads complete at a random
+moment, as
 late as the moment when nothing else can run, and stores read shared memory when their group is waited for. Elements
 out of bounds are zero-filled by loads and skipped by stores; a load always counts the bytes of the whole box.
 """
@@ -46,7 +47,9 @@ class BulkCopies:
         if not self.loads:
             return False
         rng = self.wave.env.rng
-        picked = list(range(len(self.loads))) if everything else [rng.randrange(len(self.loads)) if rng is not None else 0]
+        picked = (
+            list(range(len(self.loads))) if everything else [rng.randrange(len(self.loads)) if rng is not None else 0]
+        )
         for k in reversed(picked):
             for action in self.loads.pop(k):
                 action()
@@ -104,17 +107,26 @@ def bulk(g: Gen, i: Instr) -> None:
         if tensor:
             dst, src, bar = ops
             coords = ", ".join(g.src(o, "i4") for o in src.coords)
-            g.line(f"tma_load(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, {_map(g, src)}, ({coords},), {g.address(bar, 'u4')}, {mcast})")
+            g.line(
+                f"tma_load(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, "
+                f"{_map(g, src)}, ({coords},), {g.address(bar, 'u4')}, {mcast})"
+            )
         else:
             dst, src, size, bar = ops
-            g.line(f"bulk_load(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, {g.address(src, 'u8')}, {g.src(size, 'u4')}, {g.address(bar, 'u4')}, {mcast})")
+            g.line(
+                f"bulk_load(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, "
+                f"{g.address(src, 'u8')}, {g.src(size, 'u4')}, {g.address(bar, 'u4')}, {mcast})"
+            )
     elif spaces[0] == "global":
         uses.add("bulk")
         store(g, i, ops, tensor, "None")
     else:  # shared memory of another CTA
         uses.add("mbarrier")
         dst, src, size, bar = ops
-        g.line(f"bulk_remote(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, {g.address(src, 'u4')}, {g.src(size, 'u4')}, {g.address(bar, 'u4')})")
+        g.line(
+            f"bulk_remote(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, "
+            f"{g.address(src, 'u4')}, {g.src(size, 'u4')}, {g.address(bar, 'u4')})"
+        )
 
 
 @emits("cp.reduce.async.bulk")
@@ -143,7 +155,10 @@ def store(g: Gen, i: Instr, ops, tensor: bool, reduction: str) -> None:
         g.line(f"tma_store(X, {g.me}, {g.mask}, {_map(g, dst)}, ({coords},), {g.address(src, 'u4')}, {reduction})")
     else:
         dst, src, size = ops
-        g.line(f"bulk_store(X, {g.me}, {g.mask}, {g.address(dst, 'u8')}, {g.address(src, 'u4')}, {g.src(size, 'u4')}, {reduction})")
+        g.line(
+            f"bulk_store(X, {g.me}, {g.mask}, {g.address(dst, 'u8')}, "
+            f"{g.address(src, 'u4')}, {g.src(size, 'u4')}, {reduction})"
+        )
 
 
 # -- addresses -------------------------------------------------------------------------------------------------
@@ -161,8 +176,15 @@ def _target(X, I, lanes, e: int, address: int, c: int, align: int, size: int) ->
     if wave.cluster_size == 1:
         rank = 0
     if rank >= wave.cluster_size or not SHARED_BASE <= offset <= SHARED_BASE + wave.smem_bytes - size:
-        fail(X, I, OutOfBounds, lanes, e, f"{size} bytes at shared address {address:#x}: the CTA's shared memory is "
-             f"[{SHARED_BASE:#x}, {SHARED_BASE + wave.smem_bytes:#x}), its cluster has {wave.cluster_size} CTAs")  # fmt: skip
+        fail(
+            X,
+            I,
+            OutOfBounds,
+            lanes,
+            e,
+            f"{size} bytes at shared address {address:#x}: the CTA's shared memory is "
+            f"[{SHARED_BASE:#x}, {SHARED_BASE + wave.smem_bytes:#x}), its cluster has {wave.cluster_size} CTAs",
+        )
     if offset % align:
         fail(X, I, MisalignedAccess, lanes, e, f"shared address {address:#x} is no multiple of {align}")
     return int(wave.first[c]) + rank, offset - SHARED_BASE
@@ -190,7 +212,9 @@ def tensor_map_at(X, I, lanes, e: int, address: int) -> TensorMap:
 
 @functools.lru_cache(maxsize=1024)
 def chunk_table(start: int, size: int, swizzle: int) -> np.ndarray:
-    """16-byte chunk indices (from the start of the CTA's shared memory) of a box stored from byte ``start``, in order."""
+    """16-byte chunk indices (from the start of the CTA's shared memory) of a box stored from byte ``start``,
+    in order.
+    """
     at = np.arange(start + SHARED_BASE, start + SHARED_BASE + size, 16, dtype=np.int64)
     if swizzle:
         at ^= ((at >> 7) & (swizzle // 16 - 1)) << 4
@@ -198,7 +222,9 @@ def chunk_table(start: int, size: int, swizzle: int) -> np.ndarray:
 
 
 def _window(t: TensorMap, coords) -> tuple[list[tuple[int, int]], bool]:
-    """Per dimension, innermost first, the part [low, high) of the box that lies inside the tensor; and whether any does."""
+    """Per dimension, innermost first, the part [low, high) of the box that lies inside the tensor; and whether
+    any does.
+    """
     spans = [(max(0, -x), min(b, d - x)) for x, b, d in zip(coords, t.box, t.dims, strict=True)]
     return spans, all(low < high for low, high in spans)
 
@@ -214,7 +240,9 @@ def _view(X, I, t: TensorMap, coords, spans, write: bool, lanes, e: int) -> np.n
     try:
         interval = X.wave.memory.check(first, last - first, write=write)
     except EmulationError as error:
-        fail(X, I, type(error), lanes, e, f"the tensor of this tensor map does not lie inside one mapped tensor: {error}")
+        fail(
+            X, I, type(error), lanes, e, f"the tensor of this tensor map does not lie inside one mapped tensor: {error}"
+        )
         raise
     shape = (*reversed(counts[1:]), counts[0] * es)
     steps = (*reversed(strides[1:]), 1)
@@ -245,9 +273,23 @@ def _check_map(X, I, lanes, e, t: TensorMap, coords) -> None:
     if len(coords) != t.rank:
         fail(X, I, EmulationError, lanes, e, f"{len(coords)} coordinates for a tensor map of rank {t.rank}")
     if t.swizzle and t.box[0] * t.element_bytes > t.swizzle:
-        fail(X, I, EmulationError, lanes, e, f"a box of {t.box[0] * t.element_bytes} inner bytes with a {t.swizzle} B swizzle")
+        fail(
+            X,
+            I,
+            EmulationError,
+            lanes,
+            e,
+            f"a box of {t.box[0] * t.element_bytes} inner bytes with a {t.swizzle} B swizzle",
+        )
     if t.box[0] * t.element_bytes % 16:
-        fail(X, I, EmulationError, lanes, e, f"a box of {t.box[0] * t.element_bytes} inner bytes, which is no multiple of 16")
+        fail(
+            X,
+            I,
+            EmulationError,
+            lanes,
+            e,
+            f"a box of {t.box[0] * t.element_bytes} inner bytes, which is no multiple of 16",
+        )
 
 
 # -- loads -----------------------------------------------------------------------------------------------------
@@ -263,9 +305,22 @@ def tma_load(X, I, mask, dst, tmap, coords, bar, mcast):
         at = _coords(flat[3 : 3 + n], e)
         _check_map(X, I, lanes, e, t, at)
         align = 128 if not t.swizzle else max(128, t.swizzle)
-        ctas = _destinations(X, I, lanes, e, c, int(flat[0][e]), int(flat[2][e]), None if mcast is None else int(flat[-1][e]), align, t.box_bytes)
+        ctas = _destinations(
+            X,
+            I,
+            lanes,
+            e,
+            c,
+            int(flat[0][e]),
+            int(flat[2][e]),
+            None if mcast is None else int(flat[-1][e]),
+            align,
+            t.box_bytes,
+        )
+
         def fetch(t=t, at=at, e=e):
             return read_box(X, I, t, at, lanes, e)
+
         actions.append(_land(X, I, lanes, e, c, w, ctas, t.box_bytes, t.swizzle, fetch))
     _issue(X, actions)
 
@@ -279,7 +334,9 @@ def bulk_load(X, I, mask, dst, src, size, bar, mcast):
         c, w = _who(X, lanes, e)
         source, nbytes = int(flat[1][e]), int(flat[2][e])
         _check_bulk(X, I, lanes, e, source, nbytes)
-        ctas = _destinations(X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None if mcast is None else int(flat[-1][e]), 16, nbytes)
+        ctas = _destinations(
+            X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None if mcast is None else int(flat[-1][e]), 16, nbytes
+        )
         fetch = functools.partial(_global_bytes, X, I, lanes, e, source, nbytes)
         actions.append(_land(X, I, lanes, e, c, w, ctas, nbytes, 0, fetch))
     _issue(X, actions)
@@ -297,7 +354,14 @@ def _global_bytes(X, I, lanes, e, source: int, nbytes: int) -> np.ndarray:
 
 def _check_bulk(X, I, lanes, e, address: int, nbytes: int) -> None:
     if address % 16 or nbytes % 16 or nbytes == 0:
-        fail(X, I, MisalignedAccess, lanes, e, f"a bulk copy of {nbytes} bytes at {address:#x}: address and size must be multiples of 16")
+        fail(
+            X,
+            I,
+            MisalignedAccess,
+            lanes,
+            e,
+            f"a bulk copy of {nbytes} bytes at {address:#x}: address and size must be multiples of 16",
+        )
 
 
 @runtime
@@ -316,11 +380,26 @@ def bulk_remote(X, I, mask, dst, src, size, bar):
             g = np.arange(source // hb.g, (source + nbytes) // hb.g)
             hb.proxy_read(X, I, c, slice(w, w + 1), source_cta, g, "warp")
         base = source_cta * wave.smem_row + source
-        actions.append(_land(X, I, lanes, e, c, w, ctas, nbytes, 0, lambda base=base, nbytes=nbytes: wave.smem[1][base : base + nbytes].copy()))
+        actions.append(
+            _land(
+                X,
+                I,
+                lanes,
+                e,
+                c,
+                w,
+                ctas,
+                nbytes,
+                0,
+                lambda base=base, nbytes=nbytes: wave.smem[1][base : base + nbytes].copy(),
+            )
+        )
     _issue(X, actions)
 
 
-def _destinations(X, I, lanes, e, c: int, dst: int, bar: int, mcast, align: int, nbytes: int) -> list[tuple[int, int, int]]:
+def _destinations(
+    X, I, lanes, e, c: int, dst: int, bar: int, mcast, align: int, nbytes: int
+) -> list[tuple[int, int, int]]:
     """(CTA position, byte offset, mbarrier slot) of every destination."""
     wave = X.wave
     m = wave.env.mbarriers
@@ -337,9 +416,24 @@ def _destinations(X, I, lanes, e, c: int, dst: int, bar: int, mcast, align: int,
     out = []
     for to, barrier_cta in pairs:
         if slot < 0 or not m.valid[barrier_cta, slot]:
-            fail(X, I, MbarrierMisuse, lanes, e, f"a bulk copy on an mbarrier at {bar:#x} that is not initialized in CTA {wave.env.cta_name(wave, barrier_cta)}")
+            fail(
+                X,
+                I,
+                MbarrierMisuse,
+                lanes,
+                e,
+                f"a bulk copy on an mbarrier at {bar:#x} that is not "
+                f"initialized in CTA {wave.env.cta_name(wave, barrier_cta)}",
+            )
         if to != barrier_cta:
-            fail(X, I, MbarrierMisuse, lanes, e, "the mbarrier of a bulk copy must lie in the shared memory of the copy's destination")
+            fail(
+                X,
+                I,
+                MbarrierMisuse,
+                lanes,
+                e,
+                "the mbarrier of a bulk copy must lie in the shared memory of the copy's destination",
+            )
         out.append((to, offset, slot))
     return out
 
@@ -368,7 +462,9 @@ def _land(X, I, lanes, e, c, w, ctas, nbytes, swizzle, fetch) -> Callable[[], No
                 agent = wave.rank[cta] * hb.A + hb.offset["mbarrier"] + slot
                 m.know[cta, slot, agent] = max(m.know[cta, slot, agent], started)
             who = lambda _, message: fail(X, I, MbarrierMisuse, lanes, e, message)  # noqa: E731
-            m.apply(np.array([cta]), np.array([slot]), np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([nbytes]), who)
+            m.apply(
+                np.array([cta]), np.array([slot]), np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([nbytes]), who
+            )
 
     return complete
 
@@ -409,7 +505,9 @@ def _store(X, I, lanes, e: int, c: int, w: int, cta: int, table: np.ndarray, nby
 
 
 def _distinct(X, lanes, flat, reduction):
-    """The elements to carry out: lanes of a warp that make the very same store make it once (the result is the same)."""
+    """The elements to carry out: lanes of a warp that make the very same store make it once (the result is the
+    same).
+    """
     n = len(flat[0])
     if n < 2 or reduction is not None:
         return range(n)
@@ -428,7 +526,18 @@ def tma_store(X, I, mask, tmap, coords, src, reduction):
         _check_map(X, I, lanes, e, t, at)
         cta, offset = _target(X, I, lanes, e, int(flat[0][e]), c, 128, t.box_bytes)
         table = chunk_table(offset, t.box_bytes, t.swizzle)
-        _store(X, I, lanes, e, c, w, cta, table, t.box_bytes, functools.partial(_write_box, X, I, t, at, reduction, lanes, e))
+        _store(
+            X,
+            I,
+            lanes,
+            e,
+            c,
+            w,
+            cta,
+            table,
+            t.box_bytes,
+            functools.partial(_write_box, X, I, t, at, reduction, lanes, e),
+        )
 
 
 def _write_box(X, I, t: TensorMap, coords, reduction, lanes, e: int, data: np.ndarray) -> None:
@@ -447,8 +556,16 @@ def _write_box(X, I, t: TensorMap, coords, reduction, lanes, e: int, data: np.nd
 
 
 def _reduced(old: np.ndarray, new: np.ndarray, op: str, t: str) -> np.ndarray:
-    dtype = {"f16": np.uint16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "s32": np.int32, "s64": np.int64,
-             "u64": np.uint64, "b64": np.uint64}.get(t, np.uint32)  # fmt: skip
+    dtype = {
+        "f16": np.uint16,
+        "bf16": np.uint16,
+        "f32": np.float32,
+        "f64": np.float64,
+        "s32": np.int32,
+        "s64": np.int64,
+        "u64": np.uint64,
+        "b64": np.uint64,
+    }.get(t, np.uint32)
     a, b = old.view(dtype), new.view(dtype)
     out = half_op(op, t, (), a, b) if t in ("f16", "bf16") else step(op, t, a, b, None)
     return np.ascontiguousarray(out).view(np.uint8).reshape(old.shape)

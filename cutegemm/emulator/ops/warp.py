@@ -156,5 +156,3 @@ def reduce_warp(X, a, members, op, mask):
     }[op]  # fmt: skip
     filled = np.where(on, a, a.dtype.type(neutral))
     return np.broadcast_to(ufunc.reduce(filled, -1, dtype=a.dtype, keepdims=True), X.shape)
-
-

@@ -1,10 +1,11 @@
 """wgmma: fence, mma_async, commit_group, wait_group.
 
-A wgmma in flight reads its shared-memory operands and writes its accumulators when its group is waited for (with a seed), or at
-issue (without). Consecutive multiplications into the same accumulators are done as one matrix product over their joint
-K, in fp32 by the host's matrix multiply: products of 16-bit, tf32 and fp8 operands are exact, sums are fp32 in an order of
-the host's choice, and the accumulator is added last. Hardware truncates some low bits of each product's sum instead; both
-stay within K * 2**-23 of the sum of magnitudes (for fp8 operands hardware keeps about 14 bits: documented, not modelled).
+A wgmma in flight reads its shared-memory operands and writes its accumulators when its group is waited for
+(with a seed), or at issue (without). Consecutive multiplications into the same accumulators are done as one matrix
+product over their joint K, in fp32 by the host's matrix multiply: products of 16-bit, tf32 and fp8 operands are exact,
+sums are fp32 in an order of the host's choice, and the accumulator is added last. Hardware truncates some low bits
+of each sum instead; both stay within K * 2**-23 of the sum of magnitudes (for fp8 operands hardware keeps about 14
+bits, which is not modelled).
 
 Accumulators stay in matrix form between multiplications; they move to registers when an ordinary instruction touches
 one. Translation inserts that check, which also finds accumulators used before their wait.
@@ -24,7 +25,6 @@ from cutegemm.emulator.ops.mma import PER_WORD, fragment_a, unpack
 from cutegemm.emulator.ops.tma import RING
 from cutegemm.emulator.ptx import Addr, Instr, Kernel, Pair, Reg, Vec
 from cutegemm.emulator.translate import Gen, emits, runtime
-
 
 #: n * k up to which consecutive multiplications are joined
 JOINT_KN = 16384
@@ -164,10 +164,10 @@ class Warpgroups:
     def multiply(self, ops: list[Operation]) -> None:
         """Operations on the same accumulators of the same warps, as one product over their joint K."""
         first = ops[0]
-        n, _, at, bt, _, _, neg_a, neg_b = first.spec
+        n, neg_a, neg_b = first.spec[0], first.spec[6], first.spec[7]
         a = [load_a(self.wave, op) for op in ops]
         b = [load_b(self.wave, op) for op in ops]  # [groups, k, n] with the group of each warp
-        left = np.concatenate([x for x in a], -1) if len(a) > 1 else a[0]
+        left = np.concatenate(a, -1) if len(a) > 1 else a[0]
         right = np.concatenate([x for x, _ in b], -2) if len(b) > 1 else b[0][0]
         which = b[0][1]
         product = _product(left, right, which)
@@ -207,7 +207,9 @@ class Warpgroups:
 
 
 def _subset(op: Operation, rows: np.ndarray) -> Operation:
-    return Operation(op.acc, op.spec, op.c[rows], op.w[rows], op.group[rows], op.a[rows], op.b[rows], op.keep[rows], op.instr, op.box)
+    return Operation(
+        op.acc, op.spec, op.c[rows], op.w[rows], op.group[rows], op.a[rows], op.b[rows], op.keep[rows], op.instr, op.box
+    )
 
 
 def _joins(one: Operation, two: Operation) -> bool:
@@ -293,7 +295,8 @@ def touch_accumulators(X, I, acc, reading, mask):
                 f"{env.thread_name(X.wave, c + X.c0, w + X.w0, None)}\n  {I.where()}", line=I.line)  # fmt: skip
     fresh = g.fresh.get(acc.index)
     if fresh is not None:
-        # results are being used: the next wgmma needs a fence. Writes alone do not count: the compiler's own code sets accumulators
+        # results are being used: the next wgmma needs a fence. Writes alone do not count: the compiler's own code
+        # sets accumulators
         # to zero between its fence and the wgmma.
         if reading:
             g.needs_fence[X.at] |= fresh[X.at] if on is None else fresh[X.at] & on
@@ -337,7 +340,9 @@ def mma_async(g: Gen, i: Instr) -> None:
     values = [o.value for o in imm]
     scale_a, scale_b = values[:2] if len(values) >= 2 else (1, 1)
     majors = values[2:]
-    trans_a, trans_b = (0, majors[0]) if from_regs and majors else (majors[0], majors[1]) if len(majors) == 2 else (0, 0)
+    trans_a, trans_b = (
+        (0, majors[0]) if from_regs and majors else (majors[0], majors[1]) if len(majors) == 2 else (0, 0)
+    )
     if {scale_a, scale_b} - {1, -1}:
         raise g.unsupported("operand scales are 1 or -1")
     if (trans_a or trans_b) and at not in ("f16", "bf16"):
@@ -357,7 +362,10 @@ def mma_async(g: Gen, i: Instr) -> None:
         first = f"({', '.join(g.src(o, 'u4') for o in a.items)},)"
     else:
         a_acc, first = "None", g.src(a, "u8")
-    g.line(f"wgmma_issue(X, {g.me}, {g.mask}, {g.keep(acc)}, {spec!r}, {first}, {a_acc}, {g.src(b, 'u8')}, {g.src(scale_d, 'p')})")
+    g.line(
+        f"wgmma_issue(X, {g.me}, {g.mask}, {g.keep(acc)}, {spec!r}, "
+        f"{first}, {a_acc}, {g.src(b, 'u8')}, {g.src(scale_d, 'p')})"
+    )
 
 
 def _granule(g: Gen, i: Instr) -> None:
@@ -385,8 +393,12 @@ def wgmma_issue(X, I, mask, acc, spec, a, a_acc, b, scale_d):
         bad = g.needs_fence[X.at] & on
         if bad.any():
             cc, ww = (int(v[0]) for v in np.nonzero(bad))
-            raise AccumulatorInFlight(f"wgmma.mma_async without wgmma.fence after its registers were last used\n  "
-                                      f"{env.thread_name(wave, cc + X.c0, ww + X.w0, None)}\n  {I.where()}", line=I.line)  # fmt: skip
+            raise AccumulatorInFlight(
+                f"wgmma.mma_async without wgmma.fence after its registers were last used\n  "
+                f"{env.thread_name(wave, cc + X.c0, ww + X.w0, None)}\n "
+                f" {I.where()}",
+                line=I.line,
+            )
     if a_acc is None:
         left = np.broadcast_to(a, X.shape)[c, w, 0]
     else:
@@ -494,8 +506,13 @@ def _chunk_rows(op: Operation, wave: Any, values: np.ndarray, rows: int, mn: boo
         except ValueError as error:
             raise EmulationError(f"a wgmma descriptor: {error}\n  {op.instr.where()}", line=op.instr.line) from error
         if int(table.min()) < 0 or (int(table.max()) + 1) * 16 > (wave.smem_bytes + 15) // 16 * 16:
-            raise OutOfBounds(f"a wgmma operand of {rows} rows at shared address {descriptor(int(value))[0]:#x} leaves the CTA's shared memory\n  "
-                              f"{wave.env.thread_name(wave, int(op.c[0]), int(op.w[0]), None)}\n  {op.instr.where()}", line=op.instr.line)  # fmt: skip
+            raise OutOfBounds(
+                f"a wgmma operand of {rows} rows at shared address "
+                f"{descriptor(int(value))[0]:#x} leaves the CTA's shared memory\n  "
+                f"{wave.env.thread_name(wave, int(op.c[0]), int(op.w[0]), None)}\n "
+                f" {op.instr.where()}",
+                line=op.instr.line,
+            )
         at = np.flatnonzero(values == value)
         yield at, table
 

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,24 @@ def test_an_unknown_question_is_named(library):
 def test_the_newest_ptx_that_the_architecture_can_run(image):
     assert ".target sm_90" in embedded_ptx(image)
     assert ".target sm_80" in embedded_ptx(image, arch.get("A6000"))
+
+
+def test_captures_of_threads_do_not_mix(library):
+    wrong = []
+
+    def work(n):
+        for _ in range(50):
+            (_, _, c, partial), status, (clear, main, reduction) = run(library, n, n, n)
+            seen = (status, clear.address, main.grid, struct.unpack_from("<QQ", reduction.params))
+            if seen != (0, partial.data_ptr(), (1, n, 1), (partial.data_ptr(), c.data_ptr())):
+                wrong.append(seen)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_a_missing_function_is_named(image):

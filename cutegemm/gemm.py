@@ -68,14 +68,7 @@ def gemm(
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
     try:
-        key = (
-            a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15,
-            b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15,
-            None if c is None else (c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, beta == 0),
-            None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15),
-            activation, out_dtype, precision, backend, config,
-        )  # fmt: skip
+        key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
         runner = _memo.get(key)
         if runner is not None and torch.is_grad_enabled() and _wants_grad(a, b, c, bias, out):
             runner = None
@@ -92,6 +85,18 @@ def gemm(
     return runner(a, b, c, alpha, beta, bias, out)
 
 
+def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):  # type: ignore[no-untyped-def]
+    """All that a plan depends on; an unhashable or strange argument raises something."""
+    return (
+        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15,
+        b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15,
+        None if c is None else (c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, beta == 0),
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15),
+        activation, out_dtype, precision, backend, config,
+    )  # fmt: skip
+
+
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
@@ -101,8 +106,9 @@ def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
 
     Arguments and errors are those of `gemm`. Call it before capturing a CUDA graph.
     """
-    call = _Call.of(a, b, c, options)
-    call.runner(call.plan())
+    _Call.of(a, b, c, options)
+    known = {**_DEFAULTS, **options}
+    _slow(_key(a, b, c, **{name: value for name, value in known.items() if name != "alpha"}), a, b, c, known)
 
 
 def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
@@ -148,8 +154,8 @@ class _Call:
             assert arch is not None
             if not on_cpu and torch.cuda.is_current_stream_capturing():
                 raise GemmError(
-                    f"this call's kernel ({choice.config}) is not loaded yet, and loading it would break the CUDA graph "
-                    "capture under way; call cutegemm.prepare with the same arguments before capturing"
+                    f"this call's kernel ({choice.config}) is not loaded yet, and loading it would break the CUDA "
+                    "graph capture under way; call cutegemm.prepare with the same arguments before capturing"
                 )
             kernel = backends.get(choice.backend).build(asked.problem.signature, choice.config, arch)
         return Plan(asked.problem, choice, arch, kernel, asked.swapped, asked.copies, on_cpu and kernel is not None)

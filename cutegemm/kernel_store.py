@@ -29,10 +29,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored kernel: its folder and its metadata."""
+    """One stored kernel: its folder and its metadata. `keep_alive` holds a temporary folder that it may lie in."""
 
     path: Path
     meta: Mapping[str, Any]
+    keep_alive: Any = None
 
     def file(self, name: str) -> Path:
         return self.path / name
@@ -77,13 +78,13 @@ class KernelStore:
         path = self._path(key)
         try:
             meta = _verified(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as why:
             _warn(f"kernel store: {path} is set aside and built again: {why}")
             self._set_aside(path)
             return None
-        return Entry(path, meta)
+        return Entry(path, meta, self._fallback)
 
     def get_or_build(self, key: Mapping[str, Any], build: Callable[[], Artefacts]) -> Entry:
         """The entry of this key; `build` makes it when it is not there. Processes that race build once."""
@@ -128,7 +129,7 @@ class KernelStore:
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
-        return Entry(path, _verified(path))
+        return Entry(path, _verified(path), self._fallback)
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps({"format": FORMAT, **key}, sort_keys=True)

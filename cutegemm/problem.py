@@ -152,10 +152,10 @@ class Problem:
             raise ValueError(f"precision: got {precision!r}, accepted are {', '.join(PRECISIONS)}")
         out = out_dtype or dtype
         epi = epilogue or Epilogue()
-        a = _compact(m, k, majors[0] == "t", ITEMSIZE[dtype])
-        b = _compact(k, n, majors[1] != "n", ITEMSIZE[dtype])
-        c = _compact(m, n, True, ITEMSIZE[epi.c_dtype]) if epi.c_dtype else None
-        return cls(m, n, k, batch, dtype, out, precision, a, b, c, _compact(m, n, True, ITEMSIZE[out]), epi)
+        a = _compact(m, k, batch, majors[0] == "t", ITEMSIZE[dtype])
+        b = _compact(k, n, batch, majors[1] == "t", ITEMSIZE[dtype])
+        c = _compact(m, n, batch, True, ITEMSIZE[epi.c_dtype]) if epi.c_dtype else None
+        return cls(m, n, k, batch, dtype, out, precision, a, b, c, _compact(m, n, batch, True, ITEMSIZE[out]), epi)
 
     @property
     def signature(self) -> Signature:
@@ -215,9 +215,8 @@ def alignment(base: int, itemsize: int, *counts: int) -> int:
     return bits & -bits
 
 
-def _compact(rows: int, cols: int, row_major: bool, itemsize: int) -> Matrix:
+def _compact(rows: int, cols: int, batch: int, row_major: bool, itemsize: int) -> Matrix:
     """A contiguous matrix on a 16-byte aligned address."""
     inner = cols if row_major else rows
-    align = alignment(0, itemsize, inner, rows * cols)
     strides = (max(cols, 1), 1) if row_major else (1, max(rows, 1))
-    return Matrix(rows, cols, *strides, rows * cols, align)
+    return Matrix(rows, cols, *strides, rows * cols if batch > 1 else 0, alignment(0, itemsize, inner))

@@ -89,12 +89,12 @@ def describe(
         matrix_c = _matrix(c.expand(shape), m, n)
     into_temporary = False
     if out is None:
-        matrix_d = _contiguous(m, n, ITEMSIZE[out_name])
+        matrix_d = _contiguous(m, n, batch, ITEMSIZE[out_name])
     else:
         matrix_d = _matrix(out, m, n)
         if not _has_unit_stride(matrix_d, m, n):
             into_temporary = True
-            matrix_d = _contiguous(m, n, ITEMSIZE[out_name])
+            matrix_d = _contiguous(m, n, batch, ITEMSIZE[out_name])
     epilogue = Epilogue(c_dtype, bias_dtype, "n", activation)
     problem = Problem(m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue)
     swapped = not matrix_d.row_major
@@ -131,7 +131,8 @@ def _check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name}: got dtype {tensor.dtype}; complex products are not supported")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: it requires grad, and gemm records no gradient; call it under torch.no_grad() or pass {name}.detach()"
+            f"{name}: it requires grad, and gemm records no gradient; "
+            f"call it under torch.no_grad() or pass {name}.detach()"
         )
 
 
@@ -202,12 +203,16 @@ def check_overlap(
     for name, tensor in (("a", a), ("b", b), ("c", c), ("bias", bias)):
         if tensor is None or tensor.numel() == 0 or out.numel() == 0:
             continue
-        if name == "c" and tensor.data_ptr() == start and tensor.shape == out.shape and tensor.stride() == out.stride():
-            if tensor.dtype == out.dtype:
-                continue
+        if name == "c" and _same_view(tensor, out):
+            continue
         first, last = _span(tensor)
         if first < end and start < last:
             raise ValueError(f"out: it overlaps {name} in memory; pass another tensor, or a clone of {name}")
+
+
+def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
+    same_layout = x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
+    return same_layout and x.data_ptr() == y.data_ptr()
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -287,15 +292,9 @@ def _operand(
     if _has_unit_stride(matrix, rows, cols):
         return matrix
     copies.append((name, f"strides {tuple(tensor.stride())}: no kernel reads a matrix without a unit stride"))
-    compact = _contiguous(rows, cols, tensor.element_size())
-    return compact if tensor.dim() == 3 and tensor.shape[0] > 1 else _unbatched(compact)
+    return _contiguous(rows, cols, tensor.shape[0] if tensor.dim() == 3 else 1, tensor.element_size())
 
 
-def _unbatched(matrix: Matrix) -> Matrix:
-    align = alignment(0, 1, matrix.align)
-    return Matrix(matrix.rows, matrix.cols, matrix.stride_row, matrix.stride_col, 0, align)
-
-
-def _contiguous(rows: int, cols: int, itemsize: int) -> Matrix:
+def _contiguous(rows: int, cols: int, batch: int, itemsize: int) -> Matrix:
     """What torch.empty gives: row-major on an address that 16 bytes divide."""
-    return Matrix(rows, cols, cols, 1, rows * cols, alignment(0, itemsize, cols))
+    return Matrix(rows, cols, cols, 1, rows * cols if batch > 1 else 0, alignment(0, itemsize, cols))

@@ -75,8 +75,10 @@ class Case:
         """Computes into a poisoned result and checks it; raises AssertionError with the worst element."""
         known = {"c", "alpha", "beta", "bias", "activation", "out_dtype", "precision"}
         numeric = {key: value for key, value in self.options.items() if key in known}
-        want = reference.expected(self.a, self.b, **numeric)
         out = self.options.get("out")
+        if out is not None:
+            numeric["out_dtype"] = out.dtype
+        want = reference.expected(self.a, self.b, **numeric)
         if out is None:
             out = torch.full(want.value.shape, float("nan"), dtype=want.out_dtype, device=self.a.device)
         elif out is not self.options.get("c"):

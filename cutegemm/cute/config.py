@@ -139,15 +139,9 @@ class SimtConfig(TileConfig):
         """Outputs of one thread: (wm / 4, wn / 8)."""
         return self.wm // 4, self.wn // 8
 
-    def pad(self, major: str) -> int:
-        """Words after each k-row of a shared tile: with 4, the vectors that a warp transposes at a time fall into
-        32 different banks; an operand that needs no transposing needs no padding."""
-        return 4 if major == "k" else 0
-
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
-        rows = self.bm + self.pad(signature.a_major) + self.bn + self.pad(signature.b_major)
-        return max(self.stages * rows * self.bk * 4, self.slab_bytes())
+        return max(self.stages * (self.bm + self.bn) * self.bk * 4, self.slab_bytes())
 
     def problem(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
@@ -163,10 +157,13 @@ class SimtConfig(TileConfig):
             )
         if tm * tn > 128:
             return f"thread tile {tm}x{tn}; more than 128 accumulators spill"
-        if self.bk < 4:
-            return f"bk is {self.bk}; at least 4"
+        if self.bk < 8:
+            return f"bk is {self.bk}; at least 8 (two blocks of 4)"
         if not 2 <= self.stages <= 8:
             return f"stages is {self.stages}; accepted are 2 to 8"
+        blocks = self.bk // 4 * (self.wm // SLAB_ROWS)
+        if blocks % 2 or (self.bk // 4) % 2:
+            return f"bk is {self.bk}; an even number of blocks of 4, for the two register fragments to alternate"
         for side, extent in (("bm", self.bm), ("bn", self.bn)):
             if extent * self.bk < 4 * self.threads:
                 return f"{side} x bk is {extent * self.bk} elements for {self.threads} threads; each must load four"

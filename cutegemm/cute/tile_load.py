@@ -10,15 +10,13 @@ Edges cost nothing in the main loop. Beyond M or N a thread re-reads the last va
 outputs that are never stored). Beyond K a copy ignores its source and writes zeros.
 
 cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead.
-
-A K-major operand that must lie transposed in shared memory ([k][m], for the CUDA-core kernel) takes `TransposingLoader`.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Int64
 
 
 class TileLoader:
@@ -28,11 +26,11 @@ class TileLoader:
         dtype: element type of the operand. extent: bm or bn. bk: depth of the tile.
         k_major: whether K is the contiguous dimension.
         align: alignment class in bytes. threads: of the CTA.
-        pitch: distance in elements between rows of the shared tile when it is not swizzled.
-        swizzle: (bits, base, shift) over the byte offset within a tile, or None.
+        swizzle: (bits, base, shift): byte offset bits [base, base + bits) within a tile are XORed with the bits
+            `shift` above them; None for a plain tile.
     """
 
-    def __init__(self, dtype, extent, bk, k_major, align, threads, *, pitch=None, swizzle=None):
+    def __init__(self, dtype, extent, bk, k_major, align, threads, swizzle=None):
         self.dtype = dtype
         self.itemsize = dtype.width // 8
         self.k_major = k_major
@@ -42,7 +40,6 @@ class TileLoader:
         self.bk = bk
         self.threads = threads
         self.swizzle = swizzle
-        self.pitch = pitch
         self.vector = max(align // self.itemsize, 1)
         while self.outer * self.inner < self.vector * threads:
             self.vector //= 2
@@ -79,9 +76,6 @@ class TileLoader:
             target = stage_base + self._shared_offset(p)
             cute.arch.inline_ptx(self.ptx, read_only_args=[target, source, self._left(k_tile, p)])
 
-    def settle(self, stage_base) -> None:
-        """Finishes the copies to this stage that `copy` began; a cp.async needs nothing."""
-
     def _place(self, p):
         """(row, inner element) of pass p within the tile."""
         row = self.tid_outer + (p // self.row_parts) * self.rows_per_pass
@@ -112,47 +106,28 @@ class TileLoader:
     def row_bytes(self) -> int:
         """Distance between rows of the shared tile; a swizzled one is cut into blocks 128 bytes wide."""
         if self.swizzle is None:
-            return self.pitch * self.itemsize
+            return self.inner * self.itemsize
         return min(self.inner * self.itemsize, 128)
+
+    def ring(self, base, stages: int):
+        """The shared tensor (extent, bk, stages) at shared pointer `base`, as `copy` lays it out."""
+        width = self.row_bytes() // self.itemsize
+        inner = cute.make_layout((width, self.inner // width), stride=(1, self.outer * width))
+        outer = cute.make_layout(self.outer, stride=width)
+        depth = cute.make_layout(stages, stride=self.outer * self.inner)
+        modes = (outer, inner, depth) if self.k_major else (inner, outer, depth)
+        layout = cute.make_layout(tuple(mode.shape for mode in modes), stride=tuple(mode.stride for mode in modes))
+        swizzle = cute.make_swizzle(*self.swizzle) if self.swizzle else None
+        return cute.make_tensor(cute.recast_ptr(base, swizzle, dtype=self.dtype), layout)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.extent * self.bk * self.itemsize
 
     def _left(self, k_tile, p):
         """How many elements (K-major) or rows lie between pass p's vector and the end of K; <= 0: none."""
         row, inner = self._place(p)
         return self.k - k_tile * self.bk - (inner if self.k_major else row)
-
-
-class TransposingLoader(TileLoader):
-    """Brings K-major fp32 tiles into shared memory as [k][m], through registers.
-
-    A 4-byte cp.async could store any element anywhere, but each global row that a warp touches costs it a pass through
-    shared memory (8.8 passes a copy, measured). Here a thread reads a vector along K at the start of a k tile (`copy`), and
-    late in the same k tile stores its elements to as many k-rows (`settle`): the loads have a k tile's time to arrive,
-    and the lanes of a store are neighbours along m. `pitch` words between k-rows put the two to four lanes that share a row
-    of the operand 16 or 8 banks apart.
-    """
-
-    def copy(self, k_tile, stage_base, part: int = 0, parts: int = 1) -> None:
-        if part:
-            return
-        self.held = []
-        tile = self.base + Int64(k_tile) * Int64(self.bk)
-        for p in range(self.passes):
-            source = (tile + self._source_offset(p)).toint()
-            loaded = cute.arch.inline_ptx(
-                _load_instruction(self.vector),
-                write_only_types=[Float32] * self.vector,
-                read_only_args=[source, self._left(k_tile, p)],
-            )
-            self.held.append((p, loaded if self.vector > 1 else (loaded,)))
-
-    def settle(self, stage_base) -> None:
-        """Stores what `copy` loaded into the stage at shared address `stage_base`."""
-        for p, values in self.held:
-            row, inner = self._place(p)
-            target = stage_base + (inner * self.pitch + row) * self.itemsize
-            for i, value in enumerate(values):
-                place = target + i * self.pitch * self.itemsize
-                cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[place, value])
 
 
 def _copy_instruction(bytes_per_copy: int) -> str:
@@ -173,10 +148,3 @@ def _copy_instruction(bytes_per_copy: int) -> str:
         f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {bytes_per_copy}, beyond; }}"
     )
 
-
-def _load_instruction(vector: int) -> str:
-    """PTX that loads `vector` fp32 values, or zeros when nothing is left of K. Operands: address, elements left."""
-    outputs = [f"{{$w{i}}}" for i in range(vector)]
-    zeros = " ".join(f"mov.f32 {output}, 0f00000000;" for output in outputs)
-    kind = f"v{vector}.f32 {{{', '.join(outputs)}}}" if vector > 1 else f"f32 {outputs[0]}"
-    return f"{{ .reg .pred valid; setp.gt.s32 valid, {{$r1}}, 0; {zeros} @valid ld.global.L1::no_allocate.L2::128B.{kind}, [{{$r0}}]; }}"

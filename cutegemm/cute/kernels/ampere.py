@@ -65,18 +65,6 @@ class AmpereGemm(Gemm):
         swizzle = swizzle_of(self.ab_type.width, bk if k_major else extent, k_major or not self.tf32)
         return TileLoader(self.ab_type, extent, bk, k_major, align, self.config.threads, swizzle=swizzle)
 
-    def _ring(self, loader: TileLoader, base):
-        """The shared tensor (extent, bk, stages) of one operand, as its loader lays it out."""
-        width = loader.row_bytes() // loader.itemsize
-        blocks = loader.inner // width
-        inner = cute.make_layout((width, blocks), stride=(1, loader.outer * width))
-        outer = cute.make_layout(loader.outer, stride=width)
-        stages = cute.make_layout(self.config.stages, stride=loader.outer * loader.inner)
-        modes = (outer, inner, stages) if loader.k_major else (inner, outer, stages)
-        layout = cute.make_layout(tuple(mode.shape for mode in modes), stride=tuple(mode.stride for mode in modes))
-        swizzle = cute.make_swizzle(*loader.swizzle)
-        return cute.make_tensor(cute.recast_ptr(base, swizzle, dtype=self.ab_type), layout)
-
     def _shared_to_registers(self, loader: TileLoader):
         """The copy atom of one operand: ldmatrix, transposing unless K-major; 32-bit loads where it cannot."""
         if self.tf32 and not loader.k_major:
@@ -92,25 +80,21 @@ class AmpereGemm(Gemm):
         warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
-        stage_bytes_a = config.bm * config.bk * self.ab_type.width // 8
-        stage_bytes_b = config.bn * config.bk * self.ab_type.width // 8
-        base_a = memory.toint()
-        base_b = base_a + config.stages * stage_bytes_a
+        memory_b = memory + config.stages * self.a.stage_bytes
+        base_a, base_b = memory.toint(), memory_b.toint()
         self.a.start(a, lda, row, m, k, tid)
         self.b.start(b, ldb, column, n, k, tid)
         k_tiles = cute.ceil_div(k, config.bk)
 
         # Fill all stages but one. Copies past the last k tile write zeros and read nothing.
         for stage in cutlass.range_constexpr(config.stages - 1):
-            self.a.copy(Int32(stage), base_a + stage * stage_bytes_a)
-            self.b.copy(Int32(stage), base_b + stage * stage_bytes_b)
+            self.a.copy(Int32(stage), base_a + stage * self.a.stage_bytes)
+            self.b.copy(Int32(stage), base_b + stage * self.b.stage_bytes)
             cute.arch.cp_async_commit_group()
 
         # This warp's part of the ring, and its fragments.
-        ring_a = cute.local_tile(self._ring(self.a, memory), (config.wm, config.bk), (warp_m, 0, None))
-        ring_b = cute.local_tile(
-            self._ring(self.b, memory + config.stages * stage_bytes_a), (config.wn, config.bk), (warp_n, 0, None)
-        )
+        ring_a = cute.local_tile(self.a.ring(memory, config.stages), (config.wm, config.bk), (warp_m, 0, None))
+        ring_b = cute.local_tile(self.b.ring(memory_b, config.stages), (config.wn, config.bk), (warp_n, 0, None))
         mma = cute.make_tiled_mma(self.mma_op, permutation_mnk=(16, 16, self.k_step))
         thread_mma = mma.get_slice(lane)
         fragment_a = mma.make_fragment_A(thread_mma.partition_A(ring_a[None, None, 0]))
@@ -146,8 +130,8 @@ class AmpereGemm(Gemm):
                 cute.copy(load_b, source_b[None, None, following, read], target_b[None, None, following])
                 if cutlass.const_expr(step < copy_steps):
                     ahead = k_tile + config.stages - 1
-                    self.a.copy(ahead, base_a + write * stage_bytes_a, step, copy_steps)
-                    self.b.copy(ahead, base_b + write * stage_bytes_b, step, copy_steps)
+                    self.a.copy(ahead, base_a + write * self.a.stage_bytes, step, copy_steps)
+                    self.b.copy(ahead, base_b + write * self.b.stage_bytes, step, copy_steps)
                 if cutlass.const_expr(step == copy_steps - 1):
                     cute.arch.cp_async_commit_group()
                     write = write + 1

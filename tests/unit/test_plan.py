@@ -1,0 +1,149 @@
+"""Choosing a backend and configuration, configurations' text and validity, explain, the memo, importing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cutegemm
+from cutegemm import arch, backend, plan
+from cutegemm.cute.config import AmpereConfig, SimtConfig
+from cutegemm.errors import UnsupportedError
+from cutegemm.problem import Problem
+
+H200 = arch.get("H200")
+CUTE = backend.get("cute")
+POWERS = st.sampled_from([4, 8, 16, 32, 64, 128, 256])
+
+
+@given(POWERS, POWERS, POWERS, POWERS, POWERS, st.integers(1, 9), st.integers(1, 64))
+def test_text_round_trip(bm, bn, bk, wm, wn, stages, group):
+    for kind in (AmpereConfig, SimtConfig):
+        config = kind(bm, bn, bk, wm, wn, stages, group)
+        assert CUTE.parse(str(config)) == config
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (64, 64, 64), (8192, 8192, 8192), (16, 28672, 4096), (100000, 3, 7)])
+@pytest.mark.parametrize("name", ["A100", "RTX 4090", "H200"])
+def test_defaults_are_valid(dtype, shape, name):
+    for precision in ("ieee", "tf32") if dtype == "fp32" else ("ieee",):
+        for majors in ("tn", "nt"):
+            problem = Problem.of(*shape, dtype, majors=majors, precision=precision)
+            config = CUTE.default(problem, arch.get(name))
+            assert CUTE.check(config, problem, arch.get(name)) is None
+
+
+def test_large_problems_get_large_tiles_and_small_ones_fill_the_chip():
+    large = CUTE.default(Problem.of(8192, 8192, 8192, "fp16"), H200)
+    small = CUTE.default(Problem.of(512, 512, 512, "fp16"), H200)
+    assert large.bm * large.bn > small.bm * small.bn
+
+
+def test_the_space_is_valid_and_not_small():
+    for dtype in ("fp16", "fp32"):
+        configs = list(CUTE.configs(Problem.of(4096, 4096, 4096, dtype), H200))
+        assert len(configs) > 100
+        assert len({str(c) for c in configs}) == len(configs)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("sm80/96x128x32/w32x64/s3/g8", "power of two"),
+        ("sm80/128x128x32/w256x64/s3/g8", "does not divide"),
+        ("sm80/128x128x16/w64x64/s3/g8", "two k-steps"),
+        ("sm80/32x128x32/w8x64/s3/g8", "at least 16"),
+        ("sm80/256x128x32/w128x64/s3/g8", "spill"),
+        ("sm80/128x128x32/w64x64/s1/g8", "stages"),
+        ("sm80/256x256x64/w64x64/s8/g8", "shared memory"),
+        ("sm80/256x256x32/w32x32/s3/g8", "threads"),
+        ("sm80/128x128x32/w64x64/s3/g65", "group"),
+        ("sm80/32x128x32/w16x16/s3/g8", "each must load one"),
+    ],
+)
+def test_invalid_configurations_say_why(text, reason):
+    problem = Problem.of(4096, 4096, 4096, "fp16")
+    found = CUTE.check(CUTE.parse(text), problem, H200)
+    assert found is not None
+    assert reason in found
+    with pytest.raises(UnsupportedError, match=reason):
+        plan.choose(problem, H200, "cute", text)
+
+
+def test_choose():
+    problem = Problem.of(256, 256, 256, "fp16")
+    assert plan.choose(problem, H200).backend == "cute"
+    assert plan.choose(problem, H200).why == "heuristic"
+    assert plan.choose(problem, H200, config="sm80/128x128x32/w64x64/s4/g8").why == "asked for"
+    assert plan.choose(problem, None).backend == "torch"
+    assert plan.choose(problem, H200, "torch").config is None
+    with pytest.raises(UnsupportedError, match="needs a GPU"):
+        plan.choose(problem, None, "cute")
+
+
+def test_too_many_tiles_for_a_grid():
+    problem = Problem.of(2**31 - 1, 2**20, 8, "fp16")
+    config = CUTE.parse("sm80/32x32x32/w16x16/s3/g8")
+    assert "a grid has at most" in CUTE.check(config, problem, H200)
+
+
+def test_prediction():
+    found = plan.predict(Problem.of(8192, 8192, 8192, "bf16"), AmpereConfig(128, 256, 64, 64, 64, 3), H200)
+    assert found.tiles == 64 * 32
+    assert found.waves == pytest.approx(2048 / 132)
+    assert found.quantization == 1.0
+    assert found.flop_us == pytest.approx(2 * 8192**3 / 989.4e6, rel=1e-3)
+    assert found.bound_us == found.flop_us
+    ragged = plan.predict(Problem.of(129, 257, 64, "bf16"), AmpereConfig(128, 256, 64, 64, 64, 3), H200)
+    assert ragged.quantization == pytest.approx(129 * 257 / (256 * 512))
+    assert ragged.bound_us == ragged.byte_us
+
+
+def test_explain_says_what_and_why(capsys):
+    a, b = torch.randn(40, 24), torch.randn(48, 24).t()
+    cutegemm.explain(a[:, ::2], b[::2], bias=torch.randn(48), activation="silu")
+    text = capsys.readouterr().out
+    assert "M=40 N=48 K=12" in text
+    assert "torch (the tensors are on the CPU" in text
+    assert "copied first: a" in text
+    assert "silu(alpha*acc+bias_n[fp32])" in text
+
+
+def test_memo_is_bounded():
+    memo = plan.PlanMemo(limit=10)
+    for i in range(100):
+        memo.put(i, -i)
+    assert memo.get(99) == -99
+    assert sum(memo.get(i) is not None for i in range(100)) <= 10
+
+
+def test_cpu_results_by_torch_are_right(seed):
+    from tests.problems import Case
+
+    for dtype in ("fp16", "bf16", "fp32"):
+        Case.random(33, 29, 41, dtype, seed=seed, c=True, beta=0.5, bias=True, activation="gelu").run()
+        Case.random(33, 29, 41, dtype, seed=seed, batch=3, majors="nt").run()
+        Case.random(33, 29, 41, dtype, seed=seed, out=torch.empty(29, 33, dtype=torch.float32).t()).run()
+
+
+def test_importing_starts_nothing_heavy():
+    code = (
+        "import sys, time, threading, torch; before = set(sys.modules); start = time.perf_counter(); import cutegemm; "
+        "took = time.perf_counter() - start; new = set(sys.modules) - before; "
+        "heavy = [m for m in ('cutlass', 'tvm_ffi', 'llvmlite', 'cuda', 'numba') if m in new]; "
+        "assert not heavy, heavy; assert threading.active_count() == 1; "
+        "assert not torch.cuda.is_initialized(); assert took < 0.1, took"
+    )
+    best = None
+    for _ in range(3):
+        best = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        if best.returncode == 0:
+            break
+    assert best is not None
+    assert best.returncode == 0, best.stderr

@@ -1,0 +1,108 @@
+"""The error bound: it holds for honest fp32 arithmetic, and it fails for every kind of wrong result."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cutegemm import reference
+
+ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fp32_arithmetic_is_within_the_bound(dtype, activation, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(37, 301, generator=generator).to(dtype)
+    b = torch.randn(301, 29, generator=generator).to(dtype)
+    c, bias = torch.randn(37, 29, generator=generator), torch.randn(29, generator=generator)
+    numeric = {"alpha": 0.7, "beta": -1.3, "activation": activation}
+    want = reference.expected(a, b, c, bias=bias, **numeric)
+    got = reference.activate(0.7 * (a.float() @ b.float()) - 1.3 * c + bias, activation).to(dtype)
+    verdict = reference.check(got, want)
+    assert verdict.ok, verdict.message
+
+
+def test_tf32_operands_are_within_their_bound_and_outside_the_ieee_one(seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(40, 200, generator=generator), torch.randn(200, 40, generator=generator)
+
+    def to_tf32(x):
+        return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    got = (to_tf32(a).double() @ to_tf32(b).double()).float()
+    assert reference.check(got, reference.expected(a, b, precision="tf32")).ok
+    assert not reference.check(got, reference.expected(a, b)).ok
+
+
+def _want():
+    a, b = torch.randn(16, 24), torch.randn(24, 8)
+    return reference.expected(a, b)
+
+
+@pytest.mark.parametrize("wrong", ["one element", "nan", "inf", "a missing product", "transposed", "dtype", "zero"])
+def test_wrong_results_are_found(wrong):
+    want = _want()
+    good = want.value.float()
+    bad = good.clone()
+    if wrong == "one element":
+        bad[3, 4] *= 1.001
+    elif wrong == "nan":
+        bad[0, 0] = math.nan
+    elif wrong == "inf":
+        bad[15, 7] = math.inf
+    elif wrong == "a missing product":
+        bad[1, 2] += 0.01
+    elif wrong == "transposed":
+        bad = good.t().contiguous()
+    elif wrong == "dtype":
+        bad = good.half()
+    else:
+        bad.zero_()
+    assert reference.check(good, want).ok
+    verdict = reference.check(bad, want)
+    assert not verdict.ok
+    assert verdict.ratio > 1
+
+
+def test_the_message_names_the_worst_element():
+    want = _want()
+    bad = want.value.float()
+    bad[5, 6] += 1
+    assert "worst at (5, 6)" in reference.check(bad, want).message
+
+
+def test_non_finite_references_must_be_met():
+    a, b = torch.ones(3, 4), torch.ones(4, 3)
+    a[0, 0], a[1, 1] = math.inf, math.nan
+    want = reference.expected(a, b)
+    good = want.value.float()
+    assert reference.check(good, want).ok
+    for replacement in (0.0, -math.inf):
+        bad = good.clone()
+        bad[0, 0] = replacement
+        assert not reference.check(bad, want).ok
+        bad = good.clone()
+        bad[1, 1] = replacement
+        assert not reference.check(bad, want).ok
+
+
+def test_overflow_of_the_output_dtype_may_round_to_infinity():
+    a, b = torch.full((1, 1), 300.0).half(), torch.full((1, 1), 300.0).half()
+    want = reference.expected(a, b)
+    assert reference.check(torch.tensor([[math.inf]]).half(), want).ok
+    assert not reference.check(torch.tensor([[-math.inf]]).half(), want).ok
+
+
+def test_beta_zero_never_reads_c():
+    a, b = torch.ones(2, 3), torch.ones(3, 2)
+    want = reference.expected(a, b, torch.full((2, 2), math.nan), beta=0.0)
+    assert torch.isfinite(want.value).all()
+
+
+def test_k_zero_gives_the_epilogue_alone():
+    want = reference.expected(torch.ones(2, 0), torch.ones(0, 3), torch.ones(2, 3), beta=2.0, bias=torch.ones(3))
+    assert torch.equal(want.value, torch.full((2, 3), 3.0, dtype=torch.float64))

@@ -59,7 +59,7 @@ class Translation:
     def allocate_variables(self) -> None:
         for var in self.module.variables.values():
             if var.space in ("global", "const") and var.size:
-                raw = np.zeros(var.size + 256, np.uint8)
+                raw: np.ndarray = np.zeros(var.size + 256, np.uint8)
                 skip = -raw.ctypes.data % max(16, var.align)
                 self.variable_arrays[var.name] = raw[skip : skip + var.size]
         self.reset_variables()
@@ -152,7 +152,7 @@ class Env:
     @property
     def tma(self):
         if self._tma is None:
-            from cutegemm.emulator.ops.tma import BulkCopies
+            from cutegemm.emulator.ops.bulk import BulkCopies
 
             self._tma = BulkCopies(self.wave)
         return self._tma

@@ -61,7 +61,7 @@ class HappensBefore:
         self.atomic_write = np.zeros(granules, bool)
         self.read_last = np.zeros(granules, np.int32)
         self.read_at = np.zeros((self.readers * wave.cluster_size, granules), np.int32)
-        self.row_used = np.zeros(len(self.read_at), bool)  # rows of agents that have read at all
+        self.row_used: np.ndarray = np.zeros(len(self.read_at), bool)  # rows of agents that have read at all
         self.know = np.zeros((C, W, self.AA), np.int32)
         self.fenced = np.zeros((C, W, self.AA), np.int32)
         #: accesses up to this time are known whoever made them: set by a barrier of all warps
@@ -125,9 +125,10 @@ class HappensBefore:
                 self.bar_clock[key] = (k, f) if old is None else (np.maximum(old[0], k), np.maximum(old[1], f))
 
     def barrier_complete(self, cta: int, ident: int, warps: np.ndarray) -> None:
-        know, fenced = self.bar_clock.pop((cta, ident), (None, None))
-        if know is None or not warps.any():
+        clock = self.bar_clock.pop((cta, ident), None)
+        if clock is None or not warps.any():
             return
+        know, fenced = clock
         w = np.flatnonzero(warps)
         self.acquire(np.full(len(w), cta), w, know, fenced)
         if len(w) == self.W and self.wave.cluster_size == 1 and "bulk" not in self.offset \

@@ -57,19 +57,21 @@ class Wave:
             if cls in BASE_CODE
         }
         # threads and CTAs
-        tid = np.arange(W * 32, dtype=np.uint32).reshape(1, W, 32)
+        tid: np.ndarray = np.arange(W * 32, dtype=np.uint32).reshape(1, W, 32)
         self.live = np.broadcast_to(tid < threads, shape).copy()
         gx, gy, gz = launch.grid
         cx, cy, cz = launch.cluster
         self.cluster_size = cx * cy * cz
         # CTA order in the wave: clusters one after the other, CTAs of a cluster by rank
-        x, y, z = (ctas % gx), (ctas // gx) % gy, ctas // (gx * gy)
+        x: np.ndarray = ctas % gx
+        y: np.ndarray = (ctas // gx) % gy
+        z: np.ndarray = ctas // (gx * gy)
         self.ctaid = (x, y, z)
         self.rank = ((x % cx) + (y % cy) * cx + (z % cz) * cx * cy).astype(np.int64)
         self.first = np.arange(C) - self.rank  # position in the wave of the cluster's rank 0
         u4 = np.uint32
         per_cta = lambda v: np.asarray(v, u4).reshape(C, 1, 1)  # noqa: E731
-        scalar = lambda v: np.full((1, 1, 1), v, u4)  # noqa: E731
+        scalar: Any = lambda v: np.full((1, 1, 1), v, u4)  # noqa: E731
         self.special = {
             "tid.x": tid % bx, "tid.y": (tid // bx) % by, "tid.z": tid // (bx * by),
             "ntid.x": scalar(bx), "ntid.y": scalar(by), "ntid.z": scalar(bz),
@@ -109,9 +111,9 @@ class Wave:
         # program counters. A warp whose lanes stand together has its pc in `wpc`; one that is split has a pc and a
         # waiting flag per lane, and `wpc` is the smallest pc of the lanes that can run.
         self.wpc = np.where(self.live.any(-1), 0, IDLE).astype(np.int64)
-        self.split = np.zeros((C, W), bool)
-        self.lane_pc = np.zeros(shape, np.int64)
-        self.lane_wait = np.zeros(shape, bool)
+        self.split: np.ndarray = np.zeros((C, W), bool)
+        self.lane_pc: np.ndarray = np.zeros(shape, np.int64)
+        self.lane_wait: np.ndarray = np.zeros(shape, bool)
         self.full = bool(self.live.all())
         self.boxes: dict[tuple[int, int, int, int], Box] = {}
         self.carry: np.ndarray | None = None

@@ -25,7 +25,7 @@ FORMATS = {
 # -- fp16, bf16: bits <-> fp32 ---------------------------------------------------------------------------------
 def f16_bits(x: np.ndarray) -> np.ndarray:
     """fp32 -> fp16 bits, round to nearest even; a NaN becomes 0x7fff, as PTX's cvt gives it."""
-    out = x.astype(np.float16).view(U2)
+    out: np.ndarray = x.astype(np.float16).view(U2)
     nan = x != x
     if nan.any():
         out = np.where(nan, U2(0x7FFF), out)
@@ -48,7 +48,7 @@ def bf16_values(bits: np.ndarray) -> np.ndarray:
 
 def _fp8_table(exp_bits: int, man_bits: int) -> np.ndarray:
     bias = (1 << (exp_bits - 1)) - 1
-    out = np.zeros(256, F4)
+    out: np.ndarray = np.zeros(256, F4)
     for code in range(256):
         exponent, mantissa = (code >> man_bits) & ((1 << exp_bits) - 1), code & ((1 << man_bits) - 1)
         if exponent == 0:
@@ -163,8 +163,8 @@ def from_f32(x: np.ndarray, kind: str, mode: str) -> np.ndarray:
     if mode == "rn":
         return f16_bits(x) if kind == "f16" else bf16_bits(x)
     man, emin, top = FORMATS[kind]
-    wide = x.astype(F8)
-    value = overflow(round_to(wide, man, emin, mode), top, mode, wide).astype(F4)
+    wide: np.ndarray = x.astype(F8)
+    value: np.ndarray = overflow(round_to(wide, man, emin, mode), top, mode, wide).astype(F4)
     return f16_bits(value) if kind == "f16" else bf16_bits(value)
 
 

@@ -81,7 +81,7 @@ class Profile:
         )
         key = words[0] * 32 + words[1] % 32
         requests, per_bank = np.unique(key, return_counts=True)
-        most = np.zeros(int(group.max()) + 1, np.int64)
+        most: np.ndarray = np.zeros(int(group.max()) + 1, np.int64)
         np.maximum.at(most, requests // 32, per_bank)
         row = self.line(I)
         row.shared_wavefronts += int(most.sum())

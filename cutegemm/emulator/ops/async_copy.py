@@ -201,7 +201,7 @@ def _spread(source: list, n: int) -> list:
     if len(intervals) != 1:
         return source
     interval = source[0][0]
-    address = np.full(n, source[0][2][0], np.int64)
+    address: np.ndarray = np.full(n, source[0][2][0], np.int64)
     for _, which, a in source:
         address[which] = a
     return [(interval, slice(None), address)]

@@ -75,7 +75,7 @@ def atomic(X, I, space, addr, mask, op, t, value, other):
     size = dtype.itemsize
     env = X.wave.env
     env.progressed = True
-    old = np.empty(len(a), dtype)
+    old: np.ndarray = np.empty(len(a), dtype)
     if space == "shared":
         offset = shared_bytes(X, I, a, lanes, size, "atomic access")
         if env.hb is not None:

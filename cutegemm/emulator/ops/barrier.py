@@ -96,8 +96,7 @@ def bar(wave, X, I: Instr, mask, fall: int):
     if red:
         for c, w in zip(*np.nonzero(warps), strict=True):
             b.red_out[X.c0 + int(c), X.w0 + int(w)] = I
-    for ident in np.unique(id_grid[whole]):
-        ident = int(ident)
+    for ident in np.unique(id_grid[whole]).tolist():
         here = whole & (id_grid == ident)
         for c in np.flatnonzero(here.any(1)):
             cta = X.c0 + int(c)
@@ -212,7 +211,7 @@ def cluster_barrier(wave, X, I: Instr, mask):
             wave.env.hb.cluster_arrive(X, warps, release="relaxed" not in I.parts)
         cluster_check(wave, b)
         return None, False
-    phase = np.repeat(b.cluster_phase, wave.cluster_size)[X.c0 : X.c1, None]
+    phase: np.ndarray = np.repeat(b.cluster_phase, wave.cluster_size)[X.c0 : X.c1, None]
     ready = phase >= b.warp_phase[X.at]
     if wave.env.hb is not None:
         wave.env.hb.cluster_wait(X, ready & on.any(-1))
@@ -234,7 +233,7 @@ def cluster_check(wave, b: CtaBarriers) -> None:
     if not full.any():
         return
     b.cluster_phase += full
-    done = np.repeat(full, n)
+    done: np.ndarray = np.repeat(full, n)
     b.cluster_arrived[done] = False
     if wave.env.hb is not None:
         wave.env.hb.cluster_complete(done)

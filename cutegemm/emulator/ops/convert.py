@@ -114,7 +114,7 @@ def int_to_float(x, to, mode):
     if to == "f32":
         return numerics.to_f32(s, mode, e)
     man, emin, top = numerics.FORMATS[to]
-    value = numerics.overflow(numerics.round_to(s, man, emin, mode, e), top, mode, s).astype(F4)
+    value: np.ndarray = numerics.overflow(numerics.round_to(s, man, emin, mode, e), top, mode, s).astype(F4)
     return numerics.f16_bits(value) if to == "f16" else numerics.bf16_bits(value)
 
 

@@ -47,7 +47,7 @@ def values(bits: np.ndarray, kind: str) -> np.ndarray:
 def to_bits(x: np.ndarray, kind: str, residue=None) -> np.ndarray:
     """float64 -> fp16 or bf16 bits with a single rounding to nearest even."""
     man, emin, top = numerics.FORMATS[kind]
-    narrow = numerics.overflow(numerics.round_to(x, man, emin, "rn", residue), top, "rn", x).astype(F4)
+    narrow: np.ndarray = numerics.overflow(numerics.round_to(x, man, emin, "rn", residue), top, "rn", x).astype(F4)
     return numerics.f16_bits(narrow) if kind == "f16" else numerics.bf16_bits(narrow)
 
 

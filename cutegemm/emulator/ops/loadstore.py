@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cutegemm.emulator.errors import EmulationError, MisalignedAccess, OutOfBounds
@@ -72,7 +74,7 @@ def _np(code: str) -> str:
     return {"u": "uint", "i": "int", "f": "float"}[code[0]] + str(8 * int(code[1]))
 
 
-def known_param(g: Gen, items, code: str, size: int, addr: Addr) -> None:
+def known_param(g: Gen, items, code: str, size: int, addr: Any) -> None:
     """Kernel parameters are the same for all threads: read them when the block runs, as scalars."""
     p = g.program.params.get(addr.base.name)
     if p is None:

@@ -108,7 +108,8 @@ class Mbarriers:
         """
         keys = cta * MBARRIERS + slot
         if len(keys) == 1:
-            unique, inverse = keys, np.zeros(1, np.int64)
+            unique = keys
+            inverse: np.ndarray = np.zeros(1, np.int64)
         else:
             unique, inverse = np.unique(keys, return_inverse=True)
         n = len(unique)
@@ -340,7 +341,8 @@ def mbar_tx(X, I, mask, addr, tx, expect):
         return
     m: Mbarriers = X.wave.env.mbarriers
     cta, slot = m.locate(X, I, a, lanes)
-    zero, t = np.zeros(len(a), np.int64), t.astype(np.int64)
+    zero: np.ndarray = np.zeros(len(a), np.int64)
+    t = t.astype(np.int64)
     m.apply(cta, slot, zero, t if expect else zero, zero if expect else t, _who(X, I, lanes))
 
 
@@ -374,7 +376,7 @@ def mbar_copy_arrive(X, I, mask, addr, noinc):
         m.join(cta, slot, know[where], fenced[where])
     if not noinc:  # the pending count grows by the arrival it is about to make
         np.add.at(m.pending, (cta, slot), 1)
-    zero = np.zeros(len(a), np.int64)
+    zero: np.ndarray = np.zeros(len(a), np.int64)
     m.apply(cta, slot, zero + 1, zero, zero, _who(X, I, lanes))
 
 
@@ -428,7 +430,7 @@ def wait(wave, X, I: Instr, mask, fall: int):
         rest, s = divmod(rest, MBARRIERS)
         wid, c_target = divmod(rest, wave.C)
         c, w = divmod(wid, wave.W)
-        of = np.zeros(32, bool)
+        of: np.ndarray = np.zeros(32, bool)
         of[bad[key == k] % 32] = True
         m.waiters.append(Waiter(c, w, of, c_target, s, p, I))
     return waiting, True

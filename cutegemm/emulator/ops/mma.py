@@ -108,7 +108,7 @@ def mma_product(a, b, shape, dtype=None):
 @runtime
 def mma_f16(a, b, c, shape):
     d = np.matmul(a, b).reshape(-1, 2, 8, 4, 2)
-    out = []
+    out: list = []
     for n in range(2):
         old = np.ascontiguousarray(c[n]).view(np.float16).reshape(*shape, 2).astype(np.float32)
         total = d[:, n].reshape(*shape, 2) + old

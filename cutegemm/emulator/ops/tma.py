@@ -10,66 +10,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess, OutOfBounds
-from cutegemm.emulator.memory import (
-    PARAM_WINDOW,
-    RANK_SHIFT,
-    SHARED_BASE,
-    WINDOW_MASK,
+from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess
+from cutegemm.emulator.ops.bulk import (
+    RING,
+    check_map,
+    chunk_table,
+    coordinates,
+    issuer,
+    read_box,
+    reduced,
+    shared_target,
+    tensor_map_at,
+    write_box,
 )
-from cutegemm.emulator.ops.atomic import step
-from cutegemm.emulator.ops.half import half_op
 from cutegemm.emulator.ops.loadstore import active, fail
 from cutegemm.emulator.ptx import Addr, Instr
-from cutegemm.emulator.tensor_map import TensorMap, decode
 from cutegemm.emulator.translate import Gen, emits, runtime
 
-RING = 64
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
-
-
-class BulkCopies:
-    """Pending bulk loads, and per warp the bulk groups of stores."""
-
-    def __init__(self, wave: Any) -> None:
-        self.wave = wave
-        self.loads: list[list[Callable[[], None]]] = []  # one list per executed instruction
-        self.stores: list[tuple[int, int, int, Callable[[], None]]] = []  # CTA, warp, group, action
-        self.committed = np.zeros((wave.C, wave.W), np.int64)
-        self.time = np.zeros((wave.C, wave.W, RING), np.int64)
-
-    def complete_some(self, everything: bool) -> bool:
-        """Complete one pending load instruction (all its CTAs), or all. False when none is pending."""
-        if not self.loads:
-            return False
-        rng = self.wave.env.rng
-        picked = (
-            list(range(len(self.loads))) if everything else [rng.randrange(len(self.loads)) if rng is not None else 0]
-        )
-        for k in reversed(picked):
-            for action in self.loads.pop(k):
-                action()
-        return True
-
-    def finish(self) -> None:
-        for *_, action in self.stores:
-            action()
-        self.stores = []
-        while self.complete_some(True):
-            pass
-
-    def wait_stores(self, c: int, w: int, upto: int) -> None:
-        left = []
-        for item in self.stores:
-            if item[0] == c and item[1] == w and item[2] < upto:
-                item[3]()
-            else:
-                left.append(item)
-        self.stores = left
 
 
 # -- emitters --------------------------------------------------------------------------------------------------
@@ -161,137 +122,6 @@ def store(g: Gen, i: Instr, ops, tensor: bool, reduction: str) -> None:
         )
 
 
-# -- addresses -------------------------------------------------------------------------------------------------
-def _who(X, lanes, e: int) -> tuple[int, int]:
-    """CTA position and warp of element e."""
-    lane = int(e if lanes is None else lanes[e])
-    warp = int(X.warp_of_lane.reshape(-1)[lane])
-    return divmod(warp, X.wave.W)
-
-
-def _target(X, I, lanes, e: int, address: int, c: int, align: int, size: int) -> tuple[int, int]:
-    """A shared::cluster address -> (CTA position, byte offset in its shared memory), checked."""
-    wave = X.wave
-    rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
-    if wave.cluster_size == 1:
-        rank = 0
-    if rank >= wave.cluster_size or not SHARED_BASE <= offset <= SHARED_BASE + wave.smem_bytes - size:
-        fail(
-            X,
-            I,
-            OutOfBounds,
-            lanes,
-            e,
-            f"{size} bytes at shared address {address:#x}: the CTA's shared memory is "
-            f"[{SHARED_BASE:#x}, {SHARED_BASE + wave.smem_bytes:#x}), its cluster has {wave.cluster_size} CTAs",
-        )
-    if offset % align:
-        fail(X, I, MisalignedAccess, lanes, e, f"shared address {address:#x} is no multiple of {align}")
-    return int(wave.first[c]) + rank, offset - SHARED_BASE
-
-
-def tensor_map_at(X, I, lanes, e: int, address: int) -> TensorMap:
-    env = X.wave.env
-    if address & WINDOW_MASK == PARAM_WINDOW or address < len(env.params):
-        at = address & 0xFFFFFFFF
-        raw = bytes(env.params[at : at + 64])
-    else:
-        interval = X.wave.memory.check(address, 128, write=False)
-        at = address - interval.origin
-        raw = interval.views[1][at : at + 64].tobytes()
-    if address % 64:
-        fail(X, I, MisalignedAccess, lanes, e, f"a tensor map at {address:#x}, which is no multiple of 64")
-    if len(raw) < 64:
-        fail(X, I, OutOfBounds, lanes, e, "a tensor map past the end of the parameters")
-    try:
-        return decode(raw)
-    except EmulationError as error:
-        fail(X, I, EmulationError, lanes, e, str(error))
-        raise
-
-
-@functools.lru_cache(maxsize=1024)
-def chunk_table(start: int, size: int, swizzle: int) -> np.ndarray:
-    """16-byte chunk indices (from the start of the CTA's shared memory) of a box stored from byte ``start``,
-    in order.
-    """
-    at = np.arange(start + SHARED_BASE, start + SHARED_BASE + size, 16, dtype=np.int64)
-    if swizzle:
-        at ^= ((at >> 7) & (swizzle // 16 - 1)) << 4
-    return (at - SHARED_BASE) >> 4
-
-
-def _window(t: TensorMap, coords) -> tuple[list[tuple[int, int]], bool]:
-    """Per dimension, innermost first, the part [low, high) of the box that lies inside the tensor; and whether
-    any does.
-    """
-    spans = [(max(0, -x), min(b, d - x)) for x, b, d in zip(coords, t.box, t.dims, strict=True)]
-    return spans, all(low < high for low, high in spans)
-
-
-def _view(X, I, t: TensorMap, coords, spans, write: bool, lanes, e: int) -> np.ndarray:
-    """The bytes of the tensor under the box, as an array (outermost dimension, ..., innermost bytes)."""
-    es = t.element_bytes
-    strides = (es, *t.strides)
-    starts = [x + low for x, (low, _) in zip(coords, spans, strict=True)]
-    counts = [high - low for low, high in spans]
-    first = t.address + sum(s * st for s, st in zip(starts, strides, strict=True))
-    last = first + sum((n - 1) * st for n, st in zip(counts, strides, strict=True)) + es
-    try:
-        interval = X.wave.memory.check(first, last - first, write=write)
-    except EmulationError as error:
-        fail(
-            X, I, type(error), lanes, e, f"the tensor of this tensor map does not lie inside one mapped tensor: {error}"
-        )
-        raise
-    shape = (*reversed(counts[1:]), counts[0] * es)
-    steps = (*reversed(strides[1:]), 1)
-    return np.lib.stride_tricks.as_strided(interval.views[1][first - interval.origin :], shape, steps)
-
-
-def read_box(X, I, t: TensorMap, coords, lanes, e: int) -> np.ndarray:
-    """The box as bytes, zero where it leaves the tensor."""
-    spans, some = _window(t, coords)
-    es = t.element_bytes
-    shape = (*reversed(t.box[1:]), t.box[0] * es)
-    whole = all(low == 0 and high == b for (low, high), b in zip(spans, t.box, strict=True))
-    if whole:
-        return np.ascontiguousarray(_view(X, I, t, coords, spans, False, lanes, e)).reshape(-1)
-    out = np.zeros(shape, np.uint8)
-    if some:
-        inner = spans[0]
-        at = (*(slice(low, high) for low, high in reversed(spans[1:])), slice(inner[0] * es, inner[1] * es))
-        out[at] = _view(X, I, t, coords, spans, False, lanes, e)
-    return out.reshape(-1)
-
-
-def _coords(values, k: int) -> tuple[int, ...]:
-    return tuple(int(v[k]) for v in values)
-
-
-def _check_map(X, I, lanes, e, t: TensorMap, coords) -> None:
-    if len(coords) != t.rank:
-        fail(X, I, EmulationError, lanes, e, f"{len(coords)} coordinates for a tensor map of rank {t.rank}")
-    if t.swizzle and t.box[0] * t.element_bytes > t.swizzle:
-        fail(
-            X,
-            I,
-            EmulationError,
-            lanes,
-            e,
-            f"a box of {t.box[0] * t.element_bytes} inner bytes with a {t.swizzle} B swizzle",
-        )
-    if t.box[0] * t.element_bytes % 16:
-        fail(
-            X,
-            I,
-            EmulationError,
-            lanes,
-            e,
-            f"a box of {t.box[0] * t.element_bytes} inner bytes, which is no multiple of 16",
-        )
-
-
 # -- loads -----------------------------------------------------------------------------------------------------
 @runtime
 def tma_load(X, I, mask, dst, tmap, coords, bar, mcast):
@@ -300,10 +130,10 @@ def tma_load(X, I, mask, dst, tmap, coords, bar, mcast):
     n = len(coords)
     actions: list[Callable[[], None]] = []
     for e in range(len(flat[0])):
-        c, w = _who(X, lanes, e)
+        c, w = issuer(X, lanes, e)
         t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
-        at = _coords(flat[3 : 3 + n], e)
-        _check_map(X, I, lanes, e, t, at)
+        at = coordinates(flat[3 : 3 + n], e)
+        check_map(X, I, lanes, e, t, at)
         align = 128 if not t.swizzle else max(128, t.swizzle)
         ctas = _destinations(
             X,
@@ -331,7 +161,7 @@ def bulk_load(X, I, mask, dst, src, size, bar, mcast):
     lanes, flat = active(X, mask, *arrays)
     actions: list[Callable[[], None]] = []
     for e in range(len(flat[0])):
-        c, w = _who(X, lanes, e)
+        c, w = issuer(X, lanes, e)
         source, nbytes = int(flat[1][e]), int(flat[2][e])
         _check_bulk(X, I, lanes, e, source, nbytes)
         ctas = _destinations(
@@ -371,9 +201,9 @@ def bulk_remote(X, I, mask, dst, src, size, bar):
     actions: list[Callable[[], None]] = []
     wave = X.wave
     for e in range(len(flat[0])):
-        c, w = _who(X, lanes, e)
+        c, w = issuer(X, lanes, e)
         nbytes = int(flat[2][e])
-        source_cta, source = _target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
+        source_cta, source = shared_target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
         ctas = _destinations(X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None, 16, nbytes)
         hb = wave.env.hb
         if hb is not None:
@@ -403,8 +233,8 @@ def _destinations(
     """(CTA position, byte offset, mbarrier slot) of every destination."""
     wave = X.wave
     m = wave.env.mbarriers
-    cta, offset = _target(X, I, lanes, e, dst, c, align, nbytes)
-    bar_cta, bar_offset = _target(X, I, lanes, e, bar, c, 8, 8)
+    cta, offset = shared_target(X, I, lanes, e, dst, c, align, nbytes)
+    bar_cta, bar_offset = shared_target(X, I, lanes, e, bar, c, 8, 8)
     slot = int(m.slot_of[bar_offset >> 3])
     if mcast is None:
         pairs = [(cta, bar_cta)]
@@ -520,11 +350,11 @@ def _distinct(X, lanes, flat, reduction):
 def tma_store(X, I, mask, tmap, coords, src, reduction):
     lanes, flat = active(X, mask, src, tmap, *coords)
     for e in _distinct(X, lanes, flat, reduction):
-        c, w = _who(X, lanes, e)
+        c, w = issuer(X, lanes, e)
         t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
-        at = _coords(flat[2:], e)
-        _check_map(X, I, lanes, e, t, at)
-        cta, offset = _target(X, I, lanes, e, int(flat[0][e]), c, 128, t.box_bytes)
+        at = coordinates(flat[2:], e)
+        check_map(X, I, lanes, e, t, at)
+        cta, offset = shared_target(X, I, lanes, e, int(flat[0][e]), c, 128, t.box_bytes)
         table = chunk_table(offset, t.box_bytes, t.swizzle)
         _store(
             X,
@@ -536,49 +366,18 @@ def tma_store(X, I, mask, tmap, coords, src, reduction):
             cta,
             table,
             t.box_bytes,
-            functools.partial(_write_box, X, I, t, at, reduction, lanes, e),
+            functools.partial(write_box, X, I, t, at, reduction, lanes, e),
         )
-
-
-def _write_box(X, I, t: TensorMap, coords, reduction, lanes, e: int, data: np.ndarray) -> None:
-    spans, some = _window(t, coords)
-    if not some:
-        return
-    es = t.element_bytes
-    box = data.reshape(*reversed(t.box[1:]), t.box[0] * es)
-    at = (*(slice(low, high) for low, high in reversed(spans[1:])), slice(spans[0][0] * es, spans[0][1] * es))
-    view = _view(X, I, t, coords, spans, True, lanes, e)
-    if reduction is None:
-        view[...] = box[at]
-    else:
-        old = np.ascontiguousarray(view)
-        view[...] = _reduced(old, np.ascontiguousarray(box[at]), reduction[0], reduction[1] or t.element)
-
-
-def _reduced(old: np.ndarray, new: np.ndarray, op: str, t: str) -> np.ndarray:
-    dtype = {
-        "f16": np.uint16,
-        "bf16": np.uint16,
-        "f32": np.float32,
-        "f64": np.float64,
-        "s32": np.int32,
-        "s64": np.int64,
-        "u64": np.uint64,
-        "b64": np.uint64,
-    }.get(t, np.uint32)
-    a, b = old.view(dtype), new.view(dtype)
-    out = half_op(op, t, (), a, b) if t in ("f16", "bf16") else step(op, t, a, b, None)
-    return np.ascontiguousarray(out).view(np.uint8).reshape(old.shape)
 
 
 @runtime
 def bulk_store(X, I, mask, dst, src, size, reduction):
     lanes, flat = active(X, mask, dst, src, size)
     for e in _distinct(X, lanes, flat, reduction):
-        c, w = _who(X, lanes, e)
+        c, w = issuer(X, lanes, e)
         target, nbytes = int(flat[0][e]), int(flat[2][e])
         _check_bulk(X, I, lanes, e, target, nbytes)
-        cta, offset = _target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
+        cta, offset = shared_target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
 
         def write(data, target=target, nbytes=nbytes, e=e):
             try:
@@ -587,7 +386,7 @@ def bulk_store(X, I, mask, dst, src, size, reduction):
                 fail(X, I, type(error), lanes, e, str(error))
                 raise
             view = interval.views[1][target - interval.origin :][:nbytes]
-            view[:] = data if reduction is None else _reduced(view.copy(), data.copy(), *reduction)
+            view[:] = data if reduction is None else reduced(view.copy(), data.copy(), *reduction)
 
         _store(X, I, lanes, e, c, w, cta, chunk_table(offset, nbytes, 0), nbytes, write)
 

@@ -24,7 +24,7 @@ def shfl(g: Gen, i: Instr) -> None:
 @runtime
 def shuffle(X, a, b, c, mode, mask):
     """Returns (values, in-range predicate). Lanes out of range, or whose source is not active, get their own value."""
-    lane = np.arange(32, dtype=np.int64)
+    lane: np.ndarray = np.arange(32, dtype=np.int64)
     if b.ndim == 0 and c.ndim == 0 and mode == "idx" and (int(c) >> 8) & 31 == 0 and int(c) & 31 == 31 and mask is None:
         a = np.broadcast_to(a, X.shape)
         return np.repeat(a[:, :, int(b) & 31 : (int(b) & 31) + 1], 32, 2), True

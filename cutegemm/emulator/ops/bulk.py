@@ -1,0 +1,222 @@
+"""What bulk copies are made of: pending copies, shared-memory targets, boxes of tensors, reductions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cutegemm.emulator.errors import EmulationError, MisalignedAccess, OutOfBounds
+from cutegemm.emulator.memory import PARAM_WINDOW, RANK_SHIFT, SHARED_BASE, WINDOW_MASK
+from cutegemm.emulator.ops.atomic import step
+from cutegemm.emulator.ops.half import half_op
+from cutegemm.emulator.ops.loadstore import fail
+from cutegemm.emulator.tensor_map import TensorMap, decode
+
+#: commit times kept per warp
+RING = 64
+
+
+class BulkCopies:
+    """Pending bulk loads, and per warp the bulk groups of stores."""
+
+    def __init__(self, wave: Any) -> None:
+        self.wave = wave
+        self.loads: list[list[Callable[[], None]]] = []  # one list per executed instruction
+        self.stores: list[tuple[int, int, int, Callable[[], None]]] = []  # CTA, warp, group, action
+        self.committed = np.zeros((wave.C, wave.W), np.int64)
+        self.time = np.zeros((wave.C, wave.W, RING), np.int64)
+
+    def complete_some(self, everything: bool) -> bool:
+        """Complete one pending load instruction (all its CTAs), or all. False when none is pending."""
+        if not self.loads:
+            return False
+        rng = self.wave.env.rng
+        picked = (
+            list(range(len(self.loads))) if everything else [rng.randrange(len(self.loads)) if rng is not None else 0]
+        )
+        for k in reversed(picked):
+            for action in self.loads.pop(k):
+                action()
+        return True
+
+    def finish(self) -> None:
+        for *_, action in self.stores:
+            action()
+        self.stores = []
+        while self.complete_some(True):
+            pass
+
+    def wait_stores(self, c: int, w: int, upto: int) -> None:
+        left = []
+        for item in self.stores:
+            if item[0] == c and item[1] == w and item[2] < upto:
+                item[3]()
+            else:
+                left.append(item)
+        self.stores = left
+
+
+# -- boxes and addresses ---------------------------------------------------------------------------
+def issuer(X, lanes, e: int) -> tuple[int, int]:
+    """CTA position and warp of element e."""
+    lane = int(e if lanes is None else lanes[e])
+    warp = int(X.warp_of_lane.reshape(-1)[lane])
+    return divmod(warp, X.wave.W)
+
+
+def shared_target(X, I, lanes, e: int, address: int, c: int, align: int, size: int) -> tuple[int, int]:
+    """A shared::cluster address -> (CTA position, byte offset in its shared memory), checked."""
+    wave = X.wave
+    rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
+    if wave.cluster_size == 1:
+        rank = 0
+    if rank >= wave.cluster_size or not SHARED_BASE <= offset <= SHARED_BASE + wave.smem_bytes - size:
+        fail(
+            X,
+            I,
+            OutOfBounds,
+            lanes,
+            e,
+            f"{size} bytes at shared address {address:#x}: the CTA's shared memory is "
+            f"[{SHARED_BASE:#x}, {SHARED_BASE + wave.smem_bytes:#x}), its cluster has {wave.cluster_size} CTAs",
+        )
+    if offset % align:
+        fail(X, I, MisalignedAccess, lanes, e, f"shared address {address:#x} is no multiple of {align}")
+    return int(wave.first[c]) + rank, offset - SHARED_BASE
+
+
+def tensor_map_at(X, I, lanes, e: int, address: int) -> TensorMap:
+    env = X.wave.env
+    if address & WINDOW_MASK == PARAM_WINDOW or address < len(env.params):
+        at = address & 0xFFFFFFFF
+        raw = bytes(env.params[at : at + 64])
+    else:
+        interval = X.wave.memory.check(address, 128, write=False)
+        at = address - interval.origin
+        raw = interval.views[1][at : at + 64].tobytes()
+    if address % 64:
+        fail(X, I, MisalignedAccess, lanes, e, f"a tensor map at {address:#x}, which is no multiple of 64")
+    if len(raw) < 64:
+        fail(X, I, OutOfBounds, lanes, e, "a tensor map past the end of the parameters")
+    try:
+        return decode(raw)
+    except EmulationError as error:
+        fail(X, I, EmulationError, lanes, e, str(error))
+        raise
+
+
+@functools.lru_cache(maxsize=1024)
+def chunk_table(start: int, size: int, swizzle: int) -> np.ndarray:
+    """16-byte chunk indices (from the start of the CTA's shared memory) of a box stored from byte ``start``,
+    in order.
+    """
+    at: np.ndarray = np.arange(start + SHARED_BASE, start + SHARED_BASE + size, 16, dtype=np.int64)
+    if swizzle:
+        at ^= ((at >> 7) & (swizzle // 16 - 1)) << 4
+    return (at - SHARED_BASE) >> 4
+
+
+def box_window(t: TensorMap, coords) -> tuple[list[tuple[int, int]], bool]:
+    """Per dimension, innermost first, the part [low, high) of the box that lies inside the tensor; and whether
+    any does.
+    """
+    spans = [(max(0, -x), min(b, d - x)) for x, b, d in zip(coords, t.box, t.dims, strict=True)]
+    return spans, all(low < high for low, high in spans)
+
+
+def tensor_view(X, I, t: TensorMap, coords, spans, write: bool, lanes, e: int) -> np.ndarray:
+    """The bytes of the tensor under the box, as an array (outermost dimension, ..., innermost bytes)."""
+    es = t.element_bytes
+    strides = (es, *t.strides)
+    starts = [x + low for x, (low, _) in zip(coords, spans, strict=True)]
+    counts = [high - low for low, high in spans]
+    first = t.address + sum(s * st for s, st in zip(starts, strides, strict=True))
+    last = first + sum((n - 1) * st for n, st in zip(counts, strides, strict=True)) + es
+    try:
+        interval = X.wave.memory.check(first, last - first, write=write)
+    except EmulationError as error:
+        fail(
+            X, I, type(error), lanes, e, f"the tensor of this tensor map does not lie inside one mapped tensor: {error}"
+        )
+        raise
+    shape = (*reversed(counts[1:]), counts[0] * es)
+    steps = (*reversed(strides[1:]), 1)
+    return np.lib.stride_tricks.as_strided(interval.views[1][first - interval.origin :], shape, steps)
+
+
+def read_box(X, I, t: TensorMap, coords, lanes, e: int) -> np.ndarray:
+    """The box as bytes, zero where it leaves the tensor."""
+    spans, some = box_window(t, coords)
+    es = t.element_bytes
+    shape = (*reversed(t.box[1:]), t.box[0] * es)
+    whole = all(low == 0 and high == b for (low, high), b in zip(spans, t.box, strict=True))
+    if whole:
+        return np.ascontiguousarray(tensor_view(X, I, t, coords, spans, False, lanes, e)).reshape(-1)
+    out: np.ndarray = np.zeros(shape, np.uint8)
+    if some:
+        inner = spans[0]
+        at = (*(slice(low, high) for low, high in reversed(spans[1:])), slice(inner[0] * es, inner[1] * es))
+        out[at] = tensor_view(X, I, t, coords, spans, False, lanes, e)
+    return out.reshape(-1)
+
+
+def coordinates(values, k: int) -> tuple[int, ...]:
+    return tuple(int(v[k]) for v in values)
+
+
+def check_map(X, I, lanes, e, t: TensorMap, coords) -> None:
+    if len(coords) != t.rank:
+        fail(X, I, EmulationError, lanes, e, f"{len(coords)} coordinates for a tensor map of rank {t.rank}")
+    if t.swizzle and t.box[0] * t.element_bytes > t.swizzle:
+        fail(
+            X,
+            I,
+            EmulationError,
+            lanes,
+            e,
+            f"a box of {t.box[0] * t.element_bytes} inner bytes with a {t.swizzle} B swizzle",
+        )
+    if t.box[0] * t.element_bytes % 16:
+        fail(
+            X,
+            I,
+            EmulationError,
+            lanes,
+            e,
+            f"a box of {t.box[0] * t.element_bytes} inner bytes, which is no multiple of 16",
+        )
+
+
+def write_box(X, I, t: TensorMap, coords, reduction, lanes, e: int, data: np.ndarray) -> None:
+    spans, some = box_window(t, coords)
+    if not some:
+        return
+    es = t.element_bytes
+    box = data.reshape(*reversed(t.box[1:]), t.box[0] * es)
+    at = (*(slice(low, high) for low, high in reversed(spans[1:])), slice(spans[0][0] * es, spans[0][1] * es))
+    view = tensor_view(X, I, t, coords, spans, True, lanes, e)
+    if reduction is None:
+        view[...] = box[at]
+    else:
+        old = np.ascontiguousarray(view)
+        view[...] = reduced(old, np.ascontiguousarray(box[at]), reduction[0], reduction[1] or t.element)
+
+
+def reduced(old: np.ndarray, new: np.ndarray, op: str, t: str) -> np.ndarray:
+    dtype = {
+        "f16": np.uint16,
+        "bf16": np.uint16,
+        "f32": np.float32,
+        "f64": np.float64,
+        "s32": np.int32,
+        "s64": np.int64,
+        "u64": np.uint64,
+        "b64": np.uint64,
+    }.get(t, np.uint32)
+    a: np.ndarray = old.view(dtype)
+    b: np.ndarray = new.view(dtype)
+    out = half_op(op, t, (), a, b) if t in ("f16", "bf16") else step(op, t, a, b, None)
+    return np.ascontiguousarray(out).view(np.uint8).reshape(old.shape)

@@ -131,16 +131,9 @@ def _warp_tiles() -> Iterator[tuple[str, dict[str, int]]]:
     # WNITER, TM and TN only say how the lanes of a warp are laid out: what gives the same layout gives the same code.
     shapes = product((64, 128, 256), (64, 128, 256), (8, 16, 32), (32, 64, 128), (32, 64, 128), (2, 4, 8, 16))
     for bm, bn, bk, wm, wn, lanes_n in shapes:
-        tile = {
-            "bm": bm,
-            "bn": bn,
-            "bk": bk,
-            "wm": wm,
-            "wn": wn,
-            "wniter": max(wn // (4 * lanes_n), 1),
-            "tm": 4,
-            "tn": 4,
-        }
+        if wn % (4 * lanes_n):
+            continue
+        tile = {"bm": bm, "bn": bn, "bk": bk, "wm": wm, "wn": wn, "wniter": wn // (4 * lanes_n), "tm": 4, "tn": 4}
         yield "warp_tile", tile
         for stages in (2, 3, 4):
             yield "warp_tile_async", {**tile, "stages": stages, "group": 8}

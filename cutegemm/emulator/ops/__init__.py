@@ -1,20 +1,11 @@
 """The instruction families. Importing this package registers all of them."""
 
-from cutegemm.emulator.ops import (  # noqa: F401
-    async_copy,
-    atomic,
-    barrier,
-    bits,
-    convert,
-    floating,
-    half,
-    integer,
-    loadstore,
-    matrix,
-    mbarrier,
-    misc,
-    mma,
-    tma,
-    warp,
-    wgmma,
-)
+from importlib import import_module
+
+FAMILIES = (
+    "integer", "bits", "floating", "half", "convert", "loadstore", "atomic", "warp", "misc", "barrier", "async_copy", "matrix",
+    "mma", "mbarrier", "tma", "wgmma",
+)  # fmt: skip
+
+for _family in FAMILIES:
+    import_module(f"{__name__}.{_family}")

@@ -98,9 +98,9 @@ def bar(wave, X, I: Instr, mask, fall: int):
             b.red_out[X.c0 + int(c), X.w0 + int(w)] = I
     for ident in np.unique(id_grid[whole]).tolist():
         here = whole & (id_grid == ident)
-        for c in np.flatnonzero(here.any(1)):
-            cta = X.c0 + int(c)
-            counts_here = count_grid[c][here[c]]
+        for k in np.flatnonzero(here.any(1)):
+            cta = X.c0 + int(k)
+            counts_here = count_grid[k][here[k]]
             given = int(counts_here[0])
             if (counts_here != given).any():
                 raise _describe(
@@ -122,7 +122,7 @@ def bar(wave, X, I: Instr, mask, fall: int):
                     X.w0,
                 )
             b.expected[cta, ident], b.counted[cta, ident] = want, explicit
-            b.arrived[cta, ident] += 32 * int(here[c].sum())
+            b.arrived[cta, ident] += 32 * int(here[k].sum())
             if b.arrived[cta, ident] > want:
                 raise _describe(
                     I,

@@ -31,10 +31,14 @@ def test_vectors_of_every_width_through_every_space(width, vector):
     source = np.random.default_rng(1).integers(0, 256, 64 * size).astype(np.uint8)
     out = np.zeros(64 * size, np.uint8)
     body = (
-        f".local .align 16 .b8 stack[32]; mul.wide.u32 %d2, tid, {size}; add.s64 %d3, %d0, %d2; add.s64 %d4, %d1, %d2; cvt.u32.u64 %r1, %d2; add.u32 %r1, %r1, s; "
-        f"ld.global{v}.b{width} {value}, [%d3]; st.shared{v}.b{width} [%r1], {value}; ld.shared{v}.b{width} {value}, [%r1]; "
-        f"mov.u64 %d5, stack; cvta.local.u64 %d6, %d5; st.local{v}.b{width} [stack+{16 - 16}], {value}; ld{v}.b{width} {value}, [%d6]; "
-        f"cvt.u64.u32 %d7, %r1; cvta.shared.u64 %d8, %d7; st{v}.b{width} [%d8], {value}; ld.shared{v}.b{width} {value}, [%r1]; st{v}.b{width} [%d4], {value};"
+        f".local .align 16 .b8 stack[32]; mul.wide.u32 %d2, tid, {size}; add.s64 %d3, "
+        f"%d0, %d2; add.s64 %d4, %d1, %d2; cvt.u32.u64 %r1, %d2; add.u32 %r1, %r1, s; "
+        f"ld.global{v}.b{width} {value}, [%d3]; st.shared{v}.b{width} "
+        f"[%r1], {value}; ld.shared{v}.b{width} {value}, [%r1]; "
+        f"mov.u64 %d5, stack; cvta.local.u64 %d6, %d5; st.local{v}.b{width} "
+        f"[stack+{16 - 16}], {value}; ld{v}.b{width} {value}, [%d6]; "
+        f"cvt.u64.u32 %d7, %r1; cvta.shared.u64 %d8, %d7; st{v}.b{width} [%d8], "
+        f"{value}; ld.shared{v}.b{width} {value}, [%r1]; st{v}.b{width} [%d4], {value};"
     )
     launch(kernel(body, params=2), source, out)
     assert (out == source).all()
@@ -50,20 +54,25 @@ def test_narrow_loads_extend_by_their_type():
 
 
 def test_generic_addresses_know_their_space():
-    body = ("cvt.u64.u32 %d2, s; cvta.shared.u64 %d3, %d2; isspacep.shared %p1, %d3; isspacep.global %p2, %d3; isspacep.global %p3, %d0; "
-            "selp.b32 %r1, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2; selp.b32 %r3, 4, 0, %p3; or.b32 %r9, %r1, %r2; or.b32 %r9, %r9, %r3; "
-            "cvta.to.shared.u64 %d4, %d3; setp.eq.u64 %p4, %d4, %d2; selp.b32 %r4, 8, 0, %p4; or.b32 %r9, %r9, %r4;")  # fmt: skip
+    body = (
+        "cvt.u64.u32 %d2, s; cvta.shared.u64 %d3, %d2; isspacep.shared "
+        "%p1, %d3; isspacep.global %p2, %d3; isspacep.global %p3, %d0; "
+        "selp.b32 %r1, 1, 0, %p1; selp.b32 %r2, 2, 0, %p2; selp.b32 "
+        "%r3, 4, 0, %p3; or.b32 %r9, %r1, %r2; or.b32 %r9, %r9, %r3; "
+        "cvta.to.shared.u64 %d4, %d3; setp.eq.u64 %p4, %d4, %d2; selp.b32 %r4, 8, 0, %p4; or.b32 %r9, %r9, %r4;"
+    )
     assert (result(body + STORE) == 1 + 4 + 8).all()
 
 
 def test_module_variables_and_initializers():
     text = kernel(
-        "ld.const.u32 %r1, [table+4]; mov.u64 %d2, where; ld.u64 %d3, [%d2]; ld.u32 %r2, [%d3+8]; atom.global.add.u32 %r3, [count], 1; add.u32 %r9, %r1, %r2;"
-        + STORE
+        "ld.const.u32 %r1, [table+4]; mov.u64 %d2, where; ld.u64 %d3, [%d2]; ld.u32 "
+        "%r2, [%d3+8]; atom.global.add.u32 %r3, [count], 1; add.u32 %r9, %r1, %r2;" + STORE
     )
     text = text.replace(
         ".shared .align",
-        ".const .align 4 .u32 table[3] = {5, 7, 9};\n.global .align 8 .u64 where[1] = {generic(table)};\n.global .u32 count;\n.shared .align",
+        ".const .align 4 .u32 table[3] = {5, 7, 9};\n.global .align 8 .u64 "
+        "where[1] = {generic(table)};\n.global .u32 count;\n.shared .align",
         1,
     )
     for _ in range(2):  # variables start anew with every run
@@ -74,8 +83,8 @@ def test_module_variables_and_initializers():
 
 def test_loads_of_parameters_by_address():
     text = kernel(
-        "mov.b64 %d2, p0; cvta.param.u64 %d3, %d2; ld.u64 %d4, [%d3]; setp.eq.u64 %p1, %d4, %d0; selp.b32 %r9, 1, 0, %p1;"
-        + STORE
+        "mov.b64 %d2, p0; cvta.param.u64 %d3, %d2; ld.u64 %d4, "
+        "[%d3]; setp.eq.u64 %p1, %d4, %d0; selp.b32 %r9, 1, 0, %p1;" + STORE
     )
     out = output()
     launch(text, out)
@@ -86,7 +95,8 @@ def test_lanes_that_do_not_take_part_touch_nothing():
     out = output()
     launch(
         kernel(
-            "setp.lt.u32 %p1, tid, 10; mul.wide.u32 %d40, tid, 400; add.s64 %d40, %d40, %d0; @%p1 st.global.u32 [%d0], 9; setp.eq.u32 %p2, tid, 0; @%p2 st.global.u32 [%d40], 3;"
+            "setp.lt.u32 %p1, tid, 10; mul.wide.u32 %d40, tid, 400; add.s64 %d40, %d40, %d0; "
+            "@%p1 st.global.u32 [%d0], 9; setp.eq.u32 %p2, tid, 0; @%p2 st.global.u32 [%d40], 3;"
         ),
         out,
     )
@@ -123,8 +133,10 @@ def test_atomics_return_what_was_there():
 
 
 def test_remote_shared_memory_of_a_cluster():
-    body = (f"{OWN_WORD} mov.u32 %r2, %cluster_ctarank; mad.lo.u32 %r3, %r2, 1000, tid; st.shared.u32 [%r1], %r3; barrier.cluster.arrive.release; barrier.cluster.wait.acquire; "
-            "xor.b32 %r4, %r2, 1; mapa.shared::cluster.u32 %r5, %r1, %r4; ld.shared::cluster.u32 %r9, [%r5]; barrier.cluster.arrive; barrier.cluster.wait; "
+    body = (f"{OWN_WORD} mov.u32 %r2, %cluster_ctarank; mad.lo.u32 %r3, %r2, 1000, tid; "
+        f"st.shared.u32 [%r1], %r3; barrier.cluster.arrive.release; barrier.cluster.wait.acquire; "
+            "xor.b32 %r4, %r2, 1; mapa.shared::cluster.u32 %r5, %r1, %r4; "
+                "ld.shared::cluster.u32 %r9, [%r5]; barrier.cluster.arrive; barrier.cluster.wait; "
             "mul.lo.u32 %r6, %r2, 256; cvt.u64.u32 %d5, %r6; add.s64 %d0, %d0, %d5;")  # fmt: skip
     for seed in (None, 0, 1):
         assert (result(body + STORE, n=128, grid=2, cluster=2, seed=seed) == np.r_[TID + 1000, TID]).all()
@@ -142,7 +154,10 @@ def test_remote_shared_memory_of_a_cluster():
 
 
 def test_special_registers():
-    body = "mov.u32 %r1, %ctaid.x; mov.u32 %r2, %nctaid.x; mov.u32 %r3, %ntid.x; mad.lo.u32 %r9, %r1, %r3, tid; mad.lo.u32 %r9, %r2, 10000, %r9; mul.wide.u32 %d5, %r1, 256; add.s64 %d0, %d0, %d5;"
+    body = (
+        "mov.u32 %r1, %ctaid.x; mov.u32 %r2, %nctaid.x; mov.u32 %r3, %ntid.x; mad.lo.u32 %r9, %r1, "
+        "%r3, tid; mad.lo.u32 %r9, %r2, 10000, %r9; mul.wide.u32 %d5, %r1, 256; add.s64 %d0, %d0, %d5;"
+    )
     assert (result(body + STORE, n=192, grid=3) == 30000 + np.arange(192)).all()
     for name, want in (
         ("lanemask_lt", (1 << (TID & 31)) - 1),
@@ -155,7 +170,10 @@ def test_special_registers():
 
 def test_divergent_loops_and_reconvergence():
     # every lane loops as often as its number says; then all vote together
-    body = "mov.u32 %r9, 0; and.b32 %r1, tid, 7; L: setp.eq.u32 %p1, %r1, 0; @%p1 bra E; add.u32 %r9, %r9, %r1; sub.u32 %r1, %r1, 1; bra L; E: activemask.b32 %r2; setp.eq.u32 %p2, %r2, -1; @%p2 add.u32 %r9, %r9, 1000;"
+    body = (
+        "mov.u32 %r9, 0; and.b32 %r1, tid, 7; L: setp.eq.u32 %p1, %r1, 0; @%p1 bra E; add.u32 %r9, %r9, %r1; "
+        "sub.u32 %r1, %r1, 1; bra L; E: activemask.b32 %r2; setp.eq.u32 %p2, %r2, -1; @%p2 add.u32 %r9, %r9, 1000;"
+    )
     n = TID & 7
     for seed in (None, 3):
         assert (result(body + STORE, seed=seed) == n * (n + 1) // 2 + 1000).all()
@@ -174,9 +192,11 @@ def lanes_of(name: str):
 
 def test_shuffles():
     pick = {
-        "shfl.up": lambda l, b: (l - b, l - b >= 0), "shfl.down": lambda l, b: (l + b, l + b <= 31), "shfl.bfly": lambda l, b: (l ^ b, True),
+        "shfl.up": lambda l, b: (l - b, l - b >= 0),
+        "shfl.down": lambda l, b: (l + b, l + b <= 31),
+        "shfl.bfly": lambda l, b: (l ^ b, True),
         "shfl.idx": lambda l, b: (b, True),
-    }  # fmt: skip
+    }
     for name, f in pick.items():
         for warp, got in zip(*lanes_of(name), strict=True):
             for lane in range(32):
@@ -208,10 +228,15 @@ def test_ldmatrix_and_stmatrix(n, trans):
     regs = ", ".join(f"%r{20 + k}" for k in range(n))
     t = ".trans" if trans else ""
     keep = " ".join(f"st.global.u32 [%d5+{4 * k}], %r{20 + k};" for k in range(n))
-    body = (f"mul.wide.u32 %d2, tid, 16; add.s64 %d3, %d0, %d2; shl.b32 %r1, tid, 4; add.u32 %r1, %r1, s; ld.global.v4.u32 {{%r2, %r3, %r4, %r5}}, [%d3]; "
-            f"st.shared.v4.u32 [%r1], {{%r2, %r3, %r4, %r5}}; bar.sync 0; ldmatrix.sync.aligned.m8n8.x{n}{t}.shared.b16 {{{regs}}}, [%r1]; "
-            f"add.s64 %d5, %d1, %d2; {keep} bar.sync 0; stmatrix.sync.aligned.m8n8.x{n}{t}.shared.b16 [%r1], {{{regs}}}; "
-            "bar.sync 0; ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1]; st.global.v4.u32 [%d3], {%r2, %r3, %r4, %r5};")  # fmt: skip
+    body = (
+        f"mul.wide.u32 %d2, tid, 16; add.s64 %d3, %d0, %d2; shl.b32 %r1, tid, 4; "
+        f"add.u32 %r1, %r1, s; ld.global.v4.u32 {{%r2, %r3, %r4, %r5}}, [%d3]; "
+        f"st.shared.v4.u32 [%r1], {{%r2, %r3, %r4, %r5}}; bar.sync 0; "
+        f"ldmatrix.sync.aligned.m8n8.x{n}{t}.shared.b16 {{{regs}}}, [%r1]; "
+        f"add.s64 %d5, %d1, %d2; {keep} bar.sync 0; "
+        f"stmatrix.sync.aligned.m8n8.x{n}{t}.shared.b16 [%r1], {{{regs}}}; "
+        "bar.sync 0; ld.shared.v4.u32 {%r2, %r3, %r4, %r5}, [%r1]; st.global.v4.u32 [%d3], {%r2, %r3, %r4, %r5};"
+    )
     out, again = np.zeros((32, 4), np.uint32), source.copy()
     launch(kernel(body, params=2), again, out, threads=32)
     for k in range(n):
@@ -224,10 +249,12 @@ def test_ldmatrix_and_stmatrix(n, trans):
 # -- parser ------------------------------------------------------------------------------------------------------------
 def test_parser_reads_scopes_labels_and_literals():
     text = kernel(
-        '.pragma "nounroll"; { .reg .b32 t; .reg .pred q; mov.b32 t, -1; A: setp.ne.b32 q, t, -1; @q bra A; mov.b32 %r1, t; } '
-        "{ .reg .b32 t; mov.b32 t, 0x10; A: setp.eq.b32 %p1, t, 99; @%p1 bra A; add.s32 %r1, %r1, t; } // comment ; { \n /* more ; } */ "
-        "mov.f32 %f1, 0f40000000; mov.f64 %d2, 0d3FF0000000000000; mov.b32 %r2, 017; mov.b32 %r3, 0b11; cvt.rzi.s32.f32 %r4, %f1; add.s32 %r9, %r1, %r4; add.s32 %r9, %r9, %r2; add.s32 %r9, %r9, %r3;"
-        + STORE
+        '.pragma "nounroll"; { .reg .b32 t; .reg .pred q; mov.b32 t, -1; '
+        "A: setp.ne.b32 q, t, -1; @q bra A; mov.b32 %r1, t; } "
+        "{ .reg .b32 t; mov.b32 t, 0x10; A: setp.eq.b32 %p1, t, 99; @%p1 "
+        "bra A; add.s32 %r1, %r1, t; } // comment ; { \n /* more ; } */ "
+        "mov.f32 %f1, 0f40000000; mov.f64 %d2, 0d3FF0000000000000; mov.b32 %r2, 017; mov.b32 %r3, 0b11; "
+        "cvt.rzi.s32.f32 %r4, %f1; add.s32 %r9, %r1, %r4; add.s32 %r9, %r9, %r2; add.s32 %r9, %r9, %r3;" + STORE
     )
     module = Module.parse(text)
     names = module.kernel("k").register_names
@@ -240,7 +267,10 @@ def test_parser_reads_scopes_labels_and_literals():
 
 
 def test_parameter_layout_follows_alignment():
-    text = ".version 8.4\n.target sm_80\n.address_size 64\n.visible .entry f(.param .u8 a, .param .align 64 .b8 map[128], .param .u32 b, .param .u64 .ptr .global .align 16 c) .maxntid 128, 1, 1 .minnctapersm 2 { ret; }"
+    text = (
+        ".version 8.4\n.target sm_80\n.address_size 64\n.visible .entry f(.param .u8 a, .param .align 64 .b8 "
+        "map[128], .param .u32 b, .param .u64 .ptr .global .align 16 c) .maxntid 128, 1, 1 .minnctapersm 2 { ret; }"
+    )
     module = Module.parse(text)
     assert [(p.offset, p.size) for p in module.param_layout("f")] == [(0, 1), (64, 128), (192, 4), (200, 8)]
     assert module.entries == ["f"]
@@ -260,7 +290,10 @@ def test_parser_names_the_line(text, message):
 # -- profile and memory -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("stride", "conflicts"), [(1, 0), (2, 2), (8, 14), (32, 62), (33, 0)])
 def test_bank_conflicts_are_counted(stride, conflicts):
-    body = f"mul.lo.u32 %r1, lane, {4 * stride}; mad.lo.u32 %r1, warp, 4352, %r1; add.u32 %r1, %r1, s; st.shared.u32 [%r1], tid;"
+    body = (
+        f"mul.lo.u32 %r1, lane, {4 * stride}; mad.lo.u32 %r1, warp, "
+        f"4352, %r1; add.u32 %r1, %r1, s; st.shared.u32 [%r1], tid;"
+    )
     report = launch(kernel(body, shared=16384), output(), profile=True)
     assert report.bank_conflicts == conflicts
     assert report.bytes["shared write"] == 256

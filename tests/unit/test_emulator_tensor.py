@@ -53,9 +53,11 @@ def test_mma_layouts_as_ptx_defines_them(t, k):
     a = ", ".join(f"%r{10 + r}" for r in range(a_regs))
     b = ", ".join(f"%r{10 + a_regs + r}" for r in range(b_regs))
     body = (
-        f"mul.wide.u32 %d2, tid, {4 * n}; add.s64 %d2, %d2, %d0; {loads} mul.wide.u32 %d3, tid, 16; add.s64 %d3, %d3, %d1; "
+        f"mul.wide.u32 %d2, tid, {4 * n}; add.s64 %d2, %d2, %d0; "
+        f"{loads} mul.wide.u32 %d3, tid, 16; add.s64 %d3, %d3, %d1; "
         "mov.f32 %f1, 0f3F800000; mov.f32 %f2, 0f40000000; mov.f32 %f3, 0f40400000; mov.f32 %f4, 0f40800000; "
-        f"mma.sync.aligned.m16n8k{k}.row.col.f32.{t}.{t}.f32 {{%f1, %f2, %f3, %f4}}, {{{a}}}, {{{b}}}, {{%f1, %f2, %f3, %f4}}; "
+        f"mma.sync.aligned.m16n8k{k}.row.col.f32.{t}.{t}.f32 "
+        f"{{%f1, %f2, %f3, %f4}}, {{{a}}}, {{{b}}}, {{%f1, %f2, %f3, %f4}}; "
         "st.global.v4.f32 [%d3], {%f1, %f2, %f3, %f4};"
     )
     launch(kernel(body, params=2), lanes, out, threads=32)
@@ -131,15 +133,19 @@ def load(rank: int, nbytes: int, wait: str = WAIT, expect: int = 0) -> str:
     coords = ", ".join(f"%r{20 + n}" for n in range(rank))
     fetch = " ".join(f"ld.global.s32 %r{20 + n}, [%d1+{4 * n}];" for n in range(rank))
     return (f"{INIT} {fetch} @!%p1 bra S; mbarrier.arrive.expect_tx.shared.b64 _, [s], {expect or nbytes}; "
-            f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r2], [%d9, {{{coords}}}], [s]; "
+            f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                f"[%r2], [%d9, {{{coords}}}], [s]; "
             f"S: {wait} ")  # fmt: skip
 
 
-DUMP = ("mov.u32 %r3, tid; L: setp.ge.u32 %p3, %r3, {words}; @%p3 bra X; shl.b32 %r4, %r3, 2; add.u32 %r5, %r2, %r4; ld.shared.u32 %r6, [%r5]; cvt.u64.u32 %d5, %r4; add.s64 %d5, %d5, %d0; "
+DUMP = ("mov.u32 %r3, tid; L: setp.ge.u32 %p3, %r3, {words}; @%p3 bra X; shl.b32 %r4, %r3, 2; add.u32 "
+    "%r5, %r2, %r4; ld.shared.u32 %r6, [%r5]; cvt.u64.u32 %d5, %r4; add.s64 %d5, %d5, %d0; "
         "st.global.u32 [%d5], %r6; add.u32 %r3, %r3, 64; bra L; X: ")  # fmt: skip
 CASES = [
-    ((300,), (64,), 0, (0,)), ((300,), (64,), 0, (270,)), ((40, 64), (64, 16), 128, (0, 8)), ((40, 72), (32, 16), 64, (48, 32)),
-    ((40, 72), (16, 16), 32, (-8, -3)), ((7, 9, 64), (64, 4, 2), 128, (0, 7, 6)), ((3, 4, 5, 32), (32, 2, 2, 2), 0, (16, 1, 3, 2)),
+    ((300,), (64,), 0, (0,)), ((300,), (64,), 0, (270,)), ((40, 64), (64, 16), 128, (0, 8)), ((40, 72), (32, 16),
+    64, (48, 32)),
+    ((40, 72), (16, 16), 32, (-8, -3)), ((7, 9, 64), (64, 4, 2), 128, (0, 7, 6)), ((3, 4, 5, 32), (32, 2, 2, 2), 0,
+    (16, 1, 3, 2)),
     ((2, 3, 4, 5, 32), (32, 2, 2, 2, 1), 64, (0, 4, 0, 2, 1)), ((8, 8), (8, 8), 0, (100, 100)),
 ]  # fmt: skip
 
@@ -184,7 +190,8 @@ def test_bulk_load_without_its_wait_or_with_wrong_bytes():
             launch(map_kernel(load(2, 2048, expect=4096), 3), out, where, array, extra=extra, seed=seed)
 
 
-FILL = ("add.u32 %r2, s, 1024; mov.u32 %r3, tid; L: setp.ge.u32 %p3, %r3, {words}; @%p3 bra X; shl.b32 %r4, %r3, 2; add.u32 %r5, %r2, %r4; cvt.u64.u32 %d5, %r4; add.s64 %d5, %d5, %d0; "
+FILL = ("add.u32 %r2, s, 1024; mov.u32 %r3, tid; L: setp.ge.u32 %p3, %r3, {words}; @%p3 bra X; "
+    "shl.b32 %r4, %r3, 2; add.u32 %r5, %r2, %r4; cvt.u64.u32 %d5, %r4; add.s64 %d5, %d5, %d0; "
         "ld.global.u32 %r6, [%d5]; st.shared.u32 [%r5], %r6; add.u32 %r3, %r3, 64; bra L; X: "
         "{fence} bar.sync 0; setp.ne.u32 %p1, tid, 0; @%p1 bra E; ")  # fmt: skip
 FENCE = "fence.proxy.async.shared::cta;"
@@ -224,7 +231,7 @@ def test_bulk_store_needs_the_proxy_fence():
     array, where, source = np.zeros((40, 64), np.float16), np.zeros(2, np.int32), np.zeros(512, np.uint32)
     extra = padded(3, tensor_map(array, (64, 16), 128))
     for seed in SEEDS:
-        with pytest.raises(e.MissingProxyFence, match="fence.proxy.async"):
+        with pytest.raises(e.MissingProxyFence, match=r"fence\.proxy\.async"):
             launch(
                 map_kernel(FILL.format(words=512, fence="") + store(2), 3), source, where, array, extra=extra, seed=seed
             )
@@ -243,10 +250,12 @@ def test_multicast_reaches_every_cta_and_its_mbarrier():
     array = RNG.integers(1, 1 << 16, (16, 64)).astype(np.uint16)
     body = (
         "setp.eq.u32 %p1, tid, 0; @%p1 mbarrier.init.shared.b64 [s], 1; @%p1 fence.mbarrier_init.release.cluster; "
-        "barrier.cluster.arrive.relaxed; barrier.cluster.wait; add.u32 %r2, s, 1024; mov.u32 %r1, 0; mov.u32 %r20, 0; mov.u32 %r21, 0; "
+        "barrier.cluster.arrive.relaxed; barrier.cluster.wait; add.u32 "
+        "%r2, s, 1024; mov.u32 %r1, 0; mov.u32 %r20, 0; mov.u32 %r21, 0; "
         "mov.u32 %r7, %cluster_ctarank; mov.u16 %h1, 3; @%p1 mbarrier.arrive.expect_tx.shared.b64 _, [s], 2048; "
         "setp.eq.and.u32 %p4, %r7, 1, %p1; @!%p4 bra S; "
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%r2], [%d9, {%r20, %r21}], [s], %h1; "
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%r2], [%d9, {%r20, %r21}], [s], %h1; "
         f"S: {WAIT} mul.lo.u32 %r8, %r7, 2048; cvt.u64.u32 %d6, %r8; add.s64 %d0, %d0, %d6; {DUMP.format(words=512)}"
     )
     for seed in SEEDS:
@@ -265,7 +274,9 @@ def test_multicast_reaches_every_cta_and_its_mbarrier():
 
 # -- wgmma -----------------------------------------------------------------------------------------------------------
 def operand_layout(values: np.ndarray, swizzle: int, mn_major: bool) -> tuple[np.ndarray, int]:
-    """Bytes of an operand [rows, k] in shared memory from a 1024-byte boundary, and its descriptor without the address."""
+    """Bytes of an operand [rows, k] in shared memory from a 1024-byte boundary, and its descriptor without the
+    address.
+    """
     rows, k = values.shape
     size = values.itemsize
     mode = {0: 0, 128: 1, 64: 2, 32: 3}[swizzle]
@@ -301,14 +312,17 @@ def wgmma_kernel(n: int, k: int, t: str, a_desc: int, b_desc: int, majors: str, 
     zero = " ".join(f"mov.b32 %r{100 + i}, 0f3F800000;" for i in range(n // 2))
     stores = " ".join(f"st.global.u32 [%d5+{4 * i}], %r{100 + i};" for i in range(n // 2))
     copy = "".join(
-        f"mov.u32 %r3, tid; L{x}: shl.b32 %r4, %r3, 2; add.u32 %r5, s, %r4; cvt.u64.u32 %d5, %r4; add.s64 %d5, %d5, %d{x}; ld.global.u32 %r6, [%d5]; "
+        f"mov.u32 %r3, tid; L{x}: shl.b32 %r4, %r3, 2; add.u32 %r5, s, %r4; "
+        f"cvt.u64.u32 %d5, %r4; add.s64 %d5, %d5, %d{x}; ld.global.u32 %r6, [%d5]; "
         f"st.shared.u32 [%r5+{at}], %r6; add.u32 %r3, %r3, 128; setp.lt.u32 %p3, %r3, 8192; @%p3 bra L{x}; "
         for x, at in ((0, 0), (1, 32768))
     )
     body = (
-        f"{copy} {proxy} bar.sync 0; {zero} shr.u32 %r7, s, 4; cvt.u64.u32 %d10, %r7; add.s64 %d11, %d10, {32768 >> 4}; mov.b64 %d12, {a_desc}; or.b64 %d10, %d10, %d12; "
+        f"{copy} {proxy} bar.sync 0; {zero} shr.u32 %r7, s, 4; cvt.u64.u32 %d10, %r7; "
+        f"add.s64 %d11, %d10, {32768 >> 4}; mov.b64 %d12, {a_desc}; or.b64 %d10, %d10, %d12; "
         f"mov.b64 %d12, {b_desc}; or.b64 %d11, %d11, %d12; setp.ne.u32 %p5, 1, 0; {fence} "
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{t}.{t} {{{regs}}}, %d10, %d11, %p5, {signs}{majors}; wgmma.commit_group.sync.aligned; {wait} "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{t}.{t} {{{regs}}}, %d10, "
+        f"%d11, %p5, {signs}{majors}; wgmma.commit_group.sync.aligned; {wait} "
         f"mul.wide.u32 %d5, tid, {2 * n}; add.s64 %d5, %d5, %d2; {stores}"
     )
     return kernel(body, params=3, shared=65536)

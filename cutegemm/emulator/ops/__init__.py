@@ -3,8 +3,8 @@
 from importlib import import_module
 
 FAMILIES = (
-    "integer", "bits", "floating", "half", "convert", "loadstore", "atomic", "warp", "misc", "barrier", "async_copy", "matrix",
-    "mma", "mbarrier", "tma", "wgmma",
+    "integer", "bits", "floating", "half", "convert", "loadstore", "atomic", "warp", "misc", "barrier", "async_copy",
+    "matrix", "mma", "mbarrier", "tma", "wgmma",
 )  # fmt: skip
 
 for _family in FAMILIES:

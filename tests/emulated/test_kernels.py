@@ -1,4 +1,4 @@
-"""Every kernel, dtype and pair of majors runs in the emulator on ragged problems, checked against the reference.
+"""Every CuTe kernel, dtype and pair of majors runs in the emulator on ragged problems, checked against the reference.
 
 Each run draws its own timing; a failure prints the seed, and CUTEGEMM_TEST_SEED repeats it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from legacy_cuda.rungs import RUNGS
 from tests.problems import MAJORS, Case
 
 pytest.importorskip("llvmlite")
@@ -68,14 +67,3 @@ def test_cute_epilogues(dtype, precision, epilogue, seed):
 def test_cute_batches_and_padded_rows(majors, seed):
     Case.random(40, 24, 56, "fp16", seed=seed, majors=majors, batch=3, pad=8).run(backend="cute")
     Case.random(40, 24, 56, "fp32", seed=seed, majors=majors, batch=2, pad=3, offset=1).run(backend="cute")
-
-
-@pytest.mark.parametrize("majors", MAJORS)
-@pytest.mark.parametrize(("rung", "dtype"), [(rung.name, dtype) for rung in RUNGS.values() for dtype in rung.dtypes])
-def test_legacy(rung, dtype, majors, seed):
-    Case.random(*ALIGNED, dtype, seed=seed, majors=majors).run(backend="legacy", config=rung)
-
-
-@pytest.mark.parametrize(("rung", "dtype"), [(rung.name, rung.dtypes[0]) for rung in RUNGS.values()])
-def test_legacy_odd_extents_and_c(rung, dtype, seed):
-    Case.random(*ODD, dtype, seed=seed, majors="tt", c=True, beta=0.5).run(backend="legacy", config=rung)

@@ -24,6 +24,8 @@ MAX_GRID_Z = 65535
 MAX_GRID_X = 2**31 - 1
 _ARGS = struct.Struct("<4Q 9q 5i 2f 4x")
 """`GemmArgs` of kernels/common.cuh: four addresses, nine strides in elements, five extents, alpha and beta."""
+_ADDRESSES, _SCALARS = struct.Struct("<4Q"), struct.Struct("<2f")
+_SCALARS_AT = _ARGS.size - 4 - _SCALARS.size
 
 
 @dataclass(frozen=True)
@@ -133,17 +135,20 @@ class LegacyKernel:
         if not geometry.chunks:
             return _nothing
         function = self._function(geometry.dynamic_smem)
-        launch_kernel, pack = driver.cuLaunchKernel, _ARGS.pack_into
-        strides, extents = geometry.strides, geometry.extents
+        launch_kernel = driver.cuLaunchKernel
+        pack_addresses, pack_scalars = _ADDRESSES.pack_into, _SCALARS.pack_into
         grid_x, block, smem = geometry.grid_x, geometry.block, geometry.dynamic_smem
-        buffer = ctypes.create_string_buffer(_ARGS.size)
+        # What a call brings is written over what never changes.
+        constant = _ARGS.pack(0, 0, 0, 0, *geometry.strides, *geometry.extents, 0.0, 0.0)
+        buffer = ctypes.create_string_buffer(constant, _ARGS.size)
         slots = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         slots_address = ctypes.addressof(slots)
         lock = threading.Lock()
 
         def run_one(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
             with lock:  # the driver copies the buffer before it returns
-                pack(buffer, 0, a, b, c, d, *strides, *extents, alpha, beta)
+                pack_addresses(buffer, 0, a, b, c, d)
+                pack_scalars(buffer, _SCALARS_AT, alpha, beta)
                 (status,) = launch_kernel(function, grid_x, 1, batch, block, 1, 1, smem, stream, slots_address, 0)
             if status:
                 raise GemmError(f"legacy backend: launching {self.config} failed: {_message(status)}")

@@ -5,8 +5,8 @@
 //           load of A and each store of D is 32 sectors of which 4 bytes each are used.
 // Per CTA   32x32 outputs: 2*32*32*K flops; 8 bytes loaded for 2 flops by every thread, so 32*32*K*8 bytes asked of L1.
 // Limit     L1 and L2 sectors: 32 sectors per load of A, of which 28 of 32 bytes are wasted; arithmetic intensity 0.25 flop/byte.
-// Published 1.3 % of cuBLAS SGEMM on an A6000 (siboehm/SGEMM_CUDA), 0.8 % on an RTX 4090 and 243 GFLOP/s on an H100 PCIe
-//           (shared ladders of others at 4096 to 8192).
+// Published 1.3 % of cuBLAS SGEMM on an A6000 (siboehm/SGEMM_CUDA); others' ladders: 0.8 % on an RTX 4090, 243 GFLOP/s on an H100
+//           PCIe.
 #pragma once
 #include "common.cuh"
 

@@ -4,11 +4,11 @@
 // Idea      With cp.async no register and no instruction is spent on data in flight, so that the ring can be three or four tiles deep
 //           and a thread can keep 128 accumulators and its fragments without spilling. One barrier per tile: it says both that
 //           tile t has arrived and that the slot of tile t - 1 is free for tile t + STAGES - 1.
-// Per CTA   and k-tile of 128x128x16: 16 KiB for 524288 flops: 32 flop/byte (256x128: 43); 128 multiply-adds per 6 shared loads of 16
-//           bytes, and 8 copies a thread per 2048 multiply-adds.
-// Limit     Instruction issue, more than 90 % of it multiply-adds; then power: fp32 multiply-adds at this rate draw what the card may draw.
-// Published best of the ladder after autotuning: 84.8 % (thread tile) and 93.7 % (warp tile) of cuBLAS SGEMM on an A6000
-//           (siboehm/SGEMM_CUDA), 45.4 TFLOP/s = 89 % on an H200 at 8192 (thread tile 64x256x16).
+// Per CTA   and k-tile of 64x128x8: 6 KiB from global memory for 131072 flops: 21 flop/byte; 128 multiply-adds per 6 shared loads of
+//           16 bytes. Two warps of 32x128 outputs, four such CTAs per SM, which never wait for one another.
+// Limit     Instruction issue, 91 % of it multiply-adds; then power: fp32 multiply-adds at this rate draw what the card may draw.
+// Published best of a ladder after autotuning: 84.8 % (thread tile) and 93.7 % (warp tile) of cuBLAS SGEMM on an A6000
+//           (siboehm/SGEMM_CUDA), 45.4 TFLOP/s = 89 % on an H200 at 8192 (thread tile 64x256x16, 8x8).
 #pragma once
 #include "warp_tile_shape.cuh"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 
@@ -19,6 +20,7 @@ from legacy_cuda.config import MAX_ACCUMULATORS, LegacyConfig, parse, why_invali
 from legacy_cuda.kernel import _ARGS, MAX_GRID_Z, Geometry
 from legacy_cuda.rungs import KERNELS, RUNGS, ladder
 from tuning.autotune import _Frontier
+from tuning.cubin import usage
 
 H200 = arch_table.get("H200")
 FP32 = Problem.of(8192, 8192, 8192, "fp32", majors="tt")
@@ -241,6 +243,45 @@ class TestGeometry:
         assert fields[:4] == (1 << 40, 2, 3, 4)
         assert fields[-2:] == (0.5, 2.0)
 
+    @pytest.mark.parametrize("batch", [1, MAX_GRID_Z + 2])
+    def test_a_bound_launch_hands_the_driver_what_capture_describes(self, batch, monkeypatch):
+        """Without a GPU: the driver's function is replaced by one that reads the parameter buffer as it does."""
+        driver = pytest.importorskip("cuda.bindings.driver")
+        problem = Problem.of(70, 33, 5, "fp32", majors="tt", batch=batch, epilogue=Epilogue("fp16"))
+        kernel = BACKEND.build(problem.signature, parse("async_copy"), H200)
+        seen = []
+
+        def launch(function, gx, gy, gz, bx, by, bz, smem, stream, slots, extra):
+            address = ctypes.c_void_p.from_address(slots).value
+            seen.append((function, (gx, gy, gz), (bx, by, bz), smem, stream, ctypes.string_at(address, _ARGS.size)))
+            return (0,)
+
+        monkeypatch.setattr(driver, "cuLaunchKernel", launch)
+        monkeypatch.setattr(kernel, "_function", lambda smem: "function")
+        run = kernel.bind(problem)
+        for call in ((1 << 47, 2, 3, 0, 5, 0.5, -2.0, 77), (10, 20, 30, 0, 50, 1.0, 0.0, 78)):
+            seen.clear()
+            run(*call)
+            *operands, stream = call
+            wanted = kernel.capture(problem, *operands)
+            assert [("function", w.grid, w.block, w.dynamic_smem, stream, w.params) for w in wanted] == seen
+
+    def test_a_failing_launch_says_which_kernel(self, monkeypatch):
+        driver = pytest.importorskip("cuda.bindings.driver")
+        problem = Problem.of(8, 8, 8, "fp32", majors="tt")
+        kernel = BACKEND.build(problem.signature, parse("naive"), H200)
+        monkeypatch.setattr(driver, "cuLaunchKernel", lambda *a: (driver.CUresult.CUDA_ERROR_INVALID_VALUE,))
+        monkeypatch.setattr(driver, "cuGetErrorString", lambda status: (0, b"invalid argument"))
+        monkeypatch.setattr(kernel, "_function", lambda smem: "function")
+        with pytest.raises(GemmError, match=r"launching naive/bm32/bn32 failed: .*invalid argument"):
+            kernel.bind(problem)(1, 2, 0, 0, 3, 1.0, 0.0, 0)
+
+    def test_another_problem_is_refused(self):
+        problem = Problem.of(8, 8, 8, "fp32", majors="tt")
+        kernel = BACKEND.build(problem.signature, parse("naive"), H200)
+        with pytest.raises(ValueError, match="cannot run"):
+            kernel.capture(Problem.of(8, 8, 8, "fp32", majors="nn"), 1, 2, 0, 0, 3, 1.0, 0.0)
+
     def test_batches_beyond_the_grid_limit_are_split(self):
         problem = Problem.of(2, 2, 2, "fp16", batch=2 * MAX_GRID_Z + 5)
         geometry = Geometry.of(problem, parse("wmma_naive"))
@@ -282,6 +323,12 @@ class TestBuild:
         monkeypatch.setattr(build, "_compile", lambda *a: (_ for _ in ()).throw(GemmError("asked to compile")))
         with pytest.raises(GemmError, match="asked to compile"):
             build.compiled(signature, parse("naive"), H200)
+
+    @pytest.mark.parametrize("rung", ["padded", "async_copy", "warp_tile", "warp_tile_async", "wmma_double_buffer"])
+    def test_no_registers_are_spilled(self, rung):
+        problem = Problem.of(64, 64, 64, RUNGS[rung].dtypes[0], majors="tt")
+        (entry,) = usage(BACKEND.build(problem.signature, parse(rung), H200).cubin)
+        assert entry.stack == 0, f"{entry.stack} bytes of local memory a thread"
 
     def test_invalid_for_the_signature(self):
         with pytest.raises(ValueError, match="not valid for"):

@@ -21,6 +21,7 @@ from legacy_cuda.rungs import AUTOTUNED, AUTOTUNED_BAR, ladder
 from tuning.workbench import Row, Workbench, host_cost
 
 RAGGED = (261, 390, 77)
+LARGEST_EMULATED = 512
 SMALL = {"fp32": (128, 128, 32), "16bit": (256, 128, 32)}
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 1 when a rung is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tuning.ladder", description=__doc__.splitlines()[0])
     parser.add_argument("--ladder", choices=("fp32", "16bit"), default="fp32")
-    parser.add_argument("--size", type=_sizes, default=None, help="square sizes, e.g. 4096,8192 (GPU)")
+    parser.add_argument("--size", type=_sizes, default=None, help="square sizes, e.g. 4096,8192")
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16", help="operands of the 16-bit ladder")
     parser.add_argument(
         "--rung", type=lambda text: text.split(","), default=None, help="only these rungs or configurations"
@@ -52,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.emulate or not torch.cuda.is_available():
         from tuning.ladder_profile import profile_ladder
 
-        return profile_ladder(chosen, dtype, SMALL[options.ladder])
+        if options.plot or options.autotune:
+            parser.error("--plot and --autotune need timings, and those need a GPU")
+        if max(options.size or (1,)) > LARGEST_EMULATED:
+            parser.error(f"--size: the emulator takes up to {LARGEST_EMULATED} here")
+        shapes = [(size, size, size) for size in options.size or ()] or [SMALL[options.ladder]]
+        return max(profile_ladder(chosen, dtype, shape) for shape in shapes)
     return _on_gpu(chosen, dtype, options)
 
 

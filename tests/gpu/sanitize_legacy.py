@@ -4,6 +4,7 @@
         compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 python tests/gpu/sanitize_legacy.py;
         done
 
+Run it once without the tool, so that the kernels are compiled: under it a kernel takes one or two seconds as it is.
 `sanitize_legacy.py 0/3` takes every third rung, so that the slow tools can run side by side.
 """
 

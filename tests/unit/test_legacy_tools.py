@@ -55,6 +55,8 @@ def test_plot(tmp_path):
         ("--rung wmma_naive", "is on the ladder '16bit'"),
         ("--rung nonsense", "no rung is called 'nonsense'"),
         ("--rounds 0", "expected at least 1"),
+        ("--emulate --plot x.png", "need a GPU"),
+        ("--emulate --size 4096", "up to 512"),
     ],
 )
 def test_command_line_refuses(arguments, message, capsys):
@@ -62,6 +64,16 @@ def test_command_line_refuses(arguments, message, capsys):
         ladder.main(arguments.split())
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_emulated_at_a_size_of_ones_own(capsys):
+    assert (
+        ladder.main(["--emulate", "--ladder", "16bit", "--dtype", "fp16", "--rung", "wmma_naive", "--size", "17,32"])
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "at 17x17x17, fp16" in printed
+    assert "at 32x32x32, fp16" in printed
 
 
 def test_without_a_gpu_the_ladder_is_profiled(capsys):

@@ -198,6 +198,12 @@ class Env:
         return self._mbarriers is not None and self._mbarriers.wake()
 
     def exited(self, wave, box) -> None:
+        gone = ~wave.live[box.c0 : box.c1].any((1, 2))
+        if gone.any():
+            wave.gone[box.c0 : box.c1] |= gone
+            wave.any_gone = True
+            if self._tma is not None:
+                self._tma.check_exit(wave.gone)
         if self._barriers is not None:
             from cutegemm.emulator.ops.barrier import after_exit
 

@@ -67,6 +67,10 @@ class BarrierMisuse(EmulationError):
     """A named or cluster barrier used with counts that do not agree, or by exited warps."""
 
 
+class ExitTooEarly(EmulationError):
+    """A CTA exits while a bulk store may still read its shared memory, or its cluster uses it after it has exited."""
+
+
 class NoProgress(EmulationError):
     """No warp can continue: the message lists which warps wait where, and for what."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cutegemm.emulator.errors import EmulationError, MisalignedAccess, OutOfBounds
+from cutegemm.emulator.errors import EmulationError, ExitTooEarly, MisalignedAccess, OutOfBounds
 from cutegemm.emulator.memory import PARAM_WINDOW, RANK_SHIFT, SHARED_BASE, WINDOW_MASK
 from cutegemm.emulator.ops.atomic import step
 from cutegemm.emulator.ops.half import half_op
@@ -25,7 +25,8 @@ class BulkCopies:
     def __init__(self, wave: Any) -> None:
         self.wave = wave
         self.loads: list[list[Callable[[], None]]] = []  # one list per executed instruction
-        self.stores: list[tuple[int, int, int, Callable[[], None]]] = []  # CTA, warp, group, action
+        #: CTA, warp, group, action, instruction
+        self.stores: list[tuple[int, int, int, Callable[[], None], Any]] = []
         self.committed = np.zeros((wave.C, wave.W), np.int64)
         self.time = np.zeros((wave.C, wave.W, RING), np.int64)
 
@@ -43,11 +44,22 @@ class BulkCopies:
         return True
 
     def finish(self) -> None:
-        for *_, action in self.stores:
-            action()
+        for store in self.stores:
+            store[3]()
         self.stores = []
         while self.complete_some(True):
             pass
+
+    def check_exit(self, gone: np.ndarray) -> None:
+        """Raises ExitTooEarly for a bulk store of an exited CTA that nothing waited for: it may still be reading."""
+        for c, w, _, _, instr in self.stores:
+            if gone[c]:
+                raise ExitTooEarly(
+                    "the CTA exits while this bulk store may still read its shared memory: "
+                    "cp.async.bulk.wait_group(.read) is missing\n"
+                    f"  {self.wave.env.thread_name(self.wave, c, w, None)}\n  {instr.where()}",
+                    line=instr.line,
+                )
 
     def wait_stores(self, c: int, w: int, upto: int) -> None:
         left = []
@@ -85,7 +97,10 @@ def shared_target(X, I, lanes, e: int, address: int, c: int, align: int, size: i
         )
     if offset % align:
         fail(X, I, MisalignedAccess, lanes, e, f"shared address {address:#x} is no multiple of {align}")
-    return int(wave.first[c]) + rank, offset - SHARED_BASE
+    target = int(wave.first[c]) + rank
+    if wave.any_gone and wave.gone[target]:
+        fail(X, I, ExitTooEarly, lanes, e, f"CTA {wave.env.cta_name(wave, target)} of its cluster has exited")
+    return target, offset - SHARED_BASE
 
 
 def tensor_map_at(X, I, lanes, e: int, address: int) -> TensorMap:

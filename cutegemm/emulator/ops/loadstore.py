@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cutegemm.emulator.errors import EmulationError, MisalignedAccess, OutOfBounds
+from cutegemm.emulator.errors import EmulationError, ExitTooEarly, MisalignedAccess, OutOfBounds
 from cutegemm.emulator.memory import (
     CONST_WINDOW,
     LOCAL_WINDOW,
@@ -163,6 +163,10 @@ def shared_bytes(X, I, addr, lanes, size: int, what: str) -> np.ndarray:
                 f"shared {what} at {int(addr[n]):#x}: CTA rank {int(rank[n])} in a cluster of {wave.cluster_size}",
             )
         ctas = wave.first[ctas] + rank
+        if wave.any_gone and wave.gone[ctas].any():
+            n = int(np.argmax(wave.gone[ctas]))
+            gone = wave.env.cta_name(wave, int(ctas[n]))
+            fail(X, I, ExitTooEarly, lanes, n, f"shared {what}: CTA {gone} of its cluster has exited")
     offset -= SHARED_BASE
     if len(offset) and (int(offset.min()) < 0 or int(offset.max()) + size > wave.smem_bytes):
         bad = (offset < 0) | (offset + size > wave.smem_bytes)

@@ -331,7 +331,7 @@ def _store(X, I, lanes, e: int, c: int, w: int, cta: int, table: np.ndarray, nby
     if env.rng is None:
         action()
     else:
-        env.tma.stores.append((c, w, int(env.tma.committed[c, w]), action))
+        env.tma.stores.append((c, w, int(env.tma.committed[c, w]), action, I))
 
 
 def _distinct(X, lanes, flat, reduction):

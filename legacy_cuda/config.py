@@ -300,8 +300,8 @@ def _warp(p: dict[str, int]) -> str | None:
 def _warp_async(p: dict[str, int]) -> str | None:
     if not 2 <= p["stages"] <= 8:
         return "STAGES must be 2 to 8"
-    if p["group"] > 64:
-        return "GROUP must be 1 to 64"
+    if p["group"] > 16:
+        return "GROUP must be 1 to 16"
     return _warp(p)
 
 

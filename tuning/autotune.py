@@ -57,7 +57,7 @@ def autotune(
         verdict, seconds = ("did not compile", None) if kernel is None else _judge(bench, config)
         rows.append(_row(problem, arch, config, seconds, verdict))
         if verdict == "ok" and seconds is not None:
-            if report is not None and (not found or seconds < min(found)[0]):
+            if report is not None and seconds < min((s for s, _ in found), default=float("inf")):
                 report(f"  {name} {tried}/{total}: {config} {problem.flops / seconds * 1e-12:.2f} TFLOP/s")
             found.append((seconds, config))
             frontier.measured(seconds, config)

@@ -41,8 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", default=None, metavar="PNG", help="also draw the ladder (needs matplotlib)")
     parser.add_argument("--emulate", action="store_true", help="use the emulator even where there is a GPU")
     options = parser.parse_args(argv)
-    import torch
-
     dtype = "fp32" if options.ladder == "fp32" else options.dtype
     try:
         chosen = _chosen(options.ladder, options.rung)
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(why))
     if options.rounds < 1:
         parser.error(f"--rounds: got {options.rounds}, expected at least 1")
-    if options.emulate or not torch.cuda.is_available():
+    if options.emulate or not cuda_is_there():
         from tuning.ladder_profile import profile_ladder
 
         if options.plot or options.autotune:
@@ -60,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         shapes = [(size, size, size) for size in options.size or ()] or [SMALL[options.ladder]]
         return max(profile_ladder(chosen, dtype, shape) for shape in shapes)
     return _on_gpu(chosen, dtype, options)
+
+
+def cuda_is_there() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _sizes(text: str) -> tuple[int, ...]:

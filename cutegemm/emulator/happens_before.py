@@ -18,21 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from cutegemm.emulator.errors import (
-    AsyncReadTooEarly,
-    DataRace,
-    EmulationError,
-    MissingProxyFence,
-    UninitializedRead,
-)
-from cutegemm.emulator.memory import SHARED_BASE
+from cutegemm.emulator.errors import DataRace, MissingProxyFence, UninitializedRead
+from cutegemm.emulator.race_findings import Findings
 
 FOREVER = np.int32(0x7FFFFFFF)
 #: mbarriers per CTA whose bulk loads are told apart
 MBARRIERS = 64
 
 
-class HappensBefore:
+class HappensBefore(Findings):
     def __init__(self, wave: Any, env: Any) -> None:
         self.wave, self.env = wave, env
         self.checks = env.checks
@@ -61,6 +55,14 @@ class HappensBefore:
         self.atomic_write = np.zeros(granules, bool)
         self.read_last = np.zeros(granules, np.int32)
         self.read_at = np.zeros((self.readers * wave.cluster_size, granules), np.int32)
+        #: the arrays that reads use, seen as units of 1, 2 and 4 granules
+        self.wide = {
+            n: (self.wrote_at.view(t), self.read_last.view(t), self.read_at.reshape(-1).view(t))
+            for n, t in ((1, np.int32), (2, np.int64), (4, np.complex128))
+            if self.g * n <= 16
+        }
+        self.writers = np.zeros(self.AA, bool)  # agents that have written at all
+        self.known_writes: np.ndarray | None = None  # [C, W]: up to when each warp knows every agent's writes
         self.row_used: np.ndarray = np.zeros(len(self.read_at), bool)  # rows of agents that have read at all
         self.know = np.zeros((C, W, self.AA), np.int32)
         self.fenced = np.zeros((C, W, self.AA), np.int32)
@@ -95,6 +97,7 @@ class HappensBefore:
     def acquire(self, c: Any, w: Any, know: np.ndarray, fenced: np.ndarray) -> None:
         self.know[c, w] = np.maximum(self.know[c, w], know)
         self.fenced[c, w] = np.maximum(self.fenced[c, w], fenced)
+        self.known_writes = None
         self.know[c, w, self.self_agent[c, w]] = FOREVER
 
     def async_done(self, kind: str, c: np.ndarray, w: np.ndarray, time: np.ndarray) -> None:
@@ -102,6 +105,7 @@ class HappensBefore:
         first = w - w % 4 if kind == "wgmma" else w  # a warpgroup's reads are booked on its first warp
         agent = self.self_agent[c, first] + self.offset[kind]
         self.know[c, w, agent] = np.maximum(self.know[c, w, agent], time)
+        self.known_writes = None
 
     def proxy_fence(self, X: Any, mask: np.ndarray | None) -> None:
         """fence.proxy.async: what these warps know of is from now on visible to the asynchronous proxy."""
@@ -202,20 +206,55 @@ class HappensBefore:
 
     def read(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None) -> None:
         """Ordinary reads of ``size`` bytes by lanes."""
+        views = self.wide.get(size // self.g)
+        if views is not None:
+            self.read_aligned(X, I, offset, size, lanes, *views)
+            return
         g, n = self._granules(offset, size)
         warps = self._warps(X, lanes, n)
+        self.check_read(X, I, g, n, warps, lanes)
+        now = self.wave.now
+        self.read_last[g] = now
+        agent = self.reader_row(self.self_agent.reshape(-1).take(warps))
+        self.read_at.reshape(-1)[agent * self.read_at.shape[1] + g] = now
+        self.row_used[agent] = True
+
+    def read_aligned(self, X, I, offset, size, lanes, wrote_at, read_last, read_at) -> None:
+        """`read` of 1, 2 or 4 granules that lie together, handled as one unit.
+
+        Where the latest of the writes read is older than what all the warps know of every writer, it is in order.
+        """
+        unit = offset // size
+        when = wrote_at.take(unit).view(np.int32)
+        if int(when.min()) == 0 or int(when.max()) > self.oldest_known(X):
+            g, n = self._granules(offset, size)
+            self.check_read(X, I, g, n, self._warps(X, lanes, n), lanes)
+        stamp = np.full(size // self.g, self.wave.now, np.int32).view(read_last.dtype)[0]
+        read_last[unit] = stamp
+        key = "reader rows" if lanes is None else ""
+        first = X._cache.get(key) if key else None
+        if first is None:
+            warps = self._warps(X, lanes, 1)
+            rows = self.reader_row(self.self_agent.reshape(-1).take(warps))
+            self.row_used[rows] = True
+            first = rows * self.read_at.shape[1]
+            if key:
+                X._cache[key] = first
+        read_at[first // (size // self.g) + unit] = stamp
+
+    def oldest_known(self, X: Any) -> int:
+        """The time up to which every warp of a box knows every agent's writes."""
+        if self.known_writes is None:
+            known = self.know[:, :, self.writers]
+            self.known_writes = known.min(-1) if known.shape[-1] else np.zeros(known.shape[:2], np.int32)
+        return int(self.known_writes[X.at].min())
+
+    def check_read(self, X, I, g, n, warps, lanes) -> None:
         when = self.wrote_at.take(g)
         by = self.wrote_by.take(g)
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
             self.report_read(X, I, g, n, warps, when, by, ok, lanes, proxy=False)
-        now = self.wave.now
-        self.read_last[g] = now
-        agent = self.self_agent.reshape(-1).take(warps)
-        if self.wave.cluster_size > 1:
-            agent = self.reader_row(agent)
-        self.read_at.reshape(-1)[agent * self.read_at.shape[1] + g] = now
-        self.row_used[agent] = True
 
     def reader_row(self, agent: np.ndarray) -> np.ndarray:
         """The row of ``read_at`` of an agent number."""
@@ -229,9 +268,7 @@ class HappensBefore:
         warps = self._warps(X, lanes, n)
         self.check_write(X, I, g, n, warps, lanes)
         agent = (self.self_agent.reshape(-1).take(warps) + self.offset[kind]).astype(np.int16)
-        self.wrote_at[g] = self.wave.now
-        self.wrote_by[g] = agent
-        self.wrote_line[g] = self.line_of(I)
+        self.wrote(g, agent, I)
         self.atomic_write[g] = False
         clash = self.wrote_by.take(g) != agent
         if clash.any() and self.checks.races:
@@ -250,10 +287,7 @@ class HappensBefore:
             self.report_read_if_needed(
                 X, I, g[plain], n, warps[plain], None if n > 1 and lanes is None else lanes, plain, n
             )
-        agent = self.self_agent.reshape(-1).take(warps).astype(np.int16)
-        self.wrote_at[g] = self.wave.now
-        self.wrote_by[g] = agent
-        self.wrote_line[g] = self.line_of(I)
+        self.wrote(g, self.self_agent.reshape(-1).take(warps).astype(np.int16), I)
         self.atomic_write[g] = True
 
     def report_read_if_needed(self, X, I, g, n, warps, lanes, chosen, per) -> None:
@@ -265,6 +299,14 @@ class HappensBefore:
         if not ok.all() or not when.all():
             self.report_read(X, I, g, 1, warps, when, by, ok, lanes, proxy=False)
         self.check_write(X, I, g, 1, warps, lanes)
+
+    def wrote(self, g: np.ndarray, agent: Any, I: Any) -> None:
+        self.wrote_at[g] = self.wave.now
+        self.wrote_by[g] = agent
+        self.wrote_line[g] = self.line_of(I)
+        if not self.writers[agent].all():
+            self.writers[agent] = True
+            self.known_writes = None
 
     def check_write(self, X: Any, I: Any, g: np.ndarray, n: int, warps: np.ndarray, lanes: np.ndarray | None) -> None:
         if not self.checks.races:
@@ -427,73 +469,5 @@ class HappensBefore:
                         by=int(rows[r]),
                         was_read=True,
                     )
-        self.wrote_at[g] = self.wave.now
-        self.wrote_by[g] = self.wave.rank[cta] * self.A + self.offset["mbarrier"] + slot
-        self.wrote_line[g] = self.line_of(I)
-
-    # -- messages ---------------------------------------------------------------------------------------------
-    def too_early(self, by: int) -> type[EmulationError]:
-        kind = by % self.A
-        return AsyncReadTooEarly if kind >= self.W else DataRace
-
-    def agent_name(self, granule: int, agent: int) -> str:
-        """'warp 3 of CTA (0,0,0)', 'cp.async of warp 3 ...': ``granule`` tells the cluster."""
-        first = self.wave.first[granule // self.row]
-        cta = self.env.cta_name(self.wave, int(first) + agent // self.A)
-        local = agent % self.A
-        if local < self.W:
-            return f"warp {local} of CTA {cta}"
-        for kind, what in (("copy", "a cp.async of"), ("bulk", "a bulk store of"), ("wgmma", "a wgmma of")):
-            at = self.offset.get(kind)
-            if at is not None and at <= local < at + self.W:
-                return f"{what} warp {local - at} of CTA {cta}"
-        return f"a bulk load that completes on mbarrier {local - self.offset['mbarrier']} of CTA {cta}"
-
-    def report_read(self, X, I, g, n, warps, when, by, ok, lanes, proxy) -> None:
-        if self.checks.uninitialized and not when.all():
-            e = int(np.argmin(when != 0))
-            self.fail(
-                X,
-                I,
-                UninitializedRead,
-                g[e],
-                lanes,
-                e // n,
-                "a read of shared memory that nothing has written",
-                by=None,
-            )
-        if self.checks.races and not ok.all():
-            e = int(np.argmin(ok))
-            self.fail(
-                X,
-                I,
-                self.too_early(int(by[e])),
-                g[e],
-                lanes,
-                e // n,
-                "a read that nothing orders after the write",
-                by=int(by[e]),
-            )
-
-    def fail(
-        self, X, I, kind, granule, lanes, element: int, message: str, by: int | None, was_read: bool = False
-    ) -> None:
-        lane = int(element if lanes is None else lanes[element])
-        raise self.finding(I, kind, int(granule), X.where(lane), message, by, was_read)
-
-    def fail_at(
-        self, X, I, kind, c: int, w: int, granule: int, message: str, by: int | None = None, was_read: bool = False
-    ) -> None:
-        raise self.finding(I, kind, granule, self.env.thread_name(self.wave, c, w, None), message, by, was_read)
-
-    def finding(self, I, kind, granule: int, who: str, message: str, by: int | None, was_read: bool) -> EmulationError:
-        address = granule % self.row * self.g + SHARED_BASE
-        where = self.env.cta_name(self.wave, granule // self.row)
-        text = f"{message}\n  shared memory {address:#x} of CTA {where}, used by {who}\n  {I.where()}"
-        if by is not None:
-            earlier = self.lines[int(self.wrote_line[granule])]
-            if was_read:
-                text += f"\n  earlier read by {self.agent_name(granule, by)}"
-            elif earlier is not None:
-                text += f"\n  earlier write by {self.agent_name(granule, by)}: {earlier.where()}"
-        return kind(text, line=I.line)
+        self.wrote(g, np.int16(self.wave.rank[cta] * self.A + self.offset["mbarrier"] + slot), I)
+        self.atomic_write[g] = False

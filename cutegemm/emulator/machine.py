@@ -119,6 +119,7 @@ class Wave:
         self.any_gone = False
         self.boxes: dict[tuple[int, int, int, int], Box] = {}
         self.carry: np.ndarray | None = None
+        self.fma_tables: dict[int, np.ndarray] = {}
         self.now = 1
 
     def box(self, c0: int, c1: int, w0: int, w1: int) -> Box:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from cutegemm.emulator.errors import EmulationError, UnsupportedInstruction
+from cutegemm.emulator.fast_fma import FmaRun
 from cutegemm.emulator.machine import BASE_CODE, DTYPES
 from cutegemm.emulator.memory import SHARED_BASE
 from cutegemm.emulator.ptx import (
@@ -211,6 +212,7 @@ class Gen:
         self.memo: dict[Any, tuple[str, frozenset]] = {}  # values kept while their registers stay as they are
         self.acc_clean: set[int] = set()
         self.result: str | None = None
+        self.fma_run: list[tuple[int, int, int, int]] = []  # consecutive fma.rn.f32, not written yet
 
     # -- lines ------------------------------------------------------------------------------------------------
     def line(self, text: str) -> None:
@@ -241,6 +243,8 @@ class Gen:
         return self.keep(self.instr, "I")
 
     def instruction(self, instr: Instr) -> None:
+        if self.fma_run and instr.op != "fma.rn.f32":
+            self.end_fma_run()
         self.instr = instr
         self.mask = "m" if self.masked else None
         if instr.guard is not None:
@@ -418,7 +422,17 @@ class Gen:
     def call(self, name: str, *args: str) -> None:
         self.line(f"{name}(X, {self.me}, {', '.join(args)}{', ' if args else ''}{self.mask})")
 
+    def end_fma_run(self) -> None:
+        """Write the consecutive fma.rn.f32 gathered so far: as one call, or one by one where that is not to be had."""
+        quads, self.fma_run = self.fma_run, []
+        self.lists.add("f4")
+        self.line(f"if not {self.keep(FmaRun(quads))}(X):")
+        for d, a, b, c in quads:
+            self.line(f"    fused_multiply_add(f4[{a}], f4[{b}], f4[{c}], f4[{d}])")
+
     def finish(self) -> Callable:
+        if self.fma_run:
+            self.end_fma_run()
         head = [f"    {c} = X.{c}" for c in sorted(self.lists)]
         if self.masked:
             head.append("    m = X.mask")

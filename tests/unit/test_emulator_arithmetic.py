@@ -473,3 +473,32 @@ def test_approximate_functions_keep_their_bounds():
             if x > 0:
                 want = f(x)
                 assert abs(value(got, "f32") - want) <= 2.0**-23 * max(abs(want), 1e-30), (name, x)
+
+
+def test_compiled_fma_runs_have_the_same_bits(monkeypatch):
+    """The machine code for runs of fma, against the NumPy substitute, on full and on partial boxes of warps."""
+    from cutegemm.emulator import fast_fma
+    from tests.unit.emulator_kernels import kernel, launch
+
+    pytest.importorskip("llvmlite")
+    if fast_fma.compiled() is None:
+        pytest.skip("this CPU has no fused multiply-add")
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 1 << 32, (192, 3), np.uint64).astype(np.uint32)
+    bits[::2] = (rng.standard_normal((96, 3)) * 1e-20).astype(np.float32).view(np.uint32)
+    fmas = "fma.rn.f32 %f4, %f1, %f2, %f3; fma.rn.f32 %f5, %f4, %f1, %f2; fma.rn.f32 %f4, %f5, %f4, %f1;"
+    text = kernel(
+        "mov.u32 %r2, %ctaid.x; mad.lo.u32 %r3, %r2, 96, tid; mul.wide.u32 %d2, %r3, 12; add.s64 %d3, %d0, %d2; "
+        "mul.wide.u32 %d4, %r3, 4; add.s64 %d5, %d1, %d4; ld.global.f32 %f1, [%d3]; ld.global.f32 %f2, [%d3+4]; "
+        f"ld.global.f32 %f3, [%d3+8]; {fmas} setp.eq.u32 %p1, warp, 1; @%p1 bra E; {fmas} E: st.global.f32 [%d5], %f4;",
+        params=2,
+    )
+    results = []
+    for _ in range(2):
+        out = np.zeros(192, np.float32)
+        launch(text, bits, out, threads=96, grid=2)
+        results.append(out)
+        monkeypatch.setattr(fast_fma, "compiled", lambda: None)
+    a, b = results
+    assert ((a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))).all()
+    assert np.isfinite(a).sum() > 90

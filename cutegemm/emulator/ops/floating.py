@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cutegemm.emulator import numerics
-from cutegemm.emulator.ptx import Instr
+from cutegemm.emulator.ptx import Instr, Reg
 from cutegemm.emulator.translate import RUNTIME, Gen, emits, runtime
 
 RUNTIME.update(flush=numerics.flush, fma_f64=numerics.fma_f64, fma_f32_mode=numerics.fma_f32_mode,
@@ -151,6 +151,11 @@ def fma(g: Gen, i: Instr) -> None:
     elif mode == "rn" and not (i.has("ftz") or i.has("sat")):
         d = i.operands[0]
         g.written(d)
+        if not g.mask and all(isinstance(o, Reg) for o in i.operands):
+            g.fma_run.append(tuple(o.index for o in i.operands))
+            return
+        if g.fma_run:
+            g.end_fma_run()
         where = f", {g.mask}" if g.mask else ""
         g.line(f"fused_multiply_add({', '.join(args)}, {g.reg(d.index, 'f4')}{where})")
     else:

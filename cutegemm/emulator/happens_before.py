@@ -192,7 +192,7 @@ class HappensBefore(Findings):
 
     def _granules(self, offset: np.ndarray, size: int) -> tuple[np.ndarray, int]:
         """Byte offsets -> granule indices, ``n`` per access (flattened access by access)."""
-        g = offset // self.g
+        g: np.ndarray = offset // self.g
         n = max(1, size // self.g)
         if n > 1:
             g = (g[:, None] + np.arange(n)).reshape(-1)

@@ -115,7 +115,7 @@ class Wave:
         self.lane_pc: np.ndarray = np.zeros(shape, np.int64)
         self.lane_wait: np.ndarray = np.zeros(shape, bool)
         self.full = bool(self.live.all())
-        self.gone = np.zeros(self.C, bool)  # CTAs of which no thread is left
+        self.gone: np.ndarray = np.zeros(self.C, bool)  # CTAs of which no thread is left
         self.any_gone = False
         self.boxes: dict[tuple[int, int, int, int], Box] = {}
         self.carry: np.ndarray | None = None

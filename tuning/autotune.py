@@ -52,10 +52,9 @@ def autotune(
     total = len(frontier)
     deadline = time.monotonic() + 0.8 * budget_s
     found: list[tuple[float, LegacyConfig]] = []
-    rows: list[Measurement] = []
     for tried, (config, kernel) in enumerate(_compiled_ahead(frontier, problem, arch, deadline), 1):
         verdict, seconds = ("did not compile", None) if kernel is None else _judge(bench, config)
-        rows.append(_row(problem, arch, config, seconds, verdict))
+        store.record(_row(problem, arch, config, seconds, verdict))
         if verdict == "ok" and seconds is not None:
             if report is not None and seconds < min((s for s, _ in found), default=float("inf")):
                 report(f"  {name} {tried}/{total}: {config} {problem.flops / seconds * 1e-12:.2f} TFLOP/s")
@@ -63,13 +62,13 @@ def autotune(
             frontier.measured(seconds, config)
         elif report is not None:
             report(f"  {name} {tried}/{total}: {config}: {verdict}")
-    store.record(*rows)
     finalists = [config for _, config in sorted(found, key=lambda pair: pair[0])[:FINALISTS]]
     if not finalists:
         return None
-    final = [(bench.measure(config, rounds=3).seconds, config) for config in finalists]
-    store.record(*(_row(problem, arch, config, seconds, "ok") for seconds, config in final))
-    return min(final, key=lambda pair: pair[0])[1]
+    final = [bench.measure(config, rounds=3) for config in finalists]
+    store.record(*(_row(problem, arch, row.config, row.seconds, row.verdict) for row in final))
+    right = [row for row in final if row.verdict == "ok"]
+    return min(right, key=lambda row: row.seconds).config if right else None
 
 
 class _Frontier:

@@ -21,14 +21,15 @@ struct Padded {
 };
 
 // The same effect without the extra words: k permutes the groups of four words within a line of 32 banks. Bits 2, 3 and 4 of x
-// get the low three bits of k, in such an order that four neighbouring k's, and also k's four apart, fall on different banks.
+// are flipped by the low three bits of k, so that eight neighbouring k's, and k's four apart, fall on different banks.
 template <int EXTENT>
 struct Swizzled {
     static constexpr int SIZE_PER_K = EXTENT;
     static constexpr int PERIOD = 32;
-    __device__ static constexpr int at(int k, int x) { return k * EXTENT + (x ^ (((k & 7) << 2))); }
+    __device__ static constexpr int at(int k, int x) { return k * EXTENT + (x ^ ((k & 7) << 2)); }
 };
 
+// What a run of so many bytes is made of while a register holds it.
 template <int BYTES>
 struct WordType {
     using type = unsigned;

@@ -28,6 +28,25 @@ class Scheduler:
         self.rng: random.Random | None = env.rng
         self.idle_steps = 0
         self.steps = 0
+        self.slow = self.slow_warps()
+        self.ready = wave.wpc
+
+    def slow_warps(self) -> np.ndarray | None:
+        """Under every third seed: the warps that run only when no other can. Of these seeds every other one picks a CTA
+        of each cluster, the rest some warps of every CTA.
+
+        A CTA far behind its cluster, or a producer far ahead of its consumers, is legal and rarely drawn step by step.
+        """
+        wave, rng = self.wave, self.rng
+        if rng is None or self.env.seed % 3 != 2:
+            return None
+        slow = np.zeros((wave.C, wave.W), bool)
+        if wave.cluster_size > 1 and self.env.seed % 6 == 2:
+            slow[wave.rank == rng.randrange(wave.cluster_size)] = True
+        else:
+            first = rng.randrange(wave.W)
+            slow[:, first : rng.randrange(first, wave.W) + 1] = True
+        return slow
 
     def run(self) -> None:
         wave, env = self.wave, self.env
@@ -42,7 +61,7 @@ class Scheduler:
                 raise NoProgress(self.stuck("no warp can continue"))
             self.steps += 1
             env.progressed = False
-            self.step(blocks[pc], wave.wpc == pc)
+            self.step(blocks[pc], self.ready == pc)
             if env.events:
                 env.wake(wave)
             if env.progressed:
@@ -58,10 +77,15 @@ class Scheduler:
     # -- choice -----------------------------------------------------------------------------------------------
     def choose(self) -> int:
         """The program counter to run next, or -1 when no warp can run."""
-        wpc = self.wave.wpc
+        self.ready = wpc = self.wave.wpc
         low = int(wpc.min())
         if low >= EXIT:
             return -1
+        if self.slow is not None and self.idle_steps <= 16:  # what polls memory must not keep them back for ever
+            fast = np.where(self.slow, IDLE, wpc)
+            if int(fast.min()) < EXIT:
+                self.ready = wpc = fast
+                low = int(fast.min())
         rng = self.rng
         # a loop that polls memory must not starve the warps it waits for
         fair = self.idle_steps > 16 and self.idle_steps % 4 == 0

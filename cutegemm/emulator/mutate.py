@@ -51,13 +51,17 @@ class Mutation:
 
 
 def mutations(ptx: str) -> list[Mutation]:
-    """Every mutation of the synchronization in a PTX text, in the order of its lines."""
+    """Every mutation of the synchronization in a PTX text, in the order of its lines.
+
+    Commits and waits of cp.async groups in a text that issues no cp.async are left out: their groups are always empty.
+    """
     visible = re.sub(r"//[^\n]*|/\*.*?\*/", lambda match: re.sub(r"[^\n]", " ", match.group()), ptx, flags=re.DOTALL)
+    copies = re.search(r"(?<![\w$.%])cp\.async\.c[ag]\.", visible) is not None
     seen: Counter[str] = Counter()
     found = []
     for match in _STATEMENT.finditer(visible):
         changes = list(_changes(match["op"], match["arguments"].strip(), match["guard"] or ""))
-        if not changes:
+        if not changes or (not copies and re.match(r"cp\.async\.(commit|wait)", match["op"])):
             continue
         start = match.start("guard") if match["guard"] else match.start("op")
         text = ptx[start : match.end()]

@@ -114,6 +114,14 @@ def test_sites_survive_renumbered_registers_and_moved_lines():
     assert [(m.site, m.change) for m in mutations(moved)] == [(m.site, m.change) for m in mutations(PTX)]
 
 
+def test_groups_that_are_always_empty_are_left_out():
+    without = PTX.replace("cp.async.cg.shared.global [%r1], [%rd1], 16;", "")
+    left_out = {m.site for m in mutations(PTX)} - {m.site for m in mutations(without)}
+    assert left_out == {"cp.async.commit_group #1", "cp.async.wait_group 2 #1"}
+    bulk = PTX + "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+    assert {m.site for m in mutations(bulk)} > {"cp.async.bulk.commit_group #1", "cp.async.bulk.wait_group 0 #1"}
+
+
 def _case(run):
     return Case("case", PTX, (run,))
 

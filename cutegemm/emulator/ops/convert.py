@@ -128,7 +128,7 @@ def float_to_float(x, to, mode, flags):
     if "relu" in flags:
         x = np.where(x > 0, x, np.where(x != x, x, x.dtype.type(0)))
     if "sat" in flags:
-        x = np.where(x != x, x.dtype.type(0), np.clip(x, x.dtype.type(0), x.dtype.type(1)))
+        x = np.where(x != x, x.dtype.type(0), np.clip(x, x.dtype.type(0), x.dtype.type(1)) + x.dtype.type(0))
     if "satfinite" in flags:
         top = numerics.FORMATS[to][2]
         x = np.clip(x, x.dtype.type(-top), x.dtype.type(top))

@@ -41,7 +41,7 @@ def finish(g: Gen, i: Instr, expr: str, code: str) -> None:
 
 @runtime
 def saturate(x):
-    return np.where(x != x, x.dtype.type(0), np.clip(x, x.dtype.type(0), x.dtype.type(1)))
+    return np.where(x != x, x.dtype.type(0), np.clip(x, x.dtype.type(0), x.dtype.type(1)) + x.dtype.type(0))  # -0 is +0
 
 
 def arithmetic(g: Gen, i: Instr) -> None:

@@ -80,7 +80,7 @@ def half_op(name, kind, flags, *args):
     if residue is not None:
         residue = np.where(np.isfinite(out), residue, 0.0)
     if "sat" in flags:
-        out = np.where(out != out, 0.0, np.clip(out, 0.0, 1.0))
+        out = np.where(out != out, 0.0, np.clip(out, 0.0, 1.0) + 0.0)
     if "relu" in flags:
-        out = np.where(out < 0, 0.0, out)
+        out = np.where(out <= 0, 0.0, out)
     return to_bits(out, kind, residue)

@@ -40,7 +40,7 @@ class Scheduler:
         wave, rng = self.wave, self.rng
         if rng is None or self.env.seed % 3 != 2:
             return None
-        slow = np.zeros((wave.C, wave.W), bool)
+        slow: np.ndarray = np.zeros((wave.C, wave.W), bool)
         if wave.cluster_size > 1 and self.env.seed % 6 == 2:
             slow[wave.rank == rng.randrange(wave.cluster_size)] = True
         else:

@@ -62,7 +62,7 @@ FAMILIES: dict[str, Family] = {
         "SimtGemm",
         lambda s: s.dtype == "fp32" and s.precision == "ieee",
         (
-            "simt/256x128x8/w64x64/s3/g8",
+            "simt/128x256x16/w64x64/s3/g8",
             "simt/128x128x8/w32x64/s4/g8",
             "simt/64x64x8/w16x32/s4/g8",
             "simt/32x32x8/w16x32/s4/g8",

@@ -133,6 +133,8 @@ class SimtConfig(TileConfig):
     """A configuration of `kernels.simt`: fp32 on CUDA cores. A warp is 4 x 8 lanes; the thread tile follows."""
 
     family: ClassVar[str] = "simt"
+    TRANSPOSE_PAD: ClassVar[int] = 4
+    """Words after each k-row of a tile that was K-major, see `tile_load.TransposingLoader`."""
 
     @property
     def thread_tile(self) -> tuple[int, int]:
@@ -141,7 +143,11 @@ class SimtConfig(TileConfig):
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
-        return max(self.stages * (self.bm + self.bn) * self.bk * 4, self.slab_bytes())
+        rows = sum(
+            extent + (self.TRANSPOSE_PAD if major == "k" else 0)
+            for extent, major in ((self.bm, signature.a_major), (self.bn, signature.b_major))
+        )
+        return max(self.stages * rows * self.bk * 4, self.slab_bytes())
 
     def problem(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
@@ -158,12 +164,9 @@ class SimtConfig(TileConfig):
         if tm * tn > 128:
             return f"thread tile {tm}x{tn}; more than 128 accumulators spill"
         if self.bk < 8:
-            return f"bk is {self.bk}; at least 8 (two blocks of 4)"
+            return f"bk is {self.bk}; at least 8"
         if not 2 <= self.stages <= 8:
             return f"stages is {self.stages}; accepted are 2 to 8"
-        blocks = self.bk // 4 * (self.wm // SLAB_ROWS)
-        if blocks % 2 or (self.bk // 4) % 2:
-            return f"bk is {self.bk}; an even number of blocks of 4, for the two register fragments to alternate"
         for side, extent in (("bm", self.bm), ("bn", self.bn)):
             if extent * self.bk < 4 * self.threads:
                 return f"{side} x bk is {extent * self.bk} elements for {self.threads} threads; each must load four"

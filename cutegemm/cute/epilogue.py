@@ -44,10 +44,11 @@ class SlabEpilogue:
             itemsize = types.NUMERIC[self.epilogue.c_dtype].width // 8
             self.c_vector = max(min(signature.align_c // itemsize, self.chunk), 1)
 
-    def start(self, memory, row, column, m, n, warp, lane, operands) -> None:
-        """Binds to the warp tile whose first output is (row, column) of an (m, n) matrix.
+    def start(self, memory, matrix, row, column, m, n, warp, lane, operands) -> None:
+        """Binds to the warp tile whose first output is (row, column) of (m, n) matrix number `matrix`.
 
-        `memory` is a shared fp32 pointer with room for one slab a warp; `operands` are the `Operands` of this batch.
+        `memory` is a shared fp32 pointer with room for one slab a warp. Addresses of C and D are made here, after the
+        main loop, where registers are free again.
         """
         base = memory + warp * (SLAB_ROWS * self.pitch)
         self.slab = cute.make_tensor(base, cute.make_layout((SLAB_ROWS, self.wn), stride=(self.pitch, 1)))
@@ -56,6 +57,9 @@ class SlabEpilogue:
         self.lane_column = (lane % self.lanes_per_row) * self.chunk
         self.column = column + self.lane_column
         self.operands = operands
+        self.d = operands.d + Int64(matrix) * operands.d_batch
+        if self.epilogue.c_dtype:
+            self.c = operands.c + Int64(matrix) * operands.c_batch
         self.bias = None
         if self.epilogue.bias_dtype and self.epilogue.bias_axis == "n":
             self.bias = self._load_bias_columns()
@@ -101,7 +105,7 @@ class SlabEpilogue:
         z = activate(z, self.epilogue.activation)
         result = cute.make_rmem_tensor(self.chunk, self.out_type)
         result.store(z.to(self.out_type))
-        target = self.operands.d + (Int64(row) * self.operands.ldd + Int64(self.column))
+        target = self.d + (Int64(row) * self.operands.ldd + Int64(self.column))
         vectors = cute.logical_divide(result, cute.make_layout(self.vector))
         for v in cutlass.range_constexpr(self.chunk // self.vector):
             if self.column + v * self.vector < self.n:
@@ -114,7 +118,7 @@ class SlabEpilogue:
         c_type = types.NUMERIC[self.epilogue.c_dtype]
         raw = cute.make_rmem_tensor(self.chunk, c_type)
         raw.fill(0)
-        start = self.operands.c + (Int64(row) * self.operands.c_row + Int64(self.column) * self.operands.c_col)
+        start = self.c + (Int64(row) * self.operands.c_row + Int64(self.column) * self.operands.c_col)
         width = self.c_vector if cutlass.const_expr(self.c_vector > 0) else 1
         vectors = cute.logical_divide(raw, cute.make_layout(width))
         for v in cutlass.range_constexpr(self.chunk // width):
@@ -135,12 +139,13 @@ def aligned(pointer, align: int):
 
 
 class Operands:
-    """The run-time operands of an epilogue, for one matrix of the batch: pointers, strides (Int64), alpha, beta."""
+    """The run-time operands of an epilogue: pointers, strides (Int64), alpha and beta."""
 
-    def __init__(self, c, bias, d, alpha, beta, ldd, c_row, c_col) -> None:
+    def __init__(self, c, bias, d, alpha, beta, ldd, d_batch, c_row, c_col, c_batch) -> None:
         self.c, self.bias, self.d = c, bias, d
         self.alpha, self.beta = alpha, beta
-        self.ldd, self.c_row, self.c_col = ldd, c_row, c_col
+        self.ldd, self.d_batch = ldd, d_batch
+        self.c_row, self.c_col, self.c_batch = c_row, c_col, c_batch
 
 
 def activate(z, activation: str | None):

@@ -10,13 +10,17 @@ Edges cost nothing in the main loop. Beyond M or N a thread re-reads the last va
 outputs that are never stored). Beyond K a copy ignores its source and writes zeros.
 
 cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead.
+
+The CUDA-core kernel wants its tiles as [k][m] whatever the operand's major: `TransposingLoader` turns K-major ones.
 """
 
 from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int64
+from cutlass import Float32, Int64
+
+from cutegemm.cute.config import SimtConfig
 
 
 class TileLoader:
@@ -46,10 +50,13 @@ class TileLoader:
         self.bytes = self.vector * self.itemsize
         self.vectors_per_row = self.inner // self.vector
         # A row may have more vectors than there are threads: then a pass covers a part of it.
-        self.row_parts = max(self.vectors_per_row // threads, 1)
+        self.row_parts = max(self.vectors_per_row // self._lanes_per_row(), 1)
         self.rows_per_pass = threads * self.row_parts // self.vectors_per_row
         self.passes = self.outer * self.inner // (self.vector * threads)
         self.ptx = _copy_instruction(self.bytes)
+
+    def _lanes_per_row(self) -> int:
+        return self.threads
 
     def start(self, base, leading, first, limit, k, tid) -> None:
         """Binds the loader to a CTA's rows (or columns) `first` .. of an operand with `limit` of them.
@@ -75,6 +82,12 @@ class TileLoader:
             source = (tile + self._source_offset(p)).toint()
             target = stage_base + self._shared_offset(p)
             cute.arch.inline_ptx(self.ptx, read_only_args=[target, source, self._left(k_tile, p)])
+
+    def fetch(self, k_tile) -> None:
+        """Nothing: `copy` does it all."""
+
+    def settle(self, stage_base) -> None:
+        """Nothing: `copy` does it all."""
 
     def _place(self, p):
         """(row, inner element) of pass p within the tile."""
@@ -130,6 +143,62 @@ class TileLoader:
         return self.k - k_tile * self.bk - (inner if self.k_major else row)
 
 
+class TransposingLoader(TileLoader):
+    """Brings K-major fp32 tiles into shared memory as [k][m], through registers.
+
+    A 4-byte cp.async could store any element anywhere, but each row of the operand that a warp touches costs it a pass
+    through shared memory (8.8 passes a copy, measured). Here a thread reads vectors along K (`fetch`) and later
+    stores each element to its k-row (`settle`). A kernel fetches just before the barrier that ends a k tile, because
+    there the compiler cannot move the loads down to their use, and settles half a tile later.
+
+    The lanes of a store are neighbours along m, but for the two that share a row: their vectors are 4 k-rows apart, and
+    `PAD` words after each k-row make that 16 banks.
+    """
+
+    PAD = SimtConfig.TRANSPOSE_PAD
+
+    def _lanes_per_row(self) -> int:
+        return 2
+
+    def start(self, base, leading, first, limit, k, tid) -> None:
+        super().start(base, leading, first, limit, k, tid)
+        self.held = cute.make_rmem_tensor((self.vector, self.passes), Float32)
+
+    def copy(self, k_tile, stage_base, part: int = 0, parts: int = 1) -> None:
+        """Nothing: see `fetch` and `settle`."""
+
+    def fetch(self, k_tile) -> None:
+        """Loads this thread's vectors of k tile `k_tile` into registers."""
+        tile = self.base + Int64(k_tile) * Int64(self.bk)
+        for p in range(self.passes):
+            source = (tile + self._source_offset(p)).toint()
+            loaded = cute.arch.inline_ptx(
+                _load_instruction(self.vector),
+                write_only_types=[Float32] * self.vector,
+                read_only_args=[source, self._left(k_tile, p)],
+            )
+            for i, value in enumerate(loaded if self.vector > 1 else (loaded,)):
+                self.held[i, p] = value
+
+    def settle(self, stage_base) -> None:
+        """Stores what `fetch` loaded into the stage at shared address `stage_base`."""
+        pitch = self.extent + self.PAD
+        for p in range(self.passes):
+            row, inner = self._place(p)
+            for i in range(self.vector):
+                target = stage_base + ((inner + i) * pitch + row) * self.itemsize
+                cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[target, self.held[i, p]])
+
+    def ring(self, base, stages: int):
+        pitch = self.extent + self.PAD
+        layout = cute.make_layout((self.extent, self.bk, stages), stride=(1, pitch, pitch * self.bk))
+        return cute.make_tensor(cute.recast_ptr(base, dtype=self.dtype), layout)
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.extent + self.PAD) * self.bk * self.itemsize
+
+
 def _copy_instruction(bytes_per_copy: int) -> str:
     """PTX that copies so many bytes, or zeros when nothing is left of K.
 
@@ -148,3 +217,11 @@ def _copy_instruction(bytes_per_copy: int) -> str:
         f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {bytes_per_copy}, beyond; }}"
     )
 
+
+
+def _load_instruction(vector: int) -> str:
+    """PTX that loads `vector` fp32 values, or zeros when nothing is left of K. Operands: address, elements left."""
+    outputs = [f"{{$w{i}}}" for i in range(vector)]
+    zeros = " ".join(f"mov.f32 {output}, 0f00000000;" for output in outputs)
+    kind = f"v{vector}.f32 {{{', '.join(outputs)}}}" if vector > 1 else f"f32 {outputs[0]}"
+    return f"{{ .reg .pred valid; setp.gt.s32 valid, {{$r1}}, 0; {zeros} @valid ld.global.{kind}, [{{$r0}}]; }}"

@@ -72,7 +72,7 @@ class AmpereGemm(Gemm):
         return cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(not loader.k_major, 4), self.ab_type)
 
     @cute.jit
-    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column, operands):
+    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
         config = self.config
         tid = cute.arch.thread_idx()[0]
         lane = tid % 32
@@ -145,12 +145,7 @@ class AmpereGemm(Gemm):
         # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        self.epilogue.start(
-            cute.recast_ptr(memory, dtype=Float32),
-            row + warp_m * config.wm,
-            column + warp_n * config.wn,
-            m, n, warp, lane, operands,
-        )  # fmt: skip
+        self.start_epilogue(memory, warp_m, warp_n, warp, lane)
         slab = thread_mma.partition_C(self.epilogue.slab)
         for i in cutlass.range_constexpr(config.wm // SLAB_ROWS):
             cute.autovec_copy(accumulators[None, i, None], slab[None, 0, None])

@@ -115,20 +115,33 @@ class Gemm:
         c_batch: Int64,
     ):
         """One CTA: find its tile, then load, multiply and store it."""
-        block = cute.arch.block_idx()[0]
+        matrix, row, column = self._place(cute.arch.block_idx()[0], tiles_m, tiles_n)
+        self.operands = Operands(c, bias, d, alpha, beta, ldd, d_batch, c_row, c_col, c_batch)
+        self.tiles_m, self.tiles_n, self.m, self.n = tiles_m, tiles_n, m, n
+        a = a + Int64(matrix) * a_batch
+        b = b + Int64(matrix) * b_batch
+        self.compute_tile(a, b, lda, ldb, m, n, k, row, column)
+
+    def _place(self, block, tiles_m, tiles_n):
+        """(matrix of the batch, first row, first column) of the tile of CTA number `block`."""
         tiles = tiles_m * tiles_n
         matrix = block // tiles
         tile_m, tile_n = self.order.coordinates(block - matrix * tiles, tiles_m, tiles_n)
-        row, column = tile_m * self.config.bm, tile_n * self.config.bn
+        return matrix, tile_m * self.config.bm, tile_n * self.config.bn
 
-        a = a + Int64(matrix) * a_batch
-        b = b + Int64(matrix) * b_batch
-        d = d + Int64(matrix) * d_batch
-        if cutlass.const_expr(self.signature.epilogue.c_dtype is not None):
-            c = c + Int64(matrix) * c_batch
-        operands = Operands(c, bias, d, alpha, beta, ldd, c_row, c_col)
-        self.compute_tile(a, b, lda, ldb, m, n, k, row, column, operands)
+    def start_epilogue(self, memory, warp_m, warp_n, warp, lane) -> None:
+        """Binds the epilogue to this warp's part of the tile; `memory` is the ring, which is free by now.
 
-    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column, operands):
+        The tile's place is computed a second time, from the CTA's number behind a move that the compiler cannot
+        see through: kept since the start, it would take registers from the main loop, which uses every one.
+        """
+        number = cute.arch.block_idx()[0]
+        block = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])
+        matrix, row, column = self._place(block, self.tiles_m, self.tiles_n)
+        row, column = row + warp_m * self.config.wm, column + warp_n * self.config.wn
+        slab = cute.recast_ptr(memory, dtype=Float32)
+        self.epilogue.start(slab, matrix, row, column, self.m, self.n, warp, lane, self.operands)
+
+    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
         """Computes and stores the tile whose first output is (row, column)."""
         raise NotImplementedError

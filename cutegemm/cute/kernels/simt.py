@@ -1,22 +1,17 @@
 """GEMM in IEEE fp32 on CUDA cores: cp.async ring -> 16-byte shared loads -> FFMA.
 
-A CTA tile is cut into warp tiles, a warp tile among 4 x 8 lanes: a lane owns wm/4 x wn/8 outputs in registers. K is
-walked in blocks of 4, and within a block in groups of 16 rows of the warp tile, 4 rows a lane:
+A CTA tile is cut into warp tiles, a warp tile among 4 x 8 lanes; a lane owns wm/4 x wn/8 outputs in registers, as groups
+of 4 neighbours along each side so that its fragments come in 16-byte loads:
 
-    for block of 4 k:                 load B:  wn/8 columns x 4 k
-        for group of 4 rows (lane):   load A:  4 rows x 4 k
-            4 k x 4 rows x wn/8 columns FFMA
+    lane (i, j) of a 64 x 64 warp tile:   rows 4 i + 16 g + (0..3), g = 0..3     columns 4 j + 32 h + (0..3), h = 0..1
 
-The fragments of the next group (and block) are loaded while this one is multiplied. A block of 4 k makes both majors load 16
-bytes at a time, without transposing anything: where K is contiguous a load brings 4 k of one row, else 4 rows of one k. What
-differs is which rows a lane owns, so that the lanes of a load hit different banks:
+For each k it loads wm/4 values of A and wn/8 of B and adds their outer product. With 16 x 8 outputs a lane that is 6
+loads for 128 FFMA; the loads of a warp touch 16 + 32 consecutive words (each word serves 8 or 4 lanes at once), so
+shared memory is busy for a fraction of the time that the FFMA take, and one CTA of 8 warps with 255 registers a
+thread is enough to keep the FMA pipes full. The fragments of k+1 are loaded while k is multiplied.
 
-    M-major, tile [k][m]:   lane i owns rows 4 i + 16 g + (0..3)         neighbours in memory
-    K-major, tile [m][k]:   lane i owns rows i + 16 g + (0, 4, 8, 12)    and 16-byte pieces of a row XORed with the row
-
-With 16 x 8 outputs a lane that is 24 loads for 512 FFMA, and each word loaded serves 8 or 4 lanes at once, so shared memory
-is busy for a fraction of the time that the FFMA take: one CTA of 8 warps with 255 registers a thread is enough to keep the
-FMA pipes full.
+Shared tiles are [k][m] and [k][n]. An operand that lies so in memory comes by cp.async; a K-major one is transposed on
+its way, through registers (`tile_load.TransposingLoader`).
 """
 
 from __future__ import annotations
@@ -26,84 +21,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutegemm.cute.config import SLAB_ROWS, SimtConfig
-from cutegemm.cute.epilogue import aligned
 from cutegemm.cute.kernels.base import Gemm
-from cutegemm.cute.tile_load import TileLoader
+from cutegemm.cute.tile_load import TileLoader, TransposingLoader
 from cutegemm.problem import Signature
 
 LANES_M, LANES_N = 4, 8
-K_BLOCK = 4
 
 
 def place_of_lane(lane):
     """The lane's place i * LANES_N + j in the 4 x 8 arrangement: the bits of j and i alternate, j first.
 
-    A 16-byte shared load takes a pass for each quarter of the warp, unless lanes that differ in bit 0 (or bit 1) alone
-    read the same words. Here they do: neighbours share their rows of A, lanes two apart their columns of B.
+    A 16-byte shared load takes a pass for each quarter of the warp, unless lanes that differ in bit 0 (or bit 1) alone read
+    the same words. Here they do: neighbours share their rows of A, and lanes two apart their columns of B.
     """
     i = ((lane >> 1) & 1) | ((lane >> 2) & 2)
     j = (lane & 1) | ((lane >> 1) & 2) | ((lane >> 2) & 4)
     return i * LANES_N + j
-
-
-def swizzle_of(bk: int) -> tuple[int, int, int]:
-    """The swizzle of a K-major tile: rows of 32, 64 or 128 bytes XOR their number into 1, 2 or 3 bits."""
-    return ({8: 1, 16: 2}.get(bk, 3), 4, 3)
-
-
-class FragmentLoader:
-    """Shared memory -> registers for one operand: `load` brings this lane's rows x 4 k, 16 bytes at a time.
-
-    Addresses are a register for the lane and a constant: of a K-major row's number, the lane's bits and those that are
-    the same for every lane do not mix, so the swizzle's XOR falls apart into one of the lane's place (`lane_offsets`, an
-    offset for each k block) and one of the block's number. CuTe's swizzled tensors compute it anew for each load.
-    """
-
-    def __init__(self, tile: TileLoader, lanes: int) -> None:
-        self.tile = tile
-        self.k_major = tile.k_major
-        self.lanes = lanes
-        self.blocks = tile.bk // K_BLOCK
-
-    def fragment(self, count: int):
-        """Registers for `count` rows x 4 k, contiguous as the loads are: along k, or along the rows."""
-        stride = (0, K_BLOCK, 1) if self.k_major else (0, 1, count)
-        return cute.make_rmem_tensor(cute.make_layout((1, count, K_BLOCK), stride=stride), Float32)
-
-    def start(self, memory, first, lane) -> None:
-        """Binds to the rows of the warp that begin at `first`; `lane` is this lane's place among `lanes`."""
-        self.words = cute.recast_ptr(memory, dtype=Float32)
-        if self.k_major:
-            line = (first + lane) * self.tile.bk
-            own = self._xor_of_row(lane)
-            self.lane_offsets = [line + K_BLOCK * (own ^ block) for block in range(self.blocks)]
-        else:
-            self.lane_offsets = [first + 4 * lane] * self.blocks
-
-    def _xor_of_row(self, row):
-        bits, base, shift = self.tile.swizzle
-        return ((row * self.tile.row_bytes()) >> (base + shift)) & ((1 << bits) - 1)
-
-    def load(self, fragment, group: int, block: int, stage) -> None:
-        """Loads groups of 4 rows beginning with `group`, as many as `fragment` has, at k block `block`."""
-        base = stage * (self.tile.stage_bytes // 4)
-        count = cute.size(fragment, mode=[1])
-        for q in range(count):
-            if self.k_major:
-                row = (4 * group + q) * self.lanes
-                offset = self.lane_offsets[block ^ self._xor_of_row(row)] + row * self.tile.bk
-                self._load_four(fragment[0, q, None], base + offset)
-            else:
-                # q counts the loads: 4 rows of one k each.
-                k, part = q % K_BLOCK, q // K_BLOCK
-                row = (group + part) * 4 * self.lanes
-                offset = self.lane_offsets[0] + (block * K_BLOCK + k) * self.tile.extent + row
-                target = cute.logical_divide(fragment[0, None, k], cute.make_layout(4))
-                self._load_four(target[None, part], base + offset)
-
-    def _load_four(self, target, offset) -> None:
-        place = aligned(self.words + offset, 16)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), target)
 
 
 class SimtGemm(Gemm):
@@ -113,24 +46,17 @@ class SimtGemm(Gemm):
         super().__init__(config, signature)
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
-        self.load_a, self.load_b = FragmentLoader(self.a, LANES_M), FragmentLoader(self.b, LANES_N)
-        self.groups = config.wm // SLAB_ROWS
-        self.columns = config.wn // LANES_N
+        # Copies of the tile ahead are spread over the first half of the k-steps: all at once, their addresses are
+        # live together and spill. They are not skipped at the end of K, where they write zeros: a branch there
+        # lets the compiler sink FFMA of one step behind those of the next, each waiting for the other.
+        self.copy_steps = config.bk // 2
 
     def _operand(self, k_major: bool, extent: int, align: int) -> TileLoader:
-        bk = self.config.bk
-        return TileLoader(self.ab_type, extent, bk, k_major, align, self.config.threads, swizzle_of(bk) if k_major else None)
-
-    def _thread_mma(self, place):
-        """FFMA by the lane at `place` on its outputs of a warp tile; see the module docstring for which they are."""
-        lanes = cute.make_layout((LANES_M, LANES_N, 1), stride=(LANES_N, 1, 0))
-        rows = LANES_M * 4 if self.a.k_major else cute.make_layout((LANES_M, 4), stride=(4, 1))
-        columns = LANES_N * 4 if self.b.k_major else cute.make_layout((LANES_N, 4), stride=(4, 1))
-        mma = cute.make_tiled_mma(cute.nvgpu.MmaUniversalOp(Float32), lanes, permutation_mnk=(rows, columns, None))
-        return mma, mma.get_slice(place)
+        loader = TransposingLoader if k_major else TileLoader
+        return loader(self.ab_type, extent, self.config.bk, k_major, align, self.config.threads)
 
     @cute.jit
-    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column, operands):
+    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
         config = self.config
         tid = cute.arch.thread_idx()[0]
         lane = tid % 32
@@ -149,72 +75,77 @@ class SimtGemm(Gemm):
             self.a.copy(Int32(stage), base_a + stage * self.a.stage_bytes)
             self.b.copy(Int32(stage), base_b + stage * self.b.stage_bytes)
             cute.arch.cp_async_commit_group()
+            self._fetch(Int32(stage))
+            self._settle(base_a, base_b, stage)
+        self._fetch(Int32(config.stages - 1))
 
-        place = place_of_lane(lane)
-        mma, thread_mma = self._thread_mma(place)
-        self.load_a.start(memory, warp_m * config.wm, place // LANES_N)
-        self.load_b.start(memory_b, warp_n * config.wn, place % LANES_N)
-        # Two fragments of each operand: one is multiplied while the other is loaded.
-        fragments_a = [self.load_a.fragment(4) for _ in range(2)]
-        fragments_b = [self.load_b.fragment(self.columns) for _ in range(2)]
-        layout = cute.make_layout((1, 4, self.groups, self.columns), stride=(0, 1, 4, 4 * self.groups))
-        accumulators = cute.make_rmem_tensor(layout, Float32)
+        ring_a, ring_b = self.a.ring(memory, config.stages), self.b.ring(memory_b, config.stages)
+        ring_a = cute.local_tile(ring_a, (config.wm, config.bk), (warp_m, 0, None))
+        ring_b = cute.local_tile(ring_b, (config.wn, config.bk), (warp_n, 0, None))
+
+        lanes = cute.make_layout((LANES_M, LANES_N, 1), stride=(LANES_N, 1, 0))
+        four_rows = cute.make_layout((LANES_M, 4), stride=(4, 1))
+        four_columns = cute.make_layout((LANES_N, 4), stride=(4, 1))
+        mma = cute.make_tiled_mma(
+            cute.nvgpu.MmaUniversalOp(Float32), lanes, permutation_mnk=(four_rows, four_columns, None)
+        )
+        thread_mma = mma.get_slice(place_of_lane(lane))
+        source_a = thread_mma.partition_A(ring_a)
+        source_b = thread_mma.partition_B(ring_b)
+        fragment_a = mma.make_fragment_A(source_a[None, None, None, 0])
+        fragment_b = mma.make_fragment_B(source_b[None, None, None, 0])
+        accumulators = mma.make_fragment_C(thread_mma.partition_shape_C((config.wm, config.wn)))
         accumulators.fill(0.0)
 
         cute.arch.cp_async_wait_group(config.stages - 2)
         cute.arch.sync_threads()
         read, write = Int32(0), Int32(config.stages - 1)
-        self.load_a.load(fragments_a[0], 0, 0, read)
-        self.load_b.load(fragments_b[0], 0, 0, read)
+        cute.autovec_copy(source_a[None, None, 0, read], fragment_a[None, None, 0])
+        cute.autovec_copy(source_b[None, None, 0, read], fragment_b[None, None, 0])
 
-        blocks = config.bk // K_BLOCK
-        steps = blocks * self.groups
-        # Copies of the tile ahead are spread over the first half of the steps: all at once, their addresses are
-        # live together and spill. They are not skipped at the end of K, where they write zeros: a branch here
-        # lets the compiler sink FFMA of one step behind those of the next, each waiting for the other.
-        copy_steps = max(steps // 2, 1)
         for k_tile in cutlass.range(k_tiles, unroll=1):
-            for step in cutlass.range_constexpr(steps):
-                block, group = step // self.groups, step % self.groups
-                if cutlass.const_expr(step == steps - 1):
+            for step in cutlass.range_constexpr(config.bk):
+                if cutlass.const_expr(step == config.bk - 1):
                     read = read + 1
                     if read == config.stages:
                         read = Int32(0)
+                    self._fetch(k_tile + config.stages)
                     cute.arch.cp_async_wait_group(config.stages - 2)
                     cute.arch.sync_threads()
-                next_block, next_group = (step + 1) % steps // self.groups, (step + 1) % self.groups
-                self.load_a.load(fragments_a[(step + 1) % 2], next_group, next_block, read)
-                if cutlass.const_expr(next_group == 0):
-                    self.load_b.load(fragments_b[(block + 1) % 2], 0, next_block, read)
-                if cutlass.const_expr(step < copy_steps):
+                following = (step + 1) % config.bk
+                cute.autovec_copy(source_a[None, None, following, read], fragment_a[None, None, following])
+                cute.autovec_copy(source_b[None, None, following, read], fragment_b[None, None, following])
+                if cutlass.const_expr(step < self.copy_steps):
                     ahead = k_tile + config.stages - 1
-                    self.a.copy(ahead, base_a + write * self.a.stage_bytes, step, copy_steps)
-                    self.b.copy(ahead, base_b + write * self.b.stage_bytes, step, copy_steps)
-                if cutlass.const_expr(step == copy_steps - 1):
+                    self.a.copy(ahead, base_a + write * self.a.stage_bytes, step, self.copy_steps)
+                    self.b.copy(ahead, base_b + write * self.b.stage_bytes, step, self.copy_steps)
+                if cutlass.const_expr(step == self.copy_steps):
+                    self._settle(base_a, base_b, write)
                     cute.arch.cp_async_commit_group()
                     write = write + 1
                     if write == config.stages:
                         write = Int32(0)
-                part = accumulators[None, None, group, None]
-                for i in cutlass.range_constexpr(K_BLOCK):
-                    fragment_a, fragment_b = fragments_a[step % 2], fragments_b[block % 2]
-                    cute.gemm(mma, part, fragment_a[None, None, i], fragment_b[None, None, i], part)
+                cute.gemm(mma, accumulators, fragment_a[None, None, step], fragment_b[None, None, step], accumulators)
 
         # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        self.epilogue.start(
-            cute.recast_ptr(memory, dtype=Float32),
-            row + warp_m * config.wm,
-            column + warp_n * config.wn,
-            m, n, warp, lane, operands,
-        )  # fmt: skip
+        self.start_epilogue(memory, warp_m, warp_n, warp, lane)
         slab = thread_mma.partition_C(self.epilogue.slab)
         # Accumulators lie row-fastest in registers; a copy that is column-fastest stores 16 bytes at a time.
-        rows = cute.make_rmem_tensor(cute.make_layout((1, 4, self.columns), stride=(0, self.columns, 1)), Float32)
-        for group in cutlass.range_constexpr(self.groups):
+        columns = config.wn // LANES_N
+        rows = cute.make_rmem_tensor(cute.make_layout((1, 4, columns), stride=(0, columns, 1)), Float32)
+        for i in cutlass.range_constexpr(config.wm // SLAB_ROWS):
             for r in cutlass.range_constexpr(4):
-                for j in cutlass.range_constexpr(self.columns):
-                    rows[0, r, j] = accumulators[0, r, group, j]
+                for j in cutlass.range_constexpr(columns):
+                    rows[0, r, j] = accumulators[0, 4 * i + r, j]
             cute.autovec_copy(rows, slab)
-            self.epilogue.store_rows(group * SLAB_ROWS)
+            self.epilogue.store_rows(i * SLAB_ROWS)
+
+    def _fetch(self, k_tile) -> None:
+        self.a.fetch(k_tile)
+        self.b.fetch(k_tile)
+
+    def _settle(self, base_a, base_b, stage) -> None:
+        self.a.settle(base_a + stage * self.a.stage_bytes)
+        self.b.settle(base_b + stage * self.b.stage_bytes)

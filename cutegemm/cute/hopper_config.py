@@ -1,0 +1,196 @@
+"""Configurations of the Hopper kernel: frozen, printable, valid by ONE function.
+
+The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/OPTION...]`, for example
+
+    sm90/128x256x64/coop2/c2x1/s4/hilbert
+    sm90/128x192x64/pp/c1x2/s4/g8/pdl
+
+    BMxBNxBK   CTA tile in elements; BN is the n of the WGMMA instruction
+    SCHEDULE   coopW: W consumer warpgroups share a tile by rows; pp: two warpgroups take tiles in turn (ping-pong)
+    cCMxCN     cluster: CM x CN CTAs, neighbours along M and N, that share their loads by multicast
+    sSTAGES    depth of the ring of operand tiles
+    ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
+    OPTION     once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import ClassVar
+
+from cutegemm.arch import Arch
+from cutegemm.cute import tile_order
+from cutegemm.cute.config import SLAB_PAD, SLAB_ROWS
+from cutegemm.problem import ITEMSIZE, Problem, Signature
+
+WARPGROUP = 128
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+BARRIER_BYTES = 1024
+"""Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
+STORE_BUFFERS = 2
+"""Staging buffers of a warpgroup's epilogue: one is filled while TMA reads the other."""
+OPTIONS = ("once", "slab", "pdl")
+
+_FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)((?:/[a-z]+)*)")
+_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/once][/slab][/pdl]"
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """A configuration of `kernels.hopper`; the module docstring explains the attributes."""
+
+    bm: int
+    bn: int
+    bk: int
+    schedule: str
+    cluster: tuple[int, int]
+    stages: int
+    order: str
+    options: tuple[str, ...] = ()
+
+    family: ClassVar[str] = "sm90"
+
+    @property
+    def ping_pong(self) -> bool:
+        return self.schedule == "pp"
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups of a CTA."""
+        return 2 if self.ping_pong else int(self.schedule[4:])
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of the tile that one warpgroup computes."""
+        return self.bm if self.ping_pong else self.bm // self.consumers
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers a thread of (producer, consumers) after setmaxnreg; None where nobody needs more than 255 / 1."""
+        return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    @property
+    def persistent(self) -> bool:
+        return "once" not in self.options
+
+    def tile(self) -> tuple[int, int, int]:
+        return self.bm, self.bn, self.bk
+
+    def store_columns(self, itemsize: int) -> int:
+        """Columns of D that one TMA store moves: the widest swizzle span that divides the tile."""
+        return next(width for width in (128 // itemsize, 64 // itemsize, 32 // itemsize) if self.bn % width == 0)
+
+    @property
+    def slab_columns(self) -> int:
+        """Columns that a warp stages at a time in the general epilogue."""
+        return 32 if self.bn % 32 == 0 else 16
+
+    def uses_tma_store(self, signature: Signature) -> bool:
+        """Whether D goes through stmatrix and TMA: 16-bit, aligned, and no C to be read."""
+        return (
+            "slab" not in self.options
+            and ITEMSIZE[signature.out_dtype] == 2
+            and signature.align_d >= 16
+            and signature.epilogue.c_dtype is None
+            and signature.epilogue.bias_dtype is None
+        )
+
+    def stage_bytes(self, signature: Signature) -> int:
+        return (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
+
+    def epilogue_bytes(self, signature: Signature) -> int:
+        """Shared memory of the epilogue, which lives beside the ring: the next tile's loads run under the stores."""
+        if self.uses_tma_store(signature):
+            return self.consumers * STORE_BUFFERS * 64 * self.store_columns(2) * 2
+        return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
+
+    def smem_bytes(self, signature: Signature) -> int:
+        """Dynamic shared memory of a CTA in bytes."""
+        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
+
+    def launch_arguments(self, problem: Problem, arch: Arch) -> tuple[int]:
+        """What the host entry takes beyond sizes and strides: the number of clusters to launch."""
+        works = self.works(problem)
+        resident = max(arch.sm_count // (self.cluster[0] * self.cluster[1]), 1)
+        return (min(works, resident) if self.persistent else works,)
+
+    def works(self, problem: Problem) -> int:
+        """Cluster tiles of all matrices of the batch."""
+        rows, columns = self.bm * self.cluster[0], self.bn * self.cluster[1]
+        return -(-problem.m // rows) * -(-problem.n // columns) * problem.batch
+
+    def __str__(self) -> str:
+        cm, cn = self.cluster
+        text = f"sm90/{self.bm}x{self.bn}x{self.bk}/{self.schedule}/c{cm}x{cn}/s{self.stages}/{self.order}"
+        return "/".join((text, *self.options))
+
+    @classmethod
+    def parse(cls, text: str) -> HopperConfig:
+        """The configuration of a text form; ValueError when the text is not one."""
+        found = _FORM.fullmatch(text)
+        options = tuple(found[9].split("/")[1:]) if found else ()
+        known = tuple(option for option in OPTIONS if option in options)
+        if not found or len(known) != len(options):
+            raise ValueError(f"config: got {text!r}, accepted is {_ACCEPTED}")
+        bm, bn, bk, cm, cn, stages = (int(found[i]) for i in (1, 2, 3, 5, 6, 7))
+        tile_order.parse(found[8])
+        return cls(bm, bn, bk, found[4], (cm, cn), stages, found[8], known)
+
+    def problem(self, signature: Signature, arch: Arch) -> str | None:
+        """None when this configuration is valid for the signature on that architecture, else why not."""
+        if arch.capability != (9, 0):
+            return f"WGMMA and its TMA ring exist on compute capability 9.0 only; {arch.name} has another"
+        if signature.dtype not in ("fp16", "bf16"):
+            return f"the Hopper kernel multiplies fp16 and bf16; dtype is {signature.dtype}"
+        for name, align in (("A", signature.align_a), ("B", signature.align_b)):
+            if align < 16:
+                return f"TMA cannot load {name}: address, strides and contiguous extent must divide by 16 bytes, not {align}"
+        return self._tile_problem() or self._resource_problem(signature, arch)
+
+    def _tile_problem(self) -> str | None:
+        if self.bm % (64 if self.ping_pong else 64 * self.consumers) or not 64 <= self.bm <= 256:
+            return f"bm is {self.bm}; accepted are multiples of 64 a warpgroup, up to 256"
+        if self.bn % 16 or not 16 <= self.bn <= 256:
+            return f"bn is {self.bn}; accepted are multiples of 16 from 16 to 256 (the n of a WGMMA)"
+        if self.bk not in (32, 64, 128):
+            return f"bk is {self.bk}; accepted are 32, 64 and 128"
+        if self.cluster not in CLUSTERS:
+            return f"cluster is {self.cluster}; accepted are {', '.join(f'{m}x{n}' for m, n in CLUSTERS)}"
+        if self.bm // self.cluster[1] % 8 or self.bn // self.cluster[0] % 8:
+            return f"tile {self.bm}x{self.bn} cannot be loaded in shares of whole 8 rows by a {self.cluster} cluster"
+        return None
+
+    def _resource_problem(self, signature: Signature, arch: Arch) -> str | None:
+        accumulators = self.group_rows * self.bn // WARPGROUP
+        limit = 96 if self.consumers == 3 else 208
+        if accumulators > limit:
+            return f"{accumulators} accumulators a thread; more than {limit} spill"
+        if not 2 <= self.stages <= 16:
+            return f"stages is {self.stages}; accepted are 2 to 16"
+        if self.smem_bytes(signature) > arch.smem_per_cta:
+            return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
+        return None
+
+    @classmethod
+    def space(cls) -> Iterator[HopperConfig]:
+        """Every configuration the tuner may consider, before the validity rule."""
+        tiles = ((64, n) for n in (16, 32, 64, 128, 256))
+        large = ((128, n) for n in (32, 64, 128, 160, 192, 208, 224, 256))
+        larger = ((192, 128), (256, 64), (256, 128), (256, 192))
+        for (bm, bn), bk, schedule, cluster, stages, order, pdl in product(
+            (*tiles, *large, *larger),
+            (64, 128),
+            ("coop1", "coop2", "coop3", "pp"),
+            CLUSTERS,
+            range(3, 9),
+            ("g8", "serp8", "hilbert"),
+            ((), ("pdl",)),
+        ):
+            yield cls(bm, bn, bk, schedule, cluster, stages, order, pdl)

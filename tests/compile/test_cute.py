@@ -1,0 +1,141 @@
+"""CuTe kernels compile for every architecture without a GPU, to the instructions they must and must not contain."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutegemm import arch, backend
+from cutegemm.epilogue import Epilogue
+from cutegemm.problem import Problem
+from tests.sass import opcodes, resources
+
+CUTE = backend.get("cute")
+FULL = Epilogue(c_dtype="fp32", bias_dtype="fp32", activation="gelu")
+
+
+def build(problem: Problem, config: str | None, target: str):
+    where = arch.get(target)
+    chosen = CUTE.parse(config) if config else CUTE.default(problem, where)
+    assert CUTE.check(chosen, problem, where) is None
+    return CUTE.build(problem.signature, chosen, where)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "needed"),
+    [
+        ("fp16", "ieee", ("HMMA.16816.F32", "LDSM", "LDGSTS")),
+        ("bf16", "ieee", ("HMMA.16816.F32.BF16", "LDSM", "LDGSTS")),
+        ("fp32", "tf32", ("HMMA.1688.F32.TF32", "LDSM", "LDGSTS")),
+        ("fp32", "ieee", ("FFMA", "LDS.128")),
+    ],
+)
+def test_defaults_on_every_architecture(target, dtype, precision, needed):
+    kernel = build(Problem.of(4096, 4096, 4096, dtype, precision=precision), None, target)
+    assert f".target {target}" in kernel.ptx
+    names = opcodes(kernel.cubin)
+    for name in needed:
+        assert any(op.startswith(name) for op in names), f"{name} is missing; there are {sorted(names)}"
+    if precision == "ieee" and dtype == "fp32":
+        assert not any(op.startswith("HMMA") for op in names)
+    usage = resources(kernel.cubin)
+    assert usage["STACK"] == 0
+    assert not any(op.startswith(("LDL", "STL")) for op in names), "registers spill"
+    assert usage["REG"] <= 255
+
+
+@pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
+@pytest.mark.parametrize(("dtype", "precision"), [("fp16", "ieee"), ("fp32", "tf32"), ("fp32", "ieee")])
+def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precision):
+    problem = Problem.of(4096, 4096, 4096, dtype, majors=majors, precision=precision, epilogue=FULL)
+    kernel = build(problem, None, "sm_90a")
+    names = opcodes(kernel.cubin)
+    assert not any(op.startswith(("LDL", "STL")) for op in names), "registers spill"
+    if dtype == "fp16":
+        transposing = any(op.startswith("LDSM") and ".MT88" in op for op in names)
+        assert transposing == (majors != "tn")
+    if (dtype, precision) == ("fp32", "ieee"):
+        transposed = any(op.startswith("STS") and op in ("STS", "STS.32") for op in names)
+        assert transposed == ("t" in majors[0] or majors[1] == "n")
+
+
+@pytest.mark.parametrize(("k", "width"), [(4096, "128"), (4092, "64"), (4090, "32"), (4095, None)])
+def test_narrow_alignment_takes_narrow_copies(k, width):
+    kernel = build(Problem.of(256, 256, k, "fp16"), "sm80/128x128x32/w64x64/s3/g8", "sm_80")
+    copies = {op for op in opcodes(kernel.cubin) if op.startswith("LDGSTS")}
+    if width is None:
+        assert not copies
+    elif width == "32":
+        assert copies
+        assert not any(".64" in op or ".128" in op for op in copies)
+    else:
+        assert all(f".{width}" in op for op in copies)
+
+
+PROBES = [
+    "sm80/128x256x64/w64x64/s3/g8", "sm80/256x128x32/w64x64/s4/g1", "sm80/64x256x32/w32x64/s2/g8",
+    "sm80/32x32x32/w16x16/s8/g8", "sm80/256x64x64/w64x32/s3/g4", "sm80/64x64x64/w16x32/s3/g8",
+    "simt/256x128x8/w64x64/s5/g8", "simt/64x128x16/w32x32/s3/g8", "simt/32x64x8/w16x64/s4/g1",
+    "simt/128x32x16/w32x32/s2/g8",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PROBES)
+def test_what_the_validity_rule_accepts_compiles_and_fits(text):
+    """The rule's shared memory is what the kernel asks for; its registers fit the CTA."""
+    dtype = "fp32" if text.startswith("simt") else "fp16"
+    problem = Problem.of(1024, 1024, 1024, dtype)
+    kernel = build(problem, text, "sm_90a")
+    usage = resources(kernel.cubin)
+    config = CUTE.parse(text)
+    assert usage["REG"] * config.threads <= 64 * 1024
+    assert config.smem_bytes(problem.signature) <= arch.get("sm_90a").smem_per_cta
+
+
+def test_a_kernel_is_compiled_once(store_root, monkeypatch):
+    from cutegemm.cute import compile as compiler
+
+    problem = Problem.of(64, 64, 64, "fp16")
+    calls = []
+    real = compiler.compile_operator
+    monkeypatch.setattr(compiler, "compile_operator", lambda *a: calls.append(1) or real(*a))
+    first = build(problem, "sm80/32x32x32/w16x16/s3/g8", "sm_80")
+    second = build(problem, "sm80/32x32x32/w16x16/s3/g8", "sm_80")
+    build(problem, "sm80/32x32x32/w16x16/s3/g8", "sm_90a")
+    assert len(calls) == 2
+    assert first.object_path == second.object_path
+    assert first.object_path.is_relative_to(store_root)
+
+
+def test_a_stored_kernel_opens_without_the_dsl():
+    """A process with a warm store needs neither a compiler nor the DSL: the launcher is linked and loads by itself."""
+    import subprocess
+    import sys
+
+    kernel = build(Problem.of(64, 64, 64, "fp16"), "sm80/32x32x32/w16x16/s3/g8", "sm_80")
+    assert kernel.object_path.with_suffix(".so").exists()
+    code = (
+        "import sys; from pathlib import Path; from cutegemm.cute import compile as c; "
+        f"f = c._open_library(Path({str(kernel.object_path.with_suffix('.so'))!r})); print(type(f).__name__); "
+        "assert 'cutlass' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Function" in done.stdout
+
+
+def test_a_kernel_that_does_not_compile_says_which(store_root):
+    from cutegemm.cute.compile import compile_operator
+    from cutegemm.errors import GemmError
+
+    class Broken:
+        config = "sm80/broken"
+
+        def fake_arguments(self):
+            return ()
+
+        def __call__(self):
+            raise RuntimeError("no such layout")
+
+    with pytest.raises(GemmError, match=r"sm80/broken for sm_80"):
+        compile_operator(Broken(), "sm_80")

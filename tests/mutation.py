@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,7 +35,12 @@ SEEDS = range(6)
 
 @dataclass(frozen=True)
 class Spec:
-    """A kernel to mutate and the problems (M, N, K) to run it on; ``quick`` ones run in CI."""
+    """A kernel to mutate and the problems (M, N, K) to run it on; ``quick`` ones run in CI.
+
+    sm_count: SMs of the pretended GPU, few enough that a persistent CTA gets several tiles of a small problem.
+    uninitialized: whether reads of shared memory that nothing wrote count; CUTLASS 2.x multiplies such rows and stores
+    nothing.
+    """
 
     name: str
     backend: str
@@ -46,10 +51,14 @@ class Spec:
     precision: str = "ieee"
     majors: str = "tn"
     quick: bool = False
+    sm_count: int | None = None
+    uninitialized: bool = True
 
     def workloads(self) -> list[Workload]:
         """One a shape, on one kernel. Operands are drawn from a fixed seed; the mutations run on the same."""
         arch = arch_table.get(self.arch)
+        if self.sm_count is not None:
+            arch = replace(arch, sm_count=self.sm_count)
         problems = [
             Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision) for shape in self.shapes
         ]
@@ -61,9 +70,11 @@ class Spec:
     def case(self, checks: Checks | None = None) -> tuple[Case, frozenset[int]]:
         """The case, judged with ``checks`` (all when None), and the PTX lines that its problems reach unchanged."""
         works = self.workloads()
+        if checks is None:
+            checks = Checks(uninitialized=self.uninitialized)
         reached: set[int] = set()
         for work in works:
-            _, reports = work.run(seed=0, profile=True)
+            _, reports = work.run(seed=0, checks=checks, profile=True)
             for report in reports:
                 reached.update(line for line, row in report.lines.items() if row.executions)
         return Case(self.name, works[0].kernel.ptx, tuple(partial(_run, work, checks) for work in works)), frozenset(

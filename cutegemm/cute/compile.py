@@ -145,7 +145,7 @@ class CuteKernel:
         return self._entry.file("kernel.o")
 
     def bind(self, problem: Problem) -> BoundLaunch:
-        function, fixed = self._load(), geometry(problem)
+        function, fixed = self._load(), self._geometry(problem)
 
         def launch(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
             function(a, b, c, bias, d, alpha, beta, stream, *fixed)
@@ -160,7 +160,12 @@ class CuteKernel:
         with self._lock:
             if self._host is None:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
-        return self._host.capture(a, b, c, bias, d, alpha, beta, 0, *geometry(problem))
+        return self._host.capture(a, b, c, bias, d, alpha, beta, 0, *self._geometry(problem))
+
+    def _geometry(self, problem: Problem) -> tuple[int, ...]:
+        # A configuration whose grid depends on the GPU gives its host entry more than the sizes.
+        more = getattr(self.config, "launch_arguments", None)
+        return geometry(problem) + (more(problem, self.arch) if more is not None else ())
 
     def _load(self) -> Any:
         with self._lock:

@@ -59,10 +59,10 @@ def hilbert(levels: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smalle
     4^j tiles of it lies in about 2^j x 2^j tiles, at every j: whatever the number of resident CTAs, they share rows and
     columns. A block that the edge of D cuts is walked column by column, up and down.
 
-        one block of 4 x 4:     0  3  4  5
-                                1  2  7  6
-                               14 13  8  9
-                               15 12 11 10     (here entered from above: the curve of Hilbert, 1891)
+        one block of 4 x 4:     0  1 14 15
+                                3  2 13 12
+                                4  7  8 11
+                                5  6  9 10
     """
     side = 1 << levels
     band, first, height, within = _band(side, tile, tiles_m, tiles_n, smallest)

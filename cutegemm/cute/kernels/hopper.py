@@ -1,0 +1,370 @@
+"""GEMM on Hopper: TMA -> ring of shared tiles -> WGMMA, by warps with roles (fp16, bf16).
+
+    warpgroup W (last)   one warp of it loads: TMA brings k tiles of A and B into the ring     few registers
+    warpgroups 0 .. W-1  multiply (WGMMA reads shared memory itself) and store their rows      many registers
+
+A CTA stays and computes tile after tile; both roles walk the same tiles in the same order and meet only at the barriers of
+the ring (`hopper_pipeline`), so that the loads of the next tile run under the last multiplications and the epilogue of this one:
+
+    producer     | load tile 0 .......... | load tile 1 ..........      | load tile 2 ...
+    cooperative    | WGMMA tile 0 ......... | store | WGMMA tile 1 .........| store |
+    ping-pong  0   | WGMMA tile 0 | store          | WGMMA tile 2 | store
+               1                  | WGMMA tile 1 | store            | WGMMA tile 3 |
+
+Cooperative warpgroups share a tile by blocks of 64 rows; in ping-pong each has a tile of its own and one stores while the
+other multiplies. One WGMMA group is kept in flight: the stage before is released when the next one has been issued. The
+first WGMMA of a tile overwrites the accumulators.
+
+In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loads a share and multicasts it to the row, and
+likewise B along the columns. So every CTA's full barrier counts whole tiles, whoever sent them.
+
+Edges: TMA writes zeros for what lies beyond the operands, and the epilogue stores only what lies in D. K = 0 loads one
+k tile that lies wholly beyond K.
+"""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from cutegemm.cute import tile_order, types
+from cutegemm.cute.epilogue import Operands
+from cutegemm.cute.hopper_config import BARRIER_BYTES, WARPGROUP, HopperConfig
+from cutegemm.cute.kernels.base import Gemm
+from cutegemm.cute.kernels.hopper_epilogue import SlabStore, TmaEpilogue
+from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
+from cutegemm.problem import Signature
+
+BLOCK_ROWS = 64
+
+
+class HopperGemm(Gemm):
+    """See the module docstring. The entry's arguments are those of `base.Gemm`, and the number of clusters."""
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self.config = config
+        self.signature = signature
+        self.ab_type = types.NUMERIC[signature.dtype]
+        self.itemsize = self.ab_type.width // 8
+        self.order = tile_order.parse(config.order)
+        self.a_k_major = signature.a_major == "k"
+        self.b_k_major = signature.b_major == "k"
+        self.cluster_size = config.cluster[0] * config.cluster[1]
+        readers = 1 if config.ping_pong else config.consumers
+        self.ring = Ring(config.stages, config.stage_bytes(signature), readers, config.cluster)
+        self.turns = Turns()
+        self.tma_store = config.uses_tma_store(signature)
+        self.epilogue = (TmaEpilogue if self.tma_store else SlabStore)(config, signature)
+        # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
+        self.blocks = config.group_rows // BLOCK_ROWS
+        self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
+
+    def fake_arguments(self) -> tuple:
+        return (*super().fake_arguments(), Int32(1))
+
+    # -- host -------------------------------------------------------------------------------------------------------
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Pointer,
+        b: cute.Pointer,
+        c: cute.Pointer,
+        bias: cute.Pointer,
+        d: cute.Pointer,
+        alpha: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        batch: Int32,
+        lda: Int64,
+        ldb: Int64,
+        ldd: Int64,
+        a_batch: Int64,
+        b_batch: Int64,
+        d_batch: Int64,
+        c_row: Int64,
+        c_col: Int64,
+        c_batch: Int64,
+        clusters: Int32,
+    ):
+        """D = act(alpha A B + beta C + bias) for (m, n, k) and `batch` matrices; strides in elements."""
+        config = self.config
+        cm, cn = config.cluster
+        layout_a, layout_b = self.stage_layout(config.bm, self.a_k_major), self.stage_layout(config.bn, self.b_k_major)
+        atom_a, tensor_a = self._load_atom(a, m, k, lda, a_batch, batch, self.a_k_major, layout_a, config.bm, cn)
+        atom_b, tensor_b = self._load_atom(b, n, k, ldb, b_batch, batch, self.b_k_major, layout_b, config.bn, cm)
+        atom_d, tensor_d = None, None
+        if cutlass.const_expr(self.tma_store):
+            atom_d, tensor_d = self.epilogue.make_atom(d, m, n, ldd, d_batch, batch)
+        tiles_m = cute.ceil_div(m, config.bm * cm)
+        tiles_n = cute.ceil_div(n, config.bn * cn)
+        self.kernel(
+            atom_a, tensor_a, atom_b, tensor_b, atom_d, tensor_d, c, bias, d, alpha, beta, m, n, k, batch, tiles_m, tiles_n,
+            clusters, a_batch, b_batch, ldd, d_batch, c_row, c_col, c_batch,
+        ).launch(
+            grid=(clusters * self.cluster_size, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(self.cluster_size, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl="pdl" in config.options,
+        )  # fmt: skip
+
+    def stage_layout(self, extent: int, k_major: bool):
+        """The shared layout (extent, bk) of one operand tile: the widest swizzle whose span divides its contiguous side."""
+        bk = self.config.bk
+        span = (bk if k_major else extent) * self.itemsize
+        bits = next(bits for bits in (3, 2, 1) if span % (16 << bits) == 0)
+        width = (16 << bits) // self.itemsize
+        lines = cute.make_layout((8, width), stride=(width, 1)) if k_major else cute.make_layout((width, 8), stride=(1, width))
+        atom = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, lines)
+        return cute.tile_to_shape(atom, (extent, bk), order=(0, 1) if k_major else (1, 0))
+
+    def _load_atom(self, pointer, rows, k, leading, batch_stride, batch, k_major, layout, extent, sharers):
+        """(copy atom, coordinate tensor) of an operand seen as (rows, k, matrices); `sharers` CTAs load a tile together."""
+        step = 16 // self.itemsize
+        leading = cute.assume(leading, divby=step)
+        batch_stride = cute.assume(batch_stride, divby=step)
+        strides = (leading, 1, batch_stride) if k_major else (1, leading, batch_stride)
+        # A descriptor has no empty dimensions; with K = 0 nothing of this one element is read.
+        shape = (rows, cutlass.max(k, Int32(1)), batch)
+        tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+        load = cpasync.CopyBulkTensorTileG2SOp() if sharers == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return cpasync.make_tiled_tma_atom(load, tensor, layout, (extent, self.config.bk), num_multicast=sharers)
+
+    def _tiled_mma(self):
+        major = {True: OperandMajorMode.K, False: OperandMajorMode.MN}
+        op = warpgroup.MmaF16BF16Op(
+            self.ab_type,
+            Float32,
+            (BLOCK_ROWS, self.config.bn, 16),
+            warpgroup.OperandSource.SMEM,
+            major[self.a_k_major],
+            major[self.b_k_major],
+        )
+        sharers = 1 if self.config.ping_pong else self.config.consumers
+        return cute.make_tiled_mma(cute.make_mma_atom(op), (sharers, 1, 1))
+
+    # -- device -----------------------------------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(
+        self,
+        atom_a: cute.CopyAtom,
+        tensor_a: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        tensor_b: cute.Tensor,
+        atom_d: cute.CopyAtom | None,
+        tensor_d: cute.Tensor | None,
+        c: cute.Pointer,
+        bias: cute.Pointer,
+        d: cute.Pointer,
+        alpha: Float32,
+        beta: Float32,
+        m: Int32,
+        n: Int32,
+        k: Int32,
+        batch: Int32,
+        tiles_m: Int32,
+        tiles_n: Int32,
+        clusters: Int32,
+        a_batch: Int64,
+        b_batch: Int64,
+        ldd: Int64,
+        d_batch: Int64,
+        c_row: Int64,
+        c_col: Int64,
+        c_batch: Int64,
+    ):
+        """One CTA: set up the barriers, then take a role."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        block = cute.arch.block_idx()[0]
+        rank = block % self.cluster_size
+        self.cluster_row, self.cluster_column = rank % config.cluster[0], rank // config.cluster[0]
+        self.first_work = block // self.cluster_size
+        self.clusters = clusters
+        self.tiles_m, self.tiles_n = tiles_m, tiles_n
+        self.works = tiles_m * tiles_n * batch
+        self.m, self.n, self.k = m, n, k
+        self.k_tiles = cutlass.max(cute.ceil_div(k, config.bk), Int32(1))
+        self.operands = Operands(c, bias, d, alpha, beta, ldd, d_batch, c_row, c_col, c_batch)
+
+        memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
+        ring_bytes = config.stages * config.stage_bytes(self.signature)
+        epilogue_memory = memory + ring_bytes
+        barriers = epilogue_memory + config.epilogue_bytes(self.signature)
+        self.ring.start(barriers, self.cluster_row, self.cluster_column)
+        self.turns.start(barriers + 2 * config.stages * 8)
+        shared_a = self._shared(memory, config.bm, self.a_k_major)
+        shared_b = self._shared(memory + config.stages * config.bm * config.bk * self.itemsize, config.bn, self.b_k_major)
+
+        if warp == 0:
+            cpasync.prefetch_descriptor(atom_a)
+            cpasync.prefetch_descriptor(atom_b)
+            with cute.arch.elect_one():
+                self.ring.initialize()
+                self.turns.initialize()
+            cute.arch.mbarrier_init_fence()
+        self._meet()
+        if cutlass.const_expr("pdl" in config.options):
+            # Nothing before this line reads or writes what an earlier kernel may still be working on.
+            cute.arch.griddepcontrol_wait()
+
+        if group == config.consumers:
+            if cutlass.const_expr(config.registers is not None):
+                cute.arch.setmaxregister_decrease(config.registers[0])
+            if warp == config.consumers * 4:
+                self.produce(atom_a, tensor_a, shared_a, atom_b, tensor_b, shared_b, a_batch, b_batch)
+        else:
+            if cutlass.const_expr(config.registers is not None):
+                cute.arch.setmaxregister_increase(config.registers[1])
+            if cutlass.const_expr(self.tma_store):
+                self.epilogue.start(atom_d, tensor_d, epilogue_memory, group, thread % WARPGROUP)
+            else:
+                self.epilogue.start(epilogue_memory, group, thread % WARPGROUP)
+            self.consume(shared_a, shared_b, group, thread)
+            self.epilogue.finish()
+        if cutlass.const_expr(self.cluster_size > 1):
+            # A CTA must not go while its neighbours may still send to it or arrive at its barriers.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def _meet(self) -> None:
+        """All threads of the cluster see the barriers initialized."""
+        if self.cluster_size > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    def _shared(self, memory, extent: int, k_major: bool):
+        """The ring of one operand as a tensor (extent, bk, stages)."""
+        layout = self.stage_layout(extent, k_major)
+        staged = cute.append(layout.outer, cute.make_layout(self.config.stages, stride=extent * self.config.bk))
+        return cute.make_tensor(cute.recast_ptr(memory, layout.inner, dtype=self.ab_type), staged)
+
+    def place(self, work):
+        """(tile row, tile column, matrix) of this CTA's tile of cluster tile `work`."""
+        tiles = self.tiles_m * self.tiles_n
+        matrix = work // tiles
+        row, column = self.order.coordinates(work - matrix * tiles, self.tiles_m, self.tiles_n)
+        cm, cn = self.config.cluster
+        return row * cm + self.cluster_row, column * cn + self.cluster_column, matrix
+
+    @cute.jit
+    def produce(self, atom_a, tensor_a, shared_a, atom_b, tensor_b, shared_b, a_batch, b_batch):
+        """The producer warp: for each tile of this CTA, its k tiles into the ring."""
+        config = self.config
+        cm, cn = config.cluster
+        # CTAs (row, *) receive this CTA's share of A, CTAs (*, column) that of B; rank = row + CM * column.
+        mask_a = Int32(sum(1 << (cm * column) for column in range(cn))) << self.cluster_row
+        mask_b = Int32((1 << cm) - 1) << (cm * self.cluster_column)
+        source_a, target_a = self._partition(atom_a, tensor_a, shared_a, config.bm, self.cluster_column, cn)
+        source_b, target_b = self._partition(atom_b, tensor_b, shared_b, config.bn, self.cluster_row, cm)
+        beyond = Int32(0)
+        if self.k == 0:
+            beyond = Int32(1)
+        stage, phase = Int32(0), Int32(1)
+        for work in cutlass.range(self.first_work, self.works, self.clusters, unroll=1):
+            row, column, matrix = self.place(work)
+            matrix_a, matrix_b = matrix, matrix
+            # A matrix that serves the whole batch has batch stride 0.
+            if a_batch == 0:
+                matrix_a = Int32(0)
+            if b_batch == 0:
+                matrix_b = Int32(0)
+            for k_tile in cutlass.range(self.k_tiles, unroll=1):
+                full = self.ring.acquire(stage, phase)
+                place_a, place_b = (None, row, k_tile + beyond, matrix_a), (None, column, k_tile + beyond, matrix_b)
+                self._load(atom_a, source_a[place_a], target_a[None, stage], full, mask_a, cn)
+                self._load(atom_b, source_b[place_b], target_b[None, stage], full, mask_b, cm)
+                stage, phase = advance(stage, phase, config.stages)
+
+    def _partition(self, atom, tensor, shared, extent: int, place, sharers: int):
+        """(source by tile, target by stage) of this CTA's share of an operand's tiles."""
+        tiles = cute.local_tile(tensor, (extent, self.config.bk), (None, None, None))
+        target, source = cpasync.tma_partition(
+            atom, place, cute.make_layout(sharers), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+        return source, target
+
+    def _load(self, atom, source, target, barrier, mask, sharers: int) -> None:
+        if sharers == 1:
+            cute.copy(atom, source, target, tma_bar_ptr=barrier)
+        else:
+            cute.copy(atom, source, target, tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(mask))
+
+    @cute.jit
+    def consume(self, shared_a, shared_b, group, thread):
+        """A consumer warpgroup: for each of its tiles, multiply and store."""
+        config = self.config
+        mma = self._tiled_mma()
+        # A warpgroup's slice of the tiled MMA begins at its first thread; its descriptors are the same for all threads.
+        slice_of = mma.get_slice(0 if cutlass.const_expr(config.ping_pong) else group * WARPGROUP)
+        fragment_a = mma.make_fragment_A(slice_of.partition_A(shared_a))
+        fragment_b = mma.make_fragment_B(slice_of.partition_B(shared_b))
+        accumulators = mma.make_fragment_C(slice_of.partition_shape_C((config.bm, config.bn)))
+        own = thread % WARPGROUP
+        row_offset = Int32(0) if cutlass.const_expr(config.ping_pong) else group * BLOCK_ROWS
+
+        stage, phase = Int32(0), Int32(0)
+        first, step, done = self.first_work, self.clusters, Int32(0)
+        if cutlass.const_expr(config.ping_pong):
+            first = first + group * step
+            step = 2 * step
+            stage, phase = skip(stage, phase, group * self.k_tiles, config.stages)
+        for work in cutlass.range(first, self.works, step, unroll=1):
+            tile_row, tile_column, matrix = self.place(work)
+            if cutlass.const_expr(config.ping_pong):
+                self.turns.wait(group, done)
+            stage, phase = self.multiply(mma, accumulators, fragment_a, fragment_b, stage, phase, group, own)
+            if cutlass.const_expr(config.ping_pong):
+                stage, phase = skip(stage, phase, self.k_tiles, config.stages)
+                done = done + 1
+            self.epilogue.store(
+                accumulators,
+                tile_row * config.bm + row_offset,
+                tile_column * config.bn,
+                matrix,
+                self.m,
+                self.n,
+                self.operands,
+                self.blocks,
+                self.block_step,
+            )
+
+    @cute.jit
+    def multiply(self, mma, accumulators, fragment_a, fragment_b, stage, phase, group, own):
+        """The k tiles of one tile; returns where the ring goes on. One WGMMA group stays in flight."""
+        self.ring.wait(stage, phase)
+        warpgroup.fence()
+        self._issue(mma, accumulators, fragment_a, fragment_b, stage, True)
+        before = stage
+        stage, phase = advance(stage, phase, self.config.stages)
+        for _ in cutlass.range(self.k_tiles - 1, unroll=1):
+            self.ring.wait(stage, phase)
+            self._issue(mma, accumulators, fragment_a, fragment_b, stage, False)
+            warpgroup.wait_group(1)
+            self.ring.release(before, own)
+            before = stage
+            stage, phase = advance(stage, phase, self.config.stages)
+        if cutlass.const_expr(self.config.ping_pong):
+            self.turns.hand_over(group, own)
+        warpgroup.wait_group(0)
+        self.ring.release(before, own)
+        return stage, phase
+
+    def _issue(self, mma, accumulators, fragment_a, fragment_b, stage, first: bool) -> None:
+        """One k tile's WGMMA as a group; the first of a tile overwrites."""
+        for step in range(cute.size(fragment_a, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, not (first and step == 0))
+            place = (None, None, step, stage)
+            cute.gemm(mma, accumulators, fragment_a[place], fragment_b[place], accumulators)
+        warpgroup.commit_group()

@@ -1,0 +1,115 @@
+"""The ring of operand tiles between the producer warp and the consumer warpgroups, and the turns of ping-pong.
+
+Each stage has two mbarriers:
+
+    full     completes when the bytes of A and B have arrived.  One arrival: the producer's, which announces the bytes;
+             TMA itself counts them down.
+    empty    completes when nobody reads the stage any more.  One arrival of each consumer warpgroup, in every CTA that
+             receives this stage's data: with multicast, a CTA writes into its neighbours' stages too.
+
+Both sides walk the stages in order and wait by parity. The parity that a barrier completes flips each time round the
+ring; `phase` counts it. A consumer waits for `full` with phase 0 first. The producer waits for `empty` with phase 1
+first: the parity before the first completion counts as complete, so that the first round finds every stage empty.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+
+@cute.jit
+def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
+    """The next stage of the ring and its phase."""
+    stage = stage + 1
+    if stage == stages:
+        stage = Int32(0)
+        phase = phase ^ 1
+    return stage, phase
+
+
+@cute.jit
+def skip(stage: Int32, phase: Int32, count: Int32, stages: cutlass.Constexpr):
+    """The stage and phase `count` places further on."""
+    place = stage + count
+    rounds = place // stages
+    return place - rounds * stages, phase ^ (rounds & 1)
+
+
+class Ring:
+    """The barriers of the ring, see the module docstring; `start` binds them to shared memory."""
+
+    def __init__(self, stages: int, stage_bytes: int, warpgroups: int, cluster: tuple[int, int]) -> None:
+        """`warpgroups`: consumers that read each stage of a CTA."""
+        self.stages = stages
+        self.stage_bytes = stage_bytes
+        self.cluster = cluster
+        self.empty_arrivals = warpgroups * (cluster[0] + cluster[1] - 1)
+
+    def start(self, memory, cluster_row, cluster_column) -> None:
+        """Binds to 2 x stages mbarriers at `memory`, for the CTA at that place of its cluster."""
+        self.full = cute.recast_ptr(memory, dtype=Int64)
+        self.empty = self.full + self.stages
+        self.cluster_row, self.cluster_column = cluster_row, cluster_column
+
+    def initialize(self) -> None:
+        """By one thread, before anyone uses the barriers."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, 1)
+            cute.arch.mbarrier_init(self.empty + stage, self.empty_arrivals)
+
+    def acquire(self, stage: Int32, phase: Int32):
+        """Producer warp: waits until the stage is empty, announces its bytes; returns the barrier for TMA."""
+        cute.arch.mbarrier_wait(self.empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.stage_bytes)
+        return self.full + stage
+
+    def wait(self, stage: Int32, phase: Int32) -> None:
+        """Consumer: waits until the stage is full."""
+        cute.arch.mbarrier_wait(self.full + stage, phase)
+
+    @cute.jit
+    def release(self, stage: Int32, thread: Int32):
+        """Consumer warpgroup: this stage has been read. `thread` counts within the warpgroup.
+
+        Thread i tells CTA i of the cluster, if that CTA sends to this one. Its warp speaks for the warpgroup: a WGMMA that
+        has been waited for has finished reading for all four warps.
+        """
+        rows, columns = self.cluster
+        if cutlass.const_expr(rows * columns == 1):
+            if thread == 0:
+                cute.arch.mbarrier_arrive(self.empty + stage)
+        else:
+            if thread < rows * columns:
+                if (thread % rows == self.cluster_row) | (thread // rows == self.cluster_column):
+                    cute.arch.mbarrier_arrive(self.empty + stage, thread)
+
+
+class Turns:
+    """Ping-pong: the two consumer warpgroups multiply in turn.
+
+    Beside keeping the tensor cores for one tile at a time, the turns are what makes waiting by parity right: a warpgroup
+    that skips the other's stages would otherwise look at a barrier two completions too early and take it for complete.
+    Barrier g lets warpgroup g begin; its arrival comes from the other one, when its last stage has arrived.
+    """
+
+    def start(self, memory) -> None:
+        self.barriers = cute.recast_ptr(memory, dtype=Int64)
+
+    def initialize(self) -> None:
+        for group in range(2):
+            cute.arch.mbarrier_init(self.barriers + group, 1)
+
+    @cute.jit
+    def wait(self, group: Int32, tiles_done: Int32):
+        """Waits for this warpgroup's turn; `tiles_done` are those that it has computed. The very first needs none."""
+        # The first warpgroup's barrier is one completion behind: its first turn is given.
+        cute.arch.mbarrier_wait(self.barriers + group, (tiles_done ^ (1 - group)) & 1)
+
+    @cute.jit
+    def hand_over(self, group: Int32, thread: Int32):
+        """Gives the turn to the other warpgroup; by one thread of a warp that has done its waiting."""
+        if thread == 0:
+            cute.arch.mbarrier_arrive(self.barriers + (1 - group))

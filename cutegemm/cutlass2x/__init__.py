@@ -1,0 +1,171 @@
+"""Backend "cutlass2x": CUTLASS 2.x `device::Gemm`, instantiated by CUTLASS's own Python emitter and compiled by nvcc.
+
+    config    a configuration, its text form and the one rule of validity; the published tunings
+    emit      configuration -> C++         (`python -m cutegemm.cutlass2x --config ... --emit` prints it)
+    toolkit   nvcc and the headers: a CUDA toolkit or NVIDIA's PyPI packages
+    build     C++ -> libraries in the kernel store, several kernels a file, files in parallel
+    kernel    the launch, and its capture for the emulator
+
+Served: fp16, bf16, fp32 as IEEE (CUDA cores), TF32 and 3xTF32; every major of A and B, padded and misaligned operands;
+D of any dtype; C row-major of D's dtype, or a bias of D's dtype along its columns; relu, gelu, silu; batches; K = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cutegemm.cutlass2x import emit
+from cutegemm.cutlass2x.config import FORM, Cutlass2xConfig, narrowed, published, space
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.cutlass2x.kernel import Cutlass2xKernel
+    from cutegemm.problem import Problem, Signature
+
+__all__ = ["BACKEND", "FORM", "Cutlass2xConfig", "build_many", "published"]
+
+MAX_GRID_Y = 65535
+
+# Largest first; the first that is valid and gives every SM a tile is taken. Each list ends in the one that suits all.
+_TENSOR = (
+    "128x256x64/w64x64x64/s3/i16x8x16/id4",
+    "128x128x32/w64x64x32/s4/i16x8x16/id4",
+    "128x64x32/w64x32x32/s4/i16x8x16/id2",
+    "64x64x32/w32x32x32/s5/i16x8x16/id1",
+    "64x32x32/w32x32x32/s5/i16x8x16/id1",
+)
+_TF32 = (
+    "128x128x16/w64x64x16/s4/i16x8x8/id4",
+    "128x64x16/w64x32x16/s4/i16x8x8/id2",
+    "64x64x16/w32x32x16/s4/i16x8x8/id1",
+)
+_SIMT = (
+    "256x128x8/w64x64x8/s4/i1x1x1/id4",
+    "128x128x8/w32x64x8/s4/i1x1x1/id4",
+    "64x64x8/w32x32x8/s4/i1x1x1/id1",
+    "32x32x8/w16x32x8/s4/i1x1x1/id1",
+)
+
+
+class Cutlass2xBackend:
+    """See `cutegemm.backend`."""
+
+    name = "cutlass2x"
+
+    def supports(self, problem: Problem, arch: Arch) -> str | None:
+        """None, or a sentence saying why not and what would do."""
+        epilogue, c = problem.epilogue, problem.c
+        if arch.capability < (8, 0):
+            return f"it needs compute capability 8.0 or newer; {arch.name} has {'.'.join(map(str, arch.capability))}"
+        if epilogue.activation not in emit.ACTIVATIONS:
+            return (
+                f"its {epilogue.activation} uses the hardware's tanh, which is too coarse for the error bound; "
+                "backend 'cute' has it, and activation 'gelu' (erf) is served here"
+            )
+        if epilogue.c_dtype is not None and epilogue.bias_dtype is not None:
+            return "its epilogues read either C or a bias; backend 'cute' reads both"
+        if epilogue.bias_dtype is not None and epilogue.bias_axis == "m":
+            return "it adds a bias along the columns of a row-major result only; backend 'cute' adds it along rows too"
+        for what, dtype in (("C", epilogue.c_dtype), ("a bias", epilogue.bias_dtype)):
+            if dtype not in (None, problem.out_dtype):
+                return f"it reads {what} of the result's dtype, {problem.out_dtype}, not {dtype}; backend 'cute' does"
+        if epilogue.c_dtype is not None and c is not None and not c.row_major:
+            return "it reads a row-major C only; pass c.contiguous(), or take backend 'cute', which reads any strides"
+        if not problem.d.row_major:
+            return "it writes D row-major; the transposed problem has it so"
+        if next(self._defaults(problem, arch), None) is None:
+            return f"no configuration of it fits {arch.name} and this size; backend 'cute' may"
+        return None
+
+    def check(self, config: Cutlass2xConfig, problem: Problem, arch: Arch) -> str | None:
+        """None when `config` can serve the problem, else why not."""
+        invalid = config.problem(problem.signature, arch)
+        if invalid:
+            return invalid
+        if problem.batch > 1 and (config.splits > 1 or config.swizzle == "streamk"):
+            return "split-K and stream-K take one product, not a batch"
+        if problem.k == 0 and config.swizzle == "streamk":
+            return "stream-K divides K, and there is none"
+        bm, bn, _ = config.threadblock
+        tiles_m, tiles_n = -(-problem.m // bm), -(-problem.n // bn)
+        rows = tiles_m if config.swizzle == "h" else tiles_n
+        if rows > MAX_GRID_Y and config.swizzle != "streamk":
+            return f"{rows} tiles along {'M' if config.swizzle == 'h' else 'N'}; a grid has at most {MAX_GRID_Y}"
+        if tiles_m * tiles_n > 2**31 - 1:
+            return f"{tiles_m * tiles_n} tiles; at most {2**31 - 1}"
+        return None
+
+    def configs(self, problem: Problem, arch: Arch) -> Iterator[Cutlass2xConfig]:
+        """Every valid configuration, the published ones first."""
+        first = published() if problem.dtype != "fp32" else ()
+        listed = set(first)
+        rest = (c for c in space(problem.signature) if c not in listed)
+        for config in (*first, *rest):
+            narrow = narrowed(config, problem.signature)
+            if (narrow == config or config.stages == 3) and self.check(narrow, problem, arch) is None:
+                yield narrow
+
+    def default(self, problem: Problem, arch: Arch) -> Cutlass2xConfig:
+        """The configuration to use when nothing was measured: the largest tile that gives every SM one.
+
+        When even the smallest does not and K is long, K is split until the SMs are busy.
+        """
+        last = None
+        for config in self._defaults(problem, arch):
+            last = config
+            if _tiles(config, problem) * problem.batch >= arch.sm_count:
+                return config
+        if last is None:
+            raise ValueError(self.supports(problem, arch))
+        splits = min(8, arch.sm_count // max(1, _tiles(last, problem)), problem.k // 1024)
+        if problem.batch == 1 and splits > 1:
+            return Cutlass2xConfig(last.threadblock, last.warp, last.stages, last.instruction, last.swizzle, splits)
+        return last
+
+    def parse(self, text: str) -> Cutlass2xConfig:
+        """A configuration from its text; see `cutegemm.cutlass2x.config`."""
+        return Cutlass2xConfig.parse(text)
+
+    def build(self, signature: Signature, config: Cutlass2xConfig, arch: Arch) -> Cutlass2xKernel:
+        """The kernel, from the kernel store or compiled now (10 to 20 s, with a log line).
+
+        Raises ValueError for a configuration that cannot serve the signature, GemmError when nvcc refuses it or there
+        is no toolkit.
+        """
+        return build_many([(signature, config)], arch)[0]
+
+    def _defaults(self, problem: Problem, arch: Arch) -> Iterator[Cutlass2xConfig]:
+        tensor = {"ieee": _SIMT}.get(problem.precision, _TF32) if problem.dtype == "fp32" else _TENSOR
+        configs = (narrowed(Cutlass2xConfig.parse(f"cutlass2x/{text}"), problem.signature) for text in tensor)
+        return (config for config in configs if self.check(config, problem, arch) is None)
+
+
+def build_many(
+    pairs: Sequence[tuple[Signature, Cutlass2xConfig]], arch: Arch, *, jobs: int | None = None
+) -> list[Cutlass2xKernel]:
+    """The kernels of several signatures and configurations, those that the store lacks compiled together.
+
+    Args:
+        jobs: nvcc processes at a time; the number of cores when None.
+
+    Raises:
+        ValueError: a configuration cannot serve its signature. GemmError: nvcc refuses one, or there is no toolkit.
+    """
+    from cutegemm.cutlass2x import build
+    from cutegemm.cutlass2x.kernel import Cutlass2xKernel
+
+    for signature, config in pairs:
+        reason = config.problem(signature, arch)
+        if reason is not None:
+            raise ValueError(f"config: {config} cannot serve {signature}: {reason}")
+    entries = build.build_many(pairs, arch, jobs=jobs)
+    return [Cutlass2xKernel(*pair, arch, entry) for pair, entry in zip(pairs, entries, strict=True)]
+
+
+def _tiles(config: Cutlass2xConfig, problem: Problem) -> int:
+    bm, bn, _ = config.threadblock
+    return -(-problem.m // bm) * -(-problem.n // bn)
+
+
+BACKEND: Any = Cutlass2xBackend()

@@ -1,0 +1,83 @@
+"""Shows what a configuration becomes, and builds it:
+
+python -m cutegemm.cutlass2x --config cutlass2x/128x128x32/w64x64x32/s4/i16x8x16/id4 --emit
+python -m cutegemm.cutlass2x --list --dtype bf16 --arch sm_90a
+python -m cutegemm.cutlass2x --build published --dtype bf16 --arch sm_90a
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from cutegemm import arch as arch_table
+from cutegemm.cutlass2x import BACKEND, FORM, build_many, emit, published
+from cutegemm.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.errors import GemmError
+from cutegemm.problem import DTYPES, PRECISIONS, Problem
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (GemmError, ValueError, KeyError) as why:
+        print(f"error: {why}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    arch = arch_table.get(options.arch)
+    size = options.size
+    epilogue = Epilogue(options.out_dtype or options.dtype if options.c else None, None, "n", options.activation)
+    problem = Problem.of(
+        size, size, size, options.dtype,
+        majors=options.majors, out_dtype=options.out_dtype, precision=options.precision, epilogue=epilogue,
+    )  # fmt: skip
+    refused = BACKEND.supports(problem, arch)
+    if refused:
+        raise ValueError(refused)
+    if options.list:
+        for config in BACKEND.configs(problem, arch):
+            print(config)
+        return 0
+    if options.build == "published":
+        configs = [c for c in published() if BACKEND.check(c, problem, arch) is None]
+    else:
+        config = BACKEND.parse(options.config) if options.config else BACKEND.default(problem, arch)
+        invalid = BACKEND.check(config, problem, arch)
+        if invalid:
+            raise ValueError(f"config: {config} cannot serve {problem}: {invalid}")
+        configs = [config]
+    if options.emit:
+        print(emit.translation_unit([(problem.signature, config) for config in configs]))
+        return 0
+    begun = time.monotonic()
+    build_many([(problem.signature, config) for config in configs], arch, jobs=options.jobs)
+    print(f"{len(configs)} kernels for {problem.signature} on {arch.name}: {time.monotonic() - begun:.2f} s")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cutegemm.cutlass2x", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--config", help=f"{FORM}; the default configuration when left out")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--emit", action="store_true", help="print the C++ that is compiled")
+    what.add_argument("--list", action="store_true", help="print every valid configuration")
+    what.add_argument("--build", choices=("config", "published"), default="config", help="compile into the store")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--out-dtype", choices=DTYPES)
+    parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
+    parser.add_argument("--majors", choices=("tn", "tt", "nn", "nt"), default="tn", help="BLAS letters of A and B")
+    parser.add_argument("--activation", choices=ACTIVATIONS)
+    parser.add_argument("--c", action="store_true", help="with beta * C")
+    parser.add_argument("--size", type=int, default=4096, help="M = N = K, for alignment and the default choice")
+    parser.add_argument("--arch", default="sm_80", help="sm_80, sm_90a, ...")
+    parser.add_argument("--jobs", type=int, help="nvcc processes at a time")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

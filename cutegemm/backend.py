@@ -59,7 +59,10 @@ class Kernel(Protocol):
     def capture(
         self, problem: Problem, a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float
     ) -> list[Launch]:
-        """What `bind(problem)(...)` would ask of the driver: grid, block, shared memory, parameter bytes."""
+        """What `bind(problem)(...)` would ask of the driver: grid, block, shared memory, parameter bytes.
+
+        The list may carry `scratch` (workspaces by name) and `checks` (what the emulator shall check).
+        """
         ...
 
 
@@ -87,6 +90,7 @@ class _Entry:
 
 _REGISTRY: dict[str, _Entry] = {
     "cute": _Entry("cutegemm.cute", "BACKEND"),
+    "cutlass2x": _Entry("cutegemm.cutlass2x", "BACKEND"),
     "legacy": _Entry("legacy_cuda.backend", "BACKEND"),
 }
 

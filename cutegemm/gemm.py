@@ -48,10 +48,12 @@ def gemm(
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out: D is written here; (M, N) or (L, M, N). It may be `c` itself and must not overlap another input.
         out_dtype: dtype of D: float16, bfloat16 or float32; by default that of `out`, else of `a`.
-        precision: for float32: "ieee" (default; CUDA cores, as exact as torch.mm without TF32) or "tf32" (tensor
-            cores, operands rounded to 10 mantissa bits). For 16-bit operands None or "ieee".
-        backend: "auto" (default), "cute", "legacy" or "torch". A kernel backend named for CPU tensors runs its compiled
-            kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
+        precision: for float32: "ieee" (default; CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores,
+            operands rounded to 10 mantissa bits) or "tf32x3" (tensor cores, each operand split into two TF32 numbers,
+            three products: nearly fp32's accuracy for finite operands; an infinity gives NaN; backend "cutlass2x").
+            For 16-bit operands None or "ieee".
+        backend: "auto" (default), "cute", "cutlass2x", "legacy" or "torch". A kernel backend named for CPU tensors
+            runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by
             default the backend chooses.
 
@@ -232,7 +234,10 @@ def _emulated_core(plan: Plan, kernel: backends.Kernel) -> Core:
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
         pointers = [0 if t is None else t.data_ptr() for t in (a, b, c, bias, d)]
         launches = kernel.capture(problem, *pointers, alpha, beta)
-        emulate(kernel.ptx, launches, tensors, outputs={"d"}, flops=problem.flops)
+        scratch = getattr(launches, "scratch", {})
+        checks = getattr(launches, "checks", None)
+        tensors.update(scratch)
+        emulate(kernel.ptx, launches, tensors, outputs={"d", *scratch}, checks=checks, flops=problem.flops)
 
     return core
 
@@ -281,8 +286,11 @@ def _torch_runner(asked: Request) -> Runner:
     problem = asked.problem
     dtype, epilogue = torch_dtype(problem.out_dtype), problem.epilogue
     on_cuda = asked.device.type == "cuda"
-    if problem.precision == "tf32":
-        raise UnsupportedError("backend 'torch' follows torch's own TF32 switch; precision='tf32' needs backend 'cute'")
+    if problem.precision != "ieee":
+        able = "'cute' or 'cutlass2x'" if problem.precision == "tf32" else "'cutlass2x'"
+        raise UnsupportedError(
+            f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
+        )
     plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
 
     def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:

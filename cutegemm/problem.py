@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("fp16", "bf16", "fp32")
-PRECISIONS = ("ieee", "tf32")
+PRECISIONS = ("ieee", "tf32", "tf32x3")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 MAX_EXTENT = 2**31 - 1
 
@@ -75,7 +75,8 @@ class Signature:
 
     Attributes:
         dtype: dtype name of A and B. out_dtype: of D.
-        precision: "ieee", or "tf32" for fp32 operands rounded to TF32 on the tensor cores.
+        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
+            into two TF32 numbers, three products).
         a_major: "k" or "m". b_major: "k" or "n".
         align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`.
         align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
@@ -141,7 +142,7 @@ class Problem:
             dtype: "fp16", "bf16" or "fp32"; `out_dtype` defaults to it.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
-            precision: "ieee" or "tf32" (fp32 only).
+            precision: "ieee", "tf32" or "tf32x3" (fp32 only).
             epilogue: terms beside alpha * A @ B; C is row-major.
         """
         if dtype not in DTYPES or (out_dtype or dtype) not in DTYPES:

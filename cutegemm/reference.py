@@ -10,6 +10,13 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    adding K products, whatever the tiling or split, has error at most gamma_{K+2} (|A| |B|).
 2. TF32: rounding to nearest with 10 explicit mantissa bits changes an operand by at most 2^-11 relative, a
    product by at most 2^-10 + 2^-22: that times (|A| |B|) is added.
+   3xTF32 (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+   theoretical peak performance", 2022): x = big + small + rest, big the first 10 mantissa bits of x (truncated:
+   |small + rest| <= 2^-10 |x|, and that difference is exact in fp32), small the difference rounded to TF32 (|rest| <=
+   2^-11 2^-10 |x| = 2^-21 |x|). The kernel adds big big, big small and small big. Of xy = (big + small + rest)(...)
+   it leaves out small small, at most 2^-20 (1 + 2^-10)^2 |xy|, and the terms with a rest, at most
+   2 2^-21 (1 + 2^-10)^2 |xy| : together under 1.01 2^-19 (|A| |B|) is added. It sums 3 K products, whose magnitudes
+   add up to at most (1 + 2^-10)^2 + ... < 1.01 (|A| |B|): step 1 becomes 1.01 gamma_{3K+2}.
 3. Epilogue: at most five more fp32 operations: gamma_5 (|alpha| |A||B| + |beta C| + |bias|).
 4. Activation: all four have |f'| <= 1.13 (silu 1.0999, gelu 1.1290), so the error so far grows by at most that;
    evaluating f itself costs at most 16 u |z| (every formula used is z times a value in [0, 1] known to a few
@@ -98,7 +105,10 @@ def expected(
     a64, b64 = a.double(), b.double()
     z = alpha * torch.matmul(a64, b64)
     magnitude = abs(alpha) * torch.matmul(a64.abs(), b64.abs())
-    error = _gamma(k + 2, u) * magnitude + abs(alpha) * k * 2.0**-126
+    if precision == "tf32x3":
+        error = (1.01 * _gamma(3 * k + 2, u) + 1.01 * 2.0**-19) * magnitude + abs(alpha) * 3 * k * 2.0**-126
+    else:
+        error = _gamma(k + 2, u) * magnitude + abs(alpha) * k * 2.0**-126
     if precision == "tf32":
         error += (2.0**-10 + 2.0**-22) * magnitude
     if c is not None and beta != 0:

@@ -157,8 +157,8 @@ def _check_precision(precision: str | None, dtype: str) -> str:
         return "ieee"
     if precision not in PRECISIONS:
         raise ValueError(f"precision: got {precision!r}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
-    if precision == "tf32" and dtype != "fp32":
-        raise ValueError(f"precision: got 'tf32' for {dtype} operands; it applies to float32 only")
+    if precision != "ieee" and dtype != "fp32":
+        raise ValueError(f"precision: got {precision!r} for {dtype} operands; it applies to float32 only")
     return precision
 
 

@@ -46,7 +46,7 @@ class Roofline:
 
 def roofline(problem: Problem, arch: Arch) -> Roofline:
     """The bounds of `problem` on `arch`, every operand read once and D written once."""
-    unit = "tfloat32" if problem.precision == "tf32" else _UNIT[problem.dtype]
+    unit = "tfloat32" if problem.precision != "ieee" else _UNIT[problem.dtype]
     peak = arch.peak(unit) * 1e12
     intensity = problem.flops / problem.min_bytes if problem.min_bytes else 0.0
     return Roofline(

@@ -64,7 +64,7 @@ CASES = [
         UnsupportedError,
         r"shared memory; .* gives a CTA",
     ),
-    ("tf32 by torch", (A, B), {"backend": "torch", "precision": "tf32"}, UnsupportedError, r"needs backend 'cute'"),
+    ("tf32 by torch", (A, B), {"backend": "torch", "precision": "tf32"}, UnsupportedError, r"needs backend 'cute' or 'cutlass2x'"),
 ]
 
 

@@ -97,9 +97,11 @@ class TmaEpilogue:
         per_block = self.config.bn // self.columns
         for i in cutlass.range_constexpr(blocks):
             for part in cutlass.range_constexpr(per_block):
-                buffer = (i * per_block + part) % STORE_BUFFERS
+                number = i * per_block + part
+                buffer = number % STORE_BUFFERS
                 if self.warp == 0:
-                    cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
+                    # The first store of a tile finds those of the tile before, in whatever buffer they ended, long done.
+                    cute.arch.cp_async_bulk_wait_group(min(number, STORE_BUFFERS - 1), read=True)
                 cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
                 self._stage(accumulators, operands, i, part, buffer)
                 cute.arch.fence_proxy("async.shared", space="cta")

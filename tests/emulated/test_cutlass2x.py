@@ -1,0 +1,74 @@
+"""CUTLASS 2.x kernels of every kind in the emulator, from the PTX of the build that a GPU would run.
+
+All kernels of this file are compiled as two translation units, once; the kernel store keeps them between runs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import arch, plan, request
+from cutegemm.cutlass2x import BACKEND, build_many, emit
+from cutegemm.errors import GemmError
+from tests.problems import Case
+
+pytest.importorskip("llvmlite", reason="the emulator needs llvmlite")
+
+TENSOR, TF32, SIMT = "i16x8x16", "i16x8x8", "i1x1x1"
+
+# name: (sizes, dtype, configuration, options)
+CASES: dict[str, tuple[tuple[int, int, int], str, str, dict]] = {
+    "fp16": ((72, 40, 72), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/id1", {}),
+    "C": ((136, 72, 40), "fp16", f"64x64x32/w32x32x32/s4/{TENSOR}/id4", {"c": True, "alpha": 0.75, "beta": -1.5}),
+    "bias, horizontal": (
+        (96, 72, 64), "bf16", f"64x64x32/w32x32x32/s3/{TENSOR}/h",
+        {"majors": "nt", "bias": True, "activation": "gelu"},
+    ),
+    "odd, two stages": ((33, 35, 37), "fp16", f"64x64x32/w32x32x32/s2/{TENSOR}/id1", {"majors": "nn"}),
+    "split-K": (
+        (40, 72, 264), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/id1/k4",
+        {"c": True, "beta": 0.5, "activation": "relu"},
+    ),
+    "split-K into fp32": (
+        (40, 72, 264), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/id1/k3", {"out_dtype": torch.float32, "alpha": 2.0},
+    ),
+    "stream-K": ((72, 136, 200), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/streamk", {}),
+    "tf32": ((72, 40, 72), "fp32", f"64x64x16/w32x32x16/s3/{TF32}/id2", {"precision": "tf32", "majors": "nt"}),
+    "tf32x3": ((72, 40, 72), "fp32", f"64x64x16/w32x32x16/s3/{TF32}/id1", {"precision": "tf32x3"}),
+    "SIMT": ((67, 41, 29), "fp32", f"64x64x8/w32x32x8/s4/{SIMT}/id1", {"majors": "tt"}),
+    "SIMT, silu": ((67, 41, 29), "fp32", f"32x32x8/w16x32x8/s2/{SIMT}/id1", {"activation": "silu", "bias": True}),
+    "batch": ((40, 72, 64), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/id1", {"batch": 3}),
+}  # fmt: skip
+
+
+def made(name: str, seed: int) -> tuple[Case, str]:
+    (m, n, k), dtype, config, options = CASES[name]
+    return Case.random(m, n, k, dtype, seed=seed, **options), f"cutlass2x/{config}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Compiles every kernel of this file together. Skips where there is no nvcc, saying what is missing."""
+    pairs = []
+    for name in CASES:
+        case, config = made(name, 0)
+        known = {"alpha": 1.0, "beta": 0.0, **case.options}
+        found = request.describe(case.a, case.b, known.pop("c", None), *(
+            known.get(key) for key in ("alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
+        ))  # fmt: skip
+        pairs.append((found.problem.signature, BACKEND.parse(config)))
+    try:
+        from cutegemm.cutlass2x import toolkit
+
+        toolkit.find()
+    except GemmError as why:
+        pytest.skip(str(why))
+    return build_many(list(dict.fromkeys(pairs)), plan.emulated_arch(), jobs=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_in_the_emulator(name, seed):
+    case, config = made(name, seed)
+    case.run(backend="cutlass2x", config=config)

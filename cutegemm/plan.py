@@ -123,13 +123,18 @@ class Prediction:
 
 
 def predict(problem: Problem, config: Any, arch: Arch) -> Prediction:
-    """Roofline bound, tiles, waves (one CTA an SM) and the share of the tiles' area that lies inside D."""
+    """Roofline bound, tiles, waves (one CTA an SM) and the share of the tiles' area that lies inside D.
+
+    Without a configuration (None) only the bound.
+    """
     unit = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[problem.dtype]
     if problem.precision != "ieee":
         unit = "tfloat32"
     products = 3 if problem.precision == "tf32x3" else 1
     flop_us = products * problem.flops / (arch.peak(unit) * 1e12) * 1e6
     byte_us = problem.min_bytes / arch.hbm_bytes_per_s * 1e6
+    if config is None:
+        return Prediction(flop_us, byte_us, 0, 0.0, 1.0)
     bm, bn, _ = config.tile()
     tiles = math.ceil(problem.m / bm) * math.ceil(problem.n / bn) * problem.batch
     area = tiles * bm * bn

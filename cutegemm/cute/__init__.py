@@ -1,5 +1,6 @@
 """Backend "cute": GEMM kernels written in the CuTe DSL.
 
+    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16       kernels/hopper.py
     sm80   tensor cores by mma.sync: fp16, bf16, tf32          kernels/ampere.py
     simt   fp32 on CUDA cores                                   kernels/simt.py
 
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cutegemm.cute import defaults
 from cutegemm.cute.config import AmpereConfig, SimtConfig, TileConfig
+from cutegemm.cute.hopper_config import HopperConfig
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -25,13 +28,14 @@ MAX_CTAS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Family:
-    """One kernel family: `takes(signature)` says whether it is meant for such a problem."""
+    """One kernel family: `takes(signature)` says whether it is meant for such a problem, `preferred(signature)` lists
+    default configurations, largest first."""
 
     config: Any
     module: str
     operator: str
     takes: Callable[[Signature], bool]
-    preferred: tuple[str, ...]
+    preferred: Callable[[Signature], tuple[str, ...]]
 
     def make_operator(self, config: TileConfig, signature: Signature) -> Any:
         """The DSL operator; imports the DSL."""
@@ -40,33 +44,21 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    # Reached by naming a configuration; not yet chosen by itself.
+    "sm90": Family(HopperConfig, "hopper", "HopperGemm", lambda s: False, lambda s: ()),
     "sm80": Family(
         AmpereConfig,
         "ampere",
         "AmpereGemm",
         lambda s: s.dtype != "fp32" or s.precision == "tf32",
-        # Largest first; the first that is valid and gives every SM a tile is taken.
-        (
-            "sm80/128x256x64/w64x64/s3/g8",
-            "sm80/128x128x32/w64x64/s4/g8",
-            "sm80/128x128x32/w64x32/s4/g8",
-            "sm80/128x64x32/w64x32/s4/g8",
-            "sm80/64x64x32/w32x32/s5/g8",
-            "sm80/64x32x32/w32x16/s5/g8",
-            "sm80/32x32x32/w16x16/s5/g8",
-        ),
+        defaults.ampere,
     ),
     "simt": Family(
         SimtConfig,
         "simt",
         "SimtGemm",
         lambda s: s.dtype == "fp32" and s.precision == "ieee",
-        (
-            "simt/128x256x16/w64x64/s3/g8",
-            "simt/128x128x8/w32x64/s4/g8",
-            "simt/64x64x8/w16x32/s4/g8",
-            "simt/32x32x8/w16x32/s4/g8",
-        ),
+        defaults.simt,
     ),
 }
 
@@ -129,7 +121,7 @@ class CuteBackend:
         return next((f for f in FAMILIES.values() if f.takes(signature)), None)
 
     def _valid_defaults(self, family: Family, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
-        configs = (family.config.parse(text) for text in family.preferred)
+        configs = (family.config.parse(text) for text in family.preferred(problem.signature))
         return (c for c in configs if self.check(c, problem, arch) is None)
 
 

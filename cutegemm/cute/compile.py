@@ -13,9 +13,12 @@ A launch passes plain integers through TVM-FFI to the launcher: addresses, sizes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -60,6 +63,18 @@ def toolkit_version() -> str:
     return " ".join(found)
 
 
+@functools.cache
+def host_fingerprint() -> str:
+    """The machine and the features of its CPU: the exported launcher is compiled for the CPU that compiled it."""
+    features = ""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                features = line
+                break
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
 def store_key(signature: Signature, config: TileConfig, target: str) -> dict[str, str]:
     """The kernel store's key: everything the machine code depends on."""
     return {
@@ -69,6 +84,7 @@ def store_key(signature: Signature, config: TileConfig, target: str) -> dict[str
         "target": target,
         "sources": source_fingerprint(),
         "toolkit": toolkit_version(),
+        "host": host_fingerprint(),
     }
 
 

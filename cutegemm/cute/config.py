@@ -111,6 +111,9 @@ class AmpereConfig(TileConfig):
             return f"stages is {self.stages}; accepted are 2 to 8"
         if self.wm * self.wn > 64 * 64:
             return f"warp tile {self.wm}x{self.wn}; accumulators and fragments over 64x64 spill"
+        k_major = signature.a_major == signature.b_major == "k"
+        if signature.dtype == "fp32" and not k_major and self.wm * self.wn > 64 * 32:
+            return f"warp tile {self.wm}x{self.wn}; tf32 operands that are not K-major spill over 64x32"
         for side, extent in (("bm", self.bm), ("bn", self.bn)):
             vectors = extent * self.bk * itemsize // 16
             if vectors < self.threads:

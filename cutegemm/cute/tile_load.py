@@ -149,7 +149,7 @@ class TransposingLoader(TileLoader):
     A 4-byte cp.async could store any element anywhere, but each row of the operand that a warp touches costs it a pass
     through shared memory (8.8 passes a copy, measured). Here a thread reads vectors along K (`fetch`) and later
     stores each element to its k-row (`settle`). A kernel fetches just before the barrier that ends a k tile, because
-    there the compiler cannot move the loads down to their use, and settles half a tile later.
+    there the compiler cannot move the loads down to their use, and settles early in the next tile.
 
     The lanes of a store are neighbours along m, but for the two that share a row: their vectors are 4 k-rows apart, and
     `PAD` words after each k-row make that 16 banks.

@@ -46,10 +46,10 @@ class SimtGemm(Gemm):
         super().__init__(config, signature)
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
-        # Copies of the tile ahead are spread over the first half of the k-steps: all at once, their addresses are
-        # live together and spill. They are not skipped at the end of K, where they write zeros: a branch there
-        # lets the compiler sink FFMA of one step behind those of the next, each waiting for the other.
-        self.copy_steps = config.bk // 2
+        # The copies of the tile ahead are spread over the first two k-steps, after which fetched values are settled:
+        # early, so that their registers are free for most of the tile. They are not skipped at the end of K, where
+        # they write zeros: a branch there lets the compiler sink FFMA of one step behind those of the next.
+        self.copy_steps = 2
 
     def _operand(self, k_major: bool, extent: int, align: int) -> TileLoader:
         loader = TransposingLoader if k_major else TileLoader

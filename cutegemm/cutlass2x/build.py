@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cutegemm.cutlass2x")
 
-PER_UNIT = 4
-"""Kernels in a translation unit of a batch build."""
+MOST_PER_UNIT = 5
+"""Kernels in a translation unit at most: beyond, the compiler's memory and the longest file grow for little."""
 
 _FILES = ("unit.o", "unit.so", "unit.ptx", "unit.cubin", "unit.cu")
 _OPTIONS = (
@@ -62,8 +62,8 @@ def build(signature: Signature, config: Cutlass2xConfig, arch: Arch) -> Entry:
     return build_many([(signature, config)], arch)[0]
 
 
-def build_many(pairs: Sequence[Pair], arch: Arch, *, jobs: int | None = None, per_unit: int = PER_UNIT) -> list[Entry]:
-    """The unit of each kernel, in order; what the store lacks is compiled, `per_unit` kernels a unit.
+def build_many(pairs: Sequence[Pair], arch: Arch, *, jobs: int | None = None) -> list[Entry]:
+    """The unit of each kernel, in order; what the store lacks is compiled, a few kernels a unit.
 
     Args:
         pairs: signatures and configurations, which must be valid for each other and `arch`.
@@ -77,11 +77,13 @@ def build_many(pairs: Sequence[Pair], arch: Arch, *, jobs: int | None = None, pe
     found = {pair: _lookup(store, pair, arch, tools) for pair in dict.fromkeys(pairs)}
     missing = [pair for pair, entry in found.items() if entry is None]
     if missing:
+        workers = max(1, jobs or os.cpu_count() or 1)
+        per_unit = min(MOST_PER_UNIT, -(-len(missing) // workers))
         units = [missing[i : i + per_unit] for i in range(0, len(missing), per_unit)]
         what = str(missing[0][1]) if len(missing) == 1 else f"{len(missing)} kernels in {len(units)} files"
         log.warning("compiling %s with nvcc for sm_%s, 10 to 20 s a file, once", what, compute_capability(arch))
         begun = time.monotonic()
-        with ThreadPoolExecutor(max(1, min(jobs or os.cpu_count() or 1, len(units)))) as pool:
+        with ThreadPoolExecutor(min(workers, len(units))) as pool:
             made = list(pool.map(lambda unit: _attempt(store, unit, arch, tools), units))
         for unit, entry in zip(units, made, strict=True):
             if isinstance(entry, Exception):

@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import cutegemm
-from cutegemm import arch, plan, request
-from cutegemm.cutlass2x import BACKEND, build_many, emit
+from cutegemm import plan, request
+from cutegemm.cutlass2x import BACKEND, build_many
 from cutegemm.errors import GemmError
 from tests.problems import Case
 

@@ -4,6 +4,7 @@ A backend is a module or object with
 
     name                               the text that `backend=` accepts
     supports(problem, arch)            None, or a sentence saying why not and what would do
+    check(config, problem, arch)       None, or why this configuration cannot serve the problem
     configs(problem, arch)             every valid configuration, for the tuner
     default(problem, arch)             the configuration to use when nothing was measured
     parse(text)                        a configuration from its text form, ValueError naming what is accepted
@@ -72,6 +73,8 @@ class Backend(Protocol):
     name: str
 
     def supports(self, problem: Problem, arch: Arch) -> str | None: ...
+
+    def check(self, config: Any, problem: Problem, arch: Arch) -> str | None: ...
 
     def configs(self, problem: Problem, arch: Arch) -> Iterable[Any]: ...
 

@@ -87,7 +87,7 @@ def gemm(
     return runner(a, b, c, alpha, beta, bias, out)
 
 
-def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):  # type: ignore[no-untyped-def]
+def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):
     """All that a plan depends on; an unhashable or strange argument raises something."""
     return (
         a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15,
@@ -232,8 +232,10 @@ def _emulated_core(plan: Plan, kernel: backends.Kernel) -> Core:
         if problem.epilogue.c_dtype is not None and c is not d:
             named["c"] = c
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-        pointers = [0 if t is None else t.data_ptr() for t in (a, b, c, bias, d)]
-        launches = kernel.capture(problem, *pointers, alpha, beta)
+        c_address, bias_address = (0 if t is None else t.data_ptr() for t in (c, bias))
+        launches = kernel.capture(
+            problem, a.data_ptr(), b.data_ptr(), c_address, bias_address, d.data_ptr(), alpha, beta
+        )
         scratch = getattr(launches, "scratch", {})
         checks = getattr(launches, "checks", None)
         tensors.update(scratch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from cutegemm.arch import Arch
 from cutegemm.backend import Kernel
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import Problem
+from cutegemm.roofline import quantization, roofline
 
 DEFAULT_EMULATED_ARCH = "sm_80"
 
@@ -107,41 +107,6 @@ def _choose_in(name: str, problem: Problem, arch: Arch, config: Any, why: str) -
     return Choice(name, parsed, "asked for")
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Lower bounds on the time of a problem on an architecture, and how its tiles fill it."""
-
-    flop_us: float
-    byte_us: float
-    tiles: int
-    waves: float
-    quantization: float
-
-    @property
-    def bound_us(self) -> float:
-        return max(self.flop_us, self.byte_us)
-
-
-def predict(problem: Problem, config: Any, arch: Arch) -> Prediction:
-    """Roofline bound, tiles, waves (one CTA an SM) and the share of the tiles' area that lies inside D.
-
-    Without a configuration (None) only the bound.
-    """
-    unit = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[problem.dtype]
-    if problem.precision != "ieee":
-        unit = "tfloat32"
-    products = 3 if problem.precision == "tf32x3" else 1
-    flop_us = products * problem.flops / (arch.peak(unit) * 1e12) * 1e6
-    byte_us = problem.min_bytes / arch.hbm_bytes_per_s * 1e6
-    if config is None:
-        return Prediction(flop_us, byte_us, 0, 0.0, 1.0)
-    bm, bn, _ = config.tile()
-    tiles = math.ceil(problem.m / bm) * math.ceil(problem.n / bn) * problem.batch
-    area = tiles * bm * bn
-    share = problem.m * problem.n * problem.batch / area if area else 1.0
-    return Prediction(flop_us, byte_us, tiles, tiles / arch.sm_count, share)
-
-
 def describe(plan: Plan) -> str:
     """The text that `cutegemm.explain` prints."""
     p, choice = plan.problem, plan.choice
@@ -156,14 +121,16 @@ def describe(plan: Plan) -> str:
         rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
     rows += [(f"copied first: {name}", why) for name, why in plan.copies]
     if plan.kernel is not None and plan.arch is not None:
-        found = predict(p, choice.config, plan.arch)
+        bm, bn, _ = choice.config.tile()
+        grid = quantization(p.m, p.n, bm, bn, plan.arch.sm_count, p.batch)
+        bound = roofline(p, plan.arch)
         where = "in the emulator, as on" if plan.emulated else "on"
-        limit = "arithmetic" if found.flop_us >= found.byte_us else "memory"
+        needs = f"{p.flops:.3g} flop, {p.min_bytes:.3g} bytes at least"
         rows += [
             ("configuration", str(choice.config)),
             ("runs", f"{where} {plan.arch.name} ({plan.arch.sm_count} SMs)"),
-            ("tiles", f"{found.tiles} = {found.waves:.2f} waves; {found.quantization:.1%} of their area is in D"),
-            ("bound", f"{found.bound_us:.2f} us by {limit} ({p.flops:.3g} flop, {p.min_bytes:.3g} bytes at least)"),
+            ("tiles", f"{grid.tiles} = {grid.waves:.2f} waves; {grid.tile_share:.1%} of their area is in D"),
+            ("bound", f"{bound.bound_s * 1e6:.2f} us by {bound.limit} ({needs})"),
         ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)

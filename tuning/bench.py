@@ -1,8 +1,8 @@
 """Times cutegemm against torch (cuBLAS): `python -m tuning.bench --help`.
 
-Method: the candidates are timed in the same process, round by round in turns, with inputs that rotate through three times
-the L2 cache and one CUDA graph a round (`tuning.timing`). Every result is checked against the float64 reference before it is
-timed. A ratio above 1 is faster than torch.
+Method: the candidates are timed in the same process, round by round in turns, with inputs that rotate through three
+times the L2 cache and one CUDA graph a round (`tuning.timing`). Every result is checked against the float64 reference
+before it is timed. A ratio above 1 is faster than torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ import cutegemm
 from cutegemm import reference
 from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
-from cutegemm.plan import predict
 from cutegemm.problem import Problem, torch_dtype
+from cutegemm.roofline import roofline
 from tuning import timing
 
 ROUNDS = 9
@@ -53,7 +54,7 @@ def bench_shape(m: int, n: int, k: int, options: argparse.Namespace) -> list[dic
     out = torch.empty(m, n, device="cuda", dtype=dtype)
     precision = options.precision if options.dtype == "fp32" else None
     candidates: dict[str, list[Callable[[], object]]] = {}
-    candidates["torch"] = [lambda a=a, b=b: torch.mm(a, b, out=out) for a, b in inputs]
+    candidates["torch"] = [partial(torch.mm, a, b, out=out) for a, b in inputs]
     a, b = inputs[0]
     want = reference.expected(a, b, precision=options.precision)
     for name, backend, config in _asked(options):
@@ -66,10 +67,10 @@ def bench_shape(m: int, n: int, k: int, options: argparse.Namespace) -> list[dic
         if not verdict.ok:
             print(f"{m}x{n}x{k} {name}: WRONG, not timed: {verdict.message}", file=sys.stderr)
             continue
-        call = {"precision": precision, "backend": backend, "config": config, "out": out}
+        call: dict[str, Any] = {"precision": precision, "backend": backend, "config": config, "out": out}
         for x, y in inputs:
             cutegemm.prepare(x, y, **call)
-        candidates[name] = [lambda x=x, y=y, call=call: cutegemm.gemm(x, y, **call) for x, y in inputs]
+        candidates[name] = [partial(cutegemm.gemm, x, y, **call) for x, y in inputs]
     del want
     torch.cuda.empty_cache()
     allowed = torch.backends.cuda.matmul.allow_tf32
@@ -78,7 +79,7 @@ def bench_shape(m: int, n: int, k: int, options: argparse.Namespace) -> list[dic
         found = timing.interleaved(candidates, problem.flops, options.rounds)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
-    bound = predict(problem, None, arch).bound_us
+    bound = roofline(problem, arch)
     return [
         {
             "shape": f"{m}x{n}x{k}",
@@ -86,7 +87,7 @@ def bench_shape(m: int, n: int, k: int, options: argparse.Namespace) -> list[dic
             "us": timed.us,
             "spread": (timed.high - timed.low) / timed.us,
             "tflops": timed.tflops(problem.flops),
-            "of_bound": bound / timed.us,
+            "of_bound": bound.share(timed.us * 1e-6),
             "ratio": found["torch"].us / timed.us,
         }
         for name, timed in found.items()
@@ -156,7 +157,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.host:
         print(tabulate(host_cost().items(), headers=["eager 128^3 fp16", "host us a call"], floatfmt=".2f"))
         return 0
-    print(f"{options.dtype} {options.precision} {options.majors}, normal inputs, interleaved, L2-cold, CUDA graphs, median")
+    kind = f"{options.dtype} {options.precision} {options.majors}"
+    print(f"{kind}, normal inputs, interleaved, L2-cold, CUDA graphs, median of rounds")
     rows = []
     for m, n, k in _shapes(options):
         rows += bench_shape(m, n, k, options)

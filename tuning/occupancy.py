@@ -22,8 +22,8 @@ from cutegemm import backend as backends
 from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
+from cutegemm.roofline import quantization, roofline
 from tuning.cubin import usage
-from tuning.roofline import quantization, roofline
 
 
 @dataclass(frozen=True)

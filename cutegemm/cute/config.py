@@ -69,6 +69,10 @@ class TileConfig:
         """Shared memory of the epilogue: one fp32 slab a warp. It reuses the ring's memory."""
         return self.warps[0] * self.warps[1] * SLAB_ROWS * (self.wn + SLAB_PAD) * 4
 
+    def problem(self, signature: Signature, arch: Arch) -> str | None:
+        """None when this configuration is valid for the signature on that architecture, else why not."""
+        raise TypeError(f"{type(self).__name__} has no validity rule of its own")
+
     def _common_problem(self) -> str | None:
         sizes = {"bm": self.bm, "bn": self.bn, "bk": self.bk, "wm": self.wm, "wn": self.wn}
         for name, value in sizes.items():

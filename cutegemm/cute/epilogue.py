@@ -12,6 +12,8 @@ is computed in fp32 and rounded once. Only the warp itself touches its slab: no 
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -40,8 +42,10 @@ class SlabEpilogue:
         self.vector = max(min(signature.align_d // self.out_bytes, self.chunk), 1)
         self.pitch = self.wn + SLAB_PAD
         self.c_vector = 0
+        if self.epilogue.c_dtype:
+            self.c_type = types.NUMERIC[self.epilogue.c_dtype]
         if self.epilogue.c_dtype and signature.align_c:
-            itemsize = types.NUMERIC[self.epilogue.c_dtype].width // 8
+            itemsize = self.c_type.width // 8
             self.c_vector = max(min(signature.align_c // itemsize, self.chunk), 1)
 
     def start(self, memory, matrix, row, column, m, n, warp, lane, operands) -> None:
@@ -60,7 +64,7 @@ class SlabEpilogue:
         self.d = operands.d + Int64(matrix) * operands.d_batch
         if self.epilogue.c_dtype:
             self.c = operands.c + Int64(matrix) * operands.c_batch
-        self.bias = None
+        self.bias: Any = None
         if self.epilogue.bias_dtype and self.epilogue.bias_axis == "n":
             self.bias = self._load_bias_columns()
 
@@ -115,7 +119,7 @@ class SlabEpilogue:
     @cute.jit
     def _load_c(self, row: Int32):
         """C at this thread's chunk of a row, in fp32; 0 beyond the edge."""
-        c_type = types.NUMERIC[self.epilogue.c_dtype]
+        c_type = self.c_type
         raw = cute.make_rmem_tensor(self.chunk, c_type)
         raw.fill(0)
         start = self.c + (Int64(row) * self.operands.c_row + Int64(self.column) * self.operands.c_col)

@@ -218,7 +218,6 @@ def _copy_instruction(bytes_per_copy: int) -> str:
     )
 
 
-
 def _load_instruction(vector: int) -> str:
     """PTX that loads `vector` fp32 values, or zeros when nothing is left of K. Operands: address, elements left."""
     outputs = [f"{{$w{i}}}" for i in range(vector)]

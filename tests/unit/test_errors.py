@@ -20,7 +20,13 @@ CASES = [
     ("complex", (A.cfloat(), B.cfloat()), {}, TypeError, r"a: got dtype torch\.complex64; complex"),
     ("sparse", (A.to_sparse(), B), {}, TypeError, r"a: got layout torch\.sparse_coo, expected a dense"),
     ("K differs", (A, B[:5]), {}, ValueError, r"b: got shape \(5, 5\); .* K = 6"),
-    ("batch differs", (A.expand(2, 4, 6), B.expand(3, 6, 5)), {}, ValueError, r"b: got a batch of 3, expected .* 2, or 1"),
+    (
+        "batch differs",
+        (A.expand(2, 4, 6), B.expand(3, 6, 5)),
+        {},
+        ValueError,
+        r"b: got a batch of 3, expected .* 2, or 1",
+    ),
     ("meta device", (A.to("meta"), B.to("meta")), {}, ValueError, r"a: it is on meta, accepted are CUDA and CPU"),
     ("devices differ", (A, B.to("meta")), {}, ValueError, r"b: it is on meta, expected the device of a, cpu"),
     ("alpha tensor", (A, B), {"alpha": torch.ones(())}, TypeError, r"alpha: got Tensor, expected a Python float"),
@@ -42,14 +48,44 @@ CASES = [
         r"out: got dtype torch\.float32, but out_dtype says torch\.float16",
     ),
     ("out_dtype", (A, B), {"out_dtype": torch.int8}, TypeError, r"out_dtype: got torch\.int8, accepted are"),
-    ("out overlaps a", (BIG[:8, :8], BIG[8:16, :8].contiguous()), {"out": BIG[4:12, :8]}, ValueError, r"out: it overlaps a"),
+    (
+        "out overlaps a",
+        (BIG[:8, :8], BIG[8:16, :8].contiguous()),
+        {"out": BIG[4:12, :8]},
+        ValueError,
+        r"out: it overlaps a",
+    ),
     ("out repeats", (A, B), {"out": torch.ones(4, 1).expand(4, 5)}, ValueError, r"out: strides .* several times"),
-    ("precision", (A, B), {"precision": "fp64"}, ValueError, r"precision: got 'fp64', accepted are None, 'ieee', 'tf32'"),
+    (
+        "precision",
+        (A, B),
+        {"precision": "fp64"},
+        ValueError,
+        r"precision: got 'fp64', accepted are None, 'ieee', 'tf32'",
+    ),
     ("tf32 of fp16", (A.half(), B.half()), {"precision": "tf32"}, ValueError, r"precision: got 'tf32' for fp16"),
     ("backend", (A, B), {"backend": "cublas"}, ValueError, r"backend: got 'cublas', accepted are 'auto', 'cute'"),
-    ("config of torch", (A, B), {"backend": "torch", "config": "x"}, ValueError, r"config: got 'x', but backend 'torch'"),
-    ("config text", (A, B), {"backend": "cute", "config": "fast"}, ValueError, r"config: got 'fast', accepted for backend"),
-    ("config form", (A, B), {"backend": "cute", "config": "simt/1x2"}, ValueError, r"config: got 'simt/1x2', accepted is simt/BM"),
+    (
+        "config of torch",
+        (A, B),
+        {"backend": "torch", "config": "x"},
+        ValueError,
+        r"config: got 'x', but backend 'torch'",
+    ),
+    (
+        "config text",
+        (A, B),
+        {"backend": "cute", "config": "fast"},
+        ValueError,
+        r"config: got 'fast', accepted for backend",
+    ),
+    (
+        "config form",
+        (A, B),
+        {"backend": "cute", "config": "simt/1x2"},
+        ValueError,
+        r"config: got 'simt/1x2', accepted is simt/BM",
+    ),
     (
         "config of another dtype",
         (A, B),
@@ -64,11 +100,19 @@ CASES = [
         UnsupportedError,
         r"shared memory; .* gives a CTA",
     ),
-    ("tf32 by torch", (A, B), {"backend": "torch", "precision": "tf32"}, UnsupportedError, r"needs backend 'cute' or 'cutlass2x'"),
+    (
+        "tf32 by torch",
+        (A, B),
+        {"backend": "torch", "precision": "tf32"},
+        UnsupportedError,
+        r"needs backend 'cute' or 'cutlass2x'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "options", "error", "message"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
 def test_bad_arguments(arguments, options, error, message):
     with pytest.raises(error, match=message):
         cutegemm.gemm(*arguments, **options)

@@ -9,7 +9,7 @@ from cutegemm.problem import Problem
 from tuning import occupancy as tool
 from tuning.cubin import usage
 from tuning.occupancy import occupancy, resources
-from tuning.roofline import quantization, roofline
+from cutegemm.roofline import quantization, roofline
 
 
 def test_a6000_block_of_1024_threads_with_37_registers():

@@ -93,18 +93,6 @@ def test_too_many_tiles_for_a_grid():
     assert "a grid has at most" in CUTE.check(config, problem, H200)
 
 
-def test_prediction():
-    found = plan.predict(Problem.of(8192, 8192, 8192, "bf16"), AmpereConfig(128, 256, 64, 64, 64, 3), H200)
-    assert found.tiles == 64 * 32
-    assert found.waves == pytest.approx(2048 / 132)
-    assert found.quantization == 1.0
-    assert found.flop_us == pytest.approx(2 * 8192**3 / 989.4e6, rel=1e-3)
-    assert found.bound_us == found.flop_us
-    ragged = plan.predict(Problem.of(129, 257, 64, "bf16"), AmpereConfig(128, 256, 64, 64, 64, 3), H200)
-    assert ragged.quantization == pytest.approx(129 * 257 / (256 * 512))
-    assert ragged.bound_us == ragged.byte_us
-
-
 def test_explain_says_what_and_why(capsys):
     a, b = torch.randn(40, 24), torch.randn(48, 24).t()
     cutegemm.explain(a[:, ::2], b[::2], bias=torch.randn(48), activation="silu")

@@ -15,8 +15,8 @@ jobs: it publishes tile t+1 (each thread has waited for its own copies) and it s
 more. Shared tiles are XOR-swizzled so that the eight rows of an ldmatrix lie in different banks (`swizzle_of`).
 
 A CTA tile is cut into warp tiles, a warp tile into m16n8k16 (tf32: m16n8k8) instructions. The arithmetic intensity at
-shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64 * 64
-flops each k, 32 flops a byte.
+shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64 *
+64 flops each k, 32 flops a byte.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def swizzle_of(dtype_width: int, inner: int, ldmatrix: bool) -> tuple[int, int, 
 
     `inner` is the contiguous extent of the tile. With ldmatrix the 16-byte pieces of 8 successive rows must differ in
     their bank group: rows of 128 bytes XOR their number into the three bits above a piece; rows of 64 bytes need
-    only two, the third bit already alternates. A tf32 operand that is not K-major is read by 32-bit loads of 8 neighbours
-    in 4 rows, so there whole 32-byte pieces move.
+    only two, the third bit already alternates. A tf32 operand that is not K-major is read by 32-bit loads of 8
+    neighbours in 4 rows, so there whole 32-byte pieces move.
     """
     if not ldmatrix:
         return (2, 5, 2)

@@ -6,8 +6,9 @@ about a tensor is promised to the compiler beyond its alignment class, which the
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_ptr
@@ -26,7 +27,7 @@ class Gemm:
     """
 
     def __init__(self, config: TileConfig, signature: Signature) -> None:
-        self.config = config
+        self.config: Any = config
         self.signature = signature
         self.ab_type = types.NUMERIC[signature.dtype]
         self.order = Grouped(config.group)

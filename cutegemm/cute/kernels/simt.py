@@ -1,7 +1,7 @@
 """GEMM in IEEE fp32 on CUDA cores: cp.async ring -> 16-byte shared loads -> FFMA.
 
-A CTA tile is cut into warp tiles, a warp tile among 4 x 8 lanes; a lane owns wm/4 x wn/8 outputs in registers, as groups
-of 4 neighbours along each side so that its fragments come in 16-byte loads:
+A CTA tile is cut into warp tiles, a warp tile among 4 x 8 lanes; a lane owns wm/4 x wn/8 outputs in registers, as
+groups of 4 neighbours along each side so that its fragments come in 16-byte loads:
 
     lane (i, j) of a 64 x 64 warp tile:   rows 4 i + 16 g + (0..3), g = 0..3     columns 4 j + 32 h + (0..3), h = 0..1
 
@@ -31,8 +31,8 @@ LANES_M, LANES_N = 4, 8
 def place_of_lane(lane):
     """The lane's place i * LANES_N + j in the 4 x 8 arrangement: the bits of j and i alternate, j first.
 
-    A 16-byte shared load takes a pass for each quarter of the warp, unless lanes that differ in bit 0 (or bit 1) alone read
-    the same words. Here they do: neighbours share their rows of A, and lanes two apart their columns of B.
+    A 16-byte shared load takes a pass for each quarter of the warp, unless lanes that differ in bit 0 (or bit 1) alone
+    read the same words. Here they do: neighbours share their rows of A, and lanes two apart their columns of B.
     """
     i = ((lane >> 1) & 1) | ((lane >> 2) & 2)
     j = (lane & 1) | ((lane >> 1) & 2) | ((lane >> 2) & 4)

@@ -73,8 +73,15 @@ class HopperConfig:
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Registers a thread of (producer, consumers) after setmaxnreg; None where nobody needs more than 255 / 1."""
+        """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
+        if self.consumers == 2 and self.accumulators >= 208:
+            return 24, 240
         return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 accumulators of a consumer thread."""
+        return self.group_rows * self.bn // WARPGROUP
 
     @property
     def persistent(self) -> bool:
@@ -168,10 +175,9 @@ class HopperConfig:
         return None
 
     def _resource_problem(self, signature: Signature, arch: Arch) -> str | None:
-        accumulators = self.group_rows * self.bn // WARPGROUP
         limit = 96 if self.consumers == 3 else 208
-        if accumulators > limit:
-            return f"{accumulators} accumulators a thread; more than {limit} spill"
+        if self.accumulators > limit:
+            return f"{self.accumulators} accumulators a thread; more than {limit} spill"
         if not 2 <= self.stages <= 16:
             return f"stages is {self.stages}; accepted are 2 to 16"
         if self.smem_bytes(signature) > arch.smem_per_cta:

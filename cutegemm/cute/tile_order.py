@@ -41,10 +41,10 @@ def grouped(group: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smalles
 def serpentine(group: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = min) -> tuple:
     """The grouped order with every other group walked backwards, so that the columns of B at the turn are still cached.
 
-        tiles in order, 4 x 4 tiles, group 2:    0  2  4  6
-                                                 1  3  5  7
-                                                15 13 11  9
-                                                14 12 10  8
+    tiles in order, 4 x 4 tiles, group 2:    0  2  4  6
+                                             1  3  5  7
+                                            15 13 11  9
+                                            14 12 10  8
     """
     band, first, height, within = _band(group, tile, tiles_m, tiles_n, smallest)
     within = _turned(band, within, height * tiles_n)

@@ -121,7 +121,11 @@ class HopperGemm(Gemm):
         span = (bk if k_major else extent) * self.itemsize
         bits = next(bits for bits in (3, 2, 1) if span % (16 << bits) == 0)
         width = (16 << bits) // self.itemsize
-        lines = cute.make_layout((8, width), stride=(width, 1)) if k_major else cute.make_layout((width, 8), stride=(1, width))
+        lines = (
+            cute.make_layout((8, width), stride=(width, 1))
+            if k_major
+            else cute.make_layout((width, 8), stride=(1, width))
+        )
         atom = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, lines)
         return cute.tile_to_shape(atom, (extent, bk), order=(0, 1) if k_major else (1, 0))
 
@@ -203,7 +207,9 @@ class HopperGemm(Gemm):
         self.ring.start(barriers, self.cluster_row, self.cluster_column)
         self.turns.start(barriers + 2 * config.stages * 8)
         shared_a = self._shared(memory, config.bm, self.a_k_major)
-        shared_b = self._shared(memory + config.stages * config.bm * config.bk * self.itemsize, config.bn, self.b_k_major)
+        shared_b = self._shared(
+            memory + config.stages * config.bm * config.bk * self.itemsize, config.bn, self.b_k_major
+        )
 
         if warp == 0:
             cpasync.prefetch_descriptor(atom_a)
@@ -311,7 +317,7 @@ class HopperGemm(Gemm):
         fragment_a = mma.make_fragment_A(slice_of.partition_A(shared_a))
         fragment_b = mma.make_fragment_B(slice_of.partition_B(shared_b))
         accumulators = mma.make_fragment_C(slice_of.partition_shape_C((config.bm, config.bn)))
-        own = thread % WARPGROUP
+        lane = thread % 32
         row_offset = Int32(0) if cutlass.const_expr(config.ping_pong) else group * BLOCK_ROWS
 
         stage, phase = Int32(0), Int32(0)
@@ -324,7 +330,7 @@ class HopperGemm(Gemm):
             tile_row, tile_column, matrix = self.place(work)
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(group, done)
-            stage, phase = self.multiply(mma, accumulators, fragment_a, fragment_b, stage, phase, group, own)
+            stage, phase = self.multiply(mma, accumulators, fragment_a, fragment_b, stage, phase, group, lane)
             if cutlass.const_expr(config.ping_pong):
                 stage, phase = skip(stage, phase, self.k_tiles, config.stages)
                 done = done + 1
@@ -341,7 +347,7 @@ class HopperGemm(Gemm):
             )
 
     @cute.jit
-    def multiply(self, mma, accumulators, fragment_a, fragment_b, stage, phase, group, own):
+    def multiply(self, mma, accumulators, fragment_a, fragment_b, stage, phase, group, lane):
         """The k tiles of one tile; returns where the ring goes on. One WGMMA group stays in flight."""
         self.ring.wait(stage, phase)
         warpgroup.fence()
@@ -352,13 +358,13 @@ class HopperGemm(Gemm):
             self.ring.wait(stage, phase)
             self._issue(mma, accumulators, fragment_a, fragment_b, stage, False)
             warpgroup.wait_group(1)
-            self.ring.release(before, own)
+            self.ring.release(before, lane)
             before = stage
             stage, phase = advance(stage, phase, self.config.stages)
         if cutlass.const_expr(self.config.ping_pong):
-            self.turns.hand_over(group, own)
+            self.turns.hand_over(group, lane)
         warpgroup.wait_group(0)
-        self.ring.release(before, own)
+        self.ring.release(before, lane)
         return stage, phase
 
     def _issue(self, mma, accumulators, fragment_a, fragment_b, stage, first: bool) -> None:

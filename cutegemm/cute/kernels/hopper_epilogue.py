@@ -92,7 +92,9 @@ class TmaEpilogue:
         self.half = lane >> 4
 
     @cute.jit
-    def store(self, accumulators, row, column, matrix, m, n, operands, blocks: cutlass.Constexpr, row_step: cutlass.Constexpr):
+    def store(
+        self, accumulators, row, column, matrix, m, n, operands, blocks: cutlass.Constexpr, row_step: cutlass.Constexpr
+    ):
         """Stores `blocks` blocks of 64 rows, the first at `row`, the next `row_step` further on."""
         per_block = self.config.bn // self.columns
         for i in cutlass.range_constexpr(blocks):
@@ -152,7 +154,9 @@ class SlabStore:
         self.memory = cute.recast_ptr(memory, dtype=Float32) + group * words
 
     @cute.jit
-    def store(self, accumulators, row, column, matrix, m, n, operands, blocks: cutlass.Constexpr, row_step: cutlass.Constexpr):
+    def store(
+        self, accumulators, row, column, matrix, m, n, operands, blocks: cutlass.Constexpr, row_step: cutlass.Constexpr
+    ):
         """Stores `blocks` blocks of 64 rows, the first at `row`, the next `row_step` further on."""
         for i in cutlass.range_constexpr(blocks):
             first = row + i * row_step + self.warp * SLAB_ROWS

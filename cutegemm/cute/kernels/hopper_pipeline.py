@@ -4,8 +4,10 @@ Each stage has two mbarriers:
 
     full     completes when the bytes of A and B have arrived.  One arrival: the producer's, which announces the bytes;
              TMA itself counts them down.
-    empty    completes when nobody reads the stage any more.  One arrival of each consumer warpgroup, in every CTA that
+    empty    completes when nobody reads the stage any more.  One arrival of each consumer warp, in every CTA that
              receives this stage's data: with multicast, a CTA writes into its neighbours' stages too.
+
+PTX promises a warp that has waited for its WGMMA no more than that the warp's own part is done, so every warp arrives for itself.
 
 Both sides walk the stages in order and wait by parity. The parity that a barrier completes flips each time round the
 ring; `phase` counts it. A consumer waits for `full` with phase 0 first. The producer waits for `empty` with phase 1
@@ -45,7 +47,7 @@ class Ring:
         self.stages = stages
         self.stage_bytes = stage_bytes
         self.cluster = cluster
-        self.empty_arrivals = warpgroups * (cluster[0] + cluster[1] - 1)
+        self.empty_arrivals = 4 * warpgroups * (cluster[0] + cluster[1] - 1)
 
     def start(self, memory, cluster_row, cluster_column) -> None:
         """Binds to 2 x stages mbarriers at `memory`, for the CTA at that place of its cluster."""
@@ -71,20 +73,16 @@ class Ring:
         cute.arch.mbarrier_wait(self.full + stage, phase)
 
     @cute.jit
-    def release(self, stage: Int32, thread: Int32):
-        """Consumer warpgroup: this stage has been read. `thread` counts within the warpgroup.
-
-        Thread i tells CTA i of the cluster, if that CTA sends to this one. Its warp speaks for the warpgroup: a WGMMA that
-        has been waited for has finished reading for all four warps.
-        """
+    def release(self, stage: Int32, lane: Int32):
+        """Consumer warp: it has read this stage. Lane i tells CTA i of the cluster, if that CTA sends to this one."""
         rows, columns = self.cluster
         if cutlass.const_expr(rows * columns == 1):
-            if thread == 0:
+            if lane == 0:
                 cute.arch.mbarrier_arrive(self.empty + stage)
         else:
-            if thread < rows * columns:
-                if (thread % rows == self.cluster_row) | (thread // rows == self.cluster_column):
-                    cute.arch.mbarrier_arrive(self.empty + stage, thread)
+            if lane < rows * columns:
+                if (lane % rows == self.cluster_row) | (lane // rows == self.cluster_column):
+                    cute.arch.mbarrier_arrive(self.empty + stage, lane)
 
 
 class Turns:
@@ -92,7 +90,7 @@ class Turns:
 
     Beside keeping the tensor cores for one tile at a time, the turns are what makes waiting by parity right: a warpgroup
     that skips the other's stages would otherwise look at a barrier two completions too early and take it for complete.
-    Barrier g lets warpgroup g begin; its arrival comes from the other one, when its last stage has arrived.
+    Barrier g lets warpgroup g begin; its arrivals come from the other one's warps, when their last stage has arrived.
     """
 
     def start(self, memory) -> None:
@@ -100,7 +98,7 @@ class Turns:
 
     def initialize(self) -> None:
         for group in range(2):
-            cute.arch.mbarrier_init(self.barriers + group, 1)
+            cute.arch.mbarrier_init(self.barriers + group, 4)
 
     @cute.jit
     def wait(self, group: Int32, tiles_done: Int32):
@@ -109,7 +107,7 @@ class Turns:
         cute.arch.mbarrier_wait(self.barriers + group, (tiles_done ^ (1 - group)) & 1)
 
     @cute.jit
-    def hand_over(self, group: Int32, thread: Int32):
-        """Gives the turn to the other warpgroup; by one thread of a warp that has done its waiting."""
-        if thread == 0:
+    def hand_over(self, group: Int32, lane: Int32):
+        """Consumer warp: gives the turn to the other warpgroup."""
+        if lane == 0:
             cute.arch.mbarrier_arrive(self.barriers + (1 - group))

@@ -1,0 +1,133 @@
+"""The Hopper kernel in the emulator: schedules, clusters, majors, edges and epilogues, checked against the reference.
+
+The pretended GPU has few SMs, so that a persistent CTA gets several tiles of a small problem. Each run draws its own timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cutegemm import arch as arch_table
+from cutegemm import plan
+from cutegemm.errors import UnsupportedError
+from tests.problems import MAJORS, Case
+
+pytest.importorskip("llvmlite")
+
+SEEDS = range(3)
+
+
+@pytest.fixture(autouse=True)
+def few_sms(monkeypatch):
+    """An H200 of 4 SMs."""
+    arch = replace(arch_table.get("sm_90a"), sm_count=4)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+
+
+@pytest.fixture
+def run(seed, monkeypatch):
+    """Runs a case with fresh operands and timing."""
+
+    def go(config: str, shape: tuple[int, int, int], dtype: str = "bf16", timing: int = 0, **options):
+        monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + timing))
+        Case.random(*shape, dtype, seed=seed + timing, **options).run(backend="cute", config=config)
+
+    return go
+
+
+@pytest.mark.parametrize("timing", SEEDS)
+@pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4"])
+@pytest.mark.parametrize("schedule", ["coop2", "pp"])
+def test_schedules_and_clusters(schedule, cluster, timing, run):
+    """Ragged on every side, several tiles a CTA, k tiles that do not divide the ring."""
+    bm = 128 if schedule == "coop2" else 64
+    run(f"sm90/{bm}x64x64/{schedule}/c{cluster}/s3/serp2", (392, 200, 264), timing=timing)
+
+
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("config", ["64x64x64/coop1/c2x1/s3/hilbert", "64x32x32/pp/c1x1/s4/g2"])
+def test_majors(config, dtype, majors, run):
+    run(f"sm90/{config}", (200, 136, 168), dtype, majors=majors)
+
+
+@pytest.mark.parametrize("order", ["row", "col", "g2", "serp3", "hilbert"])
+def test_orders(order, run):
+    run(f"sm90/64x16x64/coop1/c1x1/s3/{order}", (200, 328, 72))
+    run(f"sm90/64x16x64/coop1/c1x1/s3/{order}/once", (136, 72, 72))
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        ("256x64x64/coop2/c1x1/s2/row", (264, 72, 200)),
+        ("192x48x64/coop3/c1x1/s3/row", (392, 104, 136)),
+        ("128x208x64/pp/c1x1/s4/row", (264, 424, 200)),
+        ("128x256x64/coop2/c2x1/s4/row", (264, 264, 328)),
+        ("64x96x128/coop1/c1x2/s2/row", (72, 200, 264)),
+        ("64x16x32/coop1/c1x1/s16/row", (136, 40, 1032)),
+    ],
+)
+@pytest.mark.parametrize("majors", ["tn", "nt"])
+def test_tiles(config, shape, majors, run):
+    """Blocks of rows a warpgroup, every width of a swizzle, ring depths."""
+    run(f"sm90/{config}", shape, majors=majors)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24), (63, 65, 64)])
+@pytest.mark.parametrize("config", ["64x64x64/coop1/c1x1/s4/row", "64x32x64/pp/c2x1/s2/row"])
+def test_small_problems(config, shape, run):
+    run(f"sm90/{config}", shape)
+
+
+@pytest.mark.parametrize(
+    "config", ["64x64x64/coop1/c1x1/s3/g2", "64x32x64/pp/c2x1/s3/g2", "64x32x64/coop1/c1x1/s3/g2/slab"]
+)
+def test_nothing_to_sum(config, run):
+    """K = 0: rows of a wider matrix, so that TMA can describe them; what lies in them is NaN and must not be read."""
+    run(f"sm90/{config}", (136, 72, 0), pad=8)
+    run(f"sm90/{config}", (136, 72, 0), pad=8, c=True, beta=-1.5, bias=True)
+
+
+@pytest.mark.parametrize("schedule", ["64x32x64/coop1/c1x1/s3/g2", "64x32x64/pp/c2x1/s3/g2"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        {"alpha": -0.5},
+        {"activation": "silu"},
+        {"c": True, "beta": -0.5, "alpha": 1.5},
+        {"bias": True, "activation": "relu"},
+        {"c": True, "beta": 2.0, "bias": True, "activation": "gelu"},
+        {"out_dtype": torch.float32, "activation": "gelu_tanh", "bias": True},
+    ],
+    ids=["alpha", "silu", "c", "bias-relu", "c-bias-gelu", "fp32"],
+)
+def test_epilogues(schedule, epilogue, run):
+    run(f"sm90/{schedule}", (136, 104, 72), **epilogue)
+
+
+def test_any_result_alignment(run):
+    """D's rows start at any element: no TMA store."""
+    for out in (torch.empty(136, 77, dtype=torch.bfloat16)[:, 2:75], torch.empty(136, 73, dtype=torch.float16)):
+        run("sm90/64x32x64/coop1/c1x1/s3/g2", (136, 73, 72), majors="tn", out=out)
+
+
+@pytest.mark.parametrize("schedule", ["64x64x64/coop1/c1x2/s3/g2", "64x32x64/pp/c1x1/s3/hilbert/slab"])
+def test_batches(schedule, run, seed):
+    run(f"sm90/{schedule}", (72, 136, 88), batch=5, pad=8)
+    case = Case.random(72, 136, 88, "fp16", seed=seed, batch=3, majors="nt")
+    Case(case.a, case.b[1]).run(backend="cute", config=f"sm90/{schedule}")
+    Case(case.a[1:2].expand(3, -1, -1), case.b).run(backend="cute", config=f"sm90/{schedule}")
+
+
+def test_programmatic_dependent_launch(run):
+    run("sm90/64x64x64/coop1/c2x1/s3/row/pdl", (200, 136, 168))
+
+
+def test_operands_that_tma_cannot_take_are_refused_with_the_reason(run):
+    for options in ({"pad": 1}, {"offset": 4}, {"majors": "nt", "pad": 3}):
+        with pytest.raises(UnsupportedError, match="TMA cannot load A: .* 16 bytes"):
+            run("sm90/64x64x64/coop1/c1x1/s3/g2", (72, 72, 72), **options)

@@ -158,7 +158,9 @@ class HopperConfig:
             return f"the Hopper kernel multiplies fp16 and bf16; dtype is {signature.dtype}"
         for name, align in (("A", signature.align_a), ("B", signature.align_b)):
             if align < 16:
-                return f"TMA cannot load {name}: address, strides and contiguous extent must divide by 16 bytes, not {align}"
+                return (
+                    f"TMA cannot load {name}: address, strides and contiguous extent need 16 bytes, they have {align}"
+                )
         return self._tile_problem() or self._resource_problem(signature, arch)
 
     def _tile_problem(self) -> str | None:

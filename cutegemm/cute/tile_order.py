@@ -4,8 +4,8 @@ A tile order is a strategy object chosen at compile time: `coordinates(tile, til
 column) of linear tile number `tile`. The functions under it are arithmetic without branches, so that the same text runs
 on the device and, for the tests and the occupancy tools, on plain integers.
 
-About 130 CTAs are resident at a time. Row by row they read one row of A tiles and every column of B tiles; an order that keeps
-them in a compact block of the output reads about sqrt(130) of each instead.
+About 130 CTAs are resident at a time. Row by row they read one row of A tiles and every column of B tiles; an order
+that keeps them in a compact block of the output reads about sqrt(130) of each instead.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def serpentine(group: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smal
 def hilbert(levels: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = min) -> tuple:
     """Square blocks of 2^levels tiles a side, along a serpentine; within a whole block, the Hilbert curve.
 
-    A block's curve enters at its first column and leaves at its last, beside the entry of the next block. Any stretch of
-    4^j tiles of it lies in about 2^j x 2^j tiles, at every j: whatever the number of resident CTAs, they share rows and
-    columns. A block that the edge of D cuts is walked column by column, up and down.
+    A block's curve enters at its first column and leaves at its last, beside the entry of the next block. Any stretch
+    of 4^j tiles of it lies in about 2^j x 2^j tiles, at every j: whatever the number of resident CTAs, they share rows
+    and columns. A block that the edge of D cuts is walked column by column, up and down.
 
         one block of 4 x 4:     0  1 14 15
                                 3  2 13 12
@@ -80,8 +80,9 @@ def hilbert(levels: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smalle
 def hilbert_square(levels: int, distance: Any) -> tuple:
     """(y, x) at `distance` along the Hilbert curve of a square of 2^levels a side, from (0, 0) to (0, side - 1).
 
-    Bits are taken two at a time from the lowest: each pair names the quadrant, and the first and last quadrants hold the
-    curve of the level below mirrored at a diagonal (C. Hamilton, "Compact Hilbert Indices", 2006, gives the derivation).
+    Bits are taken two at a time from the lowest: each pair names the quadrant, and the first and last quadrants hold
+    the curve of the level below mirrored at a diagonal (C. Hamilton, "Compact Hilbert Indices", 2006, gives the
+    derivation).
     """
     x, y = distance * 0, distance * 0
     for level in range(levels):

@@ -1,4 +1,4 @@
-"""The Hopper kernel compiles without a GPU to the instructions that it is made of, and its configurations are checked."""
+"""The Hopper kernel compiles without a GPU to the instructions it is made of; its configurations are checked."""
 
 from __future__ import annotations
 

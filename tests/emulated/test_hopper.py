@@ -1,6 +1,7 @@
 """The Hopper kernel in the emulator: schedules, clusters, majors, edges and epilogues, checked against the reference.
 
-The pretended GPU has few SMs, so that a persistent CTA gets several tiles of a small problem. Each run draws its own timing.
+The pretended GPU has few SMs, so that a persistent CTA gets several tiles of a small problem. Each run draws its own
+timing.
 """
 
 from __future__ import annotations
@@ -129,5 +130,5 @@ def test_programmatic_dependent_launch(run):
 
 def test_operands_that_tma_cannot_take_are_refused_with_the_reason(run):
     for options in ({"pad": 1}, {"offset": 4}, {"majors": "nt", "pad": 3}):
-        with pytest.raises(UnsupportedError, match="TMA cannot load A: .* 16 bytes"):
+        with pytest.raises(UnsupportedError, match=r"TMA cannot load A: .* 16 bytes"):
             run("sm90/64x64x64/coop1/c1x1/s3/g2", (72, 72, 72), **options)

@@ -3,26 +3,29 @@
     warpgroup W (last)   one warp of it loads: TMA brings k tiles of A and B into the ring     few registers
     warpgroups 0 .. W-1  multiply (WGMMA reads shared memory itself) and store their rows      many registers
 
-A CTA stays and computes tile after tile; both roles walk the same tiles in the same order and meet only at the barriers of
-the ring (`hopper_pipeline`), so that the loads of the next tile run under the last multiplications and the epilogue of this one:
+A CTA stays and computes tile after tile; both roles walk the same tiles in the same order and meet only at the
+barriers of the ring (`hopper_pipeline`), so that the loads of the next tile run under the last multiplications and the
+epilogue of this one:
 
     producer     | load tile 0 .......... | load tile 1 ..........      | load tile 2 ...
     cooperative    | WGMMA tile 0 ......... | store | WGMMA tile 1 .........| store |
     ping-pong  0   | WGMMA tile 0 | store          | WGMMA tile 2 | store
                1                  | WGMMA tile 1 | store            | WGMMA tile 3 |
 
-Cooperative warpgroups share a tile by blocks of 64 rows; in ping-pong each has a tile of its own and one stores while the
-other multiplies. One WGMMA group is kept in flight: the stage before is released when the next one has been issued. The
-first WGMMA of a tile overwrites the accumulators.
+Cooperative warpgroups share a tile by blocks of 64 rows; in ping-pong each has a tile of its own and one stores while
+the other multiplies. One WGMMA group is kept in flight: the stage before is released when the next one has been
+issued. The first WGMMA of a tile overwrites the accumulators.
 
-In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loads a share and multicasts it to the row, and
-likewise B along the columns. So every CTA's full barrier counts whole tiles, whoever sent them.
+In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loads a share and multicasts it to the
+row, and likewise B along the columns. So every CTA's full barrier counts whole tiles, whoever sent them.
 
 Edges: TMA writes zeros for what lies beyond the operands, and the epilogue stores only what lies in D. K = 0 loads one
 k tile that lies wholly beyond K.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,7 +35,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cutegemm.cute import tile_order, types
 from cutegemm.cute.epilogue import Operands
-from cutegemm.cute.hopper_config import BARRIER_BYTES, WARPGROUP, HopperConfig
+from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
 from cutegemm.cute.kernels.base import Gemm
 from cutegemm.cute.kernels.hopper_epilogue import SlabStore, TmaEpilogue
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
@@ -49,7 +52,7 @@ class HopperGemm(Gemm):
         self.signature = signature
         self.ab_type = types.NUMERIC[signature.dtype]
         self.itemsize = self.ab_type.width // 8
-        self.order = tile_order.parse(config.order)
+        self.tile_order = tile_order.parse(config.order)
         self.a_k_major = signature.a_major == "k"
         self.b_k_major = signature.b_major == "k"
         self.cluster_size = config.cluster[0] * config.cluster[1]
@@ -57,7 +60,7 @@ class HopperGemm(Gemm):
         self.ring = Ring(config.stages, config.stage_bytes(signature), readers, config.cluster)
         self.turns = Turns()
         self.tma_store = config.uses_tma_store(signature)
-        self.epilogue = (TmaEpilogue if self.tma_store else SlabStore)(config, signature)
+        self.rows_out: Any = (TmaEpilogue if self.tma_store else SlabStore)(config, signature)
         # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
         self.blocks = config.group_rows // BLOCK_ROWS
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
@@ -100,11 +103,12 @@ class HopperGemm(Gemm):
         atom_b, tensor_b = self._load_atom(b, n, k, ldb, b_batch, batch, self.b_k_major, layout_b, config.bn, cm)
         atom_d, tensor_d = None, None
         if cutlass.const_expr(self.tma_store):
-            atom_d, tensor_d = self.epilogue.make_atom(d, m, n, ldd, d_batch, batch)
+            atom_d, tensor_d = self.rows_out.make_atom(d, m, n, ldd, d_batch, batch)
         tiles_m = cute.ceil_div(m, config.bm * cm)
         tiles_n = cute.ceil_div(n, config.bn * cn)
         self.kernel(
-            atom_a, tensor_a, atom_b, tensor_b, atom_d, tensor_d, c, bias, d, alpha, beta, m, n, k, batch, tiles_m, tiles_n,
+            atom_a, tensor_a, atom_b, tensor_b, atom_d, tensor_d, c, bias, d, alpha, beta, m, n, k, batch,
+            tiles_m, tiles_n,
             clusters, a_batch, b_batch, ldd, d_batch, c_row, c_col, c_batch,
         ).launch(
             grid=(clusters * self.cluster_size, 1, 1),
@@ -116,7 +120,7 @@ class HopperGemm(Gemm):
         )  # fmt: skip
 
     def stage_layout(self, extent: int, k_major: bool):
-        """The shared layout (extent, bk) of one operand tile: the widest swizzle whose span divides its contiguous side."""
+        """The shared layout (extent, bk) of an operand tile: the widest swizzle that divides its contiguous side."""
         bk = self.config.bk
         span = (bk if k_major else extent) * self.itemsize
         bits = next(bits for bits in (3, 2, 1) if span % (16 << bits) == 0)
@@ -130,7 +134,7 @@ class HopperGemm(Gemm):
         return cute.tile_to_shape(atom, (extent, bk), order=(0, 1) if k_major else (1, 0))
 
     def _load_atom(self, pointer, rows, k, leading, batch_stride, batch, k_major, layout, extent, sharers):
-        """(copy atom, coordinate tensor) of an operand seen as (rows, k, matrices); `sharers` CTAs load a tile together."""
+        """(copy atom, coordinate tensor) of an operand as (rows, k, matrices); `sharers` CTAs load a tile together."""
         step = 16 // self.itemsize
         leading = cute.assume(leading, divby=step)
         batch_stride = cute.assume(batch_stride, divby=step)
@@ -232,11 +236,11 @@ class HopperGemm(Gemm):
             if cutlass.const_expr(config.registers is not None):
                 cute.arch.setmaxregister_increase(config.registers[1])
             if cutlass.const_expr(self.tma_store):
-                self.epilogue.start(atom_d, tensor_d, epilogue_memory, group, thread % WARPGROUP)
+                self.rows_out.start(atom_d, tensor_d, epilogue_memory, group, thread % WARPGROUP)
             else:
-                self.epilogue.start(epilogue_memory, group, thread % WARPGROUP)
+                self.rows_out.start(epilogue_memory, group, thread % WARPGROUP)
             self.consume(shared_a, shared_b, group, thread)
-            self.epilogue.finish()
+            self.rows_out.finish()
         if cutlass.const_expr(self.cluster_size > 1):
             # A CTA must not go while its neighbours may still send to it or arrive at its barriers.
             cute.arch.cluster_arrive()
@@ -260,7 +264,7 @@ class HopperGemm(Gemm):
         """(tile row, tile column, matrix) of this CTA's tile of cluster tile `work`."""
         tiles = self.tiles_m * self.tiles_n
         matrix = work // tiles
-        row, column = self.order.coordinates(work - matrix * tiles, self.tiles_m, self.tiles_n)
+        row, column = self.tile_order.coordinates(work - matrix * tiles, self.tiles_m, self.tiles_n)
         cm, cn = self.config.cluster
         return row * cm + self.cluster_row, column * cn + self.cluster_column, matrix
 
@@ -334,7 +338,7 @@ class HopperGemm(Gemm):
             if cutlass.const_expr(config.ping_pong):
                 stage, phase = skip(stage, phase, self.k_tiles, config.stages)
                 done = done + 1
-            self.epilogue.store(
+            self.rows_out.store(
                 accumulators,
                 tile_row * config.bm + row_offset,
                 tile_column * config.bn,

@@ -31,8 +31,8 @@ FIRST_NAMED_BARRIER = 1
 class TmaEpilogue:
     """D = act(alpha * acc), rounded once, stored 64 rows x `columns` at a time.
 
-    A warpgroup has `STORE_BUFFERS` staging buffers. Before it fills one it makes sure that the store that last read it is done
-    reading; nobody waits for stores to reach memory, so they overlap the next tile.
+    A warpgroup has `STORE_BUFFERS` staging buffers. Before it fills one it makes sure that the store that last read it
+    is done reading; nobody waits for stores to reach memory, so they overlap the next tile.
     """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
@@ -42,7 +42,8 @@ class TmaEpilogue:
         self.columns = config.store_columns(2)
         self.row_bytes = 2 * self.columns
         self.buffer_bytes = BLOCK_ROWS * self.row_bytes
-        # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024, 512, 256.
+        # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024,
+        # 512, 256.
         self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
 
     def buffer_layout(self):
@@ -102,7 +103,8 @@ class TmaEpilogue:
                 number = i * per_block + part
                 buffer = number % STORE_BUFFERS
                 if self.warp == 0:
-                    # The first store of a tile finds those of the tile before, in whatever buffer they ended, long done.
+                    # The first store of a tile finds those of the tile before, in whatever buffer they ended, long
+                    # done.
                     cute.arch.cp_async_bulk_wait_group(min(number, STORE_BUFFERS - 1), read=True)
                 cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
                 self._stage(accumulators, operands, i, part, buffer)

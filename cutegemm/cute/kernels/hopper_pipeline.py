@@ -7,7 +7,8 @@ Each stage has two mbarriers:
     empty    completes when nobody reads the stage any more.  One arrival of each consumer warp, in every CTA that
              receives this stage's data: with multicast, a CTA writes into its neighbours' stages too.
 
-PTX promises a warp that has waited for its WGMMA no more than that the warp's own part is done, so every warp arrives for itself.
+PTX promises a warp that has waited for its WGMMA no more than that the warp's own part is done, so every warp arrives
+for itself.
 
 Both sides walk the stages in order and wait by parity. The parity that a barrier completes flips each time round the
 ring; `phase` counts it. A consumer waits for `full` with phase 0 first. The producer waits for `empty` with phase 1
@@ -80,7 +81,7 @@ class Ring:
             if lane == 0:
                 cute.arch.mbarrier_arrive(self.empty + stage)
         else:
-            if lane < rows * columns:
+            if lane < rows * columns:  # noqa: SIM102
                 if (lane % rows == self.cluster_row) | (lane // rows == self.cluster_column):
                     cute.arch.mbarrier_arrive(self.empty + stage, lane)
 
@@ -88,9 +89,10 @@ class Ring:
 class Turns:
     """Ping-pong: the two consumer warpgroups multiply in turn.
 
-    Beside keeping the tensor cores for one tile at a time, the turns are what makes waiting by parity right: a warpgroup
-    that skips the other's stages would otherwise look at a barrier two completions too early and take it for complete.
-    Barrier g lets warpgroup g begin; its arrivals come from the other one's warps, when their last stage has arrived.
+    Beside keeping the tensor cores for one tile at a time, the turns are what makes waiting by parity right: a
+    warpgroup that skips the other's stages would otherwise look at a barrier two completions too early and take it for
+    complete. Barrier g lets warpgroup g begin; its arrivals come from the other one's warps, when their last stage has
+    arrived.
     """
 
     def start(self, memory) -> None:

@@ -87,7 +87,10 @@ def wrong(config: Cutlass2xConfig, dtype: str, precision: str, seed: int = 0) ->
     for m, n, k in RAGGED:
         a, b = _operands(m, n, k, dtype, generator)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=a.dtype)
-        cutegemm.gemm(a, b, out=out, backend="cutlass2x", config=config, precision=precision)
+        try:
+            cutegemm.gemm(a, b, out=out, backend="cutlass2x", config=config, precision=precision)
+        except cutegemm.GemmError as why:
+            return str(why)
         verdict = reference.check(out, reference.expected(a, b, precision=precision))
         if not verdict.ok:
             return f"{m}x{n}x{k}: {verdict.message}"

@@ -99,11 +99,11 @@ class Cutlass2xBackend:
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Cutlass2xConfig]:
         """Every valid configuration, the published ones first."""
         first = published() if problem.dtype != "fp32" else ()
-        listed = set(first)
-        rest = (c for c in space(problem.signature) if c not in listed)
-        for config in (*first, *rest):
+        listed = set()
+        for config in (*first, *space(problem.signature)):
             narrow = narrowed(config, problem.signature)
-            if (narrow == config or config.stages == 3) and self.check(narrow, problem, arch) is None:
+            if narrow not in listed and self.check(narrow, problem, arch) is None:
+                listed.add(narrow)
                 yield narrow
 
     def default(self, problem: Problem, arch: Arch) -> Cutlass2xConfig:

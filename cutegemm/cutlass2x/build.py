@@ -79,7 +79,8 @@ def build_many(pairs: Sequence[Pair], arch: Arch, *, jobs: int | None = None) ->
     if missing:
         workers = max(1, jobs or os.cpu_count() or 1)
         per_unit = min(MOST_PER_UNIT, -(-len(missing) // workers))
-        units = [missing[i : i + per_unit] for i in range(0, len(missing), per_unit)]
+        groups = ([pair for pair in missing if _tight(pair) == tight] for tight in (True, False))
+        units = [group[i : i + per_unit] for group in groups for i in range(0, len(group), per_unit)]
         what = str(missing[0][1]) if len(missing) == 1 else f"{len(missing)} kernels in {len(units)} files"
         log.warning("compiling %s with nvcc for sm_%s, 10 to 20 s a file, once", what, compute_capability(arch))
         begun = time.monotonic()
@@ -102,10 +103,15 @@ def _attempt(store: kernel_store.KernelStore, unit: list[Pair], arch: Arch, tool
 
 def _build_unit(store: kernel_store.KernelStore, unit: list[Pair], arch: Arch, tools: toolkit.Toolkit) -> Entry:
     key = _unit_key([_text(pair) for pair in unit], arch, tools)
-    entry = store.get_or_build(key, lambda: compile_source(emit.translation_unit(unit), arch, tools))
+    entry = store.get_or_build(key, lambda: compile_source(emit.translation_unit(unit), arch, tools, _tight(unit[0])))
     for pair in unit:
         store.get_or_build(_kernel_key(pair, arch, tools), lambda: Artefacts({}, {"unit": key}))
     return entry
+
+
+def _tight(pair: Pair) -> bool:
+    """Whether the CTA is so large that nvcc must be told to stay within 128 registers a thread."""
+    return pair[1].threads > 256
 
 
 def _lookup(store: kernel_store.KernelStore, pair: Pair, arch: Arch, tools: toolkit.Toolkit) -> Entry | None:
@@ -137,7 +143,7 @@ def source_fingerprint() -> str:
     return kernel_store.fingerprint(own / "emit.py", own / "config.py", own / "build.py")
 
 
-def compile_source(source: str, arch: Arch, tools: toolkit.Toolkit | None = None) -> Artefacts:
+def compile_source(source: str, arch: Arch, tools: toolkit.Toolkit | None = None, tight: bool = False) -> Artefacts:
     """Compiles and links a translation unit. Raises GemmError with the first lines of what nvcc said."""
     tools = tools or toolkit.find()
     number = compute_capability(arch)
@@ -147,6 +153,8 @@ def compile_source(source: str, arch: Arch, tools: toolkit.Toolkit | None = None
         include = [f"-I{path}" for path in (tools.cutlass, *tools.include)]
         target = ["-gencode", f"arch=compute_{number},code=sm_{number}"]
         command = [str(tools.nvcc), "-c", "unit.cu", "-o", "unit.o", "--keep", *_OPTIONS, *include, *target]
+        if tight:
+            command.append("-maxrregcount=128")
         _call([*command, "-ccbin", tools.host_compiler], place)
         # The static runtime stays private to this library: torch brings a runtime of its own into the process.
         link = ["-shared", "-o", "unit.so", "unit.o", str(tools.cudart), "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic"]

@@ -140,6 +140,8 @@ class Cutlass2xConfig:
                 return f"warp tile {wm}x{wn}; SIMT takes 16x32 and more"
             if bk not in (8, 16):
                 return f"BK is {bk}; SIMT takes 8 or 16"
+            if bk == 16 and self.stages == 2:
+                return "BK is 16; SIMT with 2 stages takes 8 (the padding of its transposed tiles)"
             vector = 1
         else:
             if wm < 32 or wn < 32 or wm % im or wn % in_:

@@ -247,7 +247,7 @@ def test_a_unit_that_fails_is_named_and_the_others_are_kept(store_root, monkeypa
     tools = object()
     monkeypatch.setattr(toolkit, "find", lambda: tools)
 
-    def compile_source(source, gpu, found):
+    def compile_source(source, gpu, found, tight):
         assert found is tools
         if "/id8" in source:
             raise GemmError("nvcc failed: 42")
@@ -268,7 +268,7 @@ def test_units_are_shared_and_found_again(store_root, monkeypatch):
     monkeypatch.setattr(emit, "translation_unit", lambda pairs: " ".join(str(c) for _, c in pairs))
     compiled = []
 
-    def compile_source(source, gpu, found):
+    def compile_source(source, gpu, found, tight):
         compiled.append(source)
         return kernel_store.Artefacts({"unit.ptx": source.encode()}, {})
 

@@ -99,7 +99,8 @@ def _choose_in(name: str, problem: Problem, arch: Arch, config: Any, why: str) -
     if unsupported:
         raise UnsupportedError(f"backend {name!r} cannot serve {problem}: {unsupported}")
     if config is None:
-        return Choice(name, backend.default(problem, arch), why)
+        passed_over = getattr(backend, "passed_over", lambda problem, arch: None)(problem, arch)
+        return Choice(name, backend.default(problem, arch), f"{why}; {passed_over}" if passed_over else why)
     parsed = backend.parse(config) if isinstance(config, str) else config
     invalid = backend.check(parsed, problem, arch)
     if invalid:

@@ -4,7 +4,8 @@
     sm80   tensor cores by mma.sync: fp16, bf16, tf32          kernels/ampere.py
     simt   fp32 on CUDA cores                                   kernels/simt.py
 
-A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator.
+A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator. The first row
+with a valid default configuration serves a problem.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    # Reached by naming a configuration; not yet chosen by itself.
-    "sm90": Family(HopperConfig, "hopper", "HopperGemm", lambda s: False, lambda s: ()),
+    "sm90": Family(HopperConfig, "hopper", "HopperGemm", lambda s: s.dtype != "fp32", defaults.hopper),
     "sm80": Family(
         AmpereConfig,
         "ampere",
@@ -71,11 +71,21 @@ class CuteBackend:
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.capability < (8, 0):
             return f"the CuTe kernels need compute capability 8.0 or newer; {arch.name} has {_dotted(arch)}"
-        family = self._family(problem.signature)
-        if family is None:
+        if self._family(problem, arch) is not None:
+            return None
+        if not any(f.takes(problem.signature) for f in FAMILIES.values()):
             return f"no CuTe kernel multiplies {problem.dtype} with precision {problem.precision!r}"
-        if next(self._valid_defaults(family, problem, arch), None) is None:
-            return f"no configuration fits {arch.name}"
+        return f"no configuration fits {arch.name}"
+
+    def passed_over(self, problem: Problem, arch: Arch) -> str | None:
+        """Why a faster family that this GPU could run does not serve the problem; None when the first one does."""
+        chosen = self._family(problem, arch)
+        for name, family in FAMILIES.items():
+            if family is chosen:
+                break
+            if family.takes(problem.signature) and (name != "sm90" or arch.capability == (9, 0)):
+                texts = family.preferred(problem.signature)
+                return f"not {name}, because {self.check(family.config.parse(texts[-1]), problem, arch)}"
         return None
 
     def check(self, config: TileConfig, problem: Problem, arch: Arch) -> str | None:
@@ -87,12 +97,12 @@ class CuteBackend:
         return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
-        family = self._family(problem.signature)
+        family = self._family(problem, arch)
         if family is not None:
             yield from (c for c in family.config.space() if self.check(c, problem, arch) is None)
 
     def default(self, problem: Problem, arch: Arch) -> TileConfig:
-        family = self._family(problem.signature)
+        family = self._family(problem, arch)
         if family is None:
             raise ValueError(self.supports(problem, arch))
         last = None
@@ -107,7 +117,7 @@ class CuteBackend:
     def parse(self, text: str) -> TileConfig:
         family = FAMILIES.get(text.split("/", 1)[0])
         if family is None:
-            forms = ", ".join(f"{name}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP]" for name in FAMILIES)
+            forms = ", ".join(family.config.form() for family in FAMILIES.values())
             raise ValueError(f"config: got {text!r}, accepted for backend 'cute' are {forms}")
         return family.config.parse(text)
 
@@ -117,8 +127,9 @@ class CuteBackend:
         family = FAMILIES[config.family]
         return compiler.build(signature, config, arch, lambda: family.make_operator(config, signature))
 
-    def _family(self, signature: Signature) -> Family | None:
-        return next((f for f in FAMILIES.values() if f.takes(signature)), None)
+    def _family(self, problem: Problem, arch: Arch) -> Family | None:
+        fitting = (f for f in FAMILIES.values() if f.takes(problem.signature))
+        return next((f for f in fitting if next(self._valid_defaults(f, problem, arch), None) is not None), None)
 
     def _valid_defaults(self, family: Family, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
         configs = (family.config.parse(text) for text in family.preferred(problem.signature))

@@ -65,6 +65,11 @@ class TileConfig:
         numbers = [int(g) for g in found.groups() if g]
         return cls(*numbers)
 
+    @classmethod
+    def form(cls) -> str:
+        """The text form, for messages."""
+        return f"{cls.family}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP]"
+
     def slab_bytes(self) -> int:
         """Shared memory of the epilogue: one fp32 slab a warp. It reuses the ring's memory."""
         return self.warps[0] * self.warps[1] * SLAB_ROWS * (self.wn + SLAB_PAD) * 4

@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from cutegemm.problem import Signature
 
+_HOPPER = (
+    "sm90/128x256x64/coop2/c2x1/s4/hilbert",
+    "sm90/128x128x64/coop2/c2x1/s5/hilbert",
+    "sm90/128x128x64/coop2/c1x1/s5/serp8",
+    "sm90/64x128x64/coop1/c1x1/s6/serp8",
+    "sm90/64x64x64/coop1/c1x1/s8/serp8",
+    "sm90/64x32x64/coop1/c1x1/s8/serp8",
+)
 _TENSOR_CORES = (
     "sm80/128x256x64/w64x64/s3/g8",
     "sm80/128x128x32/w64x64/s4/g8",
@@ -28,6 +36,11 @@ _SIMT = (
     "simt/64x64x8/w16x32/s4/g8",
     "simt/32x32x8/w16x32/s4/g8",
 )
+
+
+def hopper(signature: Signature) -> tuple[str, ...]:
+    """Configurations of `kernels.hopper`, largest first; not measured yet."""
+    return _HOPPER
 
 
 def ampere(signature: Signature) -> tuple[str, ...]:

@@ -139,6 +139,11 @@ class HopperConfig:
         return "/".join((text, *self.options))
 
     @classmethod
+    def form(cls) -> str:
+        """The text form, for messages."""
+        return _ACCEPTED
+
+    @classmethod
     def parse(cls, text: str) -> HopperConfig:
         """The configuration of a text form; ValueError when the text is not one."""
         found = _FORM.fullmatch(text)

@@ -1,0 +1,95 @@
+"""The Hopper kernel on a Hopper GPU against the float64 reference: schedules, clusters, majors, epilogues, batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm.problem import Problem
+from tests.problems import MAJORS, Case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    """Skips on any other architecture."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+CONFIGS = [
+    "sm90/128x256x64/coop2/c2x1/s4/hilbert",
+    "sm90/128x256x64/coop2/c1x2/s4/serp8/pdl",
+    "sm90/256x128x64/coop2/c2x2/s4/g8",
+    "sm90/128x192x64/pp/c2x1/s4/hilbert",
+    "sm90/128x208x64/pp/c1x1/s4/col",
+    "sm90/64x256x64/pp/c1x2/s4/g8",
+    "sm90/192x128x64/coop3/c1x1/s4/row",
+    "sm90/128x128x64/coop2/c4x1/s5/hilbert/once",
+    "sm90/64x64x128/coop1/c1x4/s4/serp2",
+    "sm90/64x16x64/coop1/c1x1/s8/g8",
+]
+SHAPES = [(1, 8, 8), (127, 264, 136), (257, 520, 1032), (1000, 1608, 328), (2056, 2304, 64)]
+
+
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_configurations_on_ragged_shapes(config, majors, seed):
+    for m, n, k in SHAPES:
+        # M-major operands need M to be a multiple of 8 for TMA.
+        rows = m if majors[0] == "t" else -(-m // 8) * 8
+        Case.random(rows, n, k, "bf16", majors=majors, seed=seed, device="cuda").run(backend="cute", config=config)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3], "sm90/64x64x64/coop1/c1x1/s8/serp8"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_epilogues(config, dtype, seed):
+    common = {"seed": seed, "device": "cuda"}
+    shape = (392, 520, 264)
+    Case.random(*shape, dtype, alpha=-0.5, activation="silu", **common).run(backend="cute", config=config)
+    options = {"c": True, "bias": True, "alpha": 0.75, "beta": -1.5, "activation": "gelu", "out_dtype": torch.float32}
+    Case.random(*shape, dtype, **common, **options).run(backend="cute", config=config)
+    Case.random(*shape, dtype, **common, bias=True, activation="relu").run(backend="cute", config=config)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]])
+def test_batches_broadcasts_and_no_k(config, seed):
+    case = Case.random(264, 392, 200, "bf16", batch=5, pad=8, seed=seed, device="cuda")
+    case.run(backend="cute", config=config)
+    Case(case.a, case.b[2]).run(backend="cute", config=config)
+    Case(case.a[1:2].expand(5, -1, -1), case.b).run(backend="cute", config=config)
+    Case.random(264, 392, 0, "bf16", pad=8, seed=seed, device="cuda").run(backend="cute", config=config)
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[3]])
+def test_large_and_repeatable(config, seed):
+    """Every SM gets several tiles; the same bits each time, also back to back (programmatic dependent launch)."""
+    case = Case.random(4104, 3848, 1032, "bf16", seed=seed, device="cuda")
+    case.run(backend="cute", config=config)
+    results = [cutegemm.gemm(case.a, case.b, backend="cute", config=config) for _ in range(5)]
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_a_chain_of_dependent_launches_reads_finished_results(seed):
+    """Each product reads the result of the one before it, launched while that one still runs."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    b = torch.randn(1024, 1024, device="cuda", generator=generator).bfloat16() / 32
+    x = torch.randn(2048, 1024, device="cuda", generator=generator).bfloat16()
+    y = x.clone()
+    for _ in range(12):
+        x = cutegemm.gemm(x, b, backend="cute", config="sm90/128x128x64/coop2/c2x1/s5/serp8/pdl")
+        y = cutegemm.gemm(y, b, backend="cute", config="sm90/128x128x64/coop2/c2x1/s5/serp8")
+    assert torch.isfinite(x).all()
+    assert torch.equal(x, y)
+
+
+def test_hopper_is_the_default_for_what_tma_can_load_and_ampere_for_the_rest(seed):
+    from cutegemm import arch, plan
+
+    here = arch.Arch.of_device()
+    assert str(plan.choose(Problem.of(512, 512, 512, "bf16"), here, "cute").config).startswith("sm90/")
+    assert str(plan.choose(Problem.of(512, 512, 500, "bf16"), here, "cute").config).startswith("sm80/")
+    for shape in ((512, 512, 512), (512, 512, 500), (100, 1000, 64), (8, 8, 8)):
+        Case.random(*shape, "bf16", seed=seed, device="cuda").run(backend="cute")

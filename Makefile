@@ -15,6 +15,8 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# The emitter and headers only: its other parts want a cuda-python that does not go with this cuda-bindings.
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps nvidia-cutlass
 	@touch $@
 
 setup: $(STAMP)

@@ -38,6 +38,24 @@ def test_tf32_operands_are_within_their_bound_and_outside_the_ieee_one(seed):
     assert not reference.check(got, reference.expected(a, b)).ok
 
 
+def test_three_tf32_products_are_within_their_bound_and_one_or_two_are_outside(seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(40, 200, generator=generator), torch.randn(200, 40, generator=generator)
+
+    def split(x):
+        big = (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+        small = (((x - big).view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+        return big.double(), small.double()
+
+    (a_big, a_small), (b_big, b_small) = split(a), split(b)
+    want = reference.expected(a, b, precision="tf32x3")
+    big, low = a_big @ b_big, a_small @ b_big
+    assert reference.check((big + a_big @ b_small + low).float(), want).ok
+    assert not reference.check((big + low).float(), want).ok
+    assert not reference.check(big.float(), want).ok
+    assert (want.bound < reference.expected(a, b, precision="tf32").bound / 4).all()
+
+
 def _want():
     a, b = torch.randn(16, 24), torch.randn(24, 8)
     return reference.expected(a, b)

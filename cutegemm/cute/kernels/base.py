@@ -145,4 +145,4 @@ class Gemm:
 
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
         """Computes and stores the tile whose first output is (row, column)."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not implement compute_tile")

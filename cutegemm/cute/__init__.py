@@ -137,7 +137,8 @@ class CuteBackend:
 
 
 def _tiles(config: TileConfig, problem: Problem) -> int:
-    return -(-problem.m // config.bm) * -(-problem.n // config.bn)
+    bm, bn, _ = config.tile()
+    return -(-problem.m // bm) * -(-problem.n // bn)
 
 
 def _dotted(arch: Arch) -> str:

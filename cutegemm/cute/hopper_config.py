@@ -10,7 +10,8 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/OPTION...]`, for 
     cCMxCN     cluster: CM x CN CTAs, neighbours along M and N, that share their loads by multicast
     sSTAGES    depth of the ring of operand tiles
     ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
-    OPTION     once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch
+    OPTION     swap: multiply D^T = B^T A^T, so that BM runs along N and BN along M, for small M; the cluster likewise;
+               once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
 STORE_BUFFERS = 2
 """Staging buffers of a warpgroup's epilogue: one is filled while TMA reads the other."""
-OPTIONS = ("once", "slab", "pdl")
+OPTIONS = ("swap", "once", "slab", "pdl")
 
 _FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)((?:/[a-z]+)*)")
-_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/once][/slab][/pdl]"
+_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/swap][/once][/slab][/pdl]"
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,13 @@ class HopperConfig:
     def persistent(self) -> bool:
         return "once" not in self.options
 
+    @property
+    def swapped(self) -> bool:
+        return "swap" in self.options
+
     def tile(self) -> tuple[int, int, int]:
-        return self.bm, self.bn, self.bk
+        """(M, N, K) of the part of D that a CTA computes."""
+        return (self.bn, self.bm, self.bk) if self.swapped else (self.bm, self.bn, self.bk)
 
     def store_columns(self, itemsize: int) -> int:
         """Columns of D that one TMA store moves: the widest swizzle span that divides the tile."""
@@ -97,7 +103,7 @@ class HopperConfig:
     @property
     def slab_columns(self) -> int:
         """Columns that a warp stages at a time in the general epilogue."""
-        return 32 if self.bn % 32 == 0 else 16
+        return 32 if self.bn % 32 == 0 and not self.swapped else 16
 
     def uses_tma_store(self, signature: Signature) -> bool:
         """Whether D goes through stmatrix and TMA: 16-bit, aligned, and no C to be read."""
@@ -131,7 +137,8 @@ class HopperConfig:
     def works(self, problem: Problem) -> int:
         """Cluster tiles of all matrices of the batch."""
         rows, columns = self.bm * self.cluster[0], self.bn * self.cluster[1]
-        return -(-problem.m // rows) * -(-problem.n // columns) * problem.batch
+        m, n = (problem.n, problem.m) if self.swapped else (problem.m, problem.n)
+        return -(-m // rows) * -(-n // columns) * problem.batch
 
     def __str__(self) -> str:
         cm, cn = self.cluster
@@ -197,13 +204,13 @@ class HopperConfig:
         tiles = ((64, n) for n in (16, 32, 64, 128, 256))
         large = ((128, n) for n in (32, 64, 128, 160, 192, 208, 224, 256))
         larger = ((192, 128), (256, 64), (256, 128), (256, 192))
-        for (bm, bn), bk, schedule, cluster, stages, order, pdl in product(
+        for (bm, bn), bk, schedule, cluster, stages, order, options in product(
             (*tiles, *large, *larger),
             (64, 128),
             ("coop1", "coop2", "coop3", "pp"),
             CLUSTERS,
             range(3, 9),
             ("g8", "serp8", "hilbert"),
-            ((), ("pdl",)),
+            ((), ("pdl",), ("swap", "pdl")),
         ):
-            yield cls(bm, bn, bk, schedule, cluster, stages, order, pdl)
+            yield cls(bm, bn, bk, schedule, cluster, stages, order, options)

@@ -33,6 +33,7 @@ def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None):
         ("sm90/64x256x64/pp/c2x2/s4/col", "nn"),
         ("sm90/192x128x64/coop3/c1x1/s4/g8", "tn"),
         ("sm90/64x64x128/coop1/c4x1/s4/row/once", "tn"),
+        ("sm90/128x16x64/coop2/c1x1/s6/g8/swap/pdl", "tn"),
     ],
 )
 @pytest.mark.parametrize("epilogue", [None, FULL], ids=["plain", "full"])
@@ -63,6 +64,7 @@ def test_instructions(config, majors, epilogue):
         "sm90/128x256x64/coop2/c2x1/s4/hilbert",
         "sm90/128x192x64/pp/c1x2/s4/g8/pdl",
         "sm90/64x64x64/coop1/c1x1/s8/serp3/once/slab",
+        "sm90/64x16x64/coop1/c1x1/s8/row/swap/pdl",
     ],
 )
 def test_the_text_form_is_read_back(text):

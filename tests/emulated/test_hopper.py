@@ -124,6 +124,27 @@ def test_batches(schedule, run, seed):
     Case(case.a[1:2].expand(3, -1, -1), case.b).run(backend="cute", config=f"sm90/{schedule}")
 
 
+@pytest.mark.parametrize("store", ["", "/slab"])
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        ("64x16x64/coop1/c2x1/s3/g2/swap", (24, 328, 136)),
+        ("128x64x64/coop2/c1x2/s3/hilbert/swap", (136, 264, 200)),
+        ("64x48x64/pp/c1x1/s3/serp2/swap", (136, 200, 72)),
+    ],
+)
+def test_swapped_operands(config, shape, majors, store, run):
+    run(f"sm90/{config}{store}", shape, majors=majors)
+
+
+def test_swapped_operands_with_the_whole_epilogue(run):
+    for config in ("64x16x64/coop1/c1x1/s3/g2/swap", "64x32x64/pp/c1x1/s3/g2/swap"):
+        run(f"sm90/{config}", (40, 200, 136), batch=2, c=True, beta=-1.5)
+        run(f"sm90/{config}", (7, 136, 72), c=True, beta=0.5, bias=True, activation="gelu", out_dtype=torch.float32)
+        run(f"sm90/{config}", (1, 136, 72))
+
+
 def test_programmatic_dependent_launch(run):
     run("sm90/64x64x64/coop1/c2x1/s3/row/pdl", (200, 136, 168))
 

@@ -30,6 +30,8 @@ CONFIGS = [
     "sm90/128x128x64/coop2/c4x1/s5/hilbert/once",
     "sm90/64x64x128/coop1/c1x4/s4/serp2",
     "sm90/64x16x64/coop1/c1x1/s8/g8",
+    "sm90/64x16x64/coop1/c1x2/s8/g8/swap",
+    "sm90/128x64x64/coop2/c2x1/s6/hilbert/swap/pdl",
 ]
 SHAPES = [(1, 8, 8), (127, 264, 136), (257, 520, 1032), (1000, 1608, 328), (2056, 2304, 64)]
 
@@ -43,7 +45,7 @@ def test_configurations_on_ragged_shapes(config, majors, seed):
         Case.random(rows, n, k, "bf16", majors=majors, seed=seed, device="cuda").run(backend="cute", config=config)
 
 
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3], "sm90/64x64x64/coop1/c1x1/s8/serp8"])
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3], CONFIGS[11], "sm90/64x64x64/coop1/c1x1/s8/serp8"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_epilogues(config, dtype, seed):
     common = {"seed": seed, "device": "cuda"}

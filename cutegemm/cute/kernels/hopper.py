@@ -37,7 +37,7 @@ from cutegemm.cute import tile_order, types
 from cutegemm.cute.epilogue import Operands
 from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
 from cutegemm.cute.kernels.base import Gemm
-from cutegemm.cute.kernels.hopper_epilogue import SlabStore, TmaEpilogue
+from cutegemm.cute.kernels.hopper_epilogue import SlabStore, TmaEpilogue, TransposedSlabStore, TransposedTmaEpilogue
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
 from cutegemm.problem import Signature
 
@@ -53,14 +53,16 @@ class HopperGemm(Gemm):
         self.ab_type = types.NUMERIC[signature.dtype]
         self.itemsize = self.ab_type.width // 8
         self.tile_order = tile_order.parse(config.order)
-        self.a_k_major = signature.a_major == "k"
-        self.b_k_major = signature.b_major == "k"
+        # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
+        k_major = (signature.a_major == "k", signature.b_major == "k")
+        self.a_k_major, self.b_k_major = reversed(k_major) if config.swapped else k_major
         self.cluster_size = config.cluster[0] * config.cluster[1]
         readers = 1 if config.ping_pong else config.consumers
         self.ring = Ring(config.stages, config.stage_bytes(signature), readers, config.cluster)
         self.turns = Turns()
         self.tma_store = config.uses_tma_store(signature)
-        self.rows_out: Any = (TmaEpilogue if self.tma_store else SlabStore)(config, signature)
+        by_tma, by_slab = (TmaEpilogue, TransposedTmaEpilogue), (SlabStore, TransposedSlabStore)
+        self.rows_out: Any = (by_tma if self.tma_store else by_slab)[config.swapped](config, signature)
         # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
         self.blocks = config.group_rows // BLOCK_ROWS
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
@@ -99,13 +101,17 @@ class HopperGemm(Gemm):
         config = self.config
         cm, cn = config.cluster
         layout_a, layout_b = self.stage_layout(config.bm, self.a_k_major), self.stage_layout(config.bn, self.b_k_major)
-        atom_a, tensor_a = self._load_atom(a, m, k, lda, a_batch, batch, self.a_k_major, layout_a, config.bm, cn)
-        atom_b, tensor_b = self._load_atom(b, n, k, ldb, b_batch, batch, self.b_k_major, layout_b, config.bn, cm)
+        rows, columns = m, n
+        if cutlass.const_expr(config.swapped):
+            rows, columns = n, m
+            a, b, lda, ldb, a_batch, b_batch = b, a, ldb, lda, b_batch, a_batch
+        atom_a, tensor_a = self._load_atom(a, rows, k, lda, a_batch, batch, self.a_k_major, layout_a, config.bm, cn)
+        atom_b, tensor_b = self._load_atom(b, columns, k, ldb, b_batch, batch, self.b_k_major, layout_b, config.bn, cm)
         atom_d, tensor_d = None, None
         if cutlass.const_expr(self.tma_store):
             atom_d, tensor_d = self.rows_out.make_atom(d, m, n, ldd, d_batch, batch)
-        tiles_m = cute.ceil_div(m, config.bm * cm)
-        tiles_n = cute.ceil_div(n, config.bn * cn)
+        tiles_m = cute.ceil_div(rows, config.bm * cm)
+        tiles_n = cute.ceil_div(columns, config.bn * cn)
         self.kernel(
             atom_a, tensor_a, atom_b, tensor_b, atom_d, tensor_d, c, bias, d, alpha, beta, m, n, k, batch,
             tiles_m, tiles_n,
@@ -226,6 +232,8 @@ class HopperGemm(Gemm):
         if cutlass.const_expr("pdl" in config.options):
             # Nothing before this line reads or writes what an earlier kernel may still be working on.
             cute.arch.griddepcontrol_wait()
+            # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
+            cute.arch.griddepcontrol_launch_dependents()
 
         if group == config.consumers:
             if cutlass.const_expr(config.registers is not None):

@@ -9,7 +9,7 @@ asynchronous groups pass that knowledge on. An access conflicts where an earlier
 finds a missing barrier whatever order the warps happened to run in.
 
 ``fenced`` is the same knowledge, counting only what a fence.proxy.async has made visible to the asynchronous
-proxy (TMA and wgmma). Lanes of one warp run in step: races between them are not looked for.
+proxy (TMA and wgmma). Races between the lanes of one warp are the business of `lane_order`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from cutegemm.emulator.errors import DataRace, MissingProxyFence, UninitializedRead
+from cutegemm.emulator.lane_order import NOBODY, LaneOrder
 from cutegemm.emulator.race_findings import Findings
 
 FOREVER = np.int32(0x7FFFFFFF)
@@ -83,6 +84,7 @@ class HappensBefore(Findings):
         self.init_fenced = np.zeros((C, W), np.int32)
         self.cluster_init_next = np.zeros((clusters, self.AA), np.int32)
         self.cluster_init_done = np.zeros((clusters, self.AA), np.int32)
+        self.lanes = LaneOrder(self, granules) if self.checks.lanes else None
         self.lines: list[Any] = [None]
         self.line_index: dict[int, int] = {}
 
@@ -99,6 +101,8 @@ class HappensBefore(Findings):
         self.fenced[c, w] = np.maximum(self.fenced[c, w], fenced)
         self.known_writes = None
         self.know[c, w, self.self_agent[c, w]] = FOREVER
+        if self.lanes is not None:
+            self.lanes.acquired(c, w, know)
 
     def async_done(self, kind: str, c: np.ndarray, w: np.ndarray, time: np.ndarray) -> None:
         """The asynchronous operations that warps (c, w) started up to ``time`` are complete, and the warps know it."""
@@ -213,6 +217,8 @@ class HappensBefore(Findings):
         g, n = self._granules(offset, size)
         warps = self._warps(X, lanes, n)
         self.check_read(X, I, g, n, warps, lanes)
+        if self.lanes is not None:
+            self.lanes.note_read(X, I, g, n, lanes)
         now = self.wave.now
         self.read_last[g] = now
         agent = self.reader_row(self.self_agent.reshape(-1).take(warps))
@@ -226,9 +232,15 @@ class HappensBefore(Findings):
         """
         unit = offset // size
         when = wrote_at.take(unit).view(np.int32)
-        if int(when.min()) == 0 or int(when.max()) > self.oldest_known(X):
+        latest = int(when.max())
+        order = self.lanes
+        if int(when.min()) == 0 or latest > self.oldest_known(X) or (
+            order is not None and latest > int(order.oldest[X.at].min())
+        ):  # fmt: skip
             g, n = self._granules(offset, size)
             self.check_read(X, I, g, n, self._warps(X, lanes, n), lanes)
+        if order is not None:
+            order.note_aligned_read(X, I, unit, size // self.g, lanes)
         stamp = np.full(size // self.g, self.wave.now, np.int32).view(read_last.dtype)[0]
         read_last[unit] = stamp
         key = "reader rows" if lanes is None else ""
@@ -255,6 +267,8 @@ class HappensBefore(Findings):
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
             self.report_read(X, I, g, n, warps, when, by, ok, lanes, proxy=False)
+        if self.lanes is not None:
+            self.lanes.check_read(X, I, g, n, warps, lanes)
 
     def reader_row(self, agent: np.ndarray) -> np.ndarray:
         """The row of ``read_at`` of an agent number."""
@@ -270,6 +284,8 @@ class HappensBefore(Findings):
         agent = (self.self_agent.reshape(-1).take(warps) + self.offset[kind]).astype(np.int16)
         self.wrote(g, agent, I)
         self.atomic_write[g] = False
+        if self.lanes is not None:
+            self.lanes.note_write(X, I, g, n, lanes)
         clash = self.wrote_by.take(g) != agent
         if clash.any() and self.checks.races:
             e = int(np.argmax(clash))
@@ -289,6 +305,8 @@ class HappensBefore(Findings):
             )
         self.wrote(g, self.self_agent.reshape(-1).take(warps).astype(np.int16), I)
         self.atomic_write[g] = True
+        if self.lanes is not None:
+            self.lanes.note_write(X, I, g, n, lanes)
 
     def report_read_if_needed(self, X, I, g, n, warps, lanes, chosen, per) -> None:
         """Check ``g`` (the accesses ``chosen`` of an instruction) as reads and as writes."""
@@ -309,6 +327,8 @@ class HappensBefore(Findings):
             self.known_writes = None
 
     def check_write(self, X: Any, I: Any, g: np.ndarray, n: int, warps: np.ndarray, lanes: np.ndarray | None) -> None:
+        if self.lanes is not None:
+            self.lanes.check_write(X, I, g, n, warps, lanes)
         if not self.checks.races:
             return
         when, by = self.wrote_at.take(g), self.wrote_by.take(g)
@@ -390,6 +410,8 @@ class HappensBefore(Findings):
                              "fence.proxy.async between", by=int(by[e]))  # fmt: skip
         agent = self.self_agent[c, warps.start] + self.offset[kind]
         self.read_last[g] = self.wave.now
+        if self.lanes is not None:
+            self.lanes.read_by[g] = NOBODY
         row = int(self.reader_row(agent))
         self.read_at[row, g] = self.wave.now
         self.row_used[row] = True
@@ -429,6 +451,8 @@ class HappensBefore(Findings):
                              "between", by=int(by[r, e]))  # fmt: skip
         agent = self.reader_row(self.self_agent[c, w - w % 4] + self.offset["wgmma"])
         self.read_last[where] = self.wave.now
+        if self.lanes is not None:
+            self.lanes.read_by[where] = NOBODY
         self.read_at[agent[:, None], where] = self.wave.now
         self.row_used[agent] = True
 
@@ -471,3 +495,5 @@ class HappensBefore(Findings):
                     )
         self.wrote(g, np.int16(self.wave.rank[cta] * self.A + self.offset["mbarrier"] + slot), I)
         self.atomic_write[g] = False
+        if self.lanes is not None:
+            self.lanes.wrote[g] = NOBODY

@@ -10,13 +10,15 @@ from typing import Any
 class Checks:
     """Which findings raise. Out-of-bounds and misaligned accesses, mbarrier misuse and lack of progress always do.
 
-    races: conflicting shared-memory accesses that no synchronization orders. uninitialized: reads of shared memory that
+    races: conflicting shared-memory accesses of two warps that no synchronization orders. lanes: the same between two
+    lanes of one warp, with no bar.warp.sync or wider barrier between. uninitialized: reads of shared memory that
     nothing wrote. proxy_fences: generic writes read by TMA or wgmma without fence.proxy.async. accumulators:
     registers of a wgmma
     in flight used before its wait, and a missing wgmma.fence.
     """
 
     races: bool = True
+    lanes: bool = True
     uninitialized: bool = True
     proxy_fences: bool = True
     accumulators: bool = True
@@ -31,7 +33,7 @@ class Checks:
 
     @property
     def shared_memory(self) -> bool:
-        return self.races or self.uninitialized or self.proxy_fences
+        return self.races or self.lanes or self.uninitialized or self.proxy_fences
 
 
 @dataclass

@@ -22,6 +22,11 @@ def typed(x: int, t: str) -> int:
     return signed(x, bits) if t[0] == "s" else x & ((1 << bits) - 1)
 
 
+def field_of(pos: int, length: int, bits: int) -> tuple[int, int]:
+    """What an H200 does beyond the 0..255 that PTX allows: the 32-bit forms wrap, the 64-bit forms saturate."""
+    return (min(pos, 64), min(length, 64)) if bits == 64 else (pos & 255, length & 255)
+
+
 def clip(x, low, high):
     return max(low, min(high, x))
 
@@ -150,7 +155,7 @@ def test_bit_operations():
         check(f"bfind.{t}", find)
 
         def field(a, b, c, t=t, bits=bits):
-            pos, length = b & 255, c & 255
+            pos, length = field_of(b, c, bits)
             x = (a >> pos) & ((1 << length) - 1)
             if t[0] == "s" and length and (a >> min(pos + length - 1, bits - 1)) & 1:
                 x |= ~((1 << min(length, bits)) - 1)
@@ -162,7 +167,7 @@ def test_bit_operations():
     for t, bits in (("b32", 32), ("b64", 64)):
 
         def insert(a, b, c, e, bits=bits):
-            pos, length = c & 255, e & 255
+            pos, length = field_of(c, e, bits)
             mask = ((1 << length) - 1) << pos if pos < bits else 0
             return (b & ~mask) | ((a << pos) & mask)
 
@@ -274,6 +279,46 @@ def test_fp32_rounds_once(op, mode):
         assert same(got, want, "f32"), f"{name}{xs}: got {value(got, 'f32')!r}, want {want!r}"
         checked += 1
     assert checked > 100
+
+
+INF, MINUS_INF, NAN64 = 0x7F800000, 0xFF800000, 0x7FFFFFFFFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "want"),
+    [
+        *((f"div.{mode}.f32", (a, INF), 0) for mode in ("rn", "rz", "rm", "rp") for a in (0x1, 0x2, 0x1F, 0x7F7FFFFF)),
+        *((f"div.{mode}.f32", (1, MINUS_INF), 0x80000000) for mode in ("rn", "rz", "rm", "rp")),
+        *((f"rcp.{mode}.f32", (INF,), 0) for mode in ("rn", "rz", "rm", "rp")),
+        *((f"rcp.{mode}.f32", (MINUS_INF,), 0x80000000) for mode in ("rn", "rz", "rm", "rp")),
+        *(("testp.normal", (zero,), 1) for zero in (0, 0x80000000)),
+        *(("testp.subnormal", (zero,), 0) for zero in (0, 0x80000000)),
+        *(
+            (f"cvt.{mode}.{to}.f64", (nan,), 0x80000000)
+            for mode in ("rni", "rzi", "rmi", "rpi")
+            for to in ("s32", "u32")
+            for nan in (NAN64, (1 << 64) - 1)
+        ),
+        ("cvt.rzi.s32.f32", (0x7FC00000,), 0),
+        *(
+            (f"cvt.{mode}.relu.{kind}.f32", (0x80000000, 0x3F800000), one)
+            for mode in ("rn", "rz")
+            for kind, one in (("f16x2", 0x3C00), ("bf16x2", 0x3F80))
+        ),
+        ("bfe.u64", (0xFFFF, 256, 8), 0),
+        ("bfe.u64", (0xFFFF, 4, 256), 0xFFF),
+        ("bfe.s64", (1 << 63, 300, 4), (1 << 64) - 1),
+        ("bfe.s64", (0xF0, 4, 0), 0),
+        ("bfi.b64", (0xFF, 0x5500, 4, 256), 0xFF0),
+        ("bfi.b64", (0xFF, 0x5500, 256, 8), 0x5500),
+        ("bfe.u32", (0xFFFF, 256, 8), 0xFF),
+    ],
+)
+def test_corners_as_an_h200_has_them(name, inputs, want):
+    """Bits that the snippets gave on an H200 where IEEE 754 or PTX left room for another reading."""
+    row = np.tile(np.array(inputs, np.uint64), (256, 1))
+    (got,) = set(emulate(BY_NAME[name], row)[:, 0].tolist())
+    assert got == want, f"{name} {[hex(v) for v in inputs]}: {got:#x}, want {want:#x}"
 
 
 def test_fma_where_fp64_would_round_twice():

@@ -6,7 +6,7 @@ import numpy as np
 
 from cutegemm.emulator.errors import BarrierMisuse
 from cutegemm.emulator.ptx import Imm, Instr, Negated, Reg
-from cutegemm.emulator.translate import Gen, emits, synchronizes
+from cutegemm.emulator.translate import synchronizes
 
 
 class CtaBarriers:
@@ -51,8 +51,12 @@ def _describe(I: Instr, message: str, X, c: int, w: int) -> BarrierMisuse:
 @synchronizes("bar", "barrier")
 def bar(wave, X, I: Instr, mask, fall: int):
     """bar.sync / bar.arrive / bar.red and the barrier.* spellings. Arrivals count whole warps."""
-    if "warp" in I.parts:
-        return None, False  # lanes of a warp run in step here
+    if "warp" in I.parts:  # lanes of a warp run in step here: nothing to wait for
+        hb = wave.env.hb
+        if hb is not None and hb.lanes is not None:
+            members = I.operands[0]
+            hb.lanes.warp_sync(X, members.value if isinstance(members, Imm) else X.u4[members.index], mask)
+        return None, False
     if "cluster" in I.parts:
         return cluster_barrier(wave, X, I, mask)
     arrive, red = "arrive" in I.parts, "red" in I.parts
@@ -245,8 +249,3 @@ def cluster_check(wave, b: CtaBarriers) -> None:
         else:
             left.append((c, w, lanes, I))
     b.cluster_waiting = left
-
-
-@emits("bar.warp", "barrier.warp")
-def warp_barrier(g: Gen, i: Instr) -> None:
-    """The lanes of a warp run in step here: nothing to wait for."""

@@ -113,11 +113,22 @@ def bfe(g: Gen, i: Instr) -> None:
     g.assign(d, f"extract_field({g.src(a, code)}, {g.src(pos, 'u4')}, {g.src(length, 'u4')})", code)
 
 
+def field_of(pos, length, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The position and length of a bit field as the hardware takes them, int64.
+
+    PTX restricts both to 0..255. Beyond, the 32-bit forms use the low 8 bits, while the 64-bit forms, which ptxas expands
+    into shifts that saturate (read off its code for sm_75 to sm_100), treat whatever is 64 or more alike.
+    """
+    if bits == 64:
+        return np.minimum(pos, U4(64)).astype(np.int64), np.minimum(length, U4(64)).astype(np.int64)
+    return np.asarray(pos & U4(255)).astype(np.int64), np.asarray(length & U4(255)).astype(np.int64)
+
+
 @runtime
 def extract_field(a, pos, length):
     a = np.asarray(a)
     bits = a.dtype.itemsize * 8
-    pos, length = np.asarray(pos & U4(255)).astype(np.int64), np.asarray(length & U4(255)).astype(np.int64)
+    pos, length = field_of(pos, length, bits)
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     ua = a.astype(unsigned)
     shifted = np.where(pos >= bits, unsigned.type(0), ua >> np.minimum(pos, bits - 1).astype(unsigned))
@@ -147,7 +158,7 @@ def insert_field(a, b, pos, length):
     a = np.asarray(a)
     bits = a.dtype.itemsize * 8
     t = a.dtype.type
-    pos, length = np.asarray(pos & U4(255)).astype(np.int64), np.asarray(length & U4(255)).astype(np.int64)
+    pos, length = field_of(pos, length, bits)
     mask = np.where(length >= bits, ~t(0), (t(1) << np.minimum(length, bits - 1).astype(a.dtype)) - t(1))
     at = np.minimum(pos, bits - 1).astype(a.dtype)
     mask = np.where(pos >= bits, t(0), mask << at)

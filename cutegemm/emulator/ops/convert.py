@@ -74,7 +74,7 @@ def integer(g: Gen, d, a, to: str, source: str, sat: bool) -> None:
 
 @runtime
 def float_to_int(x, dtype, mode):
-    """Out-of-range values saturate; a NaN becomes 0 (for 64 bits: the sign bit alone)."""
+    """Out-of-range values saturate; a NaN becomes 0, or, into 64 bits and from fp64 into 32, the upper bit alone."""
     x = np.asarray(x)
     wide = x.astype(F8) if x.dtype != F8 else x
     rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[
@@ -89,7 +89,10 @@ def float_to_int(x, dtype, mode):
         out = np.where(big, dtype(info.max), out)
         nan = dtype(info.min) if info.min else dtype(1 << 63)
         return np.where(rounded != rounded, nan, out)
-    return np.where(rounded != rounded, 0.0, clipped).astype(dtype)
+    out = np.where(rounded != rounded, 0.0, clipped).astype(dtype)
+    if info.bits == 32 and x.dtype == F8:
+        out = np.where(rounded != rounded, dtype(info.min or 1 << 31), out)
+    return out
 
 
 @runtime
@@ -175,7 +178,7 @@ def pack_two(hi, lo, to, mode, flags):
     hi, lo = np.broadcast_arrays(hi, lo)
     kind = to[:-2]
     if "relu" in flags:
-        hi, lo = (np.where(v < 0, F4(0), v) for v in (hi, lo))
+        hi, lo = (np.where(v <= 0, F4(0), v) for v in (hi, lo))  # -0 becomes +0 too
     if kind in ("e4m3", "e5m2"):
         return (numerics.fp8_bits(hi, kind).astype(U2) << U2(8)) | numerics.fp8_bits(lo, kind)
     if "satfinite" in flags:
@@ -192,7 +195,7 @@ def unpack_fp8(x, kind, flags):
     lo = numerics.fp8_values(x & U2(0xFF), kind)
     hi = numerics.fp8_values(x >> U2(8), kind)
     if "relu" in flags:
-        hi, lo = (np.where(v < 0, F4(0), v) for v in (hi, lo))
+        hi, lo = (np.where(v <= 0, F4(0), v) for v in (hi, lo))
     return numerics.f16_bits(lo).astype(U4) | (numerics.f16_bits(hi).astype(U4) << U4(16))
 
 

@@ -189,7 +189,7 @@ def directed_divide(a, b, mode):
     q = a / b
     p, e = numerics.two_prod(q, b)
     rest = (a - p) - e
-    return numerics.to_f32(q, mode, np.where(np.isfinite(q), rest * np.sign(b), 0.0))
+    return numerics.to_f32(q, mode, np.where(np.isfinite(q) & np.isfinite(b), rest * np.sign(b), 0.0))
 
 
 def _unary(g: Gen, i: Instr, expr: str) -> None:
@@ -290,6 +290,6 @@ def float_class(x, kind):
         "infinite": lambda: np.isinf(x),
         "number": lambda: x == x,
         "notanumber": lambda: x != x,
-        "normal": lambda: finite & (np.abs(x) >= tiny),
+        "normal": lambda: finite & ((np.abs(x) >= tiny) | (x == 0)),  # zeros count as normal
         "subnormal": lambda: finite & (np.abs(x) < tiny) & (x != 0),
     }[kind]()

@@ -85,8 +85,8 @@ class Cutlass2xBackend:
             return invalid
         if problem.batch > 1 and (config.splits > 1 or config.swizzle == "streamk"):
             return "split-K and stream-K take one product, not a batch"
-        if problem.k == 0 and config.swizzle == "streamk":
-            return "stream-K divides K, and there is none"
+        if problem.k == 0 and (config.splits > 1 or config.swizzle == "streamk"):
+            return "split-K and stream-K divide K, and there is none"
         bm, bn, _ = config.threadblock
         tiles_m, tiles_n = -(-problem.m // bm), -(-problem.n // bn)
         rows = tiles_m if config.swizzle == "h" else tiles_n

@@ -44,7 +44,7 @@ MOST_PER_UNIT = 5
 """Kernels in a translation unit at most: beyond, the compiler's memory and the longest file grow for little."""
 
 _FILES = ("unit.o", "unit.so", "unit.ptx", "unit.cubin", "unit.cu")
-_OPTIONS = (
+OPTIONS = (
     "-std=c++17", "-O3", "-DNDEBUG", "-w", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden",
 )  # fmt: skip
 
@@ -152,7 +152,7 @@ def compile_source(source: str, arch: Arch, tools: toolkit.Toolkit | None = None
         (place / "unit.cu").write_text(source)
         include = [f"-I{path}" for path in (tools.cutlass, *tools.include)]
         target = ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-        command = [str(tools.nvcc), "-c", "unit.cu", "-o", "unit.o", "--keep", *_OPTIONS, *include, *target]
+        command = [str(tools.nvcc), "-c", "unit.cu", "-o", "unit.o", "--keep", *OPTIONS, *include, *target]
         if tight:
             command.append("-maxrregcount=128")
         _call([*command, "-ccbin", tools.host_compiler], place)

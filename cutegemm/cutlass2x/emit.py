@@ -73,6 +73,19 @@ inline int check_addresses(Call const& call, int bytes_a, int bytes_b, int bytes
   return misaligned(call.d, bytes_c) ? %(misaligned)d + 4 : 0;
 }
 
+// The shipped iterators read a first tile even when K is 0: zeros that every row shares take its place, and K is 8.
+inline int stand_in_for_empty_k(Call& call, int element_bytes, bool size_only) {
+  call.workspace_bytes = (long long)(call.m > call.n ? call.m : call.n) * element_bytes + 16 * element_bytes;
+  if (size_only) return 0;
+  cudaError_t error = cudaMemsetAsync(call.workspace, 0, call.workspace_bytes, call.stream);
+  if (error != cudaSuccess) return %(cuda)d + int(error);
+  call.a = call.b = call.workspace;
+  call.lda = call.ldb = call.batch_a = call.batch_b = 0;
+  call.k = 8;
+  call.alpha = 0;
+  return 0;
+}
+
 template <class Gemm>
 typename Gemm::Arguments arguments_of(Call const& call) {
   using A = typename Gemm::ElementA;
@@ -150,40 +163,32 @@ int run_universal(Call& call, bool size_only) {
 }
 """
 
-_PLAIN = """
-extern "C" __attribute__((visibility("default"))) int %(name)s(Call* call, int size_only) {
+_FUNCTION = """
+extern "C" __attribute__((visibility("default"))) int %(name)s(Call* request, int size_only) {
   using namespace %(name)s_types;
-  int bad = check_addresses(*call, %(bytes_a)d, %(bytes_b)d, %(bytes_c)d);
+  Call call = *request;
+  if (call.k == 0) {
+    int status = stand_in_for_empty_k(call, %(size)d, size_only);
+    request->workspace_bytes = call.workspace_bytes;
+    if (status || size_only) return status;
+  }
+  int bad = check_addresses(call, %(bytes_a)d, %(bytes_b)d, %(bytes_c)d);
   if (bad) return bad;
-  if (call->batch > 1) return run_universal<Universal>(*call, size_only);
-  if (size_only) {
-    call->workspace_bytes = (long long)Gemm::get_workspace_size(arguments_of<Gemm>(*call));
+%(body)s}
+"""
+_SIZE_AND_RUN = """  if (size_only) {
+    request->workspace_bytes = (long long)Gemm::get_workspace_size(arguments_of<Gemm>(call));
     return 0;
   }
-  return run_gemm<Gemm>(*call);
-}
+  return %s<Gemm>(call);
 """
-
-_PARALLEL = """
-extern "C" __attribute__((visibility("default"))) int %(name)s(Call* call, int size_only) {
-  using namespace %(name)s_types;
-  int bad = check_addresses(*call, %(bytes_a)d, %(bytes_b)d, %(bytes_c)d);
-  if (bad) return bad;
-  if (size_only) {
-    call->workspace_bytes = (long long)Gemm::get_workspace_size(arguments_of<Gemm>(*call));
-    return 0;
-  }
-  return run_parallel<Gemm>(*call);
-}
+_UNIVERSAL = """  int status = run_universal<Universal>(call, size_only);
+  request->workspace_bytes = call.workspace_bytes;
+  return status;
 """
-
-_UNIVERSAL = """
-extern "C" __attribute__((visibility("default"))) int %(name)s(Call* call, int size_only) {
-  using namespace %(name)s_types;
-  int bad = check_addresses(*call, %(bytes_a)d, %(bytes_b)d, %(bytes_c)d);
-  return bad ? bad : run_universal<Universal>(*call, size_only);
-}
-"""
+_PLAIN = f"  if (call.batch > 1) return run_universal<Universal>(call, size_only);\n{_SIZE_AND_RUN % 'run_gemm'}"
+_PARALLEL = _SIZE_AND_RUN % "run_parallel"
+_SERIAL = _SIZE_AND_RUN % "run_gemm"
 
 
 def function_name(signature: Signature, config: Cutlass2xConfig) -> str:
@@ -209,17 +214,18 @@ def kernel_source(signature: Signature, config: Cutlass2xConfig) -> str:
     sizes = {"fp16": 2, "bf16": 2, "fp32": 4}
     a, b, c = config.access(signature)
     size, out = sizes[signature.dtype], sizes[signature.out_dtype]
-    fill = {"name": name, "bytes_a": a * size, "bytes_b": b * size, "bytes_c": c * out}
     if config.swizzle == "streamk":
-        types, function = [_universal(signature, config)], _UNIVERSAL
+        types, body = [_universal(signature, config)], _UNIVERSAL
     elif config.splits > 1 and signature.out_dtype != "fp32":
-        types, function = [_parallel(signature, config)], _PARALLEL
+        types, body = [_parallel(signature, config)], _PARALLEL
     elif config.splits > 1:
-        types, function = [_device(signature, config)], _PARALLEL.replace("run_parallel", "run_gemm")
+        types, body = [_device(signature, config)], _SERIAL
     else:
-        types, function = [_device(signature, config), _universal(signature, config)], _PLAIN
-    body = "\n".join(types)
-    return f"\n// {signature}\n// {config}\nnamespace {name}_types {{\n{body}\n}}\n{function % fill}"
+        types, body = [_device(signature, config), _universal(signature, config)], _PLAIN
+    widths = {"size": size, "bytes_a": a * size, "bytes_b": b * size, "bytes_c": c * out}
+    function = _FUNCTION % {"name": name, "body": body, **widths}
+    declared = "\n".join(types)
+    return f"\n// {signature}\n// {config}\nnamespace {name}_types {{\n{declared}\n}}\n{function}"
 
 
 def _library() -> Any:

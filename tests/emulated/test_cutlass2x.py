@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import cutegemm
 from cutegemm import plan, request
 from cutegemm.cutlass2x import BACKEND, build_many
 from cutegemm.errors import GemmError
@@ -38,6 +39,8 @@ CASES: dict[str, tuple[tuple[int, int, int], str, str, dict]] = {
     "tf32x3": ((72, 40, 72), "fp32", f"64x64x16/w32x32x16/s3/{TF32}/id1", {"precision": "tf32x3"}),
     "SIMT": ((67, 41, 29), "fp32", f"64x64x8/w32x32x8/s4/{SIMT}/id1", {"majors": "tt"}),
     "SIMT, silu": ((67, 41, 29), "fp32", f"32x32x8/w16x32x8/s2/{SIMT}/id1", {"activation": "silu", "bias": True}),
+    "K = 0": ((40, 24, 0), "fp16", f"64x64x32/w32x32x32/s2/{TENSOR}/id1", {"c": True, "beta": 0.5}),
+    "SIMT, K = 0": ((40, 24, 0), "fp32", f"64x64x8/w32x32x8/s4/{SIMT}/id1", {}),
     "batch": ((40, 72, 64), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/id1", {"batch": 3}),
 }  # fmt: skip
 
@@ -71,3 +74,34 @@ def kernels():
 def test_right_in_the_emulator(name, seed):
     case, config = made(name, seed)
     case.run(backend="cutlass2x", config=config)
+
+
+@pytest.mark.parametrize("name", ["fp16", "tf32", "SIMT"])
+def test_infinities_and_nans_go_where_the_reference_puts_them(name, seed):
+    case, config = made(name, seed)
+    case.a[3, 5], case.a[10, 0], case.b[7, 9] = float("inf"), float("nan"), float("-inf")
+    case.run(backend="cutlass2x", config=config)
+
+
+def test_a_misaligned_bias_is_refused(seed):
+    case, config = made("bias, horizontal", seed)
+    bias = torch.zeros(73, dtype=torch.bfloat16)[1:]
+    with pytest.raises(GemmError, match=r"bias: its address .*\(bias\.clone"):
+        cutegemm.gemm(case.a, case.b, bias=bias, activation="gelu", backend="cutlass2x", config=config)
+
+
+def test_tf32x3_is_far_closer_than_tf32(seed):
+    case, config = made("tf32x3", seed)
+    want = case.a.double() @ case.b.double()
+    errors = {}
+    for name in ("tf32x3", "tf32"):
+        # Without its low halves every product is TF32's: that error is the yardstick.
+        a, b = (case.a, case.b) if name == "tf32x3" else (rounded(case.a), rounded(case.b.mT).mT)
+        got = cutegemm.gemm(a, b, precision="tf32x3", backend="cutlass2x", config=config)
+        errors[name] = float((got.double() - want).abs().max())
+    assert errors["tf32x3"] < errors["tf32"] / 50
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """fp32 numbers cut to TF32's ten mantissa bits."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)

@@ -86,7 +86,7 @@ def test_a_misaligned_bias_is_refused(groups, seed):
     case = Case.random(136, 264, 72, "fp16", seed=seed, device="cuda")
     bias = torch.zeros(265, device="cuda", dtype=torch.float16)[1:]
     config = f"cutlass2x/{cutlass2x_cases.SMALL['fp16', None]}"
-    with pytest.raises(GemmError, match=r"bias: its address .* bias\.clone"):
+    with pytest.raises(GemmError, match=r"bias: its address .*\(bias\.clone"):
         cutegemm.gemm(case.a, case.b, bias=bias, alpha=0.75, backend="cutlass2x", config=config)
 
 

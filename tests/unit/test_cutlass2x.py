@@ -189,7 +189,7 @@ def test_emitted_source():
     assert "GemmShape<128, 128, 32>" in text
     assert "GemmIdentityThreadblockSwizzle<4>" in text
     assert "/* split-K */ false" in text
-    assert "call->batch > 1" in text
+    assert "call.batch > 1" in text
     split = BACKEND.parse(GOOD + "/k3")
     assert "GemmSplitKParallel<" in emit.kernel_source(FP16.signature, split)
     wide = Problem.of(512, 512, 512, "fp16", out_dtype="fp32").signature

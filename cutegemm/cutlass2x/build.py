@@ -86,9 +86,12 @@ def build_many(pairs: Sequence[Pair], arch: Arch, *, jobs: int | None = None) ->
         begun = time.monotonic()
         with ThreadPoolExecutor(min(workers, len(units))) as pool:
             made = list(pool.map(lambda unit: _attempt(store, unit, arch, tools), units))
+        failures = [entry for entry in made if isinstance(entry, Exception)]
+        for why in failures[1:]:
+            log.error("%s", why)
+        if failures:
+            raise failures[0]
         for unit, entry in zip(units, made, strict=True):
-            if isinstance(entry, Exception):
-                raise entry
             found.update(dict.fromkeys(unit, entry))
         log.info("compiled in %.1f s", time.monotonic() - begun)
     return [entry for pair in pairs if (entry := found[pair]) is not None]
@@ -97,7 +100,9 @@ def build_many(pairs: Sequence[Pair], arch: Arch, *, jobs: int | None = None) ->
 def _attempt(store: kernel_store.KernelStore, unit: list[Pair], arch: Arch, tools: toolkit.Toolkit) -> Any:
     try:
         return _build_unit(store, unit, arch, tools)
-    except Exception as why:  # one unit that fails does not stop the others
+    except GemmError as why:  # one unit that fails does not stop the others
+        return GemmError(f"{why}\nin the file of {', '.join(str(config) for _, config in unit)}")
+    except Exception as why:
         return why
 
 

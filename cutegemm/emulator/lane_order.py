@@ -1,11 +1,11 @@
 """Races between the lanes of one warp: what one lane writes and another uses needs a bar.warp.sync between.
 
 The lanes of a warp run in step here, on hardware they need not. Per granule of shared memory, `LaneOrder` keeps which
-lane wrote it last and which read it last; per warp, the time up to which every lane knows of every other lane's accesses.
+lane wrote it last and which read it last; per warp, the time up to which every lane knows of the other lanes' accesses.
 ``bar.warp.sync`` moves that time on, and so does all that orders whole warps: CTA and cluster barriers, and a wait
-on an mbarrier where the warp itself arrived. shfl, vote, ldmatrix, mma and other ``.sync`` instructions make lanes meet but
-order no memory accesses (PTX ISA, memory consistency model), so they do not count. ldmatrix, stmatrix and wmma move data
-between lanes: their accesses count as made by all lanes.
+on an mbarrier where the warp itself arrived. shfl, vote, ldmatrix, mma and other ``.sync`` instructions make lanes meet
+but order no memory accesses (PTX ISA, memory consistency model), so they do not count. ldmatrix, stmatrix and wmma move
+data between lanes: their accesses count as made by all lanes.
 
 Kept is the last reader alone: a write is compared with the most recent read, not with all reads since the barrier.
 """
@@ -36,7 +36,7 @@ class LaneOrder:
         self.wrote: np.ndarray = np.full(granules, NOBODY)
         self.read_by: np.ndarray = np.full(granules, NOBODY)
         views = ((1, np.uint16), (2, np.uint32), (4, np.uint64))
-        self.wide = {n: self.read_by.view(t) for n, t in views if hb.g * n <= 16}
+        self.wide: dict[int, np.ndarray] = {n: self.read_by.view(t) for n, t in views if hb.g * n <= 16}
         #: [C, W, 2]: up to when all lanes of a warp know each other's ordinary accesses, and each other's cp.async
         self.known: np.ndarray = np.zeros((wave.C, wave.W, 2), np.int32)
         self.oldest: np.ndarray = np.zeros((wave.C, wave.W), np.int32)
@@ -143,7 +143,7 @@ class LaneOrder:
         if n > 1:
             ids = np.repeat(ids, n)
         self.wrote[g] = ids
-        several = self.wrote.take(g) != ids  # another lane wrote there in the same instruction
+        several: np.ndarray = self.wrote.take(g) != ids  # another lane wrote there in the same instruction
         if several.any():
             self.wrote[g[several]] = (ids[several] & np.uint16(0xFFC0)) | np.uint16(ALL_LANES)
 
@@ -188,7 +188,7 @@ class LaneOrder:
     def _unknown_to_pair(self, warps, me, by, when) -> np.ndarray:
         assert self.pairs is not None
         table = self.pairs.reshape(-1, 32, 32)
-        out = np.ones(len(me), bool)
+        out: np.ndarray = np.ones(len(me), bool)
         for k, (warp, mine, other) in enumerate(zip(warps, me, by, strict=True)):
             rows = table[warp] if mine == ALL_LANES else table[warp, mine : mine + 1]
             out[k] = (rows if other == ALL_LANES else rows[:, other]).min() < when[k]

@@ -1,5 +1,7 @@
 """Mutation tests of the kernels that CI runs: every survivor has its reason in the table beside this file."""
 
+from fnmatch import fnmatchcase
+
 import pytest
 
 from tests import mutation
@@ -14,10 +16,10 @@ def test_every_broken_synchronization_is_noticed_or_explained(spec):
 
     problems = compare(outcomes, mutation.survivors(), complete=False)
     assert not problems, "\n".join(problems)
-    assert any(outcome.killed for outcome in outcomes) or spec.name == "legacy-wmma_naive"
+    assert any(outcome.killed for outcome in outcomes)
 
 
 def test_the_table_names_only_cases_that_exist():
     names = [spec.name for spec in mutation.SPECS]
     for row in mutation.survivors():
-        assert row.case == "*" or row.case in names, row
+        assert any(fnmatchcase(name, row.case) for name in names), row

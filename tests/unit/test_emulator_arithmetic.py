@@ -23,7 +23,7 @@ def typed(x: int, t: str) -> int:
 
 
 def field_of(pos: int, length: int, bits: int) -> tuple[int, int]:
-    """What an H200 does beyond the 0..255 that PTX allows: the 32-bit forms wrap, the 64-bit forms saturate."""
+    """Beyond the 0..255 that PTX allows, ptxas's code wraps in the 32-bit forms and saturates in the 64-bit ones."""
     return (min(pos, 64), min(length, 64)) if bits == 64 else (pos & 255, length & 255)
 
 
@@ -314,8 +314,9 @@ INF, MINUS_INF, NAN64 = 0x7F800000, 0xFF800000, 0x7FFFFFFFFFFFFFFF
         ("bfe.u32", (0xFFFF, 256, 8), 0xFF),
     ],
 )
-def test_corners_as_an_h200_has_them(name, inputs, want):
-    """Bits that the snippets gave on an H200 where IEEE 754 or PTX left room for another reading."""
+def test_corners_as_hardware_has_them(name, inputs, want):
+    """Bits that the snippets gave on an H200 where PTX leaves room for another reading; those of bfe and bfi, beyond
+    the documented range of 0..255, are what the code of ptxas for sm_75 to sm_100 works out to."""
     row = np.tile(np.array(inputs, np.uint64), (256, 1))
     (got,) = set(emulate(BY_NAME[name], row)[:, 0].tolist())
     assert got == want, f"{name} {[hex(v) for v in inputs]}: {got:#x}, want {want:#x}"

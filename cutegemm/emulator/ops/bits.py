@@ -116,8 +116,8 @@ def bfe(g: Gen, i: Instr) -> None:
 def field_of(pos, length, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """The position and length of a bit field as the hardware takes them, int64.
 
-    PTX restricts both to 0..255. Beyond, the 32-bit forms use the low 8 bits, while the 64-bit forms, which ptxas expands
-    into shifts that saturate (read off its code for sm_75 to sm_100), treat whatever is 64 or more alike.
+    PTX restricts both to 0..255. Beyond, the 32-bit forms use the low 8 bits, while the 64-bit forms, which ptxas
+    expands into shifts that saturate (read off its code for sm_75 to sm_100), treat whatever is 64 or more alike.
     """
     if bits == 64:
         return np.minimum(pos, U4(64)).astype(np.int64), np.minimum(length, U4(64)).astype(np.int64)

@@ -74,7 +74,10 @@ class CuteBackend:
         if self._family(problem, arch) is not None:
             return None
         if not any(f.takes(problem.signature) for f in FAMILIES.values()):
-            return f"no CuTe kernel multiplies {problem.dtype} with precision {problem.precision!r}"
+            return (
+                f"no CuTe kernel multiplies {problem.dtype} with precision {problem.precision!r}; "
+                "backend 'cutlass2x' has 'tf32x3'"
+            )
         return f"no configuration fits {arch.name}"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
@@ -93,7 +96,7 @@ class CuteBackend:
         invalid = config.problem(problem.signature, arch)
         if invalid:
             return invalid
-        ctas = _tiles(config, problem) * problem.batch
+        ctas = _tiles(config, problem) * problem.batch * getattr(config, "splits", 1)
         return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:

@@ -372,9 +372,14 @@ class HappensBefore(Findings):
         return r, r // self.readers * self.A + r % self.readers
 
     # -- the asynchronous proxy: whole ranges --------------------------------------------------------------------
-    def proxy_read(self, X: Any, I: Any, c: int, warps: slice, cta: int, g: np.ndarray, kind: str) -> None:
-        """TMA or wgmma on behalf of warps [c, warps] reads granules ``g`` (offsets inside CTA position ``cta``)."""
+    def proxy_read(self, X: Any, I: Any, c: int, warps: slice, cta: int, g: np.ndarray, kind: str, lane: int) -> None:
+        """TMA on behalf of warps [c, warps] reads granules ``g`` (offsets inside CTA position ``cta``).
+
+        lane: the flat lane index in the box of the thread that asks for it.
+        """
         g = g + cta * self.row
+        if self.lanes is not None:
+            self.lanes.check_read(X, I, g, len(g), np.full(len(g), c * self.W + warps.start), np.array([lane]))
         when, by = self.wrote_at[g], self.wrote_by[g]
         if self.checks.uninitialized and not when.all():
             e = int(np.argmin(when != 0))

@@ -142,6 +142,18 @@ def test_an_mbarrier_that_the_warp_arrives_at_orders_its_lanes():
     race(body.format(wait=""), match="a read of what lane 1")
 
 
+def test_a_bulk_store_by_one_lane_of_what_all_lanes_wrote():
+    body = (
+        WRITE + "fence.proxy.async.shared::cta; {barrier} setp.eq.u32 %p1, lane, 0; shl.b32 %r4, warp, 7; "
+        "mul.wide.u32 %d6, warp, 128; add.s64 %d6, %d6, %d0; add.u32 %r4, %r4, s; "
+        "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%d6], [%r4], 128; "
+        "@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;"
+    )
+    said = race(body.format(barrier=""), match="a read of what lane 1 of the same warp wrote")
+    assert "cp.async.bulk.global" in said
+    assert (clean(body.format(barrier="bar.warp.sync -1;")) == np.arange(64)).all()
+
+
 def test_the_check_can_be_switched_off():
     assert (clean(WRITE + READ + STORE, checks=Checks(lanes=False)) == np.arange(64) ^ 1).all()
     alone = Checks(races=False, uninitialized=False, proxy_fences=False, accumulators=False)

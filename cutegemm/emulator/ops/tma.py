@@ -208,7 +208,7 @@ def bulk_remote(X, I, mask, dst, src, size, bar):
         hb = wave.env.hb
         if hb is not None:
             g = np.arange(source // hb.g, (source + nbytes) // hb.g)
-            hb.proxy_read(X, I, c, slice(w, w + 1), source_cta, g, "warp")
+            hb.proxy_read(X, I, c, slice(w, w + 1), source_cta, g, "warp", e if lanes is None else int(lanes[e]))
         base = source_cta * wave.smem_row + source
         actions.append(
             _land(
@@ -320,7 +320,7 @@ def _store(X, I, lanes, e: int, c: int, w: int, cta: int, table: np.ndarray, nby
     if hb is not None:
         per = 16 // hb.g
         g = table if per == 1 else (table[:, None] * per + np.arange(per)).reshape(-1)
-        hb.proxy_read(X, I, c, slice(w, w + 1), cta, g, "bulk")
+        hb.proxy_read(X, I, c, slice(w, w + 1), cta, g, "bulk", e if lanes is None else int(lanes[e]))
     if env.profile is not None:
         env.profile.bulk(I, "store", nbytes)
 

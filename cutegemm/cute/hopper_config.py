@@ -1,6 +1,6 @@
 """Configurations of the Hopper kernel: frozen, printable, valid by ONE function.
 
-The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/OPTION...]`, for example
+The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`, for example
 
     sm90/128x256x64/coop2/c2x1/s4/hilbert
     sm90/128x192x64/pp/c1x2/s4/g8/pdl
@@ -10,6 +10,7 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/OPTION...]`, for 
     cCMxCN     cluster: CM x CN CTAs, neighbours along M and N, that share their loads by multicast
     sSTAGES    depth of the ring of operand tiles
     ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
+    kS         split-K: S CTAs sum a part of K each; the last to finish adds the parts up in their order
     OPTION     swap: multiply D^T = B^T A^T, so that BM runs along N and BN along M, for small M; the cluster likewise;
                once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch
 """
@@ -35,8 +36,8 @@ STORE_BUFFERS = 2
 """Staging buffers of a warpgroup's epilogue: one is filled while TMA reads the other."""
 OPTIONS = ("swap", "once", "slab", "pdl")
 
-_FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)((?:/[a-z]+)*)")
-_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/swap][/once][/slab][/pdl]"
+_FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)")
+_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/swap][/once][/slab][/pdl]"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class HopperConfig:
     stages: int
     order: str
     options: tuple[str, ...] = ()
+    splits: int = 1
 
     family: ClassVar[str] = "sm90"
 
@@ -75,7 +77,7 @@ class HopperConfig:
     @property
     def registers(self) -> tuple[int, int] | None:
         """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
-        if self.consumers == 2 and self.accumulators >= 208:
+        if self.consumers == 2 and (self.accumulators >= 208 or self.splits > 1):
             return 24, 240
         return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
 
@@ -128,22 +130,36 @@ class HopperConfig:
         """Dynamic shared memory of a CTA in bytes."""
         return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
 
-    def launch_arguments(self, problem: Problem, arch: Arch) -> tuple[int]:
-        """What the host entry takes beyond sizes and strides: the number of clusters to launch."""
+    def launch_arguments(self, problem: Problem, arch: Arch) -> tuple[int, ...]:
+        """What the host entry takes beyond sizes and strides: the number of clusters to launch, and without split-K a
+        null workspace.
+        """
         works = self.works(problem)
         resident = max(arch.sm_count // (self.cluster[0] * self.cluster[1]), 1)
-        return (min(works, resident) if self.persistent else works,)
+        clusters = min(works, resident) if self.persistent else works
+        return (clusters,) if self.splits > 1 else (clusters, 0)
 
     def works(self, problem: Problem) -> int:
-        """Cluster tiles of all matrices of the batch."""
+        """Cluster tiles of all matrices of the batch, times the splits of K."""
         rows, columns = self.bm * self.cluster[0], self.bn * self.cluster[1]
         m, n = (problem.n, problem.m) if self.swapped else (problem.m, problem.n)
-        return -(-m // rows) * -(-n // columns) * problem.batch
+        return -(-m // rows) * -(-n // columns) * problem.batch * self.splits
+
+    def workspace_bytes(self, problem: Problem) -> tuple[int, int]:
+        """(bytes of counters, bytes of fp32 parts) of a split-K launch; (0, 0) without splits.
+
+        A warpgroup's part of a tile has a counter, and room for each split. Counters must be 0 before the first
+        launch, and are again 0 after each.
+        """
+        if self.splits == 1:
+            return 0, 0
+        parts = self.works(problem) * self.cluster[0] * self.cluster[1] * self.consumers
+        return -(-parts // self.splits * 4 // 16) * 16, parts * self.group_rows * self.bn * 4
 
     def __str__(self) -> str:
         cm, cn = self.cluster
         text = f"sm90/{self.bm}x{self.bn}x{self.bk}/{self.schedule}/c{cm}x{cn}/s{self.stages}/{self.order}"
-        return "/".join((text, *self.options))
+        return "/".join((text, *((f"k{self.splits}",) if self.splits > 1 else ()), *self.options))
 
     @classmethod
     def form(cls) -> str:
@@ -154,13 +170,13 @@ class HopperConfig:
     def parse(cls, text: str) -> HopperConfig:
         """The configuration of a text form; ValueError when the text is not one."""
         found = _FORM.fullmatch(text)
-        options = tuple(found[9].split("/")[1:]) if found else ()
+        options = tuple(found[10].split("/")[1:]) if found else ()
         known = tuple(option for option in OPTIONS if option in options)
         if not found or len(known) != len(options):
             raise ValueError(f"config: got {text!r}, accepted is {_ACCEPTED}")
         bm, bn, bk, cm, cn, stages = (int(found[i]) for i in (1, 2, 3, 5, 6, 7))
         tile_order.parse(found[8])
-        return cls(bm, bn, bk, found[4], (cm, cn), stages, found[8], known)
+        return cls(bm, bn, bk, found[4], (cm, cn), stages, found[8], known, int(found[9] or 1))
 
     def problem(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
@@ -184,6 +200,8 @@ class HopperConfig:
             return f"bk is {self.bk}; accepted are 32, 64 and 128"
         if self.cluster not in CLUSTERS:
             return f"cluster is {self.cluster}; accepted are {', '.join(f'{m}x{n}' for m, n in CLUSTERS)}"
+        if not 1 <= self.splits <= 32 or (self.splits > 1 and self.ping_pong):
+            return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
         if self.bm // self.cluster[1] % 8 or self.bn // self.cluster[0] % 8:
             return f"tile {self.bm}x{self.bn} cannot be loaded in shares of whole 8 rows by a {self.cluster} cluster"
         return None

@@ -34,6 +34,7 @@ def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None):
         ("sm90/192x128x64/coop3/c1x1/s4/g8", "tn"),
         ("sm90/64x64x128/coop1/c4x1/s4/row/once", "tn"),
         ("sm90/128x16x64/coop2/c1x1/s6/g8/swap/pdl", "tn"),
+        ("sm90/128x256x64/coop2/c2x1/s4/hilbert/k4", "tn"),
     ],
 )
 @pytest.mark.parametrize("epilogue", [None, FULL], ids=["plain", "full"])
@@ -65,6 +66,7 @@ def test_instructions(config, majors, epilogue):
         "sm90/128x192x64/pp/c1x2/s4/g8/pdl",
         "sm90/64x64x64/coop1/c1x1/s8/serp3/once/slab",
         "sm90/64x16x64/coop1/c1x1/s8/row/swap/pdl",
+        "sm90/128x128x64/coop2/c1x1/s5/hilbert/k8/pdl",
     ],
 )
 def test_the_text_form_is_read_back(text):
@@ -99,6 +101,8 @@ def test_text_that_is_no_configuration(text):
         ("sm90/128x256x64/pp/c1x1/s4/row", "256 accumulators"),
         ("sm90/128x256x64/coop2/c1x1/s5/row", "B of shared memory"),
         ("sm90/128x128x64/coop2/c1x1/s1/row", "stages is 1"),
+        ("sm90/128x128x64/coop2/c1x1/s4/row/k33", "33 splits"),
+        ("sm90/128x128x64/pp/c1x1/s4/row/k2", "1 in ping-pong"),
     ],
 )
 def test_invalid_configurations(config, reason):

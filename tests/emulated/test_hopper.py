@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import cutegemm
 from cutegemm import arch as arch_table
 from cutegemm import plan
 from cutegemm.errors import UnsupportedError
@@ -143,6 +144,36 @@ def test_swapped_operands_with_the_whole_epilogue(run):
         run(f"sm90/{config}", (40, 200, 136), batch=2, c=True, beta=-1.5)
         run(f"sm90/{config}", (7, 136, 72), c=True, beta=0.5, bias=True, activation="gelu", out_dtype=torch.float32)
         run(f"sm90/{config}", (1, 136, 72))
+
+
+@pytest.mark.parametrize("timing", SEEDS)
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        ("64x64x64/coop1/c1x1/s3/g2/k2", (136, 72, 328)),
+        ("128x64x64/coop2/c2x1/s3/hilbert/k3", (200, 136, 1032)),
+        ("64x16x64/coop1/c1x2/s3/g2/k4/swap", (24, 136, 520)),
+        ("192x48x64/coop3/c1x1/s3/g2/k5/once", (200, 72, 200)),
+    ],
+)
+def test_split_k(config, shape, timing, run):
+    run(f"sm90/{config}", shape, timing=timing)
+    run(f"sm90/{config}", (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
+
+
+def test_more_splits_than_k_tiles(run):
+    for k in (0, 8, 136):
+        run("sm90/64x64x64/coop1/c1x1/s3/g2/k4", (136, 72, k), pad=8, bias=True, alpha=2.0)
+
+
+def test_split_k_gives_the_same_bits_whoever_comes_last(seed, monkeypatch):
+    case = Case.random(72, 72, 1032, "bf16", seed=seed, majors="tn")
+    results = []
+    for timing in range(4):
+        monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + timing))
+        config = "sm90/64x64x64/coop1/c1x1/s3/g2/k5"
+        results.append(cutegemm.gemm(case.a, case.b, out_dtype=torch.float32, backend="cute", config=config))
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_programmatic_dependent_launch(run):

@@ -19,6 +19,8 @@ issued. The first WGMMA of a tile overwrites the accumulators.
 In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loads a share and multicasts it to the
 row, and likewise B along the columns. So every CTA's full barrier counts whole tiles, whoever sent them.
 
+With split-K a tile's k tiles are divided among several works, each for whatever CTA takes it; see `hopper_split`.
+
 Edges: TMA writes zeros for what lies beyond the operands, and the epilogue stores only what lies in D. K = 0 loads one
 k tile that lies wholly beyond K.
 """
@@ -32,6 +34,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_ptr
 
 from cutegemm.cute import tile_order, types
 from cutegemm.cute.epilogue import Operands
@@ -39,6 +42,7 @@ from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
 from cutegemm.cute.kernels.base import Gemm
 from cutegemm.cute.kernels.hopper_epilogue import SlabStore, TmaEpilogue, TransposedSlabStore, TransposedTmaEpilogue
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
+from cutegemm.cute.kernels.hopper_split import SplitSum
 from cutegemm.problem import Signature
 
 BLOCK_ROWS = 64
@@ -63,12 +67,14 @@ class HopperGemm(Gemm):
         self.tma_store = config.uses_tma_store(signature)
         by_tma, by_slab = (TmaEpilogue, TransposedTmaEpilogue), (SlabStore, TransposedSlabStore)
         self.rows_out: Any = (by_tma if self.tma_store else by_slab)[config.swapped](config, signature)
+        self.split_sum = SplitSum(config.splits, config.accumulators)
         # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
         self.blocks = config.group_rows // BLOCK_ROWS
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
 
     def fake_arguments(self) -> tuple:
-        return (*super().fake_arguments(), Int32(1))
+        workspace = make_ptr(Float32, 16, cute.AddressSpace.gmem, assumed_align=16)
+        return (*super().fake_arguments(), Int32(1), workspace)
 
     # -- host -------------------------------------------------------------------------------------------------------
     @cute.jit
@@ -96,6 +102,7 @@ class HopperGemm(Gemm):
         c_col: Int64,
         c_batch: Int64,
         clusters: Int32,
+        workspace: cute.Pointer,
     ):
         """D = act(alpha A B + beta C + bias) for (m, n, k) and `batch` matrices; strides in elements."""
         config = self.config
@@ -115,7 +122,7 @@ class HopperGemm(Gemm):
         self.kernel(
             atom_a, tensor_a, atom_b, tensor_b, atom_d, tensor_d, c, bias, d, alpha, beta, m, n, k, batch,
             tiles_m, tiles_n,
-            clusters, a_batch, b_batch, ldd, d_batch, c_row, c_col, c_batch,
+            clusters, workspace, a_batch, b_batch, ldd, d_batch, c_row, c_col, c_batch,
         ).launch(
             grid=(clusters * self.cluster_size, 1, 1),
             block=(config.threads, 1, 1),
@@ -186,6 +193,7 @@ class HopperGemm(Gemm):
         tiles_m: Int32,
         tiles_n: Int32,
         clusters: Int32,
+        workspace: cute.Pointer,
         a_batch: Int64,
         b_batch: Int64,
         ldd: Int64,
@@ -205,9 +213,10 @@ class HopperGemm(Gemm):
         self.first_work = block // self.cluster_size
         self.clusters = clusters
         self.tiles_m, self.tiles_n = tiles_m, tiles_n
-        self.works = tiles_m * tiles_n * batch
+        self.works = tiles_m * tiles_n * batch * config.splits
+        self.rank = rank
         self.m, self.n, self.k = m, n, k
-        self.k_tiles = cutlass.max(cute.ceil_div(k, config.bk), Int32(1))
+        self.all_k_tiles = cute.ceil_div(k, config.bk)
         self.operands = Operands(c, bias, d, alpha, beta, ldd, d_batch, c_row, c_col, c_batch)
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
@@ -216,6 +225,7 @@ class HopperGemm(Gemm):
         barriers = epilogue_memory + config.epilogue_bytes(self.signature)
         self.ring.start(barriers, self.cluster_row, self.cluster_column)
         self.turns.start(barriers + 2 * config.stages * 8)
+        scratch = barriers + 2 * config.stages * 8 + 16
         shared_a = self._shared(memory, config.bm, self.a_k_major)
         shared_b = self._shared(
             memory + config.stages * config.bm * config.bk * self.itemsize, config.bn, self.b_k_major
@@ -247,6 +257,9 @@ class HopperGemm(Gemm):
                 self.rows_out.start(atom_d, tensor_d, epilogue_memory, group, thread % WARPGROUP)
             else:
                 self.rows_out.start(epilogue_memory, group, thread % WARPGROUP)
+            if cutlass.const_expr(config.splits > 1):
+                shares = self.works // config.splits * (self.cluster_size * config.consumers)
+                self.split_sum.start(workspace, shares, scratch, group, thread % WARPGROUP)
             self.consume(shared_a, shared_b, group, thread)
             self.rows_out.finish()
         if cutlass.const_expr(self.cluster_size > 1):
@@ -270,11 +283,25 @@ class HopperGemm(Gemm):
 
     def place(self, work):
         """(tile row, tile column, matrix) of this CTA's tile of cluster tile `work`."""
+        work = work // self.config.splits
         tiles = self.tiles_m * self.tiles_n
         matrix = work // tiles
         row, column = self.tile_order.coordinates(work - matrix * tiles, self.tiles_m, self.tiles_n)
         cm, cn = self.config.cluster
         return row * cm + self.cluster_row, column * cn + self.cluster_column, matrix
+
+    @cute.jit
+    def k_range(self, work):
+        """(first k tile, how many) of the split of `work`; one tile beyond K where there is nothing to sum."""
+        first, count = Int32(0), self.all_k_tiles
+        if cutlass.const_expr(self.config.splits > 1):
+            split = work % self.config.splits
+            first = split * self.all_k_tiles // self.config.splits
+            count = (split + 1) * self.all_k_tiles // self.config.splits - first
+        if count == 0:
+            first = self.all_k_tiles + 1
+            count = Int32(1)
+        return first, count
 
     @cute.jit
     def produce(self, atom_a, tensor_a, shared_a, atom_b, tensor_b, shared_b, a_batch, b_batch):
@@ -286,9 +313,6 @@ class HopperGemm(Gemm):
         mask_b = Int32((1 << cm) - 1) << (cm * self.cluster_column)
         source_a, target_a = self._partition(atom_a, tensor_a, shared_a, config.bm, self.cluster_column, cn)
         source_b, target_b = self._partition(atom_b, tensor_b, shared_b, config.bn, self.cluster_row, cm)
-        beyond = Int32(0)
-        if self.k == 0:
-            beyond = Int32(1)
         stage, phase = Int32(0), Int32(1)
         for work in cutlass.range(self.first_work, self.works, self.clusters, unroll=1):
             row, column, matrix = self.place(work)
@@ -298,9 +322,10 @@ class HopperGemm(Gemm):
                 matrix_a = Int32(0)
             if b_batch == 0:
                 matrix_b = Int32(0)
-            for k_tile in cutlass.range(self.k_tiles, unroll=1):
+            first, count = self.k_range(work)
+            for k_tile in cutlass.range(first, first + count, unroll=1):
                 full = self.ring.acquire(stage, phase)
-                place_a, place_b = (None, row, k_tile + beyond, matrix_a), (None, column, k_tile + beyond, matrix_b)
+                place_a, place_b = (None, row, k_tile, matrix_a), (None, column, k_tile, matrix_b)
                 self._load(atom_a, source_a[place_a], target_a[None, stage], full, mask_a, cn)
                 self._load(atom_b, source_b[place_b], target_b[None, stage], full, mask_b, cm)
                 stage, phase = advance(stage, phase, config.stages)
@@ -337,36 +362,48 @@ class HopperGemm(Gemm):
         if cutlass.const_expr(config.ping_pong):
             first = first + group * step
             step = 2 * step
-            stage, phase = skip(stage, phase, group * self.k_tiles, config.stages)
+            stage, phase = skip(stage, phase, group * self.k_range(Int32(0))[1], config.stages)
         for work in cutlass.range(first, self.works, step, unroll=1):
             tile_row, tile_column, matrix = self.place(work)
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(group, done)
-            stage, phase = self.multiply(mma, accumulators, fragment_a, fragment_b, stage, phase, group, lane)
+            _, count = self.k_range(work)
+            stage, phase = self.multiply(mma, accumulators, fragment_a, fragment_b, stage, phase, count, group, lane)
             if cutlass.const_expr(config.ping_pong):
-                stage, phase = skip(stage, phase, self.k_tiles, config.stages)
+                stage, phase = skip(stage, phase, count, config.stages)
                 done = done + 1
-            self.rows_out.store(
-                accumulators,
-                tile_row * config.bm + row_offset,
-                tile_column * config.bn,
-                matrix,
-                self.m,
-                self.n,
-                self.operands,
-                self.blocks,
-                self.block_step,
-            )
+            if cutlass.const_expr(config.splits > 1):
+                share = (work // config.splits * self.cluster_size + self.rank) * config.consumers + group
+                mine = self.split_sum.count_in(accumulators, share, work % config.splits)
+                if mine:
+                    self.split_sum.add_up(accumulators, share)
+                    self.store(accumulators, tile_row, tile_column, matrix, row_offset)
+            else:
+                self.store(accumulators, tile_row, tile_column, matrix, row_offset)
+
+    def store(self, accumulators, tile_row, tile_column, matrix, row_offset) -> None:
+        """The epilogue of this warpgroup's rows of a tile."""
+        self.rows_out.store(
+            accumulators,
+            tile_row * self.config.bm + row_offset,
+            tile_column * self.config.bn,
+            matrix,
+            self.m,
+            self.n,
+            self.operands,
+            self.blocks,
+            self.block_step,
+        )
 
     @cute.jit
-    def multiply(self, mma, accumulators, fragment_a, fragment_b, stage, phase, group, lane):
-        """The k tiles of one tile; returns where the ring goes on. One WGMMA group stays in flight."""
+    def multiply(self, mma, accumulators, fragment_a, fragment_b, stage, phase, count, group, lane):
+        """The `count` k tiles of one tile; returns where the ring goes on. One WGMMA group stays in flight."""
         self.ring.wait(stage, phase)
         warpgroup.fence()
         self._issue(mma, accumulators, fragment_a, fragment_b, stage, True)
         before = stage
         stage, phase = advance(stage, phase, self.config.stages)
-        for _ in cutlass.range(self.k_tiles - 1, unroll=1):
+        for _ in cutlass.range(count - 1, unroll=1):
             self.ring.wait(stage, phase)
             self._issue(mma, accumulators, fragment_a, fragment_b, stage, False)
             warpgroup.wait_group(1)

@@ -7,7 +7,7 @@ beyond the `cutegemm.backend.Kernel` protocol.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,8 @@ class Workload:
     """A problem with operands drawn from a seed, bound to a kernel.
 
     ``tensors`` are the operands as the kernel sees them, (batch, rows, columns): a, b, d, and c and bias where the
-    epilogue reads them. ``operations`` are the launches that the kernel's own host code asks for on them.
+    epilogue reads them. ``operations`` are the launches that the kernel's own host code asks for on them, ``scratch``
+    their workspaces by name, and ``checks`` what the backend wants checked (None: everything).
     """
 
     problem: Problem
@@ -37,6 +38,8 @@ class Workload:
     beta: float
     want: Expected
     operations: list[Launch | Memset]
+    scratch: dict[str, torch.Tensor] = field(default_factory=dict)
+    checks: Checks | None = None
 
     @classmethod
     def of(
@@ -73,8 +76,9 @@ class Workload:
             precision=problem.precision,
         )
         a, b, c, add, d = (tensors[name].data_ptr() if name in tensors else 0 for name in ("a", "b", "c", "bias", "d"))
-        operations: list[Launch | Memset] = [*kernel.capture(problem, a, b, c, add, d, alpha, beta)]
-        return cls(problem, kernel, tensors, alpha, beta, want, operations)
+        operations = kernel.capture(problem, a, b, c, add, d, alpha, beta)
+        scratch, checks = getattr(operations, "scratch", {}), getattr(operations, "checks", None)
+        return cls(problem, kernel, tensors, alpha, beta, want, [*operations], scratch, checks)
 
     def run(
         self,
@@ -85,7 +89,9 @@ class Workload:
         profile: bool = False,
         progress: bool | None = None,
     ) -> tuple[Verdict, list[Report]]:
-        """Emulates the launches on an output full of NaN, and compares. ``ptx``: run this text in the kernel's place.
+        """Emulates the launches on an output full of NaN, and compares.
+
+        ptx: run this text in the kernel's place. checks: by default those that the backend asks for.
 
         Raises EmulationError when the kernel does something wrong.
         """
@@ -93,10 +99,10 @@ class Workload:
         reports = emulate(
             self.kernel.ptx if ptx is None else ptx,
             self.operations,
-            self.tensors,
-            outputs={"d"},
+            {**self.tensors, **self.scratch},
+            outputs={"d", *self.scratch},
             seed=seed,
-            checks=checks,
+            checks=self.checks if checks is None else checks,
             profile=profile,
             progress=progress,
             flops=self.problem.flops,

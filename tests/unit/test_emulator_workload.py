@@ -1,0 +1,53 @@
+"""A workload hands on what its backend says of the launches: workspaces, and which checks make sense."""
+
+import types
+
+import pytest
+import torch
+
+from cutegemm.emulator import Checks, workload
+from cutegemm.emulator.workload import Workload
+from cutegemm.problem import Problem
+
+
+class Launches(list):
+    """What a backend's `capture` may return: launches with attributes."""
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    seen: list = []
+
+    def emulate(ptx, launches, tensors, **options):
+        seen.append((ptx, launches, tensors, options))
+        return []
+
+    monkeypatch.setattr(workload, "emulate", emulate)
+    return seen
+
+
+def kernel(launches):
+    return types.SimpleNamespace(ptx="text", capture=lambda *arguments: launches)
+
+
+def test_workspaces_and_checks_of_a_backend_reach_the_emulator(emulated):
+    launches = Launches(["a launch"])
+    launches.scratch, launches.checks = {"workspace": torch.zeros(16)}, Checks(uninitialized=False)
+    work = Workload.of(Problem.of(4, 4, 4, "fp32"), kernel(launches))
+    verdict, _ = work.run(seed=3)
+    assert not verdict.ok  # nothing computed anything
+    ptx, operations, tensors, options = emulated[0]
+    assert (ptx, operations, options["seed"]) == ("text", ["a launch"], 3)
+    assert set(tensors) == {"a", "b", "d", "workspace"}
+    assert options["outputs"] == {"d", "workspace"}
+    assert options["checks"] == Checks(uninitialized=False)
+    work.run(checks=Checks.none())
+    assert emulated[1][3]["checks"] == Checks.none()
+
+
+def test_without_a_word_from_the_backend_everything_is_checked(emulated):
+    work = Workload.of(Problem.of(4, 4, 4, "fp32"), kernel(["a launch"]))
+    work.run()
+    assert set(emulated[0][2]) == {"a", "b", "d"}
+    assert emulated[0][3]["outputs"] == {"d"}
+    assert emulated[0][3]["checks"] is None

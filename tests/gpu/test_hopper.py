@@ -103,11 +103,10 @@ def test_a_chain_of_dependent_launches_reads_finished_results(seed):
     assert torch.equal(x, y)
 
 
-def test_hopper_is_the_default_for_what_tma_can_load_and_ampere_for_the_rest(seed):
+def test_what_tma_cannot_load_is_left_to_ampere(seed):
     from cutegemm import arch, plan
 
     here = arch.Arch.of_device()
-    assert str(plan.choose(Problem.of(512, 512, 512, "bf16"), here, "cute").config).startswith("sm90/")
     assert str(plan.choose(Problem.of(512, 512, 500, "bf16"), here, "cute").config).startswith("sm80/")
     for shape in ((512, 512, 512), (512, 512, 500), (100, 1000, 64), (8, 8, 8)):
         Case.random(*shape, "bf16", seed=seed, device="cuda").run(backend="cute")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cutegemm import backend as backends
+from cutegemm import overlap, reference, request
 from cutegemm import plan as planning
-from cutegemm import reference, request
 from cutegemm.arch import Arch
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.plan import Plan, PlanMemo
@@ -66,13 +68,16 @@ def gemm(
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
     """
-    if alpha.__class__ is not float or beta.__class__ is not float:
+    if alpha.__class__ is not float or beta.__class__ is not float or not _fp32(alpha) or not _fp32(beta):
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
+        alpha, beta = float(alpha), float(beta)
     try:
         key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
         runner = _memo.get(key)
         if runner is not None and torch.is_grad_enabled() and _wants_grad(a, b, c, bias, out):
+            runner = None
+        if forward_ad._current_level >= 0:
             runner = None
     except (AttributeError, TypeError, RuntimeError):
         # Not a dense tensor, or something unhashable: the slow path names what is wrong.
@@ -82,20 +87,26 @@ def gemm(
             "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
             "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
         })  # fmt: skip
-    elif out is not None:
-        request.check_overlap(out, a, b, c if beta != 0 else None, bias)
     return runner(a, b, c, alpha, beta, bias, out)
+
+
+def _fp32(value: float) -> bool:
+    """Whether a float is finite in fp32; the others go through `request.check_number`."""
+    return -request.FLT_MAX <= value <= request.FLT_MAX
 
 
 def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):
     """All that a plan depends on; an unhashable or strange argument raises something."""
     return (
-        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15,
-        b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15,
-        None if c is None else (c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, beta == 0),
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
-        None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15),
+        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.is_neg(),
+        b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15, b.is_neg(),
+        beta == 0, None if c is None else (c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, c.is_neg()),
+        None if bias is None else (
+            bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 3, bias.is_neg()
+        ),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15, out.is_neg()),
         activation, out_dtype, precision, backend, config,
+        None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
     )  # fmt: skip
 
 
@@ -108,7 +119,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
 
     Arguments and errors are those of `gemm`. Call it before capturing a CUDA graph.
     """
-    _Call.of(a, b, c, options)
+    _check_names(options)
     known = {**_DEFAULTS, **options}
     _slow(_key(a, b, c, **{name: value for name, value in known.items() if name != "alpha"}), a, b, c, known)
 
@@ -131,14 +142,13 @@ class _Call:
 
     @classmethod
     def of(cls, a: Any, b: Any, c: Any, options: dict[str, Any]) -> _Call:
+        _check_names(options)
         known = {**_DEFAULTS, **options}
-        for name in options:
-            if name not in _DEFAULTS:
-                raise TypeError(f"{name}: no such argument, accepted are {', '.join(_DEFAULTS)}")
         backend, config = known.pop("backend"), known.pop("config")
         found = request.describe(a, b, c, **known)
         if known["out"] is not None:
-            request.check_overlap(known["out"], a, b, c if found.problem.epilogue.c_dtype else None, known["bias"])
+            inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": known["bias"]}
+            overlap.check(known["out"], inputs)
         return cls(found, backend, config)
 
     def plan(self) -> Plan:
@@ -178,6 +188,13 @@ _DEFAULTS: dict[str, Any] = {
     "out_dtype": None, "precision": None, "backend": "auto", "config": None,
 }  # fmt: skip
 
+
+def _check_names(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in _DEFAULTS:
+            raise TypeError(f"{name}: no such argument, accepted are {', '.join(_DEFAULTS)}")
+
+
 Runner = Callable[..., torch.Tensor]
 """run(a, b, c, alpha, beta, bias, out) -> D"""
 
@@ -190,9 +207,36 @@ def _slow(key: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Runner:
     call = _Call.of(a, b, c, options)
     with _plan_lock:
         runner = call.runner(call.plan())
+    if options["out"] is not None:
+        runner = _apart(
+            runner, a, b, c if call.request.problem.epilogue.c_dtype else None, options["bias"], options["out"]
+        )
     if key is not None:
         _memo.put(key, runner)
     return runner
+
+
+def _apart(runner: Runner, a: Any, b: Any, c: Any, bias: Any, out: Any) -> Runner:
+    """The runner behind a check that `out` overlaps no input.
+
+    How far tensors reach follows from the call's description, so that a call compares addresses only.
+    """
+    reads_c = c is not None
+    reach_a, reach_b, reach_c, reach_bias, size = (0 if t is None else overlap.reach(t) for t in (a, b, c, bias, out))
+
+    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
+        start = out.data_ptr()
+        end = start + size
+        if (
+            (a.data_ptr() < end and start < a.data_ptr() + reach_a)
+            or (b.data_ptr() < end and start < b.data_ptr() + reach_b)
+            or (reads_c and c.data_ptr() < end and start < c.data_ptr() + reach_c)
+            or (bias is not None and bias.data_ptr() < end and start < bias.data_ptr() + reach_bias)
+        ):
+            overlap.check(out, {"a": a, "b": b, "c": c if reads_c else None, "bias": bias})
+        return runner(a, b, c, alpha, beta, bias, out)
+
+    return run
 
 
 def _cuda_core(launch: backends.BoundLaunch, asked: Request) -> Core:
@@ -265,6 +309,8 @@ def _staged(core: Core, asked: Request) -> Runner:
             a = a.contiguous()
         if "b" in copied:
             b = b.contiguous()
+        if "bias" in copied:
+            bias = bias.contiguous()
         if not asked.into_temporary:
             return direct(a, b, c, alpha, beta, bias, out)
         return out.copy_(direct(a, b, c, alpha, beta, bias, None))
@@ -288,17 +334,12 @@ def _torch_runner(asked: Request) -> Runner:
     problem = asked.problem
     dtype, epilogue = torch_dtype(problem.out_dtype), problem.epilogue
     on_cuda = asked.device.type == "cuda"
-    if problem.precision != "ieee":
-        able = "'cute' or 'cutlass2x'" if problem.precision == "tf32" else "'cutlass2x'"
-        raise UnsupportedError(
-            f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
-        )
     plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
 
     def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-        if on_cuda and a.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        if on_cuda and a.dtype == torch.float32 and _tf32_is_on():
             raise UnsupportedError(
-                "backend 'torch': torch.backends.cuda.matmul.allow_tf32 is on, so it would not compute in IEEE fp32; "
+                "backend 'torch': torch's TF32 switch for matmul is on, so it would not compute in IEEE fp32; "
                 "switch it off or use backend 'cute'"
             )
         if plain and alpha == 1:
@@ -313,3 +354,11 @@ def _torch_runner(asked: Request) -> Runner:
         return d if out is None else out.copy_(d)
 
     return run
+
+
+def _tf32_is_on() -> bool:
+    """Whether torch.matmul may use TF32. Once the newer switch was set, reading the older one raises."""
+    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if newer == "none":
+        newer = getattr(torch.backends, "fp32_precision", "none")
+    return newer == "tf32" if newer is not None else torch.backends.cuda.matmul.allow_tf32

@@ -77,14 +77,9 @@ class KernelStore:
         """The entry of this key, or None when there is none that can be trusted."""
         path = self._path(key)
         try:
-            meta = _verified(path)
-        except (FileNotFoundError, NotADirectoryError):
+            return Entry(path, _verified(path, key), self._fallback)
+        except (OSError, ValueError):
             return None
-        except (OSError, ValueError) as why:
-            _warn(f"kernel store: {path} is set aside and built again: {why}")
-            self._set_aside(path)
-            return None
-        return Entry(path, meta, self._fallback)
 
     def get_or_build(self, key: Mapping[str, Any], build: Callable[[], Artefacts]) -> Entry:
         """The entry of this key; `build` makes it when it is not there. Processes that race build once."""
@@ -93,12 +88,15 @@ class KernelStore:
             return entry
         with self._key_lock(key):
             entry = self.get(key)
-            return entry if entry is not None else self._publish(key, build())
+            if entry is not None:
+                return entry
+            self._set_aside(key)
+            return self._publish(key, build())
 
     def _publish(self, key: Mapping[str, Any], made: Artefacts) -> Entry:
         try:
             return self._write(key, made)
-        except OSError as why:
+        except (OSError, ValueError) as why:
             if self._fallback is not None:
                 raise
             self._fall_back(why)
@@ -129,7 +127,7 @@ class KernelStore:
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
-        return Entry(path, _verified(path), self._fallback)
+        return Entry(path, _verified(path, key), self._fallback)
 
     def _path(self, key: Mapping[str, Any]) -> Path:
         text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
@@ -163,18 +161,28 @@ class KernelStore:
                 self._fallback = tempfile.TemporaryDirectory(prefix="cutegemm-")
                 _warn(f"kernel store: {self._root} cannot be written ({why}); kernels are kept for this process only")
 
-    def _set_aside(self, path: Path) -> None:
+    def _set_aside(self, key: Mapping[str, Any]) -> None:
+        """Moves away what lies in an entry's place and is not to be trusted; call it under the key's lock."""
+        path = self._path(key)
+        try:
+            _verified(path, key)
+            return
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except (OSError, ValueError) as why:
+            reason = str(why)
         with contextlib.suppress(OSError):
             target = Path(tempfile.mkdtemp(dir=path.parent, prefix=".bad-"))
             path.rename(target / path.name)
             shutil.rmtree(target, ignore_errors=True)
+        _warn(f"kernel store: {path} is set aside and built again: {reason}")
 
 
 def default_root() -> Path:
     """`CUTEGEMM_CACHE_DIR`/kernels when that variable is set, else the user's cache directory."""
     base = os.environ.get("CUTEGEMM_CACHE_DIR")
     if base:
-        return Path(base) / "kernels"
+        return Path(base).expanduser().absolute() / "kernels"
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("cutegemm", appauthor=False)) / "kernels"
@@ -202,8 +210,8 @@ def fingerprint(*paths: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _verified(path: Path) -> Mapping[str, Any]:
-    """The metadata of a trustworthy entry. FileNotFoundError: no entry. ValueError: not to be trusted."""
+def _verified(path: Path, key: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metadata of a trustworthy entry of this very key. FileNotFoundError: no entry. ValueError: not to be trusted."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ValueError("not a folder")
@@ -215,10 +223,15 @@ def _verified(path: Path) -> Mapping[str, Any]:
         meta = json.loads((path / "meta.json").read_bytes())
         sums = dict(meta["sha256"])
         kept = meta["meta"]
+        described = (meta["format"], meta["key"])
     except FileNotFoundError as why:
         raise ValueError("meta.json is missing") from why
     except (TypeError, KeyError, ValueError) as why:
         raise ValueError(f"meta.json is not readable: {why}") from why
+    if described != (FORMAT, dict(key)):
+        raise ValueError("it is the entry of another key")
+    if set(sums) != {file.name for file in path.iterdir()} - {"meta.json"}:
+        raise ValueError("its files are not those that meta.json lists")
     for name, want in sums.items():
         try:
             data = (path / name).read_bytes()

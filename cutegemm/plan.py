@@ -73,7 +73,9 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
     if backend == "torch":
         if config is not None:
             raise ValueError(f"config: got {config!r}, but backend 'torch' has no configurations")
-        return Choice("torch", None, "asked for")
+        return _torch(problem, "asked for")
+    if backend == "auto" and isinstance(config, str):
+        backend = _backend_of(config)
     if backend != "auto":
         if arch is None:
             raise UnsupportedError(f"backend {backend!r} needs a GPU or an emulated architecture")
@@ -81,7 +83,7 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
     if arch is None:
         if config is not None:
             raise ValueError(f"config: got {config!r} with backend='auto' and no GPU; name the backend too")
-        return Choice("torch", None, "the tensors are on the CPU; name a backend to run its kernel in the emulator")
+        return _torch(problem, "the tensors are on the CPU; name a backend to run its kernel in the emulator")
     reasons = []
     for name in backends.AUTO_ORDER:
         try:
@@ -90,7 +92,31 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
             if config is not None:
                 raise
             reasons.append(str(why))
-    return Choice("torch", None, "no kernel of ours serves it: " + "; ".join(reasons))
+    return _torch(problem, "no kernel of ours serves it: " + "; ".join(reasons))
+
+
+def _torch(problem: Problem, why: str) -> Choice:
+    if problem.precision != "ieee":
+        able = "'cute' or 'cutlass2x'" if problem.precision == "tf32" else "'cutlass2x'"
+        raise UnsupportedError(
+            f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
+        )
+    return Choice("torch", None, why)
+
+
+def _backend_of(config: str) -> str:
+    """The backend whose `parse` takes this text. Raises ValueError with what each accepts."""
+    refusals = []
+    for name in backends.NAMES:
+        if name in ("auto", "torch"):
+            continue
+        try:
+            backends.get(name).parse(config)
+        except ValueError as why:
+            refusals.append(str(why))
+        else:
+            return name
+    raise ValueError("; or ".join(refusals))
 
 
 def _choose_in(name: str, problem: Problem, arch: Arch, config: Any, why: str) -> Choice:
@@ -102,10 +128,20 @@ def _choose_in(name: str, problem: Problem, arch: Arch, config: Any, why: str) -
         passed_over = getattr(backend, "passed_over", lambda problem, arch: None)(problem, arch)
         return Choice(name, backend.default(problem, arch), f"{why}; {passed_over}" if passed_over else why)
     parsed = backend.parse(config) if isinstance(config, str) else config
+    if not hasattr(parsed, "tile") or _reread(backend, parsed) != parsed:
+        raise ValueError(f"config: got {config!r}, expected a configuration of backend {name!r} or its text form")
     invalid = backend.check(parsed, problem, arch)
     if invalid:
         raise UnsupportedError(f"config {parsed} cannot serve {problem}: {invalid}")
     return Choice(name, parsed, "asked for")
+
+
+def _reread(backend: Any, config: Any) -> Any:
+    """The configuration that this one's text form means to the backend; None when it means nothing there."""
+    try:
+        return backend.parse(str(config))
+    except ValueError:
+        return None
 
 
 def describe(plan: Plan) -> str:

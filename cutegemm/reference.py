@@ -101,6 +101,7 @@ def expected(
     if tensor_cores is None:
         tensor_cores = not (a.dtype == torch.float32 and precision == "ieee")
     k = a.shape[-1]
+    alpha, beta = _fp32(alpha), _fp32(beta)
     u = 2.0**-23 if tensor_cores else 2.0**-24
     a64, b64 = a.double(), b.double()
     z = alpha * torch.matmul(a64, b64)
@@ -144,10 +145,12 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
     got64, value, bound = got.double(), want.value, want.bound
     finite = torch.isfinite(value)
     bad = torch.where(finite, ~torch.isfinite(got64), (got64 != value) & ~(got64.isnan() & value.isnan()))
-    may_overflow = finite & (value.abs() + bound >= largest)
+    # Where an infinity met on the way makes the bound infinite, only the exact value will do.
+    bad |= finite & ~torch.isfinite(bound) & (got64 != value)
+    may_overflow = finite & torch.isfinite(bound) & (value.abs() + bound >= largest)
     bad &= ~(may_overflow & got64.isinf() & (got64.sign() == value.sign()))
     error = (got64 - value).abs()
-    ratio = torch.where(finite & torch.isfinite(got64), error / bound, torch.zeros_like(error))
+    ratio = torch.where(finite & torch.isfinite(got64) & torch.isfinite(bound), error / bound, torch.zeros_like(error))
     ratio = torch.where(bad, torch.full_like(ratio, math.inf), ratio)
     worst = float(ratio.max())
     if worst <= 1.0:
@@ -160,6 +163,11 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
         f"{count} of {ratio.numel()} elements outside the bound; worst at {index}: got {float(got64[index])!r}, "
         f"expected {float(value[index])!r} +- {float(bound[index]):.3e} (error {worst:.3g} of the bound)",
     )
+
+
+def _fp32(value: float) -> float:
+    """The number as the kernels take it."""
+    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _gamma(n: int, u: float) -> float:

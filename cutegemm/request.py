@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from cutegemm import overlap
 from cutegemm.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem import (
     ITEMSIZE,
@@ -19,6 +21,9 @@ from cutegemm.problem import (
     dtype_name,
 )
 
+FLT_MAX = 3.4028234663852886e38
+"""The largest finite fp32 number."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -27,7 +32,7 @@ class Request:
     Attributes:
         problem: canonical. swapped: it is the transposed one (D is column-major).
         shape: of the result, as the caller sees it. device: of every tensor.
-        copies: operands ("a", "b", "c") that must be made contiguous first, with the reason.
+        copies: operands ("a", "b", "bias") that must be made contiguous first, with the reason.
         into_temporary: `out` has no unit stride; the result is computed apart and copied into it.
     """
 
@@ -84,6 +89,8 @@ def describe(
     copies: list[tuple[str, str]] = []
     matrix_a = _operand("a", a, m, k, batch, copies)
     matrix_b = _operand("b", b, k, n, batch, copies)
+    if bias is not None and n > 1 and bias.stride(0) != 1:
+        copies.append(("bias", f"stride {bias.stride(0)}: kernels read a contiguous bias"))
     matrix_c = None
     if c_dtype is not None and c is not None:
         matrix_c = _matrix(c.expand(shape), m, n)
@@ -127,13 +134,36 @@ def _check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
     if tensor.is_quantized:
         raise TypeError(f"{name}: got a quantized tensor ({tensor.dtype}), expected a plain one; call .dequantize()")
+    if tensor.is_nested:
+        raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()")
     if tensor.is_complex():
         raise TypeError(f"{name}: got dtype {tensor.dtype}; complex products are not supported")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{name}: it is a lazily negated or conjugated view; call .resolve_neg() or .resolve_conj()")
+    _check_address(name, tensor)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name}: it requires grad, and gemm records no gradient; "
             f"call it under torch.no_grad() or pass {name}.detach()"
         )
+
+
+def _check_address(name: str, tensor: torch.Tensor) -> None:
+    """The tensor must have memory of its own that its elements are aligned in, and carry no forward-mode tangent."""
+    try:
+        address = tensor.data_ptr() if tensor.device.type in ("cuda", "cpu") else 0
+    except RuntimeError:
+        raise TypeError(
+            f"{name}: got a tensor without storage (under vmap, jvp or tracing), expected a plain one"
+        ) from None
+    if address == 0 and tensor.numel() and tensor.device.type in ("cuda", "cpu"):
+        raise TypeError(f"{name}: got a tensor without memory ({type(tensor).__name__}), expected a plain one")
+    if address % tensor.element_size():
+        raise ValueError(
+            f"{name}: it lies at address {address:#x}, which its {tensor.element_size()}-byte elements do not divide"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ValueError(f"{name}: it carries a forward-mode tangent, and gemm records no gradient; pass its primal")
 
 
 def _batch(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -148,7 +178,7 @@ def check_number(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a real, finite-or-not number that fp32 can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a Python float (a tensor would need a sync)")
-    if math.isfinite(value) and abs(value) > 3.4028234663852886e38:
+    if FLT_MAX < abs(value) < math.inf:
         raise ValueError(f"{name}: got {value!r}, which fp32 cannot hold")
 
 
@@ -177,6 +207,7 @@ def _check_out(
     if out is None:
         return dtype_name(out_dtype) or dtype if out_dtype is not None else dtype
     _check_tensor("out", out)
+    overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if out.device != a.device:
@@ -187,39 +218,6 @@ def _check_out(
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
-
-
-def check_overlap(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> None:
-    """Raises ValueError when `out` shares memory with an input, unless it is C itself, or with itself."""
-    if any(s == 0 and e > 1 for s, e in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError(f"out: strides {out.stride()} of shape {tuple(out.shape)} write one element several times")
-    start, end = _span(out)
-    for name, tensor in (("a", a), ("b", b), ("c", c), ("bias", bias)):
-        if tensor is None or tensor.numel() == 0 or out.numel() == 0:
-            continue
-        if name == "c" and _same_view(tensor, out):
-            continue
-        first, last = _span(tensor)
-        if first < end and start < last:
-            raise ValueError(f"out: it overlaps {name} in memory; pass another tensor, or a clone of {name}")
-
-
-def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
-    same_layout = x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype
-    return same_layout and x.data_ptr() == y.data_ptr()
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses [first, last) that a tensor's elements span."""
-    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.data_ptr()
-    return first, first + (reach + 1) * tensor.element_size()
 
 
 def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:
@@ -269,10 +267,6 @@ def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
         leading = inner
         stride_row, stride_col = (leading, 1) if row_major else (1, leading)
     align = alignment(tensor.data_ptr(), itemsize, inner, leading, stride_batch)
-    if tensor.data_ptr() % itemsize:
-        raise ValueError(
-            f"a tensor lies at address {tensor.data_ptr():#x}, which its {itemsize}-byte elements do not divide"
-        )
     return Matrix(rows, cols, stride_row, stride_col, stride_batch, align)
 
 

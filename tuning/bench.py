@@ -125,7 +125,7 @@ def _asked(options: argparse.Namespace) -> list[tuple[str, str, str | None]]:
 def _shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     shapes = []
     for text in options.shapes.split(","):
-        parts = [int(part) for part in text.split("x")]
+        parts = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
         if len(parts) not in (1, 3) or min(parts) < 1:
             raise SystemExit(f"--shapes: got {text!r}, expected MxNxK or one number for a square product")
         shapes.append((parts[0], parts[0], parts[0]) if len(parts) == 1 else (parts[0], parts[1], parts[2]))
@@ -147,7 +147,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.precision != "ieee" and options.dtype != "fp32":
+        parser.error(f"--precision {options.precision} is for fp32 operands, not {options.dtype}")
     if not torch.cuda.is_available():
         print("tuning.bench times kernels on a GPU, and torch sees none here. Without one, try:")
         print("  python -m cutegemm.emulator --shape 256 --dtype fp16      (runs and profiles a kernel)")

@@ -37,8 +37,8 @@ class Timing:
         return flops / self.us / 1e6
 
 
-def rotation(bytes_per_set: int, l2_bytes: int, most: int = 64) -> int:
-    """How many input sets make a round pass three times the L2 cache."""
+def rotation(bytes_per_set: int, l2_bytes: int, most: int = 512) -> int:
+    """How many input sets make a round pass three times the L2 cache; `most` bounds the set-up of tiny problems."""
     return max(1, min(most, -(-3 * l2_bytes // max(bytes_per_set, 1))))
 
 

@@ -148,7 +148,7 @@ class CuteKernel:
         self._host: Any = None
         self._lock = threading.Lock()
 
-    @property
+    @functools.cached_property
     def ptx(self) -> str:
         return self._entry.text("kernel.ptx")
 

@@ -79,7 +79,7 @@ def test_invalid_configurations_say_why(text, reason):
 def test_choose():
     problem = Problem.of(256, 256, 256, "fp16")
     assert plan.choose(problem, H200).backend == "cute"
-    assert plan.choose(problem, H200).why == "heuristic"
+    assert plan.choose(problem, H200).why.startswith("heuristic")
     assert plan.choose(problem, H200, config="sm80/128x128x32/w64x64/s4/g8").why == "asked for"
     assert plan.choose(problem, None).backend == "torch"
     assert plan.choose(problem, H200, "torch").config is None

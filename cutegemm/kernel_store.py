@@ -211,7 +211,7 @@ def fingerprint(*paths: Path) -> str:
 
 
 def _verified(path: Path, key: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The metadata of a trustworthy entry of this very key. FileNotFoundError: no entry. ValueError: not to be trusted."""
+    """The metadata of a trustworthy entry of this key. FileNotFoundError: no entry. ValueError: not to be trusted."""
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ValueError("not a folder")

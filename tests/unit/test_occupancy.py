@@ -6,10 +6,10 @@ import pytest
 
 from cutegemm import arch as arch_table
 from cutegemm.problem import Problem
+from cutegemm.roofline import quantization, roofline
 from tuning import occupancy as tool
 from tuning.cubin import usage
 from tuning.occupancy import occupancy, resources
-from cutegemm.roofline import quantization, roofline
 
 
 def test_a6000_block_of_1024_threads_with_37_registers():

@@ -22,6 +22,7 @@ from cutegemm.request import Request
 
 _memo = PlanMemo()
 _plan_lock = threading.Lock()
+_FLT_MAX = request.FLT_MAX
 
 
 def gemm(
@@ -68,7 +69,10 @@ def gemm(
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
     """
-    if alpha.__class__ is not float or beta.__class__ is not float or not _fp32(alpha) or not _fp32(beta):
+    if not (
+        alpha.__class__ is float and beta.__class__ is float
+        and -_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX
+    ):  # fmt: skip
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
         alpha, beta = float(alpha), float(beta)
@@ -88,11 +92,6 @@ def gemm(
             "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
         })  # fmt: skip
     return runner(a, b, c, alpha, beta, bias, out)
-
-
-def _fp32(value: float) -> bool:
-    """Whether a float is finite in fp32; the others go through `request.check_number`."""
-    return -request.FLT_MAX <= value <= request.FLT_MAX
 
 
 def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):

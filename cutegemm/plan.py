@@ -15,7 +15,7 @@ from cutegemm.errors import UnsupportedError
 from cutegemm.problem import Problem
 from cutegemm.roofline import quantization, roofline
 
-DEFAULT_EMULATED_ARCH = "sm_80"
+DEFAULT_EMULATED_ARCH = "sm_90a"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Plan:
 
 
 def emulated_arch() -> Arch:
-    """The architecture that CPU tensors are computed for: `CUTEGEMM_ARCH`, by default sm_80."""
+    """The architecture that CPU tensors are computed for: `CUTEGEMM_ARCH`, by default sm_90a."""
     name = os.environ.get("CUTEGEMM_ARCH", DEFAULT_EMULATED_ARCH)
     try:
         return arch_table.get(name)

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--majors", default="tn", choices=("tn", "tt", "nn", "nt"), help="BLAS letters (default: tn)")
     out.add_argument("--config", help="the backend's text form (default: its heuristic's choice)")
     out.add_argument(
-        "--arch", help="an architecture of the table, such as sm_80 or H200 (default: CUTEGEMM_ARCH, or sm_80)"
+        "--arch", help="an architecture of the table, such as sm_80 or H200 (default: CUTEGEMM_ARCH, or sm_90a)"
     )
     out.add_argument("--seed", type=int, default=0, help="draws operands and timing (default: 0)")
     out.add_argument("--no-checks", action="store_true", help="only out-of-bounds accesses and stuck kernels are found")

@@ -3,11 +3,15 @@
 Imports the DSL: import it inside a fixture.
 """
 
+import tempfile
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+_DUMP = tempfile.TemporaryDirectory(prefix="cutegemm-test-")  # the compiler leaves the PTX it keeps here
 
 
 @cute.kernel
@@ -57,7 +61,7 @@ def compiled_axpy():
         *vector,
         cutlass.Float32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--gpu-arch=sm_80 --keep-ptx --enable-tvm-ffi",
+        options=f"--gpu-arch=sm_80 --keep-ptx --enable-tvm-ffi --dump-dir={_DUMP.name}",
     )
 
 
@@ -69,5 +73,5 @@ def compiled_describe():
         describe,
         source,
         make_fake_stream(use_tvm_ffi_env_stream=True),
-        options="--gpu-arch=sm_90a --keep-ptx --enable-tvm-ffi",
+        options=f"--gpu-arch=sm_90a --keep-ptx --enable-tvm-ffi --dump-dir={_DUMP.name}",
     )

@@ -144,7 +144,7 @@ class KernelStore:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             lock = filelock.FileLock(str(path) + ".lock", mode=0o600)
             lock.acquire()
-        except (OSError, NotImplementedError) as why:
+        except (OSError, NotImplementedError) as why:  # the latter where the file system has no locks
             if self._fallback is None:
                 self._fall_back(why)
             with self._lock:

@@ -21,7 +21,7 @@ from cutegemm.problem import Signature
 
 
 class Gemm:
-    """Host entry and per-CTA set-up of a GEMM kernel; a family implements `mainloop_and_store`.
+    """Host entry and per-CTA set-up of a GEMM kernel; a family implements `compute_tile`.
 
     The grid is one-dimensional: batch x tile rows x tile columns, in the tile order. Every CTA computes one tile.
     """

@@ -1,7 +1,6 @@
 """Backend "cute": GEMM kernels written in the CuTe DSL.
 
-    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16       kernels/hopper.py
-    sm90   TMA and WGMMA, warp-specialized: fp16, bf16         kernels/hopper.py
+    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16     kernels/hopper.py
     sm80   tensor cores by mma.sync: fp16, bf16, tf32          kernels/ampere.py
     simt   fp32 on CUDA cores                                   kernels/simt.py
 

@@ -1,0 +1,55 @@
+"""Shapes by name and by text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuning import suites
+
+SIZES = st.integers(1, suites.LARGEST)
+
+
+@given(st.lists(st.tuples(SIZES, SIZES, SIZES), min_size=1))
+def test_text_round_trip(shapes):
+    assert suites.parse(",".join(map(suites.text, shapes))) == shapes
+
+
+def test_one_number_is_a_square():
+    assert suites.parse("512,16x28672x4096") == [(512, 512, 512), (16, 28672, 4096)]
+
+
+@pytest.mark.parametrize("text", ["", "12x", "1x2", "0", "4x4x-1", "1x2x3x4", "a", "8,,8", str(2**31)])
+def test_bad_text_is_refused(text):
+    with pytest.raises(ValueError, match="expected MxNxK"):
+        suites.parse(text)
+
+
+def test_suites_hold_the_shapes_they_are_known_for():
+    assert (8192, 8192, 8192) in suites.suite("square")
+    assert {(m, 28672, 4096) for m in (16, 128, 1024, 4096)} <= set(suites.suite("llm"))
+    assert {(256, 256, 65536), (8192, 8192, 512)} <= set(suites.suite("deep"))
+    everything = suites.suite("square,llm,deep")
+    assert len(everything) == len(set(everything)) == sum(len(s) for s in suites.SUITES.values())
+    with pytest.raises(ValueError, match="accepted are square, llm, deep"):
+        suites.suite("square,huge")
+
+
+def test_squares():
+    assert suites.squares("64..256") == [(64,) * 3, (128,) * 3, (256,) * 3]
+    for text in ("64", "64..", "256..64", "0..4", "a..b"):
+        with pytest.raises(ValueError, match="FIRST..LAST"):
+            suites.squares(text)
+
+
+def test_file(tmp_path):
+    file = tmp_path / "shapes.txt"
+    file.write_text("# ours\n512\n\n16x28672x4096,8   # a decode step\n")
+    assert suites.read(file) == [(512,) * 3, (16, 28672, 4096), (8,) * 3]
+    file.write_text("512\n7x\n")
+    with pytest.raises(ValueError, match="line 2"):
+        suites.read(file)
+    file.write_text("# nothing\n")
+    with pytest.raises(ValueError, match="no shapes"):
+        suites.read(file)

@@ -31,7 +31,7 @@ def test_suites_hold_the_shapes_they_are_known_for():
     assert {(m, 28672, 4096) for m in (16, 128, 1024, 4096)} <= set(suites.suite("llm"))
     assert {(256, 256, 65536), (8192, 8192, 512)} <= set(suites.suite("deep"))
     everything = suites.suite("square,llm,deep")
-    assert len(everything) == len(set(everything)) == sum(len(s) for s in suites.SUITES.values())
+    assert len(everything) == len(set(everything)) == 30  # 4096 cubed is in two of them
     with pytest.raises(ValueError, match="accepted are square, llm, deep"):
         suites.suite("square,huge")
 
@@ -39,7 +39,7 @@ def test_suites_hold_the_shapes_they_are_known_for():
 def test_squares():
     assert suites.squares("64..256") == [(64,) * 3, (128,) * 3, (256,) * 3]
     for text in ("64", "64..", "256..64", "0..4", "a..b"):
-        with pytest.raises(ValueError, match="FIRST..LAST"):
+        with pytest.raises(ValueError, match=r"FIRST\.\.LAST"):
             suites.squares(text)
 
 

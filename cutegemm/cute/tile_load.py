@@ -49,8 +49,10 @@ class TileLoader:
             self.vector //= 2
         self.bytes = self.vector * self.itemsize
         self.vectors_per_row = self.inner // self.vector
-        # A row may have more vectors than there are threads: then a pass covers a part of it.
-        self.row_parts = max(self.vectors_per_row // self._lanes_per_row(), 1)
+        # A row may have more vectors than lanes that share it: then a pass covers a part of it. There are lanes enough
+        # that a pass has no more rows than the tile.
+        lanes = max(self._lanes_per_row(), threads // self.outer)
+        self.row_parts = max(self.vectors_per_row // lanes, 1)
         self.rows_per_pass = threads * self.row_parts // self.vectors_per_row
         self.passes = self.outer * self.inner // (self.vector * threads)
         self.ptx = _copy_instruction(self.bytes)

@@ -1,44 +1,39 @@
-"""Measured configurations on disk: one SQLite row a measurement; the fastest right one is the winner.
+"""Measured configurations: one row a measurement; the fastest right one of a problem is its winner.
 
-The file lies in the user's cache directory (or `CUTEGEMM_CACHE_DIR`). Many processes may write at once: every call is
-one transaction with a busy time-out. A file that is damaged or from a later version is set aside; without a writable
-disk the rows live in memory for this process, and a warning says so. Rows made from other kernel sources than today's
-are never winners.
+The rows lie in an SQLite file in the user's cache directory (`CUTEGEMM_CACHE_DIR` moves it; `winners_file` says what
+can befall it). Tables shipped with the package (`winners_table`) stand behind it: a configuration that the user
+measured counts with the user's row.
+
+A row made from other kernel sources, or by another compiler, than today's is stale (`winners_fingerprint`): a user's
+stale row never decides what `gemm` runs, it is only a candidate that the next sweep times again. A stale row of a
+shipped table still names a configuration, and its `origin` says that it was measured with other kernels.
+
+`CUTEGEMM_WINNERS=off` makes `lookup` find nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sqlite3
 import threading
-import warnings
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-SCHEMA = 1
-_COLUMNS = "gpu, sm_count, problem, backend, config, fingerprint, seconds, verdict, measured_at"
-_CREATE = """
-CREATE TABLE IF NOT EXISTS measurement (
-    id INTEGER PRIMARY KEY,
-    gpu TEXT NOT NULL,
-    sm_count INTEGER NOT NULL,
-    problem TEXT NOT NULL,
-    backend TEXT NOT NULL,
-    config TEXT NOT NULL,
-    fingerprint TEXT NOT NULL,
-    seconds REAL,
-    verdict TEXT NOT NULL,
-    measured_at TEXT NOT NULL
-);
-CREATE INDEX IF NOT EXISTS by_problem ON measurement (gpu, sm_count, problem, backend);
+from cutegemm.winners_file import COLUMNS, SCHEMA, WinnersFile, WinnersWarning, insert
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.problem import Problem
+
+__all__ = ["KINDS", "SCHEMA", "Measurement", "Winners", "WinnersWarning", "default_path", "lookup", "pick", "standing"]
+
+KINDS = ("final", "quick", "family")
+"""How a row was measured. final: among the finalists of a sweep, in interleaved rounds. quick: in one heat of a sweep.
+family: in a search of one ladder rung, which says nothing about other backends; such rows never decide what `gemm` runs.
 """
-
-
-class WinnersWarning(UserWarning):
-    """The winners store does not work as it should (read-only disk, a damaged file)."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,10 @@ class Measurement:
     """One row.
 
     gpu, sm_count: model name and SM count of the GPU. problem: `str(Problem)`. backend: its name. config: its text.
-    fingerprint: digest of the kernel sources. seconds: per launch, None when it was not timed. verdict: "ok", or what
-    was wrong. measured_at: UTC, ISO.
+    fingerprint: of kernel sources and compiler, see `winners_fingerprint`. seconds: per launch, None when it was not
+    timed. verdict: "ok", or what was wrong: "wrong: ...", "failed to compile: ...", "failed to run: ...".
+    measured_at: UTC, ISO. kind: one of `KINDS`. reference_seconds: what torch (cuBLAS) took in the same rounds, or
+    None. origin: "own", "imported", or "shipped" with a remark when it is stale.
     """
 
     gpu: str
@@ -59,127 +56,197 @@ class Measurement:
     seconds: float | None
     verdict: str
     measured_at: str = ""
+    kind: str = "final"
+    reference_seconds: float | None = None
+    origin: str = "own"
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "ok" and self.seconds is not None and self.seconds > 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed over that of torch in the same rounds; above 1 is faster."""
+        return self.reference_seconds / self.seconds if self.reference_seconds and self.seconds else None
 
 
 class Winners:
-    """See the module docstring. Safe for threads and processes.
+    """The user's store; see the module docstring. Safe for threads and processes.
 
     Args:
-        path: the file; by default `CUTEGEMM_CACHE_DIR`/winners.sqlite3, else in the user's cache directory.
+        path: the file; by default `default_path()`.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self._path = Path(path) if path is not None else default_path()
-        self._memory: sqlite3.Connection | None = None
-        self._lock = threading.Lock()
+        self._file = WinnersFile(Path(path) if path is not None else default_path())
 
     @property
     def path(self) -> Path | None:
         """The file, or None when the rows live in memory only."""
-        return None if self._memory is not None else self._path
+        return None if self._file.in_memory else self._file.path
 
     def record(self, *rows: Measurement) -> None:
-        """Adds rows in one transaction; those without a time stamp get the present."""
+        """Adds rows in one transaction, on disk when this returns; those without a time stamp get the present."""
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        values = [(*astuple(row)[:-1], row.measured_at or now) for row in rows]
-        marks = ", ".join("?" * len(values[0])) if values else ""
-        if values:
-            with self._connection(write=True) as connection:
-                connection.executemany(f"INSERT INTO measurement ({_COLUMNS}) VALUES ({marks})", values)
+        stamped = [row if row.measured_at else replace(row, measured_at=now) for row in rows]
+        if stamped:
+            self._file.write(lambda connection: insert(connection, [astuple(row) for row in stamped]))
 
     def rows(self, problem: str | None = None) -> list[Measurement]:
         """All rows, oldest first, or those of one problem."""
         where, arguments = ("WHERE problem = ?", (problem,)) if problem is not None else ("", ())
-        with self._connection(write=False) as connection:
-            found = connection.execute(f"SELECT {_COLUMNS} FROM measurement {where} ORDER BY id", arguments).fetchall()
-        return [Measurement(*row) for row in found]
+        query = f"SELECT {', '.join(COLUMNS)} FROM measurement {where} ORDER BY id"
+        return [Measurement(*row) for row in self._file.read(lambda c: c.execute(query, arguments).fetchall())]
+
+    def all(self) -> list[Measurement]:
+        """All rows, oldest first."""
+        return self.rows()
 
     def best(
         self, gpu: str, sm_count: int, problem: str, *, backend: str | None = None, fingerprint: str | None = None
     ) -> Measurement | None:
-        """The fastest configuration whose latest measurement was right; None when there is none.
+        """The winner among this store's rows; None when there is none. See `pick`.
 
-        A configuration measured again counts with its latest row, so one found wrong later never wins. With
-        `fingerprint`, rows from other sources do not count.
+        With `backend` or `fingerprint`, other rows do not count.
         """
-        conditions, arguments = ["gpu = ?", "sm_count = ?", "problem = ?"], [gpu, sm_count, problem]
-        for column, value in (("backend", backend), ("fingerprint", fingerprint)):
-            if value is not None:
-                conditions.append(f"{column} = ?")
-                arguments.append(value)
-        where = " AND ".join(conditions)
-        query = f"""
-            SELECT {_COLUMNS} FROM measurement WHERE id IN
-                (SELECT MAX(id) FROM measurement WHERE {where} GROUP BY backend, config, fingerprint)
-            AND verdict = 'ok' AND seconds > 0 ORDER BY seconds LIMIT 1"""
-        with self._connection(write=False) as connection:
-            row = connection.execute(query, arguments).fetchone()
-        return Measurement(*row) if row else None
+        return pick(
+            row
+            for row in self.rows(problem)
+            if (row.gpu, row.sm_count) == (gpu, sm_count)
+            and backend in (None, row.backend)
+            and fingerprint in (None, row.fingerprint)
+        )
 
-    @contextlib.contextmanager
-    def _connection(self, write: bool) -> Iterator[sqlite3.Connection]:
+    def prune(self, unwanted: Callable[[Measurement], bool]) -> int:
+        """Deletes the rows for which `unwanted(row)`; returns how many."""
+
+        def delete(connection) -> int:
+            found = connection.execute(f"SELECT id, {', '.join(COLUMNS)} FROM measurement").fetchall()
+            doomed = [(row[0],) for row in found if unwanted(Measurement(*row[1:]))]
+            connection.executemany("DELETE FROM measurement WHERE id = ?", doomed)
+            return len(doomed)
+
+        return self._file.write(delete)
+
+    def stamp(self) -> object:
+        """Changes when the file does."""
+        return self._file.stamp()
+
+
+def standing(rows: Iterable[Measurement]) -> list[Measurement]:
+    """The right and timed row of each configuration that counts, from rows in the order they were made.
+
+    A configuration whose latest row is not "ok" has none: one found wrong later never wins. Else its latest final row
+    since it was last not ok counts, and without one its latest row.
+    """
+    counts: dict[tuple[str, str, str], Measurement | None] = {}
+    for row in rows:
+        key = (row.backend, row.config, row.fingerprint)
+        before = counts.get(key)
+        if not row.ok:
+            counts[key] = None
+        elif before is None or row.kind == "final" or before.kind != "final":
+            counts[key] = row
+    return [row for row in counts.values() if row is not None]
+
+
+def pick(rows: Iterable[Measurement]) -> Measurement | None:
+    """The winner among rows of one problem on one GPU, in the order they were made.
+
+    Finalists of a sweep come before what was timed only once. Two rows with torch's time beside theirs are compared by
+    their ratio to it, because clocks differ from day to day; otherwise by their seconds.
+    """
+    counted = standing(rows)
+    finals = [row for row in counted if row.kind == "final"]
+    counted = finals or counted
+    if not counted:
+        return None
+    if all(row.ratio for row in counted):
+        return max(counted, key=lambda row: row.ratio or 0.0)
+    return min(counted, key=lambda row: row.seconds or 0.0)
+
+
+def lookup(problem: Problem, arch: Arch) -> Measurement | None:
+    """The winner of a problem on a GPU: fresh rows of the user's store over those of the shipped table.
+
+    Remembered within the process, and read again when the file changes: some microseconds a call.
+    """
+    if os.environ.get("CUTEGEMM_WINNERS", "") == "off":
+        return None
+    return _reader().winner(arch.name, arch.sm_count, str(problem))
+
+
+class _Reader:
+    """The winners of one store and the shipped tables, remembered while the file stays as it is."""
+
+    SETTLED_NS = 50_000_000
+    """A file changed less than this ago may change again within the resolution of its time stamp."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._store = Winners(path)
+        self._found: dict[tuple[str, int, str], Measurement | None] = {}
+        self._stamp: object = None
+        self._lock = threading.Lock()
+
+    def winner(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
+        stamp = self._store.stamp()
+        key = (gpu, sm_count, problem)
+        if stamp == self._stamp and key in self._found:
+            return self._found[key]
         with self._lock:
-            connection = self._memory or self._open(write)
-            try:
-                with connection:
-                    yield connection
-            finally:
-                if connection is not self._memory:
-                    connection.close()
+            if stamp != self._stamp:
+                self._found = {}
+                unsettled = isinstance(stamp, tuple) and time.time_ns() - stamp[2] < self.SETTLED_NS
+                self._stamp = object() if unsettled else stamp
+            found = self._found[key] = self._search(gpu, sm_count, problem)
+        return found
 
-    def _open(self, write: bool) -> sqlite3.Connection:
-        if not write and not self._path.exists():
-            return _ready(sqlite3.connect(":memory:"))
-        for attempt in range(2):
-            try:
-                self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                return _ready(sqlite3.connect(self._path, timeout=60))
-            except sqlite3.OperationalError as why:  # locked for a minute, read-only, full
-                return self._fall_back(why)
-            except sqlite3.DatabaseError as why:
-                if attempt:
-                    return self._fall_back(why)
-                self._set_aside(why)
-            except OSError as why:
-                return self._fall_back(why)
-        raise AssertionError("unreachable")
+    def _search(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
+        from cutegemm import winners_table
+        from cutegemm.winners_fingerprint import is_fresh
 
-    def _set_aside(self, why: Exception) -> None:
-        aside = self._path.with_name(f"{self._path.name}.damaged-{os.getpid()}")
-        _warn(f"winners: {self._path} cannot be read ({why}); it is kept as {aside.name} and a new one begun")
-        with contextlib.suppress(OSError):
-            self._path.rename(aside)
+        own = [
+            row
+            for row in self._store.rows(problem)
+            if (row.gpu, row.sm_count) == (gpu, sm_count) and row.kind != "family" and is_fresh(row)
+        ]
+        measured = {(row.backend, row.config) for row in own}
+        shipped = [
+            row
+            for row in winners_table.shipped(gpu, sm_count).get(problem, ())
+            if (row.backend, row.config) not in measured
+        ]
+        best = pick([*shipped, *own])
+        if best is not None and best.origin == "shipped" and not is_fresh(best):
+            best = replace(best, origin="shipped, measured with other kernel sources")
+        return best
 
-    def _fall_back(self, why: Exception) -> sqlite3.Connection:
-        _warn(f"winners: {self._path} cannot be used ({why}); measurements are kept for this process only")
-        self._memory = _ready(sqlite3.connect(":memory:", check_same_thread=False))
-        return self._memory
+
+_current: _Reader | None = None
+
+
+def _reader() -> _Reader:
+    """The reader of the default store; made at first use, again when `CUTEGEMM_CACHE_DIR` changed."""
+    global _current
+    path = default_path()
+    reader = _current
+    if reader is None or reader.path != path:
+        reader = _current = _Reader(path)
+    return reader
+
+
+_user_cache: Path | None = None
 
 
 def default_path() -> Path:
     """`CUTEGEMM_CACHE_DIR`/winners.sqlite3 when that variable is set, else in the user's cache directory."""
+    global _user_cache
     base = os.environ.get("CUTEGEMM_CACHE_DIR")
     if base:
-        return Path(base) / "winners.sqlite3"
-    import platformdirs
+        return Path(base).expanduser().absolute() / "winners.sqlite3"
+    if _user_cache is None:
+        import platformdirs
 
-    return Path(platformdirs.user_cache_dir("cutegemm", appauthor=False)) / "winners.sqlite3"
-
-
-def _ready(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The connection with the table in it. Raises sqlite3.DatabaseError for a file that is none of ours."""
-    try:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version > SCHEMA:
-            raise sqlite3.DatabaseError(f"schema {version} is newer than {SCHEMA}")
-        if version < SCHEMA:
-            with connection:
-                connection.executescript(f"BEGIN IMMEDIATE; {_CREATE} PRAGMA user_version = {SCHEMA}; COMMIT;")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, WinnersWarning, stacklevel=4)
+        _user_cache = Path(platformdirs.user_cache_dir("cutegemm", appauthor=False))
+    return _user_cache / "winners.sqlite3"

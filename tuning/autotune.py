@@ -16,8 +16,8 @@ from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners
+from cutegemm.winners_fingerprint import fingerprint
 from legacy_cuda.backend import BACKEND
-from legacy_cuda.build import source_fingerprint
 from legacy_cuda.config import LegacyConfig
 from legacy_cuda.kernel import LegacyKernel
 from legacy_cuda.space import family, promise
@@ -115,8 +115,9 @@ def _judge(bench: Workbench, config: LegacyConfig) -> tuple[str, float | None]:
 
 
 def _row(problem: Problem, arch: Arch, config: LegacyConfig, seconds: float | None, verdict: str) -> Measurement:
+    made_of = fingerprint(BACKEND.name, str(config))
     return Measurement(
-        arch.name, arch.sm_count, str(problem), BACKEND.name, str(config), source_fingerprint(), seconds, verdict
+        arch.name, arch.sm_count, str(problem), BACKEND.name, str(config), made_of, seconds, verdict, kind="family"
     )
 
 

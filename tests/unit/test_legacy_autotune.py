@@ -11,7 +11,7 @@ from cutegemm import arch as arch_table
 from cutegemm.errors import GemmError
 from cutegemm.problem import Problem
 from cutegemm.winners import Winners
-from legacy_cuda.build import source_fingerprint
+from cutegemm.winners_fingerprint import fingerprint
 from legacy_cuda.config import LegacyConfig, parse
 from tuning import autotune as search
 from tuning import ladder
@@ -63,7 +63,7 @@ def test_the_fastest_right_one_wins_and_everything_is_recorded(store):
     lines: list[str] = []
     won = search.autotune(Bench(times), "thread_tile", budget_s=30, winners=store, report=lines.append)
     assert won == CANDIDATES[1]
-    best = store.best("H200", 132, str(PROBLEM), backend="legacy", fingerprint=source_fingerprint())
+    best = store.best("H200", 132, str(PROBLEM), backend="legacy", fingerprint=fingerprint("legacy", ""))
     assert best is not None
     assert (best.config, best.seconds) == (str(CANDIDATES[1]), 1e-3)
     verdicts = {row.config: row.verdict for row in store.rows()}

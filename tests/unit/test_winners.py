@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import resource
 import sqlite3
+import subprocess
+import sys
+import textwrap
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cutegemm.winners import Measurement, Winners, WinnersWarning, default_path
+from cutegemm import winners_file
+from cutegemm.winners import Measurement, Winners, WinnersWarning, default_path, pick, standing
 
 
 def row(config="c", seconds: float | None = 1.0, verdict="ok", **changes) -> Measurement:
@@ -29,7 +36,7 @@ def test_the_fastest_right_row_wins(store):
     assert best is not None
     assert (best.config, best.seconds, best.verdict) == ("fast", 1.0, "ok")
     assert best.measured_at.endswith("+00:00")
-    assert len(store.rows()) == len(store.rows("p")) == 4
+    assert len(store.rows()) == len(store.rows("p")) == len(store.all()) == 4
     assert store.rows("q") == []
 
 
@@ -57,11 +64,51 @@ def test_the_latest_measurement_of_a_configuration_counts(store):
     assert store.best("H200", 132, "p").config == "a"
 
 
+def test_finalists_come_before_what_was_timed_once():
+    finals = [row("a", 2.0), row("b", 3.0)]
+    assert pick([*finals, row("burst", 1.0, kind="quick")]).config == "a"
+    assert pick([row("burst", 1.0, kind="quick"), row("x", 4.0, "wrong: 3 elements")]).config == "burst"
+    # A quick row made later does not replace a final one, a wrong one does.
+    later = [row("a", 9.0, kind="quick")]
+    assert {r.config: r.seconds for r in standing([*finals, *later])} == {"a": 2.0, "b": 3.0}
+    again = [*finals, row("a", None, "wrong: 1 element"), row("a", 1.0, kind="quick")]
+    assert pick(again).config == "b"
+
+
+def test_rows_of_other_days_are_compared_by_their_ratio_to_torch():
+    cold = row("cold day", 1.0, reference_seconds=1.05)
+    warm = row("warm day", 1.1, reference_seconds=1.21)
+    assert pick([cold, warm]).config == "warm day"
+    assert pick([cold, replace(warm, reference_seconds=None)]).config == "cold day"
+    assert (cold.ratio, replace(cold, seconds=None).ratio) == (1.05, None)
+    assert pick([]) is None
+
+
 def test_rows_survive_a_new_store(store):
-    store.record(row())
+    store.record(row(reference_seconds=0.5, kind="quick", origin="imported"))
     assert Winners(store.path).rows() == store.rows()
     store.record()
     assert len(store.rows()) == 1
+
+
+def test_prune(store):
+    store.record(row("a"), row("b"), row("c", None, "wrong: 2 elements"))
+    assert store.prune(lambda r: r.config in ("a", "c")) == 2
+    assert [r.config for r in store.rows()] == ["b"]
+
+
+def test_a_file_of_the_first_schema_is_brought_up_to_date(store):
+    store.path.parent.mkdir()
+    connection = sqlite3.connect(store.path)
+    columns = "gpu, sm_count, problem, backend, config, fingerprint, seconds, verdict, measured_at"
+    connection.execute(f"CREATE TABLE measurement (id INTEGER PRIMARY KEY, {columns})")
+    connection.execute("INSERT INTO measurement VALUES (1, 'H200', 132, 'p', 'legacy', 'old', 'f', 1.5, 'ok', 'then')")
+    connection.execute("PRAGMA user_version = 1")
+    connection.commit()
+    connection.close()
+    assert store.rows() == [row("old", 1.5, measured_at="then", kind="family")]
+    store.record(row("new", 1.0))
+    assert store.best("H200", 132, "p").config == "new"
 
 
 def test_damaged_file_is_set_aside(store):
@@ -73,15 +120,56 @@ def test_damaged_file_is_set_aside(store):
     assert [p.name for p in store.path.parent.glob("*.damaged-*")]
 
 
+def test_what_can_be_read_of_a_damaged_file_is_kept(store):
+    store.record(*(row(f"config {i}" + "x" * 200, 1.0 + i) for i in range(400)))
+    size = store.path.stat().st_size
+    with open(store.path, "r+b") as file:
+        file.seek(size - 8192)
+        file.write(os.urandom(8192))
+    with pytest.warns(WinnersWarning, match="rows that could be read"):
+        found = store.rows()
+    assert 100 < len(found) < 400
+    assert found[0].config.startswith("config 0")
+    store.record(row("after"))
+    assert len(store.rows()) == len(found) + 1
+    assert len(list(store.path.parent.glob("*.damaged-*"))) == 1
+
+
+def test_processes_that_meet_a_damaged_file_keep_what_each_writes(tmp_path):
+    path = tmp_path / "winners.sqlite3"
+    path.write_bytes(b"\0garbage" * 1000)
+    threads = [threading.Thread(target=_write_quietly, args=(path, f"t{i}")) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len({r.config for r in Winners(path).rows()}) == 6 * 5
+    assert len(list(tmp_path.glob("*.damaged-*"))) == 1
+
+
+def _write_quietly(path: Path, name: str) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = Winners(path)
+        for i in range(5):
+            store.record(row(f"{name}-{i}", 1.0 + i))
+
+
 def test_file_of_a_later_version_is_left_alone(store):
-    store.path.parent.mkdir()
-    connection = sqlite3.connect(store.path)
+    path = store.path
+    path.parent.mkdir()
+    connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
+    before = path.read_bytes()
     with pytest.warns(WinnersWarning, match="newer"):
         store.record(row())
-    kept = next(store.path.parent.glob("*.damaged-*"))
-    assert sqlite3.connect(kept).execute("PRAGMA user_version").fetchone() == (99,)
+    assert path.read_bytes() == before
+    assert store.path.name == f"winners-schema{winners_file.SCHEMA}.sqlite3"
+    with pytest.warns(WinnersWarning, match="left alone"):
+        assert Winners(path).rows() == store.rows()
 
 
 def test_without_a_writable_disk_rows_live_in_memory(tmp_path):
@@ -95,9 +183,87 @@ def test_without_a_writable_disk_rows_live_in_memory(tmp_path):
     assert store.path is None
 
 
+def _as_nobody(script: str, *arguments: object, limit: int | None = None) -> str:
+    """Runs a script that must not be root's, whom no mode bits stop; `limit` is the size a file may have."""
+
+    def before() -> None:
+        if limit is not None:
+            import signal
+
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    command = [sys.executable, "-W", "always", "-c", textwrap.dedent(script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=before, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+_ROW = "Measurement('H200', 132, 'p', 'legacy', sys.argv[2], 'f', 1.0, 'ok')"
+
+
+def test_read_only_folder_keeps_its_rows_readable(store, monkeypatch):
+    store.record(row("before"))
+    path = store.path
+    # What a read-only file system answers, whoever asks.
+    real = winners_file.os.open
+
+    def refuse(name, flags, *rest, **more):
+        if str(name).endswith(".lock"):
+            raise OSError(30, "Read-only file system", str(name))
+        return real(name, flags, *rest, **more)
+
+    monkeypatch.setattr(winners_file.os, "open", refuse)
+    again = Winners(path)
+    assert [r.config for r in again.rows()] == ["before"]
+    with pytest.warns(WinnersWarning, match="Read-only file system"):
+        again.record(row("after"))
+    assert [r.config for r in again.rows()] == ["before", "after"]
+    assert [r.config for r in Winners(path).rows()] == ["before"]
+
+
+def test_full_disk(store):
+    """A real limit on the size of a file stands for the full disk: the write fails in the middle of a transaction."""
+    store.record(*(row(f"config {i}", 1.0) for i in range(200)))
+    size = store.path.stat().st_size
+    said = _as_nobody(
+        f"""
+        import sys
+        from cutegemm.winners import Measurement, Winners
+        store = Winners(sys.argv[1])
+        import dataclasses
+        one = {_ROW}
+        store.record(*(dataclasses.replace(one, config=f"late {{i}}" + "x" * 500) for i in range(2000)))
+        print(len(store.rows()), store.path)
+        """,
+        store.path,
+        "late",
+        limit=size + 4096,
+    )
+    assert "2200 None" in said
+    assert "for this process only" in said
+    assert len(store.rows()) == 200
+    store.record(row("room again"))
+    assert len(Winners(store.path).rows()) == 201
+
+
 def test_reading_creates_nothing(store):
     assert store.rows() == []
     assert not store.path.exists()
+    assert not store.path.parent.exists()
+
+
+def test_a_lock_that_is_never_released_does_not_hang(store, monkeypatch):
+    import fcntl
+
+    store.record(row("a"))
+    monkeypatch.setattr(winners_file, "LOCK_SECONDS", 0.2)
+    with open(f"{store.path}.lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert len(store.rows()) == 1
+        with pytest.warns(WinnersWarning, match="held for more than"):
+            store.record(row("b"))
+    assert len(store.rows()) == 2
 
 
 def test_default_place(monkeypatch, tmp_path):
@@ -116,11 +282,11 @@ def _write(path: Path, name: str) -> None:
 def test_many_processes_and_threads_lose_no_row(tmp_path):
     path = tmp_path / "winners.sqlite3"
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_write, args=(path, f"p{i}")) for i in range(3)]
+    processes = [context.Process(target=_write, args=(path, f"p{i}")) for i in range(2)]
     threads = [threading.Thread(target=_write, args=(path, f"t{i}")) for i in range(3)]
     for worker in (*processes, *threads):
         worker.start()
     for worker in (*processes, *threads):
         worker.join(60)
     assert all(process.exitcode == 0 for process in processes)
-    assert len({r.config for r in Winners(path).rows()}) == 6 * 20
+    assert len({r.config for r in Winners(path).rows()}) == 5 * 20

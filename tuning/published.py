@@ -66,17 +66,17 @@ def configurations(dtype: str, precision: str, extra: Sequence[str], arch: Arch)
     return fitting
 
 
-def build(configs: Sequence[Cutlass2xConfig], dtype: str, precision: str, arch: Arch) -> float:
+def build(configs: Sequence[Cutlass2xConfig], dtype: str, precision: str, arch: Arch, majors: str = "tn") -> float:
     """Builds all kernels and returns the seconds that took."""
     from cutegemm.cutlass2x import build_many
 
-    signature = Problem.of(512, 512, 512, dtype, precision=precision).signature
+    signature = Problem.of(512, 512, 512, dtype, majors=majors, precision=precision).signature
     begun = time.perf_counter()
     build_many([(signature, config) for config in configs], arch)
     return time.perf_counter() - begun
 
 
-def wrong(config: Cutlass2xConfig, dtype: str, precision: str, seed: int = 0) -> str | None:
+def wrong(config: Cutlass2xConfig, dtype: str, precision: str, majors: str = "tn", seed: int = 0) -> str | None:
     """None when a configuration is right on the ragged shapes, else what was wrong."""
     import torch
 
@@ -85,7 +85,7 @@ def wrong(config: Cutlass2xConfig, dtype: str, precision: str, seed: int = 0) ->
 
     generator = torch.Generator(device="cuda").manual_seed(seed)
     for m, n, k in RAGGED:
-        a, b = _operands(m, n, k, dtype, generator)
+        a, b = _operands(m, n, k, dtype, majors, generator)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=a.dtype)
         try:
             cutegemm.gemm(a, b, out=out, backend="cutlass2x", config=config, precision=precision)
@@ -98,16 +98,23 @@ def wrong(config: Cutlass2xConfig, dtype: str, precision: str, seed: int = 0) ->
 
 
 def measure(
-    size: int, configs: Sequence[Cutlass2xConfig], dtype: str, precision: str, arch: Arch, rounds: int, top: int
+    size: int,
+    configs: Sequence[Cutlass2xConfig],
+    dtype: str,
+    precision: str,
+    arch: Arch,
+    rounds: int,
+    top: int,
+    majors: str = "tn",
 ) -> list[Row]:
     """Times cuBLAS and the configurations at a square size; fastest first."""
     flops = 2.0 * size**3
     names = {str(config): config for config in configs}
-    short = _time(size, names, dtype, precision, arch, min(flops, SUSTAINED_FLOPS), rounds)
+    short = _time(size, names, dtype, precision, arch, min(flops, SUSTAINED_FLOPS), rounds, majors)
     if flops <= SUSTAINED_FLOPS:
         return short
     best = {row.config: names[row.config] for row in short[:top]}
-    return _time(size, best, dtype, precision, arch, flops, rounds) + short
+    return _time(size, best, dtype, precision, arch, flops, rounds, majors) + short
 
 
 def _time(
@@ -118,6 +125,7 @@ def _time(
     arch: Arch,
     flops: float,
     rounds: int,
+    majors: str,
 ) -> list[Row]:
     import torch
 
@@ -127,7 +135,7 @@ def _time(
     generator = torch.Generator(device="cuda").manual_seed(size)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     count = rotation(3 * size * size * ITEMSIZE[dtype], l2)
-    sets = [_operands(size, size, size, dtype, generator) for _ in range(count)]
+    sets = [_operands(size, size, size, dtype, majors, generator) for _ in range(count)]
     outs = [torch.empty(size, size, device="cuda", dtype=torch_dtype(dtype)) for _ in range(count)]
     calls: dict[str, list[Any]] = {
         CUBLAS: [lambda a=a, b=b, d=d: torch.mm(a, b, out=d) for (a, b), d in zip(sets, outs, strict=True)]
@@ -146,13 +154,16 @@ def _time(
     return sorted(rows, key=lambda row: row.timing.us)
 
 
-def _operands(m: int, n: int, k: int, dtype: str, generator: Any) -> tuple[Any, Any]:
-    """Normal random A and B, both K-major."""
+def _operands(m: int, n: int, k: int, dtype: str, majors: str, generator: Any) -> tuple[Any, Any]:
+    """Normal random A and B; "t" A and "n" B are K-major, see `Problem.of`."""
     import torch
 
-    a = torch.randn(m, k, device="cuda", generator=generator).to(torch_dtype(dtype))
-    b = torch.randn(n, k, device="cuda", generator=generator).to(torch_dtype(dtype))
-    return a, b.t()
+    def draw(rows: int, cols: int, row_major: bool) -> Any:
+        shape = (rows, cols) if row_major else (cols, rows)
+        values = torch.randn(shape, device="cuda", generator=generator).to(torch_dtype(dtype))
+        return values if row_major else values.t()
+
+    return draw(m, k, majors[0] == "t"), draw(k, n, majors[1] == "t")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,18 +175,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"GPU: {gpu_state()}; torch {torch.__version__}, CUDA {torch.version.cuda}")
     print(
         f"Method: {options.rounds} rounds, cuBLAS (torch.mm) and each configuration in turn, CUDA graphs, inputs "
-        "through three times the L2, normal random, A and B K-major; over 1e11 flop sustained blocks"
+        f"through three times the L2, normal random, majors {options.majors}; over 1e11 flop sustained blocks"
     )
     configs = configurations(options.dtype, options.precision, options.config, arch)
-    print(f"built or opened {len(configs)} kernels in {build(configs, options.dtype, options.precision, arch):.2f} s")
-    bad = {config: why for config in configs if (why := wrong(config, options.dtype, options.precision))}
+    print(
+        f"built or opened {len(configs)} kernels in {build(configs, options.dtype, options.precision, arch, options.majors):.2f} s"
+    )
+    bad = {
+        config: why for config in configs if (why := wrong(config, options.dtype, options.precision, options.majors))
+    }
     for config, why in bad.items():
         print(f"WRONG {config}: {why}")
     right = [config for config in configs if config not in bad]
     print(f"{len(right)} of {len(configs)} right on {len(RAGGED)} ragged shapes", flush=True)
     best = []
     for size in options.size:
-        rows = measure(size, right, options.dtype, options.precision, arch, options.rounds, options.top)
+        rows = measure(size, right, options.dtype, options.precision, arch, options.rounds, options.top, options.majors)
         for row in rows if options.all else rows[:3]:
             print(row, flush=True)
         best.append(rows[0])
@@ -189,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tuning.published", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
+    parser.add_argument("--majors", choices=("tn", "tt", "nn", "nt"), default="tn", help="tn: A and B K-major")
     parser.add_argument("--size", type=int, nargs="*", default=list(SIZES), help="M = N = K")
     parser.add_argument("--config", nargs="*", default=[], help="configurations beside the published ones")
     parser.add_argument("--rounds", type=int, default=7)

@@ -175,7 +175,17 @@ class CuteKernel:
             workspace = workspaces.of(stream)
             function(a, b, c, bias, d, alpha, beta, stream, *fixed, workspace.data_ptr())
 
-        return launch if workspaces is None else launch_with_workspace
+        chosen = launch if workspaces is None else launch_with_workspace
+        if problem.k:
+            return chosen
+
+        def launch_without_operands(
+            a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int
+        ) -> None:
+            # Empty tensors have address 0, which a TMA descriptor must not hold although nothing is read.
+            chosen(d & -16, d & -16, c, bias, d, alpha, beta, stream)
+
+        return launch_without_operands
 
     def capture(
         self, problem: Problem, a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float

@@ -178,12 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"through three times the L2, normal random, majors {options.majors}; over 1e11 flop sustained blocks"
     )
     configs = configurations(options.dtype, options.precision, options.config, arch)
-    print(
-        f"built or opened {len(configs)} kernels in {build(configs, options.dtype, options.precision, arch, options.majors):.2f} s"
-    )
-    bad = {
-        config: why for config in configs if (why := wrong(config, options.dtype, options.precision, options.majors))
-    }
+    kind = (options.dtype, options.precision)
+    print(f"built or opened {len(configs)} kernels in {build(configs, *kind, arch, options.majors):.2f} s")
+    bad = {config: why for config in configs if (why := wrong(config, *kind, options.majors))}
     for config, why in bad.items():
         print(f"WRONG {config}: {why}")
     right = [config for config in configs if config not in bad]

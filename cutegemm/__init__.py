@@ -9,9 +9,13 @@ Importing the package touches no GPU and starts no thread; the compilers are imp
 needed.
 """
 
+from cutegemm import nn, torch_op
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.gemm import explain, gemm, prepare
+from cutegemm.linear import linear
 from cutegemm.problem import Problem
 
 __version__ = "0.1.0"
-__all__ = ["GemmError", "Problem", "UnsupportedError", "__version__", "explain", "gemm", "prepare"]
+__all__ = ["GemmError", "Problem", "UnsupportedError", "__version__", "explain", "gemm", "linear", "nn", "prepare"]
+
+del torch_op  # imported for the operator that it defines

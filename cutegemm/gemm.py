@@ -1,28 +1,36 @@
-"""The public call: check, describe, choose, run."""
+"""The public call: takes the short way to a remembered kernel, or finds out what kind of call it is.
+
+A call that was made before, with plain tensors and nothing for autograd or autocast to do, is looked up by its
+description and launched; torch's dispatcher would cost as much again. Every other call goes through `_uncommon`:
+
+    torch.compile, a dispatch mode, a tensor subclass   the operator torch.ops.cutegemm.gemm (torch_op.py)
+    vmap, torch.func                                    the function they know how to transform (transforms.py)
+    autocast                                            operands cast as those of torch.mm, then again
+    a tensor that requires grad                         the autograd function (autograd.py)
+    a description not seen before                       checks, plan, compilation (request.py, plan.py, runner.py)
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from cutegemm import backend as backends
-from cutegemm import overlap, reference, request
+from cutegemm import autograd, request, runner, transforms
 from cutegemm import plan as planning
-from cutegemm.arch import Arch
-from cutegemm.errors import GemmError, UnsupportedError
-from cutegemm.plan import Plan, PlanMemo
-from cutegemm.problem import torch_dtype
-from cutegemm.request import Request
+from cutegemm.plan import PlanMemo
+from cutegemm.runner import Call, Runner
 
 _memo = PlanMemo()
 _plan_lock = threading.Lock()
 _FLT_MAX = request.FLT_MAX
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_autocast_on = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def gemm(
@@ -64,11 +72,22 @@ def gemm(
         D: `out`, or a new row-major tensor. K = 0 gives activation(beta * c + bias); an empty M, N or L an empty D.
         On CUDA the work is enqueued on the current stream of a's device.
 
+    Gradients of a, b, c and bias are recorded as torch's operators record theirs, to any order; their products run on
+    the same backend. For gelu, gelu_tanh and silu the backward pass computes alpha a b + beta c + bias once more, in
+    D's dtype, rather than keep it. Under autocast a, b, c and bias are cast as those of torch.mm are, unless `out` is
+    given. torch.compile and FakeTensorMode see the operator torch.ops.cutegemm.gemm; torch.vmap and torch.func's
+    reverse mode work, forward mode is refused.
+
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
     """
+    if _is_dynamo_compiling():
+        return _by_operator(
+            a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
+            precision=precision, backend=backend, config=config,
+        )  # fmt: skip
     if not (
         alpha.__class__ is float and beta.__class__ is float
         and -_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX
@@ -78,49 +97,152 @@ def gemm(
         alpha, beta = float(alpha), float(beta)
     try:
         key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
-        runner = _memo.get(key)
-        if runner is not None and torch.is_grad_enabled() and _wants_grad(a, b, c, bias, out):
-            runner = None
-        if forward_ad._current_level >= 0:
-            runner = None
+        run = _memo.get(key)
+        if run is not None and (
+            _is_autocast_on()
+            or _dispatch_modes()
+            or forward_ad._current_level >= 0
+            or (_is_grad_enabled() and (
+                a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
+                or (bias is not None and bias.requires_grad) or (out is not None and out.requires_grad)
+            ))
+        ):  # fmt: skip
+            run = None
     except (AttributeError, TypeError, RuntimeError):
-        # Not a dense tensor, or something unhashable: the slow path names what is wrong.
-        key, runner = None, None
-    if runner is None:
-        runner = _slow(key, a, b, c, {
-            "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-            "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
-        })  # fmt: skip
-    return runner(a, b, c, alpha, beta, bias, out)
+        # Not a dense tensor, or something unhashable: what it is is found out below.
+        key, run = None, None
+    if run is None:
+        return _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+    return run(a, b, c, alpha, beta, bias, out)
 
 
 def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):
     """All that a plan depends on; an unhashable or strange argument raises something."""
     return (
-        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.is_neg(),
-        b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15, b.is_neg(),
-        beta == 0, None if c is None else (c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, c.is_neg()),
-        None if bias is None else (
-            bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 3, bias.is_neg()
+        a.__class__, a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.is_neg(),
+        b.__class__, b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15, b.is_neg(),
+        beta == 0,
+        None if c is None else (
+            c.__class__, c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, c.is_neg()
         ),
-        None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15, out.is_neg()),
+        None if bias is None else (
+            bias.__class__, bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 3, bias.is_neg()
+        ),
+        None if out is None else (
+            out.__class__, out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15, out.is_neg()
+        ),
         activation, out_dtype, precision, backend, config,
         None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
     )  # fmt: skip
 
 
-def _wants_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
+def _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
+    """A call that is new, or that is more than a multiplication of plain tensors."""
+    options = {
+        "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
+        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
+    }  # fmt: skip
+    if transforms.active(a, b, c, bias, out):
+        return transforms.apply(a, b, c, options)
+    if _is_dispatched(a, b, c, bias, out):
+        return _by_operator(a, b, c, **options)
+    if _is_autocast_on():
+        a, b, c, options = _cast(a, b, c, options)
+        with torch._C._DisableAutocast():
+            return gemm(a, b, c, **options)
+    if _is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (a, b, c, bias, out)):
+        run = _memo.get(key) if key is not None else None
+        if run is None or out is not None:
+            run = _plan(key, a, b, c, options)
+        if out is not None:
+            raise ValueError(
+                "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
+                "call gemm under torch.no_grad(), or leave out away"
+            )
+        settings = autograd.Settings(alpha, beta, activation, precision, backend)
+        return autograd.GemmFunction.apply(a, b, c, bias, settings, run)
+    return _plan(key, a, b, c, options)(a, b, c, alpha, beta, bias, out)
+
+
+def compute(a, b, c, **options: Any) -> torch.Tensor:
+    """`gemm` of plain tensors, with no regard to autograd, autocast or tracing. Takes every option of `gemm`."""
+    key = _key_of(a, b, c, options)
+    run = _memo.get(key) or _plan(key, a, b, c, options)
+    return run(a, b, c, options["alpha"], options["beta"], options["bias"], options["out"])
+
+
+def _key_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
+    return _key(a, b, c, **{name: value for name, value in options.items() if name != "alpha"})
+
+
+def _plan(key: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Runner:
+    """Checks and plans a call that was not seen before, and remembers what runs it."""
+    call = Call.of(a, b, c, options)
+    with _plan_lock:
+        run = call.runner(call.plan())
+    if options["out"] is not None:
+        reads_c = call.request.problem.epilogue.c_dtype is not None
+        run = runner.apart(run, a, b, c if reads_c else None, options["bias"], options["out"])
+    if key is not None:
+        _memo.put(key, run)
+    return run
+
+
+def _is_dispatched(*tensors: Any) -> bool:
+    """Whether the call is for torch's dispatcher: a mode sees it, or a subclass of Tensor that handles operators."""
+    if _dispatch_modes():
+        return True
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
+            continue
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return True
+    return torch.overrides.has_torch_function([t for t in tensors if isinstance(t, torch.Tensor)])
+
+
+def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
+    """The call as torch's operator; see torch_op.py. torch.compile puts this into its graph."""
+    if config is not None and not isinstance(config, str):
+        config = str(config)
+    if out is None:
+        return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    if out_dtype is not None and out_dtype != out.dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
+    torch.ops.cutegemm.gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out)
+    return out
+
+
+def _cast(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The call as autocast makes it: operands in its dtype, where torch.mm would cast them; none with `out`."""
+    if options["out"] is not None or not isinstance(a, torch.Tensor) or not torch.is_autocast_enabled(a.device.type):
+        return a, b, c, options
+    kind, dtype = a.device.type, torch.get_autocast_dtype(a.device.type)
+
+    def cast(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != kind or not tensor.is_floating_point():
+            return tensor
+        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+    options = {**options, "bias": cast(options["bias"])}
+    if a.dtype == torch.float32 and dtype != torch.float32:
+        options["precision"] = None
+    return cast(a), cast(b), cast(c), options
 
 
 def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
     """Compiles (or loads) the kernel that `gemm` would use for these arguments, and runs nothing.
 
-    Arguments and errors are those of `gemm`. Call it before capturing a CUDA graph.
+    Arguments and errors are those of `gemm`. Call it before capturing a CUDA graph. The kernels of a backward pass
+    are prepared by running it once.
     """
-    _check_names(options)
-    known = {**_DEFAULTS, **options}
-    _slow(_key(a, b, c, **{name: value for name, value in known.items() if name != "alpha"}), a, b, c, known)
+    known = runner.complete(options)
+    if _is_autocast_on():
+        a, b, c, known = _cast(a, b, c, known)
+    try:
+        key = _key_of(a, b, c, known)
+    except (AttributeError, TypeError, RuntimeError):
+        key = None
+    _plan(key, a, b, c, known)
 
 
 def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
@@ -128,236 +250,7 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
 
     Arguments and errors are those of `gemm`. Compiles the kernel when it was never used, and runs nothing.
     """
-    print(planning.describe(_Call.of(a, b, c, options).plan()))
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of one call that decide its plan, checked."""
-
-    request: Request
-    backend: str
-    config: Any
-
-    @classmethod
-    def of(cls, a: Any, b: Any, c: Any, options: dict[str, Any]) -> _Call:
-        _check_names(options)
-        known = {**_DEFAULTS, **options}
-        backend, config = known.pop("backend"), known.pop("config")
-        found = request.describe(a, b, c, **known)
-        if known["out"] is not None:
-            inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": known["bias"]}
-            overlap.check(known["out"], inputs)
-        return cls(found, backend, config)
-
-    def plan(self) -> Plan:
-        """Chooses and compiles. Raises GemmError during graph capture: compiling would break the capture."""
-        asked = self.request
-        on_cpu = asked.device.type == "cpu"
-        arch: Arch | None = None
-        if not on_cpu:
-            arch = Arch.of_device(asked.device.index)
-        elif self.backend not in ("auto", "torch"):
-            arch = planning.emulated_arch()
-        choice = planning.choose(asked.problem, arch, self.backend, self.config)
-        kernel = None
-        if choice.backend != "torch":
-            assert arch is not None
-            if not on_cpu and torch.cuda.is_current_stream_capturing():
-                raise GemmError(
-                    f"this call's kernel ({choice.config}) is not loaded yet, and loading it would break the CUDA "
-                    "graph capture under way; call cutegemm.prepare with the same arguments before capturing"
-                )
-            kernel = backends.get(choice.backend).build(asked.problem.signature, choice.config, arch)
-        return Plan(asked.problem, choice, arch, kernel, asked.swapped, asked.copies, on_cpu and kernel is not None)
-
-    def runner(self, plan: Plan) -> Runner:
-        """What runs the plan on this call's tensors, and on any others of the same description."""
-        asked = self.request
-        if plan.kernel is None:
-            return _torch_runner(asked)
-        if asked.problem.m == 0 or asked.problem.n == 0 or asked.problem.batch == 0:
-            return _empty_runner(asked)
-        core = _emulated_core(plan, plan.kernel) if plan.emulated else _cuda_core(plan.kernel.bind(plan.problem), asked)
-        return _staged(core, asked) if asked.copies or asked.into_temporary else _direct(core, asked)
-
-
-_DEFAULTS: dict[str, Any] = {
-    "alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "out": None,
-    "out_dtype": None, "precision": None, "backend": "auto", "config": None,
-}  # fmt: skip
-
-
-def _check_names(options: dict[str, Any]) -> None:
-    for name in options:
-        if name not in _DEFAULTS:
-            raise TypeError(f"{name}: no such argument, accepted are {', '.join(_DEFAULTS)}")
-
-
-Runner = Callable[..., torch.Tensor]
-"""run(a, b, c, alpha, beta, bias, out) -> D"""
-
-Core = Callable[..., None]
-"""core(a, b, c, alpha, beta, bias, d): computes into d, which lies as the plan says"""
-
-
-def _slow(key: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Runner:
-    """Plans a call that was not seen before and remembers what runs it."""
-    call = _Call.of(a, b, c, options)
-    with _plan_lock:
-        runner = call.runner(call.plan())
-    if options["out"] is not None:
-        runner = _apart(
-            runner, a, b, c if call.request.problem.epilogue.c_dtype else None, options["bias"], options["out"]
-        )
-    if key is not None:
-        _memo.put(key, runner)
-    return runner
-
-
-def _apart(runner: Runner, a: Any, b: Any, c: Any, bias: Any, out: Any) -> Runner:
-    """The runner behind a check that `out` overlaps no input.
-
-    How far tensors reach follows from the call's description, so that a call compares addresses only.
-    """
-    reads_c = c is not None
-    reach_a, reach_b, reach_c, reach_bias, size = (0 if t is None else overlap.reach(t) for t in (a, b, c, bias, out))
-
-    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-        start = out.data_ptr()
-        end = start + size
-        if (
-            (a.data_ptr() < end and start < a.data_ptr() + reach_a)
-            or (b.data_ptr() < end and start < b.data_ptr() + reach_b)
-            or (reads_c and c.data_ptr() < end and start < c.data_ptr() + reach_c)
-            or (bias is not None and bias.data_ptr() < end and start < bias.data_ptr() + reach_bias)
-        ):
-            overlap.check(out, {"a": a, "b": b, "c": c if reads_c else None, "bias": bias})
-        return runner(a, b, c, alpha, beta, bias, out)
-
-    return run
-
-
-def _cuda_core(launch: backends.BoundLaunch, asked: Request) -> Core:
-    index = asked.device.index
-    swapped = asked.swapped
-    current_stream = torch._C._cuda_getCurrentRawStream
-    current_device = torch._C._cuda_getDevice
-
-    def core(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, d: torch.Tensor) -> None:
-        if swapped:
-            a, b = b, a
-        pointers = (
-            a.data_ptr(),
-            b.data_ptr(),
-            0 if c is None else c.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            d.data_ptr(),
-        )
-        if current_device() == index:
-            launch(*pointers, alpha, beta, current_stream(index))
-        else:
-            with torch.cuda.device(index):
-                launch(*pointers, alpha, beta, current_stream(index))
-
-    return core
-
-
-def _emulated_core(plan: Plan, kernel: backends.Kernel) -> Core:
-    from cutegemm.emulator.bridge import emulate
-
-    problem = plan.problem
-
-    def core(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, d: torch.Tensor) -> None:
-        if plan.swapped:
-            a, b = b, a
-        named = {"a": a, "b": b, "bias": bias, "d": d}
-        if problem.epilogue.c_dtype is not None and c is not d:
-            named["c"] = c
-        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-        c_address, bias_address = (0 if t is None else t.data_ptr() for t in (c, bias))
-        launches = kernel.capture(
-            problem, a.data_ptr(), b.data_ptr(), c_address, bias_address, d.data_ptr(), alpha, beta
-        )
-        scratch = getattr(launches, "scratch", {})
-        checks = getattr(launches, "checks", None)
-        tensors.update(scratch)
-        emulate(kernel.ptx, launches, tensors, outputs={"d", *scratch}, checks=checks, flops=problem.flops)
-
-    return core
-
-
-def _direct(core: Core, asked: Request) -> Runner:
-    """The tensors are read and written where they lie."""
-    shape, dtype, device = asked.shape, torch_dtype(asked.problem.out_dtype), asked.device
-
-    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-        d = torch.empty(shape, dtype=dtype, device=device) if out is None else out
-        core(a, b, c, alpha, beta, bias, d)
-        return d
-
-    return run
-
-
-def _staged(core: Core, asked: Request) -> Runner:
-    """Some operand, or the result, has no unit stride: contiguous copies stand in for them."""
-    direct, copied = _direct(core, asked), asked.copied
-
-    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-        if "a" in copied:
-            a = a.contiguous()
-        if "b" in copied:
-            b = b.contiguous()
-        if "bias" in copied:
-            bias = bias.contiguous()
-        if not asked.into_temporary:
-            return direct(a, b, c, alpha, beta, bias, out)
-        return out.copy_(direct(a, b, c, alpha, beta, bias, None))
-
-    return run
-
-
-def _empty_runner(asked: Request) -> Runner:
-    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-        return (
-            torch.empty(asked.shape, dtype=torch_dtype(asked.problem.out_dtype), device=a.device)
-            if out is None
-            else out
-        )
-
-    return run
-
-
-def _torch_runner(asked: Request) -> Runner:
-    """D by torch's own operators, in fp32 unless torch.matmul alone is the whole answer."""
-    problem = asked.problem
-    dtype, epilogue = torch_dtype(problem.out_dtype), problem.epilogue
-    on_cuda = asked.device.type == "cuda"
-    plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
-
-    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-        if on_cuda and a.dtype == torch.float32 and _tf32_is_on():
-            raise UnsupportedError(
-                "backend 'torch': torch's TF32 switch for matmul is on, so it would not compute in IEEE fp32; "
-                "switch it off or use backend 'cute'"
-            )
-        if plain and alpha == 1:
-            d = torch.matmul(a, b)
-        else:
-            z = torch.matmul(a.float(), b.float()) * alpha
-            if epilogue.c_dtype is not None:
-                z = z + beta * c.float()
-            if bias is not None:
-                z = z + bias.float()
-            d = reference.activate(z, epilogue.activation).to(dtype)
-        return d if out is None else out.copy_(d)
-
-    return run
-
-
-def _tf32_is_on() -> bool:
-    """Whether torch.matmul may use TF32. Once the newer switch was set, reading the older one raises."""
-    newer = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if newer == "none":
-        newer = getattr(torch.backends, "fp32_precision", "none")
-    return newer == "tf32" if newer is not None else torch.backends.cuda.matmul.allow_tf32
+    known = runner.complete(options)
+    if _is_autocast_on():
+        a, b, c, known = _cast(a, b, c, known)
+    print(planning.describe(Call.of(a, b, c, known).plan()))

@@ -141,10 +141,10 @@ def _check_tensor(name: str, tensor: Any) -> None:
     if tensor.is_neg() or tensor.is_conj():
         raise ValueError(f"{name}: it is a lazily negated or conjugated view; call .resolve_neg() or .resolve_conj()")
     _check_address(name, tensor)
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if name == "out" and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: it requires grad, and gemm records no gradient; "
-            f"call it under torch.no_grad() or pass {name}.detach()"
+            "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
+            "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
         )
 
 
@@ -163,7 +163,9 @@ def _check_address(name: str, tensor: torch.Tensor) -> None:
             f"{name}: it lies at address {address:#x}, which its {tensor.element_size()}-byte elements do not divide"
         )
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise ValueError(f"{name}: it carries a forward-mode tangent, and gemm records no gradient; pass its primal")
+        raise ValueError(
+            f"{name}: it carries a forward-mode tangent, and gemm has no forward-mode derivative; pass its primal"
+        )
 
 
 def _batch(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -1,0 +1,101 @@
+"""`linear`: torch.nn.functional.linear by these kernels, with the activation fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cutegemm.gemm import gemm
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    precision: str | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """activation(x @ weight^T + bias), as torch.nn.functional.linear, rounded once.
+
+    Args:
+        x: (..., K), float16, bfloat16 or float32; any number of leading dimensions, also none, of any extents, also 0.
+        weight: (N, K), or (K,) for a result without its last dimension; dtype and device of x.
+        bias: (N,) or (), any of the three dtypes.
+        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        precision, backend: as in `gemm`. float32 is IEEE by default, whatever torch's TF32 switch says.
+
+    Returns:
+        (..., N), contiguous, of x's dtype (under autocast, of autocast's).
+
+    Leading dimensions are merged without a copy where x's strides allow it; three dimensions never need one.
+    Gradients of x, weight and bias, autocast and torch.compile: as `gemm`.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
+        UnsupportedError, GemmError: as `gemm`.
+    """
+    try:
+        if weight.dim() == 2 and (bias is None or bias.dim() == 1):
+            if x.dim() == 2:
+                return gemm(x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
+            if x.dim() == 3 and not _mergeable(x):
+                return gemm(x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
+            if x.dim() > 0:
+                rows = x.reshape(_extent(x), x.shape[-1])
+                d = gemm(rows, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
+                return d.view(*x.shape[:-1], weight.shape[0])
+        return _unusual(x, weight, bias, activation, precision, backend)
+    except (TypeError, ValueError, AttributeError) as why:
+        if not torch.compiler.is_dynamo_compiling():
+            _check(x, weight, bias, why)
+        raise
+
+
+def _mergeable(x: torch.Tensor) -> bool:
+    """Whether the two leading dimensions of three are one in memory."""
+    return x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+
+
+def _extent(x: torch.Tensor) -> int:
+    """The product of the leading extents: -1 cannot be inferred of an empty tensor."""
+    count = 1
+    for extent in x.shape[:-1]:
+        count *= extent
+    return count
+
+
+def _unusual(x: Any, weight: Any, bias: Any, activation: Any, precision: Any, backend: Any) -> torch.Tensor:
+    """A weight of one row, or a bias of one number."""
+    if bias is not None and bias.dim() == 0:
+        bias = bias.expand(weight.shape[0] if weight.dim() == 2 else 1)
+    elif weight.dim() == 1 and bias is not None:
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected () with a weight of one dimension")
+    if weight.dim() not in (1, 2):
+        raise ValueError(f"weight: got {weight.dim()} dimensions, accepted are 2, (N, K), and 1, (K,)")
+    if x.dim() == 0:
+        raise ValueError("x: got no dimension, expected (..., K)")
+    if weight.dim() == 1:
+        d = linear(x, weight.unsqueeze(0), bias, activation, precision=precision, backend=backend)
+        return d.squeeze(-1)
+    return linear(x, weight, bias, activation, precision=precision, backend=backend)
+
+
+def _check(x: Any, weight: Any, bias: Any, why: Exception) -> None:
+    """Raises what is wrong in the terms of `linear`, for what `gemm` would name otherwise."""
+    for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor") from None
+    text = str(why)
+    if weight.dim() == 2 and x.dim() > 0 and weight.shape[1] != x.shape[-1] and text.startswith("b: got shape"):
+        raise ValueError(
+            f"weight: got shape {tuple(weight.shape)}; with x of shape {tuple(x.shape)} its last extent must be "
+            f"K = {x.shape[-1]}"
+        ) from None
+    for theirs, ours in (("a: ", "x: "), ("b: ", "weight: ")):
+        if text.startswith(theirs):
+            raise type(why)(
+                ours + text[len(theirs) :].replace("that of a,", "that of x,").replace("device of a,", "device of x,")
+            ) from None

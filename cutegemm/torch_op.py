@@ -1,0 +1,185 @@
+"""torch.ops.cutegemm.gemm and gemm_out: `gemm` as operators that torch.compile, vmap, autocast and opcheck know.
+
+Defined with torch.library's define and impl, which cost less a call than `custom_op`. Eager calls of plain tensors do
+not come here (see gemm.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cutegemm import autograd, transforms
+from cutegemm.epilogue import ACTIVATIONS
+from cutegemm.gemm import _cast, compute
+from cutegemm.problem import dtype_name
+
+_ACCEPTED = "torch.float16, torch.bfloat16, torch.float32"
+
+_library = torch.library.Library("cutegemm", "DEF")
+_library.define(
+    "gemm(Tensor a, Tensor b, Tensor? c=None, float alpha=1.0, float beta=0.0, Tensor? bias=None, "
+    "str? activation=None, ScalarType? out_dtype=None, str? precision=None, str backend='auto', str? config=None) "
+    "-> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "gemm_out(Tensor a, Tensor b, Tensor? c, float alpha, float beta, Tensor? bias, str? activation, "
+    "str? precision, str backend, str? config, Tensor(d!) out) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _gemm(
+    a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
+    activation: str | None = None, out_dtype: Any = None, precision: str | None = None, backend: str = "auto",
+    config: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    return compute(
+        a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=None, out_dtype=out_dtype,
+        precision=precision, backend=backend, config=config,
+    )  # fmt: skip
+
+
+def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:
+    compute(
+        a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=None,
+        precision=precision, backend=backend, config=config,
+    )  # fmt: skip
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("gemm", _gemm, _device)
+    _library.impl("gemm_out", _gemm_out, _device)
+
+
+def _fake_gemm(
+    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
+    config=None,
+):  # fmt: skip
+    shape = _check(a, b, c, beta, bias, activation)
+    if out_dtype is not None and dtype_name(out_dtype) is None:
+        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {_ACCEPTED}")
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out):
+    shape = _check(a, b, c, beta, bias, activation)
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
+    if dtype_name(out.dtype) is None:
+        raise TypeError(f"out: got dtype {out.dtype}, accepted are {_ACCEPTED}")
+
+
+def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
+    """The shape of D. Raises what `gemm` would raise, as far as shapes and dtypes tell."""
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dim() not in (2, 3):
+            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
+    if dtype_name(a.dtype) is None:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {_ACCEPTED}")
+    if b.dtype != a.dtype:
+        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+    torch._check_value(
+        a.shape[-1] == b.shape[-2],
+        lambda: (
+            f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent "
+            f"must be K = {a.shape[-1]}"
+        ),
+    )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    m, n = a.shape[-2], b.shape[-1]
+    shape: tuple[Any, ...] = (m, n)
+    if a.dim() == 3 or b.dim() == 3:
+        la, lb = (x.shape[0] if x.dim() == 3 else 1 for x in (a, b))
+        if la != 1 and lb != 1:
+            torch._check_value(la == lb, lambda: f"b: got a batch of {lb}, expected that of a, {la}, or 1")
+        shape = (la if lb == 1 else lb, m, n)
+    if c is None and beta != 0:
+        raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+    if c is not None:
+        try:
+            c.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"c: got shape {tuple(c.shape)}, expected {tuple(shape)} or one that broadcasts to it"
+            ) from None
+    for name, tensor in (("c", c), ("bias", bias)):
+        if tensor is not None and dtype_name(tensor.dtype) is None:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
+    if bias is not None:
+        if bias.dim() != 1:
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
+        torch._check_value(
+            bias.shape[0] == n,
+            lambda: f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result",
+        )
+    return shape
+
+
+torch.library.register_fake("cutegemm::gemm", _fake_gemm, lib=_library)
+torch.library.register_fake("cutegemm::gemm_out", _fake_gemm_out, lib=_library)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, c, alpha, beta, bias, activation, _, precision, backend, _ = inputs
+    autograd.save(ctx, a, b, c, bias, output, autograd.Settings(alpha, beta, activation, precision, backend))
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad
+    da, db, dc, dbias = autograd.gradients(ctx, grad, (needs[0], needs[1], needs[2], needs[5]))
+    return da, db, dc, None, None, dbias, None, None, None, None, None
+
+
+torch.library.register_autograd("cutegemm::gemm", _backward, setup_context=_setup_context, lib=_library)
+
+
+def _refuse_gradients(keyset, a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:
+    """gemm_out below autograd; no gradient is recorded of what is written into a tensor."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias, out)):
+        raise RuntimeError(
+            "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
+            "call gemm under torch.no_grad(), or leave out away"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.cutegemm.gemm_out.default.redispatch(
+            keyset & torch._C._after_autograd_keyset,
+            a, b, c, alpha, beta, bias, activation, precision, backend, config, out,
+        )  # fmt: skip
+
+
+_library.impl("gemm_out", _refuse_gradients, "Autograd", with_keyset=True)
+
+
+def _autocast_gemm(
+    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
+    config=None,
+):  # fmt: skip
+    a, b, c, cast = _cast(a, b, c, {"bias": bias, "precision": precision, "out": None})
+    with torch._C._DisableAutocast():
+        return torch.ops.cutegemm.gemm(
+            a, b, c, alpha, beta, cast["bias"], activation, out_dtype, cast["precision"], backend, config
+        )
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("gemm", _autocast_gemm, f"Autocast{_device}")
+
+
+def _vmap_gemm(
+    info, in_dims, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
+    backend="auto", config=None,
+):  # fmt: skip
+    dims = (*in_dims, *(None,) * 11)
+    tensors, beta, shape = transforms.merge(
+        info.batch_size, (a, b, c, bias), (dims[0], dims[1], dims[2], dims[5]), beta
+    )
+    a, b, c, bias = tensors
+    d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    return d.view(shape), 0
+
+
+torch.library.register_vmap("cutegemm::gemm", _vmap_gemm, lib=_library)

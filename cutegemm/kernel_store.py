@@ -57,6 +57,24 @@ class StoreWarning(UserWarning):
     """The kernel store does not work as it should (read-only or full disk, an altered entry)."""
 
 
+class NotStored(LookupError):
+    """Under `lookups_only`, a kernel that would have to be compiled."""
+
+
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def lookups_only() -> Iterator[None]:
+    """While this is open, `get_or_build` of this thread raises NotStored where it would compile."""
+    before = getattr(_this_thread, "lookups_only", False)
+    _this_thread.lookups_only = True
+    try:
+        yield
+    finally:
+        _this_thread.lookups_only = before
+
+
 class KernelStore:
     """See the module docstring. Safe for threads and processes.
 
@@ -86,6 +104,8 @@ class KernelStore:
         entry = self.get(key)
         if entry is not None:
             return entry
+        if getattr(_this_thread, "lookups_only", False):
+            raise NotStored(f"the kernel store has no entry for {dict(key)}")
         with self._key_lock(key):
             entry = self.get(key)
             if entry is not None:

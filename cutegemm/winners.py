@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "SCHEMA", "Measurement", "Winners", "WinnersWarning", "default_path", "lookup", "pick", "standing"]
 
 KINDS = ("final", "quick", "family")
-"""How a row was measured. final: among the finalists of a sweep, in interleaved rounds. quick: in one heat of a sweep.
-family: in a search of one ladder rung, which says nothing about other backends; such rows never decide what `gemm` runs.
+"""How a row was measured. final: among the finalists of a sweep, in interleaved rounds. quick: in one heat of it.
+family: in a search of one ladder rung, which says nothing about other backends; it never decides what `gemm` runs.
 """
 
 

@@ -12,10 +12,12 @@ The method and its reasons:
 
 from __future__ import annotations
 
+import functools
 import statistics
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Call = Callable[[], object]
 
@@ -57,26 +59,14 @@ def interleaved(
     Returns:
         name -> `Timing`, in the order given.
     """
-    import torch
-
-    graphs = {}
-    for name, calls in candidates.items():
-        single = _seconds_per_call(calls)
-        sustained = flops > SUSTAINED_FLOPS
-        target = block_seconds or (BLOCK_SECONDS if sustained else ROUND_SECONDS)
-        per_graph = max(len(calls), min(2000, int((0.02 if sustained else ROUND_SECONDS) / single)))
-        per_graph = -(-per_graph // len(calls)) * len(calls)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(per_graph):
-                calls[i % len(calls)]()
-        replays = max(1, round(target / (single * per_graph))) if sustained else 1
-        graphs[name] = (graph, per_graph, replays)
+    sustained = flops > SUSTAINED_FLOPS
+    target = block_seconds or (BLOCK_SECONDS if sustained else ROUND_SECONDS)
+    lanes = {name: Lane(calls, 0.02 if sustained else ROUND_SECONDS) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    count = min(rounds, 5) if flops > SUSTAINED_FLOPS else rounds
+    count = min(rounds, 5) if sustained else rounds
     for number in range(count + 1):
-        for name, (graph, per_graph, replays) in graphs.items():
-            us = _block(graph, per_graph, replays)
+        for name, lane in lanes.items():
+            us = lane.block(target if sustained else 0.0)
             if number:
                 samples[name].append(us)
     return {
@@ -85,18 +75,50 @@ def interleaved(
     }
 
 
-def _block(graph, per_graph: int, replays: int) -> float:
-    """Microseconds a call: the median over the second half of the replays."""
+class Lane:
+    """One candidate's calls, warmed up and captured in a CUDA graph that can be replayed at any time.
+
+    Args:
+        calls: one per input set; each enqueues work on the current stream.
+        graph_seconds: how long one replay should take, about; the graph holds every call at least once.
+    """
+
+    def __init__(self, calls: Sequence[Call], graph_seconds: float) -> None:
+        import torch
+
+        # Capture on the stream of the warm-up: what a call keeps for each stream (a workspace) is made before.
+        stream = _stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            single = _seconds_per_call(calls)
+        per_graph = max(len(calls), min(2000, int(graph_seconds / single)))
+        self.calls = -(-per_graph // len(calls)) * len(calls)
+        self.seconds = single * self.calls
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            for i in range(self.calls):
+                calls[i % len(calls)]()
+
+    def block(self, seconds: float = 0.0) -> float:
+        """Microseconds a call: the median over the second half of the replays that fill `seconds`, at least one."""
+        import torch
+
+        replays = max(1, round(seconds / self.seconds))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        spans = [events[i].elapsed_time(events[i + 1]) for i in range(replays)]
+        return statistics.median(spans[replays // 2 :]) * 1e3 / self.calls
+
+
+@functools.cache
+def _stream(device: int) -> Any:
     import torch
 
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    spans = [events[i].elapsed_time(events[i + 1]) for i in range(replays)]
-    return statistics.median(spans[replays // 2 :]) * 1e3 / per_graph
+    return torch.cuda.Stream(device)
 
 
 def _seconds_per_call(calls: Sequence[Call]) -> float:

@@ -9,6 +9,13 @@ A backend is a module or object with
     default(problem, arch)             the configuration to use when nothing was measured
     parse(text)                        a configuration from its text form, ValueError naming what is accepted
     build(signature, config, arch)     a `Kernel`: compiled, or loaded from the kernel store
+
+and may have
+
+    candidates(signature, arch)        (configuration, splits of K that it may also have) of the few that the heuristic
+                                       weighs; without it `default` decides
+    missing()                          None, or which tool it needs is not installed
+    passed_over(problem, arch)         None, or why its faster kernels cannot serve the problem
 """
 
 from __future__ import annotations
@@ -97,8 +104,9 @@ _REGISTRY: dict[str, _Entry] = {
     "legacy": _Entry("legacy_cuda.backend", "BACKEND"),
 }
 
-AUTO_ORDER = ("cute",)
-"""Backends that backend="auto" asks in turn for a CUDA tensor; torch is the last resort."""
+AUTO_ORDER = ("cute", "cutlass2x", "legacy")
+"""Backends that backend="auto" asks for a CUDA tensor: a later one serves what the earlier cannot, or what it is
+estimated to do clearly faster. torch is the last resort."""
 
 NAMES = ("auto", *_REGISTRY, "torch")
 

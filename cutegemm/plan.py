@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cutegemm import arch as arch_table
 from cutegemm import backend as backends
+from cutegemm import heuristics, winners
 from cutegemm.arch import Arch
 from cutegemm.backend import Kernel
 from cutegemm.errors import UnsupportedError
@@ -79,20 +80,43 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
     if backend != "auto":
         if arch is None:
             raise UnsupportedError(f"backend {backend!r} needs a GPU or an emulated architecture")
-        return _choose_in(backend, problem, arch, config, "asked for")
+        return _choose_in(backend, problem, arch, config)
     if arch is None:
         if config is not None:
             raise ValueError(f"config: got {config!r} with backend='auto' and no GPU; name the backend too")
         return _torch(problem, "the tensors are on the CPU; name a backend to run its kernel in the emulator")
-    reasons = []
-    for name in backends.AUTO_ORDER:
-        try:
-            return _choose_in(name, problem, arch, config, "heuristic")
-        except UnsupportedError as why:
-            if config is not None:
-                raise
-            reasons.append(str(why))
+    if config is not None:
+        return _choose_in(backends.AUTO_ORDER[0], problem, arch, config)
+    found = _tuned(problem, arch, None) or heuristics.choose(problem, arch)
+    if found is not None:
+        return _with_remark(Choice(*found), problem, arch)
+    reasons = (
+        f"backend {name!r} cannot: {heuristics.unavailable(backends.get(name), problem, arch)}"
+        for name in backends.AUTO_ORDER
+    )
     return _torch(problem, "no kernel of ours serves it: " + "; ".join(reasons))
+
+
+def _tuned(problem: Problem, arch: Arch, backend: str | None) -> tuple[str, Any, str] | None:
+    """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today."""
+    row = winners.lookup(problem, arch)
+    if row is None or row.seconds is None or backend not in (None, row.backend):
+        return None
+    serves = backends.get(row.backend)
+    try:
+        config = serves.parse(row.config)
+    except ValueError:  # written by a version with other configurations
+        return None
+    if heuristics.unavailable(serves, problem, arch) or serves.check(config, problem, arch):
+        return None
+    ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
+    return row.backend, config, f"tuned winner, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
+
+
+def _with_remark(choice: Choice, problem: Problem, arch: Arch) -> Choice:
+    """The choice, with a word on the faster kernels that cannot serve the problem."""
+    passed_over = getattr(backends.get(choice.backend), "passed_over", lambda problem, arch: None)(problem, arch)
+    return replace(choice, why=f"{choice.why}; {passed_over}") if passed_over else choice
 
 
 def _torch(problem: Problem, why: str) -> Choice:
@@ -119,14 +143,15 @@ def _backend_of(config: str) -> str:
     raise ValueError("; or ".join(refusals))
 
 
-def _choose_in(name: str, problem: Problem, arch: Arch, config: Any, why: str) -> Choice:
+def _choose_in(name: str, problem: Problem, arch: Arch, config: Any) -> Choice:
     backend = backends.get(name)
     unsupported = backend.supports(problem, arch)
     if unsupported:
         raise UnsupportedError(f"backend {name!r} cannot serve {problem}: {unsupported}")
     if config is None:
-        passed_over = getattr(backend, "passed_over", lambda problem, arch: None)(problem, arch)
-        return Choice(name, backend.default(problem, arch), f"{why}; {passed_over}" if passed_over else why)
+        found = _tuned(problem, arch, name) or heuristics.choose(problem, arch, name)
+        choice = Choice(*found) if found else Choice(name, backend.default(problem, arch), "heuristic")
+        return _with_remark(choice, problem, arch)
     parsed = backend.parse(config) if isinstance(config, str) else config
     if not hasattr(parsed, "tile") or _reread(backend, parsed) != parsed:
         raise ValueError(f"config: got {config!r}, expected a configuration of backend {name!r} or its text form")
@@ -165,6 +190,7 @@ def describe(plan: Plan) -> str:
         needs = f"{p.flops:.3g} flop, {p.min_bytes:.3g} bytes at least"
         rows += [
             ("configuration", str(choice.config)),
+            ("estimate", heuristics.explain(p, choice.config, choice.backend, plan.arch)),
             ("runs", f"{where} {plan.arch.name} ({plan.arch.sm_count} SMs)"),
             ("tiles", f"{grid.tiles} = {grid.waves:.2f} waves; {grid.tile_share:.1%} of their area is in D"),
             ("bound", f"{bound.bound_s * 1e6:.2f} us by {bound.limit} ({needs})"),

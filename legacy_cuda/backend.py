@@ -54,6 +54,10 @@ class LegacyBackend:
         """Every valid configuration of the two autotuned rungs, then the rungs with their defaults."""
         return space.configs(problem.signature, arch)
 
+    def candidates(self, signature: Signature, arch: Arch) -> Iterable[tuple[LegacyConfig, tuple[int, ...]]]:
+        """(configuration, no splits) of the few that `cutegemm.heuristics` weighs."""
+        return ((config, ()) for config in space.candidates(signature, arch))
+
     def default(self, problem: Problem, arch: Arch) -> LegacyConfig:
         """The configuration to use when nothing was measured."""
         return space.default(problem, arch)

@@ -52,24 +52,27 @@ def configs(signature: Signature, arch: Arch) -> Iterator[LegacyConfig]:
             yield config
 
 
-def default(problem: Problem, arch: Arch) -> LegacyConfig:
-    """The largest tile of the best rung that still fills the GPU; small tiles for small problems."""
-    signature = problem.signature
+def candidates(signature: Signature, arch: Arch) -> list[LegacyConfig]:
+    """Configurations of the best rungs, the largest tile first; what to choose among when nothing was measured."""
     if signature.dtype != "fp32":
-        candidates = [
+        listed = [
             LegacyConfig.of("wmma_double_buffer", bm=bm, bn=bn, bk=32, warps_m=wm, warps_n=wn)
             for bm, bn, wm, wn in ((128, 128, 2, 4), (64, 64, 2, 2), (32, 32, 1, 1))
         ]
     else:
-        candidates = [
+        listed = [
             LegacyConfig.of("double_buffer_shared", bm=256, tm=16),
             LegacyConfig.of("double_buffer_shared", bk=8),
             LegacyConfig.of("warp_tile_async", bm=64, bn=64, wm=32, wn=32, wniter=1, tm=8, tn=4, stages=4),
             LegacyConfig.of("warp_tile_async", bm=32, bn=32, wm=32, wn=16, wniter=1, tm=4, tn=4, stages=4),
         ]
-    usable = [config for config in candidates if why_invalid(config, signature, arch) is None]
-    if not usable:
-        usable = list(configs(signature, arch))[-1:]
+    usable = [config for config in listed if why_invalid(config, signature, arch) is None]
+    return usable or list(configs(signature, arch))[-1:]
+
+
+def default(problem: Problem, arch: Arch) -> LegacyConfig:
+    """The largest tile of the best rung that still fills the GPU; small tiles for small problems."""
+    usable = candidates(problem.signature, arch)
     for config in usable:
         bm, bn, _ = config.tile()
         if -(-problem.m // bm) * -(-problem.n // bn) * problem.batch >= arch.sm_count:

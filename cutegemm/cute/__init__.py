@@ -4,8 +4,8 @@
     sm80   tensor cores by mma.sync: fp16, bf16, tf32          kernels/ampere.py
     simt   fp32 on CUDA cores                                   kernels/simt.py
 
-A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator. The first
-automatic row with a valid default configuration serves a problem.
+A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator. The cost model
+chooses among the configurations that the automatic rows prefer (`cutegemm.heuristics`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_CTAS = 2**31 - 1
 @dataclass(frozen=True)
 class Family:
     """One kernel family: `takes(signature)` says whether it is meant for such a problem, `preferred(signature)` lists
-    default configurations, largest first. One that is not `automatic` serves only calls that name a configuration."""
+    the configurations to choose among. One that is not `automatic` serves only calls that name a configuration."""
 
     config: Any
     module: str
@@ -73,7 +73,7 @@ class CuteBackend:
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.capability < (8, 0):
             return f"the CuTe kernels need compute capability 8.0 or newer; {arch.name} has {_dotted(arch)}"
-        if self._family(problem, arch) is not None:
+        if any(self._serves(family, problem, arch) for family in self._automatic(problem.signature)):
             return None
         if not any(f.takes(problem.signature) for f in FAMILIES.values()):
             return (
@@ -83,16 +83,17 @@ class CuteBackend:
         return f"no configuration fits {arch.name}"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
-        """Why a faster family that this GPU could run does not serve the problem; None when the first one does."""
-        chosen = self._family(problem, arch)
+        """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""
+        signature = problem.signature
         for name, family in FAMILIES.items():
-            if family is chosen:
-                break
-            if family.takes(problem.signature) and (name != "sm90" or arch.capability == (9, 0)):
-                if not family.automatic:
-                    return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
-                texts = family.preferred(problem.signature)
-                return f"not {name}, because {self.check(family.config.parse(texts[-1]), problem, arch)}"
+            if not family.takes(signature) or (name == "sm90" and arch.capability != (9, 0)):
+                continue
+            if not family.automatic:
+                return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
+            if self._serves(family, problem, arch):
+                return None
+            texts = family.preferred(signature)
+            return f"not {name}, because {self.check(family.config.parse(texts[-1]), problem, arch)}"
         return None
 
     def check(self, config: TileConfig, problem: Problem, arch: Arch) -> str | None:
@@ -104,22 +105,28 @@ class CuteBackend:
         return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
-        family = self._family(problem, arch)
-        if family is not None:
-            yield from (c for c in family.config.space() if self.check(c, problem, arch) is None)
+        """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
+        for family in self._automatic(problem.signature):
+            for config in family.config.space():
+                splits = getattr(config, "splits", 1)
+                if (splits == 1 or splits * config.bk <= problem.k) and self.check(config, problem, arch) is None:
+                    yield config
+
+    def candidates(self, signature: Signature, arch: Arch) -> Iterator[tuple[TileConfig, tuple[int, ...]]]:
+        """(configuration, splits that it may also have) of the few that the heuristic weighs."""
+        for family in self._automatic(signature):
+            for text in family.preferred(signature):
+                config = family.config.parse(text)
+                if config.problem(signature, arch) is None:
+                    yield config, defaults.splits(text)
 
     def default(self, problem: Problem, arch: Arch) -> TileConfig:
-        family = self._family(problem, arch)
-        if family is None:
+        from cutegemm import heuristics
+
+        found = heuristics.choose(problem, arch, self.name)
+        if found is None:
             raise ValueError(self.supports(problem, arch))
-        last = None
-        for config in self._valid_defaults(family, problem, arch):
-            last = config
-            if _tiles(config, problem) * problem.batch >= arch.sm_count:
-                break
-        if last is None:
-            raise ValueError(self.supports(problem, arch))
-        return last
+        return found[1]
 
     def parse(self, text: str) -> TileConfig:
         family = FAMILIES.get(text.split("/", 1)[0])
@@ -134,13 +141,12 @@ class CuteBackend:
         family = FAMILIES[config.family]
         return compiler.build(signature, config, arch, lambda: family.make_operator(config, signature))
 
-    def _family(self, problem: Problem, arch: Arch) -> Family | None:
-        fitting = (f for f in FAMILIES.values() if f.automatic and f.takes(problem.signature))
-        return next((f for f in fitting if next(self._valid_defaults(f, problem, arch), None) is not None), None)
+    def _automatic(self, signature: Signature) -> Iterator[Family]:
+        return (family for family in FAMILIES.values() if family.automatic and family.takes(signature))
 
-    def _valid_defaults(self, family: Family, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
+    def _serves(self, family: Family, problem: Problem, arch: Arch) -> bool:
         configs = (family.config.parse(text) for text in family.preferred(problem.signature))
-        return (c for c in configs if self.check(c, problem, arch) is None)
+        return any(self.check(config, problem, arch) is None for config in configs)
 
 
 def _tiles(config: TileConfig, problem: Problem) -> int:

@@ -35,6 +35,17 @@ BARRIER_BYTES = 1024
 STORE_BUFFERS = 2
 """Staging buffers of a warpgroup's epilogue: one is filled while TMA reads the other."""
 OPTIONS = ("swap", "once", "slab", "pdl")
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Splits of K that the tuner and the heuristic use; every number up to 32 is valid."""
+
+_TILES = (
+    *((64, n) for n in (16, 32, 64, 96, 128, 192, 256)),
+    *((128, n) for n in (16, 32, 64, 96, 128, 160, 192, 208, 224, 256)),
+    *((192, n) for n in (16, 64, 96, 128, 160, 192)),
+    *((256, n) for n in (16, 32, 64, 96, 128, 160, 192, 208)),
+)
+_RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
+"""Shared memory for the ring beside the smallest epilogue."""
 
 _FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)")
 _ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/swap][/once][/slab][/pdl]"
@@ -108,13 +119,15 @@ class HopperConfig:
         return 32 if self.bn % 32 == 0 and not self.swapped else 16
 
     def uses_tma_store(self, signature: Signature) -> bool:
-        """Whether D goes through stmatrix and TMA: 16-bit, aligned, and no C to be read."""
+        """Whether D goes through shared memory and TMA: it is aligned, and C, if there is one, lies in aligned rows.
+
+        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements.
+        """
         return (
             "slab" not in self.options
-            and ITEMSIZE[signature.out_dtype] == 2
             and signature.align_d >= 16
-            and signature.epilogue.c_dtype is None
-            and signature.epilogue.bias_dtype is None
+            and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
+            and (signature.epilogue.c_dtype is None or signature.align_c >= 16)
         )
 
     def stage_bytes(self, signature: Signature) -> int:
@@ -123,7 +136,8 @@ class HopperConfig:
     def epilogue_bytes(self, signature: Signature) -> int:
         """Shared memory of the epilogue, which lives beside the ring: the next tile's loads run under the stores."""
         if self.uses_tma_store(signature):
-            return self.consumers * STORE_BUFFERS * 64 * self.store_columns(2) * 2
+            itemsize = ITEMSIZE[signature.out_dtype]
+            return self.consumers * STORE_BUFFERS * 64 * self.store_columns(itemsize) * itemsize
         return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
 
     def smem_bytes(self, signature: Signature) -> int:
@@ -196,8 +210,8 @@ class HopperConfig:
             return f"bm is {self.bm}; accepted are multiples of 64 a warpgroup, up to 256"
         if self.bn % 16 or not 16 <= self.bn <= 256:
             return f"bn is {self.bn}; accepted are multiples of 16 from 16 to 256 (the n of a WGMMA)"
-        if self.bk not in (32, 64, 128):
-            return f"bk is {self.bk}; accepted are 32, 64 and 128"
+        if self.bk not in (32, 64, 128, 256):
+            return f"bk is {self.bk}; accepted are 32, 64, 128 and 256"
         if self.cluster not in CLUSTERS:
             return f"cluster is {self.cluster}; accepted are {', '.join(f'{m}x{n}' for m, n in CLUSTERS)}"
         if not 1 <= self.splits <= 32 or (self.splits > 1 and self.ping_pong):
@@ -218,17 +232,19 @@ class HopperConfig:
 
     @classmethod
     def space(cls) -> Iterator[HopperConfig]:
-        """Every configuration the tuner may consider, before the validity rule."""
-        tiles = ((64, n) for n in (16, 32, 64, 128, 256))
-        large = ((128, n) for n in (32, 64, 128, 160, 192, 208, 224, 256))
-        larger = ((192, 128), (256, 64), (256, 128), (256, 192))
-        for (bm, bn), bk, schedule, cluster, stages, order, options in product(
-            (*tiles, *large, *larger),
-            (64, 128),
-            ("coop1", "coop2", "coop3", "pp"),
-            CLUSTERS,
-            range(3, 9),
-            ("g8", "serp8", "hilbert"),
-            ((), ("pdl",), ("swap", "pdl")),
-        ):
-            yield cls(bm, bn, bk, schedule, cluster, stages, order, options)
+        """Every configuration the tuner may consider, before the validity rule.
+
+        Rings are as deep as 16-bit operands allow, one stage less (a wider epilogue needs the room) and half as deep.
+        Splits and exchanged operands, which serve few tiles and a small M, come with one tile order.
+        """
+        for (bm, bn), bk, schedule in product(_TILES, (64, 128), ("coop1", "coop2", "coop3", "pp")):
+            deepest = min(8, (_RING_BYTES - 2 * bn) // ((bm + bn) * bk * 2))
+            rings = sorted({deepest, deepest - 1, deepest // 2}, reverse=True)
+            for cluster, stages, order in product(CLUSTERS, rings, ("serp8", "hilbert")):
+                yield cls(bm, bn, bk, schedule, cluster, stages, order, ("pdl",))
+            yield cls(bm, bn, bk, schedule, (1, 1), deepest, "serp8", ("once", "pdl"))
+            for cluster, stages, splits in product(CLUSTERS[:3], rings[:2], (1, *SPLITS)):
+                if splits > 1:
+                    yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("pdl",), splits)
+                if bn <= 128:
+                    yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("swap", "pdl"), splits)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm.cutlass2x import emit
 from cutegemm.cutlass2x.config import FORM, Cutlass2xConfig, narrowed, published, space
+from cutegemm.errors import GemmError
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -106,6 +107,22 @@ class Cutlass2xBackend:
                 listed.add(narrow)
                 yield narrow
 
+    def candidates(self, signature: Signature, arch: Arch) -> Iterator[tuple[Cutlass2xConfig, tuple[int, ...]]]:
+        """(configuration, splits that it may also have) of the few that `cutegemm.heuristics` weighs."""
+        for config in _listed(signature):
+            if config.problem(signature, arch) is None:
+                yield config, (2, 4, 8)
+
+    def missing(self) -> str | None:
+        """What the toolkit lacks; None when kernels can be compiled here."""
+        from cutegemm.cutlass2x import toolkit
+
+        try:
+            toolkit.find()
+        except GemmError as why:
+            return str(why)
+        return None
+
     def default(self, problem: Problem, arch: Arch) -> Cutlass2xConfig:
         """The configuration to use when nothing was measured: the largest tile that gives every SM one.
 
@@ -136,9 +153,13 @@ class Cutlass2xBackend:
         return build_many([(signature, config)], arch)[0]
 
     def _defaults(self, problem: Problem, arch: Arch) -> Iterator[Cutlass2xConfig]:
-        tensor = {"ieee": _SIMT}.get(problem.precision, _TF32) if problem.dtype == "fp32" else _TENSOR
-        configs = (narrowed(Cutlass2xConfig.parse(f"cutlass2x/{text}"), problem.signature) for text in tensor)
+        configs = _listed(problem.signature)
         return (config for config in configs if self.check(config, problem, arch) is None)
+
+
+def _listed(signature: Signature) -> Iterator[Cutlass2xConfig]:
+    texts = ({"ieee": _SIMT}.get(signature.precision, _TF32)) if signature.dtype == "fp32" else _TENSOR
+    return (narrowed(Cutlass2xConfig.parse(f"cutlass2x/{text}"), signature) for text in texts)
 
 
 def build_many(

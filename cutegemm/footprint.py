@@ -1,0 +1,192 @@
+"""What one CTA of a configuration does, in terms that every kernel family has: the cost model's view of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cutegemm.problem import ITEMSIZE
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.problem import Signature
+
+WGMMA_ROWS, WGMMA_DEPTH = 64, 16
+HILBERT_TILES = 16
+"""Rows of tiles of a Hilbert block."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One CTA of a configuration.
+
+    family: key of its constants in `cost_model`. bm, bn, bk: CTA tile in D's orientation, elements. stages: of the
+    ring. smem_step: bytes of shared memory read by a k step, over all warps. threads: of a CTA; ctas: resident on an
+    SM. cluster: CTAs along M and N that share loads. splits: of K. group: tile rows that the tile order walks
+    together. overlapped: the epilogue runs beside the next tile's multiplications. pdl: programmatic dependent launch.
+    copies: how many times more instructions narrow loads take than 16-byte ones.
+    """
+
+    family: str
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    smem_step: int
+    threads: int
+    ctas: int = 1
+    cluster: tuple[int, int] = (1, 1)
+    splits: int = 1
+    group: int = 8
+    overlapped: bool = False
+    pdl: bool = False
+    copies: float = 1.0
+
+
+def of(config: Any, backend: str, signature: Signature, arch: Arch) -> Footprint:
+    """The footprint of a backend's configuration. Raises ValueError for a backend that has none."""
+    describe = _DESCRIBE.get(backend)
+    if describe is None:
+        raise ValueError(f"backend: got {backend!r}, accepted are {', '.join(map(repr, _DESCRIBE))}")
+    return describe(config, signature, arch)
+
+
+def _cute(config: Any, signature: Signature, arch: Arch) -> Footprint:
+    return _hopper(config, signature, arch) if config.family == "sm90" else _cute_warps(config, signature, arch)
+
+
+def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
+    bm, bn, bk = config.tile()
+    size = ITEMSIZE[signature.dtype]
+    # Each WGMMA of 64 rows reads its rows of A and all of B, for 16 of k.
+    smem = config.bm // WGMMA_ROWS * (bk // WGMMA_DEPTH) * (WGMMA_ROWS + config.bn) * WGMMA_DEPTH * size
+    cluster = config.cluster[::-1] if config.swapped else config.cluster
+    ctas = 1
+    if not config.persistent:
+        ctas = resident(arch, config.smem_bytes(signature), config.threads, 168)
+    return Footprint(
+        "sm90",
+        bm,
+        bn,
+        bk,
+        config.stages,
+        smem,
+        config.threads,
+        ctas=ctas,
+        cluster=cluster,
+        splits=config.splits,
+        group=order_rows(config.order),
+        overlapped=config.ping_pong,
+        pdl="pdl" in config.options,
+    )
+
+
+def _cute_warps(config: Any, signature: Signature, arch: Arch) -> Footprint:
+    tf32 = config.family == "sm80" and signature.dtype == "fp32"
+    return _warps(
+        f"{config.family}/tf32" if tf32 else config.family,
+        config.tile(),
+        (config.wm, config.wn),
+        config.stages,
+        config.smem_bytes(signature),
+        signature,
+        arch,
+        group=config.group,
+    )
+
+
+def _cutlass2x(config: Any, signature: Signature, arch: Arch) -> Footprint:
+    family = "cutlass2x"
+    if signature.dtype == "fp32":
+        family += "/simt" if config.simt else f"/{signature.precision}"
+    group = int(config.swizzle[2:]) if config.swizzle.startswith("id") else 1
+    return _warps(
+        family,
+        config.threadblock,
+        config.warp[:2],
+        config.stages,
+        config.smem_bytes(signature),
+        signature,
+        arch,
+        group=group,
+        splits=config.splits,
+    )
+
+
+def _legacy(config: Any, signature: Signature, arch: Arch) -> Footprint:
+    bm, bn, bk = config.tile()
+    p = config.parameters
+    if "warps_m" in p:
+        warp = bm // p["warps_m"], bn // p["warps_n"]
+    elif "wm" in p:
+        warp = p["wm"], p["wn"]
+    else:
+        warp = 4 * p.get("tm", 1), 8 * p.get("tn", 1)
+    return _warps(
+        "legacy/wmma" if config.spec.tensor_cores else "legacy",
+        (bm, bn, bk),
+        (min(warp[0], bm), min(warp[1], bn)),
+        p.get("stages", 2),
+        config.dynamic_smem(signature) + config.static_smem(),
+        signature,
+        arch,
+        group=p.get("group", 1),
+    )
+
+
+def _warps(
+    family: str,
+    tile: tuple[int, int, int],
+    warp: tuple[int, int],
+    stages: int,
+    smem_bytes: int,
+    signature: Signature,
+    arch: Arch,
+    *,
+    group: int,
+    splits: int = 1,
+) -> Footprint:
+    """A kernel whose warps each read their own fragments of A and B from shared memory."""
+    (bm, bn, bk), (wm, wn), size = tile, warp, ITEMSIZE[signature.dtype]
+    warps = max(bm * bn // (wm * wn), 1)
+    threads = 32 * warps
+    # Accumulators, double-buffered fragments, addresses.
+    registers = min(wm * wn // 32 + (wm + wn) // 2 + 40, arch.registers_per_thread)
+    narrowest = min(signature.align_a, signature.align_b)
+    return Footprint(
+        family,
+        bm,
+        bn,
+        bk,
+        stages,
+        warps * (wm + wn) * bk * size,
+        threads,
+        ctas=resident(arch, smem_bytes, threads, registers),
+        splits=splits,
+        group=group,
+        copies=16 / narrowest,
+    )
+
+
+def resident(arch: Arch, smem_bytes: int, threads: int, registers: int) -> int:
+    """CTAs resident on an SM, at least 1: by shared memory, registers and threads."""
+    by_smem = arch.smem_per_sm // (smem_bytes + arch.smem_reserved_per_cta)
+    by_registers = arch.registers_per_sm // (threads * (-(-registers // 8) * 8))
+    return max(1, min(by_smem, by_registers, arch.threads_per_sm // threads, arch.ctas_per_sm))
+
+
+def order_rows(order: str) -> int:
+    """Tile rows that a tile order walks together; see `cute.tile_order`."""
+    found = re.fullmatch(r"(?:g|serp)(\d+)", order)
+    if found:
+        return int(found[1])
+    return {"row": 1, "hilbert": HILBERT_TILES}.get(order, 64)
+
+
+_DESCRIBE: dict[str, Callable[[Any, Signature, Arch], Footprint]] = {
+    "cute": _cute,
+    "cutlass2x": _cutlass2x,
+    "legacy": _legacy,
+}

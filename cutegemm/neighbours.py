@@ -1,0 +1,38 @@
+"""The winners known for a signature, whatever their sizes: what was measured near a shape that was not."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.problem import Signature
+    from cutegemm.winners import Measurement
+
+_SIZES = re.compile(r"(\d+)x(\d+)x(\d+) (.+)")
+
+
+def winners_of(signature: Signature, arch: Arch, backend: str) -> list[tuple[tuple[int, int, int], str]]:
+    """((M, N, K), text of the winning configuration of `backend`) of every unbatched shape known, in order of size.
+
+    From the user's fresh rows and the shipped table, as `winners.lookup` weighs them; none with `CUTEGEMM_WINNERS=off`.
+    """
+    from cutegemm import winners, winners_table
+    from cutegemm.winners_fingerprint import is_fresh
+
+    if os.environ.get("CUTEGEMM_WINNERS", "") == "off":
+        return []
+    own = [row for row in winners.Winners().rows() if row.kind != "family" and is_fresh(row)]
+    shipped = [row for rows in winners_table.shipped(arch.name, arch.sm_count).values() for row in rows]
+    found: dict[tuple[int, int, int], list[Measurement]] = {}
+    here = (arch.name, arch.sm_count, backend, str(signature))
+    for row in (*shipped, *own):
+        sizes = _SIZES.fullmatch(row.problem)
+        if sizes and (row.gpu, row.sm_count, row.backend, sizes[4]) == here:
+            m, n, k = (int(size) for size in sizes.groups()[:3])
+            if m and n and k:
+                found.setdefault((m, n, k), []).append(row)
+    best = ((sizes, winners.pick(rows)) for sizes, rows in sorted(found.items()))
+    return [(sizes, row.config) for sizes, row in best if row is not None]

@@ -1,0 +1,268 @@
+"""Fits the cost model to measured times: `python -m tuning.calibrate TABLE... --write`.
+
+    TABLE     a text table (below), the JSON of `tuning.bench` or of `tuning.winners export`; without one, the user's
+              winners store
+    --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
+
+A text table has one block a shape; `ratio` is not read:
+
+    == 512x512x512 bf16 tn torch 3.65 us ...
+       1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl       (ratio, microseconds, TFLOP/s, configuration)
+
+The fit is a coordinate search from the first-principles constants, one kernel family at a time, and deterministic. What
+it minimizes, averaged over shapes: the spread of log(model / measured) among a shape's configurations, their common
+offset (counted less: a choice depends on the order alone), and what the configurations that the model likes best lose
+to the fastest. A small pull keeps constants that the table says nothing about where they began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from tabulate import tabulate
+
+from cutegemm import arch as arch_table
+from cutegemm import backend as backends
+from cutegemm import footprint
+from cutegemm.arch import Arch
+from cutegemm.cost_model import CONSTANTS, FIRST_PRINCIPLES, Model, Rates
+from cutegemm.footprint import Footprint
+from cutegemm.problem import Problem
+
+REACH = 6.0
+"""A constant may leave its first value by this factor at most."""
+PULL, OFFSET, LOSS = 0.0006, 0.15, 1.0
+SHARP = 0.02
+"""A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
+
+_HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3) )?([tn]{2}) torch ([\d.]+) us")
+_LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
+_STORED = re.compile(
+    r"(?:(\d+)x)??(\d+)x(\d+)x(\d+) (\w+)->(\w+)/(ieee|tf32|tf32x3)/a([km])\d+/b([kn])\d+/c\d+/d\d+/.*"
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured time."""
+
+    problem: Problem
+    backend: str
+    config: str
+    seconds: float
+
+
+def read(path: Path) -> list[Sample]:
+    """The samples of a text table or JSON file. Raises ValueError naming the file and what is wrong."""
+    text = path.read_text()
+    if not text.lstrip().startswith("{"):
+        return read_table(text, str(path))
+    data = json.loads(text)
+    if "columns" in data:
+        from cutegemm.winners_table import load
+
+        return from_measurements(load(text))
+    if "results" in data:
+        return [
+            Sample(parse_problem(row["problem"]), row["backend"], row["config"], row["us"] * 1e-6)
+            for row in data["results"]
+            if row.get("config") and row.get("us")
+        ]
+    raise ValueError(f"{path}: neither a table of winners nor the JSON of tuning.bench")
+
+
+def read_table(text: str, name: str = "table") -> list[Sample]:
+    """The samples of a text table, see the module docstring; lines of other kinds are passed over."""
+    samples: list[Sample] = []
+    problem: Problem | None = None
+    for line in text.splitlines():
+        head, row = _HEAD.match(line), _LINE.fullmatch(line)
+        if head:
+            m, n, k = (int(size) for size in head.groups()[:3])
+            problem = Problem.of(m, n, k, head[4], majors=head[6], precision=head[5] or "ieee")
+        elif row and problem is not None:
+            samples.append(Sample(problem, _backend_of(row[4]), row[4], float(row[2]) * 1e-6))
+    if not samples:
+        raise ValueError(f"{name}: no measured lines in it")
+    return samples
+
+
+def from_measurements(rows: Iterable[object]) -> list[Sample]:
+    """The samples of winners' rows: right ones, of problems that contiguous aligned tensors have."""
+    samples = []
+    for row in rows:
+        verdict, seconds = getattr(row, "verdict", None), getattr(row, "seconds", None)
+        if verdict != "ok" or not seconds:
+            continue
+        try:
+            problem = parse_problem(row.problem)  # type: ignore[attr-defined]
+        except ValueError:
+            continue
+        samples.append(Sample(problem, row.backend, row.config, seconds))  # type: ignore[attr-defined]
+    return samples
+
+
+def parse_problem(text: str) -> Problem:
+    """The problem of contiguous, aligned tensors whose `str` is `text`. Raises ValueError for any other."""
+    found = _STORED.fullmatch(text)
+    if found:
+        m, n, k = (int(found[i]) for i in (2, 3, 4))
+        majors = ("t" if found[8] == "k" else "n") + ("n" if found[9] == "k" else "t")
+        batch = int(found[1] or 1)
+        problem = Problem.of(m, n, k, found[5], majors=majors, batch=batch, out_dtype=found[6], precision=found[7])
+        if str(problem) == text:
+            return problem
+    raise ValueError(f"problem: {text!r} is not one of contiguous, aligned tensors without an epilogue")
+
+
+def _backend_of(config: str) -> str:
+    first = config.partition("/")[0]
+    return "cute" if first in ("sm90", "sm80", "simt") else "cutlass2x" if first == "cutlass2x" else "legacy"
+
+
+class Fit:
+    """The samples of one kernel family, and how well constants explain them."""
+
+    def __init__(self, family: str, samples: Sequence[tuple[Sample, Footprint]], arch: Arch) -> None:
+        self.family, self.arch = family, arch
+        self.shapes: dict[Problem, list[tuple[Footprint, float]]] = {}
+        for sample, shape in samples:
+            self.shapes.setdefault(sample.problem, []).append((shape, sample.seconds))
+
+    def predicted(self, problem: Problem, shape: Footprint, constants: Rates) -> float:
+        model = Model(shape, problem.signature, self.arch, constants)
+        return model.seconds(problem.m, problem.n, problem.k, problem.batch)
+
+    def loss(self, constants: Rates) -> float:
+        """See the module docstring."""
+        total = 0.0
+        for problem, rows in self.shapes.items():
+            predicted = [self.predicted(problem, shape, constants) for shape, _ in rows]
+            measured = [seconds for _, seconds in rows]
+            fastest, cheapest = min(measured), min(predicted)
+            errors = [math.log(p / s) for p, s in zip(predicted, measured, strict=True)]
+            weights = [1 / (1 + 4 * (s / fastest - 1)) for s in measured]
+            offset = sum(w * e for w, e in zip(weights, errors, strict=True)) / sum(weights)
+            spread = sum(w * (e - offset) ** 2 for w, e in zip(weights, errors, strict=True)) / sum(weights)
+            liked = [math.exp((1 - p / cheapest) / SHARP) for p in predicted]
+            lost = sum(x * math.log(s / fastest) for x, s in zip(liked, measured, strict=True)) / sum(liked)
+            total += spread + OFFSET * offset**2 + LOSS * lost
+        first = FIRST_PRINCIPLES[self.family]
+        pulled = sum(
+            math.log(getattr(constants, f.name) / getattr(first, f.name)) ** 2
+            for f in fields(Rates)
+            if getattr(first, f.name)
+        )
+        return total / len(self.shapes) + PULL * pulled
+
+    def search(self) -> Rates:
+        """The constants that a coordinate search from first principles ends at."""
+        first = FIRST_PRINCIPLES[self.family]
+        names = [f.name for f in fields(Rates) if getattr(first, f.name)]
+        best, loss = first, self.loss(first)
+        for factor in (1.6, 1.25, 1.12, 1.05, 1.02):
+            improved, passes = True, 0
+            while improved and passes < 12:
+                improved, passes = False, passes + 1
+                for name in names:
+                    start = getattr(first, name)
+                    for step in (factor, 1 / factor):
+                        value = getattr(best, name) * step
+                        if not 1 / REACH <= value / start <= REACH:
+                            continue
+                        trial = replace(best, **{name: value})
+                        found = self.loss(trial)
+                        if found < loss - 1e-7:
+                            best, loss, improved = trial, found, True
+                            break
+        return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(best).items()})
+
+    def report(self, constants: Rates) -> list[tuple[str, int, float, float, float, str]]:
+        """(shape, configurations, mean and largest |model / measured - 1|, time lost by the model's choice, choice)."""
+        rows = []
+        for problem, entries in self.shapes.items():
+            predicted = [self.predicted(problem, shape, constants) for shape, _ in entries]
+            errors = [abs(p / s - 1) for p, (_, s) in zip(predicted, entries, strict=True)]
+            fastest = min(s for _, s in entries)
+            chosen = entries[predicted.index(min(predicted))]
+            shape = f"{problem.m}x{problem.n}x{problem.k}"
+            tile = f"{chosen[0].bm}x{chosen[0].bn}x{chosen[0].bk}"
+            lost = chosen[1] / fastest - 1
+            rows.append((shape, len(entries), sum(errors) / len(errors), max(errors), lost, tile))
+        return rows
+
+
+def by_family(samples: Iterable[Sample], arch: Arch) -> Mapping[str, Fit]:
+    """The samples of each kernel family that they are of; configurations not valid today are passed over."""
+    found: dict[str, list[tuple[Sample, Footprint]]] = {}
+    for sample in samples:
+        backend = backends.get(sample.backend)
+        try:
+            config = backend.parse(sample.config)
+        except ValueError:
+            continue
+        if backend.check(config, sample.problem, arch) is None:
+            shape = footprint.of(config, sample.backend, sample.problem.signature, arch)
+            found.setdefault(shape.family, []).append((sample, shape))
+    return {family: Fit(family, rows, arch) for family, rows in found.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tuning.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
+    parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
+    parser.add_argument("--family", help="fit this kernel family only")
+    parser.add_argument("--write", action="store_true", help=f"write {CONSTANTS.name}")
+    parser.add_argument("--least", type=int, default=12, help="samples that a family needs to be fitted")
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    try:
+        arch = arch_table.get(options.arch)
+        samples = [sample for path in options.tables for sample in read(path)]
+    except (OSError, ValueError) as why:
+        parser.error(str(why))
+    if not options.tables:
+        from cutegemm.winners import Winners
+
+        rows = [row for row in Winners().rows() if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
+        samples = from_measurements(rows)
+    fits = {family: fit for family, fit in by_family(samples, arch).items() if options.family in (None, family)}
+    if not fits:
+        parser.error("no measured times of any kernel family (of that GPU)")
+    families = {}
+    for family, fit in fits.items():
+        count = sum(map(len, fit.shapes.values()))
+        if count < options.least:
+            print(f"{family}: {count} times are too few to fit, at least {options.least}")
+            continue
+        constants = fit.search()
+        first = FIRST_PRINCIPLES[family]
+        print(f"{family}: {count} times of {len(fit.shapes)} shapes; loss {fit.loss(first):.5f} -> "
+              f"{fit.loss(constants):.5f}")  # fmt: skip
+        print(tabulate(fit.report(constants), headers=["shape", "configs", "mean error", "largest", "choice loses",
+                                                       "choice"], floatfmt=".3f"))  # fmt: skip
+        families[family] = asdict(constants)
+        print(", ".join(f"{key}={value}" for key, value in families[family].items()))
+    if options.write and families:
+        stored = json.loads(CONSTANTS.read_text())["families"] if CONSTANTS.exists() else {}
+        command = shlex.join(["python", "-m", "tuning.calibrate", *(Path(a).name if "/" in a else a for a in given)])
+        for family, constants in families.items():
+            stored[family] = {"gpu": arch.name, "command": command, **constants}
+        CONSTANTS.parent.mkdir(exist_ok=True)
+        CONSTANTS.write_text(json.dumps({"families": dict(sorted(stored.items()))}, indent=1) + "\n")
+        print(f"written to {CONSTANTS}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,10 +2,14 @@
 
 An entry is `<root>/<first two digits>/<sha256 of the key>/` with the artefacts (object, library, PTX, cubin) and
 `meta.json`, which holds the key in clear, the checksum of every file, and what the backend wants to keep. Entries
-appear by an atomic rename of a finished folder, so that a killed process leaves nothing half-written, and a lock
-per key makes processes that want the same kernel compile it once. What is truncated, foreign or altered is set
-aside and built again. Without a writable disk the store falls back to a temporary folder of this process and says
-so once.
+appear by an atomic rename of a finished folder, so that a killed process leaves nothing half-written that anybody would
+load, and a lock per key makes processes that want the same kernel compile it once.
+
+A kernel is code that this process will run, so nobody else may have a say in it: folders are made with mode 0700 and
+files with 0600, and an entry is loaded only when it, its files and the folders above it up to the root are owned by
+this user and writable by nobody else, no link stands in their place, and key and checksums are right. What is
+truncated, foreign or altered is set aside and built again. Without a writable folder of its own the store keeps what it
+builds in a temporary folder of this process, and says so once; entries that it can read and trust still serve.
 """
 
 from __future__ import annotations
@@ -18,13 +22,23 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutegemm.errors import GemmError
+
 FORMAT = 1
+
+LOCK_WAIT_S = 600.0
+"""How long to wait for another process that compiles the same kernel, before compiling it here too."""
+
+LEFTOVER_S = 24 * 3600.0
+"""Age at which the unfinished folder of a killed process is removed."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +99,20 @@ class KernelStore:
     def __init__(self, root: Path | str | None = None) -> None:
         self._root = Path(root) if root is not None else default_root()
         self._lock = threading.Lock()
-        self._fallback: tempfile.TemporaryDirectory[str] | None = None
+        self._fallback: _TemporaryFolder | None = None
 
     @property
     def root(self) -> Path:
-        return Path(self._fallback.name) if self._fallback else self._root
+        """Where entries are written."""
+        return self._fallback.path if self._fallback else self._root
 
     def get(self, key: Mapping[str, Any]) -> Entry | None:
         """The entry of this key, or None when there is none that can be trusted."""
-        path = self._path(key)
-        try:
-            return Entry(path, _verified(path, key), self._fallback)
-        except (OSError, ValueError):
-            return None
+        for root in dict.fromkeys((self.root, self._root)):
+            path = self._path(key, root)
+            with contextlib.suppress(OSError, ValueError):
+                return Entry(path, _verified(path, key), self._fallback)
+        return None
 
     def get_or_build(self, key: Mapping[str, Any], build: Callable[[], Artefacts]) -> Entry:
         """The entry of this key; `build` makes it when it is not there. Processes that race build once."""
@@ -124,8 +139,8 @@ class KernelStore:
 
     def _write(self, key: Mapping[str, Any], made: Artefacts) -> Entry:
         path = self._path(key)
-        _make_private(self.root)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._make_shard(path)
+        _remove_leftovers(path.parent)
         work = Path(tempfile.mkdtemp(dir=path.parent, prefix=".new-"))
         try:
             meta = {
@@ -149,10 +164,14 @@ class KernelStore:
             raise
         return Entry(path, _verified(path, key), self._fallback)
 
-    def _path(self, key: Mapping[str, Any]) -> Path:
+    def _path(self, key: Mapping[str, Any], root: Path | None = None) -> Path:
         text = json.dumps({"format": FORMAT, **key}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return self.root / digest[:2] / digest
+        return (root or self.root) / digest[:2] / digest
+
+    def _make_shard(self, path: Path) -> None:
+        _make_private(self.root)
+        _make_private(path.parent)
 
     @contextlib.contextmanager
     def _key_lock(self, key: Mapping[str, Any]) -> Iterator[None]:
@@ -160,10 +179,15 @@ class KernelStore:
 
         path = self._path(key)
         try:
-            _make_private(self.root)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            self._make_shard(path)
             lock = filelock.FileLock(str(path) + ".lock", mode=0o600)
-            lock.acquire()
+            lock.acquire(timeout=LOCK_WAIT_S)
+        except filelock.Timeout:
+            _warn(
+                f"kernel store: waited {LOCK_WAIT_S:.0f} s for the process that holds {path}.lock; compiling here too"
+            )
+            yield
+            return
         except (OSError, NotImplementedError) as why:  # the latter where the file system has no locks
             if self._fallback is None:
                 self._fall_back(why)
@@ -178,7 +202,13 @@ class KernelStore:
     def _fall_back(self, why: BaseException) -> None:
         with self._lock:
             if self._fallback is None:
-                self._fallback = tempfile.TemporaryDirectory(prefix="cutegemm-")
+                try:
+                    self._fallback = _TemporaryFolder()
+                except OSError as also:
+                    raise GemmError(
+                        f"kernel store: neither {self._root} ({why}) nor a temporary folder ({also}) can be written; "
+                        "set CUTEGEMM_CACHE_DIR to a folder of yours, or TMPDIR"
+                    ) from why
                 _warn(f"kernel store: {self._root} cannot be written ({why}); kernels are kept for this process only")
 
     def _set_aside(self, key: Mapping[str, Any]) -> None:
@@ -230,15 +260,27 @@ def fingerprint(*paths: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+class _TemporaryFolder:
+    """A folder that is removed with the last object that holds it; a forked child leaves it to its parent."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="cutegemm-"))
+        weakref.finalize(self, _remove_own, self.path, os.getpid())
+
+
+def _remove_own(path: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _verified(path: Path, key: Mapping[str, Any]) -> Mapping[str, Any]:
     """The metadata of a trustworthy entry of this key. FileNotFoundError: no entry. ValueError: not to be trusted."""
     info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode):
-        raise ValueError("not a folder")
-    if hasattr(os, "getuid") and info.st_uid != os.getuid():
-        raise ValueError(f"owned by user {info.st_uid}, not by {os.getuid()}")
-    if info.st_mode & 0o022:
-        raise ValueError(f"writable by others (mode {stat.S_IMODE(info.st_mode):o})")
+    for folder in (path.parent.parent, path.parent):
+        _check_private(folder, folder.stat() if folder == path.parent.parent else folder.lstat(), stat.S_ISDIR)
+    _check_private(path, info, stat.S_ISDIR)
+    for file in path.iterdir():
+        _check_private(file, file.lstat(), stat.S_ISREG)
     try:
         meta = json.loads((path / "meta.json").read_bytes())
         sums = dict(meta["sha256"])
@@ -246,31 +288,55 @@ def _verified(path: Path, key: Mapping[str, Any]) -> Mapping[str, Any]:
         described = (meta["format"], meta["key"])
     except FileNotFoundError as why:
         raise ValueError("meta.json is missing") from why
-    except (TypeError, KeyError, ValueError) as why:
+    except (TypeError, KeyError, ValueError, RecursionError) as why:
         raise ValueError(f"meta.json is not readable: {why}") from why
     if described != (FORMAT, dict(key)):
         raise ValueError("it is the entry of another key")
     if set(sums) != {file.name for file in path.iterdir()} - {"meta.json"}:
         raise ValueError("its files are not those that meta.json lists")
     for name, want in sums.items():
-        try:
-            data = (path / name).read_bytes()
-        except FileNotFoundError as why:
-            raise ValueError(f"{name} is missing") from why
-        if hashlib.sha256(data).hexdigest() != want:
+        if hashlib.sha256((path / name).read_bytes()).hexdigest() != want:
             raise ValueError(f"the checksum of {name} is wrong")
     return kept
 
 
-def _make_private(root: Path) -> None:
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = root.stat()
-    if hasattr(os, "getuid") and info.st_uid == os.getuid() and info.st_mode & 0o077:
-        root.chmod(0o700)
+def _check_private(path: Path, info: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    """Raises ValueError unless it is of that kind, this user's, and writable by nobody else."""
+    if not is_kind(info.st_mode):
+        kind = "folder" if is_kind is stat.S_ISDIR else "plain file"
+        raise ValueError(f"{path.name} is not a {kind}")
+    if info.st_uid != os.getuid():
+        raise ValueError(f"{path.name} is owned by user {info.st_uid}, not by {os.getuid()}")
+    if info.st_mode & 0o022:
+        raise ValueError(f"{path.name} is writable by others (mode {stat.S_IMODE(info.st_mode):o})")
+
+
+def _make_private(folder: Path) -> None:
+    """Makes the folder, and those above it that are missing, with mode 0700; takes others' rights away from one that is
+    there. Raises OSError for one of another user."""
+    missing = [folder]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
+    info = folder.stat()
+    if info.st_uid != os.getuid():
+        raise PermissionError(f"it is owned by user {info.st_uid}, not by {os.getuid()}")
+    if info.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def _remove_leftovers(shard: Path) -> None:
+    """Removes the unfinished folders of processes that were killed long ago."""
+    for pattern in (".new-*", ".bad-*"):
+        for folder in shard.glob(pattern):
+            with contextlib.suppress(OSError):
+                if time.time() - folder.lstat().st_mtime > LEFTOVER_S:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    with open(path, "xb") as out:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
         out.write(data)
         out.flush()
         os.fsync(out.fileno())

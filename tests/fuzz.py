@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: in the emulator (default without a GPU)")
     parser.add_argument("--only", type=int, metavar="N", help="problem N of the run alone")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after this long, compiling included")
-    parser.add_argument("--kernels", type=int, help="about so many kernels (default 150, in the emulator 24)")
+    parser.add_argument("--kernels", type=int, help="about so many kernels (default 130, in the emulator 24)")
     parser.add_argument("--kinds", default=",".join(SHARES), help="of kernels (default %(default)s)")
     parser.add_argument("--workers", type=int, help="processes that run problems (default 4 on a GPU, else 1)")
     parser.add_argument("--jobs", type=int, help="processes that compile (default: cores, 14 at most)")
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(3), "little")
     begun = time.monotonic()
     arch = Arch.of_device() if device == "cuda" else plan.emulated_arch()
-    kernels = args.kernels or (150 if device == "cuda" else 24)
+    kernels = args.kernels or (130 if device == "cuda" else 24)
     usable = tuple(kind for kind in kinds if _usable(kind, arch))
     slots = fuzz_kernels.choose(seed, kernels, CUDA if device == "cuda" else CPU, arch, usable)
     if not slots:
@@ -150,9 +150,7 @@ def _one(run: Run, number: int) -> int:
     return 0
 
 
-def _drive(
-    run: Run, count: int, workers: int, broken: frozenset[Pair], deadline: float | None, tally: Tally
-) -> bool:
+def _drive(run: Run, count: int, workers: int, broken: frozenset[Pair], deadline: float | None, tally: Tally) -> bool:
     """Problems 0 to count - 1 in `workers` processes, number by number in turn. False when the deadline came first."""
     crew = {index: _Worker(run, index, range(index, count, workers), broken) for index in range(workers)}
     restarts, shown = 0, time.monotonic()

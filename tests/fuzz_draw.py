@@ -153,9 +153,7 @@ def _attempt(t: Template, rng: random.Random, limits: Limits) -> Spec | None:
     )
 
 
-def _sizes(
-    t: Template, rng: random.Random, grains: dict[str, int], limits: Limits, batch: int
-) -> tuple[int, int, int]:
+def _sizes(t: Template, rng: random.Random, grains: dict[str, int], limits: Limits, batch: int) -> tuple[int, int, int]:
     tile = _tile(t)
     sizes = {}
     for axis, extent in zip("mnk", tile, strict=True):

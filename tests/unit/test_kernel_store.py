@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from cutegemm import kernel_store as module
+from cutegemm.errors import GemmError
 from cutegemm.kernel_store import Artefacts, KernelStore, StoreWarning, default_root, default_store, fingerprint
 
 KEY = {"config": "a", "target": "sm_80"}
@@ -98,8 +104,6 @@ def test_a_root_that_cannot_be_made_falls_back_to_memory_with_one_warning(tmp_pa
 
 
 def test_a_full_disk_falls_back(tmp_path, monkeypatch):
-    import cutegemm.kernel_store as module
-
     real = module._write_file
     failed = []
 
@@ -161,6 +165,208 @@ def test_a_killed_builder_blocks_nobody(tmp_path):
     os.kill(victim.pid, signal.SIGKILL)
     victim.join(60)
     assert KernelStore(tmp_path / "s").get_or_build(KEY, make).read("kernel.o") == b"code"
+
+
+def test_every_folder_that_is_made_is_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        entry = KernelStore(tmp_path / "cache" / "kernels").get_or_build(KEY, make)
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "cache", tmp_path / "cache" / "kernels", entry.path.parent, entry.path):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    for file in entry.path.iterdir():
+        assert file.stat().st_mode & 0o777 == 0o600
+
+
+FOREIGN = {
+    "a file of the entry is writable by others": lambda p: (p / "kernel.o").chmod(0o666),
+    "a file of the entry is a link": lambda p: _link_away(p / "kernel.o"),
+    "a file of the entry is a pipe": lambda p: ((p / "kernel.o").unlink(), os.mkfifo(p / "kernel.o")),
+    "a file that nobody listed": lambda p: (p / "more.so").write_bytes(b"evil"),
+    "the entry is writable by the group": lambda p: p.chmod(0o770),
+    "metadata is endless brackets": lambda p: (p / "meta.json").write_text("[" * 100_000),
+    "metadata is of another format": lambda p: _change(p, format=0),
+    "metadata is of another key": lambda p: _change(p, key={**KEY, "config": "z"}),
+    "metadata is empty": lambda p: (p / "meta.json").write_bytes(b""),
+}
+
+
+def _link_away(file):
+    moved = file.rename(file.parent.parent / "elsewhere")
+    file.symlink_to(moved)
+
+
+def _change(path, **changes):
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, **changes}))
+
+
+@pytest.mark.parametrize("damage", FOREIGN)
+def test_foreign_entries_are_rebuilt_never_loaded(tmp_path, damage):
+    store = KernelStore(tmp_path)
+    FOREIGN[damage](store.get_or_build(KEY, make).path)
+    assert store.get(KEY) is None
+    with pytest.warns(StoreWarning, match="set aside"):
+        assert store.get_or_build(KEY, lambda: make(b"fresh")).read("kernel.o") == b"fresh"
+
+
+def test_an_open_folder_is_closed_before_its_entries_are_loaded(tmp_path):
+    for opened in (lambda p: p.parent.parent, lambda p: p.parent):
+        store = KernelStore(tmp_path / "s")
+        entry = store.get_or_build(KEY, make)
+        opened(entry.path).chmod(0o777)
+        assert store.get(KEY) is None
+        assert store.get_or_build(KEY, make).path == entry.path
+        assert opened(entry.path).stat().st_mode & 0o777 == 0o700
+
+
+def test_another_users_entries_are_never_loaded(tmp_path, monkeypatch):
+    store = KernelStore(tmp_path / "s")
+    kept = store.get_or_build(KEY, make)
+    monkeypatch.setattr(os, "getuid", lambda: kept.path.stat().st_uid + 1)
+    assert store.get(KEY) is None
+    # Nothing here can belong to that user, not even the temporary folder: no kernel is better than a foreign one.
+    with pytest.warns(StoreWarning, match="is owned by user"), pytest.raises(OSError, match="is owned by user"):
+        store.get_or_build(KEY, lambda: make(b"fresh"))
+    assert kept.read("kernel.o") == b"code"
+
+
+def test_a_link_in_place_of_a_shard_is_not_followed(tmp_path):
+    store = KernelStore(tmp_path / "s")
+    shard = store.get_or_build(KEY, make).path.parent
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    assert store.get(KEY) is None
+    with pytest.warns(StoreWarning):
+        assert store.get_or_build(KEY, lambda: make(b"fresh")).read("kernel.o") == b"fresh"
+
+
+def test_entries_still_serve_when_the_disk_became_read_only(tmp_path, monkeypatch):
+    store = KernelStore(tmp_path)
+    before = store.get_or_build(KEY, make)
+    monkeypatch.setattr(module, "_make_private", _fails_below(tmp_path, module._make_private))
+    with pytest.warns(StoreWarning, match="Read-only file system") as caught:
+        other = store.get_or_build({**KEY, "config": "b"}, make)
+    assert len(caught) == 1
+    assert tmp_path not in other.path.parents
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.get_or_build(KEY, lambda: make(b"fresh")).path == before.path
+        assert store.get_or_build({**KEY, "config": "b"}, lambda: make(b"fresh")).path == other.path
+
+
+def _fails_below(root, real):
+    def make_private(folder):
+        if root in (folder, *folder.parents):
+            raise OSError(30, "Read-only file system")
+        real(folder)
+
+    return make_private
+
+
+def test_no_folder_at_all_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(tempfile, "mkdtemp", _no_space)
+    with pytest.raises(GemmError, match=r"neither .*file/store .* nor a temporary folder .* CUTEGEMM_CACHE_DIR"):
+        KernelStore(tmp_path / "file" / "store").get_or_build(KEY, make)
+
+
+def _no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+def test_the_temporary_folder_goes_with_its_store_and_not_with_a_forked_child(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    store = KernelStore(tmp_path / "file" / "store")
+    with pytest.warns(StoreWarning):
+        entry = store.get_or_build(KEY, make)
+    root = store.root
+    child = os.fork()
+    if child == 0:
+        try:
+            del store, entry
+            gc.collect()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert entry.read("kernel.o") == b"code"
+    del store
+    gc.collect()
+    assert entry.read("kernel.o") == b"code"  # the entry holds its folder
+    del entry
+    gc.collect()
+    assert not root.exists()
+
+
+def test_leftovers_of_killed_processes_are_removed_when_old(tmp_path):
+    store = KernelStore(tmp_path)
+    shard = store.get_or_build(KEY, make).path.parent
+    for name, age in ((".new-old", 2 * module.LEFTOVER_S), (".new-young", 60)):
+        (shard / name).mkdir()
+        (shard / name / "kernel.o").write_bytes(b"half")
+        os.utime(shard / name, (time.time() - age,) * 2)
+    shutil.rmtree(store._path(KEY))
+    store.get_or_build(KEY, make)
+    assert not (shard / ".new-old").exists()
+    assert (shard / ".new-young").exists()
+
+
+def test_a_lock_that_nobody_gives_back_does_not_hang(tmp_path, monkeypatch):
+    import filelock
+
+    monkeypatch.setattr(module, "LOCK_WAIT_S", 0.1)
+    store = KernelStore(tmp_path)
+    path = store._path(KEY)
+    path.parent.mkdir(parents=True)
+    with (
+        filelock.FileLock(str(path) + ".lock", mode=0o600, thread_local=False),
+        pytest.warns(StoreWarning, match="waited 0 s for the process that holds"),
+    ):
+        assert store.get_or_build(KEY, make).read("kernel.o") == b"code"
+
+
+def test_threads_that_race_build_once(tmp_path):
+    store, calls = KernelStore(tmp_path), []
+
+    def build():
+        calls.append(1)
+        time.sleep(0.1)
+        return make()
+
+    with ThreadPoolExecutor(8) as pool:
+        entries = list(pool.map(lambda _: store.get_or_build(KEY, build), range(8)))
+    assert len(calls) == 1
+    assert len({entry.path for entry in entries}) == 1
+
+
+def test_a_builder_killed_while_it_writes_leaves_nothing_that_is_loaded(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    mark = tmp_path / "writing"
+    victim = context.Process(target=_stops_while_writing, args=(str(tmp_path / "s"), str(mark)))
+    victim.start()
+    deadline = time.monotonic() + 60
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join(60)
+    assert list((tmp_path / "s").glob("*/.new-*"))
+    store = KernelStore(tmp_path / "s")
+    assert store.get(KEY) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.get_or_build(KEY, lambda: make(b"fresh")).read("kernel.o") == b"fresh"
+
+
+def _stops_while_writing(root: str, mark: str) -> None:
+    def write(path, data):
+        path.write_bytes(data[:2])
+        Path(mark).touch()
+        time.sleep(60)
+
+    module._write_file = write
+    KernelStore(root).get_or_build(KEY, make)
 
 
 def test_the_default_root_follows_the_environment(tmp_path, monkeypatch):

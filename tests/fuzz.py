@@ -6,8 +6,9 @@
 
 Over the whole space that `gemm` takes: see `fuzz_draw`. Each result is checked elementwise, bytes around it and all
 inputs must be untouched, and every fourth problem runs twice, for the same bits. Problems share kernels (`--kernels`),
-which are compiled first in parallel processes (`fuzz_kernels`). A problem that fails is printed as a program that repeats
-it. Problems run in processes of their own: one that crashes, hangs or breaks the CUDA context costs one restart.
+which are compiled first in parallel processes (`fuzz_kernels`). A problem that fails is printed as a program that
+repeats it. Problems run in processes of their own: one that crashes, hangs or breaks the CUDA context costs one
+restart.
 
 Exit status: 0 when all problems were right, 1 when one was wrong or a kernel did not compile, 2 for bad arguments.
 """
@@ -197,7 +198,7 @@ class _Worker:
         theirs.close()
 
     def collect(self, tally: Tally, now: float) -> str:
-        """Takes in what the process told; "done", "lost" (crashed, hanging, or its CUDA context is broken) or "going"."""
+        """Takes in what the process told; "done", "lost" (it crashed, hangs, or broke its CUDA context) or "going"."""
         try:
             while self.pipe.poll():
                 what, *more = self.pipe.recv()

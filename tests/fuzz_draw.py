@@ -274,8 +274,7 @@ def _result(t: Template, shape: tuple[int, ...], rng: random.Random) -> Layout |
         row, col = 3 * cols + 2, 3
         strides = (row, col) if len(shape) == 2 else (row * rows + 5, row, col)
         return Layout(t.out_dtype, shape, strides, rng.randint(0, 9))
-    layout = _aligned(t.out_dtype, shape, t.order == "row", align, rng)
-    return layout
+    return _aligned(t.out_dtype, shape, t.order == "row", align, rng)
 
 
 def _aligned(dtype: str, shape: tuple[int, ...], row_major: bool, align: int, rng: random.Random) -> Layout:

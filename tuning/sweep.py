@@ -1,0 +1,271 @@
+"""Finds the fastest configuration of a shape and keeps it, for `gemm` to use: `python -m tuning.sweep --help`.
+
+    python -m tuning.sweep --shapes 4096x4096x4096,16x28672x4096 --dtype bf16
+    python -m tuning.sweep --suite llm --dtype bf16,fp16 --gpus all --resume --json sweep.json
+    python -m tuning.sweep --shapes 4096 --compile-only --arch sm_90a         without a GPU: fills the kernel store
+    python -m tuning.sweep --shapes 300x520x200 --emulate --arch sm_90a       without a GPU: checks the numbers
+
+Every valid configuration of the backends named is enumerated; the cost model says which to try first. Kernels compile
+in processes of their own while those in front are checked against the float64 reference and timed beside cuBLAS. Each
+measurement is in the winners store (`python -m tuning.winners list`) the moment it exists: Ctrl-C, a crash and a killed
+process lose nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuning import suites
+from tuning.sweep_timer import GpuProcess, TimerBroken
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.problem import Problem
+
+BACKENDS = ("cute", "cutlass2x", "legacy")
+NO_GPU = """\
+tuning.sweep times kernels on a GPU, and torch sees none here. Without one:
+  --compile-only --arch sm_90a   compiles the candidates into the kernel store and lists them as they would be timed
+  --emulate --arch sm_90a        checks the numbers of the first candidates in the emulator, on small instances"""
+NOTHING_TIMED = "Nothing was timed: the order is the cost model's, and no winner was recorded."
+
+
+def seconds(text: str) -> float:
+    """`60`, `60s`, `2m`, `1h` in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    value = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a time such as 60s, 2m or 1h")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
+    summary, _, more = __doc__.partition("\n\n")
+    made = argparse.ArgumentParser(
+        prog="python -m tuning.sweep", description=summary, epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    shapes = made.add_argument_group("shapes (any of these together)")
+    shapes.add_argument("--shapes", help="MxNxK or one number, comma-separated")
+    shapes.add_argument("--shapes-file", help="a file of such shapes, one a line; # begins a comment")
+    shapes.add_argument("--square", metavar="FIRST..LAST", help="square products, powers of two")
+    shapes.add_argument("--suite", help=f"comma-separated: {', '.join(suites.SUITES)}")
+    kind = made.add_argument_group("the product")
+    kind.add_argument("--dtype", default="bf16", help="fp16, bf16, fp32, comma-separated (default bf16)")
+    kind.add_argument("--majors", default="tn", help="tn (both K-major, the default), tt, nn, nt, comma-separated")
+    kind.add_argument("--precision", default="ieee", choices=["ieee", "tf32", "tf32x3"], help="of fp32")
+    kind.add_argument("--out-dtype", choices=["fp16", "bf16", "fp32"], help="of D; the operands' when left out")
+    kind.add_argument("--batch", type=int, default=1)
+    kind.add_argument("--activation", choices=["relu", "gelu", "gelu_tanh", "silu"])
+    kind.add_argument("--bias", metavar="DTYPE", choices=["fp16", "bf16", "fp32"], help="a bias along N is added")
+    kind.add_argument("--c", metavar="DTYPE", choices=["fp16", "bf16", "fp32"], help="beta C is added")
+    search = made.add_argument_group("the search")
+    search.add_argument("--backends", default="cute", help=f"comma-separated: {', '.join(BACKENDS)} (default cute)")
+    search.add_argument("--budget", type=seconds, default=60.0, help="time for each shape: 60s (the default), 2m, 1h")
+    search.add_argument("--candidates", type=int, default=160, help="configurations to try at most, for each shape")
+    search.add_argument("--exhaustive", action="store_true", help="try every configuration, as far as the budget goes")
+    search.add_argument("--resume", action="store_true", help="skip what was measured with today's kernels")
+    search.add_argument("--jobs", type=int, help="compile processes; by default as cores and memory allow")
+    search.add_argument("--gpus", default="0", help="all, or indices such as 0,2; a process each, sharing the shapes")
+    search.add_argument("--store", help="the winners file; by default the user's, which gemm reads")
+    output = made.add_argument_group("output")
+    output.add_argument("--json", help="also write every measurement to this file")
+    output.add_argument("--plot", help="also draw winners and cuBLAS into this file (needs matplotlib)")
+    dry = made.add_argument_group("without a GPU (nothing is timed)")
+    dry.add_argument("--compile-only", action="store_true", help="compile the candidates and list them")
+    dry.add_argument("--emulate", action="store_true", help="check the candidates' numbers in the emulator")
+    dry.add_argument("--arch", default="sm_90a", help="the GPU to compile for: H200, sm_90a (the default), A100, ...")
+    dry.add_argument("--show", type=int, default=20, help="lines of the list to print")
+    return made
+
+
+def problems(options: argparse.Namespace) -> list[Problem]:
+    """What is to be tuned. Raises ValueError naming what is wrong."""
+    from cutegemm.epilogue import Epilogue
+    from cutegemm.problem import Problem
+
+    shapes: list[tuple[int, int, int]] = []
+    for given, read in (
+        (options.shapes, suites.parse),
+        (options.shapes_file, suites.read),
+        (options.square, suites.squares),
+        (options.suite, suites.suite),
+    ):
+        if given:
+            shapes += read(given)
+    if not shapes:
+        raise ValueError("name the shapes: --shapes 4096x4096x4096, --shapes-file F, --square 64..8192 or --suite llm")
+    if options.batch < 1:
+        raise ValueError(f"--batch: got {options.batch}, expected at least 1")
+    dtypes = options.dtype.split(",")
+    if options.precision != "ieee" and dtypes != ["fp32"]:
+        raise ValueError(f"--precision {options.precision} is for fp32 operands, not {options.dtype}")
+    epilogue = Epilogue(options.c, options.bias, "n", options.activation)
+    kinds = itertools.product(dtypes, options.majors.split(","), dict.fromkeys(shapes))
+    return [
+        Problem.of(
+            m, n, k, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
+            precision=options.precision, epilogue=epilogue,
+        )
+        for dtype, majors, (m, n, k) in kinds
+    ]  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    made = parser()
+    options = made.parse_args(arguments)
+    dry = options.compile_only or options.emulate
+    names = options.backends.split(",")
+    try:
+        unknown = [name for name in names if name not in BACKENDS]
+        if unknown:
+            raise ValueError(f"--backends: got {unknown[0]!r}, accepted are {', '.join(BACKENDS)}")
+        if options.candidates < 1 or options.show < 0 or (options.jobs is not None and options.jobs < 1):
+            raise ValueError("--candidates and --jobs must be at least 1, --show at least 0")
+        with ExitStack() as stack:
+            # The GPU's process imports torch while this one does.
+            early = None if dry or options.gpus != "0" else stack.enter_context(_first_gpu())
+            wanted = problems(options)
+            if dry:
+                return _without_gpu(wanted, names, options)
+            return _on_gpus(wanted, names, options, early, stack)
+    except ValueError as why:
+        made.error(str(why))
+
+
+def _first_gpu() -> GpuProcess | ExitStack:
+    return GpuProcess(0) if os.path.exists("/dev/nvidiactl") else ExitStack()
+
+
+def _on_gpus(
+    wanted: list[Problem], names: list[str], options: argparse.Namespace, early: object, stack: ExitStack
+) -> int:
+    import torch
+
+    from cutegemm.winners import Winners
+    from tuning import sweep_report as report
+    from tuning import sweep_run
+    from tuning.sweep_compile import CompilePool
+    from tuning.sweep_search import Options
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    indices = _indices(options.gpus, count)
+    timers = [early] if isinstance(early, GpuProcess) else [stack.enter_context(GpuProcess(i)) for i in indices]
+    store = Winners(options.store)
+    limit = 10**9 if options.exhaustive else options.candidates
+    patience = 10**9 if options.exhaustive else Options.patience
+    search = Options(options.budget, limit, patience, resume=options.resume)
+    begun = time.monotonic()
+    try:
+        arch = timers[0].arch
+        header = {"made": datetime.now(timezone.utc).isoformat(timespec="seconds"), "before": timers[0].describe()}
+    except TimerBroken as why:
+        print(why, file=sys.stderr)
+        return 2
+    print(f"{header['before']}\n{len(wanted)} problems on {len(timers)} GPUs, budget {options.budget:.0f} s each")
+    progress = report.Progress(len(wanted), limit)
+
+    def tell(lane: int, phase: str, outcome: report.Outcome) -> None:
+        if phase == "finished":
+            progress.finished(lane, outcome)
+        else:
+            progress.update(lane, phase, outcome)
+
+    stop = threading.Event()
+    pool = stack.enter_context(CompilePool(options.jobs))
+    try:
+        outcomes = sweep_run.run(wanted, names, timers, pool, store, search, report=tell, stop=stop)
+    finally:
+        progress.close()
+    if outcomes:
+        print(report.table(outcomes, arch))
+    left = len(wanted) - len(outcomes)
+    if left:
+        print(f"{left} of {len(wanted)} problems were not begun")
+    header["after"] = timers[0].describe()
+    where = f"kept in {store.path}" if store.path else "NOT kept: the winners store could not be written"
+    print(f"{header['after']}\nmeasurements {where}; {time.monotonic() - begun:.1f} s in all")
+    if options.json:
+        Path(options.json).write_text(report.as_json(outcomes, arch, header))
+    if options.plot:
+        try:
+            report.plot(outcomes, arch, options.plot)
+        except (RuntimeError, ValueError) as why:
+            print(f"--plot: {why}", file=sys.stderr)
+    if stop.is_set():
+        return 130
+    return 0 if all(outcome.winner is not None for outcome in outcomes) else 1
+
+
+def _indices(text: str, count: int) -> list[int]:
+    if text == "all":
+        return list(range(count))
+    indices = [int(part) if part.isdecimal() else -1 for part in text.split(",")]
+    if not all(0 <= index < count for index in indices) or len(set(indices)) != len(indices):
+        raise ValueError(f"--gpus: got {text!r}, expected all or different indices below {count}")
+    return indices
+
+
+def _without_gpu(wanted: list[Problem], names: Sequence[str], options: argparse.Namespace) -> int:
+    from tabulate import tabulate
+
+    from cutegemm import arch as arch_table
+    from tuning import sweep_dry
+    from tuning.sweep_candidates import enumerate_all
+    from tuning.sweep_compile import CompilePool
+
+    arch: Arch = arch_table.get(options.arch)
+    limit = 10**9 if options.exhaustive else options.candidates
+    bad = 0
+    with CompilePool(options.jobs) as pool:
+        for problem in wanted:
+            candidates = enumerate_all(problem, arch, names)
+            print(f"{problem} on {arch.name}: {len(candidates)} valid configurations")
+            try:
+                if options.compile_only:
+                    session = pool.session(problem.signature, arch)
+                    entries = sweep_dry.compile_only(candidates, session, limit, options.budget, report=_dots)
+                else:
+                    few = min(limit, options.show or limit)
+                    entries = sweep_dry.emulate(problem, candidates, arch, few, options.budget, report=_dots)
+            finally:
+                if sys.stderr.isatty():
+                    print("\r\x1b[K", end="", file=sys.stderr)
+            bad += sum(entry.outcome.startswith(("failed", "wrong")) for entry in entries)
+            shown = entries if options.emulate else entries[: options.show]
+            table = [
+                (number, str(e.candidate), f"{e.candidate.estimate * 1e6:.2f}", e.outcome)
+                for number, e in enumerate(shown, 1)
+            ]
+            print(tabulate(table, headers=["", "configuration", "us, estimated", "outcome"], disable_numparse=True))
+            if len(entries) > len(shown):
+                print(f"and {len(entries) - len(shown)} more")
+            done = sum(e.outcome.startswith((sweep_dry.COMPILED, sweep_dry.STORED, "right")) for e in entries)
+            what = "are right in the emulator" if options.emulate else "are in the kernel store"
+            print(f"{done} of {len(entries)} {what}")
+    print(NOTHING_TIMED)
+    return 1 if bad else 0
+
+
+def _dots(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{done}/{total}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

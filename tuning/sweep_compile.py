@@ -1,0 +1,244 @@
+"""Compiling candidates ahead in processes of their own: `python -m tuning.sweep_compile` is one of them.
+
+A worker compiles one configuration after the other into the kernel store and sees no GPU, so it has no CUDA context.
+Importing the compiler takes seconds, so workers stay alive; they start when there is something to compile. Their
+number is bounded by the cores and by the memory at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tuning.sweep_child import Child, ChildDied, ChildError, serve
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from cutegemm.problem import Signature
+    from tuning.sweep_candidates import Candidate
+
+WORKER_BYTES = 1_500_000_000
+"""Memory that a worker takes at most, and the compiler that it starts."""
+COMPILE_SECONDS = 180.0
+HIDDEN_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+Done = tuple["Candidate", "str | None"]
+"""A candidate, and None when its kernel is in the store, else why not."""
+
+
+class Compiler(Protocol):
+    """What a search asks: `CompilePool.session`, or a stand-in of a test."""
+
+    def stored(self, candidate: Candidate) -> bool: ...
+
+    def submit(self, candidate: Candidate) -> None: ...
+
+    def collect(self, timeout: float) -> list[Done]: ...
+
+    @property
+    def room(self) -> int: ...
+
+    @property
+    def outstanding(self) -> int: ...
+
+    def cancel(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Job:
+    candidate: Candidate
+    signature: Signature
+    arch: Arch
+    done: queue.SimpleQueue
+
+
+class CompilePool:
+    """Worker processes that several searches share.
+
+    Args:
+        jobs: workers at most; by default what `default_jobs` says.
+        module: what a worker runs.
+    """
+
+    def __init__(self, jobs: int | None = None, module: str = "tuning.sweep_compile") -> None:
+        self.jobs = max(1, jobs or default_jobs())
+        self._module = module
+        self._waiting: deque[_Job] = deque()
+        self._condition = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._children: set[Child] = set()
+        self._idle = 0
+        self._closed = False
+
+    def session(self, signature: Signature, arch: Arch) -> CompileSession:
+        """The pool as one search sees it."""
+        return CompileSession(self, signature, arch)
+
+    def close(self) -> None:
+        """Ends every worker at once; what they were compiling is lost, what they compiled is stored."""
+        with self._condition:
+            self._closed = True
+            self._waiting.clear()
+            children = list(self._children)
+            self._condition.notify_all()
+        for child in children:
+            child.kill()
+        for thread in self._threads:
+            thread.join(15)
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _submit(self, job: _Job) -> None:
+        with self._condition:
+            if self._closed:
+                raise RuntimeError("the compile pool is closed")
+            self._waiting.append(job)
+            if self._idle < len(self._waiting) and len(self._threads) < self.jobs:
+                thread = threading.Thread(target=self._work, name=f"compile-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._condition.notify()
+
+    def _cancel(self, done: queue.SimpleQueue) -> int:
+        with self._condition:
+            kept = [job for job in self._waiting if job.done is not done]
+            dropped = len(self._waiting) - len(kept)
+            self._waiting = deque(kept)
+        return dropped
+
+    def _work(self) -> None:
+        child: Child | None = None
+        try:
+            while (job := self._take()) is not None:
+                if child is None:
+                    child = Child(self._module, environment=HIDDEN_GPU)
+                    with self._condition:
+                        self._children.add(child)
+                candidate = job.candidate
+                message = (candidate.backend, job.signature, candidate.text, job.arch)
+                try:
+                    reason = child.call(*message, timeout=COMPILE_SECONDS)
+                except ChildError as why:
+                    reason = str(why)
+                except ChildDied as why:
+                    reason = f"the compiler's process: {why}"
+                    self._discard(child)
+                    child = None
+                job.done.put((candidate, reason))
+        finally:
+            self._discard(child)
+
+    def _take(self) -> _Job | None:
+        with self._condition:
+            self._idle += 1
+            try:
+                while not self._waiting and not self._closed:
+                    self._condition.wait()
+                return None if self._closed else self._waiting.popleft()
+            finally:
+                self._idle -= 1
+
+    def _discard(self, child: Child | None) -> None:
+        if child is not None:
+            with self._condition:
+                self._children.discard(child)
+            child.close()
+
+
+class CompileSession:
+    """A search's share of a pool: what it submitted and gets back."""
+
+    def __init__(self, pool: CompilePool, signature: Signature, arch: Arch) -> None:
+        self._pool, self._signature, self._arch = pool, signature, arch
+        self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._outstanding = 0
+
+    def stored(self, candidate: Candidate) -> bool:
+        """Whether the kernel is compiled already. May say no where finding out is as dear as asking a worker."""
+        return is_stored(candidate, self._signature, self._arch)
+
+    def submit(self, candidate: Candidate) -> None:
+        self._outstanding += 1
+        self._pool._submit(_Job(candidate, self._signature, self._arch, self._done))
+
+    @property
+    def outstanding(self) -> int:
+        """Submitted and not collected yet."""
+        return self._outstanding
+
+    @property
+    def room(self) -> int:
+        """How many more keep every worker busy, and no more: a later choice is a better informed one."""
+        return max(0, self._pool.jobs + 2 - self._outstanding)
+
+    def collect(self, timeout: float) -> list[Done]:
+        """What is done by now; waits for the first up to `timeout` seconds."""
+        found: list[Done] = []
+        if self._outstanding == 0:
+            return found
+        with contextlib.suppress(queue.Empty):
+            found.append(self._done.get(timeout=max(timeout, 0.0)) if timeout > 0 else self._done.get_nowait())
+            while True:
+                found.append(self._done.get_nowait())
+        self._outstanding -= len(found)
+        return found
+
+    def cancel(self) -> None:
+        """Takes back what no worker has begun."""
+        self._outstanding -= self._pool._cancel(self._done)
+
+
+def is_stored(candidate: Candidate, signature: Signature, arch: Arch) -> bool:
+    """Whether the kernel store has the kernel; for backend "cutlass2x", whose files hold several, always False."""
+    from cutegemm import backend as backends
+    from cutegemm import kernel_store
+
+    if candidate.backend == "cutlass2x":
+        return False
+    try:
+        with kernel_store.lookups_only():
+            return bool(backends.get(candidate.backend).build(signature, candidate.config, arch).cubin)
+    except (kernel_store.NotStored, RuntimeError, ValueError, OSError):
+        return False
+
+
+def default_jobs() -> int:
+    """A worker a core but one, as many as the memory holds, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores - 1, available_bytes() // WORKER_BYTES))
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, within the control group's limit; 4 GB where that is unknown."""
+    available = 4_000_000_000
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def _compile(backend: str, signature: Any, config: str, arch: Any) -> str | None:
+    """Compiles one kernel into the store; None, or why not."""
+    from cutegemm import backend as backends
+
+    chosen = backends.get(backend)
+    chosen.build(signature, chosen.parse(config), arch).cubin  # noqa: B018  (compiles, where that is put off)
+    return None
+
+
+if __name__ == "__main__":
+    serve(_compile)

@@ -1,0 +1,134 @@
+"""Sweeping without a GPU: compile what would be timed, or check its numbers in the emulator. Nothing is timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutegemm.errors import GemmError
+from cutegemm.problem import Problem
+from tuning.sweep_candidates import Candidate, Frontier
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+    from tuning.sweep_compile import Compiler
+
+COMPILED, STORED = "compiled", "in the store"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A candidate in the order in which it would be timed, and what became of it."""
+
+    candidate: Candidate
+    outcome: str
+
+
+def compile_only(
+    candidates: Iterable[Candidate],
+    compiler: Compiler,
+    limit: int,
+    budget: float,
+    *,
+    report: Callable[[int, int], None] = lambda done, total: None,
+    stopped: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Entry]:
+    """Compiles the first `limit` candidates in the frontier's order into the kernel store, within `budget` seconds."""
+    deadline = clock() + budget
+    frontier = Frontier(candidates)
+    order: list[Candidate] = []
+    while len(order) < limit and (candidate := frontier.next()) is not None:
+        order.append(candidate)
+    outcomes: dict[tuple[str, str], str] = {}
+    waiting = iter(order)
+    exhausted = False
+    try:
+        while clock() < deadline and not stopped():
+            while not exhausted and compiler.room:
+                candidate = next(waiting, None)
+                if candidate is None:
+                    exhausted = True
+                elif compiler.stored(candidate):
+                    outcomes[candidate.key] = STORED
+                else:
+                    compiler.submit(candidate)
+                    break
+            if exhausted and not compiler.outstanding:
+                break
+            for done, reason in compiler.collect(0.0 if compiler.room and not exhausted else 0.25):
+                outcomes[done.key] = COMPILED if reason is None else f"failed to compile: {reason}"
+            report(len(outcomes), len(order))
+    finally:
+        compiler.cancel()
+    return [Entry(candidate, outcomes.get(candidate.key, "not compiled: out of time")) for candidate in order]
+
+
+def small_instance(problem: Problem, candidate: Candidate) -> Problem:
+    """A small problem with the same signature: a few tiles of the candidate, ragged like the original.
+
+    Extents keep their remainder modulo 16, so that alignment classes stay.
+    """
+    bm, bn, bk = candidate.config.tile()
+
+    def shrunk(extent: int, tile: int) -> int:
+        few = -(-(tile + 16) // 16) * 16 + extent % 16
+        return min(extent, few)
+
+    small = Problem.of(
+        shrunk(problem.m, bm), shrunk(problem.n, bn), shrunk(problem.k, 3 * bk), problem.dtype,
+        majors=("t" if problem.a.row_major else "n") + ("n" if not problem.b.row_major else "t"),
+        batch=min(problem.batch, 2), out_dtype=problem.out_dtype, precision=problem.precision,
+        epilogue=problem.epilogue,
+    )  # fmt: skip
+    if small.signature != problem.signature:
+        raise ValueError(f"{problem} has no small instance of contiguous operands with the same signature")
+    return small
+
+
+def emulate(
+    problem: Problem,
+    candidates: Iterable[Candidate],
+    arch: Arch,
+    limit: int,
+    budget: float,
+    *,
+    seed: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
+    stopped: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Entry]:
+    """Runs the first candidates' compiled kernels on small instances in the emulator, with every check it has."""
+    deadline = clock() + budget
+    frontier = Frontier(candidates)
+    found: list[Entry] = []
+    while len(found) < limit and clock() < deadline and not stopped():
+        candidate = frontier.next()
+        if candidate is None:
+            break
+        found.append(Entry(candidate, _emulated(problem, candidate, arch, seed)))
+        report(len(found), limit)
+    return found
+
+
+def _emulated(problem: Problem, candidate: Candidate, arch: Arch, seed: int) -> str:
+    from cutegemm import backend as backends
+    from cutegemm.emulator import EmulationError
+    from cutegemm.emulator.workload import Workload
+
+    small = small_instance(problem, candidate)
+    at = f"{small.m}x{small.n}x{small.k}"
+    backend = backends.get(candidate.backend)
+    unfit = backend.check(candidate.config, small, arch)
+    if unfit:
+        return f"not run: at {at}: {unfit}"
+    try:
+        kernel = backend.build(small.signature, candidate.config, arch)
+        verdict, _ = Workload.of(small, kernel, seed=seed).run(seed=seed, progress=False)
+    except EmulationError as why:
+        return f"wrong at {at}: {why}"
+    except GemmError as why:
+        return f"failed: {why}"
+    return f"right at {at}, {verdict.message}" if verdict else f"wrong at {at}: {verdict.message}"

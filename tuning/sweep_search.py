@@ -1,0 +1,324 @@
+"""The search for one problem's fastest configuration, on whatever `Timer` and `Compiler` it is given.
+
+1. Explore. Candidates come from the frontier (`sweep_candidates`), compile ahead, and meet in heats of a few: each is
+   checked against the reference, then all of a heat and torch are timed in turns. A candidate's score is its time over
+   torch's in the same heat, so that heats compare although clocks drift.
+2. Halve. The best by score meet again in more rounds, then the best of those, torch among them, in the final. Products
+   that run into the card's power limit are timed in sustained blocks from here on: short blocks flatter.
+
+Every measurement is in the store before the next is begun. The search ends by its budget, when nothing is left, or
+when many candidates in a row have brought nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cutegemm.winners import Measurement, Winners
+from cutegemm.winners_fingerprint import fingerprint
+from tuning.sweep_candidates import Candidate, Frontier
+from tuning.sweep_timer import TORCH, Timer, TimerLost
+from tuning.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
+
+if TYPE_CHECKING:
+    from cutegemm.problem import Problem
+    from tuning.sweep_compile import Compiler
+
+SLOW_SECONDS, SLOW_FACTOR = 0.02, 4.0
+"""A launch this long and this much slower than torch is left at its first measurement."""
+CHECK_SECONDS = 30.0
+"""A candidate that runs longer than this is taken to hang."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How far a search goes.
+
+    budget: seconds. limit: candidates to try at most. patience: end after so many that brought nothing, once twice as
+    many were tried. heat: candidates in one. near: share above the best score that still gets into the halving.
+    """
+
+    budget: float = 60.0
+    limit: int = 160
+    patience: int = 48
+    heat: int = 8
+    near: float = 0.15
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and rounds of the halving. A round's block lasts `block` seconds; 0 is one replay of a graph."""
+
+    semifinalists: int
+    semifinal_rounds: int
+    finalists: int
+    final_rounds: int
+    block: float
+
+    @classmethod
+    def of(cls, problem: Problem) -> Plan:
+        if problem.flops > SUSTAINED_FLOPS:
+            return cls(5, 1, 3, 3, BLOCK_SECONDS)
+        return cls(12, 5, 4, 9, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """What the halving will take, about."""
+        blocks = (self.semifinalists + 1) * self.semifinal_rounds + (self.finalists + 1) * self.final_rounds + 2
+        return blocks * (self.block or 0.006) + 1.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is known of a candidate. score: its time over torch's in the same rounds."""
+
+    candidate: Candidate
+    verdict: str
+    seconds: float | None = None
+    reference_seconds: float | None = None
+    kind: str = "quick"
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == "ok" and self.seconds is not None
+
+    @property
+    def score(self) -> float:
+        if self.seconds is None:
+            return float("inf")
+        return self.seconds / self.reference_seconds if self.reference_seconds else self.seconds
+
+
+@dataclass
+class Outcome:
+    """A search's result, also when it was cut short.
+
+    enumerated: valid configurations. results: by candidate key, earlier measurements among them when resumed.
+    ended: why the search ended: "done", "budget", "interrupted", "resumed" (everything was measured before), or what
+    broke.
+    """
+
+    problem: Problem
+    enumerated: int
+    results: dict[tuple[str, str], Result] = field(default_factory=dict)
+    reference_seconds: float | None = None
+    elapsed: float = 0.0
+    ended: str = "done"
+
+    @property
+    def ranking(self) -> list[Result]:
+        """Right and timed candidates, finalists first, fastest first."""
+        right = [result for result in self.results.values() if result.ok]
+        return sorted(right, key=lambda result: (result.kind != "final", result.score))
+
+    @property
+    def winner(self) -> Result | None:
+        return next(iter(self.ranking), None)
+
+    def count(self, verdict: str) -> int:
+        """How many verdicts begin with this word."""
+        return sum(result.verdict.startswith(verdict) for result in self.results.values())
+
+
+class Search:
+    """See the module docstring.
+
+    Args:
+        candidates: every valid configuration, `enumerate_all`'s order. seeds: to be tried first.
+        timer: with no problem open yet. store: where measurements go.
+        clock: seconds; tests bring their own. report: called with the phase and the outcome so far.
+        stopped: asked often; the search ends when it says so.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        candidates: Iterable[Candidate],
+        timer: Timer,
+        compiler: Compiler,
+        store: Winners,
+        options: Options | None = None,
+        *,
+        seeds: Iterable[Candidate] = (),
+        clock: Callable[[], float] = time.monotonic,
+        report: Callable[[str, Outcome], None] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.problem, self.options = problem, options or Options()
+        self._timer, self._compiler, self._store = timer, compiler, store
+        self._clock, self._report, self._stopped = clock, report or (lambda phase, outcome: None), stopped
+        candidates, seeds = list(candidates), list(seeds)
+        self._frontier = Frontier(candidates, seeds)
+        self._known = {candidate.key: candidate for candidate in (*candidates, *seeds)}
+        self.outcome = Outcome(problem, len({candidate.key for candidate in candidates}))
+        self._plan = Plan.of(problem)
+        self._best = float("inf")
+        self._since_best = 0
+        self._tried = 0
+
+    def run(self) -> Outcome:
+        """Searches; returns what was found, also after Ctrl-C. Raises TimerBroken when nothing can be timed at all."""
+        begun = self._clock()
+        try:
+            if self.options.resume and self._remember():
+                self.outcome.ended = "resumed"
+                return self.outcome
+            self._report("preparing", self.outcome)
+            self._timer.open(self.problem)
+            self._explore(begun + max(self.options.budget - self._plan.seconds, 0.0))
+            if not self._stopped():
+                self._halve(begun + self.options.budget)
+            if self._stopped():
+                self.outcome.ended = "interrupted"
+        except KeyboardInterrupt:
+            self.outcome.ended = "interrupted"
+        finally:
+            self._compiler.cancel()
+            self.outcome.elapsed = self._clock() - begun
+        return self.outcome
+
+    def _remember(self) -> bool:
+        """Takes over what was measured with today's kernels; True when there is nothing left to do."""
+        arch = self._timer.arch
+        finals = 0
+        for row in self._store.rows(str(self.problem)):
+            candidate = self._known.get((row.backend, row.config))
+            fresh = (row.gpu, row.sm_count) == (arch.name, arch.sm_count) and row.kind != "family"
+            if candidate is None or not fresh or row.fingerprint != fingerprint(row.backend, row.config):
+                continue
+            result = Result(candidate, row.verdict, row.seconds, row.reference_seconds, row.kind)
+            before = self.outcome.results.get(candidate.key)
+            if before is None or not result.ok or row.kind == "final" or before.kind != "final":
+                self._settle(result)
+            self._frontier.drop(candidate.key)
+            finals += row.kind == "final" and row.verdict == "ok"
+            self.outcome.reference_seconds = row.reference_seconds or self.outcome.reference_seconds
+        backends = {key[0] for key in self._known}
+        return finals > 0 and backends == {key[0] for key in self.outcome.results}
+
+    def _explore(self, deadline: float) -> None:
+        ready: list[Candidate] = []
+        while True:
+            if self._stopped():
+                return
+            if self._clock() >= deadline:
+                self.outcome.ended = "budget"
+                return
+            more = self._feed(ready)
+            if self._compiler.outstanding:
+                waiting = 0.0 if ready else min(0.25, max(deadline - self._clock(), 0.0))
+                for candidate, reason in self._compiler.collect(waiting):
+                    if reason is None:
+                        ready.append(candidate)
+                    else:
+                        self._save(Result(candidate, f"failed to compile: {reason}"))
+            if ready:
+                heat, ready = ready[: self.options.heat], ready[self.options.heat :]
+                self._heat(heat, deadline)
+            elif not more and not self._compiler.outstanding:
+                return
+            self._report("exploring", self.outcome)
+
+    def _feed(self, ready: list[Candidate]) -> bool:
+        """Sends candidates to be compiled, or straight on when they are stored; False when there are no more."""
+        while self._compiler.room and len(ready) < self.options.heat:
+            if self._tried >= self.options.limit or self._tired():
+                return False
+            candidate = self._frontier.next()
+            if candidate is None:
+                return False
+            self._tried += 1
+            if self._compiler.stored(candidate):
+                ready.append(candidate)
+            else:
+                self._compiler.submit(candidate)
+        return True
+
+    def _tired(self) -> bool:
+        return self._since_best >= self.options.patience and self._tried >= 2 * self.options.patience
+
+    def _heat(self, candidates: list[Candidate], deadline: float) -> None:
+        right: list[Candidate] = []
+        for candidate in candidates:
+            if self._stopped() or self._clock() >= deadline:
+                break
+            check = self._timer.check(candidate, min(CHECK_SECONDS, max(5.0, deadline - self._clock())))
+            reference = self.outcome.reference_seconds
+            if check.verdict != "ok":
+                self._save(Result(candidate, check.verdict))
+            elif reference and check.seconds > max(SLOW_SECONDS, SLOW_FACTOR * reference):
+                self._save(Result(candidate, "ok", check.seconds, reference))
+            else:
+                right.append(candidate)
+        self._time(right, rounds=2, block=0.0, kind="quick")
+
+    def _halve(self, deadline: float) -> None:
+        plan = self._plan
+        chosen = self._near_best(plan.semifinalists)
+        if len(chosen) > plan.finalists and deadline - self._clock() >= plan.seconds / 2:
+            self._report("semifinal", self.outcome)
+            self._time(chosen, plan.semifinal_rounds, plan.block, "quick")
+            again = {candidate.key for candidate in chosen}
+            chosen = [r.candidate for r in self._ranked() if r.candidate.key in again]
+        finalists = chosen[: plan.finalists]
+        if self._clock() >= deadline:
+            self.outcome.ended = "budget"
+            return
+        if not finalists or self._stopped():
+            return
+        self._report("final", self.outcome)
+        for candidate in self._time(finalists, plan.final_rounds, plan.block, "final"):
+            check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
+            if check.verdict != "ok":
+                self._save(Result(candidate, check.verdict))
+
+    def _ranked(self) -> list[Result]:
+        return sorted((r for r in self.outcome.results.values() if r.ok), key=lambda result: result.score)
+
+    def _near_best(self, count: int) -> list[Candidate]:
+        ranked = self._ranked()
+        limit = ranked[0].score * (1 + self.options.near) if ranked else 0.0
+        return [result.candidate for result in ranked[:count] if result.score <= limit]
+
+    def _time(self, candidates: list[Candidate], rounds: int, block: float, kind: str) -> list[Candidate]:
+        """Times candidates together and saves the results; those that break the timer are found out one by one."""
+        if not candidates:
+            return []
+        try:
+            times = self._timer.time(candidates, rounds, block)
+        except TimerLost as why:
+            if len(candidates) == 1:
+                self._save(Result(candidates[0], f"failed to run: {why}"))
+                return []
+            return [c for candidate in candidates for c in self._time([candidate], rounds, block, kind)]
+        torch_seconds = times[TORCH]
+        self.outcome.reference_seconds = torch_seconds
+        self._save(*(Result(c, "ok", times[c.key], torch_seconds, kind) for c in candidates))
+        return candidates
+
+    def _save(self, *results: Result) -> None:
+        """Into the store first, then into the outcome."""
+        arch = self._timer.arch
+        rows = [
+            Measurement(
+                arch.name, arch.sm_count, str(self.problem), *r.candidate.key, fingerprint(*r.candidate.key), r.seconds,
+                r.verdict, kind=r.kind, reference_seconds=r.reference_seconds,
+            )
+            for r in results
+        ]  # fmt: skip
+        self._store.record(*rows)
+        for result in results:
+            self._settle(result)
+
+    def _settle(self, result: Result) -> None:
+        self.outcome.results[result.candidate.key] = result
+        if result.ok:
+            self._frontier.measured(result.score, result.candidate)
+        if result.ok and result.score < self._best * 0.995:
+            self._best, self._since_best = result.score, 0
+        else:
+            self._since_best += 1

@@ -87,7 +87,8 @@ class Arch:
         """The architecture of CUDA device `index` (the current one when None): the table's entry of that model where it
         is known, else the generic entry of its compute capability; counts and sizes are those the device reports.
 
-        Raises RuntimeError without a CUDA device, ValueError for a compute capability below 8.0.
+        One of a compute capability below 8.0 is described too, though no kernel of this library runs on it: backends
+        refuse it by name. Raises RuntimeError without a CUDA device.
         """
         import torch
 
@@ -279,18 +280,14 @@ def _fold(name: str) -> str:
 def from_properties(properties: Any) -> Arch:
     """The `Arch` of a device with torch's `properties` (or any object with the same attributes).
 
-    Raises ValueError below compute capability 8.0, where no kernel of this library runs.
+    A compute capability below 8.0 has no peak rates, and the limits that the device reports.
     """
     capability = (int(properties.major), int(properties.minor))
-    if capability < (8, 0):
-        raise ValueError(
-            f"arch: {properties.name} has compute capability {capability[0]}.{capability[1]}; "
-            "cutegemm needs 8.0 (Ampere) or newer"
-        )
     sm_count = int(properties.multi_processor_count)
     entry = next((ARCHS[key] for text, key in _DRIVER_NAMES if text in properties.name), None)
     if entry is None or entry.capability != capability or entry.generic:
-        base = max((a for a in ARCHS.values() if a.generic and a.capability <= capability), key=lambda a: a.capability)
+        older = [a for a in ARCHS.values() if a.generic and a.capability <= capability]
+        base = max(older, key=lambda a: a.capability) if older else replace(ARCHS["sm_80"], peaks=())
         entry = replace(base, name=str(properties.name), capability=capability)
     # A partitioned GPU, or a sibling with fewer SMs, has the same rate per SM.
     share = sm_count / entry.sm_count

@@ -73,6 +73,8 @@ def choose(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[st
         backend: the one to choose in. None asks those of `backends.AUTO_ORDER`: a later one is taken when the earlier
             have no candidate, or when both are calibrated and it is clearly faster.
     """
+    if not arch.peaks:  # older than every kernel
+        return None
     signature = problem.signature
     best: tuple[float, str, Any, str] | None = None
     comparable = True

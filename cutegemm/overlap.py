@@ -44,12 +44,27 @@ def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _side_by_side(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether both are column slices, with no column in common, of rows of one pitch (a QKV buffer, say)."""
-    if x.dim() != 2 or y.dim() != 2 or x.stride(1) != 1 or y.stride(1) != 1:
-        return False
-    pitch = x.stride(0) * x.element_size()
-    if pitch != y.stride(0) * y.element_size() or pitch <= 0:
-        return False
-    width_x, width_y = x.shape[1] * x.element_size(), y.shape[1] * y.element_size()
-    offset = (y.data_ptr() - x.data_ptr()) % pitch
-    return width_x <= offset and offset + width_y <= pitch
+    """Whether both lie in rows of one pitch and share no column of them: slices of a QKV buffer, even and odd columns.
+
+    For a pitch P, the addresses of a tensor are multiples of P (from dimensions whose stride P divides) plus an offset
+    within its reach along the others; two tensors are apart when those reaches are disjoint modulo P.
+    """
+    pitches = {
+        stride * tensor.element_size()
+        for tensor in (x, y)
+        for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if extent > 1
+    }
+    for pitch in pitches - {0}:
+        width_x, width_y = _width(x, pitch), _width(y, pitch)
+        offset = (y.data_ptr() - x.data_ptr()) % pitch
+        if width_x <= offset and offset + width_y <= pitch:
+            return True
+    return False
+
+
+def _width(tensor: torch.Tensor, pitch: int) -> int:
+    """Bytes that the tensor reaches along the dimensions whose stride is no multiple of `pitch`."""
+    size = tensor.element_size()
+    strides = ((extent, stride * size) for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return size + sum((extent - 1) * stride for extent, stride in strides if stride % pitch)

@@ -69,7 +69,7 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
         UnsupportedError: the backend asked for cannot serve the problem; the message says why.
         ValueError: no such backend or configuration.
     """
-    if backend not in backends.NAMES:
+    if not isinstance(backend, str) or backend not in backends.NAMES:
         raise ValueError(f"backend: got {backend!r}, accepted are {', '.join(map(repr, backends.NAMES))}")
     if backend == "torch":
         if config is not None:

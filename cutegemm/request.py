@@ -80,8 +80,8 @@ def describe(
     check_number("alpha", alpha)
     check_number("beta", beta)
     precision = _check_precision(precision, dtype)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
+        raise ValueError(f"activation: got {shown(activation)}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
     out_name = _check_out(a, b, bias, out, out_dtype, shape, dtype)
     c_dtype = _check_c(a, c, beta, shape)
     bias_dtype = _check_bias(a, bias, n)
@@ -181,14 +181,25 @@ def check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a Python float (a tensor would need a sync)")
     if FLT_MAX < abs(value) < math.inf:
-        raise ValueError(f"{name}: got {value!r}, which fp32 cannot hold")
+        raise ValueError(f"{name}: got {shown(value)}, which fp32 cannot hold; accepted are {-FLT_MAX} to {FLT_MAX}")
+
+
+def shown(value: Any) -> str:
+    """The value for a message: its `repr`, cut short; of an array or a tensor its type."""
+    if isinstance(value, torch.Tensor) or hasattr(value, "__array__"):
+        return f"a {type(value).__name__}"
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits, a class whose __repr__ fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _check_precision(precision: str | None, dtype: str) -> str:
     if precision is None:
         return "ieee"
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision: got {precision!r}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
+    if not (isinstance(precision, str) and precision in PRECISIONS):
+        raise ValueError(f"precision: got {shown(precision)}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
     if precision != "ieee" and dtype != "fp32":
         raise ValueError(f"precision: got {precision!r} for {dtype} operands; it applies to float32 only")
     return precision
@@ -205,7 +216,7 @@ def _check_out(
 ) -> str:
     accepted = "torch.float16, torch.bfloat16, torch.float32"
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or dtype_name(out_dtype) is None):
-        raise TypeError(f"out_dtype: got {out_dtype!r}, accepted are {accepted}")
+        raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {accepted}")
     if out is None:
         return dtype_name(out_dtype) or dtype if out_dtype is not None else dtype
     _check_tensor("out", out)

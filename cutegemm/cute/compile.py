@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +95,18 @@ def build(signature: Signature, config: TileConfig, arch: Arch, make_operator) -
     `make_operator()` gives the DSL operator; it is called only when the kernel must be compiled.
     """
     key = store_key(signature, config, arch.target)
-    entry = kernel_store.default_store().get_or_build(key, lambda: compile_operator(make_operator(), arch.target))
+    entry = kernel_store.default_store().get_or_build(key, lambda: compile_operator(_made(make_operator), arch.target))
     return CuteKernel(signature, config, arch, entry)
+
+
+def _made(make_operator: Callable[[], Any]) -> Any:
+    try:
+        return make_operator()
+    except ImportError as why:
+        raise GemmError(
+            f"backend 'cute' compiles with NVIDIA's CuTe DSL, which cannot be imported ({why}); "
+            "pip install 'nvidia-cutlass-dsl[cu13]==4.8.*'"
+        ) from why
 
 
 def compile_operator(operator: Any, target: str) -> Artefacts:

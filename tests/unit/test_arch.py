@@ -92,9 +92,12 @@ def test_an_unknown_model_takes_the_limits_of_its_capability_and_of_the_device()
     assert (later.capability, later.threads_per_sm, later.ctas_per_sm) == ((12, 0), 1536, 24)
 
 
-def test_too_old_a_device_is_refused():
-    with pytest.raises(ValueError, match=r"Tesla T4 has compute capability 7.5; cutegemm needs 8.0"):
-        arch_table.from_properties(device("Tesla T4", 7, 5, 40))
+def test_too_old_a_device_is_described_and_has_no_rates():
+    found = arch_table.from_properties(device("Tesla T4", 7, 5, 40, shared_memory_per_block_optin=65536))
+    assert (found.name, found.capability, found.sm_count, found.smem_per_cta) == ("Tesla T4", (7, 5), 40, 65536)
+    assert found.target == "sm_75"
+    with pytest.raises(ValueError, match="dtype: 'float32' has no peak rate on Tesla T4"):
+        found.peak("float32")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")

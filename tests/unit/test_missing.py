@@ -164,7 +164,7 @@ def test_a_missing_nvcc_is_named(monkeypatch, tmp_path):
 def test_missing_cuda_headers_are_named(monkeypatch):
     from legacy_cuda import build
 
-    monkeypatch.setattr(build, "_header_roots", lambda: [])
+    monkeypatch.setattr(build, "_header_roots", list)
     _forget_toolchains()
     with pytest.raises(GemmError, match=r"no CUDA headers .*pip install nvidia-cuda-runtime.*CUDA_HOME"):
         cutegemm.gemm(A, B, backend="legacy", config="coalesced")

@@ -14,8 +14,20 @@ from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.gemm import explain, gemm, prepare
 from cutegemm.linear import linear
 from cutegemm.problem import Problem
+from cutegemm.tune import tune
 
 __version__ = "0.1.0"
-__all__ = ["GemmError", "Problem", "UnsupportedError", "__version__", "explain", "gemm", "linear", "nn", "prepare"]
+__all__ = [
+    "GemmError",
+    "Problem",
+    "UnsupportedError",
+    "__version__",
+    "explain",
+    "gemm",
+    "linear",
+    "nn",
+    "prepare",
+    "tune",
+]
 
 del torch_op  # imported for the operator that it defines

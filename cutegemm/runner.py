@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,8 @@ class Call:
             arch = Arch.of_device(asked.device.index)
         elif self.backend not in ("auto", "torch"):
             arch = planning.emulated_arch()
+        if arch is not None and not on_cpu and os.environ.get("CUTEGEMM_TUNE"):
+            self._tune(arch)
         choice = planning.choose(asked.problem, arch, self.backend, self.config)
         kernel = None
         if choice.backend != "torch":
@@ -76,6 +79,14 @@ class Call:
                 )
             kernel = backends.get(choice.backend).build(asked.problem.signature, choice.config, arch)
         return Plan(asked.problem, choice, arch, kernel, asked.swapped, asked.copies, on_cpu and kernel is not None)
+
+    def _tune(self, arch: Arch) -> None:
+        """Tunes a problem met for the first time, where nothing was asked for by name and nothing is captured."""
+        from cutegemm.tune import on_demand, wanted
+
+        free = self.backend == "auto" and self.config is None
+        if wanted() and free and not torch.cuda.is_current_stream_capturing():
+            on_demand(self.request.problem, arch, self.request.device.index)
 
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""

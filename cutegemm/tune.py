@@ -18,6 +18,8 @@ from cutegemm import winners
 from cutegemm.errors import GemmError, UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
+
     from cutegemm.arch import Arch
     from cutegemm.problem import Problem
 
@@ -42,6 +44,59 @@ class Tuned:
     ratio: float | None
     tried: int
     enumerated: int
+
+
+def tune(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None = None,
+    *,
+    budget: float = BUDGET,
+    backends: Sequence[str] = ("cute",),
+    jobs: int | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> Tuned:
+    """Finds the fastest kernel for these arguments; `gemm` uses it from now on, in later processes too.
+
+    Args:
+        a, b, c, and every option of `gemm` but backend and config: describe the problem; they are not read or written.
+        budget: seconds to spend. backends: where to look: "cute", "cutlass2x", "legacy".
+        jobs: compile processes; by default as cores and memory allow. progress: tell on stderr how far it is.
+
+    Returns:
+        The winner. Everything measured is in the winners store (`python -m tuning.winners list`).
+
+    Raises:
+        TypeError, ValueError: as `gemm` does, and for CPU tensors. UnsupportedError: there is nothing to time, or no
+        backend named serves the problem. GemmError: nothing right was measured within the budget, the GPU cannot be
+        used by another process, or a CUDA graph is being captured.
+    """
+    import importlib
+
+    import torch
+
+    from cutegemm import runner
+    from cutegemm.arch import Arch
+
+    for name in ("backend", "config"):
+        if name in options:
+            raise TypeError(f"{name}: tune chooses it; backends= says where it looks")
+    calls = importlib.import_module("cutegemm.gemm")
+    known = runner.complete(options)
+    if torch._C._is_any_autocast_enabled():
+        a, b, c, known = calls._cast(a, b, c, known)
+    request = runner.Call.of(a, b, c, known).request
+    if request.device.type != "cuda":
+        raise ValueError(f"a: got a tensor on {request.device}; tune times kernels on a CUDA device")
+    if torch.cuda.is_current_stream_capturing():
+        raise GemmError("tune: a CUDA graph is being captured; tune before")
+    arch = Arch.of_device(request.device.index)
+    found = search(
+        request.problem, arch, request.device.index, budget=budget, backends=backends, jobs=jobs, progress=progress
+    )
+    calls._memo.clear()
+    return found
 
 
 def search(
@@ -71,6 +126,7 @@ def search(
         raise ValueError(f"budget: got {budget!r}, expected a positive number of seconds")
     if not (problem.m and problem.n and problem.k and problem.batch):
         raise UnsupportedError(f"tune: {problem} has an empty extent; there is nothing to time")
+    from cutegemm import heuristics
     from tuning import sweep_run
     from tuning.sweep_compile import CompilePool
     from tuning.sweep_report import Progress
@@ -95,6 +151,7 @@ def search(
                 pool.close()
             if shown is not None:
                 shown.close()
+    heuristics.forget()  # what was measured speaks for nearby shapes too
     if outcome.ended == "interrupted":
         raise KeyboardInterrupt
     if outcome.enumerated == 0:

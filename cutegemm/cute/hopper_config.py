@@ -12,7 +12,9 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`,
     ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
     kS         split-K: S CTAs sum a part of K each; the last to finish adds the parts up in their order
     OPTION     swap: multiply D^T = B^T A^T, so that BM runs along N and BN along M, for small M; the cluster likewise;
-               once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch
+               once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch;
+               zig: every other wave of tiles walks K backwards, over what the L2 cache still holds;
+               stream: D leaves the L2 cache first
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
 STORE_BUFFERS = 2
 """Staging buffers of a warpgroup's epilogue: one is filled while TMA reads the other."""
-OPTIONS = ("swap", "once", "slab", "pdl")
+OPTIONS = ("swap", "once", "slab", "zig", "stream", "pdl")
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Splits of K that the tuner and the heuristic use; every number up to 32 is valid."""
 
@@ -48,7 +50,7 @@ _RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
 """Shared memory for the ring beside the smallest epilogue."""
 
 _FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)")
-_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/swap][/once][/slab][/pdl]"
+_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/swap][/once][/slab][/zig][/stream][/pdl]"
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class HopperConfig:
     @property
     def registers(self) -> tuple[int, int] | None:
         """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
-        if self.consumers == 2 and (self.accumulators >= 208 or self.splits > 1):
+        if self.consumers == 2 and (self.accumulators >= 192 or self.splits > 1):
             return 24, 240
         return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
 
@@ -121,14 +123,29 @@ class HopperConfig:
     def uses_tma_store(self, signature: Signature) -> bool:
         """Whether D goes through shared memory and TMA: it is aligned, and C, if there is one, lies in aligned rows.
 
-        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements.
+        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. Fragments
+        of C straight from global memory need registers for their addresses, which many accumulators leave no room for.
         """
+        c_dtype = signature.epilogue.c_dtype
         return (
             "slab" not in self.options
             and signature.align_d >= 16
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
-            and (signature.epilogue.c_dtype is None or signature.align_c >= 16)
+            and (c_dtype is None or signature.align_c >= 16)
+            and (c_dtype is None or self.stages_c(signature) or self.accumulators <= 160)
         )
+
+    def stages_c(self, signature: Signature) -> bool:
+        """Whether C comes through the staging buffers of D, if both go through shared memory."""
+        c_dtype = signature.epilogue.c_dtype
+        return c_dtype is not None and ITEMSIZE[c_dtype] == ITEMSIZE[signature.out_dtype] == 2
+
+    def bias_bytes(self, signature: Signature) -> int:
+        """Shared memory for the bias of the tile's columns: fp32, a row a warpgroup. Beside TMA stores only."""
+        epilogue = signature.epilogue
+        if epilogue.bias_dtype is None or (epilogue.bias_axis == "n") == self.swapped:
+            return 0
+        return self.consumers * self.bn * 4
 
     def stage_bytes(self, signature: Signature) -> int:
         return (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
@@ -137,7 +154,8 @@ class HopperConfig:
         """Shared memory of the epilogue, which lives beside the ring: the next tile's loads run under the stores."""
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
-            return self.consumers * STORE_BUFFERS * 64 * self.store_columns(itemsize) * itemsize
+            buffers = self.consumers * STORE_BUFFERS * 64 * self.store_columns(itemsize) * itemsize
+            return buffers + self.bias_bytes(signature)
         return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
 
     def smem_bytes(self, signature: Signature) -> int:

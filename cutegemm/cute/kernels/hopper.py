@@ -27,8 +27,6 @@ k tile that lies wholly beyond K.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -40,7 +38,7 @@ from cutegemm.cute import tile_order, types
 from cutegemm.cute.epilogue import Operands
 from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
 from cutegemm.cute.kernels.base import Gemm
-from cutegemm.cute.kernels.hopper_epilogue import SlabStore, TmaEpilogue, TransposedSlabStore, TransposedTmaEpilogue
+from cutegemm.cute.kernels.hopper_epilogue import make_store
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
 from cutegemm.cute.kernels.hopper_split import SplitSum
 from cutegemm.problem import Signature
@@ -65,8 +63,7 @@ class HopperGemm(Gemm):
         self.ring = Ring(config.stages, config.stage_bytes(signature), readers, config.cluster)
         self.turns = Turns()
         self.tma_store = config.uses_tma_store(signature)
-        by_tma, by_slab = (TmaEpilogue, TransposedTmaEpilogue), (SlabStore, TransposedSlabStore)
-        self.rows_out: Any = (by_tma if self.tma_store else by_slab)[config.swapped](config, signature)
+        self.rows_out = make_store(config, signature)
         self.split_sum = SplitSum(config.splits, config.accumulators)
         # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
         self.blocks = config.group_rows // BLOCK_ROWS
@@ -323,12 +320,18 @@ class HopperGemm(Gemm):
             if b_batch == 0:
                 matrix_b = Int32(0)
             first, count = self.k_range(work)
-            for k_tile in cutlass.range(first, first + count, unroll=1):
+            k_tile, k_step = first, Int32(1)
+            if cutlass.const_expr("zig" in config.options):
+                # Every other wave walks K backwards, and begins with the k tiles that the L2 cache still holds.
+                if ((work - self.first_work) // self.clusters) & 1 == 1:
+                    k_tile, k_step = first + count - 1, Int32(-1)
+            for _ in cutlass.range(count, unroll=1):
                 full = self.ring.acquire(stage, phase)
                 place_a, place_b = (None, row, k_tile, matrix_a), (None, column, k_tile, matrix_b)
                 self._load(atom_a, source_a[place_a], target_a[None, stage], full, mask_a, cn)
                 self._load(atom_b, source_b[place_b], target_b[None, stage], full, mask_b, cm)
                 stage, phase = advance(stage, phase, config.stages)
+                k_tile = k_tile + k_step
 
     def _partition(self, atom, tensor, shared, extent: int, place, sharers: int):
         """(source by tile, target by stage) of this CTA's share of an operand's tiles."""

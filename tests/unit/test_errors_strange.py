@@ -1,0 +1,242 @@
+"""Arguments of every strange kind: each is refused with its name, what was given and what is accepted; none crashes.
+
+The table of `test_errors` has the ordinary mistakes. Here are the kinds of tensors and numbers that torch and Python
+have besides, as each argument that could be given one.
+"""
+
+from __future__ import annotations
+
+import decimal
+import fractions
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cutegemm
+
+M, N, K = 4, 5, 6
+NAMES = ("a", "b", "c", "bias", "out")
+SHAPES = {"a": (M, K), "b": (K, N), "c": (M, N), "bias": (N,), "out": (M, N)}
+
+
+def call(**given: Any) -> torch.Tensor:
+    arguments: dict[str, Any] = {"a": torch.ones(M, K), "b": torch.ones(K, N)}
+    if "c" in given:
+        arguments["beta"] = 1.0
+    arguments.update(given)
+    return cutegemm.gemm(arguments.pop("a"), arguments.pop("b"), arguments.pop("c", None), **arguments)
+
+
+def quantized(shape):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(shape), 0.1, 0, torch.qint8)
+
+
+def nested(shape, layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(shape), torch.ones(shape)], layout=layout)
+
+
+def sparse(shape, kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(torch.ones(shape), kind)()
+
+
+def without_memory(shape):
+    tensor = torch.ones(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def off_by_a_byte(shape):
+    memory = bytearray(4 * 64)
+    return torch.frombuffer(memory, dtype=torch.float32, offset=1, count=int(np.prod(shape))).view(shape)
+
+
+DTYPES = (
+    torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.bool,
+)  # fmt: skip
+
+KINDS: dict[str, tuple[Any, type[Exception], str]] = {
+    "a list": (lambda shape: [1.0], TypeError, r"got list, expected a torch\.Tensor"),
+    "a number": (lambda shape: 1.0, TypeError, r"got float, expected a torch\.Tensor"),
+    "an array": (lambda shape: np.ones(shape, np.float32), TypeError, r"got ndarray, expected a torch\.Tensor"),
+    "a dtype": (lambda shape: torch.float32, TypeError, r"got dtype, expected a torch\.Tensor"),
+    "a class": (lambda shape: torch.Tensor, TypeError, r"got .*, expected a torch\.Tensor"),
+    "coo": (lambda shape: sparse(shape, "to_sparse"), TypeError, r"got layout torch\.sparse_coo, .*\.to_dense\(\)"),
+    "mkldnn": (lambda shape: torch.ones(shape).to_mkldnn(), TypeError, r"got layout torch\._mkldnn, .*\.to_dense\(\)"),
+    "quantized": (quantized, TypeError, r"got a quantized tensor \(torch\.qint8\), .*\.dequantize\(\)"),
+    "nested": (lambda shape: nested(shape, torch.strided), TypeError, r"got a nested tensor.*to_padded_tensor"),
+    "jagged": (lambda shape: nested(shape, torch.jagged), TypeError, r"got .*(nested|jagged)"),
+    "complex": (lambda shape: torch.ones(shape).cfloat(), TypeError, r"got dtype torch\.complex64; complex"),
+    "conjugated": (lambda shape: torch.ones(shape).cfloat().conj(), TypeError, r"got dtype torch\.complex64; complex"),
+    "negated": (lambda shape: torch._neg_view(torch.ones(shape)), ValueError, r"lazily negated.*\.resolve_neg\(\)"),
+    "without memory": (without_memory, TypeError, r"got a tensor without memory"),
+    "misaligned": (off_by_a_byte, ValueError, r"lies at address 0x[0-9a-f]+, which its 4-byte elements do not divide"),
+    "on meta": (lambda shape: torch.ones(shape, device="meta"), ValueError, r"is on meta, (accepted|expected)"),
+    **{
+        str(dtype): (lambda shape, dtype=dtype: torch.ones(shape).to(dtype), TypeError, rf"got dtype {dtype}, ")
+        for dtype in DTYPES
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_argument_refuses_every_strange_kind(name, kind):
+    make, error, message = KINDS[kind]
+    expected = rf"^{name}: .*{message}"
+    if (name, kind) == ("a", "on meta"):
+        expected = "^b: it is on cpu, expected the device of a, meta"
+    with pytest.raises(error, match=expected):
+        call(**{name: make(SHAPES[name])})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4), (1, 2, 3), (1, 1, 4, 5), (0,), (7, 7)])
+def test_every_argument_refuses_every_wrong_shape(name, shape):
+    if (name, shape) == ("c", ()):  # broadcasts
+        assert call(c=torch.ones(())).shape == (M, N)
+        return
+    with pytest.raises(
+        ValueError, match=r"^[ab]: got .*(accepted|must be)" if name in "ab" else rf"^{name}: got shape .*expected"
+    ):
+        call(**{name: torch.ones(shape)})
+
+
+NUMBERS: dict[str, tuple[Any, type[Exception], str]] = {
+    "None": (None, TypeError, "got NoneType, expected a Python float"),
+    "text": ("1.0", TypeError, "got str, expected a Python float"),
+    "a bool": (True, TypeError, "got bool"),
+    "complex": (1j, TypeError, "got complex"),
+    "a tensor": (torch.ones(()), TypeError, "got Tensor, expected a Python float .*sync"),
+    "an fp32 scalar of numpy": (np.float32(1), TypeError, "got float32"),
+    "an array": (np.ones(1), TypeError, "got ndarray"),
+    "a fraction": (fractions.Fraction(1, 2), TypeError, "got Fraction"),
+    "a decimal": (decimal.Decimal(1), TypeError, "got Decimal"),
+    "a list": ([1.0], TypeError, "got list"),
+    "above fp32": (3.5e38, ValueError, r"got 3\.5e\+38, which fp32 cannot hold; accepted are"),
+    "below fp32": (-1e300, ValueError, r"got -1e\+300, which fp32 cannot hold"),
+    "an int above fp32": (10**40, ValueError, r"got 1000.*, which fp32 cannot hold"),
+    "an int of many digits": (10**400, ValueError, r"got 10{76}\.\.\., which fp32 cannot hold"),
+    "an int that cannot be printed": (10**5000, ValueError, r"got a int, which fp32 cannot hold"),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_numbers(name, kind):
+    value, error, message = NUMBERS[kind]
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        call(c=torch.ones(M, N), **{name: value})
+
+
+@pytest.mark.parametrize("value", [2, -3.5, 2**100, float("inf"), float("nan"), np.float64(1.5), 1e-50])
+@pytest.mark.parametrize("backend", ["torch", "legacy"])
+def test_numbers_that_are_taken(value, backend):
+    got = call(alpha=value, backend=backend)
+    assert torch.equal(got, torch.full((M, N), 6.0) * torch.tensor(value, dtype=torch.float32)) or value != value
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+CHOICES = [3, 1.5, b"relu", ["relu"], ("relu",), {"relu": 1}, torch.relu, np.array(["relu", "silu"]), torch.ones(2),
+           Unprintable(), "RELU", "relu ", ""]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", CHOICES, ids=lambda v: type(v).__name__)
+def test_choices(value):
+    with pytest.raises(
+        ValueError, match=r"^activation: got .*, accepted are None, 'relu', 'gelu', 'gelu_tanh', 'silu'"
+    ):
+        call(activation=value)
+    with pytest.raises(ValueError, match=r"^precision: got .*, accepted are None, 'ieee', 'tf32', 'tf32x3'"):
+        call(precision=value)
+    with pytest.raises(
+        TypeError, match=r"^out_dtype: got .*, accepted are torch.float16, torch.bfloat16, torch.float32"
+    ):
+        call(out_dtype=value)
+
+
+@pytest.mark.parametrize("value", [None, 1, ["cute"], np.array(["cute"]), torch.ones(2), "CUTE", ""], ids=str)
+def test_backends(value):
+    with pytest.raises(
+        ValueError, match=r"^backend: got .*accepted are 'auto', 'cute', 'cutlass2x', 'legacy', 'torch'"
+    ):
+        call(backend=value)
+
+
+@pytest.mark.parametrize("dtype", [float, int, "float32", np.float32, torch.float64, torch.int32, torch.float8_e4m3fn])
+def test_out_dtypes(dtype):
+    with pytest.raises(TypeError, match=r"^out_dtype: got .*, accepted are torch\.float16"):
+        call(out_dtype=dtype)
+
+
+BUFFER = torch.zeros(3, 64, 64)
+OVERLAPS = {
+    "a itself": lambda: (BUFFER[0], BUFFER[1], None, {"out": BUFFER[0]}, "a"),
+    "b itself": lambda: (BUFFER[0], BUFFER[1], None, {"out": BUFFER[1]}, "b"),
+    "b transposed": lambda: (BUFFER[0], BUFFER[1].t(), None, {"out": BUFFER[1]}, "b"),
+    "one element of a": lambda: (BUFFER[0, :4, :4], BUFFER[1, :4, :4], None, {"out": BUFFER[0, 3:7, 3:7]}, "a"),
+    "a row of bias": lambda: (BUFFER[0, :4, :4], BUFFER[1, :4, :4], None,
+                              {"out": BUFFER[2, :4, :4], "bias": BUFFER[2, 3, :4]}, "bias"),
+    "c shifted by one": lambda: (BUFFER[0, :4, :4], BUFFER[1, :4, :4], BUFFER[2, :4, 1:5],
+                                 {"out": BUFFER[2, :4, :4], "beta": 1.0}, "c"),
+    "c transposed": lambda: (BUFFER[0, :4, :4], BUFFER[1, :4, :4], BUFFER[2, :4, :4].t(),
+                             {"out": BUFFER[2, :4, :4], "beta": 1.0}, "c"),
+    "c broadcast over it": lambda: (BUFFER[0, :4, :4], BUFFER[1, :4, :4], BUFFER[2, :1, :4],
+                                    {"out": BUFFER[2, :4, :4], "beta": 1.0}, "c"),
+    "c in another dtype": lambda: (BUFFER[0, :4, :4], BUFFER[1, :4, :4], BUFFER[2].view(torch.bfloat16)[:4, :4],
+                                   {"out": BUFFER[2, :4, :4], "beta": 1.0}, "c"),
+    "a batch of a": lambda: (BUFFER[:2], BUFFER[2], None, {"out": BUFFER[1:3]}, "a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+@pytest.mark.parametrize("backend", ["torch", "legacy"])
+def test_overlaps_are_refused(kind, backend):
+    a, b, c, options, name = OVERLAPS[kind]()
+    with pytest.raises(ValueError, match=rf"^out: it overlaps {name} in memory; pass another tensor, or a clone of"):
+        cutegemm.gemm(a, b, c, **options, backend=backend)
+
+
+def _apart():
+    buffer = torch.randn(4, 8, 48, generator=torch.Generator().manual_seed(1))
+    yield "columns of rows", buffer[0, :, :8], buffer[0, :, 8:16], buffer[0, :, 16:24], None
+    yield "columns of batches", buffer[:, :, :8], buffer[:, :, 8:16], buffer[:, :, 16:24], None
+    yield "even and odd columns", buffer[0, :, 0:16:2], buffer[1, :, 0:8], buffer[0, :, 1:17:2], None
+    yield "even and odd rows", buffer[0, 0:8:2, :8], buffer[1, :, 0:8], buffer[0, 1:9:2, :8], None
+    yield "even and odd matrices", buffer[0:4:2, :, :8], buffer[1, :, 40:48].clone(), buffer[1:4:2, :, :8], None
+    yield "transposed columns", buffer[0, :, :8].t(), buffer[1, :, :8], buffer[0, :, 8:16].t(), None
+    yield "end to end", buffer[0, :, :8], buffer[1, :, :8], buffer[2, :, :8], None
+    yield "c beside it", buffer[0, :, :8], buffer[0, :, 8:16], buffer[0, :, 16:24], buffer[0, :, 24:32]
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("backend", ["torch", "legacy"])
+def test_slices_of_one_buffer_that_share_no_element_are_taken(number, backend):
+    kind, a, b, out, c = list(_apart())[number]
+    want = torch.matmul(a.double(), b.double()) + (0 if c is None else c.double())
+    got = cutegemm.gemm(a, b, c, out=out, beta=0.0 if c is None else 1.0, backend=backend)
+    assert got is out, kind
+    assert torch.allclose(got.double(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [cutegemm.prepare, cutegemm.explain])
+def test_prepare_and_explain_refuse_what_gemm_refuses(function):
+    with pytest.raises(ValueError, match=r"^b: got shape"):
+        function(torch.ones(M, K), torch.ones(K + 1, N))
+    with pytest.raises(TypeError, match=r"^alpha: got str"):
+        function(torch.ones(M, K), torch.ones(K, N), alpha="x")
+    with pytest.raises(TypeError, match=r"^zeta: no such argument, accepted are alpha"):
+        function(torch.ones(M, K), torch.ones(K, N), zeta=1)

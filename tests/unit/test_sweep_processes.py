@@ -1,0 +1,340 @@
+"""Processes that tune, compile and own a GPU, and what their deaths cost: no row, no file, no hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cutegemm import arch as arch_table
+from cutegemm import kernel_store
+from cutegemm.problem import Problem
+from cutegemm.winners import Winners
+from tests.tuning_fakes import PROBLEM, candidate
+from tuning import sweep_compile
+from tuning.sweep_child import Child, ChildDied, ChildError
+from tuning.sweep_compile import CompilePool, available_bytes, default_jobs, is_stored
+from tuning.sweep_timer import GpuProcess, TimerBroken, TimerLost
+
+ROOT = Path(__file__).parent.parent.parent
+NOTHING: Any = None
+"""Stands for a signature or problem in a child that does not look at it, and so needs no import."""
+
+
+def test_sixteen_processes_tune_into_one_store_and_ten_are_killed(tmp_path, seed):
+    chance = random.Random(seed)
+    store, logs, searches = tmp_path / "winners.sqlite3", tmp_path / "logs", 6
+    logs.mkdir()
+    command = [sys.executable, "-W", "error::UserWarning", "-m", "tests.tuning_many"]
+    arguments = [str(store), str(logs), "16", str(searches)]
+    with subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        processes = {}
+        for _ in range(16):
+            number, process = parent.stdout.readline().split()
+            processes[int(number)] = int(process)
+        victims = chance.sample(sorted(processes), 10)
+        for victim in victims:
+            time.sleep(chance.uniform(0.0, 0.25))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(processes[victim], signal.SIGKILL)
+        assert parent.wait(60) == 0
+    assert sqlite3.connect(store).execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    assert not list(tmp_path.glob("*damaged*"))
+    rows = Winners(store).rows()
+    kept: dict[str, int] = {}
+    for row in rows:
+        text = f"{row.problem}|{row.config}|{row.kind}"
+        kept[text] = kept.get(text, 0) + 1
+    acknowledged: dict[str, int] = {}
+    finished = killed_midway = 0
+    for number in range(16):
+        lines = (logs / str(number)).read_text().splitlines() if (logs / str(number)).exists() else []
+        for line in lines:
+            acknowledged[line] = acknowledged.get(line, 0) + 1
+        mine = {f"{Problem.of(128 + number, 64, 64 + turn)}" for turn in range(0, searches, 2)}
+        done = mine <= {row.problem for row in rows if row.kind == "final"}
+        assert done or number in victims
+        finished += done
+        killed_midway += number in victims and bool(lines) and not done
+    assert finished >= 6
+    assert killed_midway >= 1, "none was killed at work"
+    lost = {text: count for text, count in acknowledged.items() if kept.get(text, 0) < count}
+    assert not lost
+    # A row that was committed when its process died before writing it down is no loss, and there is one heat at most.
+    assert len(rows) - sum(acknowledged.values()) <= 10 * 12
+
+
+_ECHO = """
+import os, signal, sys, time
+from tuning.sweep_child import Fatal, serve
+
+def handle(what, *rest):
+    print("noise on standard output")
+    if what == "echo":
+        return rest
+    if what == "pid":
+        return os.getpid()
+    if what == "raise":
+        raise ValueError("no such thing")
+    if what == "fatal":
+        raise Fatal("the context is gone")
+    if what == "segfault":
+        print("famous last words", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "sleep":
+        time.sleep(60)
+
+serve(handle)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path, monkeypatch) -> str:
+    """The name of a module that echoes."""
+    (tmp_path / "echo_child.py").write_text(_ECHO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "echo_child"
+
+
+def test_a_child_answers_refuses_and_dies(echo):
+    child = Child(echo)
+    assert child.call("echo", 1, {"x": (2, 3)}, timeout=30) == (1, {"x": (2, 3)})
+    with pytest.raises(ChildError, match="no such thing"):
+        child.call("raise", timeout=30)
+    assert child.call("echo", timeout=30) == ()
+    with pytest.raises(ChildDied, match="the context is gone"):
+        child.call("fatal", timeout=30)
+    child.close()
+    child = Child(echo)
+    with pytest.raises(ChildDied, match=r"(?s)SIGSEGV; its last words: .*famous last words"):
+        child.call("segfault", timeout=30)
+    with pytest.raises(ChildDied):
+        child.call("echo", timeout=30)
+    child.close()
+    child = Child(echo)
+    process = child.call("pid", timeout=30)
+    begun = time.monotonic()
+    with pytest.raises(ChildDied, match="no answer within 0 s"):
+        child.call("sleep", timeout=0.2)
+    assert time.monotonic() - begun < 5
+    assert not _alive(process)
+    child.close()
+
+
+def test_a_child_ends_with_its_parent(echo):
+    code = (
+        "import sys; from tuning.sweep_child import Child; c = Child(sys.argv[1]); print(c.call('pid', timeout=30), "
+        "flush=True); c.call('sleep', timeout=60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, echo], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        process = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait(10)
+    deadline = time.monotonic() + 10
+    while _alive(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(process)
+
+
+def _alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+_WORKER = """
+import os, signal, time
+from tuning.sweep_child import serve
+
+def compile(backend, signature, config, arch):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    if config == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if config == "refused":
+        raise RuntimeError("ptxas said no")
+    if config == "slow":
+        time.sleep(60)
+
+serve(compile)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch) -> str:
+    (tmp_path / "worker_child.py").write_text(_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "worker_child"
+
+
+def test_a_pool_survives_its_workers(worker, monkeypatch):
+    monkeypatch.setattr(sweep_compile, "COMPILE_SECONDS", 3.0)
+    with CompilePool(2, worker) as pool:
+        session, other = pool.session(NOTHING, None), pool.session(NOTHING, None)
+        assert session.room == 4
+        texts = ["a", "crash", "b", "refused", "slow", "c"]
+        for text in texts:
+            session.submit(candidate(text))
+        other.submit(candidate("elsewhere"))
+        assert session.room == 0
+        done: dict[str, str | None] = {}
+        deadline = time.monotonic() + 40
+        while session.outstanding and time.monotonic() < deadline:
+            done.update({c.text: reason for c, reason in session.collect(1.0)})
+        assert set(done) == set(texts)
+        assert done["a"] is done["b"] is done["c"] is None
+        assert "SIGKILL" in (done["crash"] or "")
+        assert done["refused"] == "ptxas said no"
+        assert "no answer within 3 s" in (done["slow"] or "")
+        assert [c.text for c, _ in other.collect(10.0)] == ["elsewhere"]
+        assert session.collect(0.0) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        session.submit(candidate("late"))
+
+
+def test_closing_a_pool_does_not_wait_for_its_work(worker):
+    pool = CompilePool(1, worker)
+    session = pool.session(NOTHING, None)
+    session.submit(candidate("slow"))
+    session.submit(candidate("never begun"))
+    time.sleep(0.5)
+    begun = time.monotonic()
+    session.cancel()
+    assert session.outstanding == 1
+    pool.close()
+    assert time.monotonic() - begun < 10
+
+
+def test_real_kernels_compile_in_a_worker(store_root):
+    arch = arch_table.get("sm_80")
+    problem = Problem.of(64, 64, 64, "fp16")
+    from cutegemm import backend as backends
+    from tuning.sweep_candidates import Candidate
+
+    config = backends.get("cute").parse("sm80/32x32x32/w16x16/s2/g1")
+    made = Candidate("cute", config)
+    assert not is_stored(made, problem.signature, arch)
+    with CompilePool(1) as pool:
+        session = pool.session(problem.signature, arch)
+        session.submit(made)
+        assert session.collect(120.0) == [(made, None)]
+        assert session.stored(made)
+    with pytest.raises(kernel_store.NotStored), kernel_store.lookups_only():
+        backends.get("cute").build(problem.signature, backends.get("cute").parse("sm80/64x32x32/w32x16/s2/g1"), arch)
+
+
+def test_the_number_of_workers_follows_cores_and_memory(monkeypatch):
+    assert default_jobs() >= 1
+    assert available_bytes() > 100_000_000
+    monkeypatch.setattr(sweep_compile, "available_bytes", lambda: 3.2 * sweep_compile.WORKER_BYTES)
+    monkeypatch.setattr(sweep_compile.os, "sched_getaffinity", lambda process: set(range(16)))
+    assert default_jobs() == 3
+    monkeypatch.setattr(sweep_compile, "available_bytes", lambda: 10**12)
+    assert default_jobs() == 15
+    monkeypatch.setattr(sweep_compile, "available_bytes", lambda: 0)
+    assert default_jobs() == 1
+
+
+_GPU = """
+import os, signal, sys, time
+from pathlib import Path
+from tuning.sweep_child import Fatal, serve
+
+log = Path(os.environ["GPU_LOG"])
+
+def handle(what, *rest):
+    with open(log, "a") as file:
+        print(what, *(rest if what == "check" else ()), file=file)
+    if what == "arch":
+        if os.environ.get("GPU_MISSING"):
+            raise RuntimeError("torch sees no CUDA device")
+        return "H200"
+    if what == "state":
+        return "a GPU"
+    if what == "open":
+        if rest[0].m == 7:
+            raise RuntimeError("CUDA out of memory")
+        return 0.1
+    if what == "check":
+        if rest[1] == "hangs":
+            time.sleep(60)
+        if rest[1] == "faults":
+            raise Fatal("an illegal memory access was encountered")
+        return ("ok", 1e-3)
+    if what == "time":
+        if any(key[1] == "races" for key in rest[0]):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return {("torch", ""): 2e-3, **{key: 1e-3 for key in rest[0]}}
+
+serve(handle)
+"""
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch) -> str:
+    (tmp_path / "gpu_child.py").write_text(_GPU)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("GPU_LOG", str(tmp_path / "log"))
+    return "gpu_child"
+
+
+def test_the_gpu_process_is_replaced_and_the_culprit_named(gpu, tmp_path):
+    some: Any = SimpleNamespace(m=64)
+    large: Any = SimpleNamespace(m=7)
+    # (m=64), SimpleNamespace(m=7)
+    with GpuProcess(0, gpu) as timer:
+        assert timer.arch == "H200"
+        assert timer.describe() == "a GPU"
+        timer.open(some)
+        assert timer.check(candidate("right"), 30).verdict == "ok"
+        verdict = timer.check(candidate("hangs"), 0.3).verdict
+        assert verdict == "failed to run: no answer within 0 s"
+        assert "illegal memory access" in timer.check(candidate("faults"), 30).verdict
+        assert timer.check(candidate("right"), 30).verdict == "ok"
+        with pytest.raises(TimerLost, match="SIGSEGV"):
+            timer.time([candidate("right"), candidate("races")], 2, 0.0)
+        times = timer.time([candidate("right")], 2, 0.0)
+        assert times["torch", ""] == 2e-3
+        with pytest.raises(TimerBroken, match="out of memory"):
+            timer.open(large)
+        timer.open(some)
+    said = (tmp_path / "log").read_text().split("\n")
+    assert said.count("open") == 1 + 3 + 1 + 1
+
+
+def test_without_a_gpu_the_process_says_so(gpu, monkeypatch):
+    monkeypatch.setenv("GPU_MISSING", "1")
+    with GpuProcess(0, gpu) as timer, pytest.raises(TimerBroken, match="torch sees no CUDA device"):
+        _ = timer.arch
+
+
+def test_the_real_gpu_process_without_a_gpu():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with GpuProcess(0) as timer, pytest.raises(TimerBroken, match="torch sees no CUDA device"):
+        timer.open(PROBLEM)
+
+
+def test_results_go_to_the_search_that_asked(worker):
+    with CompilePool(1, worker) as pool:
+        sessions = [pool.session(NOTHING, None) for _ in range(3)]
+        for number, session in enumerate(sessions):
+            session.submit(candidate(f"number {number}"))
+        for number, session in enumerate(sessions):
+            assert [c.text for c, _ in session.collect(20.0)] == [f"number {number}"]
+    assert isinstance(sessions[0]._done, queue.SimpleQueue)

@@ -8,8 +8,9 @@ each bound the time:
     tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile)
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
     chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth
-    split-K   each part written, then all parts of a tile read by the last to finish
-    power     the energy of multiply-adds and bytes moved, over what the card may draw for long
+    split-K   each part written, then read: by the last to finish, or a share by each
+    power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean
+              joins it to the time at full clock: near the limit the clock gives way by degrees
     fixed     launch, pipeline fill, last store
 
 The constants that no data sheet gives (`Rates`) are fitted to measured tables by `tuning.calibrate`, one set a kernel
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +47,7 @@ class Rates:
     """The fitted constants of a kernel family. Times in microseconds, rates per SM and clock, energies in pJ.
 
     launch, pdl, cluster: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
-    what a cluster adds.
+    what a cluster adds. quad: share of time that clusters of four add, of which fewer are resident than SMs say.
     math: share of the data sheet's peak that back-to-back multiplications reach.
     smem, port, l2: bytes a clock of shared memory, of one SM's load port, of an SM's share of the L2 when all load.
     latency: of one load, until its data may be multiplied. held: stages that the multiplications hold meanwhile.
@@ -53,7 +55,9 @@ class Rates:
     tile, store: clocks of an epilogue beside its bytes, and its bytes a clock. hidden: share of an epilogue that costs
     time even under the next tile's multiplications.
     split, parts: a split-K meeting in microseconds, and the bytes a clock at which one CTA adds parts up.
-    hbm: share of the data sheet's bandwidth. overlap: share of the lesser costs that the largest does not hide.
+    hbm: share of the data sheet's bandwidth. again: what a second read of a byte just come from memory costs of the
+    first. idle: how much longer memory takes for the SMs that have no tile in the last round.
+    overlap: share of the lesser costs that the largest does not hide.
     warps: resident warps whose latency is not hidden. flop_pj, load_pj, smem_pj, hbm_pj: energy of a flop, of a byte
     from the L2, of a byte read from shared memory, of a byte from memory.
     """
@@ -61,6 +65,7 @@ class Rates:
     launch: float = 2.6
     pdl: float = 0.5
     cluster: float = 0.3
+    quad: float = 0.4
     math: float = 1.0
     smem: float = 128.0
     port: float = 64.0
@@ -74,6 +79,8 @@ class Rates:
     split: float = 1.0
     parts: float = 64.0
     hbm: float = 0.9
+    again: float = 0.2
+    idle: float = 0.5
     overlap: float = 0.1
     warps: float = 0.5
     flop_pj: float = 0.75
@@ -134,9 +141,9 @@ class Model:
     """
 
     __slots__ = (
-        "_bandwidth", "_bk", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_itemsize",
-        "_l2", "_load_chip", "_multiply", "_out_size", "_overlap", "_places", "_split_fixed", "_split_part", "_splits",
-        "_step_fixed", "_unit_m", "_unit_n", "_waits", "_wave",
+        "_again", "_bandwidth", "_bk", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows",
+        "_idle", "_itemsize", "_l2", "_load_chip", "_multiply", "_out_size", "_overlap", "_places", "_serial",
+        "_slower", "_split_fixed", "_split_part", "_splits", "_step_fixed", "_unit_m", "_unit_n", "_waits", "_wave",
     )  # fmt: skip
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
@@ -157,6 +164,7 @@ class Model:
         self._multiply = slowest + r.overlap * (multiply + smem + port - slowest)
         self._load_chip = from_l2 / (r.l2 * clock * arch.sm_count)
         self._step_fixed = r.step / clock
+        self._slower = 1 + r.quad if ctas > 2 else 1.0
         self._waits = r.latency * 1e-6 / max(f.stages - r.held, 0.5)
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
         self._fold, warps = f.ctas, f.threads / 32
@@ -167,10 +175,12 @@ class Model:
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         self._fixed = (r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1)) * 1e-6 + epilogue - self._epilogue
         self._split_part = 4 * f.bm * f.bn / (r.parts * clock)
+        self._serial = f.serial
         self._split_fixed = r.split * 1e-6 + self._split_part
 
         self._group_rows = f.group * self._unit_m
         self._l2 = 0.6 * arch.l2_bytes
+        self._again, self._idle = r.again, r.idle
         self._bandwidth = arch.hbm_bytes_per_s * r.hbm
         watts = WATTS_PER_SM * arch.sm_count
         self._energy_step = (
@@ -195,24 +205,31 @@ class Model:
         busy, load = self._multiply, self._load_chip * (works if works < places else places)
         step = self._step_fixed + (busy + overlap * load if busy > load else load + overlap * busy)
         full, rest = divmod(rounds, self._fold)
-        waits, busy_rounds = self._waits, 0.0
+        waits = self._waits
+        busy_rounds = 0.0
         if full:
             wave = step * self._wave[-1]
             busy_rounds = full * (depth * (wave if wave > waits else waits) + self._fold * self._epilogue)
         if rest:
             wave = step * self._wave[rest]
             busy_rounds += depth * (wave if wave > waits else waits) + rest * self._epilogue
+        busy_rounds *= self._slower
         if splits > 1:
-            busy_rounds += self._split_fixed + splits * self._split_part
-        b = n * k * batch * self._itemsize
-        moved = b + m * k * batch * self._itemsize + m * n * batch * self._out_size
+            busy_rounds += rounds * (self._split_fixed + (splits if self._serial else 1) * self._split_part)
+        a, b = m * k * batch * self._itemsize, n * k * batch * self._itemsize
+        moved: float = a + b + m * n * batch * self._out_size
         if b > self._l2 and m > self._group_rows:
             moved += b * (m / self._group_rows - 1)
-        memory = moved / self._bandwidth
+        memory = moved + self._again * ((b if m > self._unit_m else 0) + (a if n > self._unit_n else 0))
+        if works:
+            memory *= 1 + self._idle * (places / works - 1 / rounds)
+        memory /= self._bandwidth
         time = busy_rounds + overlap * memory if busy_rounds > memory else memory + overlap * busy_rounds
         time += self._fixed
         heat = tiles * steps * self._energy_step + moved * self._energy_byte
-        return (time if time > heat else heat), rounds, depth, busy_rounds, memory, heat, self._fixed
+        if heat > 0.25 * time:
+            time = math.sqrt(math.sqrt(time**4 + heat**4))
+        return time, rounds, depth, busy_rounds, memory, heat, self._fixed
 
 
 def unit(signature: Signature) -> str:

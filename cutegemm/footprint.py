@@ -24,8 +24,9 @@ class Footprint:
 
     family: key of its constants in `cost_model`. bm, bn, bk: CTA tile in D's orientation, elements. stages: of the
     ring. smem_step: bytes of shared memory read by a k step, over all warps. threads: of a CTA; ctas: resident on an
-    SM. cluster: CTAs along M and N that share loads. splits: of K. group: tile rows that the tile order walks
-    together. overlapped: the epilogue runs beside the next tile's multiplications. pdl: programmatic dependent launch.
+    SM. cluster: CTAs along M and N that share loads. splits: of K; serial: one CTA adds up all parts of a tile, they
+    are not shared out. group: tile rows that the tile order walks together. overlapped: the epilogue runs beside the
+    next tile's multiplications. pdl: programmatic dependent launch.
     copies: how many times more instructions narrow loads take than 16-byte ones.
     """
 
@@ -41,6 +42,7 @@ class Footprint:
     splits: int = 1
     group: int = 8
     overlapped: bool = False
+    serial: bool = True
     pdl: bool = False
     copies: float = 1.0
 
@@ -77,6 +79,7 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         ctas=ctas,
         cluster=cluster,
         splits=config.splits,
+        serial=False,
         group=order_rows(config.order),
         overlapped=config.ping_pong,
         pdl="pdl" in config.options,

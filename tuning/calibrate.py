@@ -25,6 +25,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 
 from tabulate import tabulate
@@ -39,7 +40,7 @@ from cutegemm.problem import Problem
 
 REACH = 6.0
 """A constant may leave its first value by this factor at most."""
-PULL, OFFSET, LOSS = 0.0006, 0.15, 1.0
+PULL, OFFSET, LOSS = 0.0006, 0.3, 1.0
 SHARP = 0.02
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
 
@@ -164,26 +165,35 @@ class Fit:
         return total / len(self.shapes) + PULL * pulled
 
     def search(self) -> Rates:
-        """The constants that a coordinate search from first principles ends at."""
+        """The best constants that coordinate searches end at, which begin beside the first principles."""
+        first = FIRST_PRINCIPLES[self.family]
+        starts = [
+            replace(first, math=first.math * faster, flop_pj=first.flop_pj * energy)
+            for faster, energy in product((0.85, 1.0, 1.1), (0.75, 1.0, 1.25))
+        ]
+        found = min((self._descend(start) for start in starts), key=lambda pair: pair[1])[0]
+        return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(found).items()})
+
+    def _descend(self, start: Rates) -> tuple[Rates, float]:
         first = FIRST_PRINCIPLES[self.family]
         names = [f.name for f in fields(Rates) if getattr(first, f.name)]
-        best, loss = first, self.loss(first)
+        best, loss = start, self.loss(start)
         for factor in (1.6, 1.25, 1.12, 1.05, 1.02):
             improved, passes = True, 0
             while improved and passes < 12:
                 improved, passes = False, passes + 1
                 for name in names:
-                    start = getattr(first, name)
+                    origin = getattr(first, name)
                     for step in (factor, 1 / factor):
                         value = getattr(best, name) * step
-                        if not 1 / REACH <= value / start <= REACH:
+                        if not 1 / REACH <= value / origin <= REACH:
                             continue
                         trial = replace(best, **{name: value})
                         found = self.loss(trial)
                         if found < loss - 1e-7:
                             best, loss, improved = trial, found, True
                             break
-        return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(best).items()})
+        return best, loss
 
     def report(self, constants: Rates) -> list[tuple[str, int, float, float, float, str]]:
         """(shape, configurations, mean and largest |model / measured - 1|, time lost by the model's choice, choice)."""
@@ -256,8 +266,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write and families:
         stored = json.loads(CONSTANTS.read_text())["families"] if CONSTANTS.exists() else {}
         command = shlex.join(["python", "-m", "tuning.calibrate", *(Path(a).name if "/" in a else a for a in given)])
-        for family, constants in families.items():
-            stored[family] = {"gpu": arch.name, "command": command, **constants}
+        for family, values in families.items():
+            stored[family] = {"gpu": arch.name, "command": command, **values}
         CONSTANTS.parent.mkdir(exist_ok=True)
         CONSTANTS.write_text(json.dumps({"families": dict(sorted(stored.items()))}, indent=1) + "\n")
         print(f"written to {CONSTANTS}")

@@ -112,13 +112,17 @@ class CuteBackend:
                 if (splits == 1 or splits * config.bk <= problem.k) and self.check(config, problem, arch) is None:
                     yield config
 
-    def candidates(self, signature: Signature, arch: Arch) -> Iterator[tuple[TileConfig, tuple[int, ...]]]:
-        """(configuration, splits that it may also have) of the few that the heuristic weighs."""
+    def candidates(self, signature: Signature, arch: Arch) -> list[tuple[TileConfig, tuple[int, ...]]]:
+        """(configuration, splits that it may also have) of the few that the heuristic weighs.
+
+        They are those of the first automatic family that has any: WGMMA leaves mma.sync nothing to win.
+        """
         for family in self._automatic(signature):
-            for text in family.preferred(signature):
-                config = family.config.parse(text)
-                if config.problem(signature, arch) is None:
-                    yield config, defaults.splits(text)
+            configs = ((family.config.parse(text), defaults.splits(text)) for text in family.preferred(signature))
+            found = [(config, splits) for config, splits in configs if config.problem(signature, arch) is None]
+            if found:
+                return found
+        return []
 
     def default(self, problem: Problem, arch: Arch) -> TileConfig:
         from cutegemm import heuristics

@@ -10,7 +10,7 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`,
     cCMxCN     cluster: CM x CN CTAs, neighbours along M and N, that share their loads by multicast
     sSTAGES    depth of the ring of operand tiles
     ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
-    kS         split-K: S CTAs sum a part of K each; the last to finish adds the parts up in their order
+    kS         split-K: S CTAs sum a part of K each and share out adding the parts up, in their order
     OPTION     swap: multiply D^T = B^T A^T, so that BM runs along N and BN along M, for small M; the cluster likewise;
                once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch;
                zig: every other wave of tiles walks K backwards, over what the L2 cache still holds;
@@ -28,6 +28,7 @@ from typing import ClassVar
 from cutegemm.arch import Arch
 from cutegemm.cute import tile_order
 from cutegemm.cute.config import SLAB_PAD, SLAB_ROWS
+from cutegemm.cute.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Problem, Signature
 
 WARPGROUP = 128
@@ -50,7 +51,10 @@ _RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
 """Shared memory for the ring beside the smallest epilogue."""
 
 _FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)")
-_ACCEPTED = "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/swap][/once][/slab][/zig][/stream][/pdl]"
+_ACCEPTED = (
+    "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
+    f"options {', '.join(OPTIONS)}"
+)
 
 
 @dataclass(frozen=True)
@@ -117,22 +121,26 @@ class HopperConfig:
 
     @property
     def slab_columns(self) -> int:
-        """Columns that a warp stages at a time in the general epilogue."""
-        return 32 if self.bn % 32 == 0 and not self.swapped else 16
+        """Columns that a warp stages at a time in the general epilogue; with split-K, of a slice: more splits than
+        slices of 32 columns make narrower ones.
+        """
+        few = self.splits <= self.group_rows // 64 * self.bn // 32
+        return 32 if self.bn % 32 == 0 and not self.swapped and few else 16
 
     def uses_tma_store(self, signature: Signature) -> bool:
         """Whether D goes through shared memory and TMA: it is aligned, and C, if there is one, lies in aligned rows.
 
-        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. Fragments
-        of C straight from global memory need registers for their addresses, which many accumulators leave no room for.
+        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. C needs
+        registers, most of all as fragments straight from global memory, which many accumulators leave no room for.
         """
         c_dtype = signature.epilogue.c_dtype
+        most = 192 if self.stages_c(signature) else 160
         return (
             "slab" not in self.options
+            and self.splits == 1
             and signature.align_d >= 16
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
-            and (c_dtype is None or signature.align_c >= 16)
-            and (c_dtype is None or self.stages_c(signature) or self.accumulators <= 160)
+            and (c_dtype is None or (signature.align_c >= 16 and self.accumulators <= most))
         )
 
     def stages_c(self, signature: Signature) -> bool:
@@ -167,7 +175,7 @@ class HopperConfig:
         null workspace.
         """
         works = self.works(problem)
-        resident = max(arch.sm_count // (self.cluster[0] * self.cluster[1]), 1)
+        resident = resident_clusters(arch, self.cluster[0] * self.cluster[1])
         clusters = min(works, resident) if self.persistent else works
         return (clusters,) if self.splits > 1 else (clusters, 0)
 

@@ -64,7 +64,10 @@ class HopperGemm(Gemm):
         self.turns = Turns()
         self.tma_store = config.uses_tma_store(signature)
         self.rows_out = make_store(config, signature)
-        self.split_sum = SplitSum(config.splits, config.accumulators)
+        if config.splits > 1:
+            columns = config.slab_columns
+            units = config.group_rows // BLOCK_ROWS * (config.bn // columns)
+            self.split_sum = SplitSum(config.splits, units, columns // 8)
         # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
         self.blocks = config.group_rows // BLOCK_ROWS
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
@@ -321,7 +324,7 @@ class HopperGemm(Gemm):
                 matrix_b = Int32(0)
             first, count = self.k_range(work)
             k_tile, k_step = first, Int32(1)
-            if cutlass.const_expr("zig" in config.options):
+            if cutlass.const_expr("zig" in config.options):  # noqa: SIM102
                 # Every other wave walks K backwards, and begins with the k tiles that the L2 cache still holds.
                 if ((work - self.first_work) // self.clusters) & 1 == 1:
                     k_tile, k_step = first + count - 1, Int32(-1)
@@ -377,12 +380,26 @@ class HopperGemm(Gemm):
                 done = done + 1
             if cutlass.const_expr(config.splits > 1):
                 share = (work // config.splits * self.cluster_size + self.rank) * config.consumers + group
-                mine = self.split_sum.count_in(accumulators, share, work % config.splits)
-                if mine:
-                    self.split_sum.add_up(accumulators, share)
-                    self.store(accumulators, tile_row, tile_column, matrix, row_offset)
+                slices = self.split_sum.settle(accumulators, share, work % config.splits)
+                for unit in cutlass.range(self.split_sum.units, unroll=1):
+                    if (slices >> (unit % self.split_sum.slices)) & 1 == 1:
+                        self.store_unit(share, unit, tile_row, tile_column, matrix, row_offset)
             else:
                 self.store(accumulators, tile_row, tile_column, matrix, row_offset)
+
+    def store_unit(self, share, unit, tile_row, tile_column, matrix, row_offset) -> None:
+        """Adds up and stores one strip of this warpgroup's rows of a tile."""
+        block = unit // self.rows_out.strips
+        strip = unit - block * self.rows_out.strips
+        self.rows_out.store_strip(
+            self.split_sum.add_up(share, unit).iterator,
+            tile_row * self.config.bm + row_offset + block * self.block_step,
+            tile_column * self.config.bn + strip * self.rows_out.columns,
+            matrix,
+            self.m,
+            self.n,
+            self.operands,
+        )
 
     def store(self, accumulators, tile_row, tile_column, matrix, row_offset) -> None:
         """The epilogue of this warpgroup's rows of a tile."""

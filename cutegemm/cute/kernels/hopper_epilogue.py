@@ -4,33 +4,48 @@ A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` hold
 
     rows 16 w + lane / 4 + 8 r (r = 0, 1), columns 8 j + 2 (lane % 4) + c (c = 0, 1)    in accumulator (c, r, j)
 
-`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `SlabStore` everything else through the slabs that
-the other kernels use too (C and bias, fp32 results, any alignment). With swapped operands the rows of the accumulators
-are columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into shared memory.
+`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `WideTmaEpilogue` fp32 results through plain shared
+stores and TMA; `hopper_terms` adds C and the bias. `SlabStore` takes everything else through the slabs that the other
+kernels use too: what TMA cannot store, and C in any strides. With swapped operands the rows of the accumulators are
+columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into shared memory.
 """
 
 from __future__ import annotations
 
 import types as python_types
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types
 from cutegemm.cute.config import SLAB_PAD, SLAB_ROWS
 from cutegemm.cute.epilogue import SlabEpilogue, activate
 from cutegemm.cute.hopper_config import STORE_BUFFERS, WARPGROUP, HopperConfig
+from cutegemm.cute.kernels import hopper_terms
 from cutegemm.problem import Signature
 
 BLOCK_ROWS = 64
 FIRST_NAMED_BARRIER = 1
 """Named barrier of consumer warpgroup 0; 0 is the CTA's own."""
+EVICT_FIRST = 0x12F0000000000000
+"""The cache policy of `createpolicy.fractional.L2::evict_first` for all of the data (CUTLASS's TMA::CacheHintSm90)."""
+
+
+def make_store(config: HopperConfig, signature: Signature) -> Any:
+    """The epilogue for a configuration and signature."""
+    if config.uses_tma_store(signature):
+        wide = types.NUMERIC[signature.out_dtype].width == 32
+        made: Any = WideTmaEpilogue if wide else TransposedTmaEpilogue if config.swapped else TmaEpilogue
+    else:
+        made = TransposedSlabStore if config.swapped else SlabStore
+    return made(config, signature)
 
 
 class TmaEpilogue:
-    """D = act(alpha * acc), rounded once, stored 64 rows x `columns` at a time.
+    """D = act(alpha * acc + beta * C + bias), rounded once, stored 64 rows x `columns` at a time.
 
     A warpgroup has `STORE_BUFFERS` staging buffers. Before it fills one it makes sure that the store that last read it
     is done reading; nobody waits for stores to reach memory, so they overlap the next tile.
@@ -42,13 +57,16 @@ class TmaEpilogue:
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.config = config
         self.out_type = types.NUMERIC[signature.out_dtype]
-        self.activation = signature.epilogue.activation
-        self.columns = config.store_columns(2)
-        self.row_bytes = 2 * self.columns
+        self.epilogue = signature.epilogue
+        self.itemsize = self.out_type.width // 8
+        self.columns = config.store_columns(self.itemsize)
+        self.row_bytes = self.itemsize * self.columns
         self.buffer_bytes = BLOCK_ROWS * self.row_bytes
         # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024,
         # 512, 256.
         self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
+        self.bias = hopper_terms.make_bias(config, signature)
+        self.c = hopper_terms.make_c(config, signature)
 
     def box(self) -> tuple[int, int]:
         """(rows, columns) of D in one staging buffer."""
@@ -60,7 +78,7 @@ class TmaEpilogue:
 
     def buffer_layout(self):
         """The shared layout of one staging buffer, as TMA's swizzle has it."""
-        width = self.row_bytes // 2
+        width = self.row_bytes // self.itemsize
         atom = cute.make_composed_layout(
             cute.make_swizzle(self.swizzle_bits, 4, 3), 0, cute.make_layout((8, width), stride=(width, 1))
         )
@@ -68,7 +86,7 @@ class TmaEpilogue:
 
     def make_atom(self, d, m, n, ldd, d_batch, batch):
         """(copy atom, coordinate tensor) of TMA stores into D, (m, n) row-major. On the host."""
-        step = 16 // (self.out_type.width // 8)
+        step = 16 // self.itemsize
         layout = cute.make_layout(
             (m, n, batch), stride=(cute.assume(ldd, divby=step), 1, cute.assume(d_batch, divby=step))
         )
@@ -80,7 +98,7 @@ class TmaEpilogue:
         self.atom = atom
         base = memory + group * (STORE_BUFFERS * self.buffer_bytes)
         layout = self.buffer_layout()
-        staged = cute.append(layout.outer, cute.make_layout(STORE_BUFFERS, stride=self.buffer_bytes // 2))
+        staged = cute.append(layout.outer, cute.make_layout(STORE_BUFFERS, stride=self.buffer_bytes // self.itemsize))
         pointer = cute.recast_ptr(base, layout.inner, dtype=self.out_type)
         tiles = cute.local_tile(tensor, self.box(), (None, None, None))
         self.shared, self.target = cpasync.tma_partition(
@@ -92,7 +110,12 @@ class TmaEpilogue:
         )
         self.barrier = group + FIRST_NAMED_BARRIER
         self.warp = cute.arch.make_warp_uniform(thread // 32)
-        self._start_addresses(base.toint(), thread % 32)
+        self.lane = thread % 32
+        self._start_addresses(base.toint(), self.lane)
+        if self.bias is not None:
+            self.bias.start(memory + self.config.consumers * STORE_BUFFERS * self.buffer_bytes, group, thread)
+        if self.c is not None and self.c.staged:
+            self.c.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
 
     def _start_addresses(self, base, lane) -> None:
         # stmatrix: lane l gives the address of row l % 8 of 8x8 matrix l / 8; the matrices are (rows 0-7, 8-15) x 2.
@@ -111,38 +134,101 @@ class TmaEpilogue:
     ):
         """Stores `blocks` blocks of 64 rows, the first at `row`, the next `row_step` further on."""
         per_block = self.config.bn // self.columns
-        for i in cutlass.range_constexpr(blocks):
-            for part in cutlass.range_constexpr(per_block):
-                number = i * per_block + part
-                buffer = number % STORE_BUFFERS
-                if self.warp == 0:
-                    # The first store of a tile finds those of the tile before, in whatever buffer they ended, long
-                    # done.
-                    cute.arch.cp_async_bulk_wait_group(min(number, STORE_BUFFERS - 1), read=True)
-                cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
-                self._stage(accumulators, operands, i, part, buffer)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
-                if self.warp == 0:
-                    block = self.block_of(row + i * row_step, column + part * self.columns)
-                    place = (None, *block, matrix)
-                    cute.copy(self.atom, self.shared[None, buffer], self.target[place])
-                    cute.arch.cp_async_bulk_commit_group()
+        parts = [(i, part) for i in range(blocks) for part in range(per_block)]
+        # The first barrier below lies between the bias and its readers, the last between them and the next tile's.
+        self._start_terms(row, column, row_step, matrix, m, n, operands)
+        fetched = self._fetch(self.box_corner(0, 0, row, column, row_step))
+        for number in cutlass.range_constexpr(len(parts)):
+            i, part = parts[number]
+            buffer = number % STORE_BUFFERS
+            if self.warp == 0:
+                # The first store of a tile finds those of the tile before, in whatever buffer they ended, long done.
+                cute.arch.cp_async_bulk_wait_group(min(number, STORE_BUFFERS - 1), read=True)
+            cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
+            corner = self.box_corner(i, part, row, column, row_step)
+            after = parts[number + 1] if cutlass.const_expr(number + 1 < len(parts)) else None
+            fetched = self._settle(fetched, corner, after, buffer, row, column, row_step)
+            self._stage(accumulators, operands, corner, i, part, buffer)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
+            if self.warp == 0:
+                block = self.block_of(row + i * row_step, column + part * self.columns)
+                place = (None, *block, matrix)
+                self._send(self.shared[None, buffer], self.target[place])
+                cute.arch.cp_async_bulk_commit_group()
 
-    def _stage(self, accumulators, operands, i, part, buffer) -> None:
-        """Rounds this thread's values of one staging buffer and stores them with stmatrix."""
+    def _send(self, source, target) -> None:
+        if "stream" in self.config.options:
+            cute.copy(self.atom, source, target, cache_policy=Int64(EVICT_FIRST))
+        else:
+            cute.copy(self.atom, source, target)
+
+    def box_corner(self, i: int, part: int, row, column, row_step) -> tuple:
+        """(row, column) of D where a staging buffer's box begins."""
+        return row + i * row_step, column + part * self.columns
+
+    def own_corner(self, corner: tuple) -> tuple:
+        """(row, column) of D of this thread's first accumulator in the box that begins at `corner`."""
+        return corner[0] + (16 * self.warp + self.lane // 4), corner[1] + 2 * (self.lane % 4)
+
+    def _start_terms(self, row, column, row_step, matrix, m, n, operands) -> None:
+        """Binds C and the bias to a tile."""
+        if self.bias is not None:
+            extent = n if self.epilogue.bias_axis == "n" else m
+            self.bias.load(operands.bias, row, column, row_step, extent)
+        if self.c is not None:
+            self.c.bind(operands.c + Int64(matrix) * operands.c_batch, operands.c_row, m, n)
+
+    def _fetch(self, corner: tuple):
+        """Pieces of C that are loaded ahead for the box at `corner`; None where there are none."""
+        return self.c.fetch(corner) if self.c is not None and self.c.ahead else None
+
+    def _settle(self, fetched, corner, after, buffer, row, column, row_step):
+        """Brings C into this buffer, if that is its way; returns what is fetched for the one `after`."""
+        if self.c is None or not self.c.staged:
+            return None
+        if not self.c.ahead:
+            self.c.bring(corner, buffer * self.buffer_bytes)
+            return None
+        self.c.stage(fetched, buffer * self.buffer_bytes)
+        return None if after is None else self._fetch(self.box_corner(after[0], after[1], row, column, row_step))
+
+    def _values(self, accumulators, operands, added, i, part, first, count):
+        """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest.
+
+        `added`: C for them, or None.
+        """
+        values = cute.make_rmem_tensor(4 * count, Float32)
+        for q in range(4 * count):
+            values[q] = accumulators[(q & 1, (q >> 1) & 1, part * (self.columns // 8) + first + (q >> 2)), i, 0]
+        z = values.load() * operands.alpha
+        if added is not None:
+            z = z + added.load().to(Float32) * operands.beta
+        if self.bias is not None:
+            z = z + self.bias.fragment(i, part * (self.columns // 8) + first, count).load()
+        result = cute.make_rmem_tensor(4 * count, self.out_type)
+        result.store(activate(z, self.epilogue.activation).to(self.out_type))
+        return result
+
+    def _added(self, corner, first, count, address):
+        """C for `_values`; `address` is where this lane's matrix row of the result will stand."""
+        if self.c is None:
+            return None
+        if self.c.staged:
+            return self.c.fragment(address)
+        return self.c.fragment(self.own_corner(corner), first, count, self.columns // 8)
+
+    def _stage(self, accumulators, operands, corner, i, part, buffer) -> None:
+        """Finishes this thread's values of one staging buffer and stores them with stmatrix."""
         for pair in range(self.columns // 16):
-            j = part * (self.columns // 8) + 2 * pair
-            values = cute.make_rmem_tensor(8, Float32)
-            for q in range(8):
-                values[q] = accumulators[(q & 1, (q >> 1) & 1, j + (q >> 2)), i, 0]
-            result = cute.make_rmem_tensor(8, self.out_type)
-            result.store(activate(values.load() * operands.alpha, self.activation).to(self.out_type))
+            address = self._address(pair) + buffer * self.buffer_bytes
+            added = self._added(corner, 2 * pair, 2, address)
+            result = self._values(accumulators, operands, added, i, part, 2 * pair, 2)
             words = cute.recast_tensor(result, Int32)
             cute.arch.inline_ptx(
                 f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
                 "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[self._address(pair) + buffer * self.buffer_bytes, *(words[q] for q in range(4))],
+                read_only_args=[address, *(words[q] for q in range(4))],
             )
 
     @cute.jit
@@ -150,6 +236,28 @@ class TmaEpilogue:
         """Waits until TMA has read the last buffers: shared memory must outlive its readers."""
         if self.warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class WideTmaEpilogue(TmaEpilogue):
+    """The same for fp32 results: 8-byte stores of a fragment's neighbours take stmatrix's place."""
+
+    def _start_addresses(self, base, lane) -> None:
+        row = self.warp * 16 + lane // 4
+        swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
+        self.row_address = base + row * self.row_bytes + (lane & 1) * 8
+        # Rows 8 further on have the same swizzle.
+        self.own_piece = ((lane >> 1) & 1) ^ swizzle
+
+    def _stage(self, accumulators, operands, corner, i, part, buffer) -> None:
+        for j in range(self.columns // 8):
+            added = self._added(corner, j, 1, None)
+            result = self._values(accumulators, operands, added, i, part, j, 1)
+            address = self.row_address + ((self.own_piece ^ (2 * j)) << 4) + buffer * self.buffer_bytes
+            for r in range(2):
+                cute.arch.inline_ptx(
+                    "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                    read_only_args=[address + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
+                )
 
 
 class TransposedTmaEpilogue(TmaEpilogue):
@@ -167,6 +275,12 @@ class TransposedTmaEpilogue(TmaEpilogue):
 
     def block_of(self, row, column) -> tuple:
         return column // self.columns, row // BLOCK_ROWS
+
+    def box_corner(self, i, part, row, column, row_step) -> tuple:
+        return column + part * self.columns, row + i * row_step
+
+    def own_corner(self, corner: tuple) -> tuple:
+        return corner[0] + 2 * (self.lane % 4), corner[1] + (16 * self.warp + self.lane // 4)
 
     def _start_addresses(self, base, lane) -> None:
         # Matrix l / 8 holds accumulator rows 8 (l / 8 % 2) .. of this warp, which are 8 columns of D: one 16-byte
@@ -199,21 +313,27 @@ class SlabStore:
     ):
         """Stores `blocks` blocks of 64 rows, the first at `row`, the next `row_step` further on."""
         for i in cutlass.range_constexpr(blocks):
-            first = row + i * row_step + self.warp * SLAB_ROWS
             for strip in cutlass.range_constexpr(self.strips):
-                self.slabs.start(
-                    self.memory, matrix, first, column + strip * self.columns, m, n, self.warp, self.lane, operands
-                )
-                self._fill(accumulators, i, strip)
-                self.slabs.store_rows(0)
+                values = accumulators.iterator + (i * self.strips + strip) * (self.columns // 2)
+                self.store_strip(values, row + i * row_step, column + strip * self.columns, matrix, m, n, operands)
 
-    def _fill(self, accumulators, i, strip) -> None:
+    @cute.jit
+    def store_strip(self, values, row, column, matrix, m, n, operands):
+        """Stores 64 rows x `columns` accumulators; `values` points to this thread's, (c, r, j) with c fastest."""
+        self._open(row + self.warp * SLAB_ROWS, column, matrix, m, n, operands)
+        self._fill(cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8))))
+        self.slabs.store_rows(0)
+
+    def _open(self, row, column, matrix, m, n, operands) -> None:
+        self.slabs.start(self.memory, matrix, row, column, m, n, self.warp, self.lane, operands)
+
+    def _fill(self, values) -> None:
         slab = self.slabs.slab.iterator + (self.lane // 4) * self.slabs.pitch + 2 * (self.lane % 4)
         for j in range(self.columns // 8):
             for r in range(2):
                 pair = cute.make_rmem_tensor(2, Float32)
                 for c in range(2):
-                    pair[c] = accumulators[(c, r, strip * (self.columns // 8) + j), i, 0]
+                    pair[c] = values[c, r, j]
                 place = cute.make_tensor(slab + (8 * r * self.slabs.pitch + 8 * j), cute.make_layout(2))
                 cute.autovec_copy(pair, place)
 
@@ -224,24 +344,14 @@ class SlabStore:
 class TransposedSlabStore(SlabStore):
     """The same for swapped operands: a strip of 16 accumulator columns is 16 rows of D, a warp's rows 16 columns."""
 
-    @cute.jit
-    def store(
-        self, accumulators, row, column, matrix, m, n, operands, blocks: cutlass.Constexpr, row_step: cutlass.Constexpr
-    ):
-        for i in cutlass.range_constexpr(blocks):
-            first = row + i * row_step + self.warp * SLAB_ROWS
-            for strip in cutlass.range_constexpr(self.strips):
-                self.slabs.start(
-                    self.memory, matrix, column + strip * self.columns, first, m, n, self.warp, self.lane, operands
-                )
-                self._fill(accumulators, i, strip)
-                self.slabs.store_rows(0)
+    def _open(self, row, column, matrix, m, n, operands) -> None:
+        self.slabs.start(self.memory, matrix, column, row, m, n, self.warp, self.lane, operands)
 
-    def _fill(self, accumulators, i, strip) -> None:
+    def _fill(self, values) -> None:
         pitch = self.slabs.pitch
         slab = self.slabs.slab.iterator + 2 * (self.lane % 4) * pitch + self.lane // 4
         for j in range(2):
             for r in range(2):
                 for c in range(2):
                     place = slab + ((8 * j + c) * pitch + 8 * r)
-                    cute.make_tensor(place, cute.make_layout(1))[0] = accumulators[(c, r, 2 * strip + j), i, 0]
+                    cute.make_tensor(place, cute.make_layout(1))[0] = values[c, r, j]

@@ -1,0 +1,74 @@
+"""How many clusters of CTAs a GPU holds at a time.
+
+The CTAs of a cluster run in one GPC. GPCs of one chip differ in their SMs, and 16 or 18 SMs hold four clusters of
+four: an H200 of 132 SMs has room for fewer than 33. A persistent grid of more clusters than fit would compute the tiles
+of the last ones after all others.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutegemm.arch import Arch
+
+_EMPTY_KERNEL = b"""
+.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry empty() { ret; }
+\0"""
+_SMEM_BYTES = 120 * 1024
+"""More than half an SM's: one CTA an SM, as our kernels have it."""
+
+
+def resident_clusters(arch: Arch, size: int) -> int:
+    """Clusters of `size` CTAs, one CTA an SM, that run at a time: asked of the driver for the GPU that is present,
+    else as many as the number of SMs allows.
+    """
+    by_sms = max(arch.sm_count // size, 1)
+    # The two SMs of a TPC are never apart.
+    if size <= 2 or not _is_present(arch):
+        return by_sms
+    import torch
+
+    return max(1, min(by_sms, _asked(torch.cuda.current_device(), size)))
+
+
+def _is_present(arch: Arch) -> bool:
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    from cutegemm.arch import Arch as ArchClass
+
+    return ArchClass.of_device() == arch
+
+
+@functools.cache
+def _asked(device: int, size: int) -> int:
+    """What cuOccupancyMaxActiveClusters says on the device, which must be current and initialized."""
+    from cuda.bindings import driver
+
+    def checked(answer: tuple):
+        if answer[0] != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"the CUDA driver answered {answer[0]} when asked about clusters of {size}")
+        return answer[1] if len(answer) > 1 else None
+
+    module = checked(driver.cuModuleLoadData(_EMPTY_KERNEL))
+    try:
+        kernel = checked(driver.cuModuleGetFunction(module, b"empty"))
+        most_smem = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        checked(driver.cuFuncSetAttribute(kernel, most_smem, _SMEM_BYTES))
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = size, 1, 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = 384, 1, 1
+        config.sharedMemBytes = _SMEM_BYTES
+        config.attrs, config.numAttrs = [attribute], 1
+        return checked(driver.cuOccupancyMaxActiveClusters(kernel, config))
+    finally:
+        driver.cuModuleUnload(module)

@@ -33,11 +33,11 @@ Key = tuple[str, str]
 
 
 class Bench:
-    """One problem on the current CUDA device."""
+    """One problem on the current CUDA device (on the CPU, in tests, nothing can be timed)."""
 
-    def __init__(self, problem: Problem, arch: Arch, seed: int | None = None) -> None:
-        self.problem, self.arch = problem, arch
-        self._generator = torch.Generator(device="cuda")
+    def __init__(self, problem: Problem, arch: Arch, seed: int | None = None, device: str = "cuda") -> None:
+        self.problem, self.arch, self._device = problem, arch, device
+        self._generator = torch.Generator(device=device)
         self.seed = self._generator.seed() if seed is None else self._generator.manual_seed(seed).initial_seed()
         p, epilogue = problem, problem.epilogue
         a, b = self._draw(p.a, p.dtype), self._draw(p.b, p.dtype)
@@ -49,7 +49,7 @@ class Bench:
             length = p.n if epilogue.bias_axis == "n" else p.m
             self._bias = self._normal(length).to(torch_dtype(epilogue.bias_dtype))
         self._beta = 0.5 if self._c is not None else 0.0
-        self._whole = torch.empty(_span(p.d, p.batch) + 2 * GUARD, dtype=torch_dtype(p.out_dtype), device="cuda")
+        self._whole = torch.empty(_span(p.d, p.batch) + 2 * GUARD, dtype=torch_dtype(p.out_dtype), device=device)
         self._d = _view(self._whole[GUARD:], p.d, p.batch)
         bias = self._bias if self._bias is None or epilogue.bias_axis == "n" else self._bias[:, None]
         self._want = reference.expected(
@@ -65,14 +65,15 @@ class Bench:
         try:
             calls = self._bound((backend, config))
             self._whole.fill_(math.nan)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
+            _synchronize(self._device)
+            begun = time.perf_counter()
             calls[0]()
-            end.record()
-            torch.cuda.synchronize()
-            return self._verdict(), start.elapsed_time(end) * 1e-3
+            _synchronize(self._device)
+            took = time.perf_counter() - begun
+            return self._verdict(), took
         except Exception as why:
-            _survive(why)
+            if self._device == "cuda":
+                _survive(why)
             self._calls.pop((backend, config), None)
             return f"failed to run: {why}", math.inf
 
@@ -118,11 +119,10 @@ class Bench:
             kernel = backend.build(self.problem.signature, backend.parse(key[1]), self.arch)
             run = kernel.bind(self.problem)
             c, bias, d = (0 if t is None else t.data_ptr() for t in (self._c, self._bias, self._d))
-            beta, stream = self._beta, torch._C._cuda_getCurrentRawStream
-            device = torch.cuda.current_device()
+            beta, on_cuda = self._beta, self._device == "cuda"
 
             def call(a: int, b: int) -> None:
-                run(a, b, c, bias, d, 1.0, beta, stream(device))
+                run(a, b, c, bias, d, 1.0, beta, torch.cuda.current_stream().cuda_stream if on_cuda else 0)
 
             found = [partial(call, a.data_ptr(), b.data_ptr()) for a, b in self._inputs]
             self._calls[key] = found
@@ -142,7 +142,7 @@ class Bench:
         return _view(flat, matrix, self.problem.batch)
 
     def _normal(self, count: int) -> torch.Tensor:
-        return torch.randn(count, device="cuda", generator=self._generator)
+        return torch.randn(count, device=self._device, generator=self._generator)
 
 
 def _span(matrix: Matrix, batch: int) -> int:
@@ -161,6 +161,11 @@ def _view(flat: torch.Tensor, matrix: Matrix, batch: int) -> torch.Tensor:
 def _copy(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     batch = tensor.shape[0]
     return _view(tensor.as_strided((_span(matrix, batch),), (1,)).clone(), matrix, batch)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _survive(why: Exception) -> None:

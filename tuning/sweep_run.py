@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -91,13 +92,23 @@ def run(
                 return
             report(lane, "finished", outcomes[number])
 
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(timers)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def work_and_tell(lane: int, timer: Timer) -> None:
         try:
-            for thread in threads:
-                thread.join(0.2)
+            work(lane, timer)
+        finally:
+            ended.put(lane)
+
+    for lane, timer in enumerate(timers):
+        threading.Thread(target=work_and_tell, args=(lane, timer), daemon=True).start()
+    running = len(timers)
+    while running:
+        # Not Thread.join: interrupted, it takes a thread that still runs for one that has ended (Python 3.10, 3.11).
+        try:
+            with contextlib.suppress(queue.Empty):
+                ended.get(timeout=0.2)
+                running -= 1
         except KeyboardInterrupt:
             if stop.is_set():
                 raise

@@ -1,0 +1,121 @@
+"""The bench's inputs and verdicts, on the CPU with kernels written in torch: what is right, what is found wrong."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cutegemm import backend as backends
+from cutegemm import reference
+from cutegemm.epilogue import Epilogue
+from cutegemm.errors import GemmError
+from cutegemm.problem import Matrix, Problem, torch_dtype
+from tests.tuning_fakes import H200
+from tuning.sweep_gpu import GUARD, Bench
+
+ODD = Matrix(5, 24, 40, 1, 5 * 40, 16)
+
+
+def bench_of(problem: Problem, monkeypatch, seed: int, spoil=lambda bench: None) -> Bench:
+    """A bench whose only kernel multiplies in float64 with torch, then calls `spoil`."""
+    bench = Bench(problem, SimpleNamespace(**{**vars(H200), "l2_bytes": 1000}), seed, device="cpu")
+
+    def run(a, b, c, bias, d, alpha, beta, stream) -> None:
+        by_address = {x.data_ptr(): (x, y) for x, y in bench._inputs}
+        x, y = by_address[a]
+        assert (b, d, alpha, stream) == (y.data_ptr(), bench._d.data_ptr(), 1.0, 0)
+        z = torch.matmul(x.double(), y.double())
+        if bench._c is not None:
+            assert c == bench._c.data_ptr()
+            z = z + beta * bench._c.double()
+        if bench._bias is not None:
+            z = z + (bench._bias if problem.epilogue.bias_axis == "n" else bench._bias[:, None]).double()
+        z = reference.activate(z, problem.epilogue.activation)
+        bench._d.copy_(z.to(torch_dtype(problem.out_dtype)))
+        spoil(bench)
+
+    kernel = SimpleNamespace(bind=lambda of: run if of == problem else None)
+    fake = SimpleNamespace(parse=lambda text: text, build=lambda signature, config, arch: kernel)
+    monkeypatch.setattr(backends, "get", lambda name: fake)
+    return bench
+
+
+PROBLEMS = [
+    Problem.of(17, 24, 33, "bf16"),
+    Problem.of(8, 16, 24, "fp16", majors="nt", batch=3, out_dtype="fp32"),
+    Problem.of(9, 7, 5, "fp32", epilogue=Epilogue("fp32", "fp32", "n", "gelu")),
+    Problem.of(9, 7, 5, "fp32", epilogue=Epilogue(None, "fp16", "m", "relu")),
+    # Padded rows of A, and one B for all of the batch.
+    Problem(
+        5, 16, 24, 2, "bf16", "bf16", "ieee", ODD, Matrix(24, 16, 1, 24, 0, 16), None, Matrix(5, 16, 16, 1, 80, 16),
+        Epilogue(),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_a_right_kernel_is_right(problem, monkeypatch, seed):
+    bench = bench_of(problem, monkeypatch, seed)
+    verdict, seconds = bench.check("cute", "right")
+    assert verdict == "ok"
+    assert 0 < seconds < 10
+    assert len(bench._inputs) == -(-3 * 1000 // problem.min_bytes)
+    assert len({x.data_ptr() for x, _ in bench._inputs}) == len(bench._inputs)
+    for x, y in bench._inputs:
+        assert torch.equal(x, bench._inputs[0][0])
+        assert torch.equal(y, bench._inputs[0][1])
+        assert x.stride() == (problem.a.stride_batch, problem.a.stride_row, problem.a.stride_col)
+        assert float(x.float().std()) > 0.5
+
+
+def one_off(bench: Bench) -> None:
+    bench._d[0, 3, 2] += 1.0
+
+
+def one_missing(bench: Bench) -> None:
+    bench._d[0, 3, 2] = float("nan")
+
+
+def one_infinite(bench: Bench) -> None:
+    bench._d[0, 0, 0] = float("inf")
+
+
+def before(bench: Bench) -> None:
+    bench._whole[GUARD - 1] = 0.0
+
+
+def behind(bench: Bench) -> None:
+    bench._whole[-GUARD] = 0.0
+
+
+def failing(bench: Bench) -> None:
+    raise GemmError("launch failed")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (one_off, "wrong: 1 of"), (one_missing, "wrong: 1 of"), (one_infinite, "wrong: 1 of"),
+        (before, "wrong: it wrote outside D"), (behind, "wrong: it wrote outside D"),
+        (failing, "failed to run: launch failed"),
+    ],
+)  # fmt: skip
+def test_a_wrong_kernel_is_found_wrong(spoil, what, monkeypatch, seed):
+    bench = bench_of(PROBLEMS[0], monkeypatch, seed, spoil)
+    verdict, seconds = bench.check("cute", "spoilt")
+    assert verdict.startswith(what)
+    if what.startswith("wrong"):
+        assert f"seed {seed}" in verdict
+    else:
+        assert seconds == float("inf")
+
+
+def test_what_an_earlier_kernel_left_is_not_mistaken_for_a_result(monkeypatch, seed):
+    bench = bench_of(PROBLEMS[0], monkeypatch, seed)
+    assert bench.check("cute", "right")[0] == "ok"
+    lazy = SimpleNamespace(bind=lambda of: lambda *arguments: None)
+    fake = SimpleNamespace(parse=lambda text: text, build=lambda signature, config, arch: lazy)
+    monkeypatch.setattr(backends, "get", lambda name: fake)
+    assert bench.check("cute", "lazy")[0].startswith("wrong:")

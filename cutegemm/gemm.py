@@ -31,6 +31,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_autocast_on = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def gemm(
@@ -95,12 +96,13 @@ def gemm(
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
         alpha, beta = float(alpha), float(beta)
+    key, run = None, None
     try:
-        key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
-        run = _memo.get(key)
+        if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():
+            key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+            run = _memo.get(key)
         if run is not None and (
             _is_autocast_on()
-            or _dispatch_modes()
             or forward_ad._current_level >= 0
             or (_is_grad_enabled() and (
                 a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
@@ -109,8 +111,7 @@ def gemm(
         ):  # fmt: skip
             run = None
     except (AttributeError, TypeError, RuntimeError):
-        # Not a dense tensor, or something unhashable: what it is is found out below.
-        key, run = None, None
+        key, run = None, None  # not a dense tensor, or something unhashable: what it is is found out below
     if run is None:
         return _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
     return run(a, b, c, alpha, beta, bias, out)
@@ -119,8 +120,8 @@ def gemm(
 def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):
     """All that a plan depends on; an unhashable or strange argument raises something."""
     return (
-        a.__class__, a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.is_neg(),
-        b.__class__, b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15, b.is_neg(),
+        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.is_neg(),
+        b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15, b.is_neg(),
         beta == 0,
         None if c is None else (
             c.__class__, c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, c.is_neg()
@@ -150,18 +151,21 @@ def _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, preci
         a, b, c, options = _cast(a, b, c, options)
         with torch._C._DisableAutocast():
             return gemm(a, b, c, **options)
-    if _is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in (a, b, c, bias, out)):
-        run = _memo.get(key) if key is not None else None
-        if run is None or out is not None:
-            run = _plan(key, a, b, c, options)
-        if out is not None:
-            raise ValueError(
-                "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
-                "call gemm under torch.no_grad(), or leave out away"
-            )
-        settings = autograd.Settings(alpha, beta, activation, precision, backend)
-        return autograd.GemmFunction.apply(a, b, c, bias, settings, run)
-    return _plan(key, a, b, c, options)(a, b, c, alpha, beta, bias, out)
+    if key is None:
+        key = _key_of(a, b, c, options)
+    # What was remembered is not enough where `out`, or a forward-mode tangent, must be looked at.
+    run = _memo.get(key) if out is None and forward_ad._current_level < 0 else None
+    if run is None:
+        run = _plan(key, a, b, c, options)
+    if not (_is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias))):
+        return run(a, b, c, alpha, beta, bias, out)
+    if out is not None:
+        raise ValueError(
+            "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
+            "call gemm under torch.no_grad(), or leave out away"
+        )
+    settings = autograd.Settings(alpha, beta, activation, precision, backend)
+    return autograd.GemmFunction.apply(a, b, c, bias, settings, run)
 
 
 def compute(a, b, c, **options: Any) -> torch.Tensor:
@@ -172,7 +176,13 @@ def compute(a, b, c, **options: Any) -> torch.Tensor:
 
 
 def _key_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
-    return _key(a, b, c, **{name: value for name, value in options.items() if name != "alpha"})
+    """The key of a call, or None when something about it is strange."""
+    try:
+        key = _key(a, b, c, **{name: value for name, value in options.items() if name != "alpha"})
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return key
 
 
 def _plan(key: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Runner:
@@ -192,12 +202,12 @@ def _is_dispatched(*tensors: Any) -> bool:
     """Whether the call is for torch's dispatcher: a mode sees it, or a subclass of Tensor that handles operators."""
     if _dispatch_modes():
         return True
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:
-            continue
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return True
-    return torch.overrides.has_torch_function([t for t in tensors if isinstance(t, torch.Tensor)])
+    found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if any(tensor.is_nested for tensor in found):  # handles operators, but not ours: the checks refuse it by name
+        return False
+    if any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in found):
+        return True
+    return torch.overrides.has_torch_function(found)
 
 
 def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
@@ -238,11 +248,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     known = runner.complete(options)
     if _is_autocast_on():
         a, b, c, known = _cast(a, b, c, known)
-    try:
-        key = _key_of(a, b, c, known)
-    except (AttributeError, TypeError, RuntimeError):
-        key = None
-    _plan(key, a, b, c, known)
+    _plan(_key_of(a, b, c, known), a, b, c, known)
 
 
 def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:

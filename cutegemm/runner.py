@@ -225,6 +225,8 @@ def _torch_runner(asked: Request) -> Runner:
                 "backend 'torch': torch's TF32 switch for matmul is on, so it would not compute in IEEE fp32; "
                 "switch it off or use backend 'cute'"
             )
+        # torch.matmul picks its way, and with it the rounding, by what requires grad.
+        a, b = a.detach(), b.detach()
         if plain and alpha == 1:
             d = torch.matmul(a, b)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm import autograd, transforms
 from cutegemm.epilogue import ACTIVATIONS
@@ -183,3 +184,12 @@ def _vmap_gemm(
 
 
 torch.library.register_vmap("cutegemm::gemm", _vmap_gemm, lib=_library)
+
+
+def _flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
+    """2 L M N K, for torch's FlopCounterMode."""
+    la, lb = (shape[0] if len(shape) == 3 else 1 for shape in (a_shape, b_shape))
+    return 2 * (la if lb == 1 else lb) * a_shape[-2] * a_shape[-1] * b_shape[-1]
+
+
+register_flop_formula([torch.ops.cutegemm.gemm, torch.ops.cutegemm.gemm_out])(_flops)

@@ -1,21 +1,20 @@
-"""Times cutegemm against torch (cuBLAS): `python -m tuning.bench --help`.
+"""Times cutegemm against cuBLAS and others: `python -m tuning.bench --suite square,llm,deep --providers all`.
 
-Method: the candidates are timed in the same process, round by round in turns, with inputs that rotate through three
+Method: the providers are timed in the same process, round by round in turns, with inputs that rotate through three
 times the L2 cache and one CUDA graph a round (`tuning.timing`). Every result is checked against the float64 reference
-before it is timed. A ratio above 1 is faster than torch.
+before it is timed; a wrong one is not timed. A ratio above 1 is faster than torch. The kernels of ours that will run
+are compiled ahead, in processes of their own. Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
+import contextlib
 import math
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,79 +23,158 @@ from tabulate import tabulate
 import cutegemm
 from cutegemm import reference
 from cutegemm.arch import Arch
-from cutegemm.errors import GemmError
 from cutegemm.problem import Problem, torch_dtype
 from cutegemm.roofline import roofline
-from tuning import timing
+from tuning import bench_report, suites, timing
+from tuning.bench_providers import NAMES, Cutegemm, NotServed, Prepared, Provider, make, versions
+from tuning.bench_report import Result
 
 ROUNDS = 9
 
+Timer = Callable[[Mapping[str, Sequence[Callable[[], object]]], float, int], Mapping[str, timing.Timing]]
+"""timer(calls by provider, flops, rounds): as `timing.interleaved`."""
 
-def operands(m: int, n: int, k: int, dtype: torch.dtype, majors: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Standard normal A (m, k) and B (k, n) on the GPU, "t" A or "n" B K-major; see `Problem.of`."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run: the shapes, and the kind of product that each is."""
+
+    shapes: Sequence[suites.Shape]
+    dtype: str = "bf16"
+    precision: str = "ieee"
+    majors: str = "tn"
+    rounds: int = ROUNDS
+
+    def problem(self, shape: suites.Shape) -> Problem:
+        return Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision)
+
+
+def operands(problem: Problem, seed: int, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor]:
+    """Standard normal A (m, k) and B (k, n), lying as the problem says."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = torch_dtype(problem.dtype)
 
     def draw(rows: int, cols: int, row_major: bool) -> torch.Tensor:
         shape = (rows, cols) if row_major else (cols, rows)
-        values = torch.randn(shape, device="cuda", generator=generator).to(dtype)
+        values = torch.randn(shape, device=device, generator=generator).to(dtype)
         return values if row_major else values.t()
 
-    return draw(m, k, majors[0] == "t"), draw(k, n, majors[1] == "t")
+    return draw(problem.m, problem.k, problem.a.row_major), draw(problem.k, problem.n, problem.b.row_major)
 
 
-def bench_shape(m: int, n: int, k: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Checks and times one shape; one row a candidate, torch first."""
-    dtype = torch_dtype(options.dtype)
-    arch = Arch.of_device()
-    problem = Problem.of(m, n, k, options.dtype, majors=options.majors, precision=options.precision)
-    sets = timing.rotation(problem.min_bytes, arch.l2_bytes)
-    inputs = [operands(m, n, k, dtype, options.majors, seed) for seed in range(sets)]
-    out = torch.empty(m, n, device="cuda", dtype=dtype)
-    precision = options.precision if options.dtype == "fp32" else None
-    candidates: dict[str, list[Callable[[], object]]] = {}
-    candidates["torch"] = [partial(torch.mm, a, b, out=out) for a, b in inputs]
-    a, b = inputs[0]
-    want = reference.expected(a, b, precision=options.precision)
-    for name, backend, config in _asked(options):
-        try:
-            got = cutegemm.gemm(a, b, out=out.fill_(math.nan), precision=precision, backend=backend, config=config)
-        except (GemmError, ValueError) as why:
-            print(f"{m}x{n}x{k} {name}: {why}", file=sys.stderr)
-            continue
-        verdict = reference.check(got, want)
-        if not verdict.ok:
-            print(f"{m}x{n}x{k} {name}: WRONG, not timed: {verdict.message}", file=sys.stderr)
-            continue
-        call: dict[str, Any] = {"precision": precision, "backend": backend, "config": config, "out": out}
-        for x, y in inputs:
-            cutegemm.prepare(x, y, **call)
-        candidates[name] = [partial(cutegemm.gemm, x, y, **call) for x, y in inputs]
-    del want
-    torch.cuda.empty_cache()
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
-    try:
-        found = timing.interleaved(candidates, problem.flops, options.rounds)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+def bench_shape(
+    problem: Problem,
+    providers: Sequence[Provider],
+    arch: Arch,
+    *,
+    rounds: int = ROUNDS,
+    device: str = "cuda",
+    timer: Timer = timing.interleaved,
+    cublas_kernels: bool = False,
+) -> list[Result]:
+    """Checks and times one problem; a result for each provider, in their order. The first one is what ratios are to."""
+    sets = timing.rotation(problem.min_bytes, arch.l2_bytes) if device == "cuda" else 1
+    inputs = [operands(problem, seed, device) for seed in range(sets)]
+    out = torch.empty(problem.m, problem.n, device=device, dtype=torch_dtype(problem.out_dtype))
+    ready: dict[str, Prepared] = {}
+    verdicts: dict[str, str] = {}
+    with _tf32(problem.precision == "tf32"):
+        want = reference.expected(*inputs[0], precision=problem.precision)
+        for provider in providers:
+            try:
+                prepared = provider.prepare(problem, arch, inputs, out)
+                out.fill_(math.nan)
+                prepared.calls[0]()
+            except NotServed as why:
+                verdicts[provider.name] = f"not served: {why}"
+                continue
+            verdict = reference.check(out, want)
+            if verdict.ok:
+                ready[provider.name] = prepared
+            verdicts[provider.name] = "ok" if verdict.ok else f"wrong: {verdict.message}"
+        del want
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        calls = {name: prepared.calls for name, prepared in ready.items()}
+        with bench_report.Monitor(device == "cuda") as monitor:
+            found = timer(calls, problem.flops, rounds)
+        kernels = kernel_names(ready["torch"].calls[0]) if cublas_kernels and "torch" in ready else ()
+    first = next(iter(found.values()), None)
     bound = roofline(problem, arch)
-    return [
-        {
-            "shape": f"{m}x{n}x{k}",
-            "what": name,
-            "us": timed.us,
-            "spread": (timed.high - timed.low) / timed.us,
-            "tflops": timed.tflops(problem.flops),
-            "of_bound": bound.share(timed.us * 1e-6),
-            "ratio": found["torch"].us / timed.us,
-        }
-        for name, timed in found.items()
-    ]
+    clock, watts = monitor.typical()
+    results = []
+    for provider in providers:
+        name = provider.name
+        timed = found.get(name)
+        result = Result(str(problem), problem.m, problem.n, problem.k, name, verdicts[name])
+        if timed is not None and first is not None:
+            result = replace(
+                result,
+                backend=ready[name].backend,
+                config=ready[name].config,
+                us=timed.us,
+                low=timed.low,
+                high=timed.high,
+                tflops=timed.tflops(problem.flops),
+                of_bound=bound.share(timed.us * 1e-6),
+                limit=bound.limit,
+                intensity=bound.intensity,
+                ratio=first.us / timed.us,
+                clock_mhz=clock,
+                watts=watts,
+                kernels=kernels if name == "torch" else (),
+            )
+        results.append(result)
+    return results
+
+
+def kernel_names(call: Callable[[], object]) -> tuple[str, ...]:
+    """The kernels that a call launches, as the profiler names them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    names = (event.name for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    return tuple(dict.fromkeys(name for name in names if not name.startswith(("Memcpy", "Memset"))))
+
+
+def compile_ahead(plan: Plan, providers: Sequence[Provider], arch: Arch, jobs: int | None = None) -> tuple[int, float]:
+    """Compiles the kernels of ours that the benchmark will run, in parallel; (how many, seconds).
+
+    What does not compile is left to say so when it is prepared.
+    """
+    from tuning.sweep_candidates import Candidate
+    from tuning.sweep_compile import CompilePool
+
+    begun = time.perf_counter()
+    wanted: dict[tuple[str, str, str], tuple[Any, Any]] = {}
+    for shape in plan.shapes:
+        problem = plan.problem(shape)
+        for provider in providers:
+            for backend, config in provider.kernels(problem, arch):
+                key = (backend, str(config), str(problem.signature))
+                wanted[key] = (problem.signature, Candidate(backend, config))
+    if not wanted:
+        return 0, 0.0
+    with CompilePool(jobs) as pool:
+        sessions = []
+        for signature, candidate in wanted.values():
+            session = pool.session(signature, arch)
+            if not session.stored(candidate):
+                session.submit(candidate)
+                sessions.append(session)
+        for session in sessions:
+            while session.outstanding:
+                session.collect(1.0)
+    return len(sessions), time.perf_counter() - begun
 
 
 def host_cost(calls: int = 100, rounds: int = 50) -> dict[str, float]:
     """Microseconds of host time of an eager 128^3 fp16 call, without a graph: the fastest of many rounds."""
-    a, b = operands(128, 128, 128, torch.float16, "tn", 0)
+    a, b = operands(Problem.of(128, 128, 128, "fp16"), 0)
     best: dict[str, float] = {}
     todo: dict[str, Callable[[], object]] = {
         "torch.mm": lambda: torch.mm(a, b),
@@ -116,34 +194,94 @@ def host_cost(calls: int = 100, rounds: int = 50) -> dict[str, float]:
     return best
 
 
-def _asked(options: argparse.Namespace) -> list[tuple[str, str, str | None]]:
-    if options.config:
-        return [(text, options.backend, text) for text in options.config.split(",")]
-    return [(options.backend, options.backend, None)]
+class _tf32:
+    """torch's TF32 switch for matmul, set within the block."""
+
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self._allowed
+
+    def __exit__(self, *error: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self._before
 
 
-def _shapes(options: argparse.Namespace) -> list[tuple[int, int, int]]:
-    shapes = []
-    for text in options.shapes.split(","):
-        parts = [int(part) if part.isdecimal() else 0 for part in text.split("x")]
-        if len(parts) not in (1, 3) or min(parts) < 1:
-            raise SystemExit(f"--shapes: got {text!r}, expected MxNxK or one number for a square product")
-        shapes.append((parts[0], parts[0], parts[0]) if len(parts) == 1 else (parts[0], parts[1], parts[2]))
-    return shapes
+def run(
+    plan: Plan,
+    providers: Sequence[Provider],
+    arch: Arch,
+    *,
+    device: str = "cuda",
+    timer: Timer = timing.interleaved,
+    cublas_kernels: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[list[Result], bool]:
+    """(the results of every shape, whether all were measured). Ctrl-C ends it with what there is."""
+    results: list[Result] = []
+    try:
+        for number, shape in enumerate(plan.shapes, 1):
+            say(f"[{number}/{len(plan.shapes)}] {suites.text(shape)}")
+            options: dict[str, Any] = {"rounds": plan.rounds, "device": device, "timer": timer}
+            try:
+                results += bench_shape(plan.problem(shape), providers, arch, cublas_kernels=cublas_kernels, **options)
+            except RuntimeError as why:  # out of memory; a launch that ruined the CUDA context
+                reason = f"not measured: {type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"
+                problem = str(plan.problem(shape))
+                results += [Result(problem, *shape, provider.name, reason) for provider in providers]
+                say(reason)
+                if device == "cuda":
+                    with contextlib.suppress(RuntimeError):
+                        torch.cuda.empty_cache()
+    except KeyboardInterrupt:
+        return results, False
+    return results, True
+
+
+def _shapes(options: argparse.Namespace) -> list[suites.Shape]:
+    shapes: list[suites.Shape] = []
+    if options.suite:
+        shapes += suites.suite(options.suite)
+    if options.square:
+        shapes += suites.squares(options.square)
+    if options.shapes_file:
+        shapes += suites.read(options.shapes_file)
+    if options.shapes or not shapes:
+        shapes += suites.parse(options.shapes or "1024,2048,4096,8192")
+    return list(dict.fromkeys(shapes))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tuning.bench", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shapes", default="1024,2048,4096,8192", help="MxNxK or one number, comma-separated")
-    parser.add_argument("--dtype", default="bf16", choices=["fp16", "bf16", "fp32"])
-    parser.add_argument("--precision", default="ieee", choices=["ieee", "tf32"], help="for fp32")
-    parser.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
-    parser.add_argument("--backend", default="auto", choices=["auto", "cute", "cutlass2x", "legacy"])
-    parser.add_argument("--config", help="configurations of that backend, comma-separated")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--host", action="store_true", help="host cost of an eager call instead")
-    parser.add_argument("--json", help="also write every figure to this file")
+    parser = argparse.ArgumentParser(prog="python -m tuning.bench", description=(__doc__ or "").split("\n\n")[0])
+    what = parser.add_argument_group("what", "shapes add up; without any, 1024, 2048, 4096 and 8192 cubed")
+    what.add_argument("--shapes", help="MxNxK or one number for a square product, comma-separated")
+    what.add_argument("--shapes-file", metavar="FILE", help="the same, one or several a line")
+    what.add_argument("--square", metavar="A..B", help="powers of two from A to B")
+    what.add_argument("--suite", help=f"comma-separated, of {', '.join(suites.SUITES)}")
+    what.add_argument("--dtype", default="bf16", choices=["fp16", "bf16", "fp32"])
+    what.add_argument("--precision", default="ieee", choices=["ieee", "tf32", "tf32x3"], help="for fp32")
+    what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
+    who = parser.add_argument_group("who")
+    who.add_argument("--providers", default="cutegemm", help=f"all, or comma-separated of {', '.join(NAMES)}")
+    who.add_argument("--backend", default="auto", choices=["auto", "cute", "cutlass2x", "legacy"],
+                     help="of --config")  # fmt: skip
+    who.add_argument("--config", help="configurations of that backend, comma-separated, beside the providers")
+    how = parser.add_argument_group("how")
+    how.add_argument("--rounds", type=int, default=ROUNDS)
+    how.add_argument("--jobs", type=int, help="compile processes; by default a core each, as many as memory holds")
+    how.add_argument("--cublas-kernels", action="store_true", help="name the kernels that cuBLAS picked")
+    how.add_argument("--host", action="store_true", help="host cost of an eager call instead")
+    into = parser.add_argument_group("into")
+    into.add_argument("--json", metavar="FILE")
+    into.add_argument("--csv", metavar="FILE")
+    into.add_argument("--plot", metavar="FILE", help="TFLOP/s over size, ratios, roofline (needs matplotlib)")
     return parser
+
+
+def _providers(options: argparse.Namespace) -> list[Provider]:
+    found = make(options.providers.split(","))
+    return found + [Cutegemm(options.backend, text) for text in (options.config or "").split(",") if text]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -151,35 +289,45 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.precision != "ieee" and options.dtype != "fp32":
         parser.error(f"--precision {options.precision} is for fp32 operands, not {options.dtype}")
+    try:
+        shapes, providers = _shapes(options), _providers(options)
+    except (OSError, ValueError) as why:
+        parser.error(str(why))
     if not torch.cuda.is_available():
         print("tuning.bench times kernels on a GPU, and torch sees none here. Without one, try:")
         print("  python -m cutegemm.emulator --shape 256 --dtype fp16      (runs and profiles a kernel)")
         return 2
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "nvidia-cutlass-dsl"))
-    print(f"{timing.gpu_state()}; {versions}, CUDA {torch.version.cuda}")
+    before = timing.gpu_state()
+    print(f"{before}; {versions(providers)}, CUDA {torch.version.cuda}")
     if options.host:
         print(tabulate(host_cost().items(), headers=["eager 128^3 fp16", "host us a call"], floatfmt=".2f"))
         return 0
-    kind = f"{options.dtype} {options.precision} {options.majors}"
-    print(f"{kind}, normal inputs, interleaved, L2-cold, CUDA graphs, median of rounds")
-    rows = []
-    for m, n, k in _shapes(options):
-        rows += bench_shape(m, n, k, options)
-    headers = ["shape", "", "us", "+-", "TFLOP/s", "of bound", "ratio"]
-    table = [
-        (r["shape"], r["what"], f"{r['us']:.1f}", f"{r['spread']:.1%}", f"{r['tflops']:.1f}", f"{r['of_bound']:.1%}",
-         f"{r['ratio']:.3f}")
-        for r in rows
-    ]  # fmt: skip
-    print(tabulate(table, headers=headers, disable_numparse=True))
-    for name in dict.fromkeys(r["what"] for r in rows if r["what"] != "torch"):
-        ratios = [r["ratio"] for r in rows if r["what"] == name]
-        mean = statistics.geometric_mean(ratios)
-        print(f"{name}: ratio to torch {mean:.3f} (geometric mean), {min(ratios):.3f} to {max(ratios):.3f}")
-    print(timing.gpu_state())
-    if options.json:
-        with open(options.json, "w") as out:
-            json.dump({"options": vars(options), "rows": rows}, out, indent=1)
+    plan = Plan(shapes, options.dtype, options.precision, options.majors, options.rounds)
+    print(f"{plan.dtype} {plan.precision} {plan.majors}: {bench_report.METHOD}")
+    arch = Arch.of_device()
+    count, seconds = compile_ahead(plan, providers, arch, options.jobs)
+    if count:
+        print(f"compiled {count} kernels in {seconds:.0f} s")
+    results, whole = run(
+        plan,
+        providers,
+        arch,
+        cublas_kernels=options.cublas_kernels,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    after = timing.gpu_state()
+    print(bench_report.table(results))
+    print(bench_report.summary(results))
+    print(after)
+    header = {"before": before, "after": after, "versions": versions(providers), "arch": arch.name}
+    bench_report.write(results, header, vars(options), json_path=options.json, csv_path=options.csv)
+    if options.plot and results:
+        from tuning.plot import plot_bench
+
+        plot_bench(results, arch, options.plot, title=f"{plan.dtype} {plan.majors}, {before.split(',')[0]}")
+    if not whole:
+        print("interrupted: these are the shapes measured so far", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cutegemm.arch import Arch
+from tuning.bench_report import Result
 from tuning.ladder import label
 from tuning.workbench import Row
 
@@ -37,6 +39,57 @@ def plot_ladder(rows: Sequence[Row], path: str | Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def plot_bench(results: Sequence[Result], arch: Arch, path: str | Path, title: str = "") -> None:
+    """Three panels: TFLOP/s of each provider over the flop of the product, its ratio to torch shape by shape, and where
+    the shapes lie under the roofline of `arch`.
+
+    Raises RuntimeError saying what to install when matplotlib is missing; ValueError when nothing was timed.
+    """
+    timed = [result for result in results if result.us is not None]
+    if not timed:
+        raise ValueError("results: nothing was timed")
+    pyplot = _pyplot()
+    providers = list(dict.fromkeys(result.provider for result in timed))
+    shapes = list(dict.fromkeys(result.shape for result in sorted(timed, key=lambda result: result.flops)))
+    figure, (speed, ratios, roof) = pyplot.subplots(3, 1, figsize=(max(8.0, 0.45 * len(shapes) + 3), 13))
+    colors = {name: f"C{number}" for number, name in enumerate(providers)}
+    for name in providers:
+        own = sorted((r for r in timed if r.provider == name), key=lambda result: result.flops)
+        speed.plot([r.flops for r in own], [r.tflops for r in own], "o-", color=colors[name], label=name, markersize=4)
+        roof.plot([r.intensity for r in own], [r.tflops for r in own], "o", color=colors[name], markersize=4)
+    speed.set(xscale="log", xlabel="flop of the product", ylabel="TFLOP/s", title=title)
+    speed.legend()
+
+    others = [name for name in providers if name != "torch"]
+    width = 0.8 / max(len(others), 1)
+    for number, name in enumerate(others):
+        own = [r for r in timed if r.provider == name]
+        places = [shapes.index(r.shape) + (number - (len(others) - 1) / 2) * width for r in own]
+        ratios.bar(places, [r.ratio for r in own], width=0.9 * width, color=colors[name])
+    ratios.axhline(1.0, color="black", linewidth=1)
+    ratios.set_xticks(range(len(shapes)), shapes, rotation=60, ha="right", fontsize=7)
+    ratios.set(ylabel="speed over torch")
+
+    peak = max(arch.peak(unit) for unit in _units(timed))
+    reach = sorted(r.intensity for r in timed if r.intensity)
+    ends = [reach[0] / 2, max(reach[-1] * 2, 4 * peak * 1e12 / arch.hbm_bytes_per_s)]
+    ridge = peak * 1e12 / arch.hbm_bytes_per_s
+    corners = sorted({*ends, ridge})
+    roof.plot(corners, [min(peak, x * arch.hbm_bytes_per_s * 1e-12) for x in corners], color="black", linewidth=1)
+    roof.set(xscale="log", yscale="log", xlabel="flop per byte", ylabel="TFLOP/s")
+    roof.set_title(f"roofline of {arch.name}: {peak:.0f} TFLOP/s, {arch.hbm_bytes_per_s * 1e-12:.1f} TB/s", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _units(results: Sequence[Result]) -> set[str]:
+    """The arithmetic units of the problems, as `Arch.peak` names them."""
+    kinds = {(r.problem.split()[1].split("->")[0], r.problem.split("/")[1]) for r in results}
+    by_dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    return {"tfloat32" if precision != "ieee" else by_dtype[dtype] for dtype, precision in kinds}
 
 
 def _pyplot() -> Any:

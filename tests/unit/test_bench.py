@@ -1,0 +1,276 @@
+"""The benchmark without a GPU: invented providers and times; who is timed, what is reported, what is written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+
+from cutegemm import arch
+from cutegemm.problem import Problem
+from tuning import bench, bench_providers, bench_report, calibrate
+from tuning.bench_providers import NotServed, Prepared
+from tuning.bench_report import Result
+from tuning.timing import Timing
+
+H200 = arch.get("H200")
+
+
+class Fake:
+    """Multiplies on the CPU. wrong: spoils one element. refuses: the reason for serving nothing."""
+
+    def __init__(self, name: str, wrong: bool = False, refuses: str = "", config: str = "") -> None:
+        self.name, self._wrong, self._refuses, self._config = name, wrong, refuses, config
+        self.calls = 0
+
+    def kernels(self, problem, arch):
+        return []
+
+    def prepare(self, problem, arch, inputs, out):
+        if self._refuses:
+            raise NotServed(self._refuses)
+
+        def call(a, b):
+            self.calls += 1
+            out.copy_(a.float() @ b.float())
+            if self._wrong:
+                out[-1, -1] += 100
+
+        return Prepared([lambda a=a, b=b: call(a, b) for a, b in inputs], self._config, "cute")
+
+
+def timer(times):
+    """A timer that knows the microseconds of each provider, and remembers whom it was asked to time."""
+
+    def timed(calls, flops, rounds):
+        timed.asked.append(list(calls))
+        for runs in calls.values():
+            runs[0]()
+        return {name: Timing(times[name], times[name] * 0.9, times[name] * 1.2, rounds) for name in calls}
+
+    timed.asked = []
+    return timed
+
+
+def results(shapes=((64, 48, 32),), providers=None, times=None, **options):
+    providers = providers or [Fake("torch"), Fake("ours", config="sm90/some")]
+    plan = bench.Plan(shapes)
+    clock = timer(times or {"torch": 4.0, "ours": 2.0})
+    found, whole = bench.run(plan, providers, H200, device="cpu", timer=clock, **options)
+    return found, whole, clock
+
+
+def test_a_ratio_is_to_the_first():
+    found, whole, _ = results()
+    assert whole
+    assert [(r.provider, r.verdict, r.ratio) for r in found] == [("torch", "ok", 1.0), ("ours", "ok", 2.0)]
+    ours = found[1]
+    assert ours.shape == "64x48x32"
+    assert ours.config == "sm90/some"
+    assert ours.tflops == pytest.approx(2 * 64 * 48 * 32 / 2e-6 * 1e-12)
+    assert 0 < ours.of_bound < 1
+    assert ours.limit == "memory"
+
+
+def test_wrong_and_refused_are_named_and_not_timed():
+    providers = [Fake("torch"), Fake("bad", wrong=True), Fake("picky", refuses="no such shapes"), Fake("ours")]
+    found, _, clock = results(providers=providers)
+    assert clock.asked == [["torch", "ours"]]
+    verdicts = {r.provider: r.verdict for r in found}
+    assert verdicts["bad"].startswith("wrong: ")
+    assert verdicts["picky"] == "not served: no such shapes"
+    text = bench_report.table(found)
+    assert "64x48x32 picky: not served: no such shapes" in text
+    assert "64x48x32 bad: wrong" in text
+    assert "bad: no times; 1 shapes without a time" in bench_report.summary(found)
+
+
+def test_the_output_is_poisoned_before_the_check():
+    class Lazy(Fake):
+        def prepare(self, problem, arch, inputs, out):
+            out.copy_(inputs[0][0].float() @ inputs[0][1].float())
+            return Prepared([lambda: None])
+
+    found, _, clock = results(providers=[Fake("torch"), Lazy("lazy")])
+    assert found[1].verdict.startswith("wrong: ")
+    assert clock.asked == [["torch"]]
+
+
+def test_an_interrupt_keeps_what_was_measured():
+    class Interrupted(Fake):
+        def prepare(self, problem, arch, inputs, out):
+            if problem.m == 16:
+                raise KeyboardInterrupt
+            return super().prepare(problem, arch, inputs, out)
+
+    found, whole, _ = results(
+        shapes=((8, 8, 8), (16, 8, 8), (8, 16, 8)), providers=[Interrupted("torch"), Fake("ours")]
+    )
+    assert not whole
+    assert [r.shape for r in found] == ["8x8x8", "8x8x8"]
+
+
+def test_a_failing_shape_leaves_the_others():
+    class Failing(Fake):
+        def prepare(self, problem, arch, inputs, out):
+            if problem.m == 16:
+                raise torch.cuda.OutOfMemoryError("too much\nand more")
+            return super().prepare(problem, arch, inputs, out)
+
+    said = []
+    shapes = ((16, 8, 8), (8, 16, 8))
+    found, whole, _ = results(shapes=shapes, providers=[Failing("torch"), Fake("ours")], say=said.append)
+    assert whole
+    assert [r.verdict for r in found[:2]] == ["not measured: OutOfMemoryError: too much"] * 2
+    assert [r.verdict for r in found[2:]] == ["ok", "ok"]
+    assert said[0] == "[1/2] 16x8x8"
+
+
+def test_summary_is_the_geometric_mean():
+    rows = [Result("p", n, n, n, "ours", "ok", us=1.0, ratio=ratio) for n, ratio in ((8, 0.5), (16, 2.0), (32, 1.0))]
+    text = bench_report.summary(rows)
+    assert "1.000 (geometric mean of 3 shapes), 0.500 (8x8x8) to 2.000" in text
+
+
+def test_files(tmp_path):
+    found, _, _ = results(shapes=((64, 48, 32), (8, 8, 8)))
+    there, sheet = tmp_path / "out.json", tmp_path / "out.csv"
+    bench_report.write(found, {"before": "idle"}, {"dtype": "bf16"}, json_path=str(there), csv_path=str(sheet))
+    assert bench_report.read(there) == found
+    assert json.loads(there.read_text())["header"] == {"before": "idle"}
+    rows = list(csv.DictReader(sheet.open()))
+    assert [row["provider"] for row in rows] == ["torch", "ours"] * 2
+    assert float(rows[1]["ratio"]) == 2.0
+    there.write_text('{"other": 1}')
+    with pytest.raises(ValueError, match=r"not the JSON of tuning\.bench"):
+        bench_report.read(there)
+
+
+def test_calibration_reads_the_json(tmp_path):
+    config = "sm80/128x128x32/w64x64/s4/g8"
+    found, _, _ = results(providers=[Fake("torch"), Fake("ours", config=config)])
+    bench_report.write(found, {}, {}, json_path=str(tmp_path / "out.json"))
+    (sample,) = calibrate.read(tmp_path / "out.json")
+    assert (sample.problem, sample.config, sample.seconds) == (Problem.of(64, 48, 32), config, pytest.approx(2e-6))
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    from tuning.plot import plot_bench
+
+    found, _, _ = results(shapes=((64, 48, 32), (8, 8, 8)))
+    plot_bench(found, H200, tmp_path / "out.png", title="bf16")
+    assert (tmp_path / "out.png").stat().st_size > 5000
+    refused = [Result("p", 1, 1, 1, "ours", "not served: no")]
+    with pytest.raises(ValueError, match="nothing was timed"):
+        plot_bench(refused, H200, tmp_path / "none.png")
+
+
+def test_providers_by_name():
+    assert [p.name for p in bench_providers.make(["cutegemm"])] == ["torch", "cutegemm"]
+    assert [p.name for p in bench_providers.make(["cute", "torch", "cute"])] == ["torch", "cute"]
+    everything = [p.name for p in bench_providers.make(["all"])]
+    assert everything[0] == "torch"
+    assert {"cutegemm", "cute", "legacy"} <= set(everything) <= set(bench_providers.NAMES)
+    with pytest.raises(ValueError, match="accepted are all, cutegemm"):
+        bench_providers.make(["cublas"])
+    for name in set(bench_providers.NAMES) - set(everything):
+        with pytest.raises(ValueError, match="which is not installed"):
+            bench_providers.make([name])
+
+
+def test_our_provider_says_what_it_runs():
+    problem = Problem.of(256, 256, 256, "fp16")
+    assert [backend for backend, _ in bench_providers.Cutegemm().kernels(problem, H200)] == ["cute"]
+    named = bench_providers.Cutegemm("cute", "sm80/128x128x32/w64x64/s4/g8")
+    assert named.name == "sm80/128x128x32/w64x64/s4/g8"
+    assert str(named.kernels(problem, H200)[0][1]) == named.name
+    assert bench_providers.Cutegemm("cute", "sm80/96x128x32/w32x64/s3/g8").kernels(problem, H200) == []
+    with pytest.raises(NotServed, match="power of two"):
+        bench_providers.Cutegemm("cute", "sm80/96x128x32/w32x64/s3/g8").prepare(problem, H200, [], None)
+
+
+def test_inputs_lie_as_the_problem_says():
+    for majors in ("tn", "tt", "nn", "nt"):
+        problem = Problem.of(24, 16, 8, "bf16", majors=majors)
+        a, b = bench.operands(problem, 0, "cpu")
+        assert a.stride() == (problem.a.stride_row, problem.a.stride_col)
+        assert b.stride() == (problem.b.stride_row, problem.b.stride_col)
+        assert (a.shape, b.shape) == ((24, 8), (8, 16))
+        assert not math.isclose(float(a.float().std()), 0.0)
+
+
+def test_what_is_compiled_ahead(monkeypatch):
+    """Every kernel of ours once, none that is stored."""
+    from tuning import sweep_compile
+
+    class Pool:
+        submitted: list = []  # noqa: RUF012
+
+        def __init__(self, jobs):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def session(self, signature, arch):
+            return Session(self.submitted, str(signature))
+
+    class Session:
+        def __init__(self, submitted, signature):
+            self._submitted, self._signature, self.outstanding = submitted, signature, 0
+
+        def stored(self, candidate):
+            return candidate.config.bm == 32
+
+        def submit(self, candidate):
+            self._submitted.append(str(candidate.config))
+            self.outstanding = 1
+
+        def collect(self, timeout):
+            self.outstanding = 0
+            return []
+
+    monkeypatch.setattr(sweep_compile, "CompilePool", Pool)
+    texts = ["sm80/128x128x32/w64x64/s4/g8", "sm80/32x32x32/w16x16/s5/g8"]
+    providers = [bench_providers.Cutegemm("cute", text) for text in (*texts, texts[0])]
+    count, _ = bench.compile_ahead(bench.Plan([(64, 64, 64), (128, 128, 128)]), providers, H200)
+    assert (count, Pool.submitted) == (1, texts[:1])
+    assert bench.compile_ahead(bench.Plan([(64, 64, 64)]), [Fake("torch")], H200) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "4x4"], "expected MxNxK"),
+        (["--suite", "huge"], "accepted are square"),
+        (["--square", "8"], "FIRST..LAST"),
+        (["--providers", "cublas"], "accepted are all"),
+        (["--precision", "tf32"], "for fp32 operands"),
+        (["--shapes-file", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert bench.main(["--suite", "square"]) == 2
+    assert "cutegemm.emulator" in capsys.readouterr().out
+
+
+def test_monitor_takes_the_busier_half():
+    monitor = bench_report.Monitor(False)
+    assert monitor.typical() == (None, None)
+    monitor._samples += [(1980, 100), (1400, 690), (1410, 680), (1980, 90)]
+    assert monitor.typical() == (1405, 685)

@@ -1,0 +1,266 @@
+"""Who is timed by `tuning.bench`: cutegemm as it chooses, its backends one by one, torch, and what is installed beside.
+
+A provider prepares a call per input set; it raises `NotServed` with the reason when it cannot serve a problem.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+import cutegemm
+from cutegemm import plan
+from cutegemm.arch import Arch
+from cutegemm.errors import GemmError
+from cutegemm.problem import Problem
+
+Call = Callable[[], object]
+Inputs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class NotServed(Exception):
+    """The provider cannot serve the problem; the message says why."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """calls: one an input set, each writes the output. config: what runs, as text; empty where that is not known."""
+
+    calls: list[Call]
+    config: str = ""
+    backend: str = ""
+
+
+class Provider(Protocol):
+    """name: in tables. `kernels` lists what to compile ahead; `prepare` readies the calls."""
+
+    name: str
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        """(backend, configuration) of the kernels of ours that the problem will run."""
+        ...
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared: ...
+
+
+class Torch:
+    """torch.mm, which is cuBLAS on a GPU. TF32 follows the problem's precision."""
+
+    name = "torch"
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        return []
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        def call(a: torch.Tensor, b: torch.Tensor) -> Call:
+            return lambda: torch.mm(a, b, out=out)
+
+        return Prepared([call(a, b) for a, b in inputs])
+
+
+class Cutegemm:
+    """`cutegemm.gemm`.
+
+    Args:
+        backend: "auto", or the one to time. config: a configuration's text, else the plan chooses.
+    """
+
+    def __init__(self, backend: str = "auto", config: str | None = None) -> None:
+        self.name = config or ("cutegemm" if backend == "auto" else backend)
+        self._backend, self._config = backend, config
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        try:
+            choice = plan.choose(problem, arch, self._backend, self._config)
+        except (GemmError, ValueError):
+            return []
+        return [] if choice.config is None else [(choice.backend, choice.config)]
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        precision = problem.precision if problem.dtype == "fp32" else None
+        try:
+            choice = plan.choose(problem, arch, self._backend, self._config)
+            options = {"out": out, "precision": precision, "backend": choice.backend, "config": choice.config}
+            for a, b in inputs:
+                cutegemm.prepare(a, b, **options)
+        except (GemmError, ValueError) as why:
+            raise NotServed(str(why)) from why
+
+        def call(a: torch.Tensor, b: torch.Tensor) -> Call:
+            return lambda: cutegemm.gemm(a, b, **options)
+
+        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend)
+
+
+class Triton:
+    """The kernel of `tuning.bench_triton`, autotuned."""
+
+    name = "triton"
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        return []
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        from tuning import bench_triton
+
+        precision = _one_of(problem, {"ieee": "ieee", "tf32": "tf32", "tf32x3": "tf32x3"})
+        a, b = inputs[0]
+        try:
+            bench_triton.matmul(a, b, out, precision)
+        except Exception as why:  # whatever its compiler raises
+            raise NotServed(f"triton: {type(why).__name__}: {why}") from why
+
+        def call(a: torch.Tensor, b: torch.Tensor) -> Call:
+            return lambda: bench_triton.matmul(a, b, out, precision)
+
+        return Prepared([call(a, b) for a, b in inputs], bench_triton.chosen())
+
+
+class Quack:
+    """quack's `gemm`, autotuned by its own tuner at the first call of a shape."""
+
+    name = "quack"
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        return []
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        if problem.dtype == "fp32":
+            raise NotServed("quack multiplies 16-bit operands")
+        try:
+            from quack.gemm_interface import gemm
+
+            a, b = inputs[0]
+            gemm(a, b, out=out, tuned=True)
+        except Exception as why:
+            raise NotServed(f"quack: {type(why).__name__}: {why}") from why
+
+        def call(a: torch.Tensor, b: torch.Tensor) -> Call:
+            return lambda: gemm(a, b, out=out, tuned=True)
+
+        return Prepared([call(a, b) for a, b in inputs])
+
+
+class Operators:
+    """nvidia-cutlass-operators: the fastest of its operators for the problem, by a short timing of each."""
+
+    name = "operators"
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[str, str], Any] = {}
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        return []
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        _one_of(problem, {"ieee": "ieee"})
+        try:
+            import cutlass.operators as operators
+
+            given = [operators.GemmArguments(a, b, out, accumulator_type=torch.float32) for a, b in inputs]
+            found = operators.get_operators(given[0], target_sm=arch.target.removeprefix("sm_"))
+        except Exception as why:
+            raise NotServed(f"nvidia-cutlass-operators: {type(why).__name__}: {why}") from why
+        best: tuple[float, str, list[Call]] | None = None
+        reasons = []
+        for operator in found:
+            name = str(getattr(operator.metadata, "operator_name", operator.metadata))
+            try:
+                key = (name, str(problem.signature))
+                artefact = self._compiled.get(key) or operator.compile(given[0])
+                self._compiled[key] = artefact
+                calls = [_operator_call(operator, arguments, artefact) for arguments in given]
+                taken = quick_seconds(calls)
+            except Exception as why:
+                reasons.append(f"{name}: {why}")
+                continue
+            if best is None or taken < best[0]:
+                best = (taken, name, calls)
+        if best is None:
+            raise NotServed(f"nvidia-cutlass-operators: none of {len(found)} ran: {'; '.join(reasons)[:300]}")
+        return Prepared(best[2], best[1])
+
+
+def _operator_call(operator: Any, arguments: Any, artefact: Any) -> Call:
+    def call() -> None:
+        stream = torch.cuda.current_stream()
+        operator.run(arguments, compiled_artifact=artefact, stream=stream, assume_supported_args=True)
+
+    return call
+
+
+def _one_of(problem: Problem, known: dict[str, str]) -> str:
+    if problem.precision not in known:
+        raise NotServed(f"precision {problem.precision!r} is not served")
+    return known[problem.precision]
+
+
+def quick_seconds(calls: Sequence[Call], launches: int = 4) -> float:
+    """Seconds a call, the least of a few after a warm-up: good enough to choose among candidates."""
+    calls[0]()
+    torch.cuda.synchronize()
+    best = float("inf")
+    for i in range(launches):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e-3)
+    return best
+
+
+_MAKERS: dict[str, tuple[Callable[[], Provider], str, str]] = {
+    # name: (provider, module that must be importable, its package)
+    "cutegemm": (Cutegemm, "cutegemm", "cutegemm"),
+    "cute": (lambda: Cutegemm("cute"), "cutegemm", "cutegemm"),
+    "cutlass2x": (lambda: Cutegemm("cutlass2x"), "cutlass_library", "nvidia-cutlass"),
+    "legacy": (lambda: Cutegemm("legacy"), "legacy_cuda", "cutegemm"),
+    "torch": (Torch, "torch", "torch"),
+    "triton": (Triton, "triton", "triton"),
+    "quack": (Quack, "quack", "quack-kernels"),
+    "operators": (Operators, "cutlass.operators", "nvidia-cutlass-operators"),
+}
+NAMES = tuple(_MAKERS)
+
+
+def make(names: Sequence[str]) -> list[Provider]:
+    """The providers of those names, torch first and always; "all" stands for every one that is installed.
+
+    Raises ValueError for a name that is not known, or not installed and asked for by name.
+    """
+    wanted = list(dict.fromkeys(["torch", *names]))
+    if "all" in wanted:
+        wanted = [name for name in dict.fromkeys(["torch", *NAMES]) if installed(name)]
+    for name in wanted:
+        if name not in _MAKERS:
+            raise ValueError(f"providers: got {name!r}, accepted are all, {', '.join(NAMES)}")
+        if not installed(name):
+            raise ValueError(f"providers: {name!r} needs {_MAKERS[name][2]}, which is not installed")
+    return [_MAKERS[name][0]() for name in wanted]
+
+
+def installed(name: str) -> bool:
+    """Whether the provider's package can be imported; nothing is."""
+    try:
+        return importlib.util.find_spec(_MAKERS[name][1]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def versions(providers: Sequence[Provider]) -> str:
+    """`torch 2.13.0, nvidia-cutlass-dsl 4.8.1, ...` of what the providers run on."""
+    packages = ["torch", "nvidia-cutlass-dsl"]
+    packages += [_MAKERS[p.name][2] for p in providers if p.name in _MAKERS]
+    found = []
+    for package in dict.fromkeys(packages):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)

@@ -84,9 +84,13 @@ def table_name(gpu: str) -> str:
     return f"winners-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
 
 
-@cache
-def shipped(gpu: str, sm_count: int, folder: Path = DATA) -> Mapping[str, tuple[Measurement, ...]]:
+def shipped(gpu: str, sm_count: int) -> Mapping[str, tuple[Measurement, ...]]:
     """The shipped rows of a GPU by problem; empty when there is no table of that model with that many SMs."""
+    return _shipped(gpu, sm_count, DATA)
+
+
+@cache
+def _shipped(gpu: str, sm_count: int, folder: Path) -> Mapping[str, tuple[Measurement, ...]]:
     path = folder / table_name(gpu)
     if not path.is_file():
         return {}
@@ -97,6 +101,6 @@ def shipped(gpu: str, sm_count: int, folder: Path = DATA) -> Mapping[str, tuple[
     return {problem: tuple(rows) for problem, rows in found.items()}
 
 
-def all_shipped(folder: Path = DATA) -> list[Measurement]:
+def all_shipped() -> list[Measurement]:
     """The rows of every shipped table."""
-    return [row for path in sorted(folder.glob("winners-*.json")) for row in load(path.read_text(), origin="shipped")]
+    return [row for path in sorted(DATA.glob("winners-*.json")) for row in load(path.read_text(), origin="shipped")]

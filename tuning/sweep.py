@@ -141,6 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
             if dry:
                 return _without_gpu(wanted, names, options)
             return _on_gpus(wanted, names, options, early, stack)
+    except KeyboardInterrupt:
+        print("\nbroken off; what was measured until now is kept", file=sys.stderr)
+        return 130
     except ValueError as why:
         made.error(str(why))
 

@@ -96,7 +96,7 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
     if not (options.stale or options.wrong or options.superseded or options.older is not None or options.everything):
         raise ValueError("name what to delete: --stale, --wrong, --superseded, --older DAYS or --everything")
     rows = store.rows()
-    kept = {_identity(row) for row in standing(rows)}
+    kept = {_identity(row) for group in _by_problem(rows) for row in standing(group)}
     limit = datetime.now(timezone.utc) - timedelta(days=options.older or 0)
 
     def unwanted(row: Measurement) -> bool:
@@ -120,22 +120,24 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
 def winners(rows: Iterable[Measurement]) -> list[Measurement]:
     """The winner of each GPU and problem, as `gemm` would take it: of the fresh and shipped rows, and where there are
     none, of the stale ones."""
-    groups: dict[tuple[str, int, str], list[Measurement]] = {}
-    for row in rows:
-        groups.setdefault((row.gpu, row.sm_count, row.problem), []).append(row)
     found = []
-    for group in groups.values():
-        fresh = [row for row in group if is_fresh(row)]
-        measured = {(row.backend, row.config) for row in fresh if row.origin != "shipped"}
-        trusted = [
-            row
-            for row in group
-            if row in fresh or (row.origin == "shipped" and (row.backend, row.config) not in measured)
-        ]
-        best = pick(row for row in trusted if row.kind != "family") or pick(group)
+    for group in _by_problem(rows):
+        decide = [row for row in group if row.kind != "family"]
+        fresh = [row for row in decide if row.origin != "shipped" and is_fresh(row)]
+        measured = {(row.backend, row.config) for row in fresh}
+        shipped = [row for row in decide if row.origin == "shipped" and (row.backend, row.config) not in measured]
+        best = pick([*shipped, *fresh]) or pick(group)
         if best is not None:
             found.append(best)
     return _in_order(found)
+
+
+def _by_problem(rows: Iterable[Measurement]) -> Iterable[list[Measurement]]:
+    """The rows of each problem on each GPU."""
+    groups: dict[tuple[str, int, str], list[Measurement]] = {}
+    for row in rows:
+        groups.setdefault((row.gpu, row.sm_count, row.problem), []).append(row)
+    return groups.values()
 
 
 def trust(row: Measurement) -> str:

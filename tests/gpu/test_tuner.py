@@ -1,0 +1,115 @@
+"""A real, short sweep: what it measures is right and kept, and `gemm` uses it."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import plan, winners
+from cutegemm.arch import Arch
+from cutegemm.problem import Problem
+from cutegemm.winners_fingerprint import is_fresh
+from tests.problems import Case
+from tuning import sweep
+from tuning.sweep_candidates import Candidate
+from tuning.sweep_gpu import Bench
+from tuning.sweep_timer import TORCH, GpuProcess
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> winners.Winners:
+    """An empty winners store; kernels are compiled into, and taken from, the tests' own kernel store."""
+    from cutegemm import kernel_store
+
+    monkeypatch.setattr(winners, "default_path", lambda: tmp_path / "winners.sqlite3")
+    assert kernel_store.default_store().root.name == "kernels"
+    return winners.Winners()
+
+
+def test_a_sweep_is_kept_and_used(store, tmp_path, seed, capsys):
+    shape, out = (512, 512, 512), tmp_path / "sweep.json"
+    begun = time.monotonic()
+    arguments = ["--shapes", "512", "--dtype", "bf16", "--budget", "20s", "--store", str(store.path)]
+    assert sweep.main([*arguments, "--json", str(out)]) == 0
+    took = time.monotonic() - begun
+    said = capsys.readouterr().out
+    assert "512x512x512" in said
+    print(f"{said}\n{took:.1f} s in all")
+    (data,) = json.loads(out.read_text())["shapes"]
+    assert data["elapsed"] < 25
+    assert data["enumerated"] >= 200
+    assert data["winner"]["kind"] == "final"
+    verdicts = {r["verdict"] for r in data["results"]}
+    assert verdicts == {"ok"}, verdicts
+    arch, problem = Arch.of_device(), Problem.of(*shape, "bf16")
+    row = winners.lookup(problem, arch)
+    assert row is not None
+    assert (row.backend, row.config) == (data["winner"]["backend"], data["winner"]["config"])
+    assert is_fresh(row)
+    assert row.ratio is not None
+    choice = plan.choose(problem, arch)
+    assert str(choice.config) == row.config
+    assert "tuned winner, own" in choice.why
+    Case.random(*shape, "bf16", majors="tn", seed=seed, device="cuda").run()
+    rows = len(store.rows())
+    assert sweep.main([*arguments, "--resume"]) == 0
+    assert "(resumed)" in capsys.readouterr().err
+    assert len(store.rows()) == rows
+
+
+def test_tune_from_a_program(store, seed):
+    torch.manual_seed(seed)
+    a = torch.randn(384, 256, device="cuda", dtype=torch.float16)
+    b = torch.randn(256, 320, device="cuda", dtype=torch.float16)
+    before = cutegemm.gemm(a, b)
+    found = cutegemm.tune(a, b, budget=10)
+    assert found.ratio is not None
+    assert found.ratio > 0.2
+    row = next(r for r in store.rows() if (r.config, r.kind) == (found.config, "final"))
+    assert row.seconds == found.seconds
+    torch.testing.assert_close(cutegemm.gemm(a, b), before, atol=0.02, rtol=0.02)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(cutegemm.GemmError, match="captured"), torch.cuda.graph(graph):
+        cutegemm.tune(a, b)
+
+
+def test_the_bench_times_as_the_benchmark_does(seed):
+    """A candidate timed twice differs by noise only; an output spoilt behind the kernel's back is found."""
+    problem, arch = Problem.of(1024, 1024, 1024, "fp16"), Arch.of_device()
+    bench = Bench(problem, arch, seed)
+    key = ("cute", str(cutegemm.plan.backends.get("cute").default(problem, arch)))
+    assert bench.check(*key)[0] == "ok"
+    first, second = (bench.time([key], 7, 0.0) for _ in range(2))
+    assert first[key] == pytest.approx(second[key], rel=0.2)
+    assert 1e-6 < first[TORCH] < 1e-3
+    calls = bench._calls[key]
+    real = calls[0]
+
+    def spoil() -> None:
+        real()
+        bench._d[0, 5, 7] += 1000.0
+
+    calls[0] = spoil
+    assert bench.check(*key)[0].startswith("wrong: 1 of")
+
+
+def test_the_gpu_process_checks_and_times():
+    problem = Problem.of(256, 256, 4096, "bf16")
+    with GpuProcess(torch.cuda.current_device()) as timer:
+        arch = timer.arch
+        assert arch == Arch.of_device()
+        timer.open(problem)
+        config = cutegemm.plan.backends.get("cute").default(problem, arch)
+        candidate = Candidate("cute", config)
+        assert timer.check(candidate, 60.0).verdict == "ok"
+        nonsense = Candidate("cute", "sm80/7x7x7/w7x7/s2/g1")
+        assert timer.check(nonsense, 60.0).verdict.startswith("failed to run")
+        times = timer.time([candidate], 5, 0.0)
+        assert set(times) == {TORCH, candidate.key}
+        assert all(1e-6 < seconds < 1e-2 for seconds in times.values())

@@ -1,0 +1,183 @@
+"""`cutegemm.tune` and CUTEGEMM_TUNE=1, on a fake timer: what is searched, when, and when never."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import runner, winners
+from cutegemm.arch import Arch
+from cutegemm.errors import GemmError, UnsupportedError
+from cutegemm.problem import Problem
+from cutegemm.winners import Winners
+from tests.tuning_fakes import H200, FakeCompiler, FakeTimer
+
+tuning = importlib.import_module("cutegemm.tune")
+PROBLEM = Problem.of(256, 256, 256, "bf16")
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_met", set())
+
+
+def fakes(timer: FakeTimer | None = None) -> dict:
+    return {"timer": timer or FakeTimer(lambda candidate: 1e-3 + 1e-6 * len(candidate.text)), "pool": FakeCompiler()}
+
+
+def test_the_winner_is_recorded_and_used():
+    found = tuning.search(PROBLEM, H200, 0, budget=5, **fakes())
+    assert found.backend == "cute"
+    assert found.ratio == pytest.approx(1e-3 / found.seconds)
+    assert 0 < found.tried <= found.enumerated
+    row = winners.lookup(PROBLEM, H200)
+    assert (row.config, row.seconds) == (found.config, found.seconds)
+    choice = cutegemm.plan.choose(PROBLEM, H200)
+    assert str(choice.config) == found.config
+    assert "tuned winner, own" in choice.why
+
+
+def test_what_cannot_be_tuned_is_said():
+    with pytest.raises(UnsupportedError, match="empty"):
+        tuning.search(Problem.of(0, 64, 64), H200, 0, **fakes())
+    with pytest.raises(ValueError, match="budget: got 0"):
+        tuning.search(PROBLEM, H200, 0, budget=0, **fakes())
+    with pytest.raises(GemmError, match="out of memory"):
+        tuning.search(PROBLEM, H200, 0, **fakes(FakeTimer({}, open_fails="out of memory")))
+    wrong = FakeTimer({})
+    wrong.check = lambda candidate, timeout: SimpleNamespace(verdict="wrong: all", seconds=float("inf"))  # type: ignore
+    with pytest.raises(GemmError, match=r"nothing right was measured .*wrong"):
+        tuning.search(PROBLEM, H200, 0, budget=5, **fakes(wrong))
+    assert Winners().best("H200", 132, str(PROBLEM)) is None
+
+
+def test_ctrl_c_goes_through_with_everything_kept():
+    timer = FakeTimer({})
+
+    def interrupt() -> None:
+        if len(timer.checked) == 12:
+            raise KeyboardInterrupt
+
+    timer.after_check = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        tuning.search(PROBLEM, H200, 0, **fakes(timer))
+    assert len(Winners().rows()) >= 6
+
+
+def test_tune_checks_its_arguments():
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    with pytest.raises(ValueError, match="a: got a tensor on cpu; tune times kernels on a CUDA device"):
+        cutegemm.tune(a, b)
+    with pytest.raises(TypeError, match="backend: tune chooses it"):
+        cutegemm.tune(a, b, backend="cute")
+    with pytest.raises(TypeError, match="config: tune chooses it"):
+        cutegemm.tune(a, b, config="sm90/x")
+    with pytest.raises(TypeError, match="colour: no such argument"):
+        cutegemm.tune(a, b, colour="red")
+    with pytest.raises(ValueError, match="b: got shape"):
+        cutegemm.tune(a, torch.randn(7, 8))
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> SimpleNamespace:
+    """Calls that look as if their tensors were on a GPU, up to the choice of a kernel."""
+    state = SimpleNamespace(capturing=False, tuned=[])
+    request = SimpleNamespace(problem=PROBLEM, device=torch.device("cuda", 0), swapped=False, copies=())
+    state.call = runner.Call(request, "auto", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(Arch, "of_device", staticmethod(lambda index=None: H200))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(runner.backends, "get", lambda name, real=runner.backends.get: _Uncompiled(real(name)))
+    real = tuning.search
+
+    def search(problem, arch, device, **more):
+        state.tuned.append((problem, device, more.get("budget")))
+        return real(problem, arch, device, **{**more, **fakes(), "progress": False})
+
+    monkeypatch.setattr(tuning, "search", search)
+    return state
+
+
+class _Uncompiled:
+    """A backend that compiles nothing."""
+
+    def __init__(self, backend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str):
+        return getattr(self._backend, name)
+
+    def build(self, signature, config, arch):
+        return SimpleNamespace(config=config)
+
+
+def test_gemm_never_tunes_unasked(cuda, monkeypatch):
+    for value in (None, "", "0"):
+        monkeypatch.delenv("CUTEGEMM_TUNE", raising=False)
+        if value is not None:
+            monkeypatch.setenv("CUTEGEMM_TUNE", value)
+        cuda.call.plan()
+    assert cuda.tuned == []
+    monkeypatch.setenv("CUTEGEMM_TUNE", "yes")
+    with pytest.raises(ValueError, match="CUTEGEMM_TUNE: got 'yes', accepted are 0 and 1"):
+        cuda.call.plan()
+
+
+def test_asked_it_tunes_a_problem_once(cuda, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_TUNE", "1")
+    monkeypatch.setenv("CUTEGEMM_TUNE_BUDGET", "7")
+    first = cuda.call.plan()
+    assert cuda.tuned == [(PROBLEM, 0, 7.0)]
+    assert "tuned winner, own" in first.choice.why
+    cuda.call.plan()
+    assert len(cuda.tuned) == 1
+    # In a later process the winner is there.
+    tuning._met.clear()
+    cuda.call.plan()
+    assert len(cuda.tuned) == 1
+
+
+def test_never_during_capture_nor_when_a_kernel_is_named(cuda, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_TUNE", "1")
+    cuda.capturing = True
+    with pytest.raises(GemmError, match="prepare"):
+        cuda.call.plan()
+    cuda.capturing = False
+    runner.Call(cuda.call.request, "cute", None).plan()
+    runner.Call(cuda.call.request, "auto", "sm80/64x64x32/w32x32/s5/g8").plan()
+    assert cuda.tuned == []
+
+
+def test_a_search_that_finds_nothing_is_a_warning(cuda, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_TUNE", "1")
+
+    def fail(*rest, **more):
+        raise GemmError("nothing right was measured")
+
+    monkeypatch.setattr(tuning, "search", fail)
+    with pytest.warns(RuntimeWarning, match="CUTEGEMM_TUNE: nothing right was measured"):
+        plan = cuda.call.plan()
+    assert plan.choice.backend == "cute"
+    monkeypatch.setattr(tuning, "_met", set())
+    monkeypatch.setenv("CUTEGEMM_TUNE_BUDGET", "long")
+    with pytest.raises(ValueError, match="CUTEGEMM_TUNE_BUDGET: got 'long'"):
+        cuda.call.plan()
+
+
+def test_tune_refuses_during_capture_and_forgets_old_plans(cuda, monkeypatch):
+    monkeypatch.setattr(runner.Call, "of", classmethod(lambda cls, a, b, c, options: cuda.call))
+    memo = importlib.import_module("cutegemm.gemm")._memo
+    memo.put("a call", "its old kernel")
+    cuda.capturing = True
+    with pytest.raises(GemmError, match="captured"):
+        cutegemm.tune(None, None)
+    assert memo.get("a call")
+    cuda.capturing = False
+    found = cutegemm.tune(None, None, budget=5)
+    assert cuda.tuned == [(PROBLEM, 0, 5)]
+    assert found.config == winners.lookup(PROBLEM, H200).config
+    assert memo.get("a call") is None

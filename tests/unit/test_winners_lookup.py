@@ -1,0 +1,277 @@
+"""What `gemm` takes for the winner: own and shipped rows, fresh and stale ones; tables; the command line."""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import cutegemm
+from cutegemm import winners_fingerprint, winners_table
+from cutegemm.problem import Problem
+from cutegemm.winners import Measurement, Winners, lookup
+from cutegemm.winners_fingerprint import cute_sources, fingerprint, is_fresh
+from cutegemm.winners_table import dump, load, shipped, table_name
+from tests.tuning_fakes import H200
+from tuning import winners as command
+
+PROBLEM = Problem.of(512, 512, 512)
+FAST, SLOW = "sm80/128x128x32/w64x64/s4/g8", "sm80/64x64x32/w32x32/s5/g8"
+
+
+def row(config: str, seconds: float | None, **changes) -> Measurement:
+    known = {"backend": "cute", "problem": str(PROBLEM), "verdict": "ok", "gpu": "H200", "sm_count": 132}
+    known["fingerprint"] = fingerprint(changes.get("backend", "cute"), config)
+    return Measurement(config=config, seconds=seconds, **{**known, **changes})
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch) -> Winners:
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTEGEMM_WINNERS", raising=False)
+    return Winners()
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch) -> Path:
+    """The folder of the shipped tables, empty."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setattr(winners_table, "DATA", folder)
+    return folder
+
+
+def ship(folder: Path, *rows: Measurement) -> None:
+    (folder / table_name("H200")).write_text(dump(rows))
+
+
+def test_lookup_finds_the_winner_and_notices_a_new_one(store, data):
+    assert lookup(PROBLEM, H200) is None
+    store.record(row(SLOW, 2e-6))
+    assert lookup(PROBLEM, H200).config == SLOW
+    store.record(row(FAST, 1e-6))
+    assert lookup(PROBLEM, H200).config == FAST
+    store.record(row(FAST, None, verdict="wrong: 1 element"))
+    assert lookup(PROBLEM, H200).config == SLOW
+    assert lookup(Problem.of(513, 512, 512), H200) is None
+    assert lookup(PROBLEM, replace(H200, sm_count=114)) is None
+    assert lookup(PROBLEM, replace(H200, name="A100")) is None
+
+
+def test_lookup_takes_microseconds(store, data):
+    store.record(*(row(FAST, 1e-6, problem=str(Problem.of(n, 64, 64))) for n in range(1, 2000)), row(FAST, 1e-6))
+    time.sleep(0.1)
+    best = float("inf")
+    for _ in range(5):
+        begun = time.perf_counter()
+        for _ in range(200):
+            lookup(PROBLEM, H200)
+        best = min(best, (time.perf_counter() - begun) / 200)
+    assert best < 2e-4  # about 1e-5 where nothing else runs
+
+
+def test_switched_off(store, data, monkeypatch):
+    store.record(row(FAST, 1e-6))
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    assert lookup(PROBLEM, H200) is None
+
+
+def test_stale_and_family_rows_do_not_decide(store, data):
+    store.record(row(FAST, 1e-6, fingerprint="other sources"), row(FAST, 1e-6, kind="family"))
+    assert lookup(PROBLEM, H200) is None
+    store.record(row(SLOW, 2e-6))
+    assert lookup(PROBLEM, H200).config == SLOW
+
+
+def test_own_rows_win_over_shipped_ones(store, data):
+    ship(data, row(FAST, 1e-6, reference_seconds=1.5e-6))
+    found = lookup(PROBLEM, H200)
+    assert (found.config, found.origin) == (FAST, "shipped")
+    # The user measured the shipped winner to be slow here, and another to be faster.
+    store.record(row(FAST, 3e-6, reference_seconds=1.5e-6), row(SLOW, 2e-6, reference_seconds=1.5e-6))
+    found = lookup(PROBLEM, H200)
+    assert (found.config, found.origin) == (SLOW, "own")
+    # A shipped configuration that the user found wrong never wins.
+    store.record(row(FAST, None, verdict="wrong: 2 elements"), row(SLOW, None, verdict="wrong: 2 elements"))
+    assert lookup(PROBLEM, H200) is None
+
+
+def test_a_shipped_row_of_other_kernels_says_so(store, data):
+    ship(data, row(FAST, 1e-6, fingerprint="other sources"))
+    assert lookup(PROBLEM, H200).origin == "shipped, measured with other kernel sources"
+    store.record(row(SLOW, 2e-6))
+    assert lookup(PROBLEM, H200).config == FAST  # seconds against seconds: the shipped one is faster
+
+
+def test_the_plan_uses_the_winner_and_explains_it(store, data):
+    from cutegemm import plan
+
+    store.record(row(SLOW, 2e-6, reference_seconds=3e-6))
+    choice = plan.choose(PROBLEM, H200)
+    assert (choice.backend, str(choice.config)) == ("cute", SLOW)
+    assert "tuned winner, own: 2.0 us" in choice.why
+    store.record(row("sm80/of/another/version", 1e-6, reference_seconds=3e-6))
+    assert "tuned winner" not in plan.choose(PROBLEM, H200).why
+
+
+def test_a_table_comes_back_as_it_was():
+    rows = [
+        row(FAST, 1.25e-6, measured_at="2026-11-21T10:00:00+00:00", reference_seconds=1.5e-6),
+        row(SLOW, None, verdict="wrong: 1 element", kind="quick", measured_at="then"),
+    ]
+    text = dump(rows)
+    assert [replace(r, origin="own") for r in load(text)] == rows
+    assert {r.origin for r in load(text)} == {"imported"}
+    assert len(text.splitlines()) == len(rows) + 3
+    assert load(dump([])) == []
+
+
+def spoilt(**changes) -> str:
+    data = json.loads(dump([row(FAST, 1e-6, measured_at="then")]))
+    column, value = next(iter(changes.items()))
+    if column in data["columns"]:
+        data["rows"][0][data["columns"].index(column)] = value
+    else:
+        data[column] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "not JSON"), ("[]", "format: got 'list'"), (spoilt(format=2), "format: got 2"),
+        (spoilt(seconds=-1.0), "seconds is -1.0"), (spoilt(seconds="1"), "seconds is '1'"),
+        (spoilt(seconds=float("nan")), "seconds is nan"), (spoilt(seconds=True), "seconds is True"),
+        (spoilt(sm_count=0), "sm_count is 0"), (spoilt(config=None), "config is None"),
+        (spoilt(kind="guess"), "kind is 'guess'"), (spoilt(columns=["gpu"]), "columns"),
+        (spoilt(rows=[[1]]), "row 1: expected a list"), (spoilt(rows=3), "must be lists"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_table_is_named(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load(text)
+
+
+def test_shipped_tables_are_valid():
+    assert table_name("H100 SXM") == "winners-h100-sxm.json"
+    for path in winners_table.DATA.glob("winners-*.json"):
+        for found in load(path.read_text()):
+            assert table_name(found.gpu) == path.name
+            assert found.ok
+    assert shipped("no such GPU", 1) == {}
+
+
+def test_fingerprints_follow_the_sources_of_the_family():
+    root = Path(winners_fingerprint.__file__).parent / "cute" / "kernels"
+    for family, prefix in winners_fingerprint.CUTE_FAMILIES.items():
+        own = set(cute_sources(family))
+        listed = {path.name for path in own}
+        assert f"{prefix}.py" in listed
+        assert "base.py" in listed
+        assert "defaults.py" not in listed
+        # Whatever a kernel of the family imports from the package is among its sources.
+        todo, seen = [root / f"{prefix}.py"], set()
+        while todo:
+            path = todo.pop()
+            if path in seen or path.name == "__init__.py":
+                continue
+            seen.add(path)
+            assert path in own or path.parent.name != "cute", f"{family} imports {path.name}"
+            todo += imported(path)
+    assert len({fingerprint("cute", f"{family}/x") for family in winners_fingerprint.CUTE_FAMILIES}) == 3
+    assert fingerprint("legacy", "naive") == fingerprint("legacy", "coalesced")
+    assert "nvidia-cutlass-dsl=" in fingerprint("cute", "sm90/x")
+    assert not is_fresh(row(FAST, 1.0, fingerprint="x"))
+    assert not is_fresh(replace(row(FAST, 1.0), backend="torch"))
+    assert not is_fresh(replace(row(FAST, 1.0), config="sm70/x"))
+    with pytest.raises(ValueError, match="torch"):
+        fingerprint("torch", "")
+
+
+def imported(path: Path) -> list[Path]:
+    """The files of this package's cute folder that a file imports at its top level."""
+    root = Path(cutegemm.__file__).parent
+    found = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cutegemm.cute"):
+            place = root.joinpath(*(node.module or "").split(".")[1:])
+            found += [place.with_suffix(".py"), *(place / f"{name.name}.py" for name in node.names)]
+    return [file for file in found if file.exists()]
+
+
+def said(capsys, *arguments: str) -> str:
+    assert command.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_list(store, data, capsys):
+    ship(data, row(SLOW, 4e-6, problem=str(Problem.of(64, 64, 64)), fingerprint="other sources"))
+    store.record(
+        row(FAST, 1e-6, reference_seconds=2e-6),
+        row(SLOW, 2e-6, reference_seconds=2e-6),
+        row(FAST, 9e-6, fingerprint="older", problem=str(Problem.of(1, 1, 1))),
+        row("sm80/wrong", None, verdict="wrong: " + "x" * 100),
+    )
+    text = said(capsys, "list")
+    assert "3 rows" in text
+    winner = next(line for line in text.splitlines() if line.split()[1:2] == ["512x512x512"])
+    for figure in (FAST, "1.00", "268.4", "2.000", "own"):
+        assert figure in winner
+    assert "own, stale" in text
+    assert "shipped, stale" in text
+    assert "2 are stale" in text
+    text = said(capsys, "list", "--all", "--shape", "512x512x512")
+    assert text.count("512x512x512") == 3
+    assert "wrong: xxx" in text
+    assert "0 rows" in said(capsys, "list", "--gpu", "A100")
+    assert "2 rows" in said(capsys, "list", "--no-shipped")
+
+
+def test_export_and_import(store, data, capsys, tmp_path):
+    file = tmp_path / "table.json"
+    assert command.main(["export", str(file)]) == 2
+    assert "nothing to export" in capsys.readouterr().err
+    store.record(
+        row(FAST, 1e-6, reference_seconds=2e-6), row(SLOW, 2e-6), row(FAST, 1e-9, fingerprint="older"),
+        row(FAST, 1e-6, gpu="A100", sm_count=108),
+    )  # fmt: skip
+    said(capsys, "export", "--gpu", "H200", str(file))
+    assert [r.config for r in load(file.read_text())] == [FAST]
+    said(capsys, "export", "--all", str(file))
+    assert len(load(file.read_text())) == 4
+    there = str(tmp_path / "there.sqlite3")
+    assert (
+        said(capsys, "import", "--store", there, str(file)) == "4 rows added, 0 known already; 1 of the new are stale\n"
+    )
+    assert said(capsys, "import", "--store", there, str(file)).startswith("0 rows added, 4 known")
+    assert [replace(r, origin="own") for r in sorted(Winners(there).rows(), key=str)] == sorted(store.rows(), key=str)
+    assert {r.origin for r in Winners(there).rows()} == {"imported"}
+    file.write_text("{}")
+    assert command.main(["import", str(file)]) == 2
+    assert "format" in capsys.readouterr().err
+    assert command.main(["import", str(tmp_path / "missing.json")]) == 2
+    assert "missing.json" in capsys.readouterr().err
+
+
+def test_prune(store, data, capsys):
+    store.record(
+        row(FAST, 1e-6, measured_at="2020-01-01T00:00:00+00:00"), row(FAST, 1.1e-6),
+        row(SLOW, 1e-6, fingerprint="older"), row("sm80/wrong", None, verdict="wrong: all"),
+        row(FAST, 1e-6, gpu="A100"),
+    )  # fmt: skip
+    assert command.main(["prune"]) == 2
+    assert "--stale" in capsys.readouterr().err
+    assert said(capsys, "prune", "--stale", "--dry-run") == "1 of 5 rows would be deleted\n"
+    assert len(store.rows()) == 5
+    assert said(capsys, "prune", "--stale") == "1 of 5 rows deleted\n"
+    assert said(capsys, "prune", "--wrong") == "1 of 4 rows deleted\n"
+    assert said(capsys, "prune", "--older", "300", "--gpu", "A100") == "0 of 3 rows deleted\n"
+    assert said(capsys, "prune", "--older", "300") == "1 of 3 rows deleted\n"
+    store.record(row(FAST, 1.2e-6))
+    assert said(capsys, "prune", "--superseded") == "1 of 3 rows deleted\n"
+    assert [r.seconds for r in store.rows() if r.gpu == "H200"] == [1.2e-6]
+    assert said(capsys, "prune", "--everything", "--gpu", "A100") == "1 of 2 rows deleted\n"

@@ -1,0 +1,51 @@
+"""Every configuration that the heuristic may choose compiles, without spills and within its registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutegemm import arch, backend
+from cutegemm.cute import FAMILIES, defaults
+from cutegemm.problem import Problem
+from tests.sass import opcodes, resources
+
+CUTE = backend.get("cute")
+HOPPER = arch.get("sm_90a")
+SIGNATURES = {
+    "sm90": Problem.of(64, 64, 64, "bf16").signature,
+    "sm80": Problem.of(64, 64, 64, "fp16").signature,
+    "tf32": Problem.of(64, 64, 64, "fp32", precision="tf32").signature,
+    "simt": Problem.of(64, 64, 64, "fp32").signature,
+}
+LISTED = [
+    (kind, text)
+    for kind, signature in SIGNATURES.items()
+    for text in FAMILIES["sm80" if kind == "tf32" else kind].preferred(signature)
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), LISTED)
+def test_no_spills(kind, text):
+    signature, config = SIGNATURES[kind], CUTE.parse(text)
+    assert config.problem(signature, HOPPER) is None
+    kernel = CUTE.build(signature, config, HOPPER)
+    assert not any(name.startswith(("LDL", "STL")) for name in opcodes(kernel.cubin)), "registers spill"
+    usage = resources(kernel.cubin)
+    assert usage["STACK"] == 0
+    assert usage["REG"] * config.threads <= HOPPER.registers_per_sm
+
+
+def test_every_list_serves_narrow_and_small_operands():
+    """Each family that takes a signature has a candidate for its worst alignment, but TMA's."""
+    for kind, signature in SIGNATURES.items():
+        odd = Problem.of(7, 5, 3, signature.dtype, precision=signature.precision)
+        found = CUTE.candidates(odd.signature, HOPPER)
+        assert found, kind
+        assert all(CUTE.check(config, odd, HOPPER) is None for config, _ in found)
+
+
+def test_splits_belong_to_listed_configurations():
+    listed = {text for _, text in LISTED}
+    assert set(defaults._SPLIT) <= listed
+    for text in defaults._SPLIT:
+        assert defaults.splits(text)

@@ -1,0 +1,145 @@
+"""Fitting the cost model: tables are read, known constants are found again, the fit is the same each time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from cutegemm import arch, backend, cost_model, footprint
+from cutegemm.cost_model import FIRST_PRINCIPLES, Model
+from cutegemm.problem import Problem
+from cutegemm.winners import Measurement
+from cutegemm.winners_table import dump
+from tuning import calibrate
+
+H200 = arch.get("H200")
+TABLE = """compiled 96 in 15s
+== 512x512x512 bf16 tn torch 3.65 us 73.5 TF |  SM 1980 MHz, memory 3201 MHz, 137.70 of 700.00 W, 37 C
+   1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl
+   1.024      3.57   75.2 sm90/64x64x64/coop1/c1x1/s8/serp8
+== 1024x1024x1024 fp32 tf32 nt torch 13.0 us 160 TF | SM 1980 MHz
+   0.500     26.00   80.0 sm80/128x128x32/w64x32/s4/g8
+[86s]
+"""
+CONFIGS = (
+    "sm80/128x256x64/w64x64/s3/g8", "sm80/128x128x32/w64x64/s4/g8", "sm80/128x64x32/w64x32/s4/g8",
+    "sm80/64x64x64/w32x32/s4/g8", "sm80/32x32x64/w16x16/s4/g8",
+)  # fmt: skip
+SHAPES = ((256, 256, 256), (1024, 1024, 1024), (4096, 4096, 4096), (16, 4096, 4096), (512, 512, 8192))
+TRUTH = dataclasses.replace(FIRST_PRINCIPLES["sm80"], math=0.5, launch=4.0, step=60.0)
+
+
+def synthetic() -> list[calibrate.Sample]:
+    """The times of a GPU that obeys the model with `TRUTH`."""
+    samples = []
+    for shape in SHAPES:
+        problem = Problem.of(*shape, "fp16")
+        for text in CONFIGS:
+            config = backend.get("cute").parse(text)
+            cost = Model(footprint.of(config, "cute", problem.signature, H200), problem.signature, H200, TRUTH)
+            samples.append(calibrate.Sample(problem, "cute", text, cost.seconds(*shape)))
+    return samples
+
+
+def test_a_text_table():
+    samples = calibrate.read_table(TABLE)
+    assert [s.config for s in samples] == [
+        "sm90/64x32x128/coop1/c1x1/s6/serp8/pdl", "sm90/64x64x64/coop1/c1x1/s8/serp8", "sm80/128x128x32/w64x32/s4/g8",
+    ]  # fmt: skip
+    assert samples[0].problem == Problem.of(512, 512, 512, "bf16")
+    assert samples[0].seconds == pytest.approx(2.83e-6)
+    assert samples[2].problem == Problem.of(1024, 1024, 1024, "fp32", majors="nt", precision="tf32")
+    with pytest.raises(ValueError, match="no measured lines"):
+        calibrate.read_table("nothing here")
+
+
+@pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_problem_from_its_text(majors, batch):
+    for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32")):
+        problem = Problem.of(48, 40, 1001, dtype, majors=majors, batch=batch, precision=precision)
+        assert calibrate.parse_problem(str(problem)) == problem
+    with pytest.raises(ValueError, match="contiguous"):
+        calibrate.parse_problem("48x40 bf16")
+
+
+def test_winners_tables_and_other_files(tmp_path):
+    problem = Problem.of(64, 64, 64, "fp16")
+    base = Measurement("H200", 132, str(problem), "cute", CONFIGS[1], "f", 5e-6, "ok", "2026-01-01T00:00:00+00:00")
+    wrong = dataclasses.replace(base, verdict="wrong: all of it")
+    file = tmp_path / "winners.json"
+    file.write_text(dump([base, wrong, dataclasses.replace(base, seconds=None, verdict="failed to compile: no")]))
+    assert calibrate.read(file) == [calibrate.Sample(problem, "cute", CONFIGS[1], 5e-6)]
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="neither a table of winners nor"):
+        calibrate.read(file)
+
+
+def test_known_constants_are_found_again():
+    fit = calibrate.by_family(synthetic(), H200)["sm80"]
+    found = fit.search()
+    assert fit.loss(found) < fit.loss(FIRST_PRINCIPLES["sm80"]) / 5
+    assert fit.search() == found
+    for _, count, mean_error, largest, lost, _ in fit.report(found):
+        assert count == len(CONFIGS)
+        assert mean_error < 0.05
+        assert largest < 0.15
+        assert lost < 0.02
+    assert found.launch == pytest.approx(TRUTH.launch, rel=0.25)
+    assert found.math == pytest.approx(TRUTH.math, rel=0.25)
+
+
+def test_configurations_not_valid_today_are_passed_over():
+    problem = Problem.of(64, 64, 64, "fp16")
+    samples = [
+        calibrate.Sample(problem, "cute", text, 1e-6) for text in ("sm80/not/one", "sm80/256x256x64/w64x64/s8/g8")
+    ]
+    assert calibrate.by_family(samples, H200) == {}
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    constants = tmp_path / "data" / "cost_model.json"
+    monkeypatch.setattr(calibrate, "CONSTANTS", constants)
+    table = tmp_path / "table.txt"
+    blocks = {}
+    for sample in synthetic():
+        blocks.setdefault(sample.problem, []).append(f"   1.000 {sample.seconds * 1e6:.3f} 1.0 {sample.config}")
+    heads = {p: f"== {p.m}x{p.n}x{p.k} fp16 tn torch 1.0 us" for p in blocks}
+    table.write_text("\n".join("\n".join([heads[p], *rows]) for p, rows in blocks.items()))
+    monkeypatch.setattr(calibrate.Fit, "search", lambda self: TRUTH)
+    assert calibrate.main([str(table), "--write"]) == 0
+    assert "25 times of 5 shapes" in capsys.readouterr().out
+    stored = json.loads(constants.read_text())["families"]["sm80"]
+    assert stored["math"] == TRUTH.math
+    assert stored["gpu"] == "H200"
+    assert stored["command"] == "python -m tuning.calibrate table.txt --write"
+    monkeypatch.setattr(cost_model, "CONSTANTS", constants)
+    cost_model._stored.cache_clear()
+    cost_model.rates.cache_clear()
+    try:
+        assert cost_model.rates("sm80") == TRUTH
+        assert cost_model.fitted("sm80")
+        assert not cost_model.fitted("simt")
+    finally:
+        cost_model._stored.cache_clear()
+        cost_model.rates.cache_clear()
+    assert calibrate.main([str(table), "--least", "26"]) == 0
+    assert "too few to fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-file"], "no-such-file"),
+        (["--arch", "H900", "x"], "not in the table"),
+        (["{table}", "--family", "simt"], "no measured times"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, tmp_path, capsys):
+    table = tmp_path / "table.txt"
+    table.write_text(TABLE)
+    with pytest.raises(SystemExit):
+        calibrate.main([a.format(table=table) for a in arguments])
+    assert message in capsys.readouterr().err

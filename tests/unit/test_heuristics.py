@@ -1,0 +1,303 @@
+"""The cost model and the choice by it: sane, deterministic, always valid, and informed by winners nearby."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cutegemm import arch, backend, cost_model, cute, footprint, heuristics, neighbours, plan, winners, winners_table
+from cutegemm.cost_model import FIRST_PRINCIPLES, Model, Rates
+from cutegemm.epilogue import Epilogue
+from cutegemm.errors import UnsupportedError
+from cutegemm.problem import Problem
+from cutegemm.winners import Measurement
+from cutegemm.winners_fingerprint import fingerprint
+from tuning import suites
+
+H200 = arch.get("H200")
+ARCHS = [arch.get(name) for name in ("H200", "A100", "RTX 4090")]
+SIZES = st.one_of(st.integers(0, 300), st.sampled_from([1, 16, 128, 1000, 4096, 28672, 65536]), st.integers(1, 10**6))
+FULL = Epilogue(c_dtype="fp32", bias_dtype="fp32", activation="gelu")
+
+
+@pytest.fixture(autouse=True)
+def _no_winners(monkeypatch):
+    """Choices here depend on no store of this machine."""
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    heuristics.forget()
+    yield
+    heuristics.forget()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The Hopper family chosen automatically, whatever the package says today."""
+    family = dataclasses.replace(cute.FAMILIES["sm90"], automatic=True)
+    monkeypatch.setitem(cute.FAMILIES, "sm90", family)
+    heuristics.forget()
+
+
+def config(problem, where=H200, name=None):
+    found = heuristics.choose(problem, where, name)
+    assert found is not None
+    return found[1]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    SIZES, SIZES, SIZES, st.sampled_from([1, 1, 1, 7]), st.sampled_from(["fp16", "fp32"]), st.booleans(),
+    st.sampled_from(ARCHS), st.booleans(),
+)  # fmt: skip
+def test_a_choice_is_valid_and_finite(m, n, k, batch, dtype, tf32, where, full):
+    precision = "tf32" if tf32 and dtype == "fp32" else "ieee"
+    problem = Problem.of(m, n, k, dtype, batch=batch, precision=precision, epilogue=FULL if full else None)
+    found = heuristics.choose(problem, where)
+    assert found is not None
+    name, chosen, why = found
+    assert backend.get(name).check(chosen, problem, where) is None
+    assert why.startswith("heuristic: ")
+    seconds = heuristics.estimate(problem, chosen, name, where)
+    assert 0 < seconds < float("inf")
+    assert heuristics.choose(problem, where) == found
+
+
+@pytest.mark.usefixtures("hopper")
+@settings(deadline=None, max_examples=80)
+@given(SIZES, SIZES, SIZES, st.booleans())
+def test_a_hopper_choice_is_valid(m, n, k, full):
+    problem = Problem.of(m, n, k, "bf16", epilogue=FULL if full else None)
+    name, chosen, _ = heuristics.choose(problem, H200)
+    assert backend.get(name).check(chosen, problem, H200) is None
+    aligned = min(problem.signature.align_a, problem.signature.align_b) == 16
+    assert (chosen.family == "sm90") == aligned
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_flag_is_all_that_makes_a_family_automatic():
+    problem = Problem.of(1024, 1024, 1024, "bf16")
+    families = {c.family for c in backend.get("cute").configs(problem, H200)}
+    assert families == {"sm90", "sm80"}
+    assert backend.get("cute").passed_over(problem, H200) is None
+    assert config(problem).family == "sm90"
+    odd = Problem.of(1024, 1024, 1001, "bf16")
+    assert config(odd).family == "sm80"
+    assert "TMA cannot load" in plan.choose(odd, H200).why
+
+
+def test_ranked_is_the_whole_space_in_order():
+    problem = Problem.of(512, 512, 512, "fp16")
+    everything = heuristics.ranked(problem, H200)
+    assert len(everything) == len(list(backend.get("cute").configs(problem, H200)))
+    seconds = [s for s, _ in everything]
+    assert seconds == sorted(seconds)
+    assert heuristics.ranked(problem, H200, count=5) == everything[:5]
+    for s, c in everything[::97]:
+        assert s == heuristics.estimate(problem, c, "cute", H200) == heuristics.estimate(problem, str(c), "cute", H200)
+
+
+@pytest.mark.parametrize("name", ["cutlass2x", "legacy"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_other_backends_are_estimated_too(name, dtype):
+    problem = Problem.of(1000, 500, 300, dtype)
+    found = heuristics.ranked(problem, H200, name, count=20)
+    assert len(found) == 20
+    assert all(0 < s < 1 for s, _ in found)
+    chosen = config(problem, H200, name)
+    assert backend.get(name).check(chosen, problem, H200) is None
+    with pytest.raises(ValueError, match="accepted are"):
+        footprint.of(chosen, "torch", problem.signature, H200)
+
+
+def test_no_estimate_beats_the_roofline_by_much():
+    """The model may err, but not below what the data sheet allows: it counts bytes and flops itself."""
+    from cutegemm.roofline import roofline
+
+    for shape in suites.suite("square,llm,deep"):
+        for dtype in ("bf16", "fp32"):
+            problem = Problem.of(*shape, dtype)
+            seconds = heuristics.estimate(problem, config(problem), "cute", H200)
+            assert roofline(problem, H200).share(seconds) < 1.15, (shape, dtype, seconds)
+
+
+def test_more_work_never_costs_less():
+    signature = Problem.of(64, 64, 64, "fp16").signature
+    chosen = backend.get("cute").parse("sm80/128x128x32/w64x64/s4/g8")
+    cost = heuristics.model(chosen, "cute", signature, H200)
+    for m, n, k in itertools.product((1, 129, 1000, 8192), repeat=3):
+        # More tiles may keep more SMs busy and so the memory: that may win back little.
+        here = 0.98 * cost.seconds(m, n, k)
+        assert cost.seconds(2 * m, n, k) >= here
+        assert cost.seconds(m, 2 * n, k) >= here
+        assert cost.seconds(m, n, 2 * k) > here
+        assert cost.seconds(m, n, k, 2) >= here
+
+
+def model(text, rates=None, problem=None):
+    problem = problem or Problem.of(64, 64, 64, "bf16")
+    chosen = backend.get("cute").parse(text)
+    shape = footprint.of(chosen, "cute", problem.signature, H200)
+    return Model(shape, problem.signature, H200, rates or FIRST_PRINCIPLES[shape.family])
+
+
+def test_wave_quantization_is_counted():
+    cost = model("sm90/128x256x64/coop2/c1x1/s4/serp8")
+    full = cost.terms(128 * 132, 256, 4096, 1)
+    one_more = cost.terms(128 * 133, 256, 4096, 1)
+    assert (full[1], one_more[1]) == (1, 2)
+    assert one_more[3] == pytest.approx(2 * full[3])
+    pairs = model("sm90/128x256x64/coop2/c2x1/s4/serp8")
+    assert pairs.terms(128 * 133, 256, 4096, 1)[1] == 2
+
+
+def test_splits_shorten_the_sum_and_cost_a_meeting():
+    whole, split = model("sm90/128x128x64/coop2/c1x1/s5/row"), model("sm90/128x128x64/coop2/c1x1/s5/row/k32")
+    assert split.terms(256, 256, 65536, 1)[2] * 32 == whole.terms(256, 256, 65536, 1)[2] == 1024
+    assert split.seconds(256, 256, 65536) < whole.seconds(256, 256, 65536) / 4
+    assert split.seconds(8192, 8192, 512) > whole.seconds(8192, 8192, 512)
+
+
+def test_exchanged_operands_turn_tile_and_cluster():
+    signature = Problem.of(64, 64, 64, "bf16").signature
+    chosen = backend.get("cute").parse("sm90/128x16x64/coop2/c2x1/s6/row/swap")
+    shape = footprint.of(chosen, "cute", signature, H200)
+    assert (shape.bm, shape.bn, shape.cluster) == (16, 128, (1, 2))
+
+
+def test_narrow_operands_cost_more():
+    text = "sm80/128x128x32/w64x64/s4/g8"
+    wide, narrow = (Problem.of(1024, 1024, k, "fp16") for k in (1024, 1026))
+    assert footprint.of(backend.get("cute").parse(text), "cute", narrow.signature, H200).copies == 4
+    assert heuristics.estimate(narrow, text, "cute", H200) > heuristics.estimate(wide, text, "cute", H200)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_shapes_get_what_suits_them():
+    assert config(Problem.of(8192, 8192, 8192)).tile()[0] >= 128
+    assert config(Problem.of(256, 256, 256)).tile()[0] * config(Problem.of(256, 256, 256)).tile()[1] <= 64 * 64
+    assert config(Problem.of(16, 28672, 4096)).swapped
+    assert config(Problem.of(256, 256, 65536)).splits > 1
+    assert config(Problem.of(8192, 8192, 512)).ping_pong
+
+
+def test_first_principles_of_every_family_are_complete():
+    assert cost_model._stored().keys() <= FIRST_PRINCIPLES.keys()
+    for family, first in FIRST_PRINCIPLES.items():
+        assert cost_model.rates(family).math > 0
+        assert all(value >= 0 for value in dataclasses.asdict(first).values())
+    assert isinstance(cost_model.rates("sm90"), Rates)
+
+
+def test_explain_adds_up():
+    problem = Problem.of(1024, 1024, 1024, "fp16")
+    chosen = config(problem)
+    text = heuristics.explain(problem, chosen, "cute", H200)
+    assert f"{heuristics.estimate(problem, chosen, 'cute', H200) * 1e6:.1f} us by the cost model" in text
+    assert "rounds of" in text
+
+
+# -- winners
+
+
+def row(problem, text, seconds, name="cute", **changes):
+    values = {"gpu": "H200", "sm_count": 132, "problem": str(problem), "backend": name, "config": text,
+              "fingerprint": fingerprint(name, text), "seconds": seconds, "verdict": "ok"}  # fmt: skip
+    return Measurement(**{**values, **changes})
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A user's store of this test's own, and no shipped table."""
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "on")
+    monkeypatch.setattr(winners_table, "shipped", lambda *where: {})
+    heuristics.forget()
+    return winners.Winners()
+
+
+ODD = "sm80/64x256x32/w32x64/s4/g1"
+PROBLEM = Problem.of(1024, 1024, 1024, "fp16")
+
+
+def test_a_winner_comes_before_the_heuristic(store):
+    assert plan.choose(PROBLEM, H200).why.startswith("heuristic")
+    store.record(row(PROBLEM, ODD, 9e-6, reference_seconds=9.9e-6))
+    for name in ("auto", "cute"):
+        choice = plan.choose(PROBLEM, H200, name)
+        assert str(choice.config) == ODD
+        assert choice.why.startswith("tuned winner, own: 9.0 us, 1.10 of cuBLAS's speed")
+    asked = plan.choose(PROBLEM, H200, "cute", "sm80/128x128x32/w64x64/s4/g8")
+    assert asked.why == "asked for"
+    assert plan.choose(PROBLEM, H200, "legacy").backend == "legacy"
+    assert plan.choose(Problem.of(1024, 1024, 1024, "bf16"), H200).why.startswith("heuristic")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fingerprint": "of other sources"},
+        {"verdict": "wrong: not the numbers"},
+        {"gpu": "A100"},
+        {"text": "sm80/of/another/version"},
+        {"text": "sm80/256x256x64/w64x64/s8/g8"},  # more shared memory than there is
+    ],
+)
+def test_a_winner_that_cannot_be_trusted_is_passed_over(store, changes):
+    text = changes.pop("text", ODD)
+    store.record(row(PROBLEM, text, 1e-6, **changes))
+    assert plan.choose(PROBLEM, H200).why.startswith("heuristic")
+
+
+def test_winners_nearby_inform_the_choice(store):
+    store.record(row(PROBLEM, ODD, 1e-6), row(PROBLEM, "sm80/128x128x32/w64x64/s4/g8", 2e-6))
+    heuristics.forget()
+    assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((1024, 1024, 1024), ODD)]
+    near = plan.choose(Problem.of(1024, 1152, 1024, "fp16"), H200)
+    assert str(near.config) == ODD
+    assert "winner at 1024x1024x1024 nearby" in near.why
+    far = plan.choose(Problem.of(8192, 8192, 8192, "fp16"), H200)
+    assert str(far.config) != ODD
+    other = plan.choose(Problem.of(1024, 1152, 1024, "bf16"), H200)
+    assert "nearby" not in other.why
+
+
+def test_a_winner_nearby_that_cannot_serve_is_passed_over(store):
+    store.record(row(PROBLEM, "sm80/256x256x64/w64x64/s8/g8", 1e-6))
+    heuristics.forget()
+    problem = Problem.of(1024, 1152, 1024, "fp16")
+    choice = plan.choose(problem, H200)
+    assert backend.get("cute").check(choice.config, problem, H200) is None
+
+
+# -- between backends
+
+
+def test_another_backend_serves_what_the_first_cannot(monkeypatch):
+    problem = Problem.of(256, 256, 256, "fp32", precision="tf32x3")
+    cutlass = backend.get("cutlass2x")
+    monkeypatch.setattr(type(cutlass), "missing", lambda self: None)
+    assert plan.choose(problem, H200).backend == "cutlass2x"
+    monkeypatch.setattr(type(cutlass), "missing", lambda self: "there is no nvcc")
+    with pytest.raises(UnsupportedError, match="cutlass2x"):
+        plan.choose(problem, H200)
+
+
+def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch):
+    problem = Problem.of(4096, 4096, 4096, "fp32")
+    fast = dataclasses.replace(FIRST_PRINCIPLES["legacy"], math=30.0, smem=9999.0, port=9999.0, l2=9999.0, step=0.1)
+    monkeypatch.setattr(cost_model, "_stored", lambda: {"legacy": fast})
+    cost_model.rates.cache_clear()
+    heuristics.forget()
+    assert heuristics.choose(problem, H200)[0] == "cute"  # simt is not calibrated
+    monkeypatch.setattr(cost_model, "_stored", lambda: {"legacy": fast, "simt": FIRST_PRINCIPLES["simt"]})
+    cost_model.rates.cache_clear()
+    heuristics.forget()
+    try:
+        assert heuristics.choose(problem, H200)[0] == "legacy"
+        assert heuristics.choose(problem, H200, "cute")[0] == "cute"
+    finally:
+        monkeypatch.undo()
+        cost_model.rates.cache_clear()

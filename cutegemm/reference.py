@@ -103,6 +103,7 @@ def expected(
     if tensor_cores is None:
         tensor_cores = not (a.dtype == torch.float32 and precision == "ieee")
     k = a.shape[-1]
+    reads_c = c is not None and beta != 0  # as given: one that fp32 rounds to 0 still makes NaN of an infinity
     alpha, beta = _fp32(alpha), _fp32(beta)
     u = 2.0**-23 if tensor_cores else 2.0**-24
     a64, b64 = a.double(), b.double()
@@ -114,7 +115,7 @@ def expected(
         error = _gamma(k + 2, u) * magnitude + abs(alpha) * k * 2.0**-126
     if precision == "tf32":
         error += (2.0**-10 + 2.0**-22) * magnitude
-    if c is not None and beta != 0:
+    if c is not None and reads_c:
         term = beta * c.double()
         z, magnitude = z + term, magnitude + term.abs()
     if bias is not None:

@@ -124,3 +124,12 @@ def test_beta_zero_never_reads_c():
 def test_k_zero_gives_the_epilogue_alone():
     want = reference.expected(torch.ones(2, 0), torch.ones(0, 3), torch.ones(2, 3), beta=2.0, bias=torch.ones(3))
     assert torch.equal(want.value, torch.full((2, 3), 3.0, dtype=torch.float64))
+
+
+def test_c_is_read_unless_beta_is_zero_as_given():
+    """A beta that fp32 rounds to 0 is not 0: kernels multiply by it, and 0 times infinity is NaN."""
+    a, b = torch.ones(2, 3), torch.ones(3, 2)
+    c = torch.tensor([[float("inf"), 1.0], [float("nan"), 2.0]])
+    assert reference.expected(a, b, c, beta=0.0).value.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    tiny = reference.expected(a, b, c, beta=1e-60).value
+    assert tiny.isnan().tolist() == [[True, False], [True, False]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend as backends
@@ -20,6 +22,10 @@ SAMENESS = 0.04
 """The n-th candidate with the same tile and schedule is taken as if it were estimated n times this much slower."""
 
 
+FAR = 0.1
+"""A neighbour is taken as if it were estimated this much slower for every number or word that differs."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A configuration of a backend, with the cost model's seconds."""
@@ -28,12 +34,12 @@ class Candidate:
     config: Any
     estimate: float = 0.0
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The configuration's text form."""
         return str(self.config)
 
-    @property
+    @cached_property
     def key(self) -> tuple[str, str]:
         return self.backend, self.text
 
@@ -62,7 +68,7 @@ def _model(problem: Problem, arch: Arch, backend: str) -> Sequence[tuple[float, 
 
 class Frontier:
     """What to try next: first the seeds; then in turn the candidate that the cost model likes best, and a neighbour of
-    the fastest measured so far (the untried one whose text differs in the fewest numbers and words).
+    the fastest measured so far: one that the model likes too, and whose text differs in few numbers and words.
 
     The cost model's order is spread out: many configurations that differ only in their tile order or ring must not
     fill the first hundred places.
@@ -80,8 +86,10 @@ class Frontier:
         taken = {seed.key for seed in self._seeds}
         order = sorted(listed, key=lambda candidate: weights[candidate.key])
         self._rest = {candidate.key: candidate for candidate in order if candidate.key not in taken}
+        self._weights = weights
         self._words: dict[tuple[str, str], list[str]] = {}
         self._best: tuple[float, Candidate] | None = None
+        self._near: Iterator[Candidate] | None = None
         self._turn = 0
 
     def __len__(self) -> int:
@@ -95,7 +103,7 @@ class Frontier:
     def measured(self, score: float, candidate: Candidate) -> None:
         """Tells a result; the smallest score is the best."""
         if self._best is None or score < self._best[0]:
-            self._best = (score, candidate)
+            self._best, self._near = (score, candidate), None
 
     def next(self) -> Candidate | None:
         """The next candidate, taken out; None when none is left."""
@@ -111,12 +119,15 @@ class Frontier:
         return chosen
 
     def _neighbour(self, best: Candidate) -> Candidate | None:
-        mine = self._split(best)
-        near, chosen = len(mine) + 1, None
-        for candidate in self._rest.values():
-            if candidate.backend == best.backend and (far := _distance(self._split(candidate), mine)) < near:
-                near, chosen = far, candidate
-        return chosen
+        if self._near is None:
+            mine = self._split(best)
+            near = [
+                (self._weights[key] * (1 + FAR * _distance(self._split(candidate), mine)), key)
+                for key, candidate in self._rest.items()
+                if candidate.backend == best.backend
+            ]
+            self._near = (self._rest[key] for _, key in sorted(near) if key in self._rest)
+        return next(self._near, None)
 
     def _split(self, candidate: Candidate) -> list[str]:
         words = self._words.get(candidate.key)
@@ -131,4 +142,4 @@ def _group(candidate: Candidate) -> object:
 
 
 def _distance(one: list[str], other: list[str]) -> int:
-    return sum(a != b for a, b in zip(one, other, strict=False)) + abs(len(one) - len(other))
+    return sum(map(operator.ne, one, other)) + abs(len(one) - len(other))

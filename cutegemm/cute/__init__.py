@@ -1,8 +1,8 @@
 """Backend "cute": GEMM kernels written in the CuTe DSL.
 
-    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16     kernels/hopper.py
-    sm80   tensor cores by mma.sync: fp16, bf16, tf32          kernels/ampere.py
-    simt   fp32 on CUDA cores                                   kernels/simt.py
+    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    kernels/hopper.py
+    sm80   tensor cores by mma.sync: fp16, bf16, tf32               kernels/ampere.py
+    simt   fp32 on CUDA cores                                       kernels/simt.py
 
 A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator. The cost model
 chooses among the configurations that the automatic rows prefer (`cutegemm.heuristics`).
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from cutegemm.cute import defaults
 from cutegemm.cute.config import AmpereConfig, SimtConfig, TileConfig
 from cutegemm.cute.hopper_config import HopperConfig
+from cutegemm.problem import ITEMSIZE
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -45,14 +46,18 @@ class Family:
         return getattr(module, self.operator)(config, signature)
 
 
+def _on_tensor_cores(signature: Signature) -> bool:
+    return signature.dtype != "fp32" or signature.precision == "tf32"
+
+
 FAMILIES: dict[str, Family] = {
     # Proven in the emulator only so far; automatic once its GPU tests have run on the hardware.
-    "sm90": Family(HopperConfig, "hopper", "HopperGemm", lambda s: s.dtype != "fp32", defaults.hopper, automatic=False),
+    "sm90": Family(HopperConfig, "hopper", "HopperGemm", _on_tensor_cores, defaults.hopper, automatic=False),
     "sm80": Family(
         AmpereConfig,
         "ampere",
         "AmpereGemm",
-        lambda s: s.dtype != "fp32" or s.precision == "tf32",
+        _on_tensor_cores,
         defaults.ampere,
     ),
     "simt": Family(
@@ -107,7 +112,7 @@ class CuteBackend:
     def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
         for family in self._automatic(problem.signature):
-            for config in family.config.space():
+            for config in family.config.space(ITEMSIZE[problem.dtype]):
                 splits = getattr(config, "splits", 1)
                 if (splits == 1 or splits * config.bk <= problem.k) and self.check(config, problem, arch) is None:
                     yield config

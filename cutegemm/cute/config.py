@@ -132,8 +132,8 @@ class AmpereConfig(TileConfig):
         return None
 
     @classmethod
-    def space(cls) -> Iterator[AmpereConfig]:
-        """Every configuration the tuner may consider, before the validity rule."""
+    def space(cls, itemsize: int = 2) -> Iterator[AmpereConfig]:
+        """Every configuration the tuner may consider, before the validity rule; whatever the operands' `itemsize`."""
         for bm, bn, bk, wm, wn, stages, group in product(
             (32, 64, 128, 256), (32, 64, 128, 256), (16, 32, 64), (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
         ):
@@ -187,8 +187,8 @@ class SimtConfig(TileConfig):
         return None
 
     @classmethod
-    def space(cls) -> Iterator[SimtConfig]:
-        """Every configuration the tuner may consider, before the validity rule."""
+    def space(cls, itemsize: int = 4) -> Iterator[SimtConfig]:
+        """Every configuration the tuner may consider, before the validity rule; operands have 4 bytes."""
         for bm, bn, bk, wm, wn, stages, group in product(
             (32, 64, 128, 256), (32, 64, 128, 256), (8, 16), (16, 32, 64), (32, 64, 128), (2, 3, 4, 5), (1, 4, 8)
         ):

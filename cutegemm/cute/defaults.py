@@ -33,6 +33,21 @@ _HOPPER = (
     "sm90/128x16x128/coop2/c1x1/s5/serp8/swap/pdl",
     "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
 )
+_HOPPER_TF32 = (
+    "sm90/128x256x32/coop2/c2x1/s4/serp8/pdl",
+    "sm90/128x256x32/coop2/c1x1/s4/serp8/pdl",
+    "sm90/256x128x32/coop2/c1x2/s4/serp8/pdl",
+    "sm90/128x192x32/pp/c2x1/s4/serp8/pdl",
+    "sm90/128x128x32/pp/c2x1/s6/serp8/pdl",
+    "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
+    "sm90/64x128x32/coop1/c1x1/s8/serp8/pdl",
+    "sm90/128x64x32/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
+    "sm90/64x32x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x16x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x32x64/coop1/c1x1/s8/serp8/swap/pdl",
+    "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
+)
 _TENSOR_CORES = (
     "sm80/128x256x64/w64x64/s3/g8",
     "sm80/256x128x32/w64x64/s4/g8",
@@ -61,10 +76,10 @@ _TF32 = (
 )
 _SIMT = (
     "simt/256x128x16/w64x64/s3/g8",
-    "simt/128x128x16/w32x64/s3/g8",
+    "simt/128x128x16/w64x32/s3/g8",
     "simt/128x128x8/w32x64/s4/g8",
     "simt/128x64x16/w32x32/s3/g8",
-    "simt/64x128x16/w32x64/s3/g8",
+    "simt/64x128x16/w32x32/s3/g8",
     "simt/64x64x16/w32x32/s3/g8",
     "simt/64x64x8/w32x32/s4/g8",
     "simt/64x32x16/w16x32/s3/g8",
@@ -81,6 +96,9 @@ _SPLIT = frozenset(
         "sm90/64x32x128/coop1/c1x1/s8/serp8/swap/pdl",
         "sm90/128x16x128/coop2/c1x1/s5/serp8/swap/pdl",
         "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
+        "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
+        "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
+        "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
     )
 )
 
@@ -92,7 +110,7 @@ def splits(text: str) -> tuple[int, ...]:
 
 def hopper(signature: Signature) -> tuple[str, ...]:
     """Configurations of `kernels.hopper`."""
-    return _HOPPER
+    return _HOPPER_TF32 if signature.dtype == "fp32" else _HOPPER
 
 
 def ampere(signature: Signature) -> tuple[str, ...]:

@@ -42,8 +42,8 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Splits of K that the tuner and the heuristic use; every number up to 32 is valid."""
 
 _TILES = (
-    *((64, n) for n in (16, 32, 64, 96, 128, 192, 256)),
-    *((128, n) for n in (16, 32, 64, 96, 128, 160, 192, 208, 224, 256)),
+    *((64, n) for n in (16, 32, 64, 96, 128, 192, 224, 256)),
+    *((128, n) for n in (16, 32, 64, 96, 112, 128, 160, 192, 208, 224, 256)),
     *((192, n) for n in (16, 64, 96, 128, 160, 192)),
     *((256, n) for n in (16, 32, 64, 96, 128, 160, 192, 208)),
 )
@@ -121,11 +121,8 @@ class HopperConfig:
 
     @property
     def slab_columns(self) -> int:
-        """Columns that a warp stages at a time in the general epilogue; with split-K, of a slice: more splits than
-        slices of 32 columns make narrower ones.
-        """
-        few = self.splits <= self.group_rows // 64 * self.bn // 32
-        return 32 if self.bn % 32 == 0 and not self.swapped and few else 16
+        """Columns that a warp stages at a time in the general epilogue."""
+        return 32 if self.bn % 32 == 0 and not self.swapped else 16
 
     def uses_tma_store(self, signature: Signature) -> bool:
         """Whether D goes through shared memory and TMA: it is aligned, and C, if there is one, lies in aligned rows.
@@ -159,7 +156,11 @@ class HopperConfig:
         return (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
 
     def epilogue_bytes(self, signature: Signature) -> int:
-        """Shared memory of the epilogue, which lives beside the ring: the next tile's loads run under the stores."""
+        """Shared memory of the epilogue, which lives beside the ring: the next tile's loads run under the stores.
+        Split-K stores straight from registers.
+        """
+        if self.splits > 1:
+            return 0
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
             buffers = self.consumers * STORE_BUFFERS * 64 * self.store_columns(itemsize) * itemsize
@@ -186,15 +187,15 @@ class HopperConfig:
         return -(-m // rows) * -(-n // columns) * problem.batch * self.splits
 
     def workspace_bytes(self, problem: Problem) -> tuple[int, int]:
-        """(bytes of counters, bytes of fp32 parts) of a split-K launch; (0, 0) without splits.
+        """(bytes of state words, bytes of fp32 parts) of a split-K launch; (0, 0) without splits.
 
-        A warpgroup's part of a tile has a counter, and room for each split. Counters must be 0 before the first
+        A warpgroup's part of a tile has a state word, and room for each split. The words must be 0 before the first
         launch, and are again 0 after each.
         """
         if self.splits == 1:
             return 0, 0
         parts = self.works(problem) * self.cluster[0] * self.cluster[1] * self.consumers
-        return -(-parts // self.splits * 4 // 16) * 16, parts * self.group_rows * self.bn * 4
+        return -(-parts // self.splits * 8 // 16) * 16, parts * self.group_rows * self.bn * 4
 
     def __str__(self) -> str:
         cm, cn = self.cluster
@@ -222,8 +223,12 @@ class HopperConfig:
         """None when this configuration is valid for the signature on that architecture, else why not."""
         if arch.capability != (9, 0):
             return f"WGMMA and its TMA ring exist on compute capability 9.0 only; {arch.name} has another"
-        if signature.dtype not in ("fp16", "bf16"):
-            return f"the Hopper kernel multiplies fp16 and bf16; dtype is {signature.dtype}"
+        if signature.dtype == "fp32":
+            if signature.precision != "tf32":
+                return f"WGMMA multiplies fp32 only as tf32; the precision is {signature.precision!r}"
+            for name, major in (("A", signature.a_major), ("B", signature.b_major)):
+                if major != "k":
+                    return f"WGMMA takes tf32 operands K-major only; {name} is {major.upper()}-major"
         for name, align in (("A", signature.align_a), ("B", signature.align_b)):
             if align < 16:
                 return (
@@ -257,18 +262,22 @@ class HopperConfig:
         return None
 
     @classmethod
-    def space(cls) -> Iterator[HopperConfig]:
-        """Every configuration the tuner may consider, before the validity rule.
+    def space(cls, itemsize: int = 2) -> Iterator[HopperConfig]:
+        """Every configuration the tuner may consider for operands of `itemsize` bytes, before the validity rule.
 
-        Rings are as deep as 16-bit operands allow, one stage less (a wider epilogue needs the room) and half as deep.
+        Rings are as deep as shared memory allows, one stage less (a wider epilogue needs the room) and half as deep.
         Splits and exchanged operands, which serve few tiles and a small M, come with one tile order.
         """
-        for (bm, bn), bk, schedule in product(_TILES, (64, 128), ("coop1", "coop2", "coop3", "pp")):
-            deepest = min(8, (_RING_BYTES - 2 * bn) // ((bm + bn) * bk * 2))
+        depths = (128 // itemsize, 256 // itemsize)
+        for (bm, bn), bk, schedule in product(_TILES, depths, ("coop1", "coop2", "coop3", "pp")):
+            deepest = min(8, (_RING_BYTES - 2 * bn) // ((bm + bn) * bk * itemsize))
             rings = sorted({deepest, deepest - 1, deepest // 2}, reverse=True)
             for cluster, stages, order in product(CLUSTERS, rings, ("serp8", "hilbert")):
                 yield cls(bm, bn, bk, schedule, cluster, stages, order, ("pdl",))
             yield cls(bm, bn, bk, schedule, (1, 1), deepest, "serp8", ("once", "pdl"))
+            if bm * bn >= 128 * 128:
+                for cluster, options in product(CLUSTERS[:3], (("zig", "pdl"), ("zig", "stream", "pdl"))):
+                    yield cls(bm, bn, bk, schedule, cluster, deepest, "serp8", options)
             for cluster, stages, splits in product(CLUSTERS[:3], rings[:2], (1, *SPLITS)):
                 if splits > 1:
                     yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("pdl",), splits)

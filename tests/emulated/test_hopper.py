@@ -111,6 +111,72 @@ def test_epilogues(schedule, epilogue, run):
     run(f"sm90/{schedule}", (136, 104, 72), **epilogue)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x64x64/coop2/c2x1/s3/g2",
+        "64x32x64/pp/c1x2/s3/g2",
+        "256x48x64/coop2/c1x1/s2/g2",
+        "64x64x64/coop1/c1x1/s3/g2/swap",
+        "64x48x64/pp/c1x1/s3/g2/swap",
+        "256x192x32/coop2/c1x1/s3/g2",
+        "64x64x64/coop1/c1x1/s3/g2/k3",
+    ],
+)
+def test_c_and_bias_meet_the_accumulators(config, run, seed):
+    """C through the staging buffers (16 bits), as fragments (fp32) or by the slab; a bias along either axis."""
+    shape = (264, 136, 72)
+    run(f"sm90/{config}", shape, c=True, beta=-0.5, alpha=1.5)
+    run(f"sm90/{config}", shape, c=True, beta=2.0, bias=True, activation="gelu", batch=2)
+    run(f"sm90/{config}", (8, 8, 8), c=True, beta=1.0, bias=True, out_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(264, 136, generator=generator)
+    run(f"sm90/{config}", shape, c=wide, beta=1.0, out_dtype=torch.bfloat16)
+    run(f"sm90/{config}", shape, c=wide, beta=1.0, bias=torch.randn(136, generator=generator), out_dtype=torch.float32)
+    run(f"sm90/{config}", shape, c=torch.randn(136, 264, generator=generator).bfloat16().t(), beta=-1.0)
+    run(f"sm90/{config}", shape, c=torch.randn(136, generator=generator).bfloat16(), beta=-1.0)
+    # A column-major D is the transposed problem: its bias runs along the rows.
+    turned = torch.empty(136, 264, dtype=torch.bfloat16).t()
+    run(f"sm90/{config}", shape, c=True, beta=0.5, bias=True, activation="relu", out=turned)
+
+
+@pytest.mark.parametrize("timing", SEEDS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        "64x64x32/coop1/c1x1/s3/g2",
+        "128x64x32/coop2/c2x1/s3/serp2",
+        "64x32x64/pp/c1x2/s3/hilbert",
+        "64x16x64/coop1/c2x1/s3/g2/swap",
+        "64x48x32/pp/c1x1/s3/g2/swap",
+        "192x48x32/coop3/c1x1/s3/g2/once",
+        "128x64x32/coop2/c1x1/s3/g2/k3",
+    ],
+)
+def test_tf32(config, timing, run):
+    """Inputs are fp32 numbers that tf32 does not hold: TMA rounds them, the tensor cores alone would truncate."""
+    run(f"sm90/{config}", (200, 136, 84), "fp32", timing=timing, precision="tf32")
+    run(f"sm90/{config}", (72, 40, 4), "fp32", timing=timing, precision="tf32", batch=2, c=True, beta=0.5, bias=True)
+    run(f"sm90/{config}", (72, 40, 36), "fp32", timing=timing, precision="tf32", out_dtype=torch.bfloat16)
+
+
+def test_tf32_operands_are_rounded_not_truncated(monkeypatch):
+    """One product of 1 + 2^-11 + 2^-23 with itself: tf32 neighbours are 2^-10 apart."""
+    a = torch.zeros(64, 32)
+    a[:, 0] = 1 + 2**-11 + 2**-23
+    b = a[:64].clone().t()
+    got = cutegemm.gemm(a, b, precision="tf32", backend="cute", config="sm90/64x64x32/coop1/c1x1/s3/row")
+    assert torch.equal(got, torch.full((64, 64), (1 + 2**-10) ** 2))
+
+
+def test_tf32_of_other_majors_is_refused_with_the_reason(run):
+    for majors, name in (("nt", "A is M-major"), ("tt", "B is N-major"), ("nn", "A is M-major")):
+        with pytest.raises(UnsupportedError, match=f"K-major only; {name}"):
+            run("sm90/64x64x32/coop1/c1x1/s3/g2", (72, 72, 72), "fp32", precision="tf32", majors=majors)
+    with pytest.raises(UnsupportedError, match="only as tf32"):
+        run("sm90/64x64x32/coop1/c1x1/s3/g2", (72, 72, 72), "fp32")
+
+
 def test_any_result_alignment(run):
     """D's rows start at any element: no TMA store."""
     for out in (torch.empty(136, 77, dtype=torch.bfloat16)[:, 2:75], torch.empty(136, 73, dtype=torch.float16)):

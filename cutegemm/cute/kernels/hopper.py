@@ -1,4 +1,4 @@
-"""GEMM on Hopper: TMA -> ring of shared tiles -> WGMMA, by warps with roles (fp16, bf16).
+"""GEMM on Hopper: TMA -> ring of shared tiles -> WGMMA, by warps with roles (fp16, bf16, tf32).
 
     warpgroup W (last)   one warp of it loads: TMA brings k tiles of A and B into the ring     few registers
     warpgroups 0 .. W-1  multiply (WGMMA reads shared memory itself) and store their rows      many registers
@@ -31,14 +31,16 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_ptr
 
 from cutegemm.cute import tile_order, types
 from cutegemm.cute.epilogue import Operands
 from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
+from cutegemm.cute.kernels import hopper_mma
 from cutegemm.cute.kernels.base import Gemm
 from cutegemm.cute.kernels.hopper_epilogue import make_store
+from cutegemm.cute.kernels.hopper_fragment import FragmentStore
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
 from cutegemm.cute.kernels.hopper_split import SplitSum
 from cutegemm.problem import Signature
@@ -54,6 +56,7 @@ class HopperGemm(Gemm):
         self.signature = signature
         self.ab_type = types.NUMERIC[signature.dtype]
         self.itemsize = self.ab_type.width // 8
+        self.operand_type = hopper_mma.operand_type(self.ab_type)
         self.tile_order = tile_order.parse(config.order)
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
@@ -64,13 +67,12 @@ class HopperGemm(Gemm):
         self.turns = Turns()
         self.tma_store = config.uses_tma_store(signature)
         self.rows_out = make_store(config, signature)
-        if config.splits > 1:
-            columns = config.slab_columns
-            units = config.group_rows // BLOCK_ROWS * (config.bn // columns)
-            self.split_sum = SplitSum(config.splits, units, columns // 8)
         # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
         self.blocks = config.group_rows // BLOCK_ROWS
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
+        if config.splits > 1:
+            store = FragmentStore(config, signature, self.block_step)
+            self.split_sum = SplitSum(config.splits, config.accumulators // 4, store)
 
     def fake_arguments(self) -> tuple:
         workspace = make_ptr(Float32, 16, cute.AddressSpace.gmem, assumed_align=16)
@@ -155,19 +157,10 @@ class HopperGemm(Gemm):
         # A descriptor has no empty dimensions; with K = 0 nothing of this one element is read.
         shape = (rows, cutlass.max(k, Int32(1)), batch)
         tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
-        load = cpasync.CopyBulkTensorTileG2SOp() if sharers == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        return cpasync.make_tiled_tma_atom(load, tensor, layout, (extent, self.config.bk), num_multicast=sharers)
+        return hopper_mma.tma_load(tensor, layout, (extent, self.config.bk), sharers)
 
     def _tiled_mma(self):
-        major = {True: OperandMajorMode.K, False: OperandMajorMode.MN}
-        op = warpgroup.MmaF16BF16Op(
-            self.ab_type,
-            Float32,
-            (BLOCK_ROWS, self.config.bn, 16),
-            warpgroup.OperandSource.SMEM,
-            major[self.a_k_major],
-            major[self.b_k_major],
-        )
+        op = hopper_mma.operation(self.ab_type, self.config.bn, self.a_k_major, self.b_k_major)
         sharers = 1 if self.config.ping_pong else self.config.consumers
         return cute.make_tiled_mma(cute.make_mma_atom(op), (sharers, 1, 1))
 
@@ -253,15 +246,16 @@ class HopperGemm(Gemm):
         else:
             if cutlass.const_expr(config.registers is not None):
                 cute.arch.setmaxregister_increase(config.registers[1])
-            if cutlass.const_expr(self.tma_store):
-                self.rows_out.start(atom_d, tensor_d, epilogue_memory, group, thread % WARPGROUP)
-            else:
-                self.rows_out.start(epilogue_memory, group, thread % WARPGROUP)
             if cutlass.const_expr(config.splits > 1):
                 shares = self.works // config.splits * (self.cluster_size * config.consumers)
                 self.split_sum.start(workspace, shares, scratch, group, thread % WARPGROUP)
+            elif cutlass.const_expr(self.tma_store):
+                self.rows_out.start(atom_d, tensor_d, epilogue_memory, group, thread % WARPGROUP)
+            else:
+                self.rows_out.start(epilogue_memory, group, thread % WARPGROUP)
             self.consume(shared_a, shared_b, group, thread)
-            self.rows_out.finish()
+            if cutlass.const_expr(config.splits == 1):
+                self.rows_out.finish()
         if cutlass.const_expr(self.cluster_size > 1):
             # A CTA must not go while its neighbours may still send to it or arrive at its barriers.
             cute.arch.cluster_arrive()
@@ -279,7 +273,7 @@ class HopperGemm(Gemm):
         """The ring of one operand as a tensor (extent, bk, stages)."""
         layout = self.stage_layout(extent, k_major)
         staged = cute.append(layout.outer, cute.make_layout(self.config.stages, stride=extent * self.config.bk))
-        return cute.make_tensor(cute.recast_ptr(memory, layout.inner, dtype=self.ab_type), staged)
+        return cute.make_tensor(cute.recast_ptr(memory, layout.inner, dtype=self.operand_type), staged)
 
     def place(self, work):
         """(tile row, tile column, matrix) of this CTA's tile of cluster tile `work`."""
@@ -381,25 +375,16 @@ class HopperGemm(Gemm):
             if cutlass.const_expr(config.splits > 1):
                 share = (work // config.splits * self.cluster_size + self.rank) * config.consumers + group
                 slices = self.split_sum.settle(accumulators, share, work % config.splits)
-                for unit in cutlass.range(self.split_sum.units, unroll=1):
-                    if (slices >> (unit % self.split_sum.slices)) & 1 == 1:
-                        self.store_unit(share, unit, tile_row, tile_column, matrix, row_offset)
+                for number in cutlass.range(config.splits, unroll=1):
+                    if (slices >> number) & 1 == 1:
+                        self.store_slice(share, number, tile_row, tile_column, matrix, row_offset)
             else:
                 self.store(accumulators, tile_row, tile_column, matrix, row_offset)
 
-    def store_unit(self, share, unit, tile_row, tile_column, matrix, row_offset) -> None:
-        """Adds up and stores one strip of this warpgroup's rows of a tile."""
-        block = unit // self.rows_out.strips
-        strip = unit - block * self.rows_out.strips
-        self.rows_out.store_strip(
-            self.split_sum.add_up(share, unit).iterator,
-            tile_row * self.config.bm + row_offset + block * self.block_step,
-            tile_column * self.config.bn + strip * self.rows_out.columns,
-            matrix,
-            self.m,
-            self.n,
-            self.operands,
-        )
+    def store_slice(self, share, number, tile_row, tile_column, matrix, row_offset) -> None:
+        """Adds up and stores one slice of this warpgroup's rows of a tile."""
+        row, column = tile_row * self.config.bm + row_offset, tile_column * self.config.bn
+        self.split_sum.add_up(share, number, row, column, matrix, self.m, self.n, self.operands)
 
     def store(self, accumulators, tile_row, tile_column, matrix, row_offset) -> None:
         """The epilogue of this warpgroup's rows of a tile."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cutegemm.emulator import numerics
 from cutegemm.emulator.errors import EmulationError, ExitTooEarly, MisalignedAccess, OutOfBounds
 from cutegemm.emulator.memory import PARAM_WINDOW, RANK_SHIFT, SHARED_BASE, WINDOW_MASK
 from cutegemm.emulator.ops.atomic import step
@@ -169,13 +170,19 @@ def read_box(X, I, t: TensorMap, coords, lanes, e: int) -> np.ndarray:
     shape = (*reversed(t.box[1:]), t.box[0] * es)
     whole = all(low == 0 and high == b for (low, high), b in zip(spans, t.box, strict=True))
     if whole:
-        return np.ascontiguousarray(tensor_view(X, I, t, coords, spans, False, lanes, e)).reshape(-1)
+        found = np.ascontiguousarray(tensor_view(X, I, t, coords, spans, False, lanes, e)).reshape(-1)
+        return _rounded(t, found)
     out: np.ndarray = np.zeros(shape, np.uint8)
     if some:
         inner = spans[0]
         at = (*(slice(low, high) for low, high in reversed(spans[1:])), slice(inner[0] * es, inner[1] * es))
         out[at] = tensor_view(X, I, t, coords, spans, False, lanes, e)
-    return out.reshape(-1)
+    return _rounded(t, out.reshape(-1))
+
+
+def _rounded(t: TensorMap, data: np.ndarray) -> np.ndarray:
+    """What a load of that element type leaves in shared memory."""
+    return numerics.tf32_bits(data.view(np.float32), "rn").view(np.uint8) if t.to_tf32 else data
 
 
 def coordinates(values, k: int) -> tuple[int, ...]:

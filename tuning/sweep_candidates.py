@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cutegemm import backend as backends
 
@@ -67,11 +69,12 @@ def _model(problem: Problem, arch: Arch, backend: str) -> Sequence[tuple[float, 
 
 
 class Frontier:
-    """What to try next: first the seeds; then in turn the candidate that the cost model likes best, and a neighbour of
-    the fastest measured so far: one that the model likes too, and whose text differs in few numbers and words.
+    """What to try next: first the seeds; then in turn
 
-    The cost model's order is spread out: many configurations that differ only in their tile order or ring must not
-    fill the first hundred places.
+    - the candidate that the cost model likes best. Its order is spread out: many configurations that differ only in
+      their tile order or ring must not fill the first hundred places;
+    - the one it likes best after correction by what was measured (`Correction`);
+    - a neighbour of the fastest so far: corrected too, and with a text that differs in few numbers and words.
     """
 
     def __init__(self, candidates: Iterable[Candidate], seeds: Iterable[Candidate] = ()) -> None:
@@ -87,9 +90,10 @@ class Frontier:
         order = sorted(listed, key=lambda candidate: weights[candidate.key])
         self._rest = {candidate.key: candidate for candidate in order if candidate.key not in taken}
         self._weights = weights
-        self._words: dict[tuple[str, str], list[str]] = {}
+        self._correction = Correction(order)
+        for seed in self._seeds:
+            self._correction.drop(seed.key)
         self._best: tuple[float, Candidate] | None = None
-        self._near: Iterator[Candidate] | None = None
         self._turn = 0
 
     def __len__(self) -> int:
@@ -98,12 +102,14 @@ class Frontier:
     def drop(self, key: tuple[str, str]) -> None:
         """Takes a candidate out, if it is there."""
         self._rest.pop(key, None)
+        self._correction.drop(key)
         self._seeds = [seed for seed in self._seeds if seed.key != key]
 
     def measured(self, score: float, candidate: Candidate) -> None:
-        """Tells a result; the smallest score is the best."""
+        """Tells a result: a time, in the same unit for all; the smallest is the best."""
+        self._correction.learn(candidate, score)
         if self._best is None or score < self._best[0]:
-            self._best, self._near = (score, candidate), None
+            self._best = (score, candidate)
 
     def next(self) -> Candidate | None:
         """The next candidate, taken out; None when none is left."""
@@ -111,29 +117,75 @@ class Frontier:
             return self._seeds.pop(0)
         if not self._rest:
             return None
+        chosen = None
+        if self._best is not None and self._turn % 3:
+            chosen = self._correction.choose(self._best[1] if self._turn % 3 == 2 else None)
         self._turn += 1
-        chosen = next(iter(self._rest.values()))
-        if self._best is not None and self._turn % 2 == 0:
-            chosen = self._neighbour(self._best[1]) or chosen
+        chosen = chosen or next(iter(self._rest.values()))
         del self._rest[chosen.key]
+        self._correction.drop(chosen.key)
         return chosen
 
-    def _neighbour(self, best: Candidate) -> Candidate | None:
-        if self._near is None:
-            mine = self._split(best)
-            near = [
-                (self._weights[key] * (1 + FAR * _distance(self._split(candidate), mine)), key)
-                for key, candidate in self._rest.items()
-                if candidate.backend == best.backend
-            ]
-            self._near = (self._rest[key] for _, key in sorted(near) if key in self._rest)
-        return next(self._near, None)
 
-    def _split(self, candidate: Candidate) -> list[str]:
-        words = self._words.get(candidate.key)
-        if words is None:
-            words = self._words[candidate.key] = re.split(r"[/x]", candidate.text)
-        return words
+class Correction:
+    """The cost model's estimates, corrected by measurements of some: log(time / estimate) is taken to be a sum of
+    terms, one for each word and number in a configuration's text, found by ridge regression.
+    """
+
+    ENOUGH, MOST = 8, 300
+    """Measurements before which it says nothing, and after which it learns no more."""
+    RIDGE = 0.3
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        features: dict[str, int] = {}
+        rows: list[list[int]] = []
+        for candidate in candidates:
+            rows.append([features.setdefault(word, len(features)) for word in _words(candidate)])
+        self._candidates = candidates
+        self._place = {candidate.key: number for number, candidate in enumerate(candidates)}
+        self._gone: np.ndarray = np.zeros(len(rows), dtype=np.float32)  # infinite for those taken out
+        self._matrix: np.ndarray = np.zeros((len(rows), len(features)), dtype=np.float32)
+        for number, row in enumerate(rows):
+            self._matrix[number, row] = 1.0
+        self._estimates = np.log([max(candidate.estimate, 1e-12) for candidate in candidates], dtype=np.float32)
+        self._known: dict[int, float] = {}
+        self._sums: np.ndarray = self._matrix.sum(1)
+        self._order: np.ndarray | None = None
+        self._fitted = 0
+
+    def learn(self, candidate: Candidate, score: float) -> None:
+        place = self._place.get(candidate.key)
+        if place is not None and score > 0 and math.isfinite(score) and len(self._known) < self.MOST:
+            self._known[place] = math.log(score)
+
+    def drop(self, key: tuple[str, str]) -> None:
+        """Chooses this one no more."""
+        place = self._place.get(key)
+        if place is not None:
+            self._gone[place] = np.inf
+
+    def choose(self, near: Candidate | None) -> Candidate | None:
+        """The best left by corrected estimate; with `near`, differing from it costs. None: too little is known."""
+        if len(self._known) < self.ENOUGH:
+            return None
+        corrected = self._corrected() + self._gone
+        if near is not None and near.key in self._place:
+            mine = self._matrix[self._place[near.key]]
+            corrected += FAR * (self._sums + mine.sum() - 2 * (self._matrix @ mine)) / 2
+        place = int(corrected.argmin())
+        return self._candidates[place] if np.isfinite(corrected[place]) else None
+
+    def _corrected(self) -> np.ndarray:
+        if self._order is None or len(self._known) >= self._fitted + self.ENOUGH:
+            self._fitted = len(self._known)
+            places = list(self._known)
+            known = self._matrix[places]
+            off = np.array([self._known[place] for place in places], dtype=np.float32) - self._estimates[places]
+            mean = off.mean()
+            normal = known @ known.T + self.RIDGE * np.eye(len(places), dtype=np.float32)
+            terms = known.T @ np.linalg.solve(normal, off - mean)
+            self._order = self._estimates + self._matrix @ terms
+        return self._order
 
 
 def _group(candidate: Candidate) -> object:
@@ -141,5 +193,11 @@ def _group(candidate: Candidate) -> object:
     return candidate.backend, *candidate.text.split("/")[:3]
 
 
-def _distance(one: list[str], other: list[str]) -> int:
-    return sum(map(operator.ne, one, other)) + abs(len(one) - len(other))
+def _words(candidate: Candidate) -> Iterator[str]:
+    """Each part of the text with its place, and the numbers of those that are made of several."""
+    yield candidate.backend
+    for place, part in enumerate(candidate.text.split("/")):
+        yield f"{place} {part}"
+        numbers = re.findall(r"\d+", part)
+        if len(numbers) > 1:
+            yield from (f"{place} {number} {value}" for number, value in enumerate(numbers))

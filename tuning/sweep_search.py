@@ -43,7 +43,7 @@ class Options:
 
     budget: float = 60.0
     limit: int = 160
-    patience: int = 48
+    patience: int = 64
     heat: int = 8
     near: float = 0.15
     resume: bool = False

@@ -39,17 +39,21 @@ from tests.fuzz_spec import Spec
 HANG_S = 120.0
 """A problem that gave no answer for this long counts as hanging."""
 
+START_S = 600.0
+"""How long a process may take until its first problem: it imports torch and makes a CUDA context."""
+
 MOST_RESTARTS = 20
 
 
 @dataclass
 class Run:
-    """What one invocation runs; the same slots and problems for the same seed, device and kernels."""
+    """What one invocation runs. `options`: those of the command that decide the slots and problems."""
 
     seed: int
     device: str
     slots: list[Slot]
     arch: Arch
+    options: str = ""
 
     def problem(self, number: int) -> tuple[Spec, Pair, str]:
         rng = random.Random(f"{self.seed}:{number}")
@@ -66,6 +70,7 @@ class Tally:
     """What came out so far."""
 
     right: int = 0
+    left_out: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     worst: float = 0.0
     failures: list[str] = field(default_factory=list)
@@ -79,11 +84,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", type=int, metavar="N", help="problem N of the run alone")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after this long, compiling included")
     parser.add_argument("--kernels", type=int, help="about so many kernels (default 130, in the emulator 24)")
-    parser.add_argument("--kinds", default=",".join(SHARES), help="of kernels (default %(default)s)")
+    parser.add_argument("--kinds", help=f"of kernels (default {','.join(SHARES)})")
     parser.add_argument("--workers", type=int, help="processes that run problems (default 4 on a GPU, else 1)")
     parser.add_argument("--jobs", type=int, help="processes that compile (default: cores, 14 at most)")
     args = parser.parse_args(argv)
-    kinds = tuple(args.kinds.split(","))
+    kinds = tuple(args.kinds.split(",")) if args.kinds else tuple(SHARES)
     if set(kinds) - set(SHARES):
         parser.error(f"--kinds: got {args.kinds!r}, accepted are {','.join(SHARES)}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -96,8 +101,9 @@ def main(argv: list[str] | None = None) -> int:
     usable = tuple(kind for kind in kinds if _usable(kind, arch))
     slots = fuzz_kernels.choose(seed, kernels, CUDA if device == "cuda" else CPU, arch, usable)
     if not slots:
-        parser.error(f"--kinds: nothing of {args.kinds} can run here")
-    run = Run(seed, device, slots, arch)
+        parser.error(f"--kinds: nothing of {','.join(kinds)} can run here")
+    named = [f"--{name} {value}" for name, value in (("kernels", args.kernels), ("kinds", args.kinds)) if value]
+    run = Run(seed, device, slots, arch, " ".join((f"--seed {seed} --device {device}", *named)))
     print(f"seed {seed}, {arch.name} {'' if device == 'cuda' else '(emulated)'}, {len(slots)} templates", flush=True)
     if args.only is not None:
         return _one(run, args.only)
@@ -108,7 +114,6 @@ def main(argv: list[str] | None = None) -> int:
     compiled = time.monotonic() - begun
     for pair, why in broken.items():
         print(f"\nNOT COMPILED {pair}\n  {why}")
-    # Dropping a kernel must not change the problems of the others: those that draw it are left out when they come.
     count = len({pair for slot in slots for pair in slot.pairs})
     print(f"{count - len(broken)} kernels ready after {compiled:.0f} s", flush=True)
     tally = Tally()
@@ -118,6 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.monotonic() - begun
     ran = tally.right + len(tally.failures)
     print(f"\n{ran} of {args.count} problems in {seconds:.0f} s ({compiled:.0f} s of it compiling), seed {seed}")
+    if tally.left_out:
+        print(f"left out: {tally.left_out} problems of kernels that were not compiled")
     if not finished:
         print("stopped by the time limit")
     print("  " + ", ".join(f"{kind} {number}" for kind, number in sorted(tally.kinds.items())))
@@ -210,6 +217,8 @@ class _Worker:
                     tally.right += 1
                     tally.kinds[kind] += 1
                     tally.worst = max(tally.worst, ratio)
+                elif what == "left out":
+                    tally.left_out += 1
                 elif what == "wrong":
                     self._report(tally, more[0])
                     if more[1]:
@@ -220,15 +229,16 @@ class _Worker:
             self._process.join(10)
             self._report(tally, f"the process died (exit code {self._process.exitcode})")
             return "lost"
-        if now - self._since > HANG_S:
-            self._report(tally, f"no answer for {HANG_S:.0f} s")
+        limit = START_S if self._current is None else HANG_S
+        if now - self._since > limit:
+            self._report(tally, f"no answer for {limit:.0f} s")
             return "lost"
         return "going"
 
     def rest(self) -> range:
-        """The numbers behind the current one."""
+        """The numbers behind the current one; all when there was none yet."""
         if self._current is None:
-            return range(0)
+            return self._numbers
         place = self._numbers.index(self._current)
         return self._numbers[place + 1 :]
 
@@ -245,7 +255,7 @@ class _Worker:
             return
         spec, pair, _ = run.problem(self._current)
         print(f"\nWRONG {self._current}: {pair}\n  {why}")
-        print(f"  again: python -m tests.fuzz --seed {run.seed} --device {run.device} --only {self._current}; or\n")
+        print(f"  again: python -m tests.fuzz {run.options} --only {self._current}; or\n")
         print(spec.snippet(), flush=True)
 
 
@@ -255,7 +265,9 @@ def _work(pipe: Connection, run: Run, numbers: range, broken: frozenset[Pair]) -
         pipe.send(("begin", number))
         try:
             spec, pair, kind = run.problem(number)
-            if pair not in broken:
+            if pair in broken:
+                pipe.send(("left out",))
+            else:
                 pipe.send(("right", kind, spec.check(repeat=number % 4 == 0)))
         except Exception as why:
             pipe.send(("wrong", _told(why), _context_is_broken(run.device)))

@@ -79,7 +79,7 @@ def _templates(kind: str, rng: random.Random, arch: Arch) -> Callable[[], Templa
         "c_dtype": Deck(rng, DTYPES),
         "bias": Deck(rng, (None, None, *DTYPES)),
         "activation": Deck(rng, (None, None, None, *ACTIVATIONS)),
-        "align": Deck(rng, (16, 16, 8, 4, 2)),
+        "align": Deck(rng, (16, 8, 4, 2)),
         "even": Deck(rng, (True, False)),
     }
     configs = _configs(kind, rng, arch)
@@ -144,6 +144,7 @@ def _configs(kind: str, rng: random.Random, arch: Arch) -> Callable[[], str | No
 
 def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
     from cutegemm.cute import FAMILIES
+    from cutegemm.cute.hopper_config import OPTIONS
     from cutegemm.problem import Problem
 
     family = FAMILIES[kind]
@@ -159,7 +160,7 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
             changes: dict[str, Any] = {"order": rng.choice(("row", "col", "g4", "serp2", "hilbert"))}
             if rng.random() < 0.3:
                 changes["splits"] = rng.choice((2, 3, 4, 8))
-            changes["options"] = tuple(o for o in ("swap", "once", "slab", "pdl") if rng.random() < 0.25)
+            changes["options"] = tuple(option for option in OPTIONS if rng.random() < 0.25)
             if rng.random() < 0.3:
                 changes["bk"] = 32
             found = dataclasses.replace(found, **changes)

@@ -130,9 +130,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    needs = ctx.needs_input_grad
+    # The dispatcher leaves out trailing arguments that have their default value.
+    given = len(ctx.needs_input_grad)
+    needs = (*ctx.needs_input_grad, *(False,) * 11)
     da, db, dc, dbias = autograd.gradients(ctx, grad, (needs[0], needs[1], needs[2], needs[5]))
-    return da, db, dc, None, None, dbias, None, None, None, None, None
+    return (da, db, dc, None, None, dbias, None, None, None, None, None)[:given]
 
 
 torch.library.register_autograd("cutegemm::gemm", _backward, setup_context=_setup_context, lib=_library)

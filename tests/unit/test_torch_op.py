@@ -1,0 +1,257 @@
+"""`gemm` and `linear` under torch.compile, vmap, torch.func, autocast, inference mode and fake tensors, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+from torch.nn import functional
+
+import cutegemm
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+OP = torch.ops.cutegemm.gemm.default
+
+
+def draw(seed, *shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_opcheck(activation, seed):
+    a, b, c, bias = (t.requires_grad_() for t in draw(seed, (4, 6), (6, 5), (4, 5), (5,)))
+    opcheck(OP, (a, b, c, 0.5, 2.0, bias, activation))
+    with torch.no_grad():
+        opcheck(OP, (a.half(), b.half().t().contiguous().t()), {"activation": activation, "out_dtype": torch.float32})
+
+
+def test_opcheck_of_batches_and_of_out(seed):
+    a, b = draw(seed, (3, 4, 6), (6, 5))
+    opcheck(OP, (a.requires_grad_(), b.requires_grad_()))
+    a, b = a.detach(), b.detach()
+    opcheck(
+        torch.ops.cutegemm.gemm_out.default,
+        (a, b, None, 1.0, 0.0, None, "relu", None, "auto", None, torch.empty(3, 4, 5)),
+    )
+    with pytest.raises(RuntimeError, match="out: a tensor requires grad"):
+        torch.ops.cutegemm.gemm_out(
+            a.requires_grad_(), b, None, 1.0, 0.0, None, None, None, "auto", None, torch.empty(3, 4, 5)
+        )
+
+
+def test_compiled_calls(seed):
+    a, b, bias, c = draw(seed, (40, 64), (64, 32), (32,), (40, 32))
+    got = compiled(lambda a, b, c, s: cutegemm.gemm(a, b, c, alpha=s, beta=2.0, bias=bias, activation="gelu") + 1)
+    for scale in (1.0, 0.25, 3):
+        want = cutegemm.gemm(a, b, c, alpha=scale, beta=2.0, bias=bias, activation="gelu") + 1
+        torch.testing.assert_close(got(a, b, c, scale), want)
+    got = compiled(lambda a, b: cutegemm.gemm(a, b, out_dtype=torch.float16))
+    assert got(a, b).dtype == torch.float16
+    got = compiled(lambda a, b, out: cutegemm.gemm(a, b, out, beta=2.0, out=out))
+    out = torch.ones(40, 32)
+    got(a, b, out)
+    torch.testing.assert_close(out, cutegemm.gemm(a, b) + 2)
+    with pytest.raises(Exception, match=r"b: got shape \(5, 32\); .* must be K = 64"):
+        compiled(lambda a, b: cutegemm.gemm(a, b))(a, b[:5])
+
+
+def test_compiled_with_sizes_that_change(seed):
+    (weight,) = draw(seed, (32, 64))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    step = torch.compile(lambda x: cutegemm.linear(x, weight, None, "silu"), fullgraph=True, backend=counter)
+    for rows in (40, 7, 13, 29):
+        (x,) = draw(seed, (rows, 64))
+        torch.testing.assert_close(step(x), cutegemm.linear(x, weight, None, "silu"))
+    assert counter.frame_count <= 2
+
+
+def test_compiled_training_step(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        cutegemm.nn.Linear(64, 32, activation="gelu"), torch.nn.LayerNorm(32), cutegemm.nn.Linear(32, 8, bias=False)
+    )
+    step = compiled(model)
+    for shape in ((6, 64), (2, 3, 64), (64,), (0, 64)):
+        x = torch.randn(shape)
+        want, got = (torch.autograd.grad(run(x).square().sum(), list(model.parameters())) for run in (model, step))
+        for one, other in zip(want, got, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_compiled_under_autocast(seed):
+    a, b = draw(seed, (8, 16), (16, 8))
+
+    def call(a, b):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cutegemm.gemm(a, b)
+
+    got = compiled(call)(a, b)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, call(a, b))
+
+
+def test_exported(seed):
+    (x,) = draw(seed, (6, 64))
+    program = torch.export.export(cutegemm.nn.Linear(64, 8), (x,))
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert OP in targets
+    assert program.module()(x).shape == (6, 8)
+
+
+def test_autocast_casts_as_torch_does(seed):
+    a, b, c = draw(seed, (8, 16), (16, 8), (8, 8))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert cutegemm.gemm(a, b).dtype == torch.mm(a, b).dtype == dtype
+            got = cutegemm.gemm(a, b.to(dtype), c, beta=1.0)  # mixed dtypes meet in autocast's
+            assert cutegemm.gemm(a, b, out_dtype=torch.float32).dtype == torch.float32
+            assert cutegemm.gemm(a, b, precision="ieee").dtype == dtype
+            out = torch.empty(8, 8)
+            cutegemm.gemm(a, b, out=out)  # as torch.mm(out=): nothing is cast
+        assert torch.equal(got, cutegemm.gemm(a.to(dtype), b.to(dtype), c.to(dtype), beta=1.0))
+        assert torch.equal(out, cutegemm.gemm(a, b))
+    with torch.autocast("cpu", enabled=False):
+        assert cutegemm.gemm(a, b).dtype == torch.float32
+    with torch.autocast("cpu"), pytest.raises(TypeError, match=r"a: got dtype torch\.float64"):
+        cutegemm.gemm(a.double(), b.double())
+
+
+def test_autocast_gradients_come_back_in_their_own_dtype(seed):
+    x, weight, bias = (t.requires_grad_() for t in draw(seed, (8, 16), (4, 16), (4,)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = cutegemm.linear(x, weight, bias), functional.linear(x, weight, bias)
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    for function in (ours, theirs):
+        found = torch.autograd.grad(function.float().square().sum(), (x, weight, bias))
+        assert [g.dtype for g in found] == [torch.float32] * 3
+
+
+def test_inference_mode(seed):
+    a, b = draw(seed, (8, 16), (16, 8))
+    with torch.inference_mode():
+        got = cutegemm.gemm(a.requires_grad_(), b)
+        assert got.is_inference()
+        assert torch.equal(cutegemm.gemm(got, got), got @ got)
+    assert torch.equal(got, (a @ b).detach())
+
+
+@pytest.mark.filterwarnings("error")
+def test_fake_tensors_have_shape_and_dtype():
+    with FakeTensorMode():
+        a, b = torch.empty(3, 4, 6), torch.empty(6, 5)
+        d = cutegemm.gemm(a, b, out_dtype=torch.float16)
+        assert (tuple(d.shape), d.dtype, type(d)) == ((3, 4, 5), torch.float16, type(a))
+        assert cutegemm.linear(torch.empty(2, 3, 6), torch.empty(5, 6)).shape == (2, 3, 5)
+        with pytest.raises(ValueError, match=r"c: got shape \(4,\)"):
+            cutegemm.gemm(a, b, torch.empty(4), beta=1.0)
+        with pytest.raises(ValueError, match=r"bias: got shape \(4,\)"):
+            cutegemm.gemm(a, b, bias=torch.empty(4))
+    assert cutegemm.gemm(a, b).shape == (3, 4, 5)  # fake tensors also outside of their mode
+
+
+def test_meta_tensors_through_the_operator():
+    d = OP(torch.empty(4, 6, device="meta"), torch.empty(6, 5, device="meta"))
+    assert (d.device.type, tuple(d.shape)) == ("meta", (4, 5))
+
+
+def test_subclasses_of_tensor(seed):
+    class Plain(torch.nn.Parameter):
+        pass
+
+    class Named(torch.Tensor):
+        pass
+
+    a, b = draw(seed, (8, 16), (16, 8))
+    want = cutegemm.gemm(a, b)
+    for _ in range(2):
+        assert torch.equal(cutegemm.gemm(Plain(a), b).detach(), want)
+        got = cutegemm.gemm(a.as_subclass(Named), b)
+        assert type(got) is Named
+        assert torch.equal(got.as_subclass(torch.Tensor), want)
+
+
+def test_a_dispatch_mode_sees_the_operator(seed):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    a, b = draw(seed, (8, 16), (16, 8))
+    cutegemm.gemm(a, b)
+    with Seen():
+        cutegemm.gemm(a, b)
+    assert "cutegemm.gemm.default" in names
+
+
+def test_flops_are_counted(seed):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a, b = draw(seed, (3, 8, 16), (16, 4))
+    with FlopCounterMode(display=False) as counter:
+        cutegemm.gemm(a, b)
+    assert counter.get_total_flops() == 2 * 3 * 8 * 16 * 4
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_vmap_of_every_combination(activation, seed):
+    """Mapped and unmapped operands, matrices and batches, against one call for each."""
+    size, names = 3, ("a", "b", "c", "bias")
+    for a_batch, b_batch in ((None, None), (2, None), (None, 2), (2, 2), (1, 2)):
+        shapes = [
+            (4, 6) if a_batch is None else (a_batch, 4, 6),
+            (6, 5) if b_batch is None else (b_batch, 6, 5),
+            (4, 1),
+            (5,),
+        ]
+        for mask in range(1, 16):
+            dims = [0 if mask >> i & 1 else None for i in range(4)]
+            tensors = draw(seed, *(s if d is None else (size, *s) for s, d in zip(shapes, dims, strict=True)))
+
+            def call(a, b, c, bias):
+                return cutegemm.gemm(a, b, c, alpha=0.5, beta=2.0, bias=bias, activation=activation)
+
+            got = torch.vmap(call, in_dims=tuple(dims))(*tensors)
+            each = [call(*(t if d is None else t[i] for t, d in zip(tensors, dims, strict=True))) for i in range(size)]
+            torch.testing.assert_close(got, torch.stack(each), msg=lambda m: f"{dims} {shapes} {names}: {m}")  # noqa: B023
+
+
+def test_vmap_of_gradients_and_gradients_of_vmap(seed):
+    a, b = draw(seed, (3, 4, 6), (6, 5))
+
+    def ours(x, y):
+        return cutegemm.gemm(x, y, activation="gelu").square().sum()
+
+    def theirs(x, y):
+        return functional.gelu(x @ y).square().sum()
+
+    for function in (
+        lambda f: torch.func.vmap(torch.func.grad(f, argnums=(0, 1)), in_dims=(0, None))(a, b),
+        lambda f: torch.func.grad(lambda x: torch.func.vmap(f, in_dims=(0, None))(x, b).sum())(a),
+        lambda f: torch.func.jacrev(f)(a[0], b),
+        lambda f: torch.func.jacrev(torch.func.grad(f))(a[0], b),
+    ):
+        torch.testing.assert_close(function(ours), function(theirs), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_transforms_that_cannot_be_right_are_refused(seed):
+    a, b = draw(seed, (4, 6), (6, 5))
+    with pytest.raises(ValueError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: cutegemm.gemm(x, b), (a,), (a,))
+    with pytest.raises(ValueError, match="out: got a tensor under vmap"):
+        torch.vmap(lambda x: cutegemm.gemm(x, b, out=torch.empty(4, 5)))(a.expand(2, 4, 6))
+    with pytest.raises(ValueError, match="a: got 1 dimensions"):
+        torch.vmap(lambda x: cutegemm.gemm(x, b))(a)
+    with pytest.raises(ValueError, match="bias: got 2 dimensions"):
+        torch.vmap(lambda x: cutegemm.gemm(a, b, bias=x))(torch.ones(2, 1, 5))

@@ -1,0 +1,96 @@
+"""PyTorch on top of the emulated kernels: gradients, linear layers, the operator, a transformer's training step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import cutegemm
+from tests import opinfo, transformer
+from tests.unit.test_torch_gradients import draw, run
+
+pytest.importorskip("llvmlite")
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_gradients_by_the_kernels(activation, seed):
+    a, b, c, bias, grad = draw(seed, (24, 16), (16, 40), (24, 40), (40,), (24, 40), dtype=torch.bfloat16)
+    run(a, b, grad, c, bias, backend="cute", alpha=0.75, beta=-1.5, activation=activation)
+
+
+def test_gradients_of_broadcast_batches(seed):
+    a, b, grad = draw(seed, (3, 9, 7), (7, 5), (3, 9, 5))
+    run(a, b, grad, backend="cute", activation="silu")
+    a, b, grad = draw(seed, (9, 7), (3, 7, 5), (3, 9, 5))
+    run(a, b, grad, backend="cute")
+
+
+def test_a_legacy_kernel_trains_too(seed):
+    a, b, grad = draw(seed, (9, 7), (7, 5), (9, 5))
+    run(a, b, grad, backend="legacy")
+
+
+def test_operator_of_a_named_backend(seed):
+    a, b, bias = (t.requires_grad_() for t in draw(seed, (16, 8), (8, 24), (24,)))
+    opcheck(torch.ops.cutegemm.gemm.default, (a, b, None, 1.0, 0.0, bias, "silu", None, None, "cute"))
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x, w, bias: cutegemm.linear(x, w, bias, "relu", backend="cute"), fullgraph=True, backend="aot_eager"
+    )
+    x, weight = a.detach(), b.detach().t().contiguous()
+    got, want = step(x, weight, bias), cutegemm.linear(x, weight, bias, "relu", backend="cute")
+    assert torch.equal(got, want)
+
+
+def test_one_configuration_by_name_or_object(seed):
+    from cutegemm.cute import BACKEND
+
+    a, b = draw(seed, (16, 8), (8, 24))
+    text = "simt/32x32x8/w16x32/s2/g1"
+    a.requires_grad_()
+    got = [cutegemm.gemm(a, b, backend="cute", config=config) for config in (text, BACKEND.parse(text))]
+    assert torch.equal(*got)
+    torch._dynamo.reset()
+    config = BACKEND.parse(text)
+    step = torch.compile(
+        lambda a, b: cutegemm.gemm(a, b, backend="cute", config=config), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(step(a, b), got[0])
+    got[0].sum().backward()
+    assert a.grad is not None
+
+
+def test_threads_share_one_kernel(seed):
+    from concurrent.futures import ThreadPoolExecutor
+
+    a, b = draw(seed, (16, 8), (8, 24))
+    want = cutegemm.gemm(a, b, backend="cute")
+    with ThreadPoolExecutor(4) as pool:
+        for got in pool.map(lambda _: cutegemm.gemm(a, b, backend="cute"), range(8)):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm"])
+def test_torchs_own_samples(name, seed):
+    for dtype in (torch.float32, torch.bfloat16):
+        passed, others = opinfo.run(name, opinfo.operators()[name], "cpu", dtype, seed, backend="cute")
+        assert passed > 0
+        assert not others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", opinfo.DTYPES, ids=str)
+@pytest.mark.parametrize("name", opinfo.NAMES)
+def test_torchs_own_samples_all(name, dtype, seed):
+    passed, others = opinfo.run(name, opinfo.operators()[name], "cpu", dtype, seed, backend="cute")
+    assert passed > 0
+    assert not others
+
+
+def test_a_transformer(seed):
+    size = transformer.Size(layers=1, width=32, hidden=48, vocabulary=32, batch=1, length=8)
+    theirs, ours = transformer.compare_logits(size, torch.bfloat16, "cpu", seed, backend="cute", plain=True)
+    assert ours <= 1.25 * theirs, f"root-mean-square error {ours:.3e}, torch's {theirs:.3e}"
+    curves = transformer.compare_curves(size, 3, "cpu", seed, autocast=True, backend="cute", plain=True)
+    print(transformer.check_curves(*curves, fall=0.95))

@@ -8,7 +8,7 @@ each bound the time:
     tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile)
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
     chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth
-    split-K   each part written, then read: by the last to finish, or a share by each
+    split-K   each part written, then read: by the last to finish, or a share by each; stream-K fills the last round
     power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean
               joins it to the time at full clock: near the limit the clock gives way by degrees
     fixed     launch, pipeline fill, last store
@@ -50,7 +50,8 @@ class Rates:
     what a cluster adds. quad: share of time that clusters of four add, of which fewer are resident than SMs say.
     math: share of the data sheet's peak that back-to-back multiplications reach.
     smem, port, l2: bytes a clock of shared memory, of one SM's load port, of an SM's share of the L2 when all load.
-    latency: of one load, until its data may be multiplied. held: stages that the multiplications hold meanwhile.
+    latency: of one load, until its data may be multiplied, beside `burst` times its bytes through the port. held:
+    stages that the multiplications hold meanwhile.
     step: clocks that a k step costs beside what it moves.
     tile, store: clocks of an epilogue beside its bytes, and its bytes a clock. hidden: share of an epilogue that costs
     time even under the next tile's multiplications.
@@ -72,6 +73,7 @@ class Rates:
     l2: float = 48.0
     latency: float = 0.9
     held: float = 1.0
+    burst: float = 1.0
     step: float = 30.0
     tile: float = 600.0
     store: float = 64.0
@@ -91,6 +93,7 @@ class Rates:
 
 FIRST_PRINCIPLES: dict[str, Rates] = {
     "sm90": Rates(),
+    "sm90/tf32": Rates(flop_pj=1.5),
     "sm80": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2),
     "sm80/tf32": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=2.2),
     "simt": Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=6.0),
@@ -106,7 +109,13 @@ FIRST_PRINCIPLES: dict[str, Rates] = {
 
 @functools.cache
 def rates(family: str) -> Rates:
-    """The constants of a family: fitted where `data/cost_model.json` has it, else from first principles."""
+    """The constants of a family: fitted where `data/cost_model.json` has it, else from first principles.
+
+    TF32 without a fit of its own takes the fit of the same kernel in 16 bit, at the energy a flop of first principles.
+    """
+    kernel, _, arithmetic = family.partition("/")
+    if family not in _stored() and kernel in _stored() and arithmetic == "tf32":
+        return replace(_stored()[kernel], flop_pj=FIRST_PRINCIPLES[family].flop_pj)
     return _stored().get(family, FIRST_PRINCIPLES[family])
 
 
@@ -141,9 +150,10 @@ class Model:
     """
 
     __slots__ = (
-        "_again", "_bandwidth", "_bk", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows",
-        "_idle", "_itemsize", "_l2", "_load_chip", "_multiply", "_out_size", "_overlap", "_places", "_serial",
-        "_slower", "_split_fixed", "_split_part", "_splits", "_step_fixed", "_unit_m", "_unit_n", "_waits", "_wave",
+        "_again", "_balanced", "_bandwidth", "_bk", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold",
+        "_group_rows", "_idle", "_itemsize", "_l2", "_least", "_load_chip", "_multiply", "_out_size", "_overlap",
+        "_places", "_serial", "_slower", "_split_fixed", "_split_part", "_splits", "_step_fixed", "_unit_m", "_unit_n",
+        "_waits", "_wave",
     )  # fmt: skip
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
@@ -165,18 +175,21 @@ class Model:
         self._load_chip = from_l2 / (r.l2 * clock * arch.sm_count)
         self._step_fixed = r.step / clock
         self._slower = 1 + r.quad if ctas > 2 else 1.0
-        self._waits = r.latency * 1e-6 / max(f.stages - r.held, 0.5)
+        self._waits = (r.latency * 1e-6 + r.burst * port) / max(f.stages - r.held, 0.5)
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
         self._fold, warps = f.ctas, f.threads / 32
         self._wave = [i + r.warps / warps if i else 0.0 for i in range(f.ctas + 1)]
+
+        least = self._multiply + self._step_fixed
+        self._least = max(least * self._wave[1], self._waits) if f.ctas == 1 else least
 
         moved = f.bm * f.bn * (out + (ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0))
         epilogue = (r.tile + moved / r.store) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         self._fixed = (r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1)) * 1e-6 + epilogue - self._epilogue
         self._split_part = 4 * f.bm * f.bn / (r.parts * clock)
-        self._serial = f.serial
-        self._split_fixed = r.split * 1e-6 + self._split_part
+        self._serial, self._balanced = f.serial, f.balanced
+        self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
 
         self._group_rows = f.group * self._unit_m
         self._l2 = 0.6 * arch.l2_bytes
@@ -191,6 +204,13 @@ class Model:
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of one launch for D (m, n) with a sum over k, `batch` times."""
         return self.terms(m, n, k, batch)[0]
+
+    def at_least(self, m: int, n: int, k: int, batch: int) -> float:
+        """A quick lower bound of `seconds`: the multiplications and epilogues of the rounds."""
+        tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
+        depth = -(-(-(-k // self._bk) or 1) // self._splits)
+        rounds = tiles / self._places if self._balanced else -(-tiles * self._splits // self._places)
+        return self._fixed + rounds * (depth * self._least + self._epilogue)
 
     def terms(self, m: int, n: int, k: int, batch: int) -> tuple[float, int, int, float, float, float, float]:
         """(seconds, rounds of tiles on the busiest SM, k steps of a tile, seconds of all rounds, of the bytes from
@@ -214,12 +234,17 @@ class Model:
             wave = step * self._wave[rest]
             busy_rounds += depth * (wave if wave > waits else waits) + rest * self._epilogue
         busy_rounds *= self._slower
+        if self._balanced and works > places:
+            busy_rounds *= works / (places * rounds)
+            busy_rounds += (works % places > 0) * (self._split_fixed + self._split_part)
         if splits > 1:
             busy_rounds += rounds * (self._split_fixed + (splits if self._serial else 1) * self._split_part)
         a, b = m * k * batch * self._itemsize, n * k * batch * self._itemsize
         moved: float = a + b + m * n * batch * self._out_size
         if b > self._l2 and m > self._group_rows:
             moved += b * (m / self._group_rows - 1)
+        if splits > 1:
+            moved += 8 * splits * m * n * batch  # the parts, fp32, written and read
         memory = moved + self._again * ((b if m > self._unit_m else 0) + (a if n > self._unit_n else 0))
         if works:
             memory *= 1 + self._idle * (places / works - 1 / rounds)

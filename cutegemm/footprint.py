@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cutegemm.arch import Arch
     from cutegemm.problem import Signature
 
-WGMMA_ROWS, WGMMA_DEPTH = 64, 16
+WGMMA_ROWS = 64
 HILBERT_TILES = 16
 """Rows of tiles of a Hilbert block."""
 
@@ -25,8 +25,9 @@ class Footprint:
     family: key of its constants in `cost_model`. bm, bn, bk: CTA tile in D's orientation, elements. stages: of the
     ring. smem_step: bytes of shared memory read by a k step, over all warps. threads: of a CTA; ctas: resident on an
     SM. cluster: CTAs along M and N that share loads. splits: of K; serial: one CTA adds up all parts of a tile, they
-    are not shared out. group: tile rows that the tile order walks together. overlapped: the epilogue runs beside the
-    next tile's multiplications. pdl: programmatic dependent launch.
+    are not shared out. balanced: tiles that fill no round of all SMs are cut along K (stream-K). group: tile rows that
+    the tile order walks together. overlapped: the epilogue runs beside the next tile's multiplications. pdl:
+    programmatic dependent launch.
     copies: how many times more instructions narrow loads take than 16-byte ones.
     """
 
@@ -43,6 +44,7 @@ class Footprint:
     group: int = 8
     overlapped: bool = False
     serial: bool = True
+    balanced: bool = False
     pdl: bool = False
     copies: float = 1.0
 
@@ -62,14 +64,14 @@ def _cute(config: Any, signature: Signature, arch: Arch) -> Footprint:
 def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
     bm, bn, bk = config.tile()
     size = ITEMSIZE[signature.dtype]
-    # Each WGMMA of 64 rows reads its rows of A and all of B, for 16 of k.
-    smem = config.bm // WGMMA_ROWS * (bk // WGMMA_DEPTH) * (WGMMA_ROWS + config.bn) * WGMMA_DEPTH * size
+    # Each WGMMA reads its 64 rows of A and all of B.
+    smem = config.bm // WGMMA_ROWS * (WGMMA_ROWS + config.bn) * bk * size
     cluster = config.cluster[::-1] if config.swapped else config.cluster
     ctas = 1
     if not config.persistent:
         ctas = resident(arch, config.smem_bytes(signature), config.threads, 168)
     return Footprint(
-        "sm90",
+        "sm90/tf32" if signature.dtype == "fp32" else "sm90",
         bm,
         bn,
         bk,
@@ -80,6 +82,7 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         cluster=cluster,
         splits=config.splits,
         serial=False,
+        balanced="streamk" in config.options,
         group=order_rows(config.order),
         overlapped=config.ping_pong,
         pdl="pdl" in config.options,
@@ -155,8 +158,10 @@ def _warps(
     (bm, bn, bk), (wm, wn), size = tile, warp, ITEMSIZE[signature.dtype]
     warps = max(bm * bn // (wm * wn), 1)
     threads = 32 * warps
-    # Accumulators, double-buffered fragments, addresses.
-    registers = min(wm * wn // 32 + (wm + wn) // 2 + 40, arch.registers_per_thread)
+    # Accumulators, double-buffered fragments, addresses; FFMA kernels hold longer fragments.
+    accumulators = wm * wn // 32
+    held = 2 * accumulators + 40 if signature.precision == "ieee" and size == 4 else (wm + wn) // 2 + 40
+    registers = min(accumulators + held, arch.registers_per_thread)
     narrowest = min(signature.align_a, signature.align_b)
     return Footprint(
         family,

@@ -128,20 +128,28 @@ class Candidates:
             (*sizes, Model(footprint.of(config, backend.name, signature, arch), signature, arch), config, preferred)
             for sizes, config, preferred in self._corrections()
         ]
+        self._near = [neighbour[0] for neighbour in self._neighbours]  # ascending
 
     def cheapest(self, problem: Problem) -> tuple[float, Any, str] | None:
         """(seconds, configuration, why) of the cheapest candidate; None when none can serve the problem."""
         m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
         seconds, chosen, why = math.inf, None, ""
-        for cost, config in self._entries:
-            taken = cost.terms(m, n, k, batch)[0]
-            if taken < seconds:
-                seconds, chosen = taken, config
-        for ladder in self._splits:
-            for cost, config in ladder.worth_trying(m, n, k, batch):
+        bounds = [cost.at_least(m, n, k, batch) for cost, _ in self._entries]
+        if bounds:
+            # The most promising first: its time is under the bound of many others.
+            cost, chosen = self._entries[bounds.index(min(bounds))]
+            seconds = cost.terms(m, n, k, batch)[0]
+        for bound, (cost, config) in zip(bounds, self._entries, strict=True):
+            if bound < seconds:
                 taken = cost.terms(m, n, k, batch)[0]
                 if taken < seconds:
                     seconds, chosen = taken, config
+        for ladder in self._splits:
+            for cost, config in ladder.worth_trying(m, n, k, batch):
+                if cost.at_least(m, n, k, batch) < seconds:
+                    taken = cost.terms(m, n, k, batch)[0]
+                    if taken < seconds:
+                        seconds, chosen = taken, config
         if self._neighbours and batch == 1 and m and n and k:
             seconds, chosen, why = self._corrected(m, n, k, seconds, chosen)
         if chosen is None:
@@ -161,7 +169,8 @@ class Candidates:
         """The cheapest again, with winners of nearby shapes made cheaper by what the model misjudged there."""
         x, y, z = math.log2(m), math.log2(n), math.log2(k)
         best, why = seconds, ""
-        for nx, ny, nz, cost, config, preferred in self._neighbours:
+        first, last = bisect.bisect(self._near, x - NEAR), bisect.bisect(self._near, x + NEAR)
+        for nx, ny, nz, cost, config, preferred in self._neighbours[first:last]:
             distance = abs(nx - x) + abs(ny - y) + abs(nz - z)
             if distance >= NEAR:
                 continue
@@ -192,24 +201,23 @@ class _Splits:
         self, shape: footprint.Footprint, config: Any, numbers: tuple[int, ...], signature: Signature, arch: Arch
     ) -> None:
         self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
-        self._numbers = numbers
+        self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk
         self._unit_m, self._unit_n = shape.bm * shape.cluster[0], shape.bn * shape.cluster[1]
         self._places = arch.sm_count // (shape.cluster[0] * shape.cluster[1])
-        self._made: dict[int, tuple[Model, Any] | None] = {}
+        self._made: dict[int, list[tuple[Model, Any]]] = {}
 
-    def worth_trying(self, m: int, n: int, k: int, batch: int) -> Iterator[tuple[Model, Any]]:
+    def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
         """The largest number of splits that still fits the GPU at once, and the one below it."""
         tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
         if not 0 < 2 * tiles <= self._places:
-            return
-        most = min(self._places // tiles, k // (LEAST_STEPS * self._shape.bk))
+            return []
+        most = min(self._places // tiles, k // self._least_k)
         place = bisect.bisect_right(self._numbers, most)
-        for number in self._numbers[max(place - 2, 0) : place]:
-            if number not in self._made:
-                self._made[number] = self._make(number)
-            made = self._made[number]
-            if made is not None:
-                yield made
+        made = self._made.get(place)
+        if made is None:
+            wanted = map(self._make, self._numbers[max(place - 2, 0) : place])
+            made = self._made[place] = [pair for pair in wanted if pair is not None]
+        return made
 
     def _make(self, number: int) -> tuple[Model, Any] | None:
         config = replace(self._config, splits=number)

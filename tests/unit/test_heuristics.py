@@ -143,6 +143,21 @@ def model(text, rates=None, problem=None):
     return Model(shape, problem.signature, H200, rates or FIRST_PRINCIPLES[shape.family])
 
 
+@settings(deadline=None, max_examples=200)
+@given(SIZES, SIZES, SIZES, st.sampled_from([1, 5]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 10**6))
+def test_the_quick_bound_is_a_bound(m, n, k, batch, dtype, pick):
+    problem = Problem.of(m, n, k, dtype, batch=batch)
+    listed = [*cute.FAMILIES["sm90" if dtype == "bf16" else "simt"].preferred(problem.signature)]
+    listed += [
+        "sm90/128x128x64/coop2/c1x1/s5/row/k32",
+        "sm90/64x64x64/coop1/c2x2/s8/row/once",
+        "sm90/128x256x64/coop2/c2x1/s4/serp8/streamk",
+    ] * (dtype == "bf16")
+    chosen = backend.get("cute").parse(listed[pick % len(listed)])
+    cost = heuristics.model(chosen, "cute", problem.signature, H200)
+    assert cost.at_least(m, n, k, batch) <= cost.seconds(m, n, k, batch) * (1 + 1e-9)
+
+
 def test_wave_quantization_is_counted():
     cost = model("sm90/128x256x64/coop2/c1x1/s4/serp8")
     full = cost.terms(128 * 132, 256, 4096, 1)
@@ -158,6 +173,14 @@ def test_splits_shorten_the_sum_and_cost_a_meeting():
     assert split.terms(256, 256, 65536, 1)[2] * 32 == whole.terms(256, 256, 65536, 1)[2] == 1024
     assert split.seconds(256, 256, 65536) < whole.seconds(256, 256, 65536) / 4
     assert split.seconds(8192, 8192, 512) > whole.seconds(8192, 8192, 512)
+
+
+def test_stream_k_fills_the_last_round():
+    whole, balanced = model("sm90/128x256x64/coop2/c1x1/s4/row"), model("sm90/128x256x64/coop2/c1x1/s4/row/streamk")
+    uneven = (128 * 140, 256, 65536)
+    assert balanced.seconds(*uneven) < 0.75 * whole.seconds(*uneven)
+    even = (128 * 132 * 2, 256, 4096)
+    assert balanced.seconds(*even) == whole.seconds(*even)
 
 
 def test_exchanged_operands_turn_tile_and_cluster():

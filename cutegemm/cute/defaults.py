@@ -11,15 +11,14 @@ from cutegemm.cute import hopper_config
 from cutegemm.problem import Signature
 
 _HOPPER = (
-    "sm90/128x256x64/coop2/c2x1/s4/serp8/pdl",
+    "sm90/128x256x64/coop2/c2x1/s4/serp8/zig/pdl",
     "sm90/128x256x64/coop2/c1x1/s4/serp8/pdl",
-    "sm90/256x128x64/coop2/c1x2/s4/serp8/pdl",
-    "sm90/256x192x64/coop2/c1x1/s3/serp8/pdl",
+    "sm90/256x128x64/coop2/c1x2/s4/serp8/zig/pdl",
+    "sm90/256x192x64/coop2/c1x2/s3/serp8/zig/pdl",
+    "sm90/256x192x64/coop2/c1x1/s3/serp8/zig/pdl",
     "sm90/128x192x64/pp/c2x1/s4/serp8/pdl",
     "sm90/128x224x64/coop2/c1x1/s4/serp8/pdl",
-    "sm90/128x160x64/pp/c2x1/s5/serp8/pdl",
     "sm90/128x128x64/pp/c1x1/s6/serp8/pdl",
-    "sm90/128x128x64/pp/c2x1/s6/serp8/pdl",
     "sm90/128x128x64/coop2/c1x1/s6/serp8/pdl",
     "sm90/64x256x64/coop1/c2x1/s5/serp8/pdl",
     "sm90/64x128x64/coop1/c1x1/s8/serp8/pdl",
@@ -32,6 +31,7 @@ _HOPPER = (
     "sm90/64x32x128/coop1/c1x1/s8/serp8/swap/pdl",
     "sm90/128x16x128/coop2/c1x1/s5/serp8/swap/pdl",
     "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
+    "sm90/64x16x128/coop1/c1x1/s4/row/swap/once/pdl",
 )
 _HOPPER_TF32 = (
     "sm90/128x256x32/coop2/c2x1/s4/serp8/pdl",

@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     search = made.add_argument_group("the search")
     search.add_argument("--backends", default="cute", help=f"comma-separated: {', '.join(BACKENDS)} (default cute)")
     search.add_argument("--budget", type=seconds, default=60.0, help="time for each shape: 60s (the default), 2m, 1h")
-    search.add_argument("--candidates", type=int, default=160, help="configurations to try at most, for each shape")
+    search.add_argument("--candidates", type=int, default=256, help="configurations to try at most, for each shape")
     search.add_argument("--exhaustive", action="store_true", help="try every configuration, as far as the budget goes")
     search.add_argument("--resume", action="store_true", help="skip what was measured with today's kernels")
     search.add_argument("--jobs", type=int, help="compile processes; by default as cores and memory allow")

@@ -37,12 +37,12 @@ CHECK_SECONDS = 30.0
 class Options:
     """How far a search goes.
 
-    budget: seconds. limit: candidates to try at most. patience: end after so many that brought nothing, once twice as
-    many were tried. heat: candidates in one. near: share above the best score that still gets into the halving.
+    budget: seconds. limit: candidates to try at most. patience: end after so many that brought nothing, once half as
+    many more were tried. heat: candidates in one. near: share above the best score that still gets into the halving.
     """
 
     budget: float = 60.0
-    limit: int = 160
+    limit: int = 256
     patience: int = 64
     heat: int = 8
     near: float = 0.15
@@ -60,9 +60,10 @@ class Plan:
     block: float
 
     @classmethod
-    def of(cls, problem: Problem) -> Plan:
+    def of(cls, problem: Problem, thorough: bool = True) -> Plan:
+        """Sustained blocks are dear: a search that had nothing to compile is not `thorough` with them."""
         if problem.flops > SUSTAINED_FLOPS:
-            return cls(5, 1, 3, 3, BLOCK_SECONDS)
+            return cls(8, 1, 3, 3, BLOCK_SECONDS) if thorough else cls(4, 1, 2, 2, BLOCK_SECONDS)
         return cls(12, 5, 4, 9, 0.0)
 
     @property
@@ -158,7 +159,7 @@ class Search:
         self._plan = Plan.of(problem)
         self._best = float("inf")
         self._since_best = 0
-        self._tried = 0
+        self._tried = self._compiled = 0
 
     def run(self) -> Outcome:
         """Searches; returns what was found, also after Ctrl-C. Raises TimerBroken when nothing can be timed at all."""
@@ -236,10 +237,11 @@ class Search:
                 ready.append(candidate)
             else:
                 self._compiler.submit(candidate)
+                self._compiled += 1
         return True
 
     def _tired(self) -> bool:
-        return self._since_best >= self.options.patience and self._tried >= 2 * self.options.patience
+        return self._since_best >= self.options.patience and self._tried >= 1.5 * self.options.patience
 
     def _heat(self, candidates: list[Candidate], deadline: float) -> None:
         right: list[Candidate] = []
@@ -257,7 +259,7 @@ class Search:
         self._time(right, rounds=2, block=0.0, kind="quick")
 
     def _halve(self, deadline: float) -> None:
-        plan = self._plan
+        plan = self._plan if self._compiled else Plan.of(self.problem, thorough=False)
         chosen = self._near_best(plan.semifinalists)
         if len(chosen) > plan.finalists and deadline - self._clock() >= plan.seconds / 2:
             self._report("semifinal", self.outcome)

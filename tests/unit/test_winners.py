@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -183,25 +181,6 @@ def test_without_a_writable_disk_rows_live_in_memory(tmp_path):
     assert store.path is None
 
 
-def _as_nobody(script: str, *arguments: object, limit: int | None = None) -> str:
-    """Runs a script that must not be root's, whom no mode bits stop; `limit` is the size a file may have."""
-
-    def before() -> None:
-        if limit is not None:
-            import signal
-
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    command = [sys.executable, "-W", "always", "-c", textwrap.dedent(script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=before, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-_ROW = "Measurement('H200', 132, 'p', 'legacy', sys.argv[2], 'f', 1.0, 'ok')"
-
-
 def test_read_only_folder_keeps_its_rows_readable(store, monkeypatch):
     store.record(row("before"))
     path = store.path
@@ -222,26 +201,29 @@ def test_read_only_folder_keeps_its_rows_readable(store, monkeypatch):
     assert [r.config for r in Winners(path).rows()] == ["before"]
 
 
+_FULL = """
+import resource, signal, sys
+from cutegemm.winners import Measurement, Winners
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+store = Winners(sys.argv[1])
+store.record(*(
+    Measurement("H200", 132, "p", "legacy", f"late {i}" + "x" * 500, "f", 1.0, "ok") for i in range(2000)
+))
+print(len(store.rows()), store.path)
+"""
+
+
 def test_full_disk(store):
-    """A real limit on the size of a file stands for the full disk: the write fails in the middle of a transaction."""
+    """A limit on the size of a file stands for the full disk: the write fails in the middle of a transaction."""
     store.record(*(row(f"config {i}", 1.0) for i in range(200)))
-    size = store.path.stat().st_size
-    said = _as_nobody(
-        f"""
-        import sys
-        from cutegemm.winners import Measurement, Winners
-        store = Winners(sys.argv[1])
-        import dataclasses
-        one = {_ROW}
-        store.record(*(dataclasses.replace(one, config=f"late {{i}}" + "x" * 500) for i in range(2000)))
-        print(len(store.rows()), store.path)
-        """,
-        store.path,
-        "late",
-        limit=size + 4096,
-    )
-    assert "2200 None" in said
-    assert "for this process only" in said
+    room = store.path.stat().st_size + 4096
+    command = [sys.executable, "-W", "always::UserWarning", "-c", _FULL, str(store.path), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2200 None\n"
+    assert "for this process only" in done.stderr
     assert len(store.rows()) == 200
     store.record(row("room again"))
     assert len(Winners(store.path).rows()) == 201

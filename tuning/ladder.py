@@ -28,11 +28,14 @@ SMALL = {"fp32": (128, 128, 32), "16bit": (256, 128, 32)}
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 1 when a rung is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tuning.ladder", description=__doc__.splitlines()[0])
-    parser.add_argument("--ladder", choices=("fp32", "16bit"), default="fp32")
+    parser.add_argument("--ladder", choices=("fp32", "16bit", "hopper"), default="fp32")
     parser.add_argument("--size", type=_sizes, default=None, help="square sizes, e.g. 4096,8192")
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16", help="operands of the 16-bit ladder")
     parser.add_argument(
-        "--rung", type=lambda text: text.split(","), default=None, help="only these rungs or configurations"
+        "--rung",
+        type=lambda text: text.split(","),
+        default=None,
+        help="only these rungs or configurations; of the Hopper ladder, steps by number",
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds per rung")
     parser.add_argument(
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--emulate", action="store_true", help="use the emulator even where there is a GPU")
     options = parser.parse_args(argv)
     dtype = "fp32" if options.ladder == "fp32" else options.dtype
+    if options.ladder == "hopper":
+        return _hopper(parser, options)
     try:
         chosen = _chosen(options.ladder, options.rung)
     except ValueError as why:
@@ -58,6 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         shapes = [(size, size, size) for size in options.size or ()] or [SMALL[options.ladder]]
         return max(profile_ladder(chosen, dtype, shape) for shape in shapes)
     return _on_gpu(chosen, dtype, options)
+
+
+def _hopper(parser: argparse.ArgumentParser, options: Any) -> int:
+    from tuning import ladder_hopper
+
+    if options.autotune or options.dtype != "bf16":
+        parser.error("--ladder hopper: its steps are bf16 configurations; --autotune and --dtype do not apply")
+    if options.rounds < 1:
+        parser.error(f"--rounds: got {options.rounds}, expected at least 1")
+    try:
+        steps = ladder_hopper.chosen(options.rung)
+    except ValueError as why:
+        parser.error(str(why))
+    if options.emulate or not cuda_is_there():
+        if options.plot or options.size:
+            parser.error("--plot and --size are for a GPU; the emulator runs a small shape")
+        return ladder_hopper.emulate(steps)
+    return ladder_hopper.climb(steps, options.size or (8192,), options.rounds, options.plot)
 
 
 def cuda_is_there() -> bool:

@@ -6,7 +6,8 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`,
     sm90/128x192x64/pp/c1x2/s4/g8/pdl
 
     BMxBNxBK   CTA tile in elements; BN is the n of the WGMMA instruction
-    SCHEDULE   coopW: W consumer warpgroups share a tile by rows; pp: two warpgroups take tiles in turn (ping-pong)
+    SCHEDULE   coopW: W consumer warpgroups share a tile by rows; pp: two warpgroups take tiles in turn (ping-pong);
+               solo: one warpgroup loads and multiplies by itself, a lesson
     cCMxCN     cluster: CM x CN CTAs, neighbours along M and N, that share their loads by multicast
     sSTAGES    depth of the ring of operand tiles
     ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
@@ -14,7 +15,7 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`,
     OPTION     swap: multiply D^T = B^T A^T, so that BM runs along N and BN along M, for small M; the cluster likewise;
                once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch;
                zig: every other wave of tiles walks K backwards, over what the L2 cache still holds;
-               stream: D leaves the L2 cache first
+               streamk: tiles that fill no wave are cut along K, so that all clusters have the same to do
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ WARPGROUP = 128
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
-STORE_BUFFERS = 2
-"""Staging buffers of a warpgroup's epilogue: one is filled while TMA reads the other."""
-OPTIONS = ("swap", "once", "slab", "zig", "stream", "pdl")
+TEACHING = ("even", "fat", "zero", "onebuf")
+"""Options that undo a step of the ladder; no search considers them."""
+OPTIONS = ("swap", "once", "slab", "zig", "streamk", "pdl", *TEACHING)
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Splits of K that the tuner and the heuristic use; every number up to 32 is valid."""
 
@@ -50,9 +51,11 @@ _TILES = (
 _RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
 """Shared memory for the ring beside the smallest epilogue."""
 
-_FORM = re.compile(r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)")
+_FORM = re.compile(
+    r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp|solo)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)"
+)
 _ACCEPTED = (
-    "sm90/BMxBNxBK/coop1|coop2|coop3|pp/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
+    "sm90/BMxBNxBK/coop1|coop2|coop3|pp|solo/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
     f"options {', '.join(OPTIONS)}"
 )
 
@@ -80,7 +83,16 @@ class HopperConfig:
     @property
     def consumers(self) -> int:
         """Consumer warpgroups of a CTA."""
-        return 2 if self.ping_pong else int(self.schedule[4:])
+        return {"pp": 2, "solo": 1}.get(self.schedule) or int(self.schedule[4:])
+
+    @property
+    def solo(self) -> bool:
+        return self.schedule == "solo"
+
+    @property
+    def store_buffers(self) -> int:
+        """Staging buffers of a warpgroup's epilogue: with two, one is filled while TMA reads the other."""
+        return 1 if "onebuf" in self.options else 2
 
     @property
     def group_rows(self) -> int:
@@ -89,11 +101,13 @@ class HopperConfig:
 
     @property
     def threads(self) -> int:
-        return WARPGROUP * (self.consumers + 1)
+        return WARPGROUP * (self.consumers + (0 if self.solo else 1))
 
     @property
     def registers(self) -> tuple[int, int] | None:
         """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
+        if "even" in self.options:
+            return None
         if self.consumers == 2 and (self.accumulators >= 192 or self.splits > 1):
             return 24, 240
         return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
@@ -106,6 +120,10 @@ class HopperConfig:
     @property
     def persistent(self) -> bool:
         return "once" not in self.options
+
+    @property
+    def stream_k(self) -> bool:
+        return "streamk" in self.options
 
     @property
     def swapped(self) -> bool:
@@ -163,7 +181,7 @@ class HopperConfig:
             return 0
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
-            buffers = self.consumers * STORE_BUFFERS * 64 * self.store_columns(itemsize) * itemsize
+            buffers = self.consumers * self.store_buffers * 64 * self.store_columns(itemsize) * itemsize
             return buffers + self.bias_bytes(signature)
         return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
 
@@ -178,7 +196,7 @@ class HopperConfig:
         works = self.works(problem)
         resident = resident_clusters(arch, self.cluster[0] * self.cluster[1])
         clusters = min(works, resident) if self.persistent else works
-        return (clusters,) if self.splits > 1 else (clusters, 0)
+        return (clusters,) if self.workspace_bytes(problem, arch)[1] else (clusters, 0)
 
     def works(self, problem: Problem) -> int:
         """Cluster tiles of all matrices of the batch, times the splits of K."""
@@ -186,16 +204,20 @@ class HopperConfig:
         m, n = (problem.n, problem.m) if self.swapped else (problem.m, problem.n)
         return -(-m // rows) * -(-n // columns) * problem.batch * self.splits
 
-    def workspace_bytes(self, problem: Problem) -> tuple[int, int]:
-        """(bytes of state words, bytes of fp32 parts) of a split-K launch; (0, 0) without splits.
+    def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
+        """(bytes of state words, bytes of fp32 parts) of a launch; (0, 0) where no tile's K is divided.
 
-        A warpgroup's part of a tile has a state word, and room for each split. The words must be 0 before the first
-        launch, and are again 0 after each.
+        A warpgroup's part of a divided tile has a state word, and room for each split, or with stream-K for two. The
+        words must be 0 before the first launch, and are again 0 after each.
         """
-        if self.splits == 1:
+        works, parts = self.works(problem), self.splits
+        if self.stream_k:
+            clusters = resident_clusters(arch, self.cluster[0] * self.cluster[1])
+            works, parts = (0, 2) if works <= clusters or works % clusters == 0 else (clusters, 2)
+        if parts == 1 or works == 0:
             return 0, 0
-        parts = self.works(problem) * self.cluster[0] * self.cluster[1] * self.consumers
-        return -(-parts // self.splits * 8 // 16) * 16, parts * self.group_rows * self.bn * 4
+        shares = works // self.splits * (self.cluster[0] * self.cluster[1] * self.consumers)
+        return -(-shares * 8 // 16) * 16, shares * parts * self.group_rows * self.bn * 4
 
     def __str__(self) -> str:
         cm, cn = self.cluster
@@ -247,6 +269,11 @@ class HopperConfig:
             return f"cluster is {self.cluster}; accepted are {', '.join(f'{m}x{n}' for m, n in CLUSTERS)}"
         if not 1 <= self.splits <= 32 or (self.splits > 1 and self.ping_pong):
             return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
+        if self.stream_k and (self.ping_pong or self.splits > 1 or not self.persistent):
+            return "streamk takes persistent CTAs in a cooperative schedule, and no splits of K beside"
+        whole = self.cluster == (1, 1) and self.splits == 1 and "streamk" not in self.options
+        if (self.solo or "fat" in self.options) and not whole:
+            return "solo and fat are lessons for clusters of one CTA that sums all of K"
         if self.bm // self.cluster[1] % 8 or self.bn // self.cluster[0] % 8:
             return f"tile {self.bm}x{self.bn} cannot be loaded in shares of whole 8 rows by a {self.cluster} cluster"
         return None
@@ -255,8 +282,8 @@ class HopperConfig:
         limit = 96 if self.consumers == 3 else 208
         if self.accumulators > limit:
             return f"{self.accumulators} accumulators a thread; more than {limit} spill"
-        if not 2 <= self.stages <= 16:
-            return f"stages is {self.stages}; accepted are 2 to 16"
+        if not (1 if self.solo else 2) <= self.stages <= 16:
+            return f"stages is {self.stages}; accepted are 2 to 16, in solo 1 to 16"
         if self.smem_bytes(signature) > arch.smem_per_cta:
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
         return None
@@ -276,7 +303,7 @@ class HopperConfig:
                 yield cls(bm, bn, bk, schedule, cluster, stages, order, ("pdl",))
             yield cls(bm, bn, bk, schedule, (1, 1), deepest, "serp8", ("once", "pdl"))
             if bm * bn >= 128 * 128:
-                for cluster, options in product(CLUSTERS[:3], (("zig", "pdl"), ("zig", "stream", "pdl"))):
+                for cluster, options in product(CLUSTERS[:3], (("zig", "pdl"), ("zig", "streamk", "pdl"))):
                     yield cls(bm, bn, bk, schedule, cluster, deepest, "serp8", options)
             for cluster, stages, splits in product(CLUSTERS[:3], rings[:2], (1, *SPLITS)):
                 if splits > 1:

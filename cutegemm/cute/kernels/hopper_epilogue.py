@@ -23,15 +23,13 @@ from cutlass.cute.nvgpu import cpasync
 from cutegemm.cute import types
 from cutegemm.cute.config import SLAB_PAD, SLAB_ROWS
 from cutegemm.cute.epilogue import SlabEpilogue, activate
-from cutegemm.cute.hopper_config import STORE_BUFFERS, WARPGROUP, HopperConfig
+from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
 from cutegemm.cute.kernels import hopper_terms
 from cutegemm.problem import Signature
 
 BLOCK_ROWS = 64
 FIRST_NAMED_BARRIER = 1
 """Named barrier of consumer warpgroup 0; 0 is the CTA's own."""
-EVICT_FIRST = 0x12F0000000000000
-"""The cache policy of `createpolicy.fractional.L2::evict_first` for all of the data (CUTLASS's TMA::CacheHintSm90)."""
 
 
 def make_store(config: HopperConfig, signature: Signature) -> Any:
@@ -47,7 +45,7 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
 class TmaEpilogue:
     """D = act(alpha * acc + beta * C + bias), rounded once, stored 64 rows x `columns` at a time.
 
-    A warpgroup has `STORE_BUFFERS` staging buffers. Before it fills one it makes sure that the store that last read it
+    A warpgroup has two staging buffers, or one. Before it fills one it makes sure that the store that last read it
     is done reading; nobody waits for stores to reach memory, so they overlap the next tile.
     """
 
@@ -96,9 +94,11 @@ class TmaEpilogue:
     def start(self, atom, tensor, memory, group, thread) -> None:
         """Binds to the staging buffers at `memory` and to this thread of consumer warpgroup `group`."""
         self.atom = atom
-        base = memory + group * (STORE_BUFFERS * self.buffer_bytes)
+        base = memory + group * (self.config.store_buffers * self.buffer_bytes)
         layout = self.buffer_layout()
-        staged = cute.append(layout.outer, cute.make_layout(STORE_BUFFERS, stride=self.buffer_bytes // self.itemsize))
+        staged = cute.append(
+            layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
+        )
         pointer = cute.recast_ptr(base, layout.inner, dtype=self.out_type)
         tiles = cute.local_tile(tensor, self.box(), (None, None, None))
         self.shared, self.target = cpasync.tma_partition(
@@ -113,7 +113,9 @@ class TmaEpilogue:
         self.lane = thread % 32
         self._start_addresses(base.toint(), self.lane)
         if self.bias is not None:
-            self.bias.start(memory + self.config.consumers * STORE_BUFFERS * self.buffer_bytes, group, thread)
+            self.bias.start(
+                memory + self.config.consumers * self.config.store_buffers * self.buffer_bytes, group, thread
+            )
         if self.c is not None and self.c.staged:
             self.c.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
 
@@ -140,10 +142,10 @@ class TmaEpilogue:
         fetched = self._fetch(self.box_corner(0, 0, row, column, row_step))
         for number in cutlass.range_constexpr(len(parts)):
             i, part = parts[number]
-            buffer = number % STORE_BUFFERS
+            buffer = number % self.config.store_buffers
             if self.warp == 0:
                 # The first store of a tile finds those of the tile before, in whatever buffer they ended, long done.
-                cute.arch.cp_async_bulk_wait_group(min(number, STORE_BUFFERS - 1), read=True)
+                cute.arch.cp_async_bulk_wait_group(min(number, self.config.store_buffers - 1), read=True)
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             corner = self.box_corner(i, part, row, column, row_step)
             after = parts[number + 1] if cutlass.const_expr(number + 1 < len(parts)) else None
@@ -154,14 +156,8 @@ class TmaEpilogue:
             if self.warp == 0:
                 block = self.block_of(row + i * row_step, column + part * self.columns)
                 place = (None, *block, matrix)
-                self._send(self.shared[None, buffer], self.target[place])
+                cute.copy(self.atom, self.shared[None, buffer], self.target[place])
                 cute.arch.cp_async_bulk_commit_group()
-
-    def _send(self, source, target) -> None:
-        if "stream" in self.config.options:
-            cute.copy(self.atom, source, target, cache_policy=Int64(EVICT_FIRST))
-        else:
-            cute.copy(self.atom, source, target)
 
     def box_corner(self, i: int, part: int, row, column, row_step) -> tuple:
         """(row, column) of D where a staging buffer's box begins."""

@@ -43,12 +43,23 @@ def skip(stage: Int32, phase: Int32, count: Int32, stages: cutlass.Constexpr):
 class Ring:
     """The barriers of the ring, see the module docstring; `start` binds them to shared memory."""
 
-    def __init__(self, stages: int, stage_bytes: int, warpgroups: int, cluster: tuple[int, int]) -> None:
-        """`warpgroups`: consumers that read each stage of a CTA."""
+    def __init__(
+        self, stages: int, stage_bytes: int, warpgroups: int, cluster: tuple[int, int], every_thread: bool = False
+    ) -> None:
+        """`warpgroups`: consumers that read each stage of a CTA.
+
+        every_thread: a lesson in what arrivals cost. Each consumer thread arrives at both barriers, at `full` before
+        it waits there; one CTA a cluster only.
+        """
         self.stages = stages
         self.stage_bytes = stage_bytes
         self.cluster = cluster
         self.empty_arrivals = 4 * warpgroups * (cluster[0] + cluster[1] - 1)
+        self.full_arrivals = 1
+        self.every_thread = every_thread
+        if every_thread:
+            self.empty_arrivals = 128 * warpgroups
+            self.full_arrivals = 1 + 128 * warpgroups
 
     def start(self, memory, cluster_row, cluster_column) -> None:
         """Binds to 2 x stages mbarriers at `memory`, for the CTA at that place of its cluster."""
@@ -59,7 +70,7 @@ class Ring:
     def initialize(self) -> None:
         """By one thread, before anyone uses the barriers."""
         for stage in range(self.stages):
-            cute.arch.mbarrier_init(self.full + stage, 1)
+            cute.arch.mbarrier_init(self.full + stage, self.full_arrivals)
             cute.arch.mbarrier_init(self.empty + stage, self.empty_arrivals)
 
     def acquire(self, stage: Int32, phase: Int32):
@@ -71,13 +82,17 @@ class Ring:
 
     def wait(self, stage: Int32, phase: Int32) -> None:
         """Consumer: waits until the stage is full."""
+        if self.every_thread:
+            cute.arch.mbarrier_arrive(self.full + stage)
         cute.arch.mbarrier_wait(self.full + stage, phase)
 
     @cute.jit
     def release(self, stage: Int32, lane: Int32):
         """Consumer warp: it has read this stage. Lane i tells CTA i of the cluster, if that CTA sends to this one."""
         rows, columns = self.cluster
-        if cutlass.const_expr(rows * columns == 1):
+        if cutlass.const_expr(self.every_thread):
+            cute.arch.mbarrier_arrive(self.empty + stage)
+        elif cutlass.const_expr(rows * columns == 1):
             if lane == 0:
                 cute.arch.mbarrier_arrive(self.empty + stage)
         else:

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: in the emulator (default without a GPU)")
     parser.add_argument("--only", type=int, metavar="N", help="problem N of the run alone")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after this long, compiling included")
-    parser.add_argument("--kernels", type=int, help="about so many kernels (default 130, in the emulator 24)")
+    parser.add_argument("--kernels", type=int, help="about so many kernels (default 120, in the emulator 24)")
     parser.add_argument("--kinds", help=f"of kernels (default {','.join(SHARES)})")
     parser.add_argument("--workers", type=int, help="processes that run problems (default 4 on a GPU, else 1)")
     parser.add_argument("--jobs", type=int, help="processes that compile (default: cores, 14 at most)")
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(3), "little")
     begun = time.monotonic()
     arch = Arch.of_device() if device == "cuda" else plan.emulated_arch()
-    kernels = args.kernels or (130 if device == "cuda" else 24)
+    kernels = args.kernels or (120 if device == "cuda" else 24)
     usable = tuple(kind for kind in kinds if _usable(kind, arch))
     slots = fuzz_kernels.choose(seed, kernels, CUDA if device == "cuda" else CPU, arch, usable)
     if not slots:

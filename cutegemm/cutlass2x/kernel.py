@@ -176,11 +176,16 @@ class Cutlass2xKernel:
 
 
 def slices(config: Cutlass2xConfig, k: int) -> int:
-    """The number of split-K slices that have work: all but the last take equally many tiles of K."""
+    """The number of split-K slices: as many as asked for, as long as each has a whole tile of K.
+
+    Serial split-K gives all slices but the last ceil(tiles / slices) tiles, and none may be left empty. Parallel split-K
+    gives them floor(K / BK / slices), and with 0 tiles a slice's prologue would read beyond K.
+    """
     if config.splits == 1:
         return 1
-    steps = max(1, -(-k // config.threadblock[2]))
-    return -(-steps // -(-steps // min(config.splits, steps)))
+    tile = config.threadblock[2]
+    steps, most = max(1, -(-k // tile)), max(1, min(config.splits, k // tile))
+    return -(-steps // -(-steps // most))
 
 
 def describe(status: int, signature: Signature) -> str:

@@ -98,7 +98,7 @@ def explain(problem: Problem, config: Any, backend: str, arch: Arch) -> str:
     """A line that says how the estimate of a configuration comes about."""
     cost = model(config, backend, problem.signature, arch)
     seconds, rounds, steps, tiles, memory, heat, fixed = cost.terms(problem.m, problem.n, problem.k, problem.batch)
-    parts = f"{tiles * 1e6:.1f} in {rounds} rounds of {steps} k steps, {memory * 1e6:.1f} for memory traffic"
+    parts = f"{tiles * 1e6:.1f} in {rounds} round{'s' * (rounds != 1)} of {steps} k steps, {memory * 1e6:.1f} for memory traffic"
     power = f"; {heat * 1e6:.1f} at the power limit" if heat >= seconds else ""
     return f"{seconds * 1e6:.1f} us by the cost model: {parts}, {fixed * 1e6:.1f} for launch and fill{power}"
 

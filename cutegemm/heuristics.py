@@ -98,8 +98,9 @@ def explain(problem: Problem, config: Any, backend: str, arch: Arch) -> str:
     """A line that says how the estimate of a configuration comes about."""
     cost = model(config, backend, problem.signature, arch)
     seconds, rounds, steps, tiles, memory, heat, fixed = cost.terms(problem.m, problem.n, problem.k, problem.batch)
-    parts = f"{tiles * 1e6:.1f} in {rounds} round{'s' * (rounds != 1)} of {steps} k steps, {memory * 1e6:.1f} for memory traffic"
-    power = f"; {heat * 1e6:.1f} at the power limit" if heat >= seconds else ""
+    rounds_of = f"{rounds} round{'s' * (rounds != 1)} of {steps} k steps"
+    parts = f"{tiles * 1e6:.1f} in {rounds_of}, {memory * 1e6:.1f} for memory traffic"
+    power = f"; {heat * 1e6:.1f} by the energy at the power limit" if heat > 0.7 * seconds else ""
     return f"{seconds * 1e6:.1f} us by the cost model: {parts}, {fixed * 1e6:.1f} for launch and fill{power}"
 
 

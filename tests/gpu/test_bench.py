@@ -1,0 +1,49 @@
+"""The benchmark on a GPU: a small run of everything that it can time, and what it writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tuning import bench, bench_providers, bench_report
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_small_run(tmp_path, capsys):
+    files = {name: str(tmp_path / f"out.{name}") for name in ("json", "csv", "png")}
+    command = ["--shapes", "256,16x512x1024", "--rounds", "3", "--providers", "cutegemm,cute,legacy"]
+    command.append("--cublas-kernels")
+    assert bench.main([*command, "--json", files["json"], "--csv", files["csv"], "--plot", files["png"]]) == 0
+    text = capsys.readouterr().out
+    assert "cutegemm: ratio to torch" in text
+    results = bench_report.read(files["json"])
+    assert [r.provider for r in results] == ["torch", "cutegemm", "cute", "legacy"] * 2
+    assert all(r.verdict == "ok" and r.us and r.ratio for r in results)
+    assert all(r.kernels for r in results if r.provider == "torch")
+
+
+@pytest.mark.parametrize("name", ["triton", "quack", "operators"])
+def test_what_is_installed_beside_is_right(name):
+    """Their results pass our check at a shape that tiles do not divide."""
+    if not bench_providers.installed(name):
+        pytest.skip(f"{name} is not installed")
+    from cutegemm.arch import Arch
+    from cutegemm.problem import Problem
+
+    found = bench.bench_shape(
+        Problem.of(264, 136, 520, "bf16"), bench_providers.make([name]), Arch.of_device(), rounds=3
+    )
+    assert [r.verdict for r in found] == ["ok", "ok"], [r.verdict for r in found]
+
+
+def test_what_the_heuristic_chooses_is_right(monkeypatch):
+    """The cost model's choice at every shape of the suites up to 1e10 flop runs and passes the check."""
+    from cutegemm.arch import Arch
+    from tuning import suites
+
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    for shape in suites.suite("square,llm,deep"):
+        problem = bench.Plan([shape]).problem(shape)
+        if problem.flops <= 1e10:
+            _, result = bench.bench_shape(problem, bench_providers.make(["cutegemm"]), Arch.of_device(), rounds=1)
+            assert result.verdict == "ok", (shape, result.config, result.verdict)

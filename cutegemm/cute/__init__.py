@@ -51,8 +51,7 @@ def _on_tensor_cores(signature: Signature) -> bool:
 
 
 FAMILIES: dict[str, Family] = {
-    # Proven in the emulator only so far; automatic once its GPU tests have run on the hardware.
-    "sm90": Family(HopperConfig, "hopper", "HopperGemm", _on_tensor_cores, defaults.hopper, automatic=False),
+    "sm90": Family(HopperConfig, "hopper", "HopperGemm", _on_tensor_cores, defaults.hopper),
     "sm80": Family(
         AmpereConfig,
         "ampere",

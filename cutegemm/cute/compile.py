@@ -222,7 +222,7 @@ class CuteKernel:
     def _workspace_bytes(self, problem: Problem) -> tuple[int, int]:
         """Bytes of a launch's workspace that must be zero before, and of the rest."""
         wanted = getattr(self.config, "workspace_bytes", None)
-        return wanted(problem) if wanted is not None else (0, 0)
+        return wanted(problem, self.arch) if wanted is not None else (0, 0)
 
     def _geometry(self, problem: Problem) -> tuple[int, ...]:
         # A configuration whose grid depends on the GPU gives its host entry more than the sizes.

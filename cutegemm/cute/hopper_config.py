@@ -238,7 +238,10 @@ class HopperConfig:
         if not found or len(known) != len(options):
             raise ValueError(f"config: got {text!r}, accepted is {_ACCEPTED}")
         bm, bn, bk, cm, cn, stages = (int(found[i]) for i in (1, 2, 3, 5, 6, 7))
-        tile_order.parse(found[8])
+        try:
+            tile_order.parse(found[8])
+        except ValueError as why:
+            raise ValueError(f"config: {text!r} has no such {why}") from None
         return cls(bm, bn, bk, found[4], (cm, cn), stages, found[8], known, int(found[9] or 1))
 
     def problem(self, signature: Signature, arch: Arch) -> str | None:

@@ -42,13 +42,15 @@ from cutegemm.cute.kernels.base import Gemm
 from cutegemm.cute.kernels.hopper_epilogue import make_store
 from cutegemm.cute.kernels.hopper_fragment import FragmentStore
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
+from cutegemm.cute.kernels.hopper_solo import SoloRole
 from cutegemm.cute.kernels.hopper_split import SplitSum
+from cutegemm.cute.kernels.hopper_stream import PartJoin, Stretches
 from cutegemm.problem import Signature
 
 BLOCK_ROWS = 64
 
 
-class HopperGemm(Gemm):
+class HopperGemm(SoloRole, Gemm):
     """See the module docstring. The entry's arguments are those of `base.Gemm`, and the number of clusters."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
@@ -63,7 +65,9 @@ class HopperGemm(Gemm):
         self.a_k_major, self.b_k_major = reversed(k_major) if config.swapped else k_major
         self.cluster_size = config.cluster[0] * config.cluster[1]
         readers = 1 if config.ping_pong else config.consumers
-        self.ring = Ring(config.stages, config.stage_bytes(signature), readers, config.cluster)
+        self.ring = Ring(
+            config.stages, config.stage_bytes(signature), readers, config.cluster, every_thread="fat" in config.options
+        )
         self.turns = Turns()
         self.tma_store = config.uses_tma_store(signature)
         self.rows_out = make_store(config, signature)
@@ -73,6 +77,8 @@ class HopperGemm(Gemm):
         if config.splits > 1:
             store = FragmentStore(config, signature, self.block_step)
             self.split_sum = SplitSum(config.splits, config.accumulators // 4, store)
+        self.stretches = Stretches()
+        self.part_join = PartJoin(config.accumulators // 4)
 
     def fake_arguments(self) -> tuple:
         workspace = make_ptr(Float32, 16, cute.AddressSpace.gmem, assumed_align=16)
@@ -203,13 +209,17 @@ class HopperGemm(Gemm):
         block = cute.arch.block_idx()[0]
         rank = block % self.cluster_size
         self.cluster_row, self.cluster_column = rank % config.cluster[0], rank // config.cluster[0]
-        self.first_work = block // self.cluster_size
-        self.clusters = clusters
+        self.cluster = block // self.cluster_size
         self.tiles_m, self.tiles_n = tiles_m, tiles_n
-        self.works = tiles_m * tiles_n * batch * config.splits
+        # This cluster's works: a tile each, or one of its splits, or with stream-K an item of its stretch.
+        self.first_work, self.works, self.work_step = self.cluster, tiles_m * tiles_n * batch * config.splits, clusters
         self.rank = rank
         self.m, self.n, self.k = m, n, k
         self.all_k_tiles = cute.ceil_div(k, config.bk)
+        if cutlass.const_expr(config.stream_k):
+            k_tiles = cutlass.max(self.all_k_tiles, Int32(1))
+            self.first_work, self.work_step = Int32(0), Int32(1)
+            self.works = self.stretches.start(self.works, clusters, self.cluster, k_tiles)
         self.operands = Operands(c, bias, d, alpha, beta, ldd, d_batch, c_row, c_col, c_batch)
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
@@ -238,28 +248,39 @@ class HopperGemm(Gemm):
             # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
             cute.arch.griddepcontrol_launch_dependents()
 
-        if group == config.consumers:
-            if cutlass.const_expr(config.registers is not None):
-                cute.arch.setmaxregister_decrease(config.registers[0])
-            if warp == config.consumers * 4:
-                self.produce(atom_a, tensor_a, shared_a, atom_b, tensor_b, shared_b, a_batch, b_batch)
+        if cutlass.const_expr(config.solo):
+            self.start_store(atom_d, tensor_d, epilogue_memory, group, thread)
+            self.work_alone(atom_a, tensor_a, shared_a, atom_b, tensor_b, shared_b, a_batch, b_batch, thread)
+            self.rows_out.finish()
         else:
-            if cutlass.const_expr(config.registers is not None):
-                cute.arch.setmaxregister_increase(config.registers[1])
-            if cutlass.const_expr(config.splits > 1):
-                shares = self.works // config.splits * (self.cluster_size * config.consumers)
-                self.split_sum.start(workspace, shares, scratch, group, thread % WARPGROUP)
-            elif cutlass.const_expr(self.tma_store):
-                self.rows_out.start(atom_d, tensor_d, epilogue_memory, group, thread % WARPGROUP)
+            if group == config.consumers:
+                if cutlass.const_expr(config.registers is not None):
+                    cute.arch.setmaxregister_decrease(config.registers[0])
+                if warp == config.consumers * 4:
+                    self.produce(atom_a, tensor_a, shared_a, atom_b, tensor_b, shared_b, a_batch, b_batch)
             else:
-                self.rows_out.start(epilogue_memory, group, thread % WARPGROUP)
-            self.consume(shared_a, shared_b, group, thread)
-            if cutlass.const_expr(config.splits == 1):
-                self.rows_out.finish()
+                if cutlass.const_expr(config.registers is not None):
+                    cute.arch.setmaxregister_increase(config.registers[1])
+                if cutlass.const_expr(config.stream_k):
+                    cuts = clusters * (self.cluster_size * config.consumers)
+                    self.part_join.start(workspace, cuts, scratch, group, thread % WARPGROUP)
+                if cutlass.const_expr(config.splits > 1):
+                    shares = self.works // config.splits * (self.cluster_size * config.consumers)
+                    self.split_sum.start(workspace, shares, scratch, group, thread % WARPGROUP)
+                else:
+                    self.start_store(atom_d, tensor_d, epilogue_memory, group, thread)
+                self.consume(shared_a, shared_b, group, thread)
+                if cutlass.const_expr(config.splits == 1):
+                    self.rows_out.finish()
         if cutlass.const_expr(self.cluster_size > 1):
             # A CTA must not go while its neighbours may still send to it or arrive at its barriers.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def start_store(self, atom_d, tensor_d, memory, group, thread) -> None:
+        """Binds the epilogue to this thread of a warpgroup."""
+        target = (atom_d, tensor_d) if self.tma_store else ()
+        self.rows_out.start(*target, memory, group, thread % WARPGROUP)
 
     def _meet(self) -> None:
         """All threads of the cluster see the barriers initialized."""
@@ -275,27 +296,29 @@ class HopperGemm(Gemm):
         staged = cute.append(layout.outer, cute.make_layout(self.config.stages, stride=extent * self.config.bk))
         return cute.make_tensor(cute.recast_ptr(memory, layout.inner, dtype=self.operand_type), staged)
 
-    def place(self, work):
-        """(tile row, tile column, matrix) of this CTA's tile of cluster tile `work`."""
-        work = work // self.config.splits
+    def place(self, tile):
+        """(tile row, tile column, matrix) of this CTA's tile of cluster tile `tile`."""
         tiles = self.tiles_m * self.tiles_n
-        matrix = work // tiles
-        row, column = self.tile_order.coordinates(work - matrix * tiles, self.tiles_m, self.tiles_n)
+        matrix = tile // tiles
+        row, column = self.tile_order.coordinates(tile - matrix * tiles, self.tiles_m, self.tiles_n)
         cm, cn = self.config.cluster
         return row * cm + self.cluster_row, column * cn + self.cluster_column, matrix
 
     @cute.jit
-    def k_range(self, work):
-        """(first k tile, how many) of the split of `work`; one tile beyond K where there is nothing to sum."""
-        first, count = Int32(0), self.all_k_tiles
-        if cutlass.const_expr(self.config.splits > 1):
-            split = work % self.config.splits
+    def part(self, work):
+        """(cluster tile, first k tile, how many) of `work`; one k tile beyond K where there is nothing to sum."""
+        tile, first, count = work, Int32(0), self.all_k_tiles
+        if cutlass.const_expr(self.config.stream_k):
+            tile, first, count = self.stretches.item(work)
+        elif cutlass.const_expr(self.config.splits > 1):
+            tile = work // self.config.splits
+            split = work - tile * self.config.splits
             first = split * self.all_k_tiles // self.config.splits
             count = (split + 1) * self.all_k_tiles // self.config.splits - first
-        if count == 0:
+        if (count == 0) | (self.all_k_tiles == 0):
             first = self.all_k_tiles + 1
             count = Int32(1)
-        return first, count
+        return tile, first, count
 
     @cute.jit
     def produce(self, atom_a, tensor_a, shared_a, atom_b, tensor_b, shared_b, a_batch, b_batch):
@@ -308,19 +331,19 @@ class HopperGemm(Gemm):
         source_a, target_a = self._partition(atom_a, tensor_a, shared_a, config.bm, self.cluster_column, cn)
         source_b, target_b = self._partition(atom_b, tensor_b, shared_b, config.bn, self.cluster_row, cm)
         stage, phase = Int32(0), Int32(1)
-        for work in cutlass.range(self.first_work, self.works, self.clusters, unroll=1):
-            row, column, matrix = self.place(work)
+        for work in cutlass.range(self.first_work, self.works, self.work_step, unroll=1):
+            tile, first, count = self.part(work)
+            row, column, matrix = self.place(tile)
             matrix_a, matrix_b = matrix, matrix
             # A matrix that serves the whole batch has batch stride 0.
             if a_batch == 0:
                 matrix_a = Int32(0)
             if b_batch == 0:
                 matrix_b = Int32(0)
-            first, count = self.k_range(work)
             k_tile, k_step = first, Int32(1)
             if cutlass.const_expr("zig" in config.options):  # noqa: SIM102
                 # Every other wave walks K backwards, and begins with the k tiles that the L2 cache still holds.
-                if ((work - self.first_work) // self.clusters) & 1 == 1:
+                if ((work - self.first_work) // self.work_step) & 1 == 1:
                     k_tile, k_step = first + count - 1, Int32(-1)
             for _ in cutlass.range(count, unroll=1):
                 full = self.ring.acquire(stage, phase)
@@ -358,26 +381,37 @@ class HopperGemm(Gemm):
         row_offset = Int32(0) if cutlass.const_expr(config.ping_pong) else group * BLOCK_ROWS
 
         stage, phase = Int32(0), Int32(0)
-        first, step, done = self.first_work, self.clusters, Int32(0)
+        first, step, done = self.first_work, self.work_step, Int32(0)
         if cutlass.const_expr(config.ping_pong):
             first = first + group * step
             step = 2 * step
-            stage, phase = skip(stage, phase, group * self.k_range(Int32(0))[1], config.stages)
+            stage, phase = skip(stage, phase, group * self.part(Int32(0))[2], config.stages)
         for work in cutlass.range(first, self.works, step, unroll=1):
-            tile_row, tile_column, matrix = self.place(work)
+            tile, first_k, count = self.part(work)
+            tile_row, tile_column, matrix = self.place(tile)
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(group, done)
-            _, count = self.k_range(work)
             stage, phase = self.multiply(mma, accumulators, fragment_a, fragment_b, stage, phase, count, group, lane)
             if cutlass.const_expr(config.ping_pong):
                 stage, phase = skip(stage, phase, count, config.stages)
                 done = done + 1
             if cutlass.const_expr(config.splits > 1):
-                share = (work // config.splits * self.cluster_size + self.rank) * config.consumers + group
+                share = (tile * self.cluster_size + self.rank) * config.consumers + group
                 slices = self.split_sum.settle(accumulators, share, work % config.splits)
                 for number in cutlass.range(config.splits, unroll=1):
                     if (slices >> number) & 1 == 1:
                         self.store_slice(share, number, tile_row, tile_column, matrix, row_offset)
+            elif cutlass.const_expr(config.stream_k):
+                complete = Int32(1)
+                if count != self.stretches.k_tiles:
+                    # A cut lies behind cluster c's last item, before its first one behind cluster c - 1's.
+                    part = Int32(0)
+                    if first_k != 0:
+                        part = Int32(1)
+                    cut = (self.cluster - part) * self.cluster_size + self.rank
+                    complete = self.part_join.join(accumulators, cut * config.consumers + group, part)
+                if complete != 0:
+                    self.store(accumulators, tile_row, tile_column, matrix, row_offset)
             else:
                 self.store(accumulators, tile_row, tile_column, matrix, row_offset)
 
@@ -403,9 +437,13 @@ class HopperGemm(Gemm):
     @cute.jit
     def multiply(self, mma, accumulators, fragment_a, fragment_b, stage, phase, count, group, lane):
         """The `count` k tiles of one tile; returns where the ring goes on. One WGMMA group stays in flight."""
+        overwrite = True
+        if cutlass.const_expr("zero" in self.config.options):
+            overwrite = False
+            accumulators.fill(0.0)
         self.ring.wait(stage, phase)
         warpgroup.fence()
-        self._issue(mma, accumulators, fragment_a, fragment_b, stage, True)
+        self._issue(mma, accumulators, fragment_a, fragment_b, stage, overwrite)
         before = stage
         stage, phase = advance(stage, phase, self.config.stages)
         for _ in cutlass.range(count - 1, unroll=1):
@@ -421,10 +459,10 @@ class HopperGemm(Gemm):
         self.ring.release(before, lane)
         return stage, phase
 
-    def _issue(self, mma, accumulators, fragment_a, fragment_b, stage, first: bool) -> None:
-        """One k tile's WGMMA as a group; the first of a tile overwrites."""
+    def _issue(self, mma, accumulators, fragment_a, fragment_b, stage, overwrite: bool) -> None:
+        """One k tile's WGMMA as a group; the first of a tile may overwrite the accumulators."""
         for step in range(cute.size(fragment_a, mode=[2])):
-            mma.set(warpgroup.Field.ACCUMULATE, not (first and step == 0))
+            mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
             place = (None, None, step, stage)
             cute.gemm(mma, accumulators, fragment_a[place], fragment_b[place], accumulators)
         warpgroup.commit_group()

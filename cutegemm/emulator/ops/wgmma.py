@@ -13,6 +13,7 @@ one. Translation inserts that check, which also finds accumulators used before t
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,10 @@ def prepare(translation: Any, kernel: Kernel) -> None:
     translation.accumulators = sets
     if not sets:
         return
-    clean: dict[int, set] = {}
+    clean: weakref.WeakKeyDictionary[Gen, set] = weakref.WeakKeyDictionary()
 
     def before(gen: Gen, i: Instr) -> None:
-        state = clean.setdefault(id(gen), set())
+        state = clean.setdefault(gen, set())
         if i.name == "wgmma":
             state.clear()
             return
@@ -94,7 +95,7 @@ def prepare(translation: Any, kernel: Kernel) -> None:
                     if acc.is_a and not writes:
                         continue
                     for reading in (False, True) if not writes else (False,):
-                        key = (acc.index, reading)
+                        key = (acc.index, reading, gen.mask)
                         if key not in state:
                             state.add(key)
                             gen.line(f"touch_accumulators(X, {gen.me}, {gen.keep(acc)}, {reading}, {gen.mask})")

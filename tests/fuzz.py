@@ -25,7 +25,8 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
@@ -43,6 +44,9 @@ START_S = 600.0
 """How long a process may take until its first problem: it imports torch and makes a CUDA context."""
 
 MOST_RESTARTS = 20
+
+MOST_SHOWN = 5
+"""Failures printed in full; of further ones a line. `--report` has all."""
 
 
 @dataclass
@@ -74,6 +78,18 @@ class Tally:
     kinds: Counter[str] = field(default_factory=Counter)
     worst: float = 0.0
     failures: list[str] = field(default_factory=list)
+    kernels: Counter[str] = field(default_factory=Counter)
+    report: TextIO | None = None
+
+    def fail(self, headline: str, text: str, kernel: str | None = None) -> None:
+        """Counts a failure and tells it."""
+        self.failures.append(headline)
+        if kernel is not None:
+            self.kernels[kernel] += 1
+        shown = len(self.failures) <= MOST_SHOWN
+        print(f"\n{headline}\n{text}" if shown else headline, flush=True)
+        if self.report is not None:
+            print(f"{headline}\n{text}\n", file=self.report, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernels", type=int, help="about so many kernels (default 120, in the emulator 24)")
     parser.add_argument("--kinds", help=f"of kernels (default {','.join(SHARES)})")
     parser.add_argument("--workers", type=int, help="processes that run problems (default 4 on a GPU, else 1)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="writes every failure in full")
     parser.add_argument("--jobs", type=int, help="processes that compile (default: cores, 14 at most)")
     args = parser.parse_args(argv)
     kinds = tuple(args.kinds.split(",")) if args.kinds else tuple(SHARES)
@@ -112,25 +129,29 @@ def main(argv: list[str] | None = None) -> int:
     limit = args.time_limit * 0.6 if args.time_limit else None
     broken = fuzz_kernels.compile_all(slots, arch, jobs, limit)
     compiled = time.monotonic() - begun
+    tally = Tally(report=args.report.open("w") if args.report else None)
     for pair, why in broken.items():
-        print(f"\nNOT COMPILED {pair}\n  {why}")
+        if why != fuzz_kernels.LATE:
+            tally.fail(f"NOT COMPILED {pair}", f"  {why}")
     count = len({pair for slot in slots for pair in slot.pairs})
     print(f"{count - len(broken)} kernels ready after {compiled:.0f} s", flush=True)
-    tally = Tally()
     deadline = begun + args.time_limit if args.time_limit else None
     workers = args.workers or (4 if device == "cuda" else 1)
     finished = _drive(run, args.count, workers, frozenset(broken), deadline, tally)
     seconds = time.monotonic() - begun
-    ran = tally.right + len(tally.failures)
+    uncompiled = sum(why != fuzz_kernels.LATE for why in broken.values())
+    wrong = len(tally.failures) - uncompiled
+    ran = tally.right + wrong
     print(f"\n{ran} of {args.count} problems in {seconds:.0f} s ({compiled:.0f} s of it compiling), seed {seed}")
     if tally.left_out:
         print(f"left out: {tally.left_out} problems of kernels that were not compiled")
     if not finished:
         print("stopped by the time limit")
     print("  " + ", ".join(f"{kind} {number}" for kind, number in sorted(tally.kinds.items())))
-    print(f"  right: {tally.right}; wrong: {len(tally.failures)}; largest error {tally.worst:.3f} of the bound")
-    timeouts = sum(why == "not compiled in time" for why in broken.values())
-    return 1 if tally.failures or len(broken) > timeouts else 0
+    for kernel, number in tally.kernels.most_common():
+        print(f"  wrong {number} times: {kernel}")
+    print(f"  right: {tally.right}; wrong: {wrong}; largest error {tally.worst:.3f} of the bound")
+    return 1 if tally.failures else 0
 
 
 def _usable(kind: str, arch: Arch) -> bool:
@@ -179,8 +200,7 @@ def _drive(run: Run, count: int, workers: int, broken: frozenset[Pair], deadline
                     if rest and restarts <= MOST_RESTARTS:
                         crew[index] = _Worker(run, index, rest, broken)
                     elif rest:
-                        tally.failures.append("given up")
-                        print(f"\nGIVEN UP after {restarts} restarts: {len(rest)} problems of a process did not run")
+                        tally.fail(f"GIVEN UP after {restarts} restarts", f"  {len(rest)} problems did not run")
             if deadline is not None and now > deadline:
                 return False
             if now - shown > 10:
@@ -249,14 +269,12 @@ class _Worker:
 
     def _report(self, tally: Tally, why: str) -> None:
         run = self._run
-        tally.failures.append(why)
         if self._current is None:
-            print(f"\nWRONG before the first problem\n  {why}", flush=True)
+            tally.fail("WRONG before the first problem", f"  {why}")
             return
         spec, pair, _ = run.problem(self._current)
-        print(f"\nWRONG {self._current}: {pair}\n  {why}")
-        print(f"  again: python -m tests.fuzz {run.options} --only {self._current}; or\n")
-        print(spec.snippet(), flush=True)
+        again = f"python -m tests.fuzz {run.options} --only {self._current}"
+        tally.fail(f"WRONG {self._current}: {pair}", f"  {why}\n  again: {again}; or\n\n{spec.snippet()}", str(pair))
 
 
 def _work(pipe: Connection, run: Run, numbers: range, broken: frozenset[Pair]) -> None:

@@ -22,6 +22,8 @@ from tests.fuzz_draw import Limits, Pair, Template, draw
 SHARES = {"sm90": 30, "sm80": 30, "simt": 14, "cutlass2x": 16, "legacy": 24, "default": 12, "auto": 16, "torch": 4}
 """Templates of each kind among about 150. "default": a backend is named and no configuration; "auto": neither."""
 
+LATE = "not compiled in time"
+
 PER_UNIT = 4
 """CUTLASS kernels a nvcc process compiles together."""
 
@@ -188,7 +190,7 @@ def _any_arch() -> Arch:
 def compile_all(slots: Sequence[Slot], arch: Arch, workers: int, limit_s: float | None = None) -> dict[Pair, str]:
     """Compiles every kernel into the kernel store in `workers` processes; returns those that failed, with why.
 
-    With `limit_s`, kernels that are not begun after that many seconds are given up ("not compiled in time").
+    With `limit_s`, kernels that are not begun after that many seconds are given up (`LATE`).
     """
     pairs = sorted({pair for slot in slots for pair in slot.pairs if pair.backend != "torch"}, key=str)
     rank = {"cutlass2x": 0, "cute": 1, "legacy": 2}
@@ -203,7 +205,7 @@ def compile_all(slots: Sequence[Slot], arch: Arch, workers: int, limit_s: float 
         for job in as_completed(jobs):
             unit = jobs[job]
             if job.cancelled():
-                failures.update(dict.fromkeys(unit, "not compiled in time"))
+                failures.update(dict.fromkeys(unit, LATE))
                 continue
             try:
                 failures.update(job.result())

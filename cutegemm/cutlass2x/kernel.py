@@ -178,8 +178,8 @@ class Cutlass2xKernel:
 def slices(config: Cutlass2xConfig, k: int) -> int:
     """The number of split-K slices: as many as asked for, as long as each has a whole tile of K.
 
-    Serial split-K gives all slices but the last ceil(tiles / slices) tiles, and none may be left empty. Parallel split-K
-    gives them floor(K / BK / slices), and with 0 tiles a slice's prologue would read beyond K.
+    Serial split-K gives all slices but the last ceil(tiles / slices) tiles, and none may be left empty. Parallel
+    split-K gives them floor(K / BK / slices), and with 0 tiles a slice's prologue would read beyond K.
     """
     if config.splits == 1:
         return 1

@@ -223,6 +223,32 @@ def test_the_command(capsys):
     assert "right: 8; wrong: 0" in said
     assert fuzz.main([*arguments, "--only", "3"]) == 0
     assert "problem 3 (torch)" in capsys.readouterr().out
+
+
+def test_a_failure_is_shown_counted_by_kernel_and_reported(monkeypatch, capsys, tmp_path):
+    """A kernel that does not compile fails the run; others run. Of many failures only the first are shown in full."""
+    slot = fuzz_kernels.choose(1, 3, CPU, H200, ("legacy",))[0]
+    (pair,) = slot.pairs
+    bad = Slot("legacy", slot.template, frozenset((Pair("legacy", pair.signature, "naive/bm0"),)))
+    monkeypatch.setattr(fuzz_kernels, "choose", lambda *arguments: [slot, bad])
+    report = tmp_path / "report.txt"
+    options = ["--device", "cpu", "--count", "0", "--jobs", "1", "--seed", "1", "--report", str(report)]
+    assert fuzz.main(options) == 1
+    assert "NOT COMPILED legacy naive/bm0" in capsys.readouterr().out
+    assert "every parameter must be at least 1" in report.read_text()
+    with report.open("w") as file:
+        tally = fuzz.Tally(report=file)
+        for number in range(7):
+            tally.fail(f"WRONG {number}", f"details of {number}", "kernel")
+    said = capsys.readouterr().out
+    assert "details of 4" in said
+    assert "details of 5" not in said
+    assert "WRONG 6" in said
+    assert "details of 6" in report.read_text()
+    assert tally.kernels["kernel"] == 7
+
+
+def test_bad_options(capsys):
     with pytest.raises(SystemExit):
         fuzz.main(["--kinds", "cublas"])
     assert "--kinds: got 'cublas', accepted are sm90," in capsys.readouterr().err

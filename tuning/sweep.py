@@ -76,7 +76,9 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--budget", type=seconds, default=60.0, help="time for each shape: 60s (the default), 2m, 1h")
     search.add_argument("--candidates", type=int, default=256, help="configurations to try at most, for each shape")
     search.add_argument("--exhaustive", action="store_true", help="try every configuration, as far as the budget goes")
-    search.add_argument("--resume", action="store_true", help="skip what was measured with today's kernels")
+    search.add_argument(
+        "--resume", action="store_true", help="skip what today's kernels have behind them: whole shapes, configurations"
+    )
     search.add_argument("--jobs", type=int, help="compile processes; by default as cores and memory allow")
     search.add_argument("--gpus", default="0", help="all, or indices such as 0,2; a process each, sharing the shapes")
     search.add_argument("--store", help="the winners file; by default the user's, which gemm reads")

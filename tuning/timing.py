@@ -87,13 +87,14 @@ class Lane:
         import torch
 
         # Capture on the stream of the warm-up: what a call keeps for each stream (a workspace) is made before.
-        stream = _stream(torch.cuda.current_device())
+        stream = capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             single = _seconds_per_call(calls)
         per_graph = max(len(calls), min(2000, int(graph_seconds / single)))
         self.calls = -(-per_graph // len(calls)) * len(calls)
         self.seconds = single * self.calls
+        self._kept = calls  # and with them what the graph uses
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):
             for i in range(self.calls):
@@ -115,7 +116,8 @@ class Lane:
 
 
 @functools.cache
-def _stream(device: int) -> Any:
+def capture_stream(device: int) -> Any:
+    """The stream on which lanes of a device warm up and are captured."""
     import torch
 
     return torch.cuda.Stream(device)

@@ -74,8 +74,10 @@ def parser() -> argparse.ArgumentParser:
     search = made.add_argument_group("the search")
     search.add_argument("--backends", default="cute", help=f"comma-separated: {', '.join(BACKENDS)} (default cute)")
     search.add_argument("--budget", type=seconds, default=60.0, help="time for each shape: 60s (the default), 2m, 1h")
-    search.add_argument("--candidates", type=int, default=256, help="configurations to try at most, for each shape")
-    search.add_argument("--exhaustive", action="store_true", help="try every configuration, as far as the budget goes")
+    search.add_argument("--candidates", type=int, help="configurations to try at most, for each shape (256)")
+    search.add_argument(
+        "--exhaustive", action="store_true", help="try all of them (or --candidates), as far as the budget goes"
+    )
     search.add_argument(
         "--resume", action="store_true", help="skip what today's kernels have behind them: whole shapes, configurations"
     )
@@ -134,7 +136,11 @@ def main(arguments: list[str] | None = None) -> int:
         unknown = [name for name in names if name not in BACKENDS]
         if unknown:
             raise ValueError(f"--backends: got {unknown[0]!r}, accepted are {', '.join(BACKENDS)}")
-        if options.candidates < 1 or options.show < 0 or (options.jobs is not None and options.jobs < 1):
+        if (
+            (options.candidates is not None and options.candidates < 1)
+            or options.show < 0
+            or (options.jobs is not None and options.jobs < 1)
+        ):
             raise ValueError("--candidates and --jobs must be at least 1, --show at least 0")
         with ExitStack() as stack:
             # The GPU's process imports torch while this one does.
@@ -148,6 +154,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     except ValueError as why:
         made.error(str(why))
+
+
+def _limit(options: argparse.Namespace) -> int:
+    from tuning.sweep_search import Options
+
+    return options.candidates or (10**9 if options.exhaustive else Options.limit)
 
 
 def _first_gpu() -> GpuProcess | ExitStack:
@@ -172,7 +184,7 @@ def _on_gpus(
     indices = _indices(options.gpus, count)
     timers = [early] if isinstance(early, GpuProcess) else [stack.enter_context(GpuProcess(i)) for i in indices]
     store = Winners(options.store)
-    limit = 10**9 if options.exhaustive else options.candidates
+    limit = _limit(options)
     patience = 10**9 if options.exhaustive else Options.patience
     search = Options(options.budget, limit, patience, resume=options.resume)
     begun = time.monotonic()
@@ -235,7 +247,7 @@ def _without_gpu(wanted: list[Problem], names: Sequence[str], options: argparse.
     from tuning.sweep_compile import CompilePool
 
     arch: Arch = arch_table.get(options.arch)
-    limit = 10**9 if options.exhaustive else options.candidates
+    limit = _limit(options)
     bad = 0
     with CompilePool(options.jobs) as pool:
         for problem in wanted:

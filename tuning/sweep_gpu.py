@@ -164,7 +164,7 @@ class Bench:
     def _torch(self) -> list[Any]:
         """The product alone by cuBLAS, in the operands' dtype."""
         p = self.problem
-        torch.backends.cuda.matmul.allow_tf32 = p.precision != "ieee"
+        torch.backends.cuda.matmul.allow_tf32 = p.precision == "tf32"
         if self._out is None:
             self._out = torch.empty((p.batch, p.m, p.n), dtype=torch_dtype(p.dtype), device=self._device)
         out = self._out

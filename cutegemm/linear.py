@@ -48,7 +48,7 @@ def linear(
                 d = gemm(rows, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
                 return d.view(*x.shape[:-1], weight.shape[0])
         return _unusual(x, weight, bias, activation, precision, backend)
-    except (TypeError, ValueError, AttributeError) as why:
+    except (TypeError, ValueError, AttributeError, RuntimeError) as why:
         if not torch.compiler.is_dynamo_compiling():
             _check(x, weight, bias, why)
         raise
@@ -88,6 +88,8 @@ def _check(x: Any, weight: Any, bias: Any, why: Exception) -> None:
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor") from None
+        if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()") from None
     text = str(why)
     if weight.dim() == 2 and x.dim() > 0 and weight.shape[1] != x.shape[-1] and text.startswith("b: got shape"):
         raise ValueError(

@@ -93,6 +93,14 @@ def test_bad_arguments_of_linear(arguments, error, message):
         cutegemm.linear(*arguments)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_are_refused(layout):
+    x = torch.nested.nested_tensor([torch.ones(2, 7), torch.ones(3, 7)], layout=layout)
+    with pytest.raises(TypeError, match="x: got a nested tensor, expected a dense one"):
+        cutegemm.linear(x, torch.ones(5, 7))
+
+
 def test_a_linear_is_a_drop_in(seed):
     torch.manual_seed(seed)
     theirs = torch.nn.Linear(7, 5)

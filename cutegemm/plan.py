@@ -9,7 +9,6 @@ from typing import Any
 
 from cutegemm import arch as arch_table
 from cutegemm import backend as backends
-from cutegemm import heuristics, winners
 from cutegemm.arch import Arch
 from cutegemm.backend import Kernel
 from cutegemm.errors import UnsupportedError
@@ -87,6 +86,8 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
         return _torch(problem, "the tensors are on the CPU; name a backend to run its kernel in the emulator")
     if config is not None:
         return _choose_in(backends.AUTO_ORDER[0], problem, arch, config)
+    from cutegemm import heuristics  # as winners, imported when a kernel is first chosen: importing cutegemm is cheap
+
     found = _tuned(problem, arch, None) or heuristics.choose(problem, arch)
     if found is not None:
         return _with_remark(Choice(*found), problem, arch)
@@ -99,6 +100,8 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
 
 def _tuned(problem: Problem, arch: Arch, backend: str | None) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today."""
+    from cutegemm import heuristics, winners
+
     row = winners.lookup(problem, arch)
     if row is None or row.seconds is None or backend not in (None, row.backend):
         return None
@@ -149,6 +152,8 @@ def _choose_in(name: str, problem: Problem, arch: Arch, config: Any) -> Choice:
     if unsupported:
         raise UnsupportedError(f"backend {name!r} cannot serve {problem}: {unsupported}")
     if config is None:
+        from cutegemm import heuristics
+
         found = _tuned(problem, arch, name) or heuristics.choose(problem, arch, name)
         choice = Choice(*found) if found else Choice(name, backend.default(problem, arch), "heuristic")
         return _with_remark(choice, problem, arch)
@@ -183,6 +188,8 @@ def describe(plan: Plan) -> str:
         rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
     rows += [(f"copied first: {name}", why) for name, why in plan.copies]
     if plan.kernel is not None and plan.arch is not None:
+        from cutegemm import heuristics
+
         bm, bn, _ = choice.config.tile()
         grid = quantization(p.m, p.n, bm, bn, plan.arch.sm_count, p.batch)
         bound = roofline(p, plan.arch)

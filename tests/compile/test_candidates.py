@@ -11,16 +11,16 @@ from tests.sass import opcodes, resources
 
 CUTE = backend.get("cute")
 HOPPER = arch.get("sm_90a")
+TF32 = Problem.of(64, 64, 64, "fp32", precision="tf32").signature
 SIGNATURES = {
     "sm90": Problem.of(64, 64, 64, "bf16").signature,
+    "sm90 tf32": TF32,
     "sm80": Problem.of(64, 64, 64, "fp16").signature,
-    "tf32": Problem.of(64, 64, 64, "fp32", precision="tf32").signature,
+    "sm80 tf32": TF32,
     "simt": Problem.of(64, 64, 64, "fp32").signature,
 }
 LISTED = [
-    (kind, text)
-    for kind, signature in SIGNATURES.items()
-    for text in FAMILIES["sm80" if kind == "tf32" else kind].preferred(signature)
+    (kind, text) for kind, signature in SIGNATURES.items() for text in FAMILIES[kind.split()[0]].preferred(signature)
 ]
 
 

@@ -145,6 +145,17 @@ def test_processes_that_meet_a_damaged_file_keep_what_each_writes(tmp_path):
     assert len(list(tmp_path.glob("*.damaged-*"))) == 1
 
 
+def test_who_saw_the_damage_late_leaves_the_new_file_alone(tmp_path):
+    path = tmp_path / "winners.sqlite3"
+    path.write_bytes(b"\0garbage" * 1000)
+    late = winners_file.WinnersFile(path)
+    with pytest.warns(WinnersWarning, match="cannot be read"):
+        Winners(path).record(row("kept"))
+    late._set_aside(sqlite3.DatabaseError("seen before the other process put it right"))
+    assert [r.config for r in Winners(path).rows()] == ["kept"]
+    assert len(list(tmp_path.glob("*.damaged-*"))) == 1
+
+
 def _write_quietly(path: Path, name: str) -> None:
     import warnings
 

@@ -141,7 +141,7 @@ class WinnersFile:
 
     def _set_aside(self, why: Exception) -> None:
         """Moves a damaged file away and makes a new one of the rows that can still be read."""
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S.%f")
         aside = self.path.with_name(f"{self.path.name}.damaged-{stamp}-{os.getpid()}")
         try:
             with _locked(self.path):

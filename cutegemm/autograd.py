@@ -12,14 +12,12 @@ products. A gradient has the memory order of its operand, so that a weight given
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """The arguments of one call that its gradients depend on, beside the tensors; see `gemm`."""
 
     alpha: float

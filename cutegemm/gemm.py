@@ -101,19 +101,19 @@ def gemm(
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():
             key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
             run = _memo.get(key)
-        if run is not None and (
-            _is_autocast_on()
-            or forward_ad._current_level >= 0
-            or (_is_grad_enabled() and (
-                a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
-                or (bias is not None and bias.requires_grad) or (out is not None and out.requires_grad)
-            ))
-        ):  # fmt: skip
+        if run is not None and (_is_autocast_on() or forward_ad._current_level >= 0):
             run = None
+        records = _is_grad_enabled() and (
+            a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
+            or (bias is not None and bias.requires_grad) or (out is not None and out.requires_grad)
+        )  # fmt: skip
     except (AttributeError, TypeError, RuntimeError):
         key, run = None, None  # not a dense tensor, or something unhashable: what it is is found out below
-    if run is None:
+    if run is None or (records and out is not None):
         return _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+    if records:
+        settings = autograd.Settings(alpha, beta, activation, precision, backend)
+        return autograd.GemmFunction.apply(a, b, c, bias, settings, run)
     return run(a, b, c, alpha, beta, bias, out)
 
 

@@ -15,6 +15,7 @@ import argparse
 import sys
 import types
 import unittest
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,7 +44,10 @@ def operators() -> dict[str, Any]:
         stand_in: Any = types.ModuleType("expecttest")
         stand_in.TestCase, stand_in.ACCEPT = unittest.TestCase, False
         sys.modules["expecttest"] = stand_in
-    from torch.testing._internal.common_methods_invocations import op_db
+    with warnings.catch_warnings():
+        # What torch's helpers import may deprecate something.
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
 
     found = [op for op in op_db if op.name in OPERATORS]
     return {f"{op.name} {op.variant_test_name}".strip(): op for op in found}

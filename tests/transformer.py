@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,10 @@ def build(size: Size, seed: int, plain: bool = not HUGGING_FACE) -> torch.nn.Mod
     torch.manual_seed(seed)
     if plain:
         return Plain(size)
-    from transformers import LlamaConfig, LlamaForCausalLM
+    with warnings.catch_warnings():
+        # What other packages deprecate is not ours to fail on.
+        warnings.simplefilter("ignore")
+        from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=size.vocabulary,

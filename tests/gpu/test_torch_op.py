@@ -14,7 +14,12 @@ from cutegemm import reference
 from cutegemm.errors import GemmError
 from tests import transformer
 
-pytestmark = pytest.mark.gpu
+# torch's compilers and Hugging Face warn of things that are not ours.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
 def draw(seed, *shapes, dtype=torch.bfloat16, device="cuda"):

@@ -14,7 +14,10 @@ KINDS = [
     pytest.param(
         False,
         id="hugging-face",
-        marks=pytest.mark.skipif(not transformer.HUGGING_FACE, reason="transformers is not installed"),
+        marks=[
+            pytest.mark.skipif(not transformer.HUGGING_FACE, reason="transformers is not installed"),
+            pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+        ],
     ),
 ]
 

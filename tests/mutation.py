@@ -27,6 +27,7 @@ from cutegemm.emulator import Checks
 from cutegemm.emulator.mutate import Case, Mutation, Outcome, Survivor, compare, judge, mutations, read_survivors
 from cutegemm.emulator.mutate import check_unchanged as check_case
 from cutegemm.emulator.workload import Workload, build
+from cutegemm.epilogue import Epilogue
 from cutegemm.problem import Problem
 
 TABLE = Path(__file__).with_name("emulated") / "mutation_survivors.toml"
@@ -39,7 +40,7 @@ class Spec:
 
     sm_count: SMs of the pretended GPU, few enough that a persistent CTA gets several tiles of a small problem.
     uninitialized: whether reads of shared memory that nothing wrote count; CUTLASS 2.x multiplies such rows and stores
-    nothing.
+    nothing. epilogue: what there is beside alpha * A @ B.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Spec:
     quick: bool = False
     sm_count: int | None = None
     uninitialized: bool = True
+    epilogue: Epilogue | None = None
 
     def workloads(self) -> list[Workload]:
         """One a shape, on one kernel. Operands are drawn from a fixed seed; the mutations run on the same."""
@@ -60,7 +62,8 @@ class Spec:
         if self.sm_count is not None:
             arch = replace(arch, sm_count=self.sm_count)
         problems = [
-            Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision) for shape in self.shapes
+            Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision, epilogue=self.epilogue)
+            for shape in self.shapes
         ]
         kernels = [build(self.backend, problem, arch, self.config) for problem in problems]
         if len({kernel.ptx for kernel in kernels}) != 1:
@@ -89,6 +92,8 @@ def _run(work: Workload, checks: Checks | None, ptx: str, seed: int) -> str | No
 
 _RAGGED = ((68, 72, 44), (4, 4, 4))
 _SMALL_16BIT = ((72, 72, 200), (8, 8, 24))
+_HOPPER = ((136, 72, 200), (8, 8, 24))
+_C_AND_BIAS = Epilogue(c_dtype="bf16", bias_dtype="bf16", activation="relu")
 _LEGACY = {
     "block_tile": "fp32",
     "thread_tile_1d": "fp32",
@@ -113,6 +118,10 @@ def _cute(name: str, config: str, dtype: str, shapes: tuple[tuple[int, int, int]
     return Spec(f"cute-{name}", "cute", rest.pop("arch", "sm_80"), config, dtype, shapes, **rest)
 
 
+def _sm90(name: str, config: str, dtype: str = "bf16", *shapes: tuple[int, int, int], **rest: Any) -> Spec:
+    return _cute(f"sm90-{name}", f"sm90/{config}", dtype, shapes or _HOPPER, arch="sm_90a", sm_count=2, **rest)
+
+
 SPECS: tuple[Spec, ...] = (
     _cute("sm80-fp16", "sm80/64x64x32/w32x32/s3/g8", "fp16", _SMALL_16BIT, quick=True),
     _cute("sm80-bf16-nn", "sm80/64x64x32/w32x32/s2/g8", "bf16", _SMALL_16BIT, majors="nn"),
@@ -121,6 +130,14 @@ SPECS: tuple[Spec, ...] = (
     ),
     _cute("simt-fp32-nt", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, majors="nt", quick=True),
     _cute("simt-fp32-tn", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),
+    _sm90("coop-slab", "64x64x64/coop1/c1x1/s2/row/slab", "fp16", quick=True),
+    _sm90("coop-cluster", "128x32x64/coop2/c2x1/s2/serp2"),
+    _sm90("pp-cluster", "64x32x64/pp/c1x2/s3/g2/pdl"),
+    _sm90("coop-epilogue", "64x64x64/coop1/c1x1/s3/row", "bf16", epilogue=_C_AND_BIAS),
+    _sm90("pp-epilogue-swapped", "64x32x64/pp/c1x1/s3/row/swap", "bf16", epilogue=_C_AND_BIAS),
+    _sm90("tf32", "64x64x32/coop1/c1x1/s3/row", "fp32", (136, 72, 100), (8, 8, 12), precision="tf32"),
+    _sm90("split", "64x32x64/coop1/c1x1/s3/row/k3", "bf16", (72, 40, 328), (8, 8, 24)),
+    _sm90("solo", "64x64x64/solo/c1x1/s1/row/slab/fat"),
     *(
         Spec(f"legacy-{config.split('/')[0]}", "legacy", "sm_80", config, dtype, shapes, majors="tt", quick=True)
         for config, dtype in _LEGACY.items()

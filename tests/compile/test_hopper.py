@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from cutegemm import arch, backend
-from cutegemm.cute.hopper_config import HopperConfig
+from cutegemm.cute.hopper_config import TEACHING, HopperConfig
 from cutegemm.epilogue import Epilogue
 from cutegemm.problem import Problem
 from tests.sass import opcodes, resources
+from tuning.ladder_hopper import STEPS
 
 CUTE = backend.get("cute")
 HOPPER = arch.get("sm_90a")
 FULL = Epilogue(c_dtype="bf16", bias_dtype="bf16", activation="gelu")
 
 
-def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None):
-    problem = Problem.of(4096, 4096, 4096, "bf16", majors=majors, epilogue=epilogue)
+def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None, dtype: str = "bf16", **options: str):
+    problem = Problem.of(4096, 4096, 4096, dtype, majors=majors, epilogue=epilogue, **options)
     chosen = CUTE.parse(config)
     assert CUTE.check(chosen, problem, HOPPER) is None
     return CUTE.build(problem.signature, chosen, HOPPER)
@@ -39,24 +40,82 @@ def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None):
 )
 @pytest.mark.parametrize("epilogue", [None, FULL], ids=["plain", "full"])
 def test_instructions(config, majors, epilogue):
-    kernel = build(config, majors, epilogue)
+    check_instructions(build(config, majors, epilogue))
+
+
+def check_instructions(kernel) -> None:
+    """The machine code is made of what the configuration and the signature ask for, and spills nothing."""
     names = opcodes(kernel.cubin)
-    chosen = HopperConfig.parse(config)
+    chosen, signature = kernel.config, kernel.signature
+    wide = signature.dtype == "fp32"
 
     def some(prefix: str, part: str = "") -> bool:
         return any(name.startswith(prefix) and part in name for name in names)
 
     assert some("HGMMA")
-    assert f"m64n{chosen.bn}k16" in kernel.ptx
+    assert f"m64n{chosen.bn}k8.f32.tf32.tf32" in kernel.ptx if wide else f"m64n{chosen.bn}k16" in kernel.ptx
     assert not some("HMMA")
     assert some("UTMALDG")
     assert some("UTMALDG", "MULTICAST") == (chosen.cluster != (1, 1))
-    assert some("UTMASTG") == some("STSM") == (epilogue is None)
-    assert some("USETMAXREG") == (chosen.consumers > 1)
+    assert some("UTMASTG") == chosen.uses_tma_store(signature)
+    assert some("STSM") == (chosen.uses_tma_store(signature) and signature.out_dtype != "fp32")
+    assert some("LDSM") == (chosen.uses_tma_store(signature) and chosen.stages_c(signature))
+    assert some("USETMAXREG") == (chosen.registers is not None)
     assert not some("LDL"), "registers spill"
     assert not some("STL"), "registers spill"
     assert resources(kernel.cubin)["STACK"] == 0
     assert ("griddepcontrol.wait" in kernel.ptx) == ("pdl" in chosen.options)
+
+
+@pytest.mark.parametrize(
+    ("config", "by_tma"),
+    [
+        ("sm90/256x192x64/coop2/c1x1/s3/serp8", True),
+        ("sm90/128x208x64/pp/c1x1/s4/serp8", False),
+        ("sm90/128x160x64/pp/c2x1/s4/serp8", True),
+        ("sm90/64x256x64/coop1/c1x1/s4/serp8", True),
+        ("sm90/128x64x128/coop2/c1x1/s4/serp8/swap", True),
+    ],
+)
+@pytest.mark.parametrize("bias_axis", ["n", "m"])
+def test_c_and_bias_take_the_tma_store(config, by_tma, bias_axis):
+    """Up to 192 accumulators with C; the slab beyond."""
+    epilogue = Epilogue("bf16", "fp32", bias_axis, "silu")
+    kernel = build(config, epilogue=epilogue)
+    assert kernel.config.uses_tma_store(kernel.signature) == by_tma
+    check_instructions(kernel)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "sm90/128x256x32/coop2/c2x1/s4/hilbert/pdl",
+        "sm90/128x192x32/pp/c1x2/s4/serp8",
+        "sm90/64x64x64/coop1/c1x1/s6/serp8",
+        "sm90/64x16x64/coop1/c1x1/s8/serp8/swap",
+        "sm90/128x128x32/coop2/c1x1/s5/serp8/k4",
+    ],
+)
+def test_tf32(config):
+    kernel = build(config, dtype="fp32", precision="tf32")
+    check_instructions(kernel)
+    assert kernel.config.uses_tma_store(kernel.signature) == ("swap" not in config and "k4" not in config)
+
+
+def test_wide_results_and_their_c():
+    kernel = build("sm90/128x256x64/coop2/c2x1/s4/serp8", epilogue=FULL, out_dtype="fp32")
+    assert kernel.config.uses_tma_store(kernel.signature)
+    check_instructions(kernel)
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step.backend == "cute"], ids=lambda step: step.idea)
+def test_the_ladder(step):
+    """Every step compiles to what it teaches; none is in the tuner's space."""
+    kernel = build(step.config)
+    check_instructions(kernel)
+    lessons = set(kernel.config.options) & set(TEACHING)
+    assert not lessons & {option for config in HopperConfig.space() for option in config.options}
+    assert kernel.config.threads == (128 if kernel.config.solo else 128 * (kernel.config.consumers + 1))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +162,8 @@ def test_text_that_is_no_configuration(text):
         ("sm90/128x128x64/coop2/c1x1/s1/row", "stages is 1"),
         ("sm90/128x128x64/coop2/c1x1/s4/row/k33", "33 splits"),
         ("sm90/128x128x64/pp/c1x1/s4/row/k2", "1 in ping-pong"),
+        ("sm90/64x64x64/solo/c2x1/s1/row", "lessons for clusters of one CTA"),
+        ("sm90/64x64x64/coop1/c1x1/s4/row/k2/fat", "lessons for clusters of one CTA"),
     ],
 )
 def test_invalid_configurations(config, reason):
@@ -115,7 +176,10 @@ def test_invalid_configurations(config, reason):
 def test_what_the_kernel_does_not_take():
     config = CUTE.parse("sm90/128x128x64/coop2/c1x1/s4/row")
     assert "capability 9.0" in CUTE.check(config, Problem.of(256, 256, 256, "bf16"), arch.get("A100"))
-    assert "fp16 and bf16" in CUTE.check(config, Problem.of(256, 256, 256, "fp32"), HOPPER)
+    assert "only as tf32" in CUTE.check(config, Problem.of(256, 256, 256, "fp32"), HOPPER)
+    for majors, name in (("nt", "A is M-major"), ("tt", "B is N-major")):
+        problem = Problem.of(256, 256, 256, "fp32", majors=majors, precision="tf32")
+        assert f"K-major only; {name}" in CUTE.check(config, problem, HOPPER)
     assert "TMA cannot load A" in CUTE.check(config, Problem.of(256, 256, 100, "bf16"), HOPPER)
     assert "TMA cannot load B" in CUTE.check(config, Problem.of(256, 100, 256, "bf16", majors="tt"), HOPPER)
 

@@ -239,7 +239,8 @@ class HopperGemm(SoloRole, Gemm):
             cpasync.prefetch_descriptor(atom_b)
             with cute.arch.elect_one():
                 self.ring.initialize()
-                self.turns.initialize()
+                if cutlass.const_expr(config.ping_pong):
+                    self.turns.initialize()
             cute.arch.mbarrier_init_fence()
         self._meet()
         if cutlass.const_expr("pdl" in config.options):

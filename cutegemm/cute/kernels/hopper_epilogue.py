@@ -144,8 +144,11 @@ class TmaEpilogue:
             i, part = parts[number]
             buffer = number % self.config.store_buffers
             if self.warp == 0:
-                # The first store of a tile finds those of the tile before, in whatever buffer they ended, long done.
-                cute.arch.cp_async_bulk_wait_group(min(number, self.config.store_buffers - 1), read=True)
+                # Of the stores before, one for each other buffer may still read; where a tile does not end with the last
+                # buffer, its first store waits for all, which are long done.
+                others = self.config.store_buffers - 1
+                in_turn = len(parts) % self.config.store_buffers == 0
+                cute.arch.cp_async_bulk_wait_group(others if in_turn else min(number, others), read=True)
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             corner = self.box_corner(i, part, row, column, row_step)
             after = parts[number + 1] if cutlass.const_expr(number + 1 < len(parts)) else None

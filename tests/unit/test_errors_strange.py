@@ -240,3 +240,28 @@ def test_prepare_and_explain_refuse_what_gemm_refuses(function):
         function(torch.ones(M, K), torch.ones(K, N), alpha="x")
     with pytest.raises(TypeError, match=r"^zeta: no such argument, accepted are alpha"):
         function(torch.ones(M, K), torch.ones(K, N), zeta=1)
+
+
+CONFIGS = [
+    ("sm90/64x64x64/coop1/c1x1/s4/g0", r"^config: 'sm90/.*' has no such tile order: got 'g0', accepted are row, col"),
+    ("sm90/64x64x64/coop9/c1x1/s4/g8", r"^config: got 'sm90/.*', accepted is sm90/BMxBNxBK"),
+    ("sm80/64x64", r"^config: got 'sm80/64x64', accepted is sm80/BMxBNxBK"),
+    ("warp", r"^config: got 'warp', accepted for backend 'cute' are sm90/"),
+    ("", r"^config: got '', accepted for backend 'cute' are"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), CONFIGS, ids=[row[0] for row in CONFIGS])
+def test_configurations(text, message):
+    with pytest.raises(ValueError, match=message):
+        call(backend="cute", config=text)
+
+
+def test_configurations_that_no_kernel_can_have():
+    """Sizes of zero, or beyond any machine, are refused and not computed with."""
+    for text in ("simt/0x0x0/w0x0/s0/g0", f"simt/{10**30}x64x8/w16x32/s4/g8", "simt/64x64x8/w0x32/s4/g8"):
+        with pytest.raises(cutegemm.UnsupportedError, match=r"cannot serve .* must be a power of two"):
+            call(backend="cute", config=text)
+    for text in ("cutlass2x/0x0x0/w0x0x0/s0/i1x1x1/id1", "cutlass2x/64x64x8/w32x32x8/s2/i1x1x1/id1/k0"):
+        with pytest.raises(cutegemm.UnsupportedError, match="cannot serve"):
+            call(backend="cutlass2x", config=text)

@@ -1,14 +1,28 @@
 """Runs every CuTe kernel family on small ragged problems, for NVIDIA's compute-sanitizer to watch:
 
+    python -m tests.gpu.sanitize --build
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.gpu.sanitize
 
-(and racecheck, initcheck, synccheck). Results are checked as in every test.
+(and racecheck, initcheck, synccheck). The first command compiles in parallel what the second would compile one after
+the other; it needs no GPU. Results are checked as in every test. Of Hopper's kernel: every schedule with every cluster
+and every way to split K, and each way through the epilogue.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
 import torch
 
+from cutegemm import arch as arch_table
+from cutegemm import backend
+from cutegemm.arch import Arch
+from cutegemm.cute.hopper_config import CLUSTERS
+from cutegemm.request import describe
 from tests.problems import Case
 
 CONFIGS = {
@@ -17,21 +31,113 @@ CONFIGS = {
     ("fp32", None): ("simt/256x128x16/w64x64/s3/g8", "simt/64x64x8/w32x32/s2/g8"),
     ("fp32", "tf32"): ("sm80/128x128x32/w64x32/s3/g8", "sm80/64x64x16/w32x32/s2/g8"),
 }
+_TILES = {"coop1": "64x64x64", "coop2": "128x64x64", "coop3": "192x64x64", "pp": "64x32x64"}
+HOPPER_SHAPES = ((133, 264, 200), (7, 40, 328))
+"""Ragged on every side; N and K that TMA takes."""
+EPILOGUES: tuple[dict[str, Any], ...] = (
+    {},
+    {"bias": True, "activation": "silu"},
+    {"c": True, "beta": 0.5},
+    {"c": True, "beta": -1.5, "bias": True, "out_dtype": torch.float32},
+)
 
 
-def main() -> None:
+def hopper_configs() -> list[tuple[str, str, str | None]]:
+    """(configuration, dtype, precision) of the Hopper kernel."""
+    found: list[tuple[str, str, str | None]] = []
+    for schedule, (cm, cn), split in product(_TILES, CLUSTERS, ("", "/k3", "/streamk")):
+        text = f"sm90/{_TILES[schedule]}/{schedule}/c{cm}x{cn}/s3/serp2"
+        if split != "/streamk":
+            text += split
+        # Programmatic dependent launch in every other one: the sanitizer then sees both beginnings.
+        pdl = "/pdl" if (cm + cn) % 2 else ""
+        if schedule != "pp" or not split:
+            found.append((text + ("/streamk" if split == "/streamk" else "") + pdl, "bf16", None))
+    found += [
+        (f"sm90/{rest}", "fp16", None)
+        for rest in (
+            "64x64x64/coop1/c1x1/s3/hilbert/once",
+            "64x64x64/coop1/c2x1/s3/g2/slab",
+            "128x16x64/coop2/c1x2/s3/g2/swap/pdl",
+            "64x32x64/pp/c1x1/s3/g2/swap",
+            "64x16x64/coop1/c1x1/s3/g2/k3/swap",
+            "64x64x64/solo/c1x1/s1/row/slab/fat",
+            "128x64x64/coop2/c1x1/s3/row/even/fat/zero/onebuf",
+        )
+    ]
+    found += [
+        (f"sm90/{rest}", "fp32", "tf32")
+        for rest in (
+            "128x64x32/coop2/c2x1/s3/serp2",
+            "64x32x64/pp/c1x2/s3/g2",
+            "64x16x64/coop1/c1x1/s3/g2/swap",
+            "64x64x32/coop1/c1x1/s3/g2/k3",
+        )
+    ]
+    return found
+
+
+def cases(device: str, hopper: bool) -> Iterator[tuple[Case, str]]:
+    """Every problem with its configuration; the same on any device. `hopper`: with the kernels of sm_90a."""
+    number = 0
+    for (dtype, precision), configs in CONFIGS.items():
+        for config, majors, shape in product(configs, ("tn", "nt"), ((129, 257, 65), (72, 40, 136), (1, 3, 5))):
+            case = Case.random(*shape, dtype, majors=majors, seed=number, device=device, precision=precision)
+            case.options.update(bias=torch.randn(shape[1], device=device), activation="silu")
+            yield case, config
+            number += 1
+    for at, (config, dtype, precision) in enumerate(hopper_configs() if hopper else ()):
+        majors = "tn" if dtype == "fp32" else ("tn", "tt")[at % 2]
+        for shape in HOPPER_SHAPES:
+            options = {**EPILOGUES[at % len(EPILOGUES)], "precision": precision}
+            yield Case.random(*shape, dtype, majors=majors, seed=number, device=device, **options), config
+            number += 1
+
+
+def build(arch: Arch) -> int:
+    """Compiles all kernels into the store, in parallel; returns 1 when one fails."""
+    from tuning.prebuild import compile_all
+
+    wanted = []
+    for case, config in cases("cpu", arch.capability == (9, 0)):
+        given = case.options
+        problem = describe(
+            case.a,
+            case.b,
+            given.get("c"),
+            1.0,
+            given.get("beta", 0.0),
+            given.get("bias"),
+            given.get("activation"),
+            None,
+            given.get("out_dtype"),
+            given.get("precision"),
+        ).problem
+        wanted.append((problem.signature, "cute", config))
+    count, seconds, failed = compile_all(wanted, arch)
+    print(f"compiled {count} kernels in {seconds:.1f} s")
+    for what, why in failed.items():
+        print(f"FAILED {what}: {why}")
+    return int(bool(failed))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns 1 when a kernel could not be compiled."""
+    parser = argparse.ArgumentParser("python -m tests.gpu.sanitize", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--build", action="store_true", help="only compile, for the GPU here or else an H200")
+    parser.add_argument("--family", default="", help="only configurations that begin with this, such as sm90")
+    given = parser.parse_args(argv)
+    if given.build:
+        return build(Arch.of_device() if torch.cuda.is_available() else arch_table.get("sm_90a"))
     torch.cuda.init()
     count = 0
-    for (dtype, precision), configs in CONFIGS.items():
-        for config in configs:
-            for majors in ("tn", "nt"):
-                for m, n, k in ((129, 257, 65), (72, 40, 136), (1, 3, 5)):
-                    case = Case.random(m, n, k, dtype, majors=majors, seed=count, device="cuda", precision=precision)
-                    case.options.update(bias=torch.randn(n, device="cuda"), activation="silu")
-                    case.run(backend="cute", config=config)
-                    count += 1
+    for case, config in cases("cuda", Arch.of_device().capability == (9, 0)):
+        if config.startswith(given.family):
+            case.run(backend="cute", config=backend.get("cute").parse(config))
+            count += 1
     print(f"{count} problems right")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

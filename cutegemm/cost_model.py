@@ -93,7 +93,7 @@ class Rates:
 
 FIRST_PRINCIPLES: dict[str, Rates] = {
     "sm90": Rates(),
-    "sm90/tf32": Rates(flop_pj=1.5),
+    "sm90/tf32": Rates(flop_pj=1.2),
     "sm80": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2),
     "sm80/tf32": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=2.2),
     "simt": Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=6.0),

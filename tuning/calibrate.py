@@ -90,7 +90,10 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
             m, n, k = (int(size) for size in head.groups()[:3])
             problem = Problem.of(m, n, k, head[4], majors=head[6], precision=head[5] or "ieee")
         elif row and problem is not None:
-            samples.append(Sample(problem, _backend_of(row[4]), row[4], float(row[2]) * 1e-6))
+            # A tensor-core kernel multiplies fp32 as tf32, whether the block's head says so or not.
+            tf32 = problem.dtype == "fp32" and row[4].startswith(("sm90/", "sm80/"))
+            meant = replace(problem, precision="tf32") if tf32 else problem
+            samples.append(Sample(meant, _backend_of(row[4]), row[4], float(row[2]) * 1e-6))
     if not samples:
         raise ValueError(f"{name}: no measured lines in it")
     return samples

@@ -20,6 +20,7 @@ _HOPPER = (
     "sm90/128x224x64/coop2/c1x1/s4/serp8/pdl",
     "sm90/128x128x64/pp/c1x1/s6/serp8/pdl",
     "sm90/128x128x64/coop2/c1x1/s6/serp8/pdl",
+    "sm90/128x128x64/coop2/c2x1/s6/serp8/pdl",
     "sm90/64x256x64/coop1/c2x1/s5/serp8/pdl",
     "sm90/64x128x64/coop1/c1x1/s8/serp8/pdl",
     "sm90/128x64x64/coop1/c1x1/s8/serp8/pdl",
@@ -34,9 +35,10 @@ _HOPPER = (
     "sm90/64x16x128/coop1/c1x1/s4/row/swap/once/pdl",
 )
 _HOPPER_TF32 = (
-    "sm90/128x256x32/coop2/c2x1/s4/serp8/pdl",
+    "sm90/128x256x32/coop2/c2x1/s4/serp8/zig/pdl",
     "sm90/128x256x32/coop2/c1x1/s4/serp8/pdl",
-    "sm90/256x128x32/coop2/c1x2/s4/serp8/pdl",
+    "sm90/256x128x32/coop2/c1x2/s4/serp8/zig/pdl",
+    "sm90/256x192x32/coop2/c1x2/s3/serp8/zig/pdl",
     "sm90/128x192x32/pp/c2x1/s4/serp8/pdl",
     "sm90/128x128x32/pp/c2x1/s6/serp8/pdl",
     "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
@@ -91,6 +93,7 @@ _SPLIT = frozenset(
     (
         "sm90/128x256x64/coop2/c1x1/s4/serp8/pdl",
         "sm90/128x128x64/coop2/c1x1/s6/serp8/pdl",
+        "sm90/128x128x64/coop2/c2x1/s6/serp8/pdl",
         "sm90/64x128x64/coop1/c1x1/s8/serp8/pdl",
         "sm90/64x64x128/coop1/c2x1/s6/serp8/pdl",
         "sm90/64x32x128/coop1/c1x1/s8/serp8/swap/pdl",

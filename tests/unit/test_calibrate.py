@@ -51,6 +51,8 @@ def test_a_text_table():
     assert samples[0].problem == Problem.of(512, 512, 512, "bf16")
     assert samples[0].seconds == pytest.approx(2.83e-6)
     assert samples[2].problem == Problem.of(1024, 1024, 1024, "fp32", majors="nt", precision="tf32")
+    (unsaid,) = calibrate.read_table(TABLE[TABLE.index("== 1024") :].replace(" tf32 ", " "))
+    assert unsaid == samples[2]
     with pytest.raises(ValueError, match="no measured lines"):
         calibrate.read_table("nothing here")
 

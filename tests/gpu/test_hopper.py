@@ -8,6 +8,7 @@ import torch
 import cutegemm
 from cutegemm.problem import Problem
 from tests.problems import MAJORS, Case
+from tuning.ladder_hopper import STEPS
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +56,79 @@ def test_epilogues(config, dtype, seed):
     options = {"c": True, "bias": True, "alpha": 0.75, "beta": -1.5, "activation": "gelu", "out_dtype": torch.float32}
     Case.random(*shape, dtype, **common, **options).run(backend="cute", config=config)
     Case.random(*shape, dtype, **common, bias=True, activation="relu").run(backend="cute", config=config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "sm90/128x256x64/coop2/c2x1/s4/serp8/pdl",
+        "sm90/128x192x64/pp/c2x1/s4/serp8/pdl",
+        "sm90/256x128x64/coop2/c1x2/s4/serp8",
+        "sm90/64x256x64/coop1/c1x1/s4/serp8",
+        "sm90/128x64x128/coop2/c1x1/s4/serp8/swap/pdl",
+        "sm90/64x32x128/pp/c1x1/s5/serp8/swap",
+    ],
+)
+def test_c_and_bias_by_the_tma_epilogue(config, seed):
+    """16-bit and fp32 C, C that a bias-like row broadcasts, a bias along either axis, 16-bit and fp32 results."""
+    common = {"seed": seed, "device": "cuda"}
+    shape = (1000, 1608, 328)
+    for dtype in ("fp16", "bf16"):
+        Case.random(*shape, dtype, **common, bias=True).run(backend="cute", config=config)
+        Case.random(*shape, dtype, **common, c=True, alpha=0.5, beta=-2.0).run(backend="cute", config=config)
+        Case.random(*shape, dtype, **common, c=True, beta=1.0, bias=True, activation="gelu", batch=2).run(
+            backend="cute", config=config
+        )
+    row = torch.randn(1608, device="cuda").bfloat16()
+    Case.random(*shape, "bf16", **common, c=row, beta=1.0).run(backend="cute", config=config)
+    wide = torch.randn(1000, 1608, device="cuda")
+    for out_dtype in (torch.bfloat16, torch.float32):
+        Case.random(*shape, "bf16", **common, c=wide, beta=1.0, bias=True, out_dtype=out_dtype).run(
+            backend="cute", config=config
+        )
+    turned = torch.empty(1608, 1000, device="cuda", dtype=torch.bfloat16).t()
+    Case.random(*shape, "bf16", **common, c=True, beta=1.0, bias=True, out=turned).run(backend="cute", config=config)
+    in_place = torch.randn(1000, 1608, device="cuda").bfloat16()
+    want = Case.random(*shape, "bf16", **common, c=in_place.clone(), beta=0.5)
+    want.run(backend="cute", config=config)
+    expected = cutegemm.gemm(want.a, want.b, want.options["c"], beta=0.5, backend="cute", config=config)
+    cutegemm.gemm(want.a, want.b, in_place, beta=0.5, out=in_place, backend="cute", config=config)
+    assert torch.equal(in_place, expected)
+
+
+TF32 = [
+    "sm90/128x256x32/coop2/c2x1/s4/hilbert/pdl",
+    "sm90/256x128x32/coop2/c1x2/s4/serp8",
+    "sm90/128x192x32/pp/c2x1/s4/serp8/pdl",
+    "sm90/192x128x32/coop3/c1x1/s4/row",
+    "sm90/64x64x64/coop1/c2x2/s4/serp8",
+    "sm90/64x16x64/coop1/c1x1/s8/serp8/swap",
+    "sm90/128x128x32/coop2/c1x1/s5/serp8/k4",
+]
+
+
+@pytest.mark.parametrize("config", TF32)
+def test_tf32(config, seed):
+    common = {"seed": seed, "device": "cuda", "precision": "tf32"}
+    for shape in ((1, 8, 4), (127, 264, 136), (257, 520, 1028), (1000, 1604, 332)):
+        Case.random(*shape, "fp32", **common).run(backend="cute", config=config)
+    epilogue = {"c": True, "beta": -1.5, "bias": True, "activation": "gelu"}
+    Case.random(392, 520, 264, "fp32", **common, **epilogue, batch=2).run(backend="cute", config=config)
+    Case.random(392, 520, 264, "fp32", **common, out_dtype=torch.bfloat16).run(backend="cute", config=config)
+
+
+def test_tma_rounds_fp32_to_tf32():
+    """To the nearest of two neighbours 2^-10 apart, where the tensor cores alone would truncate."""
+    a = torch.zeros(64, 32, device="cuda")
+    a[:, 0] = 1 + 2**-11 + 2**-23
+    got = cutegemm.gemm(a, a.clone().t(), precision="tf32", backend="cute", config="sm90/64x64x32/coop1/c1x1/s3/serp8")
+    assert torch.equal(got, torch.full_like(got, (1 + 2**-10) ** 2))
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step.backend == "cute"], ids=lambda step: step.idea)
+def test_the_steps_of_the_ladder(step, seed):
+    for shape in ((1, 8, 8), (257, 520, 1032), (1000, 1608, 328)):
+        Case.random(*shape, "bf16", seed=seed, device="cuda").run(backend="cute", config=step.config)
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[3]])

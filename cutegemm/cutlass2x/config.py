@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FORM = "cutlass2x/BMxBNxBK/wWMxWNxWK/sSTAGES/iIMxINxIK/SWIZZLE[/kSPLITS][/aBYTES]"
 SWIZZLES = ("id1", "id2", "id4", "id8", "h", "streamk")
 SIMT = (1, 1, 1)
+MAX_ACCESSES = 64
 MAX_SPLITS = 64
 
 _TEXT = re.compile(
@@ -167,6 +168,10 @@ class Cutlass2xConfig:
         narrow = min(self.align, signature.align_a, signature.align_b)
         if narrow < 4 and self.stages > 2:
             return f"A or B is aligned to {narrow} bytes; cp.async copies at least 4, so such operands take 2 stages"
+        for name, extent, access in zip("AB", self.threadblock, self.access(signature), strict=False):
+            count = extent * self.threadblock[2] // (self.threads * access)
+            if count > MAX_ACCESSES:
+                return f"{count} accesses of {name} a thread and stage; CUTLASS has predicates for {MAX_ACCESSES}"
         return None
 
     def _split(self, signature: Signature) -> str | None:

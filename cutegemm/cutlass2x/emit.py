@@ -4,8 +4,8 @@ A translation unit is `prelude()` and one `kernel_source()` a configuration, eac
 emitter's names leave out warps and swizzle. Emitted are
 
     cutlass::gemm::device::Gemm                 one product, serial split-K when D is fp32
-    cutlass::gemm::device::GemmSplitKParallel   split-K when D has 16 bits: fp32 partial sums and a reduction kernel,
-                                                since the serial one rounds D to its dtype after every slice
+    cutlass::gemm::device::GemmSplitKParallel   split-K when D has 16 bits, or with relu (see `in_parallel`): fp32
+                                                partial sums and a reduction kernel
     cutlass::gemm::kernel::DefaultGemmUniversal a batch of products, and stream-K
 """
 
@@ -216,7 +216,7 @@ def kernel_source(signature: Signature, config: Cutlass2xConfig) -> str:
     size, out = sizes[signature.dtype], sizes[signature.out_dtype]
     if config.swizzle == "streamk":
         types, body = [_universal(signature, config)], _UNIVERSAL
-    elif config.splits > 1 and signature.out_dtype != "fp32":
+    elif config.splits > 1 and in_parallel(signature):
         types, body = [_parallel(signature, config)], _PARALLEL
     elif config.splits > 1:
         types, body = [_device(signature, config)], _SERIAL
@@ -226,6 +226,15 @@ def kernel_source(signature: Signature, config: Cutlass2xConfig) -> str:
     function = _FUNCTION % {"name": name, "body": body, **widths}
     declared = "\n".join(types)
     return f"\n// {signature}\n// {config}\nnamespace {name}_types {{\n{declared}\n}}\n{function}"
+
+
+def in_parallel(signature: Signature) -> bool:
+    """Whether split-K sums its slices in a kernel of its own instead of in turn.
+
+    In turn, D would round a 16-bit sum after every slice; and LinearCombinationRelu switches itself off for all slices
+    but the last by a NaN threshold, which its NaN-propagating maximum makes the result (CUTLASS 4.2.0).
+    """
+    return signature.out_dtype != "fp32" or signature.epilogue.activation == "relu"
 
 
 def _library() -> Any:

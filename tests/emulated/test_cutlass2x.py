@@ -34,6 +34,14 @@ CASES: dict[str, tuple[tuple[int, int, int], str, str, dict]] = {
     "split-K into fp32": (
         (40, 72, 264), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/id1/k3", {"out_dtype": torch.float32, "alpha": 2.0},
     ),
+    "split-K into fp32, relu": (
+        (40, 72, 97), "fp32", f"64x64x16/w32x32x16/s3/{TF32}/id1/k4",
+        {"precision": "tf32", "activation": "relu", "alpha": -2.0},
+    ),
+    "split-K into fp32, silu": (
+        (40, 72, 97), "fp32", f"64x64x16/w32x32x16/s3/{TF32}/id1/k4",
+        {"precision": "tf32", "activation": "silu", "bias": True},
+    ),
     "stream-K": ((72, 136, 200), "fp16", f"64x64x32/w32x32x32/s3/{TENSOR}/streamk", {}),
     "tf32": ((72, 40, 72), "fp32", f"64x64x16/w32x32x16/s3/{TF32}/id2", {"precision": "tf32", "majors": "nt"}),
     "tf32x3": ((72, 40, 72), "fp32", f"64x64x16/w32x32x16/s3/{TF32}/id1", {"precision": "tf32x3"}),

@@ -206,11 +206,13 @@ class Model:
         return self.terms(m, n, k, batch)[0]
 
     def at_least(self, m: int, n: int, k: int, batch: int) -> float:
-        """A quick lower bound of `seconds`: the multiplications and epilogues of the rounds."""
+        """A quick lower bound of `seconds`: multiplications, epilogues and their energy."""
         tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
-        depth = -(-(-(-k // self._bk) or 1) // self._splits)
+        steps = -(-k // self._bk) or 1
         rounds = tiles / self._places if self._balanced else -(-tiles * self._splits // self._places)
-        return self._fixed + rounds * (depth * self._least + self._epilogue)
+        time = self._fixed + rounds * (-(-steps // self._splits) * self._least + self._epilogue)
+        heat = tiles * steps * self._energy_step
+        return math.sqrt(math.sqrt(time**4 + heat**4))
 
     def terms(self, m: int, n: int, k: int, batch: int) -> tuple[float, int, int, float, float, float, float]:
         """(seconds, rounds of tiles on the busiest SM, k steps of a tile, seconds of all rounds, of the bytes from
@@ -252,8 +254,7 @@ class Model:
         time = busy_rounds + overlap * memory if busy_rounds > memory else memory + overlap * busy_rounds
         time += self._fixed
         heat = tiles * steps * self._energy_step + moved * self._energy_byte
-        if heat > 0.25 * time:
-            time = math.sqrt(math.sqrt(time**4 + heat**4))
+        time = math.sqrt(math.sqrt(time**4 + heat**4))
         return time, rounds, depth, busy_rounds, memory, heat, self._fixed
 
 

@@ -119,7 +119,7 @@ def _cute(name: str, config: str, dtype: str, shapes: tuple[tuple[int, int, int]
 
 
 def _sm90(name: str, config: str, dtype: str = "bf16", *shapes: tuple[int, int, int], **rest: Any) -> Spec:
-    return _cute(f"sm90-{name}", f"sm90/{config}", dtype, shapes or _HOPPER, arch="sm_90a", sm_count=2, **rest)
+    return _cute(f"sm90-{name}", f"sm90/{config}", dtype, shapes or _HOPPER, arch="sm_90a", **{"sm_count": 2, **rest})
 
 
 SPECS: tuple[Spec, ...] = (
@@ -137,6 +137,9 @@ SPECS: tuple[Spec, ...] = (
     _sm90("pp-epilogue-swapped", "64x32x64/pp/c1x1/s3/row/swap", "bf16", epilogue=_C_AND_BIAS),
     _sm90("tf32", "64x64x32/coop1/c1x1/s3/row", "fp32", (136, 72, 100), (8, 8, 12), precision="tf32"),
     _sm90("split", "64x32x64/coop1/c1x1/s3/row/k3", "bf16", (72, 40, 328), (8, 8, 24)),
+    _sm90(
+        "stream", "64x32x64/coop1/c1x1/s3/row/streamk", "bf16", (64, 128, 184), (64, 224, 120), (8, 8, 24), sm_count=3
+    ),
     _sm90("solo", "64x64x64/solo/c1x1/s1/row/slab/fat"),
     *(
         Spec(f"legacy-{config.split('/')[0]}", "legacy", "sm_80", config, dtype, shapes, majors="tt", quick=True)

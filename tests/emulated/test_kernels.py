@@ -67,3 +67,21 @@ def test_cute_epilogues(dtype, precision, epilogue, seed):
 def test_cute_batches_and_padded_rows(majors, seed):
     Case.random(40, 24, 56, "fp16", seed=seed, majors=majors, batch=3, pad=8).run(backend="cute")
     Case.random(40, 24, 56, "fp32", seed=seed, majors=majors, batch=2, pad=3, offset=1).run(backend="cute")
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("config", ["simt/64x64x8/w32x32/s2/g8", "sm90/64x64x64/coop1/c1x1/s3/row"])
+def test_activations_of_every_size_of_number(activation, config):
+    """K = 1 and A = 1: what is activated is B itself. The factor of z is right to a few units, for any z."""
+    spread = torch.logspace(-37, 38, 752)
+    near = torch.linspace(-9, 9, 1496)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4e38])
+    values = torch.cat([spread, -spread, near, special])
+    if config.startswith("simt"):
+        Case(torch.ones(64, 1), values.reshape(1, -1), {"activation": activation}).run(backend="cute", config=config)
+        return
+    # TMA wants rows of 16 bytes.
+    a, b = torch.zeros(64, 8, dtype=torch.bfloat16), torch.zeros(8, values.numel(), dtype=torch.bfloat16)
+    a[:, 0], b[0] = 1, values.nan_to_num(1.0, 1.0, 1.0).bfloat16()
+    options = {"activation": activation, "out_dtype": torch.float32}
+    Case(a, b, options).run(backend="cute", config=config)

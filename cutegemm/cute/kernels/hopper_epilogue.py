@@ -144,8 +144,8 @@ class TmaEpilogue:
             i, part = parts[number]
             buffer = number % self.config.store_buffers
             if self.warp == 0:
-                # Of the stores before, one for each other buffer may still read; where a tile does not end with the last
-                # buffer, its first store waits for all, which are long done.
+                # Of the stores before, one for each other buffer may still read; where a tile does not end with the
+                # last buffer, its first store waits for all, which are long done.
                 others = self.config.store_buffers - 1
                 in_turn = len(parts) % self.config.store_buffers == 0
                 cute.arch.cp_async_bulk_wait_group(others if in_turn else min(number, others), read=True)

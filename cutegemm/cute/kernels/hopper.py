@@ -21,8 +21,12 @@ row, and likewise B along the columns. So every CTA's full barrier counts whole 
 
 With split-K a tile's k tiles are divided among several works, each for whatever CTA takes it; see `hopper_split`.
 
+The epilogue adds C and the bias where the accumulators are and stores by TMA wherever D allows (`hopper_epilogue`).
+
 Edges: TMA writes zeros for what lies beyond the operands, and the epilogue stores only what lies in D. K = 0 loads one
 k tile that lies wholly beyond K.
+
+README.md beside this package follows a tile from one end to the other: roles, barriers, phases, timeline.
 """
 
 from __future__ import annotations

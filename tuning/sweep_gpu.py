@@ -21,6 +21,7 @@ import torch
 from cutegemm import backend as backends
 from cutegemm import reference
 from cutegemm.arch import Arch
+from cutegemm.cute import workspace
 from cutegemm.problem import Matrix, Problem, torch_dtype
 from tuning.sweep_child import Fatal, serve
 from tuning.sweep_timer import TORCH
@@ -31,7 +32,7 @@ GUARD = 2048
 LOADING_SECONDS = 0.005
 """A first launch that takes longer may have spent it on loading the module."""
 MOST_KEPT = 16
-"""Candidates whose kernels, workspaces and graphs are kept; the least recently used go first."""
+"""Candidates whose kernels and graphs are kept; the least recently used go first."""
 Key = tuple[str, str]
 
 
@@ -88,10 +89,12 @@ class Bench:
         verdict = self._verdict()
         if verdict == "ok" and took > LOADING_SECONDS:
             took = self._once(call)  # the first launch loads the module
+        if verdict != "ok" and self._device == "cuda":
+            workspace.default.clear()
         return verdict, took
 
     def _once(self, call: Any) -> float:
-        """Seconds of one launch, the host's part included. On the stream where its workspace stays."""
+        """Seconds of one launch, the host's part included. On the stream whose workspace the lanes use."""
         if self._device != "cuda":
             begun = time.perf_counter()
             call()

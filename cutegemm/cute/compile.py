@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm import kernel_store
 from cutegemm.backend import BoundLaunch
+from cutegemm.cute import workspace
 from cutegemm.errors import GemmError
 from cutegemm.kernel_store import Artefacts, Entry
 
@@ -173,8 +174,8 @@ class CuteKernel:
 
     def bind(self, problem: Problem) -> BoundLaunch:
         function, fixed = self._load(), self._geometry(problem)
-        size = self._workspace_bytes(problem)
-        workspaces = Workspaces(size) if size[1] else None
+        words, parts = self._workspace_bytes(problem)
+        take = workspace.default.take
 
         def launch(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
             function(a, b, c, bias, d, alpha, beta, stream, *fixed)
@@ -182,11 +183,10 @@ class CuteKernel:
         def launch_with_workspace(
             a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int
         ) -> None:
-            assert workspaces is not None
-            workspace = workspaces.of(stream)
-            function(a, b, c, bias, d, alpha, beta, stream, *fixed, workspace.data_ptr())
+            _held, address = take(words, parts, stream)
+            function(a, b, c, bias, d, alpha, beta, stream, *fixed, address)
 
-        chosen = launch if workspaces is None else launch_with_workspace
+        chosen = launch_with_workspace if parts else launch
         if problem.k:
             return chosen
 
@@ -207,16 +207,16 @@ class CuteKernel:
             if self._host is None:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
         arguments = (a, b, c, bias, d, alpha, beta, 0, *self._geometry(problem))
-        counters, parts = self._workspace_bytes(problem)
+        words, parts = self._workspace_bytes(problem)
         if not parts:
             return self._host.capture(*arguments)
         import torch
 
         # Parts that nobody wrote are NaN.
-        workspace = torch.full((counters + parts,), -1, dtype=torch.int8)
-        workspace[:counters] = 0
-        captured = CapturedLaunches(self._host.capture(*arguments, workspace.data_ptr()))
-        captured.scratch = {"workspace": workspace}
+        scratch = torch.full((words + parts,), -1, dtype=torch.int8)
+        scratch[:words] = 0
+        captured = CapturedLaunches(self._host.capture(*arguments, scratch.data_ptr()))
+        captured.scratch = {"workspace": scratch}
         return captured
 
     def _workspace_bytes(self, problem: Problem) -> tuple[int, int]:
@@ -241,33 +241,6 @@ class CapturedLaunches(list):
     """Launches in order; `scratch` is the workspace they use, by name."""
 
     scratch: dict[str, Any]
-
-
-class Workspaces:
-    """A plan's workspaces, one a stream, so that calls on different streams do not meet in one. Zeroed once: a kernel
-    leaves its counters zero."""
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        self._bytes = sum(size)
-        self._of: dict[tuple[int, int], Any] = {}
-        self._lock = threading.Lock()
-
-    def of(self, stream: int) -> Any:
-        """The workspace for launches on a CUDA stream (its handle) of the current device, as a tensor."""
-        import torch
-
-        key = (torch.cuda.current_device(), stream)
-        found = self._of.get(key)
-        if found is not None:
-            return found
-        own = torch.cuda.current_stream()
-        own = own if own.cuda_stream == stream else torch.cuda.ExternalStream(stream)
-        with self._lock, torch.cuda.stream(own):
-            made = torch.zeros(self._bytes, dtype=torch.int8, device="cuda")
-            # Memory that a graph capture gives belongs to that graph.
-            if not torch.cuda.is_current_stream_capturing():
-                self._of[key] = made
-            return made
 
 
 def geometry(problem: Problem) -> tuple[int, ...]:

@@ -1,0 +1,136 @@
+"""Workspaces of split-K and stream-K: one a CUDA stream, for all plans.
+
+Launches on a stream follow one another and leave their state words zero, so that one workspace serves them all; it
+grows to the largest. A launch's words end where its parts begin, at the same place for every launch: no launch's parts
+lie over another's words.
+
+    | zero ...      words of a launch | parts of a launch ...      |
+
+A graph may be replayed on any stream, beside anything, so a launch that is captured gets memory of its graph's own,
+whose words are cleared at every replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+WORDS_STEP = 64 * 1024
+PARTS_STEP = 2 * 1024 * 1024
+"""Sizes are rounded up to these, in bytes, so that small differences between problems do not move a workspace."""
+
+
+class _Kept(NamedTuple):
+    memory: torch.Tensor
+    words: int
+    parts: int
+    parts_at: int
+
+
+class Workspaces:
+    """See the module docstring. Safe for threads."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int], _Kept] = {}
+        self._lock = threading.Lock()
+        self._this_thread = threading.local()
+
+    def take(self, words: int, parts: int, stream: int) -> tuple[Any, int]:
+        """(what keeps the memory, to be held until the launch is enqueued; the address of the workspace).
+
+        Args:
+            words, parts: bytes, `words` a multiple of 16.
+            stream: the handle of a stream of the current device.
+        """
+        device = _current_device()
+        if _current_stream(device) != stream:
+            with _on(device, stream):
+                return self._take(words, parts, device, stream)
+        return self._take(words, parts, device, stream)
+
+    def _take(self, words: int, parts: int, device: int, stream: int) -> tuple[Any, int]:
+        kept = self._of.get((device, stream))
+        fits = kept is not None and kept.words >= words and kept.parts >= parts
+        if _is_capturing():
+            borrowed = getattr(self._this_thread, "borrowed", None)
+            if borrowed is None or not fits:
+                memory = _allocate(words, parts)
+                return memory, memory.data_ptr()
+            assert kept is not None
+            borrowed.append(kept.memory)
+        elif not fits:
+            kept = self._grow(words, parts, device, stream)
+        assert kept is not None
+        return kept.memory, kept.parts_at - words
+
+    def _grow(self, words: int, parts: int, device: int, stream: int) -> _Kept:
+        with self._lock:
+            old = self._of.get((device, stream))
+            words = -(-max(words, old.words if old else 0) // WORDS_STEP) * WORDS_STEP
+            parts = -(-max(parts, old.parts if old else 0) // PARTS_STEP) * PARTS_STEP
+            # In a thread of its own: where this one takes memory from a pool (torch.cuda.use_mem_pool, the warm-up of
+            # torch.compile's graphs), that pool must not hold what outlives it.
+            with ThreadPoolExecutor(1) as other:
+                memory = other.submit(_allocate_on, device, stream, words, parts).result()
+            made = self._of[device, stream] = _Kept(memory, words, parts, memory.data_ptr() + words)
+            return made
+
+    def clear(self) -> None:
+        """Sets all words to zero, for when a faulty kernel may have left others. No launch may be under way."""
+        with self._lock:
+            for (device, stream), kept in self._of.items():
+                with _on(device, stream):
+                    kept.memory[: kept.words].zero_()
+
+    @contextlib.contextmanager
+    def lent_to_graphs(self) -> Iterator[list[torch.Tensor]]:
+        """While this is open, launches that this thread captures use the workspace of their stream, where there is one
+        that is large enough: for timing what a launch that is not captured would take.
+
+        Yields a list of what must be kept as long as the graph, which must never run beside others that use it.
+        """
+        before = getattr(self._this_thread, "borrowed", None)
+        lent: list[torch.Tensor] = []
+        self._this_thread.borrowed = lent
+        try:
+            yield lent
+        finally:
+            self._this_thread.borrowed = before
+
+
+def _current_device() -> int:
+    return torch._C._cuda_getDevice()
+
+
+def _current_stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _allocate(words: int, parts: int) -> torch.Tensor:
+    """Memory on the current device and stream, the words zero."""
+    memory = torch.empty(words + parts, dtype=torch.int8, device="cuda")
+    memory[:words].zero_()
+    return memory
+
+
+def _allocate_on(device: int, stream: int, words: int, parts: int) -> torch.Tensor:
+    with _on(device, stream):
+        return _allocate(words, parts)
+
+
+def _on(device: int, stream: int) -> Any:
+    """Context: the device, and its stream of that handle, are the current ones."""
+    own = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
+    return torch.cuda.stream(own)
+
+
+default = Workspaces()

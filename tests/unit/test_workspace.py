@@ -1,0 +1,125 @@
+"""Workspaces: one a stream for all plans, never one for a graph and something else. The CUDA calls are fakes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from cutegemm.cute import workspace
+from cutegemm.cute.workspace import PARTS_STEP, WORDS_STEP, Workspaces
+
+
+class Driver:
+    """Current stream and capture, as the fakes say; `made`: what was allocated, and in which thread."""
+
+    def __init__(self) -> None:
+        self.stream, self.capturing = 0, False
+        self.made: list[tuple[torch.Tensor, int]] = []
+
+    def allocate(self, words: int, parts: int) -> torch.Tensor:
+        memory = torch.full((words + parts,), -1, dtype=torch.int8)
+        memory[:words] = 0
+        self.made.append((memory, threading.get_ident()))
+        return memory
+
+    @contextlib.contextmanager
+    def on(self, device: int, stream: int):
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    fake = Driver()
+    monkeypatch.setattr(workspace, "_current_device", lambda: 0)
+    monkeypatch.setattr(workspace, "_current_stream", lambda device: fake.stream)
+    monkeypatch.setattr(workspace, "_is_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(workspace, "_allocate", fake.allocate)
+    monkeypatch.setattr(workspace, "_on", fake.on)
+    return fake
+
+
+def test_words_of_all_launches_end_where_all_parts_begin(driver):
+    spaces = Workspaces()
+    taken = [(words, *spaces.take(words, parts, 0)) for words, parts in ((16, 1024), (4096, 512), (48, PARTS_STEP))]
+    assert len(driver.made) == 1
+    for words, memory, address in taken:
+        offset = address - memory.data_ptr()
+        assert offset + words == WORDS_STEP
+        assert not memory[offset : offset + words].any()
+
+
+def test_a_larger_launch_gets_a_larger_workspace_for_good(driver):
+    spaces = Workspaces()
+    small, _ = spaces.take(16, 1024, 0)
+    large, address = spaces.take(WORDS_STEP + 16, PARTS_STEP + 16, 0)
+    assert large is not small
+    assert large.numel() == 2 * WORDS_STEP + 2 * PARTS_STEP
+    assert address == large.data_ptr() + WORDS_STEP - 16
+    assert spaces.take(16, 1024, 0)[0] is large
+
+
+def test_streams_have_workspaces_of_their_own(driver):
+    spaces = Workspaces()
+    first, second = spaces.take(16, 1024, 0)[0], spaces.take(16, 1024, 7)[0]
+    assert first is not second
+    assert driver.stream == 0
+    driver.stream = 7
+    assert spaces.take(16, 1024, 7)[0] is second
+
+
+def test_kept_memory_is_not_taken_from_this_threads_pool(driver):
+    Workspaces().take(16, 1024, 0)
+    assert driver.made[0][1] != threading.get_ident()
+
+
+def test_each_captured_launch_has_memory_of_its_graph(driver):
+    """Even on a stream that has a workspace: the graph may be replayed on another."""
+    spaces = Workspaces()
+    kept, _ = spaces.take(16, 1024, 0)
+    driver.capturing = True
+    graphs = [spaces.take(16, 1024, 0) for _ in range(2)]
+    assert graphs[0][0] is not graphs[1][0]
+    assert all(memory is not kept and address == memory.data_ptr() for memory, address in graphs)
+    assert [thread for _, thread in driver.made[1:]] == [threading.get_ident()] * 2
+    driver.capturing = False
+    assert spaces.take(16, 1024, 0)[0] is kept
+
+
+def test_lent_to_graphs(driver):
+    """Timed graphs share the stream's workspace and keep it; one that is too small is not lent."""
+    spaces = Workspaces()
+    kept, address = spaces.take(16, 1024, 0)
+    driver.capturing = True
+    with spaces.lent_to_graphs() as lent:
+        assert spaces.take(16, 1024, 0) == (kept, address)
+        assert spaces.take(16, PARTS_STEP + 1, 0)[0] is not kept
+        elsewhere = threading.Thread(target=lambda: lent.append(spaces.take(16, 1024, 0)[0]))
+        elsewhere.start()
+        elsewhere.join()
+    assert lent[0] is kept
+    assert lent[1] is not kept
+    assert spaces.take(16, 1024, 0)[0] is not kept
+
+
+def test_clear_zeroes_what_a_faulty_kernel_left(driver):
+    spaces = Workspaces()
+    memory, address = spaces.take(16, 1024, 0)
+    place = address - memory.data_ptr()
+    memory[place : place + 16] = 3
+    spaces.clear()
+    assert not memory[place : place + 16].any()
+    assert memory[place + 16 :].eq(-1).all()
+
+
+def test_no_memory_is_an_error_of_the_caller(driver, monkeypatch):
+    def fail(words: int, parts: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(workspace, "_allocate", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        Workspaces().take(16, 1024, 0)

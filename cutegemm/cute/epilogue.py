@@ -30,8 +30,10 @@ class SlabEpilogue:
     and calls `store_rows`.
     """
 
-    def __init__(self, config: TileConfig, signature: Signature) -> None:
+    def __init__(self, config: TileConfig, signature: Signature, late_bias: bool = False) -> None:
+        """`late_bias`: the bias along columns is loaded by each `store_rows`, when the slab holds the accumulators."""
         self.wn = config.wn
+        self.late_bias = late_bias
         self.epilogue = signature.epilogue
         self.out_type = types.NUMERIC[signature.out_dtype]
         self.out_bytes = self.out_type.width // 8
@@ -65,17 +67,17 @@ class SlabEpilogue:
         if self.epilogue.c_dtype:
             self.c = operands.c + Int64(matrix) * operands.c_batch
         self.bias: Any = None
-        if self.epilogue.bias_dtype and self.epilogue.bias_axis == "n":
+        if self._has_column_bias() and not self.late_bias:
             self.bias = self._load_bias_columns()
 
-    @cute.jit
+    def _has_column_bias(self) -> bool:
+        return self.epilogue.bias_dtype is not None and self.epilogue.bias_axis == "n"
+
     def _load_bias_columns(self):
-        """The bias of this thread's columns: the same for every row, so it is loaded once."""
+        """The bias of this thread's columns, the same for every row; beyond the edge that of the last column."""
         bias = cute.make_rmem_tensor(self.chunk, Float32)
-        for j in cutlass.range_constexpr(self.chunk):
-            bias[j] = Float32(0)
-            if self.column + j < self.n:
-                bias[j] = self._element(self.operands.bias, Int64(self.column + j))
+        for j in range(self.chunk):
+            bias[j] = self._element(self.operands.bias, Int64(cutlass.min(self.column + j, self.n - 1)))
         return bias
 
     def _element(self, pointer, offset) -> Float32:
@@ -85,6 +87,8 @@ class SlabEpilogue:
     def store_rows(self, first: cutlass.Constexpr):
         """Finishes rows first .. first + 15 of the warp tile, which lie in the slab, and stores them."""
         cute.arch.sync_warp()
+        if cutlass.const_expr(self.late_bias and self._has_column_bias()):
+            self.bias = self._load_bias_columns()
         for p in cutlass.range_constexpr(self.passes):
             slab_row = self.lane_row + p * self.rows_per_pass
             row = self.row + first + slab_row

@@ -180,6 +180,11 @@ def test_what_the_kernel_does_not_take():
     for majors, name in (("nt", "A is M-major"), ("tt", "B is N-major")):
         problem = Problem.of(256, 256, 256, "fp32", majors=majors, precision="tf32")
         assert f"K-major only; {name}" in CUTE.check(config, problem, HOPPER)
+        assert f"not sm90, because WGMMA takes tf32 operands K-major only; {name}" in CUTE.passed_over(problem, HOPPER)
+        assert CUTE.default(problem, HOPPER).family == "sm80"
+    k_major = Problem.of(256, 256, 256, "fp32", precision="tf32")
+    assert CUTE.default(k_major, HOPPER).family == "sm90"
+    assert CUTE.passed_over(k_major, HOPPER) is None
     assert "TMA cannot load A" in CUTE.check(config, Problem.of(256, 256, 100, "bf16"), HOPPER)
     assert "TMA cannot load B" in CUTE.check(config, Problem.of(256, 100, 256, "bf16", majors="tt"), HOPPER)
 

@@ -298,7 +298,8 @@ class SlabStore:
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.columns = config.slab_columns
         self.strips = config.bn // self.columns
-        self.slabs = SlabEpilogue(python_types.SimpleNamespace(wn=self.columns), signature)  # type: ignore[arg-type]
+        strip: Any = python_types.SimpleNamespace(wn=self.columns)
+        self.slabs = SlabEpilogue(strip, signature, late_bias=True)
 
     def start(self, memory, group, thread) -> None:
         self.warp = thread // 32

@@ -126,7 +126,8 @@ def _attempt(t: Template, rng: random.Random, limits: Limits) -> Spec | None:
     if out is None and not (t.order == "row" and alignment(0, out_item, n) == t.aligns[2]):
         return None
     c, c_is_out = _c(t, shape, out, rng)
-    bias = _vector(t.bias, n, rng) if t.bias else None
+    # cutlass2x refuses a bias that its vector loads cannot take.
+    bias = _vector(t.bias, n, rng, step=8 if t.backend == "cutlass2x" else 1) if t.bias else None
     beta = _number(rng, zero=False) if t.c != "no" else 0.0
     values = rng.choice(VALUES) if rng.random() < 0.3 else "normal"
     layouts = {"a": a, "b": b, "c": c if beta != 0 else None, "bias": bias}
@@ -322,8 +323,8 @@ def _c(t: Template, shape: tuple[int, ...], out: Layout | None, rng: random.Rand
     return _aligned(dtype, flat, t.order != "row", item, rng), False
 
 
-def _vector(dtype: str, n: int, rng: random.Random) -> Layout:
-    return Layout(dtype, (n,), (rng.choice((1, 1, 1, 1, 0, 2)),), rng.randint(0, 9))
+def _vector(dtype: str, n: int, rng: random.Random, step: int = 1) -> Layout:
+    return Layout(dtype, (n,), (rng.choice((1, 1, 1, 1, 0, 2)),), rng.randint(0, 9) * step)
 
 
 def _specials(layouts: dict[str, Layout | None], rng: random.Random) -> tuple[tuple[str, tuple[int, ...], float], ...]:

@@ -190,13 +190,14 @@ def test_nothing_right_is_a_failure(monkeypatch, capsys, tmp_path):
 
 
 _INTERRUPTED = """
-import sys, time
+import signal, sys, time
 import torch
 from tests.tuning_fakes import FakeTimer, FakeCompiler, space
 from tests.unit.test_sweep_command import fake_gpus
 from tuning import sweep
 import pytest
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 timer = FakeTimer({})
 timer.after_check = lambda: (print("checking", flush=True), time.sleep(0.02))
 with pytest.MonkeyPatch.context() as patch:

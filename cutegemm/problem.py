@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 DTYPES = ("fp16", "bf16", "fp32")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
-MAX_EXTENT = 2**31 - 1
+MAX_EXTENT = 2**31 - 1025
+"""So that a kernel's indices fit 32 bits up to the end of the last tile, which a cluster rounds up to 1024 at most."""
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:

@@ -27,6 +27,7 @@ CASES = [
         ValueError,
         r"b: got a batch of 3, expected .* 2, or 1",
     ),
+    ("too large", (A[:1].expand(2**31 - 1024, 6), B), {}, ValueError, r"a, b: M is 2147482624; at most 2147482623"),
     ("meta device", (A.to("meta"), B.to("meta")), {}, ValueError, r"a: it is on meta, accepted are CUDA and CPU"),
     ("devices differ", (A, B.to("meta")), {}, ValueError, r"b: it is on meta, expected the device of a, cpu"),
     ("alpha tensor", (A, B), {"alpha": torch.ones(())}, TypeError, r"alpha: got Tensor, expected a Python float"),

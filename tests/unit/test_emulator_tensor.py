@@ -124,7 +124,8 @@ def padded(arrays: int, raw: bytes) -> bytes:
 
 
 INIT = (
-    "setp.eq.u32 %p1, tid, 0; @%p1 mbarrier.init.shared.b64 [s], 1; bar.sync 0; mov.u32 %r1, 0; add.u32 %r2, s, 1024;"
+    "setp.eq.u32 %p1, tid, 0; @%p1 mbarrier.init.shared.b64 [s], 1; @%p1 fence.mbarrier_init.release.cluster; "
+    "bar.sync 0; mov.u32 %r1, 0; add.u32 %r2, s, 1024;"
 )
 WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p2, [s], %r1; @!%p2 bra W;"
 
@@ -188,6 +189,9 @@ def test_bulk_load_without_its_wait_or_with_wrong_bytes():
             )
         with pytest.raises(e.NoProgress, match="bytes outstanding"):
             launch(map_kernel(load(2, 2048, expect=4096), 3), out, where, array, extra=extra, seed=seed)
+        unfenced = map_kernel(load(2, 2048).replace("@%p1 fence.mbarrier_init.release.cluster;", ""), 3)
+        with pytest.raises(e.MissingProxyFence, match=r"no fence\.mbarrier_init"):
+            launch(unfenced, out, where, array, extra=extra, seed=seed)
 
 
 FILL = ("add.u32 %r2, s, 1024; mov.u32 %r3, tid; L: setp.ge.u32 %p3, %r3, {words}; @%p3 bra X; "

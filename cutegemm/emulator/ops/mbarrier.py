@@ -49,6 +49,9 @@ class Mbarriers:
         self.phase = np.zeros((C, MBARRIERS), np.int64)
         self.init_at = np.zeros((C, MBARRIERS), np.int64)
         self.init_by = np.zeros((C, MBARRIERS), np.int64)
+        self.init_warp = np.zeros((C, MBARRIERS), np.int64)
+        #: whether the asynchronous proxy sees the initialization
+        self.fenced_for_tma = np.zeros((C, MBARRIERS), bool)
         self.waiters: list[Waiter] = []
         hb = wave.env.hb
         self.hb = hb
@@ -99,6 +102,12 @@ class Mbarriers:
     def name(self, cta: int, slot: int) -> str:
         at = self.offsets[slot] + SHARED_BASE
         return f"the mbarrier at {at:#x} of CTA {self.wave.env.cta_name(self.wave, cta)}"
+
+    def fence(self, X, mask) -> None:
+        """What the warps have initialized is seen by TMA from here on."""
+        warps = X.warp_of_lane.reshape(X.shape)[..., 0]
+        warps = warps if mask is None else warps[mask.any(-1)]
+        self.fenced_for_tma |= np.isin(self.init_warp, warps)
 
     # -- counts -----------------------------------------------------------------------------------------------
     def apply(self, cta, slot, arrivals, expect, done, who) -> None:
@@ -285,6 +294,8 @@ def mbar_init(X, I, mask, addr, count):
     m.expected[cta, slot] = m.pending[cta, slot] = n
     m.tx[cta, slot] = 0
     m.phase[cta, slot] = 0
+    m.init_warp[cta, slot] = _warp(X, lanes)
+    m.fenced_for_tma[cta, slot] = False
     X.wave.env.progressed = True
     if m.hb is not None:
         warp = _warp(X, lanes)

@@ -60,6 +60,7 @@ def fence_proxy_async(X, mask):
     hb = X.wave.env.hb
     if hb is not None:
         hb.proxy_fence(X, mask)
+    _fence_mbarriers(X, mask)
 
 
 @runtime
@@ -67,6 +68,13 @@ def fence_mbarrier_init(X, mask):
     hb = X.wave.env.hb
     if hb is not None:
         hb.init_fence(X, mask)
+    _fence_mbarriers(X, mask)
+
+
+def _fence_mbarriers(X, mask) -> None:
+    mbarriers = X.wave.env._mbarriers
+    if mbarriers is not None:
+        mbarriers.fence(X, mask)
 
 
 @emits("trap")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess
+from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess, MissingProxyFence
 from cutegemm.emulator.ops.bulk import (
     RING,
     check_map,
@@ -255,6 +255,9 @@ def _destinations(
                 f"a bulk copy on an mbarrier at {bar:#x} that is not "
                 f"initialized in CTA {wave.env.cta_name(wave, barrier_cta)}",
             )
+        if wave.env.hb is not None and not m.fenced_for_tma[barrier_cta, slot]:
+            fail(X, I, MissingProxyFence, lanes, e, f"{m.name(barrier_cta, slot)} counts a bulk copy, but no "
+                 "fence.mbarrier_init or fence.proxy.async stands behind its initialization")  # fmt: skip
         if to != barrier_cta:
             fail(
                 X,

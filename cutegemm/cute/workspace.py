@@ -7,7 +7,7 @@ lie over another's words.
     | zero ...      words of a launch | parts of a launch ...      |
 
 A graph may be replayed on any stream, beside anything, so a launch that is captured gets memory of its graph's own,
-whose words are cleared at every replay.
+whose words are cleared at every replay. Very large workspaces are not kept either: each launch gets memory of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch
 WORDS_STEP = 64 * 1024
 PARTS_STEP = 2 * 1024 * 1024
 """Sizes are rounded up to these, in bytes, so that small differences between problems do not move a workspace."""
+MOST_KEPT = 128 * 1024 * 1024
+"""Larger workspaces, in bytes, are not kept: the launch itself takes far longer than clearing words for it."""
 
 
 class _Kept(NamedTuple):
@@ -55,17 +57,19 @@ class Workspaces:
 
     def _take(self, words: int, parts: int, device: int, stream: int) -> tuple[Any, int]:
         kept = self._of.get((device, stream))
-        fits = kept is not None and kept.words >= words and kept.parts >= parts
+        if kept is not None and (kept.words < words or kept.parts < parts):
+            kept = None
         if _is_capturing():
-            borrowed = getattr(self._this_thread, "borrowed", None)
-            if borrowed is None or not fits:
-                memory = _allocate(words, parts)
-                return memory, memory.data_ptr()
-            assert kept is not None
-            borrowed.append(kept.memory)
-        elif not fits:
+            lent = getattr(self._this_thread, "lent", None)
+            if lent is None:
+                kept = None
+            elif kept is not None:
+                lent.append(kept.memory)
+        elif kept is None and words + parts <= MOST_KEPT:
             kept = self._grow(words, parts, device, stream)
-        assert kept is not None
+        if kept is None:
+            memory = _allocate(words, parts)
+            return memory, memory.data_ptr()
         return kept.memory, kept.parts_at - words
 
     def _grow(self, words: int, parts: int, device: int, stream: int) -> _Kept:
@@ -94,13 +98,13 @@ class Workspaces:
 
         Yields a list of what must be kept as long as the graph, which must never run beside others that use it.
         """
-        before = getattr(self._this_thread, "borrowed", None)
+        before = getattr(self._this_thread, "lent", None)
         lent: list[torch.Tensor] = []
-        self._this_thread.borrowed = lent
+        self._this_thread.lent = lent
         try:
             yield lent
         finally:
-            self._this_thread.borrowed = before
+            self._this_thread.lent = before
 
 
 def _current_device() -> int:

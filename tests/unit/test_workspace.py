@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cutegemm.cute import workspace
-from cutegemm.cute.workspace import PARTS_STEP, WORDS_STEP, Workspaces
+from cutegemm.cute.workspace import MOST_KEPT, PARTS_STEP, WORDS_STEP, Workspaces
 
 
 class Driver:
@@ -61,6 +61,15 @@ def test_a_larger_launch_gets_a_larger_workspace_for_good(driver):
     assert large.numel() == 2 * WORDS_STEP + 2 * PARTS_STEP
     assert address == large.data_ptr() + WORDS_STEP - 16
     assert spaces.take(16, 1024, 0)[0] is large
+
+
+def test_a_very_large_workspace_is_not_kept(driver):
+    spaces = Workspaces()
+    kept, _ = spaces.take(16, 1024, 0)
+    large, address = spaces.take(16, MOST_KEPT, 0)
+    assert address == large.data_ptr()
+    assert spaces.take(16, MOST_KEPT, 0)[0] is not large
+    assert spaces.take(16, 1024, 0)[0] is kept
 
 
 def test_streams_have_workspaces_of_their_own(driver):

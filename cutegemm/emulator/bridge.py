@@ -16,7 +16,6 @@ import ctypes
 import functools
 import logging
 import os
-import re
 import struct
 import sys
 import threading
@@ -270,9 +269,3 @@ def _duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def demangled(kernel: str, length: int = 60) -> str:
-    """A kernel's name, short enough to print."""
-    name = re.sub(r"^kernel_cutlass_(kernel_)?", "", kernel)
-    return name if len(name) <= length else f"{name[: length - 3]}..."

@@ -219,11 +219,6 @@ class Box:
         )
 
     @property
-    def warp_ids(self) -> np.ndarray:
-        """CTA position * W + warp of each warp of the box, flat."""
-        return self.cached("warps", lambda: self.warp_of_lane[:, :, 0].ravel())
-
-    @property
     def lane_ids(self) -> np.ndarray:
         return self.cached("lanes", lambda: np.broadcast_to(np.arange(32), self.shape))
 

@@ -283,7 +283,8 @@ def test_winners_nearby_inform_the_choice(store):
     assert "winner at 1024x1024x1024 nearby" in near.why
     far = plan.choose(Problem.of(8192, 8192, 8192, "fp16"), H200)
     assert str(far.config) != ODD
-    other = plan.choose(Problem.of(1024, 1152, 1024, "bf16"), H200)
+    assert str(plan.choose(Problem.of(1024, 1152, 1024, "bf16"), H200).config) == ODD
+    other = plan.choose(Problem.of(1024, 1152, 1024, "fp16", majors="tt"), H200)
     assert "nearby" not in other.why
 
 

@@ -1,0 +1,53 @@
+"""The tables of winners that come with the package."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cutegemm import arch, backend, plan, winners_table
+from cutegemm.problem import Problem
+from tests.unit.conftest import SHIPPED
+
+TABLES = sorted(SHIPPED.glob("winners-*.json"))
+ROWS = [row for path in TABLES for row in winners_table.load(path.read_text())]
+
+
+def problem_of(text: str) -> Problem:
+    """The problem of a row; the tables hold plain products of compact matrices, both K-major."""
+    found = re.match(r"(\d+)x(\d+)x(\d+) (\w+)->", text)
+    assert found
+    problem = Problem.of(int(found[1]), int(found[2]), int(found[3]), found[4])
+    assert str(problem) == text
+    return problem
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.problem.split()[0]} {row.config}")
+def test_a_row_is_valid_today(row):
+    assert row.ok
+    assert row.reference_seconds
+    gpu = arch.get(row.gpu)
+    assert gpu.sm_count == row.sm_count
+    kernels = backend.get(row.backend)
+    assert str(kernels.parse(row.config)) == row.config
+    assert kernels.check(kernels.parse(row.config), problem_of(row.problem), gpu) is None
+
+
+def test_each_table_is_named_for_its_gpu():
+    for path in TABLES:
+        assert {winners_table.table_name(row.gpu) for row in winners_table.load(path.read_text())} == {path.name}
+
+
+def test_the_choice_follows_the_table(monkeypatch):
+    monkeypatch.setattr(winners_table, "DATA", SHIPPED)
+    choice = plan.choose(Problem.of(4096, 4096, 4096, "bf16"), arch.get("H200"))
+    best = min((row for row in ROWS if row.problem.startswith("4096x4096x4096 bf16")), key=lambda row: row.seconds)
+    assert str(choice.config) == best.config
+    assert "shipped" in choice.why
+
+
+def test_fp16_takes_what_is_fast_in_bf16(monkeypatch):
+    monkeypatch.setattr(winners_table, "DATA", SHIPPED)
+    configs = [plan.choose(Problem.of(6144, 6144, 6144, dtype), arch.get("H200")).config for dtype in ("bf16", "fp16")]
+    assert configs[0] == configs[1]

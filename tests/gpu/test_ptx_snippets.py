@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ptx_snippets import BLOCK, SNIPPETS, data, differing, emulate, ptx
+from tests.ptx_snippet_table import SNIPPETS
+from tests.ptx_snippets import BLOCK, data, differing, emulate, ptx
 
 pytestmark = pytest.mark.gpu
 BLOCKS = 8

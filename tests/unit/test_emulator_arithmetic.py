@@ -7,7 +7,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.ptx_snippets import SNIPPETS, data, emulate, floats
+from tests.ptx_snippet_table import SNIPPETS
+from tests.ptx_snippets import data, emulate, floats
 
 BY_NAME = {s.name: s for s in SNIPPETS}
 

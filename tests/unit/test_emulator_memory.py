@@ -8,7 +8,8 @@ import pytest
 from cutegemm.emulator import Checks, Launch, Memory, Module, run
 from cutegemm.emulator import errors as e
 from cutegemm.emulator.ptx import Imm
-from tests.ptx_snippets import SNIPPETS, data, emulate
+from tests.ptx_snippet_table import SNIPPETS
+from tests.ptx_snippets import data, emulate
 from tests.unit.emulator_kernels import OWN_WORD, STORE, kernel, launch, output
 
 BY_NAME = {s.name: s for s in SNIPPETS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 
@@ -21,16 +20,14 @@ def winners_of(signature: Signature, arch: Arch, backend: str) -> list[tuple[tup
     fp16 and bf16 run alike, so that rows of one stand for the other too.
     """
     from cutegemm import winners, winners_table
-    from cutegemm.winners_fingerprint import is_fresh
 
-    if os.environ.get("CUTEGEMM_WINNERS", "") == "off":
+    if winners.switched_off():
         return []
-    own = [row for row in winners.Winners().rows() if row.kind != "family" and is_fresh(row)]
-    shipped = [row for rows in winners_table.shipped(arch.name, arch.sm_count).values() for row in rows]
+    shipped = (row for rows in winners_table.shipped(arch.name, arch.sm_count).values() for row in rows)
     found: dict[tuple[int, int, int], list[Measurement]] = {}
     here = (arch.name, arch.sm_count, backend)
     alike = {str(signature), _other_16_bit(str(signature))}
-    for row in (*shipped, *own):
+    for row in winners.deciding(winners.Winners().rows(), shipped):
         sizes = _SIZES.fullmatch(row.problem)
         if sizes and (row.gpu, row.sm_count, row.backend) == here and sizes[4] in alike:
             m, n, k = (int(size) for size in sizes.groups()[:3])

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
     from cutegemm.arch import Arch
     from cutegemm.problem import Problem
 
-__all__ = ["KINDS", "SCHEMA", "Measurement", "Winners", "WinnersWarning", "default_path", "lookup", "pick", "standing"]
+__all__ = [
+    "KINDS", "SCHEMA", "STALE_ORIGIN", "Measurement", "Winners", "WinnersWarning", "deciding", "default_path", "lookup",
+    "pick", "standing", "switched_off",
+]  # fmt: skip
 
 KINDS = ("final", "quick", "family")
 """How a row was measured. final: among the finalists of a sweep, in interleaved rounds. quick: in one heat of it.
 family: in a search of one ladder rung, which says nothing about other backends; it never decides what `gemm` runs.
 """
+STALE_ORIGIN = "shipped, measured with other kernel sources"
+"""`Measurement.origin` of a winner from a shipped table that is stale."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +171,29 @@ def pick(rows: Iterable[Measurement]) -> Measurement | None:
     return min(counted, key=lambda row: row.seconds or 0.0)
 
 
+def deciding(own: Iterable[Measurement], shipped: Iterable[Measurement]) -> list[Measurement]:
+    """The rows that may decide what `gemm` runs, for `pick`: the user's fresh ones, and behind them the shipped ones of
+    problems and configurations that the user did not measure.
+    """
+    from cutegemm.winners_fingerprint import is_fresh
+
+    fresh = [row for row in own if row.kind != "family" and is_fresh(row)]
+    measured = {(row.problem, row.backend, row.config) for row in fresh}
+    rest = (row for row in shipped if (row.problem, row.backend, row.config) not in measured)
+    return [*(row for row in rest if row.kind != "family"), *fresh]
+
+
+def switched_off() -> bool:
+    """Whether `CUTEGEMM_WINNERS` says that nothing measured counts."""
+    return os.environ.get("CUTEGEMM_WINNERS", "") == "off"
+
+
 def lookup(problem: Problem, arch: Arch) -> Measurement | None:
     """The winner of a problem on a GPU: fresh rows of the user's store over those of the shipped table.
 
     Remembered within the process, and read again when the file changes: some microseconds a call.
     """
-    if os.environ.get("CUTEGEMM_WINNERS", "") == "off":
+    if switched_off():
         return None
     return _reader().winner(arch.name, arch.sm_count, str(problem))
 
@@ -206,20 +228,10 @@ class _Reader:
         from cutegemm import winners_table
         from cutegemm.winners_fingerprint import is_fresh
 
-        own = [
-            row
-            for row in self._store.rows(problem)
-            if (row.gpu, row.sm_count) == (gpu, sm_count) and row.kind != "family" and is_fresh(row)
-        ]
-        measured = {(row.backend, row.config) for row in own}
-        shipped = [
-            row
-            for row in winners_table.shipped(gpu, sm_count).get(problem, ())
-            if (row.backend, row.config) not in measured
-        ]
-        best = pick([*shipped, *own])
+        own = (row for row in self._store.rows(problem) if (row.gpu, row.sm_count) == (gpu, sm_count))
+        best = pick(deciding(own, winners_table.shipped(gpu, sm_count).get(problem, ())))
         if best is not None and best.origin == "shipped" and not is_fresh(best):
-            best = replace(best, origin="shipped, measured with other kernel sources")
+            best = replace(best, origin=STALE_ORIGIN)
         return best
 
 

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from cutegemm import winners_table
-from cutegemm.winners import Measurement, Winners, pick, standing
+from cutegemm.winners import Measurement, Winners, deciding, pick, standing
 from cutegemm.winners_fingerprint import is_fresh
 
 STALE = "stale"
@@ -122,11 +122,8 @@ def winners(rows: Iterable[Measurement]) -> list[Measurement]:
     none, of the stale ones."""
     found = []
     for group in _by_problem(rows):
-        decide = [row for row in group if row.kind != "family"]
-        fresh = [row for row in decide if row.origin != "shipped" and is_fresh(row)]
-        measured = {(row.backend, row.config) for row in fresh}
-        shipped = [row for row in decide if row.origin == "shipped" and (row.backend, row.config) not in measured]
-        best = pick([*shipped, *fresh]) or pick(group)
+        own = (row for row in group if row.origin != "shipped")
+        best = pick(deciding(own, (row for row in group if row.origin == "shipped"))) or pick(group)
         if best is not None:
             found.append(best)
     return _in_order(found)

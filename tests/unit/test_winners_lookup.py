@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cutegemm
-from cutegemm import winners_fingerprint, winners_table
+from cutegemm import neighbours, winners_fingerprint, winners_table
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners, lookup
 from cutegemm.winners_fingerprint import cute_sources, fingerprint, is_fresh
@@ -98,6 +98,14 @@ def test_own_rows_win_over_shipped_ones(store, data):
     # A shipped configuration that the user found wrong never wins.
     store.record(row(FAST, None, verdict="wrong: 2 elements"), row(SLOW, None, verdict="wrong: 2 elements"))
     assert lookup(PROBLEM, H200) is None
+
+
+def test_own_rows_win_over_shipped_ones_nearby_too(store, data):
+    ship(data, row(FAST, 1e-6, fingerprint="other sources"))
+    store.record(row(SLOW, 2e-6))
+    assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((512, 512, 512), FAST)]
+    store.record(row(FAST, 3e-6))
+    assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((512, 512, 512), SLOW)]
 
 
 def test_a_shipped_row_of_other_kernels_says_so(store, data):

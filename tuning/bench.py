@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ from cutegemm import reference
 from cutegemm.arch import Arch
 from cutegemm.problem import Problem, torch_dtype
 from cutegemm.roofline import roofline
-from tuning import bench_report, suites, timing
+from tuning import bench_report, host_cost, suites, timing
 from tuning.bench_providers import NAMES, Cutegemm, NotServed, Prepared, Provider, make, versions
 from tuning.bench_report import Result
 
@@ -146,52 +145,28 @@ def compile_ahead(plan: Plan, providers: Sequence[Provider], arch: Arch, jobs: i
 
     What does not compile is left to say so when it is prepared.
     """
-    from tuning.sweep_candidates import Candidate
-    from tuning.sweep_compile import CompilePool
+    from tuning.prebuild import compile_all
 
-    begun = time.perf_counter()
-    wanted: dict[tuple[str, str, str], tuple[Any, Any]] = {}
-    for shape in plan.shapes:
-        problem = plan.problem(shape)
-        for provider in providers:
-            for backend, config in provider.kernels(problem, arch):
-                key = (backend, str(config), str(problem.signature))
-                wanted[key] = (problem.signature, Candidate(backend, config))
+    wanted = [
+        (problem.signature, backend, str(config))
+        for problem in map(plan.problem, plan.shapes)
+        for provider in providers
+        for backend, config in provider.kernels(problem, arch)
+    ]
     if not wanted:
         return 0, 0.0
-    with CompilePool(jobs) as pool:
-        sessions = []
-        for signature, candidate in wanted.values():
-            session = pool.session(signature, arch)
-            if not session.stored(candidate):
-                session.submit(candidate)
-                sessions.append(session)
-        for session in sessions:
-            while session.outstanding:
-                session.collect(1.0)
-    return len(sessions), time.perf_counter() - begun
+    count, seconds, _ = compile_all(wanted, arch, jobs)
+    return count, seconds
 
 
-def host_cost(calls: int = 100, rounds: int = 50) -> dict[str, float]:
+def eager_cost(calls: int = 100, rounds: int = 50) -> dict[str, float]:
     """Microseconds of host time of an eager 128^3 fp16 call, without a graph: the fastest of many rounds."""
     a, b = operands(Problem.of(128, 128, 128, "fp16"), 0)
-    best: dict[str, float] = {}
     todo: dict[str, Callable[[], object]] = {
         "torch.mm": lambda: torch.mm(a, b),
         "cutegemm.gemm": lambda: cutegemm.gemm(a, b),
     }
-    for _ in range(rounds):
-        for name, call in todo.items():
-            for _ in range(20):
-                call()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            took = (time.perf_counter() - start) / calls * 1e6
-            torch.cuda.synchronize()
-            best[name] = min(best.get(name, math.inf), took)
-    return best
+    return host_cost.measure(todo, calls, rounds)
 
 
 class _tf32:
@@ -300,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     before = timing.gpu_state()
     print(f"{before}; {versions(providers)}, CUDA {torch.version.cuda}")
     if options.host:
-        print(tabulate(host_cost().items(), headers=["eager 128^3 fp16", "host us a call"], floatfmt=".2f"))
+        print(tabulate(eager_cost().items(), headers=["eager 128^3 fp16", "host us a call"], floatfmt=".2f"))
         return 0
     plan = Plan(shapes, options.dtype, options.precision, options.majors, options.rounds)
     print(f"{plan.dtype} {plan.precision} {plan.majors}: {bench_report.METHOD}")

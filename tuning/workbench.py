@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -117,6 +116,7 @@ def host_cost(dtype: str, arch: Arch, config: LegacyConfig) -> str:
     import torch
 
     import cutegemm
+    from tuning.host_cost import measure
 
     bench = Workbench(64, 64, 64, dtype, arch)
     a, b = bench.inputs[0]
@@ -128,18 +128,4 @@ def host_cost(dtype: str, arch: Arch, config: LegacyConfig) -> str:
         "cutegemm.gemm": lambda: cutegemm.gemm(a, b, out=bench.d, backend="legacy", config=config),
         "torch.mm": lambda: torch.mm(a, b, out=bench.d),
     }
-    return ", ".join(f"{name} {_host_us(call):.1f} us" for name, call in calls.items())
-
-
-def _host_us(call: Callable[[], object], launches: int = 500) -> float:
-    import torch
-
-    best = float("inf")
-    for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(launches):
-            call()
-        best = min(best, (time.perf_counter() - start) / launches)
-    torch.cuda.synchronize()
-    return best * 1e6
+    return ", ".join(f"{name} {us:.1f} us" for name, us in measure(calls, calls=500, rounds=6).items())

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutegemm.cache_dir import cache_dir
 from cutegemm.errors import GemmError
 
 FORMAT = 1
@@ -188,7 +189,7 @@ class KernelStore:
             )
             yield
             return
-        except (OSError, NotImplementedError) as why:  # the latter where the file system has no locks
+        except (OSError, NotImplementedError) as why:  # filelock raises the latter where a file system has no locks
             if self._fallback is None:
                 self._fall_back(why)
             with self._lock:
@@ -230,12 +231,7 @@ class KernelStore:
 
 def default_root() -> Path:
     """`CUTEGEMM_CACHE_DIR`/kernels when that variable is set, else the user's cache directory."""
-    base = os.environ.get("CUTEGEMM_CACHE_DIR")
-    if base:
-        return Path(base).expanduser().absolute() / "kernels"
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("cutegemm", appauthor=False)) / "kernels"
+    return cache_dir() / "kernels"
 
 
 _default: KernelStore | None = None
@@ -276,8 +272,9 @@ def _remove_own(path: Path, owner: int) -> None:
 def _verified(path: Path, key: Mapping[str, Any]) -> Mapping[str, Any]:
     """The metadata of a trustworthy entry of this key. FileNotFoundError: no entry. ValueError: not to be trusted."""
     info = path.lstat()
-    for folder in (path.parent.parent, path.parent):
-        _check_private(folder, folder.stat() if folder == path.parent.parent else folder.lstat(), stat.S_ISDIR)
+    root, shard = path.parent.parent, path.parent
+    _check_private(root, root.stat(), stat.S_ISDIR)  # the root itself may be a link
+    _check_private(shard, shard.lstat(), stat.S_ISDIR)
     _check_private(path, info, stat.S_ISDIR)
     for file in path.iterdir():
         _check_private(file, file.lstat(), stat.S_ISREG)

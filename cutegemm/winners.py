@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cutegemm.cache_dir import cache_dir
 from cutegemm.winners_file import COLUMNS, SCHEMA, WinnersFile, WinnersWarning, insert
 
 if TYPE_CHECKING:
@@ -248,17 +249,6 @@ def _reader() -> _Reader:
     return reader
 
 
-_user_cache: Path | None = None
-
-
 def default_path() -> Path:
     """`CUTEGEMM_CACHE_DIR`/winners.sqlite3 when that variable is set, else in the user's cache directory."""
-    global _user_cache
-    base = os.environ.get("CUTEGEMM_CACHE_DIR")
-    if base:
-        return Path(base).expanduser().absolute() / "winners.sqlite3"
-    if _user_cache is None:
-        import platformdirs
-
-        _user_cache = Path(platformdirs.user_cache_dir("cutegemm", appauthor=False))
-    return _user_cache / "winners.sqlite3"
+    return cache_dir() / "winners.sqlite3"

@@ -18,8 +18,8 @@ from cutegemm import plan
 from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
 from cutegemm.problem import Problem
+from tuning.timing import Call, quick_seconds
 
-Call = Callable[[], object]
 Inputs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -175,7 +175,7 @@ class Operators:
                 artefact = self._compiled.get(key) or operator.compile(given[0])
                 self._compiled[key] = artefact
                 calls = [_operator_call(operator, arguments, artefact) for arguments in given]
-                taken = quick_seconds(calls)
+                taken = quick_seconds(calls, 4)
             except Exception as why:
                 reasons.append(f"{name}: {why}")
                 continue
@@ -198,21 +198,6 @@ def _one_of(problem: Problem, known: dict[str, str]) -> str:
     if problem.precision not in known:
         raise NotServed(f"precision {problem.precision!r} is not served")
     return known[problem.precision]
-
-
-def quick_seconds(calls: Sequence[Call], launches: int = 4) -> float:
-    """Seconds a call, the least of a few after a warm-up: good enough to choose among candidates."""
-    calls[0]()
-    torch.cuda.synchronize()
-    best = float("inf")
-    for i in range(launches):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        calls[i % len(calls)]()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) * 1e-3)
-    return best
 
 
 _MAKERS: dict[str, tuple[Callable[[], Provider], str, str]] = {

@@ -141,6 +141,22 @@ def _seconds_per_call(calls: Sequence[Call]) -> float:
     return max(start.elapsed_time(end) / 1e3 / len(calls), 1e-6)
 
 
+def quick_seconds(calls: Sequence[Call], launches: int) -> float:
+    """Seconds a call, the least of a few launches after a warm-up: good enough to choose among candidates."""
+    import torch
+
+    calls[0]()
+    best = float("inf")
+    for i in range(launches):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e-3)
+    return best
+
+
 def gpu_state() -> str:
     """One line: GPU name, driver, SM and memory clock, power draw and limit, temperature, as nvidia-smi says."""
     fields = "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"

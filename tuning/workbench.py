@@ -10,7 +10,7 @@ from cutegemm.arch import Arch
 from cutegemm.problem import Problem, torch_dtype
 from legacy_cuda.backend import BACKEND
 from legacy_cuda.config import LegacyConfig
-from tuning.timing import interleaved, rotation
+from tuning.timing import interleaved, quick_seconds, rotation
 
 if TYPE_CHECKING:
     import torch
@@ -90,19 +90,7 @@ class Workbench:
 
     def quick_seconds(self, config: LegacyConfig, launches: int = 3) -> float:
         """Seconds per launch, the least of a few: good enough to leave the slow half of a search space behind."""
-        import torch
-
-        calls = self.calls(config)
-        calls[0]()
-        best = float("inf")
-        for i in range(launches):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            calls[i % len(calls)]()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) * 1e-3)
-        return best
+        return quick_seconds(self.calls(config), launches)
 
     def measure(self, config: LegacyConfig, rounds: int) -> Row:
         """Checks, then times the configuration and cuBLAS in turn."""

@@ -244,25 +244,8 @@ def draw(rows: Sequence[Measured], path: str) -> None:
 
     Raises RuntimeError saying what to install when matplotlib is missing.
     """
-    from tuning.plot import _pyplot
+    from tuning.plot import Bar, plot_bars
 
-    pyplot = _pyplot()
-    sizes = sorted({row.size for row in rows})
-    names = list(dict.fromkeys(row.step.idea for row in rows))
-    figure, axes = pyplot.subplots(figsize=(11, 0.36 * len(names) * len(sizes) ** 0.5 + 2.0))
-    height = 0.8 / len(sizes)
-    for i, size in enumerate(sizes):
-        mine = [row for row in rows if row.size == size]
-        at = [names.index(row.step.idea) + (i - (len(sizes) - 1) / 2) * height for row in mine]
-        axes.barh(at, [row.tflops for row in mine], height=0.9 * height, label=f"{size}\u00b3")
-        for y, row in zip(at, mine, strict=True):
-            axes.text(row.tflops, y, f" {100 * row.ratio:.0f} %", va="center", fontsize=7)
-            if row.step.published is not None and size == 8192:
-                axes.plot([row.step.published] * 2, [y - height / 2, y + height / 2], color="black", linewidth=1.5)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("TFLOP/s, bf16 (share of cuBLAS beside the bar; black: published on an H100 SXM at 8192\u00b3)")
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    bars = [Bar(row.step.idea, row.size, row.tflops, row.ratio, row.step.published) for row in rows]
+    axis = "TFLOP/s, bf16 (share of cuBLAS beside the bar; black: published on an H100 SXM at 8192\u00b3)"
+    plot_bars(bars, axis, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,42 @@ def plot_ladder(rows: Sequence[Row], path: str | Path) -> None:
     """
     if not rows:
         raise ValueError("rows: nothing to draw")
-    pyplot = _pyplot()
-    sizes = sorted({row.problem.m for row in rows})
-    names = list(dict.fromkeys(label(row) for row in rows))
-    figure, axes = pyplot.subplots(figsize=(11, 0.34 * len(names) * max(len(sizes), 1) ** 0.5 + 2.2))
+    bars = [Bar(label(row), row.problem.m, row.tflops, row.ratio, row.config.spec.bar) for row in rows]
+    plot_bars(bars, "TFLOP/s (share of cuBLAS beside the bar; black: published bar at 8192\u00b3)", path)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A kernel at a square size. ratio: its speed over that of cuBLAS. mark: TFLOP/s of the line to compare it with."""
+
+    name: str
+    size: int
+    tflops: float
+    ratio: float
+    mark: float | None
+
+
+def plot_bars(bars: Sequence[Bar], axis: str, path: str | Path) -> None:
+    """A group of bars a name, in the order given, and a bar a size in it; the marks are drawn at 8192 only.
+
+    Raises RuntimeError saying what to install when matplotlib is missing.
+    """
+    pyplot = load_pyplot()
+    sizes = sorted({bar.size for bar in bars})
+    names = list(dict.fromkeys(bar.name for bar in bars))
+    figure, axes = pyplot.subplots(figsize=(11, 0.34 * len(names) * len(sizes) ** 0.5 + 2.2))
     height = 0.8 / len(sizes)
     for i, size in enumerate(sizes):
-        at = [names.index(label(row)) + (i - (len(sizes) - 1) / 2) * height for row in rows if row.problem.m == size]
-        mine = [row for row in rows if row.problem.m == size]
-        axes.barh(at, [row.tflops for row in mine], height=0.9 * height, label=f"{size}\u00b3")
-        for y, row in zip(at, mine, strict=True):
-            axes.text(row.tflops, y, f" {100 * row.ratio:.0f} %", va="center", fontsize=7)
-            if row.config.spec.bar is not None and size == 8192:
-                axes.plot([row.config.spec.bar] * 2, [y - height / 2, y + height / 2], color="black", linewidth=1.5)
+        mine = [bar for bar in bars if bar.size == size]
+        at = [names.index(bar.name) + (i - (len(sizes) - 1) / 2) * height for bar in mine]
+        axes.barh(at, [bar.tflops for bar in mine], height=0.9 * height, label=f"{size}\u00b3")
+        for y, bar in zip(at, mine, strict=True):
+            axes.text(bar.tflops, y, f" {100 * bar.ratio:.0f} %", va="center", fontsize=7)
+            if bar.mark is not None and size == 8192:
+                axes.plot([bar.mark] * 2, [y - height / 2, y + height / 2], color="black", linewidth=1.5)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("TFLOP/s (share of cuBLAS beside the bar; black: published bar at 8192\u00b3)")
+    axes.set_xlabel(axis)
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -50,7 +71,7 @@ def plot_bench(results: Sequence[Result], arch: Arch, path: str | Path, title: s
     timed = [result for result in results if result.us is not None]
     if not timed:
         raise ValueError("results: nothing was timed")
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     providers = list(dict.fromkeys(result.provider for result in timed))
     shapes = list(dict.fromkeys(result.shape for result in sorted(timed, key=lambda result: result.flops)))
     figure, (speed, ratios, roof) = pyplot.subplots(3, 1, figsize=(max(8.0, 0.45 * len(shapes) + 3), 13))
@@ -92,7 +113,8 @@ def _units(results: Sequence[Result]) -> set[str]:
     return {"tfloat32" if precision != "ieee" else by_dtype[dtype] for dtype, precision in kinds}
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files. Raises RuntimeError saying what to install when it is missing."""
     try:
         import matplotlib
     except ImportError as why:

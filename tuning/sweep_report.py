@@ -188,12 +188,12 @@ def plot(outcomes: Sequence[Outcome], arch: Arch, path: str | Path) -> None:
 
     Raises RuntimeError saying what to install when matplotlib is missing; ValueError when there is nothing to draw.
     """
-    from tuning.plot import _pyplot
+    from tuning.plot import load_pyplot
 
     drawn = [o for o in outcomes if o.winner is not None]
     if not drawn:
         raise ValueError("nothing was measured, so there is nothing to draw")
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(figsize=(max(6.0, 0.7 * len(drawn) + 2), 4.5))
     for place, outcome in enumerate(drawn):
         best = outcome.winner

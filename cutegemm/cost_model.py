@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem import ITEMSIZE
+from cutegemm.roofline import unit
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -256,10 +257,3 @@ class Model:
         heat = tiles * steps * self._energy_step + moved * self._energy_byte
         time = math.sqrt(math.sqrt(time**4 + heat**4))
         return time, rounds, depth, busy_rounds, memory, heat, self._fixed
-
-
-def unit(signature: Signature) -> str:
-    """The arithmetic unit that multiplies, as `Arch.peak` names it."""
-    if signature.dtype == "fp32":
-        return "float32" if signature.precision == "ieee" else "tfloat32"
-    return {"fp16": "float16", "bf16": "bfloat16"}[signature.dtype]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cutegemm.cute.tile_order import HILBERT_LEVELS
 from cutegemm.problem import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
 WGMMA_ROWS = 64
-HILBERT_TILES = 16
-"""Rows of tiles of a Hilbert block."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def order_rows(order: str) -> int:
     found = re.fullmatch(r"(?:g|serp)(\d+)", order)
     if found:
         return int(found[1])
-    return {"row": 1, "hilbert": HILBERT_TILES}.get(order, 64)
+    return {"row": 1, "hilbert": 1 << HILBERT_LEVELS}.get(order, 64)
 
 
 _DESCRIBE: dict[str, Callable[[Any, Signature, Arch], Footprint]] = {

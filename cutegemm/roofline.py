@@ -10,9 +10,7 @@ import math
 from dataclasses import dataclass
 
 from cutegemm.arch import Arch
-from cutegemm.problem import Problem
-
-_UNIT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+from cutegemm.problem import Problem, Signature
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,16 @@ class Roofline:
         return self.bound_s / seconds
 
 
+def unit(problem: Problem | Signature) -> str:
+    """The arithmetic unit that multiplies, as `Arch.peak` names it."""
+    if problem.dtype == "fp32":
+        return "float32" if problem.precision == "ieee" else "tfloat32"
+    return {"fp16": "float16", "bf16": "bfloat16"}[problem.dtype]
+
+
 def roofline(problem: Problem, arch: Arch) -> Roofline:
     """The bounds of `problem` on `arch`, every operand read once and D written once."""
-    unit = "tfloat32" if problem.precision != "ieee" else _UNIT[problem.dtype]
-    peak = arch.peak(unit) * 1e12
+    peak = arch.peak(unit(problem)) * 1e12
     intensity = problem.flops / problem.min_bytes if problem.min_bytes else 0.0
     return Roofline(
         problem.flops / peak, problem.min_bytes / arch.hbm_bytes_per_s, intensity, peak / arch.hbm_bytes_per_s

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from cutegemm.winners import KINDS, Measurement
 FORMAT = 1
 DATA = Path(__file__).parent / "data"
 
-_NAMES = tuple(field.name for field in fields(Measurement))
 _REQUIRED = ("gpu", "sm_count", "problem", "backend", "config", "fingerprint", "seconds", "verdict")
 _OPTIONAL = ("measured_at", "kind", "reference_seconds")
 
@@ -32,12 +31,7 @@ _OPTIONAL = ("measured_at", "kind", "reference_seconds")
 def dump(rows: Iterable[Measurement]) -> str:
     """The text of a table; `load` reads it back. Where a row came from is not kept."""
     columns = [*_REQUIRED, *_OPTIONAL]
-    places = [_NAMES.index(name) for name in columns]
-    lines = []
-    for row in rows:
-        values = astuple(row)
-        lines.append("  " + json.dumps([values[place] for place in places]))
-    body = ",\n".join(lines)
+    body = ",\n".join("  " + json.dumps([getattr(row, name) for name in columns]) for row in rows)
     return f'{{"format": {FORMAT}, "columns": {json.dumps(columns)},\n "rows": [\n{body}\n ]}}\n'
 
 

@@ -13,6 +13,7 @@ D of any dtype; C row-major of D's dtype, or a bias of D's dtype along its colum
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.cutlass2x import emit
@@ -137,7 +138,7 @@ class Cutlass2xBackend:
             raise ValueError(self.supports(problem, arch))
         splits = min(8, arch.sm_count // max(1, _tiles(last, problem)), problem.k // 1024)
         if problem.batch == 1 and splits > 1:
-            return Cutlass2xConfig(last.threadblock, last.warp, last.stages, last.instruction, last.swizzle, splits)
+            return replace(last, splits=splits)
         return last
 
     def parse(self, text: str) -> Cutlass2xConfig:

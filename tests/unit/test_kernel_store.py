@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -153,17 +154,20 @@ def test_processes_that_race_build_once(tmp_path):
     assert len(log.read_text().splitlines()) == 1
 
 
-def test_a_killed_builder_blocks_nobody(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    log = tmp_path / "log"
-    victim = context.Process(target=_slow_builder, args=(str(tmp_path / "s"), str(log)))
+def _kill_once_it_marked(target: Callable[[str, str], None], root: Path, mark: Path) -> None:
+    """Starts target(root, mark) in a process of its own and kills it as soon as the file `mark` is there."""
+    victim = multiprocessing.get_context("spawn").Process(target=target, args=(str(root), str(mark)))
     victim.start()
     deadline = time.monotonic() + 60
-    while not log.exists() and time.monotonic() < deadline:
+    while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     victim.join(60)
+
+
+def test_a_killed_builder_blocks_nobody(tmp_path):
+    _kill_once_it_marked(_slow_builder, tmp_path / "s", tmp_path / "log")
     assert KernelStore(tmp_path / "s").get_or_build(KEY, make).read("kernel.o") == b"code"
 
 
@@ -341,16 +345,7 @@ def test_threads_that_race_build_once(tmp_path):
 
 
 def test_a_builder_killed_while_it_writes_leaves_nothing_that_is_loaded(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    mark = tmp_path / "writing"
-    victim = context.Process(target=_stops_while_writing, args=(str(tmp_path / "s"), str(mark)))
-    victim.start()
-    deadline = time.monotonic() + 60
-    while not mark.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert victim.pid is not None
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.join(60)
+    _kill_once_it_marked(_stops_while_writing, tmp_path / "s", tmp_path / "writing")
     assert list((tmp_path / "s").glob("*/.new-*"))
     store = KernelStore(tmp_path / "s")
     assert store.get(KEY) is None

@@ -12,6 +12,7 @@ import cutegemm
 from cutegemm import plan, request
 from cutegemm.cutlass2x import BACKEND, build_many
 from cutegemm.errors import GemmError
+from tests import needs
 from tests.problems import Case
 
 pytest.importorskip("llvmlite", reason="the emulator needs llvmlite")
@@ -69,12 +70,7 @@ def kernels():
             known.get(key) for key in ("alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
         ))  # fmt: skip
         pairs.append((found.problem.signature, BACKEND.parse(config)))
-    try:
-        from cutegemm.cutlass2x import toolkit
-
-        toolkit.find()
-    except GemmError as why:
-        pytest.skip(str(why))
+    needs.cutlass2x()
     return build_many(list(dict.fromkeys(pairs)), plan.emulated_arch(), jobs=2)
 
 

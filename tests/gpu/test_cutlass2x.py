@@ -8,6 +8,7 @@ import torch
 import cutegemm
 from cutegemm.arch import Arch
 from cutegemm.errors import GemmError, UnsupportedError
+from tests import needs
 from tests.gpu import cutlass2x_cases
 from tests.problems import Case
 
@@ -18,12 +19,7 @@ GROUPS = ("published", "space", "majors", "alignment", "epilogue", "batch", "spl
 
 @pytest.fixture(scope="module")
 def groups():
-    from cutegemm.cutlass2x import toolkit
-
-    try:
-        toolkit.find()
-    except GemmError as why:
-        pytest.skip(str(why))
+    needs.cutlass2x()
     arch = Arch.of_device(0)
     found = cutlass2x_cases.specs(arch)
     cutlass2x_cases.build(found, arch)

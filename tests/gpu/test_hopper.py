@@ -7,6 +7,7 @@ import torch
 
 import cutegemm
 from cutegemm.problem import Problem
+from tests import needs
 from tests.problems import MAJORS, Case
 from tuning.ladder_hopper import STEPS
 
@@ -16,8 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def hopper():
     """Skips on any other architecture."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
+    needs.hopper()
 
 
 CONFIGS = [

@@ -14,6 +14,7 @@ import torch
 
 import cutegemm
 from cutegemm import reference
+from tests import needs
 from tests.problems import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -42,16 +43,7 @@ KINDS: dict[str, tuple[str, str | None, str, str | None]] = {
 def kind(request: pytest.FixtureRequest):
     """(dtype, call): `call` is gemm by the kernel named in the test's id. Frees the memory afterwards."""
     backend, config, dtype, precision = KINDS[request.param]
-    if config is not None and "sm90" in config and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    if backend == "cutlass2x":
-        from cutegemm.cutlass2x import toolkit
-        from cutegemm.errors import GemmError
-
-        try:
-            toolkit.find()
-        except GemmError as why:
-            pytest.skip(str(why))
+    needs.kernel(backend, config)
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < 60 * 2**30:
         pytest.skip("needs 60 GiB of free GPU memory")

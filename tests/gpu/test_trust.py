@@ -7,6 +7,7 @@ import torch
 
 import cutegemm
 from cutegemm import reference
+from tests import needs
 from tests.gpu.test_large import KINDS
 from tests.problems import DTYPES, Case, matrix
 
@@ -24,16 +25,7 @@ MORE = {
 def kernel(request: pytest.FixtureRequest):
     """(dtype, options of gemm) of a kernel."""
     backend, config, dtype, precision = {**KINDS, **MORE}[request.param]
-    if config is not None and "sm90" in config and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    if backend == "cutlass2x":
-        from cutegemm.cutlass2x import toolkit
-        from cutegemm.errors import GemmError
-
-        try:
-            toolkit.find()
-        except GemmError as why:
-            pytest.skip(str(why))
+    needs.kernel(backend, config)
     return DTYPES[dtype], {"backend": backend, "config": config, "precision": precision}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutegemm
+from tests import needs
 from tests.problems import Case
 
 pytestmark = [
@@ -21,8 +22,7 @@ PROBLEMS = {SPLIT: (256, 264, 16392), STREAM: (1600, 2048, 1032)}
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
+    needs.hopper()
 
 
 @pytest.mark.parametrize("config", [SPLIT, STREAM])

@@ -239,15 +239,22 @@ def _cast(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, An
     return cast(a), cast(b), cast(c), options
 
 
+def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The operands and every option of `gemm(a, b, c, **options)`, cast where autocast is on.
+
+    Raises TypeError for a name that `gemm` does not take.
+    """
+    known = runner.complete(options)
+    return _cast(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
+
+
 def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
     """Compiles (or loads) the kernel that `gemm` would use for these arguments, and runs nothing.
 
     Arguments and errors are those of `gemm`. Call it before capturing a CUDA graph. The kernels of a backward pass
     are prepared by running it once.
     """
-    known = runner.complete(options)
-    if _is_autocast_on():
-        a, b, c, known = _cast(a, b, c, known)
+    a, b, c, known = completed(a, b, c, options)
     _plan(_key_of(a, b, c, known), a, b, c, known)
 
 
@@ -256,7 +263,5 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
 
     Arguments and errors are those of `gemm`. Compiles the kernel when it was never used, and runs nothing.
     """
-    known = runner.complete(options)
-    if _is_autocast_on():
-        a, b, c, known = _cast(a, b, c, known)
+    a, b, c, known = completed(a, b, c, options)
     print(planning.describe(Call.of(a, b, c, known).plan()))

@@ -49,7 +49,8 @@ class Call:
 
     @classmethod
     def of(cls, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Call:
-        known = complete(options)
+        """The call `gemm(a, b, c, **options)`; `options` names every one of them."""
+        known = dict(options)
         backend, config = known.pop("backend"), known.pop("config")
         found = request.describe(a, b, c, **known)
         if known["out"] is not None:

@@ -72,21 +72,16 @@ def tune(
         backend named serves the problem. GemmError: nothing right was measured within the budget, the GPU cannot be
         used by another process, or a CUDA graph is being captured.
     """
-    import importlib
-
     import torch
 
     from cutegemm import runner
     from cutegemm.arch import Arch
+    from cutegemm.gemm import _memo, completed
 
     for name in ("backend", "config"):
         if name in options:
             raise TypeError(f"{name}: tune chooses it; backends= says where it looks")
-    calls = importlib.import_module("cutegemm.gemm")
-    known = runner.complete(options)
-    if torch._C._is_any_autocast_enabled():
-        a, b, c, known = calls._cast(a, b, c, known)
-    request = runner.Call.of(a, b, c, known).request
+    request = runner.Call.of(*completed(a, b, c, options)).request
     if request.device.type != "cuda":
         raise ValueError(f"a: got a tensor on {request.device}; tune times kernels on a CUDA device")
     if torch.cuda.is_current_stream_capturing():
@@ -95,7 +90,7 @@ def tune(
     found = search(
         request.problem, arch, request.device.index, budget=budget, backends=backends, jobs=jobs, progress=progress
     )
-    calls._memo.clear()
+    _memo.clear()
     return found
 
 

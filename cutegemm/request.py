@@ -21,6 +21,7 @@ from cutegemm.problem import (
     dtype_name,
 )
 
+ACCEPTED_DTYPES = "torch.float16, torch.bfloat16, torch.float32"
 FLT_MAX = 3.4028234663852886e38
 """The largest finite fp32 number."""
 
@@ -117,7 +118,7 @@ def _check_operands(a: Any, b: Any) -> str:
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
     dtype = dtype_name(a.dtype)
     if dtype is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {ACCEPTED_DTYPES}")
     if b.dtype != a.dtype:
         raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
     if b.device != a.device:
@@ -214,9 +215,8 @@ def _check_out(
     shape: tuple[int, ...],
     dtype: str,
 ) -> str:
-    accepted = "torch.float16, torch.bfloat16, torch.float32"
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or dtype_name(out_dtype) is None):
-        raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {accepted}")
+        raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {ACCEPTED_DTYPES}")
     if out is None:
         return dtype_name(out_dtype) or dtype if out_dtype is not None else dtype
     _check_tensor("out", out)
@@ -227,7 +227,7 @@ def _check_out(
         raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
     name = dtype_name(out.dtype)
     if name is None:
-        raise TypeError(f"out: got dtype {out.dtype}, accepted are {accepted}")
+        raise TypeError(f"out: got dtype {out.dtype}, accepted are {ACCEPTED_DTYPES}")
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
@@ -247,7 +247,7 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> st
         raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
     name = dtype_name(c.dtype)
     if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
+        raise TypeError(f"c: got dtype {c.dtype}, accepted are {ACCEPTED_DTYPES}")
     return name if beta != 0 else None
 
 
@@ -261,7 +261,7 @@ def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str | None:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
     name = dtype_name(bias.dtype)
     if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
+        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {ACCEPTED_DTYPES}")
     return name
 
 

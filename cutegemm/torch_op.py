@@ -15,8 +15,7 @@ from cutegemm import autograd, transforms
 from cutegemm.epilogue import ACTIVATIONS
 from cutegemm.gemm import _cast, compute
 from cutegemm.problem import dtype_name
-
-_ACCEPTED = "torch.float16, torch.bfloat16, torch.float32"
+from cutegemm.request import ACCEPTED_DTYPES
 
 _library = torch.library.Library("cutegemm", "DEF")
 _library.define(
@@ -61,7 +60,7 @@ def _fake_gemm(
 ):  # fmt: skip
     shape = _check(a, b, c, beta, bias, activation)
     if out_dtype is not None and dtype_name(out_dtype) is None:
-        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {_ACCEPTED}")
+        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {ACCEPTED_DTYPES}")
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
@@ -70,7 +69,7 @@ def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, c
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
     if dtype_name(out.dtype) is None:
-        raise TypeError(f"out: got dtype {out.dtype}, accepted are {_ACCEPTED}")
+        raise TypeError(f"out: got dtype {out.dtype}, accepted are {ACCEPTED_DTYPES}")
 
 
 def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
@@ -79,7 +78,7 @@ def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | Non
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
     if dtype_name(a.dtype) is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are {_ACCEPTED}")
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {ACCEPTED_DTYPES}")
     if b.dtype != a.dtype:
         raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
     torch._check_value(
@@ -109,7 +108,7 @@ def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | Non
             ) from None
     for name, tensor in (("c", c), ("bias", bias)):
         if tensor is not None and dtype_name(tensor.dtype) is None:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {ACCEPTED_DTYPES}")
     if bias is not None:
         if bias.dim() != 1:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")

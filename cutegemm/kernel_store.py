@@ -189,7 +189,7 @@ class KernelStore:
             )
             yield
             return
-        except (OSError, NotImplementedError) as why:  # filelock raises the latter where a file system has no locks
+        except (OSError, NotImplementedError) as why:  # some filelocks raise the latter for want of flock
             if self._fallback is None:
                 self._fall_back(why)
             with self._lock:

@@ -39,9 +39,7 @@ def linear(
     """
     try:
         if weight.dim() == 2 and (bias is None or bias.dim() == 1):
-            if x.dim() == 2:
-                return gemm(x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
-            if x.dim() == 3 and not _mergeable(x):
+            if x.dim() == 2 or (x.dim() == 3 and not _mergeable(x)):
                 return gemm(x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
             if x.dim() > 0:
                 rows = x.reshape(_extent(x), x.shape[-1])

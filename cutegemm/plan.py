@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -215,8 +216,6 @@ class PlanMemo:
     """Call description -> what runs it, for repeated calls. Bounded; a reader never waits."""
 
     def __init__(self, limit: int = 4096) -> None:
-        import threading
-
         self._limit = limit
         self._entries: dict[Any, Any] = {}
         self._lock = threading.Lock()

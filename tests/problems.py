@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 import cutegemm
-from cutegemm import reference
+from cutegemm import reference, request
+from cutegemm.problem import Problem
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MAJORS = ("tn", "tt", "nn", "nt")
@@ -70,6 +71,12 @@ class Case:
             if options.get(name) is True:
                 options[name] = torch.randn(shape, generator=generator, device=device).to(DTYPES[dtype])
         return cls(a, b, options)
+
+    def problem(self) -> Problem:
+        """What `gemm` would be asked to compute."""
+        known = {"alpha": 1.0, "beta": 0.0, **self.options}
+        names = ("c", "alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
+        return request.describe(self.a, self.b, *(known.get(name) for name in names)).problem
 
     def run(self, **backend: Any) -> reference.Verdict:
         """Computes into a poisoned result and checks it; raises AssertionError with the worst element."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from cutegemm import request
 from cutegemm.arch import Arch
 from cutegemm.cutlass2x import BACKEND, Cutlass2xConfig, build_many, published
 from cutegemm.problem import Problem, Signature
@@ -41,10 +40,7 @@ class Spec:
         self.case(seed).run(backend="cutlass2x", config=self.config)
 
     def kernel(self, arch: Arch) -> tuple[Signature, Cutlass2xConfig]:
-        case = self.case(0)
-        known = {"alpha": 1.0, "beta": 0.0, **case.options}
-        names = ("c", "alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
-        problem = request.describe(case.a, case.b, *(known.get(name) for name in names)).problem
+        problem = self.case(0).problem()
         config = BACKEND.parse(self.config) if self.config else BACKEND.default(problem, arch)
         return problem.signature, config
 

@@ -22,7 +22,6 @@ from cutegemm import arch as arch_table
 from cutegemm import backend
 from cutegemm.arch import Arch
 from cutegemm.cute.hopper_config import CLUSTERS
-from cutegemm.request import describe
 from tests.problems import Case
 
 CONFIGS = {
@@ -46,13 +45,10 @@ def hopper_configs() -> list[tuple[str, str, str | None]]:
     """(configuration, dtype, precision) of the Hopper kernel."""
     found: list[tuple[str, str, str | None]] = []
     for schedule, (cm, cn), split in product(_TILES, CLUSTERS, ("", "/k3", "/streamk")):
-        text = f"sm90/{_TILES[schedule]}/{schedule}/c{cm}x{cn}/s3/serp2"
-        if split != "/streamk":
-            text += split
         # Programmatic dependent launch in every other one: the sanitizer then sees both beginnings.
         pdl = "/pdl" if (cm + cn) % 2 else ""
         if schedule != "pp" or not split:
-            found.append((text + ("/streamk" if split == "/streamk" else "") + pdl, "bf16", None))
+            found.append((f"sm90/{_TILES[schedule]}/{schedule}/c{cm}x{cn}/s3/serp2{split}{pdl}", "bf16", None))
     found += [
         (f"sm90/{rest}", "fp16", None)
         for rest in (
@@ -98,22 +94,7 @@ def build(arch: Arch) -> int:
     """Compiles all kernels into the store, in parallel; returns 1 when one fails."""
     from tuning.prebuild import compile_all
 
-    wanted = []
-    for case, config in cases("cpu", arch.capability == (9, 0)):
-        given = case.options
-        problem = describe(
-            case.a,
-            case.b,
-            given.get("c"),
-            1.0,
-            given.get("beta", 0.0),
-            given.get("bias"),
-            given.get("activation"),
-            None,
-            given.get("out_dtype"),
-            given.get("precision"),
-        ).problem
-        wanted.append((problem.signature, "cute", config))
+    wanted = [(case.problem().signature, "cute", config) for case, config in cases("cpu", arch.capability == (9, 0))]
     count, seconds, failed = compile_all(wanted, arch)
     print(f"compiled {count} kernels in {seconds:.1f} s")
     for what, why in failed.items():

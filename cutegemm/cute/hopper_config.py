@@ -21,10 +21,10 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cutegemm.arch import Arch
 from cutegemm.cute import tile_order
@@ -33,6 +33,8 @@ from cutegemm.cute.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Problem, Signature
 
 WARPGROUP = 128
+BLOCK_ROWS = 64
+"""Rows of one WGMMA, and of D that a warpgroup stores at a time."""
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
@@ -58,6 +60,17 @@ _ACCEPTED = (
     "sm90/BMxBNxBK/coop1|coop2|coop3|pp|solo/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
     f"options {', '.join(OPTIONS)}"
 )
+
+
+def whole_tiles(tiles: Any, clusters: Any, smallest: Callable[[Any, Any], Any] = min) -> Any:
+    """How many tiles, from the first on, stream-K does not cut: all but the last whole wave and what is left beyond it.
+
+    With nothing left over, or fewer tiles than clusters, all of them. Arithmetic without branches, for plain integers,
+    or device integers with their own min.
+    """
+    left = tiles % clusters
+    cuts = smallest(left, 1) * smallest(tiles // clusters, 1)
+    return tiles - cuts * (left + clusters)
 
 
 @dataclass(frozen=True)
@@ -181,7 +194,7 @@ class HopperConfig:
             return 0
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
-            buffers = self.consumers * self.store_buffers * 64 * self.store_columns(itemsize) * itemsize
+            buffers = self.consumers * self.store_buffers * BLOCK_ROWS * self.store_columns(itemsize) * itemsize
             return buffers + self.bias_bytes(signature)
         return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
 
@@ -190,8 +203,8 @@ class HopperConfig:
         return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> tuple[int, ...]:
-        """What the host entry takes beyond sizes and strides: the number of clusters to launch, and without split-K a
-        null workspace.
+        """What the host entry takes beyond sizes and strides: the number of clusters to launch, and where no tile's K
+        is divided a null workspace.
         """
         works = self.works(problem)
         resident = resident_clusters(arch, self.cluster[0] * self.cluster[1])
@@ -213,7 +226,7 @@ class HopperConfig:
         works, parts = self.works(problem), self.splits
         if self.stream_k:
             clusters = resident_clusters(arch, self.cluster[0] * self.cluster[1])
-            works, parts = (0, 2) if works <= clusters or works % clusters == 0 else (clusters, 2)
+            works, parts = (0, 2) if whole_tiles(works, clusters) == works else (clusters, 2)
         if parts == 1 or works == 0:
             return 0, 0
         shares = works // self.splits * (self.cluster[0] * self.cluster[1] * self.consumers)
@@ -262,7 +275,8 @@ class HopperConfig:
         return self._tile_problem() or self._resource_problem(signature, arch)
 
     def _tile_problem(self) -> str | None:
-        if self.bm % (64 if self.ping_pong else 64 * self.consumers) or not 64 <= self.bm <= 256:
+        groups = 1 if self.ping_pong else self.consumers
+        if self.bm % (BLOCK_ROWS * groups) or not BLOCK_ROWS <= self.bm <= 256:
             return f"bm is {self.bm}; accepted are multiples of 64 a warpgroup, up to 256"
         if self.bn % 16 or not 16 <= self.bn <= 256:
             return f"bn is {self.bn}; accepted are multiples of 16 from 16 to 256 (the n of a WGMMA)"
@@ -274,7 +288,7 @@ class HopperConfig:
             return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
         if self.stream_k and (self.ping_pong or self.splits > 1 or not self.persistent):
             return "streamk takes persistent CTAs in a cooperative schedule, and no splits of K beside"
-        whole = self.cluster == (1, 1) and self.splits == 1 and "streamk" not in self.options
+        whole = self.cluster == (1, 1) and self.splits == 1 and not self.stream_k
         if (self.solo or "fat" in self.options) and not whole:
             return "solo and fat are lessons for clusters of one CTA that sums all of K"
         if self.bm // self.cluster[1] % 8 or self.bn // self.cluster[0] % 8:

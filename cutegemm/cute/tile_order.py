@@ -110,7 +110,8 @@ def _turned(number: Any, place: Any, length: Any) -> Any:
     return place + (number & 1) * (length - 1 - 2 * place)
 
 
-def _device_min(a: Any, b: Any) -> Any:
+def device_min(a: Any, b: Any) -> Any:
+    """The smaller of a device integer and an integer of either kind."""
     import cutlass
 
     return cutlass.min(a, cutlass.Int32(b))
@@ -122,7 +123,7 @@ class Grouped:
 
     group: int
 
-    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = _device_min) -> tuple:
+    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = device_min) -> tuple:
         return grouped(self.group, tile, tiles_m, tiles_n, smallest)
 
 
@@ -130,7 +131,7 @@ class Grouped:
 class Columns:
     """Column by column."""
 
-    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = _device_min) -> tuple:
+    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = device_min) -> tuple:
         column = tile // tiles_m
         return tile - column * tiles_m, column
 
@@ -141,7 +142,7 @@ class Serpentine:
 
     group: int
 
-    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = _device_min) -> tuple:
+    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = device_min) -> tuple:
         return serpentine(self.group, tile, tiles_m, tiles_n, smallest)
 
 
@@ -151,7 +152,7 @@ class Hilbert:
 
     levels: int = HILBERT_LEVELS
 
-    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = _device_min) -> tuple:
+    def coordinates(self, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = device_min) -> tuple:
         return hilbert(self.levels, tile, tiles_m, tiles_n, smallest)
 
 

@@ -10,8 +10,7 @@ import torch
 import cutegemm
 from cutegemm import arch as arch_table
 from cutegemm import plan
-from cutegemm.cute.hopper_config import HopperConfig
-from cutegemm.cute.kernels.hopper_stream import whole_tiles
+from cutegemm.cute.hopper_config import HopperConfig, whole_tiles
 from cutegemm.problem import Problem
 from tests.problems import Case
 

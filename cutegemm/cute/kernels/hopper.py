@@ -40,18 +40,16 @@ from cutlass.cute.runtime import make_ptr
 
 from cutegemm.cute import tile_order, types
 from cutegemm.cute.epilogue import Operands
-from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
+from cutegemm.cute.hopper_config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.kernels import hopper_mma
 from cutegemm.cute.kernels.base import Gemm
 from cutegemm.cute.kernels.hopper_epilogue import make_store
 from cutegemm.cute.kernels.hopper_fragment import FragmentStore
-from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip
+from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip, source_matrix
 from cutegemm.cute.kernels.hopper_solo import SoloRole
 from cutegemm.cute.kernels.hopper_split import SplitSum
 from cutegemm.cute.kernels.hopper_stream import PartJoin, Stretches
 from cutegemm.problem import Signature
-
-BLOCK_ROWS = 64
 
 
 class HopperGemm(SoloRole, Gemm):
@@ -339,12 +337,7 @@ class HopperGemm(SoloRole, Gemm):
         for work in cutlass.range(self.first_work, self.works, self.work_step, unroll=1):
             tile, first, count = self.part(work)
             row, column, matrix = self.place(tile)
-            matrix_a, matrix_b = matrix, matrix
-            # A matrix that serves the whole batch has batch stride 0.
-            if a_batch == 0:
-                matrix_a = Int32(0)
-            if b_batch == 0:
-                matrix_b = Int32(0)
+            matrix_a, matrix_b = source_matrix(matrix, a_batch), source_matrix(matrix, b_batch)
             k_tile, k_step = first, Int32(1)
             if cutlass.const_expr("zig" in config.options):  # noqa: SIM102
                 # Every other wave walks K backwards, and begins with the k tiles that the L2 cache still holds.

@@ -23,11 +23,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutegemm.cute import types
 from cutegemm.cute.config import SLAB_PAD, SLAB_ROWS
 from cutegemm.cute.epilogue import SlabEpilogue, activate
-from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
+from cutegemm.cute.hopper_config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.kernels import hopper_terms
 from cutegemm.problem import Signature
 
-BLOCK_ROWS = 64
 FIRST_NAMED_BARRIER = 1
 """Named barrier of consumer warpgroup 0; 0 is the CTA's own."""
 

@@ -26,7 +26,8 @@ from cutlass.cute.nvgpu.cpasync.copy import (
 )
 from cutlass.cute.nvgpu.warpgroup.mma import MmaTraits
 
-BLOCK_ROWS = 64
+from cutegemm.cute.hopper_config import BLOCK_ROWS
+
 K_BYTES = 32
 """Of an operand's row that one WGMMA reads."""
 

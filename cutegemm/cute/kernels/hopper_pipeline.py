@@ -40,6 +40,15 @@ def skip(stage: Int32, phase: Int32, count: Int32, stages: cutlass.Constexpr):
     return place - rounds * stages, phase ^ (rounds & 1)
 
 
+@cute.jit
+def source_matrix(matrix: Int32, batch_stride: Int64):
+    """Which matrix of an operand belongs to matrix number `matrix` of D: with stride 0 one serves the whole batch."""
+    source = matrix
+    if batch_stride == 0:
+        source = Int32(0)
+    return source
+
+
 class Ring:
     """The barriers of the ring, see the module docstring; `start` binds them to shared memory."""
 

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from cutegemm.cute.kernels.hopper_pipeline import advance
+from cutegemm.cute.kernels.hopper_pipeline import advance, source_matrix
 
 
 class SoloRole:
@@ -49,12 +49,7 @@ class SoloRole:
         for work in cutlass.range(self.first_work, self.works, self.work_step, unroll=1):
             tile, first, count = self.part(work)
             row, column, matrix = self.place(tile)
-            matrix_a, matrix_b = matrix, matrix
-            # A matrix that serves the whole batch has batch stride 0.
-            if a_batch == 0:
-                matrix_a = Int32(0)
-            if b_batch == 0:
-                matrix_b = Int32(0)
+            matrix_a, matrix_b = source_matrix(matrix, a_batch), source_matrix(matrix, b_batch)
             # WGMMA adds from the first k tile on: peeling it would take a second copy of the loads.
             accumulators.fill(0.0)
             warpgroup.fence()

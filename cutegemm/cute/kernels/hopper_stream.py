@@ -19,25 +19,17 @@ Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on th
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.epilogue import aligned
-from cutegemm.cute.hopper_config import WARPGROUP
+from cutegemm.cute.hopper_config import WARPGROUP, whole_tiles
 from cutegemm.cute.kernels.hopper_epilogue import FIRST_NAMED_BARRIER
+from cutegemm.cute.tile_order import device_min
 
 BATCH = 4
 """16-byte loads in flight a thread while parts are added: registers beside the accumulators are few."""
-
-
-def whole_tiles(tiles: Any, clusters: Any) -> Any:
-    """How many of the tiles, from the first on, are not cut; plain integers."""
-    if tiles % clusters == 0 or tiles < clusters:
-        return tiles
-    return (tiles // clusters - 1) * clusters
 
 
 class Stretches:
@@ -51,9 +43,7 @@ class Stretches:
 
     @cute.jit
     def _cut(self, tiles, clusters, cluster, k_tiles):
-        whole = tiles
-        if (tiles % clusters != 0) & (tiles > clusters):
-            whole = (tiles // clusters - 1) * clusters
+        whole = whole_tiles(tiles, clusters, device_min)
         before = (whole - cluster + clusters - 1) // clusters
         # total // clusters k tiles each, the first total % clusters one more: no product that could overflow.
         total = (tiles - whole) * k_tiles

@@ -23,10 +23,8 @@ from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute import types
 from cutegemm.cute.epilogue import aligned
-from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
+from cutegemm.cute.hopper_config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.problem import Signature
-
-BLOCK_ROWS = 64
 
 
 def make_bias(config: HopperConfig, signature: Signature) -> Any:

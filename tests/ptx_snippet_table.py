@@ -266,6 +266,17 @@ def _warp_level() -> list[Snippet]:
         "st.shared.b32 [%r3], a; bar.sync 0; atom.shared.add.u32 x, [%r3], b; "
             "atom.shared.cas.b32 y, [%r3], a, b; atom.shared.exch.b32 x, [%r3], x; "
         "red.shared.max.s32 [%r3], 5; atom.shared.inc.u32 y, [%r3], 77;")  # fmt: skip
+    # Sums of edge values in global memory, where f32 additions take subnormal numbers for zeros; the words between
+    # the outputs are made zero again.
+    both = "ld.global.f32 x, [%out]; ld.global.f32 y, [%out+8]; st.global.v4.b32 [%out], {0, 0, 0, 0};"
+    start = "mov.b32 %f1, a; mov.b32 %f2, b; st.global.v4.f32 [%out], {%f1, %f1, %f2, %f2}; "
+    for vector, adds in {
+        "f32": "red.relaxed.gpu.global.add.f32 [%out], %f2; red.relaxed.gpu.global.add.f32 [%out+8], %f2;",
+        "v2.f32": "red.relaxed.gpu.global.add.v2.f32 [%out], {%f2, %f1}; "
+        "red.relaxed.gpu.global.add.v2.f32 [%out+8], {%f2, %f1};",
+        "v4.f32": "red.relaxed.gpu.global.add.v4.f32 [%out], {%f2, %f1, %f2, %f1};",
+    }.items():
+        add(f"red.global.add.{vector}", "f32 f32", "f32 f32", f"{start}{adds} {both}", "float", "sm_90")
     add(
         "bar.red",
         "s32",

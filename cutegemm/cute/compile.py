@@ -186,7 +186,7 @@ class CuteKernel:
             _held, address = take(words, parts, stream)
             function(a, b, c, bias, d, alpha, beta, stream, *fixed, address)
 
-        chosen = launch_with_workspace if parts else launch
+        chosen = launch_with_workspace if words else launch
         if problem.k:
             return chosen
 
@@ -208,7 +208,7 @@ class CuteKernel:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
         arguments = (a, b, c, bias, d, alpha, beta, 0, *self._geometry(problem))
         words, parts = self._workspace_bytes(problem)
-        if not parts:
+        if not words:
             return self._host.capture(*arguments)
         import torch
 

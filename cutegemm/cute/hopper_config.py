@@ -15,7 +15,9 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`,
     OPTION     swap: multiply D^T = B^T A^T, so that BM runs along N and BN along M, for small M; the cluster likewise;
                once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch;
                zig: every other wave of tiles walks K backwards, over what the L2 cache still holds;
-               streamk: tiles that fill no wave are cut along K, so that all clusters have the same to do
+               streamk: tiles that fill no wave are cut along K, so that all clusters have the same to do;
+               arrival: splits of K are added up in the order of their arrival, which the L2 cache does: the result's
+               last bits are not the same each run, so that only a call that names it gets it
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
 TEACHING = ("even", "fat", "zero", "onebuf")
 """Options that undo a step of the ladder; no search considers them."""
-OPTIONS = ("swap", "once", "slab", "zig", "streamk", "pdl", *TEACHING)
+OPTIONS = ("swap", "once", "slab", "zig", "streamk", "arrival", "pdl", *TEACHING)
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Splits of K that the tuner and the heuristic use; every number up to 32 is valid."""
 
@@ -139,6 +141,11 @@ class HopperConfig:
         return "streamk" in self.options
 
     @property
+    def in_arrival_order(self) -> bool:
+        """Whether splits of K are added up as they come, so that a result's last bits vary."""
+        return "arrival" in self.options
+
+    @property
     def swapped(self) -> bool:
         return "swap" in self.options
 
@@ -209,7 +216,7 @@ class HopperConfig:
         works = self.works(problem)
         resident = resident_clusters(arch, self.cluster[0] * self.cluster[1])
         clusters = min(works, resident) if self.persistent else works
-        return (clusters,) if self.workspace_bytes(problem, arch)[1] else (clusters, 0)
+        return (clusters,) if self.workspace_bytes(problem, arch)[0] else (clusters, 0)
 
     def works(self, problem: Problem) -> int:
         """Cluster tiles of all matrices of the batch, times the splits of K."""
@@ -218,10 +225,11 @@ class HopperConfig:
         return -(-m // rows) * -(-n // columns) * problem.batch * self.splits
 
     def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
-        """(bytes of state words, bytes of fp32 parts) of a launch; (0, 0) where no tile's K is divided.
+        """(bytes that a launch takes and leaves zero, bytes of anything); (0, 0) where no tile's K is divided.
 
-        A warpgroup's part of a divided tile has a state word, and room for each split, or with stream-K for two. The
-        words must be 0 before the first launch, and are again 0 after each.
+        A warpgroup's part of a divided tile has a state word, which must be 0 and is again 0 after each launch, and
+        room in fp32 for each split, or with stream-K for two. In the order of arrival there is room for one, which
+        must be 0 as the words must.
         """
         works, parts = self.works(problem), self.splits
         if self.stream_k:
@@ -230,7 +238,8 @@ class HopperConfig:
         if parts == 1 or works == 0:
             return 0, 0
         shares = works // self.splits * (self.cluster[0] * self.cluster[1] * self.consumers)
-        return -(-shares * 8 // 16) * 16, shares * parts * self.group_rows * self.bn * 4
+        words, part = -(-shares * 8 // 16) * 16, shares * self.group_rows * self.bn * 4
+        return (words + part, 0) if self.in_arrival_order else (words, parts * part)
 
     def __str__(self) -> str:
         cm, cn = self.cluster
@@ -289,6 +298,8 @@ class HopperConfig:
         if self.stream_k and (self.ping_pong or self.splits > 1 or not self.persistent):
             return "streamk takes persistent CTAs in a cooperative schedule, and no splits of K beside"
         whole = self.cluster == (1, 1) and self.splits == 1 and not self.stream_k
+        if self.in_arrival_order and self.splits == 1:
+            return "arrival is an order of adding up splits of K, and there is 1; accepted with 2 to 32"
         if (self.solo or "fat" in self.options) and not whole:
             return "solo and fat are lessons for clusters of one CTA that sums all of K"
         if self.bm // self.cluster[1] % 8 or self.bn // self.cluster[0] % 8:

@@ -1,8 +1,8 @@
 """Workspaces of split-K and stream-K: one a CUDA stream, for all plans.
 
-Launches on a stream follow one another and leave their state words zero, so that one workspace serves them all; it
-grows to the largest. A launch's words end where its parts begin, at the same place for every launch: no launch's parts
-lie over another's words.
+Launches on a stream follow one another and leave their words zero, so that one workspace serves them all; it grows to
+the largest. A launch's words end where its parts begin, at the same place for every launch: no launch's parts lie over
+another's words. Words are all that must be zero before a launch: the state words, and parts that L2 atomics add to.
 
     | zero ...      words of a launch | parts of a launch ...      |
 

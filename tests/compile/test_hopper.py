@@ -102,6 +102,31 @@ def test_tf32(config):
     assert kernel.config.uses_tma_store(kernel.signature) == ("swap" not in config and "k4" not in config)
 
 
+@pytest.mark.parametrize(
+    "config",
+    ["sm90/128x128x64/coop2/c2x1/s5/row/k32/arrival/pdl", "sm90/192x96x64/coop3/c1x1/s4/row/k2/arrival"],
+)
+def test_split_k_in_the_order_of_arrival(config):
+    """The L2 cache adds whole vectors; one part a share, which must be zero as the state words must."""
+    kernel = build(config, epilogue=FULL)
+    check_instructions(kernel)
+    vectors = kernel.config.accumulators // 4
+    assert opcodes(kernel.cubin)["REDG.E.ADD.F32"] == kernel.ptx.count("red.relaxed.gpu.global.add.v4.f32") == vectors
+    problem = Problem.of(4096, 4096, 4096, "bf16")
+    in_order = CUTE.parse(config.replace("/arrival", ""))
+    words, parts = in_order.workspace_bytes(problem, HOPPER)
+    assert kernel.config.workspace_bytes(problem, HOPPER) == (words + parts // in_order.splits, 0)
+    assert not any(name.startswith("REDG") for name in opcodes(build(str(in_order), epilogue=FULL).cubin))
+
+
+def test_nothing_chooses_the_order_of_arrival():
+    assert not any(config.in_arrival_order for config in HopperConfig.space())
+    problem = Problem.of(256, 256, 65536, "bf16")
+    for config, splits in CUTE.candidates(problem.signature, HOPPER):
+        assert not config.in_arrival_order, splits
+    assert not CUTE.default(problem, HOPPER).in_arrival_order
+
+
 def test_wide_results_and_their_c():
     kernel = build("sm90/128x256x64/coop2/c2x1/s4/serp8", epilogue=FULL, out_dtype="fp32")
     assert kernel.config.uses_tma_store(kernel.signature)
@@ -126,6 +151,7 @@ def test_the_ladder(step):
         "sm90/64x64x64/coop1/c1x1/s8/serp3/once/slab",
         "sm90/64x16x64/coop1/c1x1/s8/row/swap/pdl",
         "sm90/128x128x64/coop2/c1x1/s5/hilbert/k8/pdl",
+        "sm90/64x16x64/coop1/c1x1/s5/row/k32/swap/arrival/pdl",
     ],
 )
 def test_the_text_form_is_read_back(text):
@@ -162,6 +188,8 @@ def test_text_that_is_no_configuration(text):
         ("sm90/128x128x64/coop2/c1x1/s1/row", "stages is 1"),
         ("sm90/128x128x64/coop2/c1x1/s4/row/k33", "33 splits"),
         ("sm90/128x128x64/pp/c1x1/s4/row/k2", "1 in ping-pong"),
+        ("sm90/128x128x64/coop2/c1x1/s4/row/arrival", "accepted with 2 to 32"),
+        ("sm90/128x128x64/coop2/c1x1/s4/row/streamk/arrival", "accepted with 2 to 32"),
         ("sm90/64x64x64/solo/c2x1/s1/row", "lessons for clusters of one CTA"),
         ("sm90/64x64x64/coop1/c1x1/s4/row/k2/fat", "lessons for clusters of one CTA"),
     ],

@@ -57,6 +57,8 @@ def hopper_configs() -> list[tuple[str, str, str | None]]:
             "128x16x64/coop2/c1x2/s3/g2/swap/pdl",
             "64x32x64/pp/c1x1/s3/g2/swap",
             "64x16x64/coop1/c1x1/s3/g2/k3/swap",
+            "128x64x64/coop2/c2x1/s3/g2/k3/arrival/pdl",
+            "64x16x64/coop1/c1x1/s3/g2/k5/swap/arrival",
             "64x64x64/solo/c1x1/s1/row/slab/fat",
             "128x64x64/coop2/c1x1/s3/row/even/fat/zero/onebuf",
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm import reference
 from cutegemm.problem import Problem
 from tests import needs
 from tests.problems import MAJORS, Case
@@ -162,6 +163,39 @@ def test_split_k_is_repeatable_on_any_stream(seed):
             results.append(cutegemm.gemm(case.a, case.b, out_dtype=torch.float32, backend="cute", config=config))
     torch.cuda.synchronize()
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "sm90/128x128x64/coop2/c2x1/s5/row/k16/arrival/pdl",
+        "sm90/64x64x64/coop1/c1x2/s8/row/k32/arrival",
+        "sm90/64x16x64/coop1/c1x1/s8/row/k5/swap/arrival/pdl",
+        "sm90/192x96x64/coop3/c1x1/s4/g8/k2/once/arrival",
+    ],
+)
+def test_split_k_in_the_order_of_arrival(config, seed):
+    """Launch after launch, shape after shape, and beside one that adds in order: each finds zeros and leaves them."""
+    common = {"seed": seed, "device": "cuda"}
+    epilogue = {"c": True, "beta": -1.5, "bias": True, "activation": "gelu", "batch": 2}
+    in_order = config.replace("/arrival", "")
+    for shape in SHAPES:
+        Case.random(*shape, "bf16", **common, out_dtype=torch.float32).run(backend="cute", config=config)
+        Case.random(*shape, "fp16", **common, **epilogue).run(backend="cute", config=config)
+        Case.random(*shape, "bf16", **common).run(backend="cute", config=in_order)
+    case = Case.random(256, 264, 16392, "bf16", **common, out_dtype=torch.float32)
+    for _ in range(20):
+        case.run(backend="cute", config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [cutegemm.gemm(case.a, case.b, out_dtype=torch.float32, backend="cute", config=config) for _ in range(3)]
+    want = reference.expected(case.a, case.b, out_dtype=torch.float32)
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        for out in outs:
+            verdict = reference.check(out, want)
+            assert verdict.ok, verdict.message
 
 
 def test_a_chain_of_dependent_launches_reads_finished_results(seed):

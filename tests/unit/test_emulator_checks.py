@@ -71,6 +71,7 @@ def test_shared_out_of_bounds():
         "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%d1];",
         "ld.global.u64 %d3, [%d1];",
         "st.global.v2.u32 [%d1], {tid, tid};",
+        "red.global.add.v4.f32 [%d1], {%f1, %f1, %f1, %f1};",
     ],
 )
 def test_misaligned(access):

@@ -131,6 +131,34 @@ def test_atomics_return_what_was_there():
     total = np.zeros(4, np.float32)
     launch(kernel("mov.f32 %f1, 0f3FC00000; red.global.add.v4.f32 [%d0], {%f1, %f1, %f1, %f1};"), total)
     assert (total == 96).all()
+    total = np.zeros(4, np.float32)
+    pair = "mov.f32 %f1, 0f3FC00000; mov.f32 %f2, 0f3F000000; "
+    launch(kernel(f"{pair} red.relaxed.gpu.global.add.v2.f32 [%d0+8], {{%f1, %f2}};"), total)
+    assert total.tolist() == [0, 0, 96, 32]
+
+
+def test_f32_additions_in_global_memory_take_subnormal_numbers_for_zeros():
+    """As the PTX ISA says of atom and red; 64 lanes one after the other, or a word each. Shared memory keeps them."""
+    tiny, least, odd = np.float32(2.0**-127), np.float32(2.0**-126), np.float32(1.5 * 2.0**-126)
+    add = "red.global.add.f32 [%d0], %f1;"
+    for body, start, want in (
+        (f"mov.f32 %f1, 0f00400000; {add}", 0.0, 0.0),
+        (f"mov.f32 %f1, 0f00800000; {add}", tiny, 64 * least),
+        (f"mov.f32 %f1, 0f80800000; {add}", odd, -63 * least),
+        (f"setp.eq.u32 %p1, tid, 0; mov.f32 %f1, 0f80800000; @%p1 {add}", odd, 0.0),
+    ):
+        total = np.array([start], np.float32)
+        launch(kernel(body), total)
+        assert total[0] == want
+    out = output(dtype=np.float32)
+    launch(
+        kernel(
+            f"{OWN_WORD} mov.f32 %f1, 0f00400000; st.shared.f32 [%r1], %f1; red.shared.add.f32 [%r1], %f1; "
+            f"ld.shared.b32 %r9, [%r1]; {STORE}"
+        ),
+        out,
+    )
+    assert (out == least).all()
 
 
 def test_remote_shared_memory_of_a_cluster():

@@ -53,6 +53,20 @@ def test_words_of_all_launches_end_where_all_parts_begin(driver):
         assert not memory[offset : offset + words].any()
 
 
+def test_a_launch_whose_parts_must_be_zero_has_words_only(driver):
+    """Its zeros lie where other launches have words, which they leave zero, and never parts."""
+    spaces = Workspaces()
+    spaces.take(48, 1024, 0)
+    memory, address = spaces.take(PARTS_STEP, 0, 0)
+    start = address - memory.data_ptr()
+    assert start % 16 == 0
+    assert not memory[start : start + PARTS_STEP].any()
+    assert memory.numel() == PARTS_STEP + PARTS_STEP
+    other, with_parts = spaces.take(48, 1024, 0)
+    assert other is memory
+    assert with_parts + 48 == address + PARTS_STEP
+
+
 def test_a_larger_launch_gets_a_larger_workspace_for_good(driver):
     spaces = Workspaces()
     small, _ = spaces.take(16, 1024, 0)

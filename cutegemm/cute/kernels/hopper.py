@@ -47,7 +47,7 @@ from cutegemm.cute.kernels.hopper_epilogue import make_store
 from cutegemm.cute.kernels.hopper_fragment import FragmentStore
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip, source_matrix
 from cutegemm.cute.kernels.hopper_solo import SoloRole
-from cutegemm.cute.kernels.hopper_split import SplitSum
+from cutegemm.cute.kernels.hopper_split import make_sum
 from cutegemm.cute.kernels.hopper_stream import PartJoin, Stretches
 from cutegemm.problem import Signature
 
@@ -77,8 +77,7 @@ class HopperGemm(SoloRole, Gemm):
         self.blocks = config.group_rows // BLOCK_ROWS
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
         if config.splits > 1:
-            store = FragmentStore(config, signature, self.block_step)
-            self.split_sum = SplitSum(config.splits, config.accumulators // 4, store)
+            self.split_sum = make_sum(config, FragmentStore(config, signature, self.block_step))
         self.stretches = Stretches()
         self.part_join = PartJoin(config.accumulators // 4)
 

@@ -16,6 +16,10 @@ abandoned before.
 Arriving is a release, seeing all arrived an acquire, both at GPU scope and by one thread; the warpgroup's barriers
 before and behind carry the order to the other 127. Whether a slice was abandoned before or after the last arrival is
 settled by the order of the operations on the word: an owner that finds all arrived keeps its slice.
+
+With the option `arrival` (`ArrivalSum`) the L2 cache adds: a share has one part for all splits, which add to it as they
+come and which is zero before the launch and after it. That writes as much and reads less, but fp32 sums depend on the
+order of their terms: the result's last bits differ from run to run. Such additions take subnormal numbers as zero.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.epilogue import aligned
-from cutegemm.cute.hopper_config import WARPGROUP
+from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
 from cutegemm.cute.kernels.hopper_epilogue import FIRST_NAMED_BARRIER
 
 POLLS = 24
@@ -35,10 +39,14 @@ VECTORS_IN_FLIGHT = 32
 
 
 class SplitSum:
-    """See the module docstring. `vectors` x 4 accumulators a thread make up a part; `store` takes the sums."""
+    """See the module docstring. `vectors` x 4 accumulators a thread make up a part; `store` takes the sums.
+
+    `kept` parts of a share lie in the workspace.
+    """
 
     def __init__(self, splits: int, vectors: int, store) -> None:
         self.splits = splits
+        self.kept = splits
         self.vectors = vectors
         self.store = store
         self.in_part = vectors * WARPGROUP
@@ -64,13 +72,19 @@ class SplitSum:
         """Leaves this split's accumulators in the workspace; returns the slices (bits) that this warpgroup adds up."""
         values = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.vectors)))
         for number in cutlass.range_constexpr(self.vectors):
-            vector = self._vector(share * self.splits + split, number * WARPGROUP + self.thread)
-            cute.autovec_copy(values[None, number], vector)
+            self._leave(values[None, number], share, split, number * WARPGROUP + self.thread)
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
         if self.thread == 0:
             self._answer(self._arrive(self.words + share, split))
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
         return self.answer[0]
+
+    def _leave(self, values, share, split, place) -> None:
+        """Brings four accumulators of this split into the workspace."""
+        cute.autovec_copy(values, self._vector(share * self.kept + split, place))
+
+    def _clear(self, share, place) -> None:
+        """After vector `place` of all parts of a share has been read."""
 
     def _answer(self, slices) -> None:
         self.answer[0] = slices
@@ -114,24 +128,50 @@ class SplitSum:
     @cute.jit
     def add_up(self, share, number, row, column, matrix, m, n, operands):
         """Adds up slice `number` of a share, whose first accumulator is (row, column) of D, and stores it."""
-        batch = max(VECTORS_IN_FLIGHT // self.splits, 1)
+        batch = max(VECTORS_IN_FLIGHT // self.kept, 1)
         for first in cutlass.range_constexpr(0, self.rounds, batch):
             count = min(batch, self.rounds - first)
-            loaded = cute.make_rmem_tensor((4, self.splits, count), Float32)
+            loaded = cute.make_rmem_tensor((4, self.kept, count), Float32)
             for i in cutlass.range_constexpr(count):
                 # Beyond the slice's end, its last vector is loaded and not stored.
                 place = cutlass.min(self._place(number, first + i), Int32(self.in_part - 1))
-                for split in cutlass.range_constexpr(self.splits):
-                    cute.autovec_copy(self._vector(share * self.splits + split, place), loaded[None, split, i])
+                for part in cutlass.range_constexpr(self.kept):
+                    cute.autovec_copy(self._vector(share * self.kept + part, place), loaded[None, part, i])
             for i in cutlass.range_constexpr(count):
                 total = cute.make_rmem_tensor(4, Float32)
                 total.store(loaded[None, 0, i].load())
-                for split in cutlass.range_constexpr(1, self.splits):
-                    total.store(total.load() + loaded[None, split, i].load())
+                for part in cutlass.range_constexpr(1, self.kept):
+                    total.store(total.load() + loaded[None, part, i].load())
                 place = self._place(number, first + i)
                 if (place < (number + 1) * self.in_slice) & (place < self.in_part):
+                    self._clear(share, place)
                     self.store.store(total, place, row, column, matrix, m, n, operands)
 
     def _place(self, number, turn: int):
         """Which vector of the part this thread adds up in its `turn`-th round."""
         return number * self.in_slice + (turn * WARPGROUP + self.thread)
+
+
+class ArrivalSum(SplitSum):
+    """The same with one part a share, to which all splits add in the order of their arrival."""
+
+    def __init__(self, splits: int, vectors: int, store) -> None:
+        super().__init__(splits, vectors, store)
+        self.kept = 1
+
+    def _leave(self, values, share, split, place) -> None:
+        # Relaxed: whoever reads the part has seen this split's arrival, a release after it.
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[self._vector(share, place).iterator.toint(), *(values[q] for q in range(4))],
+        )
+
+    def _clear(self, share, place) -> None:
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        cute.autovec_copy(zeros, self._vector(share, place))
+
+
+def make_sum(config: HopperConfig, store) -> SplitSum:
+    """The way of a configuration to add up its splits."""
+    return (ArrivalSum if config.in_arrival_order else SplitSum)(config.splits, config.owned_vectors, store)

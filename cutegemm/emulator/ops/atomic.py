@@ -1,8 +1,9 @@
 """atom and red, on global and shared memory: lanes take effect one after the other, in lane order of the wave.
 
 add, min, max, and, or, xor, exch, cas, inc and dec for 32 and 64-bit integers; add for f32, f64, f16, bf16, f16x2,
-bf16x2.
-Vector forms of red are taken element by element.
+bf16x2. As the PTX ISA has it, an f32 add on global memory takes subnormal numbers for zeros of their sign, in its
+operands and its result; on shared memory it does not.
+Vector forms of red are taken element by element; their address is a multiple of the whole vector.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from cutegemm.emulator.errors import DataRace
+from cutegemm.emulator.numerics import flush
 from cutegemm.emulator.ops.half import half_op
 from cutegemm.emulator.ops.loadstore import (
     SHIFT,
     active,
     address_code,
+    align_check,
     by_window,
     global_parts,
     shared_bytes,
@@ -46,12 +49,20 @@ def atom(g: Gen, i: Instr) -> None:
     addr = g.let(g.address(ops[0], address_code(space)))
     g.program.env.note_access(g, i, space, size)
     values = list(ops[1].items) if isinstance(ops[1], Vec) else [ops[1]]
+    if len(values) > 1:
+        g.line(f"vector_align(X, {g.me}, {addr}, {g.mask}, {size * len(values)})")
     other = g.src(ops[2], code) if len(ops) > 2 else "None"
     for k, value in enumerate(values):
         at = addr if k == 0 else f"({addr} + {g.constant(k * size, address_code(space))})"
         name = g.let(f"atomic(X, {g.me}, {space!r}, {at}, {g.mask}, {op!r}, {t!r}, {g.src(value, code)}, {other})")
         if not isinstance(dst, Sink):
             g.assign(dst, name, code)
+
+
+@runtime
+def vector_align(X, I, addr, mask, size):
+    lanes, (a,) = active(X, mask, addr)
+    align_check(X, I, a, size, lanes, "atomic access")
 
 
 @runtime
@@ -89,7 +100,8 @@ def atomic(X, I, space, addr, mask, op, t, value, other):
         for interval, which in global_parts(X, I, a, lanes, size, write=True):
             memory = interval.views[size].view(dtype)
             index = (a[which].view(np.int64) - interval.origin) >> SHIFT[size]
-            old[which] = apply(memory, index, op, t, v[which], None if o is None else o[which], I.name == "atom")
+            there = "f32 flushed" if t == "f32" and op == "add" else t
+            old[which] = apply(memory, index, op, there, v[which], None if o is None else o[which], I.name == "atom")
     if lanes is None:
         return old.reshape(X.shape)
     out.reshape(-1)[lanes] = old
@@ -102,7 +114,7 @@ def apply(memory, index, op, t, v, other, want_old) -> np.ndarray:
         old = memory[index].copy()
         memory[index] = step(op, t, old, v, other)
         return old
-    if not want_old and t not in ("f16", "bf16", "f16x2", "bf16x2"):
+    if not want_old and t not in ("f32 flushed", "f16", "bf16", "f16x2", "bf16x2"):
         ufunc = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
                  "xor": np.bitwise_xor}.get(op)  # fmt: skip
         if ufunc is not None:
@@ -127,6 +139,8 @@ def step(op, t, old, v, other):
     if op == "add":
         if t in ("f16", "bf16", "f16x2", "bf16x2"):
             return half_op("add", t.removesuffix("x2"), (), old, v)
+        if t == "f32 flushed":
+            return flush(flush(old) + flush(v))
         return old + v
     if op == "min":
         return np.fmin(old, v) if t in ("f32", "f64") else np.minimum(old, v)

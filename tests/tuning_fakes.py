@@ -138,6 +138,7 @@ class FakeCompiler:
         self._pending: list[tuple[float, Candidate]] = []
         self._free = [0.0] * workers
         self.submitted: list[tuple[str, str]] = []
+        self.before: list[tuple[str, str]] = []
         self.cancelled = False
 
     def stored(self, candidate: Candidate) -> bool:
@@ -149,6 +150,9 @@ class FakeCompiler:
         begin = max(self._free[worker], self._now())
         self._free[worker] = begin + self._seconds
         self._pending.append((self._free[worker], candidate))
+
+    def ahead(self, candidates) -> None:
+        self.before += [candidate.key for candidate in candidates]
 
     @property
     def outstanding(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +24,6 @@ Ranker = Callable[["Problem", "Arch", str], Sequence[tuple[float, Any]]]
 
 SAMENESS = 0.04
 """The n-th candidate with the same tile and schedule is taken as if it were estimated n times this much slower."""
-
-
 FAR = 0.1
 """A neighbour is taken as if it were estimated this much slower for every number or word that differs."""
 
@@ -75,39 +75,66 @@ class Frontier:
       their tile order or ring must not fill the first hundred places;
     - the one it likes best after correction by what was measured (`Correction`);
     - a neighbour of the fastest so far: corrected too, and with a text that differs in few numbers and words.
+
+    Backends share the compile time: the model compares their kernels less well than those of one. A backend whose
+    cheapest candidate is estimated `RIVAL` times as long as the cheapest of all, or whose first `TRIALS` were measured
+    that much slower than the best (`BEATEN`), waits until the others have no candidates left.
     """
+
+    RIVAL, TRIALS, BEATEN = 1.5, 6, 1.15
+    COMPILE_SECONDS: Mapping[str, float] = MappingProxyType({"cute": 1.0, "legacy": 1.0, "cutlass2x": 12.0})
+    """CPU time of one kernel, about."""
 
     def __init__(self, candidates: Iterable[Candidate], seeds: Iterable[Candidate] = ()) -> None:
         listed = list(candidates)
-        self._seeds = list({seed.key: seed for seed in seeds}.values())
         placed: dict[object, int] = {}
         weights: dict[tuple[str, str], float] = {}
         for candidate in listed:
             group = _group(candidate)
             weights[candidate.key] = candidate.estimate * (1 + SAMENESS * placed.get(group, 0))
             placed[group] = placed.get(group, 0) + 1
-        taken = {seed.key for seed in self._seeds}
         order = sorted(listed, key=lambda candidate: weights[candidate.key])
-        self._rest = {candidate.key: candidate for candidate in order if candidate.key not in taken}
-        self._weights = weights
+        self._rest: dict[str, dict[tuple[str, str], Candidate]] = {}
+        for candidate in order:
+            self._rest.setdefault(candidate.backend, {})[candidate.key] = candidate
+        cheapest = min((candidate.estimate for candidate in listed), default=0.0)
+        self._rivals = {
+            name for name, own in self._rest.items()
+            if min(candidate.estimate for candidate in own.values()) <= self.RIVAL * cheapest
+        }  # fmt: skip
+        self._spent = dict.fromkeys(self._rest, 0.0)
+        self._scores: dict[str, list[float]] = {name: [] for name in self._rest}
         self._correction = Correction(order)
-        for seed in self._seeds:
-            self._correction.drop(seed.key)
         self._best: tuple[float, Candidate] | None = None
         self._turn = 0
+        self._seeds: list[Candidate] = []
+        self.begin_with(seeds)
 
     def __len__(self) -> int:
-        return len(self._seeds) + len(self._rest)
+        return len(self._seeds) + sum(map(len, self._rest.values()))
+
+    def begin_with(self, seeds: Iterable[Candidate]) -> None:
+        """What to try before all else, in place of what was said before."""
+        self._seeds = list({seed.key: seed for seed in seeds}.values())
+        for seed in self._seeds:
+            self._rest.get(seed.backend, {}).pop(seed.key, None)
+            self._correction.drop(seed.key)
+
+    def first(self, count: int) -> list[Candidate]:
+        """Those that it would give next if nothing were measured meanwhile, none of them taken out; about."""
+        shares = [self._rest[name] for name in self._contenders()]
+        return [c for own in shares for c in itertools.islice(own.values(), -(-count // len(shares)))]
 
     def drop(self, key: tuple[str, str]) -> None:
         """Takes a candidate out, if it is there."""
-        self._rest.pop(key, None)
+        self._rest.get(key[0], {}).pop(key, None)
         self._correction.drop(key)
         self._seeds = [seed for seed in self._seeds if seed.key != key]
 
     def measured(self, score: float, candidate: Candidate) -> None:
         """Tells a result: a time, in the same unit for all; the smallest is the best."""
         self._correction.learn(candidate, score)
+        self._scores.setdefault(candidate.backend, []).append(score)
         if self._best is None or score < self._best[0]:
             self._best = (score, candidate)
 
@@ -115,16 +142,31 @@ class Frontier:
         """The next candidate, taken out; None when none is left."""
         if self._seeds:
             return self._seeds.pop(0)
-        if not self._rest:
+        contenders = self._contenders()
+        if not contenders:
             return None
+        name = min(contenders, key=lambda name: self._spent[name])
         chosen = None
         if self._best is not None and self._turn % 3:
-            chosen = self._correction.choose(self._best[1] if self._turn % 3 == 2 else None)
+            within = name if len(self._rest) > 1 else None
+            chosen = self._correction.choose(self._best[1] if self._turn % 3 == 2 else None, within)
         self._turn += 1
-        chosen = chosen or next(iter(self._rest.values()))
-        del self._rest[chosen.key]
+        chosen = chosen or next(iter(self._rest[name].values()))
+        self._spent[name] += self.COMPILE_SECONDS.get(name, 1.0)
+        del self._rest[name][chosen.key]
         self._correction.drop(chosen.key)
         return chosen
+
+    def _contenders(self) -> list[str]:
+        """The backends that take turns now."""
+        left = [name for name, own in self._rest.items() if own]
+        best = self._best[0] if self._best else 0.0
+
+        def beaten(name: str) -> bool:
+            own = self._scores[name]
+            return len(own) >= self.TRIALS and min(own) > self.BEATEN * best
+
+        return [name for name in left if name in self._rivals and not beaten(name)] or left
 
 
 class Correction:
@@ -142,6 +184,7 @@ class Correction:
         for candidate in candidates:
             rows.append([features.setdefault(word, len(features)) for word in _words(candidate)])
         self._candidates = candidates
+        self._backends: np.ndarray = np.array([candidate.backend for candidate in candidates])
         self._place = {candidate.key: number for number, candidate in enumerate(candidates)}
         self._gone: np.ndarray = np.zeros(len(rows), dtype=np.float32)  # infinite for those taken out
         self._matrix: np.ndarray = np.zeros((len(rows), len(features)), dtype=np.float32)
@@ -164,11 +207,15 @@ class Correction:
         if place is not None:
             self._gone[place] = np.inf
 
-    def choose(self, near: Candidate | None) -> Candidate | None:
-        """The best left by corrected estimate; with `near`, differing from it costs. None: too little is known."""
+    def choose(self, near: Candidate | None, backend: str | None = None) -> Candidate | None:
+        """The best left, of one backend if one is named, by corrected estimate; with `near`, differing from it costs.
+        None: too little is known, or none is left.
+        """
         if len(self._known) < self.ENOUGH:
             return None
         corrected = self._corrected() + self._gone
+        if backend is not None:
+            corrected = np.where(self._backends == backend, corrected, np.inf)
         if near is not None and near.key in self._place:
             mine = self._matrix[self._place[near.key]]
             corrected += FAR * (self._sums + mine.sum() - 2 * (self._matrix @ mine)) / 2

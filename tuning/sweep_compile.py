@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,6 +40,8 @@ class Compiler(Protocol):
 
     def submit(self, candidate: Candidate) -> None: ...
 
+    def ahead(self, candidates: Iterable[Candidate]) -> None: ...
+
     def collect(self, timeout: float) -> list[Done]: ...
 
     @property
@@ -59,7 +62,7 @@ class _Job:
 
 
 class CompilePool:
-    """Worker processes that several searches share.
+    """Worker processes that several searches share. What is compiled ahead of its search waits for all else.
 
     Args:
         jobs: workers at most; by default what `default_jobs` says.
@@ -70,6 +73,7 @@ class CompilePool:
         self.jobs = max(1, jobs or default_jobs())
         self._module = module
         self._waiting: deque[_Job] = deque()
+        self._later: deque[_Job] = deque()
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._children: set[Child] = set()
@@ -85,6 +89,7 @@ class CompilePool:
         with self._condition:
             self._closed = True
             self._waiting.clear()
+            self._later.clear()
             children = list(self._children)
             self._condition.notify_all()
         for child in children:
@@ -98,12 +103,12 @@ class CompilePool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: _Job, later: bool = False) -> None:
         with self._condition:
             if self._closed:
                 raise RuntimeError("the compile pool is closed")
-            self._waiting.append(job)
-            if self._idle < len(self._waiting) and len(self._threads) < self.jobs:
+            (self._later if later else self._waiting).append(job)
+            if self._idle < len(self._waiting) + len(self._later) and len(self._threads) < self.jobs:
                 thread = threading.Thread(target=self._work, name=f"compile-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -111,10 +116,10 @@ class CompilePool:
 
     def _cancel(self, done: queue.SimpleQueue) -> int:
         with self._condition:
-            kept = [job for job in self._waiting if job.done is not done]
-            dropped = len(self._waiting) - len(kept)
-            self._waiting = deque(kept)
-        return dropped
+            before = len(self._waiting) + len(self._later)
+            self._waiting = deque(job for job in self._waiting if job.done is not done)
+            self._later = deque(job for job in self._later if job.done is not done)
+            return before - len(self._waiting) - len(self._later)
 
     def _work(self) -> None:
         child: Child | None = None
@@ -142,9 +147,9 @@ class CompilePool:
         with self._condition:
             self._idle += 1
             try:
-                while not self._waiting and not self._closed:
+                while not (self._waiting or self._later or self._closed):
                     self._condition.wait()
-                return None if self._closed else self._waiting.popleft()
+                return None if self._closed else (self._waiting or self._later).popleft()
             finally:
                 self._idle -= 1
 
@@ -161,6 +166,7 @@ class CompileSession:
     def __init__(self, pool: CompilePool, signature: Signature, arch: Arch) -> None:
         self._pool, self._signature, self._arch = pool, signature, arch
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._ahead: queue.SimpleQueue[Done] = queue.SimpleQueue()  # nobody reads it
         self._outstanding = 0
 
     def stored(self, candidate: Candidate) -> bool:
@@ -170,6 +176,12 @@ class CompileSession:
     def submit(self, candidate: Candidate) -> None:
         self._outstanding += 1
         self._pool._submit(_Job(candidate, self._signature, self._arch, self._done))
+
+    def ahead(self, candidates: Iterable[Candidate]) -> None:
+        """Has those that are not stored compiled when no worker has anything else to do; nobody is told."""
+        for candidate in candidates:
+            if not self.stored(candidate):
+                self._pool._submit(_Job(candidate, self._signature, self._arch, self._ahead), later=True)
 
     @property
     def outstanding(self) -> int:
@@ -196,6 +208,7 @@ class CompileSession:
     def cancel(self) -> None:
         """Takes back what no worker has begun."""
         self._outstanding -= self._pool._cancel(self._done)
+        self._pool._cancel(self._ahead)
 
 
 def is_stored(candidate: Candidate, signature: Signature, arch: Arch) -> bool:

@@ -1,6 +1,6 @@
 """Configurations of the Hopper kernel: frozen, printable, valid by ONE function.
 
-The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`, for example
+The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN[xCK]/sSTAGES/ORDER[/kS][/OPTION...]`, for example
 
     sm90/128x256x64/coop2/c2x1/s4/hilbert
     sm90/128x192x64/pp/c1x2/s4/g8/pdl
@@ -9,6 +9,8 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN/sSTAGES/ORDER[/kS][/OPTION...]`,
     SCHEDULE   coopW: W consumer warpgroups share a tile by rows; pp: two warpgroups take tiles in turn (ping-pong);
                solo: one warpgroup loads and multiplies by itself, a lesson
     cCMxCN     cluster: CM x CN CTAs, neighbours along M and N, that share their loads by multicast
+    cCMxCNxCK  the same CK times, each for a part of K; what they sum is added up through distributed shared memory. A
+               CTA then computes one tile
     sSTAGES    depth of the ring of operand tiles
     ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
     kS         split-K: S CTAs sum a part of K each and share out adding the parts up, in their order
@@ -38,6 +40,10 @@ WARPGROUP = 128
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+CLUSTER_PARTS = (1, 2, 4)
+"""CTAs of a cluster that share out K."""
+CLUSTER_CTAS = 8
+"""At most; more are not portable between GPUs of compute capability 9.0."""
 BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
 TEACHING = ("even", "fat", "zero", "onebuf")
@@ -56,10 +62,10 @@ _RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
 """Shared memory for the ring beside the smallest epilogue."""
 
 _FORM = re.compile(
-    r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp|solo)/c(\d+)x(\d+)/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)"
+    r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp|solo)/c(\d+)x(\d+)(?:x(\d+))?/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)"
 )
 _ACCEPTED = (
-    "sm90/BMxBNxBK/coop1|coop2|coop3|pp|solo/cCMxCN/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
+    "sm90/BMxBNxBK/coop1|coop2|coop3|pp|solo/cCMxCN[xCK]/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
     f"options {', '.join(OPTIONS)}"
 )
 
@@ -88,6 +94,7 @@ class HopperConfig:
     order: str
     options: tuple[str, ...] = ()
     splits: int = 1
+    cluster_k: int = 1
 
     family: ClassVar[str] = "sm90"
 
@@ -123,7 +130,7 @@ class HopperConfig:
         """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
         if "even" in self.options:
             return None
-        if self.consumers == 2 and (self.accumulators >= 192 or self.splits > 1):
+        if self.consumers == 2 and (self.accumulators >= 192 or self.parts > 1):
             return 24, 240
         return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
 
@@ -133,8 +140,23 @@ class HopperConfig:
         return self.group_rows * self.bn // WARPGROUP
 
     @property
+    def cluster_ctas(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster[0] * self.cluster[1] * self.cluster_k
+
+    @property
+    def parts(self) -> int:
+        """Parts of K that different CTAs sum."""
+        return self.splits * self.cluster_k
+
+    @property
+    def owned_vectors(self) -> int:
+        """Vectors of 4 accumulators of a consumer thread whose sum its CTA takes of the cluster."""
+        return self.accumulators // 4 // self.cluster_k
+
+    @property
     def persistent(self) -> bool:
-        return "once" not in self.options
+        return "once" not in self.options and self.cluster_k == 1
 
     @property
     def stream_k(self) -> bool:
@@ -172,7 +194,7 @@ class HopperConfig:
         most = 192 if self.stages_c(signature) else 160
         return (
             "slab" not in self.options
-            and self.splits == 1
+            and self.parts == 1
             and signature.align_d >= 16
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
             and (c_dtype is None or (signature.align_c >= 16 and self.accumulators <= most))
@@ -195,9 +217,9 @@ class HopperConfig:
 
     def epilogue_bytes(self, signature: Signature) -> int:
         """Shared memory of the epilogue, which lives beside the ring: the next tile's loads run under the stores.
-        Split-K stores straight from registers.
+        Sums of parts of K are stored straight from registers.
         """
-        if self.splits > 1:
+        if self.parts > 1:
             return 0
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
@@ -214,8 +236,7 @@ class HopperConfig:
         is divided a null workspace.
         """
         works = self.works(problem)
-        resident = resident_clusters(arch, self.cluster[0] * self.cluster[1])
-        clusters = min(works, resident) if self.persistent else works
+        clusters = min(works, resident_clusters(arch, self.cluster_ctas)) if self.persistent else works
         return (clusters,) if self.workspace_bytes(problem, arch)[0] else (clusters, 0)
 
     def works(self, problem: Problem) -> int:
@@ -233,17 +254,17 @@ class HopperConfig:
         """
         works, parts = self.works(problem), self.splits
         if self.stream_k:
-            clusters = resident_clusters(arch, self.cluster[0] * self.cluster[1])
+            clusters = resident_clusters(arch, self.cluster_ctas)
             works, parts = (0, 2) if whole_tiles(works, clusters) == works else (clusters, 2)
         if parts == 1 or works == 0:
             return 0, 0
-        shares = works // self.splits * (self.cluster[0] * self.cluster[1] * self.consumers)
-        words, part = -(-shares * 8 // 16) * 16, shares * self.group_rows * self.bn * 4
+        shares = works // self.splits * (self.cluster_ctas * self.consumers)
+        words, part = -(-shares * 8 // 16) * 16, shares * self.group_rows * self.bn * 4 // self.cluster_k
         return (words + part, 0) if self.in_arrival_order else (words, parts * part)
 
     def __str__(self) -> str:
-        cm, cn = self.cluster
-        text = f"sm90/{self.bm}x{self.bn}x{self.bk}/{self.schedule}/c{cm}x{cn}/s{self.stages}/{self.order}"
+        cluster = "x".join(map(str, (*self.cluster, self.cluster_k)[: 2 if self.cluster_k == 1 else 3]))
+        text = f"sm90/{self.bm}x{self.bn}x{self.bk}/{self.schedule}/c{cluster}/s{self.stages}/{self.order}"
         return "/".join((text, *((f"k{self.splits}",) if self.splits > 1 else ()), *self.options))
 
     @classmethod
@@ -255,16 +276,17 @@ class HopperConfig:
     def parse(cls, text: str) -> HopperConfig:
         """The configuration of a text form; ValueError when the text is not one."""
         found = _FORM.fullmatch(text)
-        options = tuple(found[10].split("/")[1:]) if found else ()
+        options = tuple(found[11].split("/")[1:]) if found else ()
         known = tuple(option for option in OPTIONS if option in options)
         if not found or len(known) != len(options):
             raise ValueError(f"config: got {text!r}, accepted is {_ACCEPTED}")
-        bm, bn, bk, cm, cn, stages = (int(found[i]) for i in (1, 2, 3, 5, 6, 7))
+        bm, bn, bk, cm, cn, stages = (int(found[i]) for i in (1, 2, 3, 5, 6, 8))
         try:
-            tile_order.parse(found[8])
+            tile_order.parse(found[9])
         except ValueError as why:
             raise ValueError(f"config: {text!r} has no such {why}") from None
-        return cls(bm, bn, bk, found[4], (cm, cn), stages, found[8], known, int(found[9] or 1))
+        parts = int(found[10] or 1), int(found[7] or 1)
+        return cls(bm, bn, bk, found[4], (cm, cn), stages, found[9], known, *parts)
 
     def problem(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
@@ -297,7 +319,9 @@ class HopperConfig:
             return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
         if self.stream_k and (self.ping_pong or self.splits > 1 or not self.persistent):
             return "streamk takes persistent CTAs in a cooperative schedule, and no splits of K beside"
-        whole = self.cluster == (1, 1) and self.splits == 1 and not self.stream_k
+        if self.cluster_k != 1 and (why := self._cluster_sum_problem()):
+            return why
+        whole = self.cluster_ctas == 1 and self.splits == 1 and not self.stream_k
         if self.in_arrival_order and self.splits == 1:
             return "arrival is an order of adding up splits of K, and there is 1; accepted with 2 to 32"
         if (self.solo or "fat" in self.options) and not whole:
@@ -306,12 +330,29 @@ class HopperConfig:
             return f"tile {self.bm}x{self.bn} cannot be loaded in shares of whole 8 rows by a {self.cluster} cluster"
         return None
 
+    def _cluster_sum_problem(self) -> str | None:
+        """Why CTAs of a cluster cannot add up parts of K; see `kernels.hopper_cluster_sum`."""
+        if self.cluster_k not in CLUSTER_PARTS or self.cluster_ctas > CLUSTER_CTAS:
+            return (
+                f"a cluster has {self.cluster_ctas} CTAs, {self.cluster_k} along K; accepted are up to {CLUSTER_CTAS}, "
+                f"and {', '.join(map(str, CLUSTER_PARTS))} along K"
+            )
+        if self.ping_pong or self.stream_k:
+            return "clusters along K take a cooperative schedule and no streamk"
+        if self.accumulators // 4 % self.cluster_k:
+            return f"{self.accumulators} accumulators a thread; {self.cluster_k} CTAs along K share out vectors of 4"
+        return None
+
     def _resource_problem(self, signature: Signature, arch: Arch) -> str | None:
         limit = 96 if self.consumers == 3 else 208
         if self.accumulators > limit:
             return f"{self.accumulators} accumulators a thread; more than {limit} spill"
         if not (1 if self.solo else 2) <= self.stages <= 16:
             return f"stages is {self.stages}; accepted are 2 to 16, in solo 1 to 16"
+        received = self.bm * self.bn * 4 // self.cluster_k * (self.cluster_k - 1)
+        if received > self.stages * self.stage_bytes(signature):
+            ring = self.stages * self.stage_bytes(signature)
+            return f"{received} B of a tile's sums from the other CTAs along K do not fit into the ring of {ring} B"
         if self.smem_bytes(signature) > arch.smem_per_cta:
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
         return None

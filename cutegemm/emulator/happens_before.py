@@ -1,8 +1,9 @@
 """Races in shared memory, found by happens-before rather than by luck.
 
 **Agents** access shared memory: each warp, and per warp the asynchronous units that act on its behalf
-(cp.async, bulk stores, wgmma), and one per mbarrier for the bulk loads that complete on it. Time is one counter of the
-wave. Per *granule* of shared memory (the smallest access of the kernel, 1 to 16 bytes) the detector keeps when and
+(cp.async, bulk stores, wgmma), one per mbarrier for the bulk loads that complete on it, and one for its st.async.
+Time is one counter of the wave.
+Per *granule* of shared memory (the smallest access of the kernel, 1 to 16 bytes) the detector keeps when and
 by which agent it was last written, and when each agent last read it. Each warp w has a clock ``know[w][agent]``: up to
 what time the agent's accesses are known to have happened before what w does next. Barriers, mbarriers and waits for
 asynchronous groups pass that knowledge on. An access conflicts where an earlier one is not known; this
@@ -37,7 +38,7 @@ class HappensBefore(Findings):
         self.row = wave.smem_row // self.g  # granules per CTA
         granules = C * self.row
         uses = env.translation.uses
-        # agents of a CTA: W warps, then W of each asynchronous kind in use, then the mbarriers
+        # agents of a CTA: W warps, then W of each asynchronous kind in use, then the mbarriers, twice with st.async
         self.offset = {"warp": 0}
         at = W
         for kind in ("copy", "bulk", "wgmma"):
@@ -47,6 +48,9 @@ class HappensBefore(Findings):
         self.readers = at
         self.offset["mbarrier"] = at
         if "mbarrier" in uses:
+            at += MBARRIERS
+        if "remote store" in uses:
+            self.offset["remote store"] = at
             at += MBARRIERS
         self.A = at
         self.AA = self.A * wave.cluster_size
@@ -461,12 +465,15 @@ class HappensBefore(Findings):
         self.read_at[agent[:, None], where] = self.wave.now
         self.row_used[agent] = True
 
-    def proxy_write(self, X: Any, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int) -> None:
-        """A bulk load that warp (c, w) starts writes granules ``g`` of CTA ``cta`` and completes on its
-        mbarrier ``slot``.
+    def proxy_write(
+        self, X: Any, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int, kind: str = "mbarrier"
+    ) -> None:
+        """A bulk load that warp (c, w) starts, or its st.async (kind remote store), writes granules ``g`` of CTA
+        ``cta`` and completes on its mbarrier ``slot``.
         """
         g = g + cta * self.row
         know = self.know[c, w]
+        what = "a bulk copy" if kind == "mbarrier" else "an asynchronous store"
         if self.checks.races:
             by = self.wrote_by[g]
             ok = know[by] >= self.wrote_at[g]
@@ -479,7 +486,7 @@ class HappensBefore(Findings):
                     c,
                     w,
                     int(g[e]),
-                    "a bulk copy into shared memory that nothing orders after an earlier write",
+                    f"{what} into shared memory that nothing orders after an earlier write",
                     by=int(by[e]),
                 )
             used, rows = self.rows
@@ -494,11 +501,11 @@ class HappensBefore(Findings):
                         c,
                         w,
                         int(g[e]),
-                        "a bulk copy into shared memory that nothing orders after an earlier read",
+                        f"{what} into shared memory that nothing orders after an earlier read",
                         by=int(rows[r]),
                         was_read=True,
                     )
-        self.wrote(g, np.int16(self.wave.rank[cta] * self.A + self.offset["mbarrier"] + slot), I)
+        self.wrote(g, np.int16(self.wave.rank[cta] * self.A + self.offset[kind] + slot), I)
         self.atomic_write[g] = False
         if self.lanes is not None:
             self.lanes.wrote[g] = NOBODY

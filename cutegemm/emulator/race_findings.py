@@ -39,6 +39,9 @@ class Findings:
             at = self.offset.get(kind)
             if at is not None and at <= local < at + self.W:
                 return f"{what} warp {local - at} of CTA {cta}"
+        at = self.offset.get("remote store")
+        if at is not None and local >= at:
+            return f"an st.async that completes on mbarrier {local - at} of CTA {cta}"
         return f"a bulk load that completes on mbarrier {local - self.offset['mbarrier']} of CTA {cta}"
 
     def report_read(self, X, I, g, n, warps, when, by, ok, lanes, proxy) -> None:

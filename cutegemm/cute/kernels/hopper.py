@@ -19,7 +19,8 @@ issued. The first WGMMA of a tile overwrites the accumulators.
 In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loads a share and multicasts it to the
 row, and likewise B along the columns. So every CTA's full barrier counts whole tiles, whoever sent them.
 
-With split-K a tile's k tiles are divided among several works, each for whatever CTA takes it; see `hopper_split`.
+With split-K a tile's k tiles are divided among several works, each for whatever CTA takes it; see `hopper_split`. In a
+cluster along K they are divided among CTAs that meet in shared memory; see `hopper_cluster_sum`.
 
 The epilogue adds C and the bias where the accumulators are and stores by TMA wherever D allows (`hopper_epilogue`).
 
@@ -43,6 +44,7 @@ from cutegemm.cute.epilogue import Operands
 from cutegemm.cute.hopper_config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.kernels import hopper_mma
 from cutegemm.cute.kernels.base import Gemm
+from cutegemm.cute.kernels.hopper_cluster_sum import ClusterSum
 from cutegemm.cute.kernels.hopper_epilogue import make_store
 from cutegemm.cute.kernels.hopper_fragment import FragmentStore
 from cutegemm.cute.kernels.hopper_pipeline import Ring, Turns, advance, skip, source_matrix
@@ -65,7 +67,7 @@ class HopperGemm(SoloRole, Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         self.a_k_major, self.b_k_major = reversed(k_major) if config.swapped else k_major
-        self.cluster_size = config.cluster[0] * config.cluster[1]
+        self.cluster_size = config.cluster_ctas
         readers = 1 if config.ping_pong else config.consumers
         self.ring = Ring(
             config.stages, config.stage_bytes(signature), readers, config.cluster, every_thread="fat" in config.options
@@ -76,8 +78,11 @@ class HopperGemm(SoloRole, Gemm):
         # A warpgroup's blocks of 64 rows lie apart by those of its fellows.
         self.blocks = config.group_rows // BLOCK_ROWS
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
-        if config.splits > 1:
-            self.split_sum = make_sum(config, FragmentStore(config, signature, self.block_step))
+        if config.parts > 1:
+            fragments = FragmentStore(config, signature, self.block_step)
+            self.cluster_sum = ClusterSum(config, fragments)
+            if config.splits > 1:
+                self.split_sum = make_sum(config, self.cluster_sum if config.cluster_k > 1 else fragments)
         self.stretches = Stretches()
         self.part_join = PartJoin(config.accumulators // 4)
 
@@ -210,6 +215,12 @@ class HopperGemm(SoloRole, Gemm):
         block = cute.arch.block_idx()[0]
         rank = block % self.cluster_size
         self.cluster_row, self.cluster_column = rank % config.cluster[0], rank // config.cluster[0]
+        first = None
+        if cutlass.const_expr(config.cluster_k > 1):
+            plane = config.cluster[0] * config.cluster[1]
+            self.cluster_column = self.cluster_column % config.cluster[1]
+            self.k_rank = rank // plane
+            first = self.k_rank * plane
         self.cluster = block // self.cluster_size
         self.tiles_m, self.tiles_n = tiles_m, tiles_n
         # This cluster's works: a tile each, or one of its splits, or with stream-K an item of its stretch.
@@ -227,9 +238,10 @@ class HopperGemm(SoloRole, Gemm):
         ring_bytes = config.stages * config.stage_bytes(self.signature)
         epilogue_memory = memory + ring_bytes
         barriers = epilogue_memory + config.epilogue_bytes(self.signature)
-        self.ring.start(barriers, self.cluster_row, self.cluster_column)
+        self.ring.start(barriers, self.cluster_row, self.cluster_column, first)
         self.turns.start(barriers + 2 * config.stages * 8)
         scratch = barriers + 2 * config.stages * 8 + 16
+        meeting = scratch + 16
         shared_a = self._shared(memory, config.bm, self.a_k_major)
         shared_b = self._shared(
             memory + config.stages * config.bm * config.bk * self.itemsize, config.bn, self.b_k_major
@@ -242,6 +254,8 @@ class HopperGemm(SoloRole, Gemm):
                 self.ring.initialize()
                 if cutlass.const_expr(config.ping_pong):
                     self.turns.initialize()
+                if cutlass.const_expr(config.cluster_k > 1):
+                    self.cluster_sum.initialize(meeting)
             cute.arch.mbarrier_init_fence()
         self._meet()
         if cutlass.const_expr("pdl" in config.options):
@@ -266,17 +280,22 @@ class HopperGemm(SoloRole, Gemm):
                 if cutlass.const_expr(config.stream_k):
                     cuts = clusters * (self.cluster_size * config.consumers)
                     self.part_join.start(workspace, cuts, scratch, group, thread % WARPGROUP)
+                if cutlass.const_expr(config.cluster_k > 1):
+                    self.cluster_sum.start(memory, meeting, rank, group, thread % WARPGROUP)
                 if cutlass.const_expr(config.splits > 1):
                     shares = self.works // config.splits * (self.cluster_size * config.consumers)
                     self.split_sum.start(workspace, shares, scratch, group, thread % WARPGROUP)
-                else:
+                elif cutlass.const_expr(config.cluster_k == 1):
                     self.start_store(atom_d, tensor_d, epilogue_memory, group, thread)
                 self.consume(shared_a, shared_b, group, thread)
-                if cutlass.const_expr(config.splits == 1):
+                if cutlass.const_expr(config.parts == 1):
                     self.rows_out.finish()
         if cutlass.const_expr(self.cluster_size > 1):
             # A CTA must not go while its neighbours may still send to it or arrive at its barriers.
-            cute.arch.cluster_arrive()
+            if cutlass.const_expr(config.cluster_k > 1):
+                cute.arch.cluster_arrive_relaxed()
+            else:
+                cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     def start_store(self, atom_d, tensor_d, memory, group, thread) -> None:
@@ -287,7 +306,9 @@ class HopperGemm(SoloRole, Gemm):
     def _meet(self) -> None:
         """All threads of the cluster see the barriers initialized."""
         if self.cluster_size > 1:
-            cute.arch.cluster_arrive()
+            # What a relaxed arrival leaves out, the fence of the initialization has done.
+            arrive = cute.arch.cluster_arrive_relaxed if self.config.cluster_k > 1 else cute.arch.cluster_arrive
+            arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -312,11 +333,13 @@ class HopperGemm(SoloRole, Gemm):
         tile, first, count = work, Int32(0), self.all_k_tiles
         if cutlass.const_expr(self.config.stream_k):
             tile, first, count = self.stretches.item(work)
-        elif cutlass.const_expr(self.config.splits > 1):
+        elif cutlass.const_expr(self.config.parts > 1):
             tile = work // self.config.splits
-            split = work - tile * self.config.splits
-            first = split * self.all_k_tiles // self.config.splits
-            count = (split + 1) * self.all_k_tiles // self.config.splits - first
+            part = work - tile * self.config.splits
+            if cutlass.const_expr(self.config.cluster_k > 1):
+                part = part * self.config.cluster_k + self.k_rank
+            first = part * self.all_k_tiles // self.config.parts
+            count = (part + 1) * self.all_k_tiles // self.config.parts - first
         if (count == 0) | (self.all_k_tiles == 0):
             first = self.all_k_tiles + 1
             count = Int32(1)
@@ -330,6 +353,8 @@ class HopperGemm(SoloRole, Gemm):
         # CTAs (row, *) receive this CTA's share of A, CTAs (*, column) that of B; rank = row + CM * column.
         mask_a = Int32(sum(1 << (cm * column) for column in range(cn))) << self.cluster_row
         mask_b = Int32((1 << cm) - 1) << (cm * self.cluster_column)
+        if cutlass.const_expr(config.cluster_k > 1):
+            mask_a, mask_b = mask_a << (cm * cn * self.k_rank), mask_b << (cm * cn * self.k_rank)
         source_a, target_a = self._partition(atom_a, tensor_a, shared_a, config.bm, self.cluster_column, cn)
         source_b, target_b = self._partition(atom_b, tensor_b, shared_b, config.bn, self.cluster_row, cm)
         stage, phase = Int32(0), Int32(1)
@@ -392,9 +417,13 @@ class HopperGemm(SoloRole, Gemm):
             if cutlass.const_expr(config.ping_pong):
                 stage, phase = skip(stage, phase, count, config.stages)
                 done = done + 1
+            if cutlass.const_expr(config.cluster_k > 1):
+                sums = self.cluster_sum.exchange(accumulators)
+            else:
+                sums = accumulators
             if cutlass.const_expr(config.splits > 1):
                 share = (tile * self.cluster_size + self.rank) * config.consumers + group
-                slices = self.split_sum.settle(accumulators, share, work % config.splits)
+                slices = self.split_sum.settle(sums, share, work % config.splits)
                 for number in cutlass.range(config.splits, unroll=1):
                     if (slices >> number) & 1 == 1:
                         self.store_slice(share, number, tile_row, tile_column, matrix, row_offset)
@@ -409,6 +438,9 @@ class HopperGemm(SoloRole, Gemm):
                     complete = self.part_join.join(accumulators, cut * config.consumers + group, part)
                 if complete != 0:
                     self.store(accumulators, tile_row, tile_column, matrix, row_offset)
+            elif cutlass.const_expr(config.cluster_k > 1):
+                row, column = tile_row * config.bm + row_offset, tile_column * config.bn
+                self.cluster_sum.store_all(sums, row, column, matrix, self.m, self.n, self.operands)
             else:
                 self.store(accumulators, tile_row, tile_column, matrix, row_offset)
 

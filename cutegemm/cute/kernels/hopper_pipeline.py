@@ -70,11 +70,14 @@ class Ring:
             self.empty_arrivals = 128 * warpgroups
             self.full_arrivals = 1 + 128 * warpgroups
 
-    def start(self, memory, cluster_row, cluster_column) -> None:
-        """Binds to 2 x stages mbarriers at `memory`, for the CTA at that place of its cluster."""
+    def start(self, memory, cluster_row, cluster_column, first=None) -> None:
+        """Binds to 2 x stages mbarriers at `memory`, for the CTA at that place of its cluster.
+
+        first: of the CTAs of a cluster that sum the same part of K, the one that comes first; None where all do.
+        """
         self.full = cute.recast_ptr(memory, dtype=Int64)
         self.empty = self.full + self.stages
-        self.cluster_row, self.cluster_column = cluster_row, cluster_column
+        self.cluster_row, self.cluster_column, self.first = cluster_row, cluster_column, first
 
     def initialize(self) -> None:
         """By one thread, before anyone uses the barriers."""
@@ -97,7 +100,9 @@ class Ring:
 
     @cute.jit
     def release(self, stage: Int32, lane: Int32):
-        """Consumer warp: it has read this stage. Lane i tells CTA i of the cluster, if that CTA sends to this one."""
+        """Consumer warp: it has read this stage. Lane i tells CTA i of the cluster, if that CTA sends to this one;
+        with several parts of K in a cluster, CTA i of those with its own part.
+        """
         rows, columns = self.cluster
         if cutlass.const_expr(self.every_thread):
             cute.arch.mbarrier_arrive(self.empty + stage)
@@ -107,7 +112,8 @@ class Ring:
         else:
             if lane < rows * columns:  # noqa: SIM102
                 if (lane % rows == self.cluster_row) | (lane // rows == self.cluster_column):
-                    cute.arch.mbarrier_arrive(self.empty + stage, lane)
+                    peer = lane if cutlass.const_expr(self.first is None) else self.first + lane
+                    cute.arch.mbarrier_arrive(self.empty + stage, peer)
 
 
 class Turns:

@@ -391,11 +391,6 @@ def mbar_copy_arrive(X, I, mask, addr, noinc):
     m.apply(cta, slot, zero + 1, zero, zero, _who(X, I, lanes))
 
 
-def st_async(g: Gen, i: Instr) -> None:
-    """st.async: remote shared stores that complete on an mbarrier; they complete when issued."""
-    raise g.unsupported("st.async is not implemented")
-
-
 @synchronizes("mbarrier.try_wait", "mbarrier.test_wait")
 def wait(wave, X, I: Instr, mask, fall: int):
     """Returns the lanes that stay blocked here (try_wait) or none (test_wait)."""

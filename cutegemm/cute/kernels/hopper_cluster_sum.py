@@ -1,0 +1,165 @@
+"""Clusters along K on Hopper: the CTAs of a cluster that sum parts of one tile add them up through shared memory.
+
+In a cluster of CM x CN x CK the CK CTAs of a place (row, column) compute the same tile of D over different parts of K.
+The sum is shared out: the CTA with K rank r owns the r-th of CK runs of every thread's accumulators, in vectors of 4.
+Each sends the others theirs over distributed shared memory, adds what it receives to its own and stores that:
+
+    CTA 0 | WGMMA over part 0 .... | drained | send run 1 -> | add what came | store run 0
+    CTA 1 | WGMMA over part 1 ...... | drained | send run 0 -> | add what came | store run 1
+
+What is received lies in the ring, where no operand is any more: the CTA has one work only. Two kinds of mbarriers:
+
+    ready       in the sender: all others' rings are drained.  One arrival of each of their consumer warps
+    received    in the receiver, one a warpgroup: all bytes of its runs have come.  One arrival, which announces them;
+                the stores count them down
+
+Why the memory is free: a consumer warp arrives at `ready` behind its wait for its last WGMMA, and it had waited for
+every stage that TMA filled. So all TMA writes (of this CTA or, with multicast, of its neighbours) have landed, their
+completion made them visible to ordinary accesses, and all reads of WGMMA are done; nothing of the asynchronous proxy
+is left that a fence would have to order. The barriers themselves lie beside the ring.
+
+Why the sum is right: st.async counts its bytes at the receiver's mbarrier by a release at cluster scope, and the
+waiting warps acquire at that scope. No CTA writes with ordinary remote stores, which would need a fence of the whole
+GPU's memory before the arrival.
+
+Why nobody comes too late: a CTA has waited for all that others send it, data and arrivals, before it leaves.
+
+The order of the terms, first the owner's, then the others by rank, depends on the place in the tile alone: the same
+bits on every run.
+
+    received    warpgroup, sender (by rank, the owner left out), vector of the run, 128 threads x 16 bytes
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
+from cutegemm.cute.kernels.hopper_fragment import FragmentStore
+
+VECTOR_BYTES = 16
+
+
+class ClusterSum:
+    """See the module docstring; `store` takes the sums."""
+
+    def __init__(self, config: HopperConfig, store: FragmentStore) -> None:
+        self.parts = config.cluster_k
+        self.plane = config.cluster[0] * config.cluster[1]
+        self.consumers = config.consumers
+        self.vectors = config.owned_vectors
+        self.run_bytes = self.vectors * WARPGROUP * VECTOR_BYTES
+        self.store_fragment = store
+
+    def start(self, ring, barriers, rank, group, thread) -> None:
+        """Binds to the ring's memory, to 1 + consumers mbarriers and to this thread; `rank`: of the CTA."""
+        self._bind(barriers)
+        self.place, self.own = rank % self.plane, rank // self.plane
+        self.mailbox = ring.toint() + (group * ((self.parts - 1) * self.run_bytes) + thread * VECTOR_BYTES)
+        self.group, self.thread = group, thread
+
+    def _bind(self, barriers) -> None:
+        self.ready = cute.recast_ptr(barriers, dtype=Int64)
+        self.received = self.ready + 1
+
+    def initialize(self, barriers) -> None:
+        """By one thread, before anyone uses the barriers."""
+        self._bind(barriers)
+        cute.arch.mbarrier_init(self.ready, (self.parts - 1) * 4 * self.consumers)
+        for group in range(self.consumers):
+            cute.arch.mbarrier_init(self.received + group, 1)
+
+    @cute.jit
+    def exchange(self, accumulators):
+        """The sums of this CTA's run, (4, vectors). For a warpgroup whose last WGMMA is done."""
+        values = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.vectors, self.parts)))
+        if self.thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.received + self.group, (self.parts - 1) * self.run_bytes)
+        lane = self.thread % 32
+        if (lane < self.parts) & (lane != self.own):
+            cute.arch.mbarrier_arrive(self.ready, self._cta(lane))
+        self._wait(self.ready)
+        places = [self._place_at(part) for part in range(self.parts)]
+        sums = cute.make_rmem_tensor((4, self.vectors), Float32)
+        for part in cutlass.range_constexpr(self.parts):
+            if self.own == part:
+                for number in cutlass.range_constexpr(self.vectors):
+                    cute.autovec_copy(values[None, number, part], sums[None, number])
+        for number in cutlass.range_constexpr(self.vectors):
+            for part in cutlass.range_constexpr(self.parts):
+                if self.own != part:
+                    self._send(values[None, number, part], number, *places[part])
+        self._wait(self.received + self.group)
+        for number in cutlass.range_constexpr(self.vectors):
+            for sender in cutlass.range_constexpr(self.parts - 1):
+                vector = sums[None, number]
+                vector.store(vector.load() + self._arrived(sender, number).load())
+        return sums
+
+    def _cta(self, part):
+        """The CTA of the cluster at this one's place that sums `part`."""
+        return part * self.plane + self.place
+
+    def _place_at(self, part: int) -> tuple:
+        """(address in the mailbox, mbarrier) of the CTA that sums `part`, for what this one sends there."""
+        sender = self.own - cutlass.min(cutlass.max(self.own - part, 0), 1)
+        return (
+            self._map(self.mailbox + sender * self.run_bytes, part),
+            self._map((self.received + self.group).toint(), part),
+        )
+
+    def _map(self, address, part: int):
+        return cute.arch.inline_ptx(
+            "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Int32],
+            read_only_args=[address, self._cta(part)],
+        )
+
+    def _send(self, vector, number: int, address, barrier) -> None:
+        cute.arch.inline_ptx(
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+            f"[{{$r0}}+{number * WARPGROUP * VECTOR_BYTES}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}}, [{{$r5}}];",
+            read_only_args=[address, *(vector[q] for q in range(4)), barrier],
+        )
+
+    def _arrived(self, sender: int, number: int):
+        """A vector of what the `sender`-th of the others has sent."""
+        found = cute.arch.inline_ptx(
+            "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            f"[{{$r0}}+{sender * self.run_bytes + number * WARPGROUP * VECTOR_BYTES}];",
+            write_only_types=[Float32] * 4,
+            read_only_args=[self.mailbox],
+        )
+        vector = cute.make_rmem_tensor(4, Float32)
+        for q in range(4):
+            vector[q] = found[q]
+        return vector
+
+    @cute.jit
+    def _wait(self, barrier):
+        """Waits for the barrier's only phase, as an acquire at cluster scope."""
+        done = self._look(barrier)
+        while done == 0:
+            done = self._look(barrier)
+
+    def _look(self, barrier):
+        return cute.arch.inline_ptx(
+            "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], 0; "
+            "selp.b32 {$w0}, 1, 0, p; }",
+            write_only_types=[Int32],
+            read_only_args=[barrier.toint()],
+        )
+
+    @cute.jit
+    def store_all(self, sums, row, column, matrix, m, n, operands):
+        """Finishes and stores the sums of a share of the tile whose first accumulator is (row, column)."""
+        for number in cutlass.range_constexpr(self.vectors):
+            place = number * WARPGROUP + self.thread
+            self.store(sums[None, number], place, row, column, matrix, m, n, operands)
+
+    def store(self, sums, place, row, column, matrix, m, n, operands) -> None:
+        """Stores vector `place` of this CTA's run; in `SplitSum` it stands where `FragmentStore` does."""
+        first = self.own * (self.vectors * WARPGROUP)
+        self.store_fragment.store(sums, first + place, row, column, matrix, m, n, operands)

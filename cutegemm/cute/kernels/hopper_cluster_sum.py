@@ -82,15 +82,16 @@ class ClusterSum:
             cute.arch.mbarrier_arrive(self.ready, self._cta(lane))
         self._wait(self.ready)
         places = [self._place_at(part) for part in range(self.parts)]
-        sums = cute.make_rmem_tensor((4, self.vectors), Float32)
-        for part in cutlass.range_constexpr(self.parts):
-            if self.own == part:
-                for number in cutlass.range_constexpr(self.vectors):
-                    cute.autovec_copy(values[None, number, part], sums[None, number])
         for number in cutlass.range_constexpr(self.vectors):
             for part in cutlass.range_constexpr(self.parts):
                 if self.own != part:
                     self._send(values[None, number, part], number, *places[part])
+        # The CTA's own run moves to the first's place, where no register more is needed.
+        sums = values[None, None, 0]
+        for part in cutlass.range_constexpr(1, self.parts):
+            if self.own == part:
+                for number in cutlass.range_constexpr(self.vectors):
+                    cute.autovec_copy(values[None, number, part], sums[None, number])
         self._wait(self.received + self.group)
         for number in cutlass.range_constexpr(self.vectors):
             for sender in cutlass.range_constexpr(self.parts - 1):

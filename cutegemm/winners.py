@@ -100,7 +100,14 @@ class Winners:
 
     def rows(self, problem: str | None = None) -> list[Measurement]:
         """All rows, oldest first, or those of one problem."""
-        where, arguments = ("WHERE problem = ?", (problem,)) if problem is not None else ("", ())
+        return self._select("WHERE problem = ?", problem) if problem is not None else self._select("")
+
+    def rows_ending(self, *endings: str) -> list[Measurement]:
+        """The rows of every problem whose text ends in a space and one of these (a signature's text), oldest first."""
+        clause = " OR ".join(f"substr(problem, -length(?{n})) = ?{n}" for n in range(1, len(endings) + 1))
+        return self._select(f"WHERE {clause}", *(f" {ending}" for ending in endings)) if endings else []
+
+    def _select(self, where: str, *arguments: str) -> list[Measurement]:
         query = f"SELECT {', '.join(COLUMNS)} FROM measurement {where} ORDER BY id"
         return [Measurement(*row) for row in self._file.read(lambda c: c.execute(query, arguments).fetchall())]
 

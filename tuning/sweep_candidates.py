@@ -86,7 +86,7 @@ class Frontier:
     """CPU time of one kernel, about."""
 
     def __init__(self, candidates: Iterable[Candidate], seeds: Iterable[Candidate] = ()) -> None:
-        listed = list(candidates)
+        self.candidates = listed = list(candidates)
         placed: dict[object, int] = {}
         weights: dict[tuple[str, str], float] = {}
         for candidate in listed:

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -53,12 +53,18 @@ class Compiler(Protocol):
     def cancel(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
+    """A kernel to be compiled, and the queues of those who want to know when it is."""
+
     candidate: Candidate
     signature: Signature
     arch: Arch
-    done: queue.SimpleQueue
+    wanted: list[queue.SimpleQueue]
+
+    @property
+    def key(self) -> Hashable:
+        return self.candidate.key, self.signature, self.arch
 
 
 class CompilePool:
@@ -74,6 +80,7 @@ class CompilePool:
         self._module = module
         self._waiting: deque[_Job] = deque()
         self._later: deque[_Job] = deque()
+        self._known: dict[Hashable, _Job] = {}  # waiting, for later, or begun
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._children: set[Child] = set()
@@ -107,6 +114,14 @@ class CompilePool:
         with self._condition:
             if self._closed:
                 raise RuntimeError("the compile pool is closed")
+            known = self._known.get(job.key)
+            if known is not None:
+                known.wanted += job.wanted
+                if later or known not in self._later:
+                    return
+                self._later.remove(known)
+                job = known
+            self._known[job.key] = job
             (self._later if later else self._waiting).append(job)
             if self._idle < len(self._waiting) + len(self._later) and len(self._threads) < self.jobs:
                 thread = threading.Thread(target=self._work, name=f"compile-{len(self._threads)}", daemon=True)
@@ -115,11 +130,18 @@ class CompilePool:
             self._condition.notify()
 
     def _cancel(self, done: queue.SimpleQueue) -> int:
+        """Nobody waits at `done` any more: how many jobs it was waited for that were not begun."""
+        dropped = 0
         with self._condition:
-            before = len(self._waiting) + len(self._later)
-            self._waiting = deque(job for job in self._waiting if job.done is not done)
-            self._later = deque(job for job in self._later if job.done is not done)
-            return before - len(self._waiting) - len(self._later)
+            for jobs in (self._waiting, self._later):
+                for job in list(jobs):
+                    if done in job.wanted:
+                        job.wanted.remove(done)
+                        dropped += 1
+                    if not job.wanted:
+                        jobs.remove(job)
+                        del self._known[job.key]
+        return dropped
 
     def _work(self) -> None:
         child: Child | None = None
@@ -139,7 +161,10 @@ class CompilePool:
                     reason = f"the compiler's process: {why}"
                     self._discard(child)
                     child = None
-                job.done.put((candidate, reason))
+                with self._condition:
+                    del self._known[job.key]
+                for done in job.wanted:
+                    done.put((candidate, reason))
         finally:
             self._discard(child)
 
@@ -175,13 +200,13 @@ class CompileSession:
 
     def submit(self, candidate: Candidate) -> None:
         self._outstanding += 1
-        self._pool._submit(_Job(candidate, self._signature, self._arch, self._done))
+        self._pool._submit(_Job(candidate, self._signature, self._arch, [self._done]))
 
     def ahead(self, candidates: Iterable[Candidate]) -> None:
         """Has those that are not stored compiled when no worker has anything else to do; nobody is told."""
         for candidate in candidates:
             if not self.stored(candidate):
-                self._pool._submit(_Job(candidate, self._signature, self._arch, self._ahead), later=True)
+                self._pool._submit(_Job(candidate, self._signature, self._arch, [self._ahead]), later=True)
 
     @property
     def outstanding(self) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cutegemm import backend as backends
-from cutegemm import winners_table
+from cutegemm import neighbours, winners_table
 from cutegemm.errors import UnsupportedError
-from cutegemm.winners import Measurement, Winners, standing
-from tuning.sweep_candidates import Candidate, Ranker, enumerate_all
+from cutegemm.winners import Winners, standing
+from cutegemm.winners_fingerprint import is_fresh
+from tuning.sweep_candidates import Candidate, Frontier, Ranker, enumerate_all
 from tuning.sweep_compile import CompilePool
 from tuning.sweep_search import Options, Outcome, Search
 from tuning.sweep_timer import Timer, TimerBroken
@@ -25,6 +28,11 @@ Report = Callable[[int, str, Outcome], None]
 """report(number of the GPU's lane, phase, outcome so far); the phase of a finished search is "finished"."""
 
 SEEDS = 4
+"""Of each source of seeds at most."""
+NEAR = 1.5
+"""Winners of shapes up to this distance (`neighbours.distance`) are seeds."""
+AHEAD = 48
+"""Candidates of the next problem that are compiled while the present one is timed."""
 
 
 def run_one(
@@ -38,14 +46,21 @@ def run_one(
     report: Callable[[str, Outcome], None] = lambda phase, outcome: None,
     stopped: Callable[[], bool] = lambda: False,
     ranker: Ranker | None = None,
+    prepared: Future[Frontier] | None = None,
 ) -> Outcome:
-    """Searches one problem in the backends named. Raises TimerBroken when the GPU or its memory will not do."""
+    """Searches one problem in the backends named. Raises TimerBroken when the GPU or its memory will not do.
+
+    `prepared` is the problem's frontier, where it is being made already.
+    """
     arch = timer.arch
-    candidates = enumerate_all(problem, arch, names, ranker)
-    session = pool.session(problem.signature, arch)
+    if not options.resume:  # then it may turn out that nothing is to be timed
+        timer.open(problem)
+    frontier = prepared.result() if prepared is not None else Frontier(enumerate_all(problem, arch, names, ranker))
+    own = [row for row in store.rows(str(problem)) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
     search = Search(
-        problem, candidates, timer, session, store, options,
-        seeds=seeds(problem, arch, store, names), report=report, stopped=stopped,
+        problem, frontier, timer, pool.session(problem.signature, arch), store, options,
+        seeds=seeds(problem, arch, store, names), known=any(row.kind == "final" and is_fresh(row) for row in own),
+        opened=not options.resume, report=report, stopped=stopped,
     )  # fmt: skip
     return search.run()
 
@@ -64,25 +79,30 @@ def run(
 ) -> list[Outcome]:
     """Searches every problem; one thread a timer. Those that were not begun when `stop` was set have no outcome.
 
+    The candidates of the next problem are enumerated, and the first of them compiled, while the present one is timed.
     Ctrl-C sets `stop`; a second one is raised.
     """
     stop = stop or threading.Event()
-    todo: queue.SimpleQueue[tuple[int, Problem]] = queue.SimpleQueue()
-    for item in enumerate(problems):
-        todo.put(item)
     outcomes: dict[int, Outcome] = {}
     failures: list[BaseException] = []
 
+    def prepare(problem: Problem, arch: Arch) -> Frontier:
+        frontier = Frontier(enumerate_all(problem, arch, names, ranker))
+        if not (options.resume and _has_final(problem, arch, store)):
+            session = pool.session(problem.signature, arch)
+            session.ahead([*seeds(problem, arch, store, names), *frontier.first(min(AHEAD, options.limit))])
+        return frontier
+
     def work(lane: int, timer: Timer) -> None:
         while not stop.is_set():
-            try:
-                number, problem = todo.get_nowait()
-            except queue.Empty:
+            taken = todo.take(timer)
+            if taken is None:
                 return
+            number, problem, prepared = taken
             try:
                 outcomes[number] = run_one(
                     problem, names, timer, pool, store, options, stopped=stop.is_set, ranker=ranker,
-                    report=lambda phase, outcome: report(lane, phase, outcome),
+                    report=lambda phase, outcome: report(lane, phase, outcome), prepared=prepared,
                 )  # fmt: skip
             except TimerBroken as why:
                 outcomes[number] = Outcome(problem, 0, ended=f"not timed: {why}")
@@ -100,35 +120,89 @@ def run(
         finally:
             ended.put(lane)
 
-    for lane, timer in enumerate(timers):
-        threading.Thread(target=work_and_tell, args=(lane, timer), daemon=True).start()
-    running = len(timers)
-    while running:
-        # Not Thread.join: interrupted, it takes a thread that still runs for one that has ended (Python 3.10, 3.11).
-        try:
-            with contextlib.suppress(queue.Empty):
-                ended.get(timeout=0.2)
-                running -= 1
-        except KeyboardInterrupt:
-            if stop.is_set():
-                raise
-            stop.set()
+    with _Todo(problems, prepare) as todo:
+        for lane, timer in enumerate(timers):
+            threading.Thread(target=work_and_tell, args=(lane, timer), daemon=True).start()
+        running = len(timers)
+        while running:
+            # Not Thread.join: interrupted, it takes a running thread for one that has ended (Python 3.10, 3.11).
+            try:
+                with contextlib.suppress(queue.Empty):
+                    ended.get(timeout=0.2)
+                    running -= 1
+            except KeyboardInterrupt:
+                if stop.is_set():
+                    raise
+                stop.set()
     if failures:
         raise failures[0]
     return [outcomes[number] for number in sorted(outcomes)]
 
 
+class _Todo:
+    """Problems in order, each handed out once; the one after it is prepared meanwhile, in a thread of its own."""
+
+    def __init__(self, problems: Sequence[Problem], prepare: Callable[[Problem, Arch], Frontier]) -> None:
+        self._problems, self._prepare = problems, prepare
+        self._lock = threading.Lock()
+        self._next = 0
+        self._prepared: dict[tuple[int, Arch], Future[Frontier]] = {}
+        self._thread = ThreadPoolExecutor(1, "prepare")
+
+    def take(self, timer: Timer) -> tuple[int, Problem, Future[Frontier] | None] | None:
+        """(number, problem, its frontier in the making), or None when none is left."""
+        try:
+            arch = timer.arch
+        except TimerBroken:  # as `run_one` will say
+            arch = None
+        with self._lock:
+            number = self._next
+            if number >= len(self._problems):
+                return None
+            self._next += 1
+            if arch is None:
+                return number, self._problems[number], None
+            for wanted in range(number, min(number + 2, len(self._problems))):
+                if (wanted, arch) not in self._prepared:
+                    problem = self._problems[wanted]
+                    self._prepared[wanted, arch] = self._thread.submit(self._prepare, problem, arch)
+            return number, self._problems[number], self._prepared.pop((number, arch))
+
+    def __enter__(self) -> _Todo:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _has_final(problem: Problem, arch: Arch, store: Winners) -> bool:
+    """Whether a sweep with today's kernels has finished this problem."""
+    return any(
+        row.kind == "final" and row.ok and (row.gpu, row.sm_count) == (arch.name, arch.sm_count) and is_fresh(row)
+        for row in store.rows(str(problem))
+    )
+
+
 def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) -> list[Candidate]:
-    """What must be timed first: what `gemm` would run today, and earlier winners here or shipped, stale ones too."""
+    """What must be timed first: what `gemm` would run today; earlier winners here or shipped, stale ones too, those of
+    the same problem in the other 16-bit type among them; the winners of the nearest shapes.
+    """
     found: list[Candidate] = []
     today = _today(problem, arch)
     if today is not None:
         found.append(today)
-    own = [row for row in store.rows(str(problem)) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
-    for rows in (own, winners_table.shipped(arch.name, arch.sm_count).get(str(problem), ())):
-        best = sorted(standing(rows), key=lambda row: 1 / row.ratio if row.ratio else float("inf"))
-        candidates = (_candidate(row, problem, arch) for row in best[:SEEDS] if row.backend in names)
-        found += [candidate for candidate in candidates if candidate is not None]
+    shipped = winners_table.shipped(arch.name, arch.sm_count)
+    for text in dict.fromkeys([str(problem), neighbours.other_16_bit(str(problem))]):
+        own = [row for row in store.rows(text) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
+        for rows in (own, shipped.get(text, ())):
+            best = sorted(standing(rows), key=lambda row: (row.kind != "final", -(row.ratio or 0.0)))
+            found += _candidates(((row.backend, row.config) for row in best if row.backend in names), problem, arch)
+    for name in names:
+        here = (problem.m, problem.n, problem.k)
+        if problem.batch == 1 and all(here):
+            known = neighbours.winners_of(problem.signature, arch, name, store=store)
+            far = sorted((neighbours.distance(here, sizes), text) for sizes, text in known)
+            found += _candidates(((name, text) for distance, text in far if distance <= NEAR), problem, arch)
     return list({candidate.key: candidate for candidate in found}.values())
 
 
@@ -142,10 +216,16 @@ def _today(problem: Problem, arch: Arch) -> Candidate | None:
     return None if choice.backend == "torch" else Candidate(choice.backend, choice.config)
 
 
-def _candidate(row: Measurement, problem: Problem, arch: Arch) -> Candidate | None:
+def _candidates(keys: Iterable[tuple[str, str]], problem: Problem, arch: Arch) -> list[Candidate]:
+    """The first `SEEDS` of (backend, text) that can serve the problem."""
+    found = (_candidate(backend, text, problem, arch) for backend, text in dict.fromkeys(keys))
+    return list(itertools.islice((candidate for candidate in found if candidate is not None), SEEDS))
+
+
+def _candidate(name: str, text: str, problem: Problem, arch: Arch) -> Candidate | None:
     try:
-        backend = backends.get(row.backend)
-        config = backend.parse(row.config)
+        backend = backends.get(name)
+        config = backend.parse(text)
     except ValueError:
         return None  # of a version with other configurations
-    return Candidate(row.backend, config) if backend.check(config, problem, arch) is None else None
+    return Candidate(name, config) if backend.check(config, problem, arch) is None else None

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 SLOW_SECONDS, SLOW_FACTOR = 0.02, 4.0
 """A launch this long and this much slower than torch is left at its first measurement."""
+THOROUGH_SECONDS = 30.0
+"""A smaller budget is not spent on many sustained blocks."""
+HOPELESS = 1.5
+"""A backend whose cheapest candidate is estimated so many times the winner's measured time need not be tried."""
 CHECK_SECONDS = 30.0
 """A candidate that runs longer than this is taken to hang."""
 
@@ -38,12 +42,14 @@ class Options:
     """How far a search goes.
 
     budget: seconds. limit: candidates to try at most. patience: end after so many that brought nothing, once half as
-    many more were tried. heat: candidates in one. near: share above the best score that still gets into the halving.
+    many more were tried; known_patience: the same where an earlier sweep's winner is among the seeds. heat: candidates
+    in one. near: share above the best score that still gets into the halving.
     """
 
     budget: float = 60.0
     limit: int = 256
     patience: int = 64
+    known_patience: int = 40
     heat: int = 8
     near: float = 0.15
     resume: bool = False
@@ -61,7 +67,7 @@ class Plan:
 
     @classmethod
     def of(cls, problem: Problem, thorough: bool = True) -> Plan:
-        """Sustained blocks are dear: a search that had nothing to compile is not `thorough` with them."""
+        """Sustained blocks are dear: a search with little time, or nothing to compile, is not `thorough` with them."""
         if problem.flops > SUSTAINED_FLOPS:
             return cls(8, 1, 3, 3, BLOCK_SECONDS) if thorough else cls(4, 1, 2, 2, BLOCK_SECONDS)
         return cls(12, 5, 4, 9, 0.0)
@@ -129,8 +135,9 @@ class Search:
     """See the module docstring.
 
     Args:
-        candidates: every valid configuration, `enumerate_all`'s order. seeds: to be tried first.
-        timer: with no problem open yet. store: where measurements go.
+        candidates: every valid configuration, `enumerate_all`'s order, or a `Frontier` of them that nothing was taken
+            from. seeds: to be tried first. known: an earlier sweep's winner is among them.
+        timer: opens the problem, unless it is `opened`. store: where measurements go.
         clock: seconds; tests bring their own. report: called with the phase and the outcome so far.
         stopped: asked often; the search ends when it says so.
     """
@@ -138,13 +145,15 @@ class Search:
     def __init__(
         self,
         problem: Problem,
-        candidates: Iterable[Candidate],
+        candidates: Iterable[Candidate] | Frontier,
         timer: Timer,
         compiler: Compiler,
         store: Winners,
         options: Options | None = None,
         *,
         seeds: Iterable[Candidate] = (),
+        known: bool = False,
+        opened: bool = False,
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[str, Outcome], None] | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -152,11 +161,13 @@ class Search:
         self.problem, self.options = problem, options or Options()
         self._timer, self._compiler, self._store = timer, compiler, store
         self._clock, self._report, self._stopped = clock, report or (lambda phase, outcome: None), stopped
-        candidates, seeds = list(candidates), list(seeds)
-        self._frontier = Frontier(candidates, seeds)
-        self._known = {candidate.key: candidate for candidate in (*candidates, *seeds)}
-        self.outcome = Outcome(problem, len({candidate.key for candidate in candidates}))
-        self._plan = Plan.of(problem)
+        self._frontier = candidates if isinstance(candidates, Frontier) else Frontier(candidates)
+        self._known = {candidate.key: candidate for candidate in self._frontier.candidates}
+        self.outcome = Outcome(problem, len(self._known))
+        self._frontier.begin_with(self._known.setdefault(seed.key, seed) for seed in seeds)
+        self._opened = opened
+        self._patience = min(self.options.patience, self.options.known_patience) if known else self.options.patience
+        self._plan = Plan.of(problem, thorough=self.options.budget >= THOROUGH_SECONDS)
         self._best = float("inf")
         self._since_best = 0
         self._tried = self._compiled = 0
@@ -169,7 +180,8 @@ class Search:
                 self.outcome.ended = "resumed"
                 return self.outcome
             self._report("preparing", self.outcome)
-            self._timer.open(self.problem)
+            if not self._opened:
+                self._timer.open(self.problem)
             self._explore(begun + max(self.options.budget - self._plan.seconds, 0.0))
             if not self._stopped():
                 self._halve(begun + self.options.budget)
@@ -198,8 +210,14 @@ class Search:
             self._frontier.drop(candidate.key)
             finals += row.kind == "final" and row.verdict == "ok"
             self.outcome.reference_seconds = row.reference_seconds or self.outcome.reference_seconds
-        backends = {key[0] for key in self._known}
-        return finals > 0 and backends == {key[0] for key in self.outcome.results}
+        winner = self.outcome.winner
+        if not finals or winner is None or winner.seconds is None:
+            return False
+        tried = {key[0] for key in self.outcome.results}
+        return all(
+            candidate.backend in tried or candidate.estimate > HOPELESS * winner.seconds
+            for candidate in self._known.values()
+        )
 
     def _explore(self, deadline: float) -> None:
         ready: list[Candidate] = []
@@ -241,7 +259,7 @@ class Search:
         return True
 
     def _tired(self) -> bool:
-        return self._since_best >= self.options.patience and self._tried >= 1.5 * self.options.patience
+        return self._since_best >= self._patience and self._tried >= 1.5 * self._patience
 
     def _heat(self, candidates: list[Candidate], deadline: float) -> None:
         right: list[Candidate] = []

@@ -168,6 +168,8 @@ def compile(backend, signature, config, arch):
         raise RuntimeError("ptxas said no")
     if config == "slow":
         time.sleep(60)
+    if config.startswith("nap"):
+        time.sleep(0.3)
 
 serve(compile)
 """
@@ -203,6 +205,28 @@ def test_a_pool_survives_its_workers(worker, monkeypatch):
         assert session.collect(0.0) == []
     with pytest.raises(RuntimeError, match="closed"):
         session.submit(candidate("late"))
+
+
+def test_what_is_compiled_ahead_waits_for_all_else(worker, monkeypatch):
+    """One worker: what a search asks for comes first, each kernel is compiled once, and whoever asked is told."""
+    monkeypatch.setattr(sweep_compile, "is_stored", lambda *rest: False)
+    with CompilePool(1, worker) as pool:
+        search, next_one = pool.session(NOTHING, None), pool.session(NOTHING, None)
+        search.submit(candidate("nap 1"))
+        next_one.ahead(map(candidate, ["nap 2", "nap 3", "nap 4"]))
+        search.submit(candidate("nap 5"))
+        next_one.submit(candidate("nap 3"))  # in earnest now
+        search.submit(candidate("nap 3"))
+        told = [[c.text for c, _ in session.collect(20.0)] for session in (search, search, search, next_one)]
+        assert told == [["nap 1"], ["nap 5"], ["nap 3"], ["nap 3"]]
+        assert (search.outstanding, next_one.outstanding) == (0, 0)
+        pool_waits = [job.candidate.text for job in pool._later]
+        assert pool_waits in (["nap 2", "nap 4"], ["nap 4"])
+        next_one.cancel()
+        assert not pool._later
+        assert len(pool._known) <= 1
+        search.submit(candidate("nap 6"))
+        assert [c.text for c, _ in search.collect(20.0)] == ["nap 6"]
 
 
 def test_closing_a_pool_does_not_wait_for_its_work(worker):

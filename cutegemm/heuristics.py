@@ -12,7 +12,7 @@ import bisect
 import functools
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,26 @@ def choose(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[st
         backend: the one to choose in. None asks those of `backends.AUTO_ORDER`: a later one is taken when the earlier
             have no candidate, or when both are calibrated and it is clearly faster.
     """
+    return _cheapest(problem, arch, backend, _candidates)
+
+
+def untuned(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[str, Any, str] | None:
+    """`choose`, as it would be if the user had measured nothing and the shipped table lacked this shape: to judge it by.
+
+    Not remembered; takes milliseconds.
+    """
+    here = (problem.m, problem.n, problem.k)
+
+    def candidates(name: str, signature: Signature, arch: Arch) -> Candidates:
+        known = neighbours.winners_of(signature, arch, name, shipped_only=True, without={here})
+        return Candidates(backends.get(name), signature, arch, known)
+
+    return _cheapest(problem, arch, backend, candidates)
+
+
+def _cheapest(
+    problem: Problem, arch: Arch, backend: str | None, candidates_of: Callable[[str, Signature, Arch], Candidates]
+) -> tuple[str, Any, str] | None:
     if not arch.peaks:  # older than every kernel
         return None
     signature = problem.signature
@@ -81,7 +101,7 @@ def choose(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[st
     for name in backends.AUTO_ORDER if backend is None else (backend,):
         if best is not None and not (comparable and fitted_any(name)):
             continue
-        candidates = _candidates(name, signature, arch)
+        candidates = candidates_of(name, signature, arch)
         found = candidates.cheapest(problem)
         if found is None or (best is not None and found[0] > best[0] * ANOTHER_BACKEND_GAINS):
             continue
@@ -111,9 +131,19 @@ def unavailable(backend: Backend, problem: Problem, arch: Arch) -> str | None:
 
 
 class Candidates:
-    """The candidates of one backend for a signature on a GPU, with everything that the sizes do not change."""
+    """The candidates of one backend for a signature on a GPU, with everything that the sizes do not change.
 
-    def __init__(self, backend: Backend, signature: Signature, arch: Arch) -> None:
+    Args:
+        known: (M, N, K) and text of the winners measured; by default those of `neighbours.winners_of`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        signature: Signature,
+        arch: Arch,
+        known: Iterable[tuple[neighbours.Sizes, str]] | None = None,
+    ) -> None:
         self.backend, self._signature, self._arch = backend, signature, arch
         listed = getattr(backend, "candidates", None)
         self._entries: list[tuple[Model, Any]] = []
@@ -127,7 +157,9 @@ class Candidates:
                 self._splits.append(_Splits(shape, config, splits, signature, arch))
         self._neighbours = [
             (*sizes, Model(footprint.of(config, backend.name, signature, arch), signature, arch), config, preferred)
-            for sizes, config, preferred in self._corrections()
+            for sizes, config, preferred in self._corrections(
+                neighbours.winners_of(signature, arch, backend.name) if known is None else known
+            )
         ]
         self._near = [neighbour[0] for neighbour in self._neighbours]  # ascending
 
@@ -182,9 +214,11 @@ class Candidates:
                 why = f"winner at {2**nx:.0f}x{2**ny:.0f}x{2**nz:.0f} nearby"
         return best, chosen, why
 
-    def _corrections(self) -> Iterator[tuple[tuple[float, float, float], Any, float]]:
+    def _corrections(
+        self, known: Iterable[tuple[neighbours.Sizes, str]]
+    ) -> Iterator[tuple[tuple[float, float, float], Any, float]]:
         """(log2 of M, N, K), configuration, and how much the model's own choice seemed cheaper there (at most 1)."""
-        for (m, n, k), text in neighbours.winners_of(self._signature, self._arch, self.backend.name):
+        for (m, n, k), text in sorted(known):
             try:
                 config = self.backend.parse(text)
                 shape = footprint.of(config, self.backend.name, self._signature, self._arch)

@@ -288,6 +288,23 @@ def test_winners_nearby_inform_the_choice(store):
     assert "nearby" not in other.why
 
 
+def test_untuned_knows_neither_the_users_rows_nor_the_shape_itself(store, monkeypatch):
+    near, other = Problem.of(1024, 1152, 1024, "fp16"), Problem.of(1024, 1024, 1024, "bf16")
+    shipped = {str(PROBLEM): (row(PROBLEM, ODD, 1e-6, origin="shipped"),)}
+    plain = heuristics.choose(PROBLEM, H200)
+    monkeypatch.setattr(winners_table, "shipped", lambda gpu, count: shipped)
+    heuristics.forget()
+    assert str(heuristics.choose(PROBLEM, H200)[1]) == ODD
+    assert heuristics.untuned(PROBLEM, H200) == plain
+    assert str(heuristics.untuned(near, H200)[1]) == ODD
+    assert str(heuristics.untuned(other, H200)[1]) != ODD
+    monkeypatch.setattr(winners_table, "shipped", lambda gpu, count: {})
+    store.record(row(PROBLEM, ODD, 1e-6))
+    heuristics.forget()
+    assert str(heuristics.choose(near, H200)[1]) == ODD
+    assert str(heuristics.untuned(near, H200)[1]) != ODD
+
+
 def test_a_winner_nearby_that_cannot_serve_is_passed_over(store):
     store.record(row(PROBLEM, "sm80/256x256x64/w64x64/s8/g8", 1e-6))
     heuristics.forget()

@@ -291,11 +291,9 @@ class HopperGemm(SoloRole, Gemm):
                 if cutlass.const_expr(config.parts == 1):
                     self.rows_out.finish()
         if cutlass.const_expr(self.cluster_size > 1):
-            # A CTA must not go while its neighbours may still send to it or arrive at its barriers.
-            if cutlass.const_expr(config.cluster_k > 1):
-                cute.arch.cluster_arrive_relaxed()
-            else:
-                cute.arch.cluster_arrive()
+            # A CTA must not go while its neighbours may still send to it or arrive at its barriers. Relaxed: no memory
+            # is handed over here, and a release would wait for the stores of D.
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
 
     def start_store(self, atom_d, tensor_d, memory, group, thread) -> None:
@@ -307,8 +305,7 @@ class HopperGemm(SoloRole, Gemm):
         """All threads of the cluster see the barriers initialized."""
         if self.cluster_size > 1:
             # What a relaxed arrival leaves out, the fence of the initialization has done.
-            arrive = cute.arch.cluster_arrive_relaxed if self.config.cluster_k > 1 else cute.arch.cluster_arrive
-            arrive()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -329,7 +326,10 @@ class HopperGemm(SoloRole, Gemm):
 
     @cute.jit
     def part(self, work):
-        """(cluster tile, first k tile, how many) of `work`; one k tile beyond K where there is nothing to sum."""
+        """(cluster tile, first k tile, how many) of `work`; one k tile beyond K where there is nothing to sum.
+
+        Parts of K take its tiles by turns: CTAs that run side by side then read the same rows of DRAM pages.
+        """
         tile, first, count = work, Int32(0), self.all_k_tiles
         if cutlass.const_expr(self.config.stream_k):
             tile, first, count = self.stretches.item(work)
@@ -338,8 +338,8 @@ class HopperGemm(SoloRole, Gemm):
             part = work - tile * self.config.splits
             if cutlass.const_expr(self.config.cluster_k > 1):
                 part = part * self.config.cluster_k + self.k_rank
-            first = part * self.all_k_tiles // self.config.parts
-            count = (part + 1) * self.all_k_tiles // self.config.parts - first
+            first = part
+            count = (self.all_k_tiles - part + (self.config.parts - 1)) // self.config.parts
         if (count == 0) | (self.all_k_tiles == 0):
             first = self.all_k_tiles + 1
             count = Int32(1)
@@ -362,11 +362,11 @@ class HopperGemm(SoloRole, Gemm):
             tile, first, count = self.part(work)
             row, column, matrix = self.place(tile)
             matrix_a, matrix_b = source_matrix(matrix, a_batch), source_matrix(matrix, b_batch)
-            k_tile, k_step = first, Int32(1)
+            k_tile, k_step = first, Int32(config.parts)
             if cutlass.const_expr("zig" in config.options):  # noqa: SIM102
                 # Every other wave walks K backwards, and begins with the k tiles that the L2 cache still holds.
                 if ((work - self.first_work) // self.work_step) & 1 == 1:
-                    k_tile, k_step = first + count - 1, Int32(-1)
+                    k_tile, k_step = first + (count - 1) * config.parts, Int32(-config.parts)
             for _ in cutlass.range(count, unroll=1):
                 full = self.ring.acquire(stage, phase)
                 place_a, place_b = (None, row, k_tile, matrix_a), (None, column, k_tile, matrix_b)
@@ -424,9 +424,11 @@ class HopperGemm(SoloRole, Gemm):
             if cutlass.const_expr(config.splits > 1):
                 share = (tile * self.cluster_size + self.rank) * config.consumers + group
                 slices = self.split_sum.settle(sums, share, work % config.splits)
+                state = self.split_sum.leave(share)
                 for number in cutlass.range(config.splits, unroll=1):
                     if (slices >> number) & 1 == 1:
                         self.store_slice(share, number, tile_row, tile_column, matrix, row_offset)
+                self.split_sum.clear(share, state)
             elif cutlass.const_expr(config.stream_k):
                 complete = Int32(1)
                 if count != self.stretches.k_tiles:

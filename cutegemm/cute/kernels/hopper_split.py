@@ -96,22 +96,37 @@ class SplitSum:
         state = self._add(word, Int64(1))
         if state & 255 == self.splits - 1:
             mine = mine | (state >> 32).to(Int32)
-            state = self._add(word, Int64(1 << 8))
         else:
             polls = Int32(0)
             state = self._look(word)
             while (state & 255 != self.splits) & (polls < POLLS):
                 state = self._look(word)
                 polls = polls + 1
-            leave = Int64(1 << 8)
             if state & 255 != self.splits:
-                leave = leave + (mine.to(Int64) << 32)
-            state = self._add(word, leave)
-            if state & 255 != self.splits:
-                mine = Int32(0)
-        if (state >> 8) & 255 == self.splits - 1:
-            cute.make_tensor(word, cute.make_layout(1))[0] = Int64(0)
+                state = self._add(word, mine.to(Int64) << 32)
+                if state & 255 != self.splits:
+                    mine = Int32(0)
         return mine
+
+    @cute.jit
+    def leave(self, share):
+        """Counts this split out, after `settle`; returns what `clear` needs. Nobody waits for the answer before."""
+        word = self.words + share
+        state = Int64(0)
+        if self.thread == 0:
+            state = cute.arch.inline_ptx(
+                "atom.relaxed.gpu.global.add.u64 {$w0}, [{$r0}], {$r1};",
+                write_only_types=[Int64],
+                read_only_args=[word.toint(), Int64(1 << 8)],
+            )
+        return state
+
+    @cute.jit
+    def clear(self, share, state):
+        """The last to leave sets the state word to zero for the next launch."""
+        word, thread, others = self.words + share, self.thread, Int64(self.splits - 1)
+        if (thread == 0) & ((state >> 8) & 255 == others):
+            cute.arch.inline_ptx("st.relaxed.gpu.global.u64 [{$r0}], {$r1};", read_only_args=[word.toint(), Int64(0)])
 
     def _add(self, word, value):
         return cute.arch.inline_ptx(
@@ -134,7 +149,8 @@ class SplitSum:
             loaded = cute.make_rmem_tensor((4, self.kept, count), Float32)
             for i in cutlass.range_constexpr(count):
                 # Beyond the slice's end, its last vector is loaded and not stored.
-                place = cutlass.min(self._place(number, first + i), Int32(self.in_part - 1))
+                last = cutlass.min((number + 1) * self.in_slice, Int32(self.in_part)) - 1
+                place = cutlass.min(self._place(number, first + i), last)
                 for part in cutlass.range_constexpr(self.kept):
                     cute.autovec_copy(self._vector(share * self.kept + part, place), loaded[None, part, i])
             for i in cutlass.range_constexpr(count):

@@ -151,8 +151,13 @@ class HopperConfig:
 
     @property
     def owned_vectors(self) -> int:
-        """Vectors of 4 accumulators of a consumer thread whose sum its CTA takes of the cluster."""
-        return self.accumulators // 4 // self.cluster_k
+        """Vectors of 4 accumulators of a consumer thread whose sum its CTA takes of the cluster, at most."""
+        return -(-self.accumulators // (4 * self.cluster_k))
+
+    @property
+    def owned_bytes(self) -> int:
+        """What they take of a warpgroup, in fp32."""
+        return self.owned_vectors * WARPGROUP * 16
 
     @property
     def persistent(self) -> bool:
@@ -259,7 +264,7 @@ class HopperConfig:
         if parts == 1 or works == 0:
             return 0, 0
         shares = works // self.splits * (self.cluster_ctas * self.consumers)
-        words, part = -(-shares * 8 // 16) * 16, shares * self.group_rows * self.bn * 4 // self.cluster_k
+        words, part = -(-shares * 8 // 16) * 16, shares * self.owned_bytes
         return (words + part, 0) if self.in_arrival_order else (words, parts * part)
 
     def __str__(self) -> str:
@@ -339,8 +344,6 @@ class HopperConfig:
             )
         if self.ping_pong or self.stream_k:
             return "clusters along K take a cooperative schedule and no streamk"
-        if self.accumulators // 4 % self.cluster_k:
-            return f"{self.accumulators} accumulators a thread; {self.cluster_k} CTAs along K share out vectors of 4"
         return None
 
     def _resource_problem(self, signature: Signature, arch: Arch) -> str | None:
@@ -349,7 +352,7 @@ class HopperConfig:
             return f"{self.accumulators} accumulators a thread; more than {limit} spill"
         if not (1 if self.solo else 2) <= self.stages <= 16:
             return f"stages is {self.stages}; accepted are 2 to 16, in solo 1 to 16"
-        received = self.bm * self.bn * 4 // self.cluster_k * (self.cluster_k - 1)
+        received = (self.cluster_k - 1) * self.consumers * self.owned_bytes
         if received > self.stages * self.stage_bytes(signature):
             ring = self.stages * self.stage_bytes(signature)
             return f"{received} B of a tile's sums from the other CTAs along K do not fit into the ring of {ring} B"

@@ -1,7 +1,8 @@
 """Clusters along K on Hopper: the CTAs of a cluster that sum parts of one tile add them up through shared memory.
 
 In a cluster of CM x CN x CK the CK CTAs of a place (row, column) compute the same tile of D over different parts of K.
-The sum is shared out: the CTA with K rank r owns the r-th of CK runs of every thread's accumulators, in vectors of 4.
+The sum is shared out: the CTA with K rank r owns the r-th of CK runs of every thread's accumulators, in vectors of 4;
+runs differ by one where their number does not divide.
 Each sends the others theirs over distributed shared memory, adds what it receives to its own and stores that:
 
     CTA 0 | WGMMA over part 0 .... | drained | send run 1 -> | add what came | store run 0
@@ -49,6 +50,7 @@ class ClusterSum:
         self.parts = config.cluster_k
         self.plane = config.cluster[0] * config.cluster[1]
         self.consumers = config.consumers
+        self.all_vectors = config.accumulators // 4
         self.vectors = config.owned_vectors
         self.run_bytes = self.vectors * WARPGROUP * VECTOR_BYTES
         self.store_fragment = store
@@ -59,6 +61,19 @@ class ClusterSum:
         self.place, self.own = rank % self.plane, rank // self.plane
         self.mailbox = ring.toint() + (group * ((self.parts - 1) * self.run_bytes) + thread * VECTOR_BYTES)
         self.group, self.thread = group, thread
+        self.first = self._first(self.own)
+        self.count = self._first(self.own + 1) - self.first
+
+    def _first(self, part):
+        """The first vector of a run."""
+        return part * self.all_vectors // self.parts
+
+    def _run(self, part: int) -> range:
+        return range(self._first(part), self._first(part + 1))
+
+    def _owns(self, number: int):
+        """Whether this CTA's run has vector `number`; only the last of a run may be missing."""
+        return True if number < self.all_vectors // self.parts else self.count > number
 
     def _bind(self, barriers) -> None:
         self.ready = cute.recast_ptr(barriers, dtype=Int64)
@@ -74,9 +89,10 @@ class ClusterSum:
     @cute.jit
     def exchange(self, accumulators):
         """The sums of this CTA's run, (4, vectors). For a warpgroup whose last WGMMA is done."""
-        values = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.vectors, self.parts)))
+        values = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.all_vectors)))
         if self.thread == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.received + self.group, (self.parts - 1) * self.run_bytes)
+            announced = self.count * ((self.parts - 1) * WARPGROUP * VECTOR_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.received + self.group, announced)
         lane = self.thread % 32
         if (lane < self.parts) & (lane != self.own):
             cute.arch.mbarrier_arrive(self.ready, self._cta(lane))
@@ -84,19 +100,21 @@ class ClusterSum:
         places = [self._place_at(part) for part in range(self.parts)]
         for number in cutlass.range_constexpr(self.vectors):
             for part in cutlass.range_constexpr(self.parts):
-                if self.own != part:
-                    self._send(values[None, number, part], number, *places[part])
+                if cutlass.const_expr(number < len(self._run(part))):  # noqa: SIM102
+                    if self.own != part:
+                        self._send(values[None, self._run(part)[number]], number, *places[part])
         # The CTA's own run moves to the first's place, where no register more is needed.
-        sums = values[None, None, 0]
+        sums = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.vectors)))
         for part in cutlass.range_constexpr(1, self.parts):
             if self.own == part:
-                for number in cutlass.range_constexpr(self.vectors):
-                    cute.autovec_copy(values[None, number, part], sums[None, number])
+                for number in cutlass.range_constexpr(len(self._run(part))):
+                    cute.autovec_copy(values[None, self._run(part)[number]], sums[None, number])
         self._wait(self.received + self.group)
         for number in cutlass.range_constexpr(self.vectors):
-            for sender in cutlass.range_constexpr(self.parts - 1):
-                vector = sums[None, number]
-                vector.store(vector.load() + self._arrived(sender, number).load())
+            if self._owns(number):
+                for sender in cutlass.range_constexpr(self.parts - 1):
+                    vector = sums[None, number]
+                    vector.store(vector.load() + self._arrived(sender, number).load())
         return sums
 
     def _cta(self, part):
@@ -160,7 +178,11 @@ class ClusterSum:
             place = number * WARPGROUP + self.thread
             self.store(sums[None, number], place, row, column, matrix, m, n, operands)
 
-    def store(self, sums, place, row, column, matrix, m, n, operands) -> None:
+    @cute.jit
+    def store(self, sums, place, row, column, matrix, m, n, operands):
         """Stores vector `place` of this CTA's run; in `SplitSum` it stands where `FragmentStore` does."""
-        first = self.own * (self.vectors * WARPGROUP)
-        self.store_fragment.store(sums, first + place, row, column, matrix, m, n, operands)
+        at = self.first * WARPGROUP + place
+        if cutlass.const_expr(self.all_vectors % self.parts == 0):
+            self.store_fragment.store(sums, at, row, column, matrix, m, n, operands)
+        elif place < self.count * WARPGROUP:  # noqa: SIM114
+            self.store_fragment.store(sums, at, row, column, matrix, m, n, operands)

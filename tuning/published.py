@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 RAGGED = ((257, 264, 136), (129, 520, 1000), (8, 8, 8), (1, 384, 72))
-"""One off the tile edges, K of no tile; extents that keep 16-byte accesses, so that the timed kernel itself is run."""
+"""One off the tile edges, K of no tile; N and K that keep 16-byte accesses, so that the timed kernel itself is run."""
 
 CUBLAS = "cuBLAS"
 
@@ -85,6 +85,7 @@ def wrong(config: Cutlass2xConfig, dtype: str, precision: str, majors: str = "tn
 
     generator = torch.Generator(device="cuda").manual_seed(seed)
     for m, n, k in RAGGED:
+        m = m if majors[0] == "t" else -(-m // 8) * 8  # M-major A: M too keeps them
         a, b = _operands(m, n, k, dtype, majors, generator)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=a.dtype)
         try:

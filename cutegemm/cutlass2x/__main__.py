@@ -3,26 +3,37 @@
 python -m cutegemm.cutlass2x --config cutlass2x/128x128x32/w64x64x32/s4/i16x8x16/id4 --emit
 python -m cutegemm.cutlass2x --list --dtype bf16 --arch sm_90a
 python -m cutegemm.cutlass2x --build published --dtype bf16 --arch sm_90a
+
+Without --dtype a configuration is shown for the first of fp16, fp32, TF32 that it can serve.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
 from cutegemm import arch as arch_table
+from cutegemm.arch import Arch
 from cutegemm.cutlass2x import BACKEND, FORM, build_many, emit, published
 from cutegemm.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.errors import GemmError
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
+
+KINDS = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32"), ("fp32", "tf32x3"))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
-        return _run(options)
+        status = _run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # a reader that has seen enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (GemmError, ValueError, KeyError) as why:
         print(f"error: {why}", file=sys.stderr)
         return 2
@@ -30,12 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     arch = arch_table.get(options.arch)
-    size = options.size
-    epilogue = Epilogue(options.out_dtype or options.dtype if options.c else None, None, "n", options.activation)
-    problem = Problem.of(
-        size, size, size, options.dtype,
-        majors=options.majors, out_dtype=options.out_dtype, precision=options.precision, epilogue=epilogue,
-    )  # fmt: skip
+    problem = _problem(options, arch)
     refused = BACKEND.supports(problem, arch)
     if refused:
         raise ValueError(refused)
@@ -60,6 +66,26 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _problem(options: argparse.Namespace, arch: Arch) -> Problem:
+    """What the options describe: of the dtypes and precisions they leave open, the first that serves --config."""
+    size = options.size
+
+    def of(dtype: str, precision: str) -> Problem:
+        out = options.out_dtype or dtype
+        epilogue = Epilogue(out if options.c else None, out if options.bias else None, "n", options.activation)
+        return Problem.of(
+            size, size, size, dtype,
+            majors=options.majors, out_dtype=options.out_dtype, precision=precision, epilogue=epilogue,
+        )  # fmt: skip
+
+    kinds = [kind for kind in KINDS if options.dtype in (None, kind[0]) and options.precision in (None, kind[1])]
+    problems = [of(*kind) for kind in kinds or [(options.dtype, options.precision)]]
+    if options.config:
+        config = BACKEND.parse(options.config)
+        problems.sort(key=lambda problem: BACKEND.check(config, problem, arch) is not None)
+    return problems[0]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cutegemm.cutlass2x", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--config", help=f"{FORM}; the default configuration when left out")
@@ -67,12 +93,13 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--emit", action="store_true", help="print the C++ that is compiled")
     what.add_argument("--list", action="store_true", help="print every valid configuration")
     what.add_argument("--build", choices=("config", "published"), default="config", help="compile into the store")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--out-dtype", choices=DTYPES)
-    parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
+    parser.add_argument("--precision", choices=PRECISIONS)
     parser.add_argument("--majors", choices=("tn", "tt", "nn", "nt"), default="tn", help="BLAS letters of A and B")
     parser.add_argument("--activation", choices=ACTIVATIONS)
     parser.add_argument("--c", action="store_true", help="with beta * C")
+    parser.add_argument("--bias", action="store_true", help="with a bias along the columns")
     parser.add_argument("--size", type=int, default=4096, help="M = N = K, for alignment and the default choice")
     parser.add_argument("--arch", default="sm_80", help="sm_80, sm_90a, ...")
     parser.add_argument("--jobs", type=int, help="nvcc processes at a time")

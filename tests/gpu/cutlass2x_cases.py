@@ -40,7 +40,7 @@ class Spec:
         self.case(seed).run(backend="cutlass2x", config=self.config)
 
     def kernel(self, arch: Arch) -> tuple[Signature, Cutlass2xConfig]:
-        problem = self.case(0).problem()
+        problem = self.case(0, "cpu").problem()
         config = BACKEND.parse(self.config) if self.config else BACKEND.default(problem, arch)
         return problem.signature, config
 
@@ -89,6 +89,49 @@ def specs(arch: Arch, sample: int = 5) -> dict[str, list[Spec]]:
             for shape in ((136, 264, 1032), (64, 64, 4096), (1032, 904, 72)):
                 groups["split"].append(Spec(shape, dtype, f"{base}/{schedule}", {**options, "c": True, "beta": 0.5}))
     return groups
+
+
+def smallest(arch: Arch) -> list[Spec]:
+    """A problem for every published configuration, and for every kind of kernel, as small as can be: for slow tools.
+
+    Each has a whole tile, a ragged one, and a K that no tile divides and that comes round to the first stage again.
+    """
+
+    def shape(config: Cutlass2xConfig, slices: int = 1, tiles: int = 1) -> tuple[int, int, int]:
+        bm, bn, bk = config.threadblock
+        return bm + 8, tiles * bn - 8, slices * (config.stages + 1) * bk + 8
+
+    found = [
+        Spec(shape(config), "fp16", str(config))
+        for config in published()
+        if config.problem(Problem.of(8, 8, 8, "fp16").signature, arch) is None
+    ]
+    for dtype, precision in KINDS:
+        options: dict[str, Any] = {"precision": precision}
+        signature = Problem.of(512, 512, 512, dtype, precision=precision or "ieee").signature
+        if dtype == "fp32":
+            found += [
+                Spec(shape(config), dtype, str(config), options) for config, _ in BACKEND.candidates(signature, arch)
+            ]
+        small = f"cutlass2x/{SMALL[dtype, precision]}"
+        config = BACKEND.parse(small)
+        other = torch.float16 if dtype == "fp32" else torch.float32
+        kinds: list[dict[str, Any]] = [
+            *({"majors": majors} for majors in MAJORS),
+            {"batch": 2},
+            {"out_dtype": other},
+            {"c": True, "alpha": 0.75, "beta": -1.5},
+            {"bias": True, "activation": "gelu"},
+        ]
+        found += [Spec(shape(config), dtype, small, {**options, **kind}) for kind in kinds]
+        for odd in ((7, 11, 13), (33, 35, 101), (40, 24, 0)):
+            found.append(Spec(odd, dtype, None, options))
+        for elements in (4, 2, 1):
+            found.append(Spec((72, 40, 200), dtype, None, {**options, "pad": elements, "offset": elements}))
+        for schedule in ("id1/k3", "id4/k2", "streamk", "h"):
+            scheduled = f"{small.rsplit('/', 1)[0]}/{schedule}"
+            found.append(Spec(shape(config, 3, 2), dtype, scheduled, {**options, "c": True, "beta": 0.5}))
+    return found
 
 
 def build(groups: dict[str, list[Spec]], arch: Arch, jobs: int | None = None) -> int:

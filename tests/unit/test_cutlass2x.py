@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -318,6 +320,37 @@ def test_command(capsys):
     assert "takes 1x1x1" in capsys.readouterr().err
     assert __main__.main(["--activation", "gelu_tanh", "--emit"]) == 2
     assert __main__.main(["--config", "nonsense", "--emit"]) == 2
+    assert __main__.main(["--config", GOOD, "--c", "--bias", "--emit"]) == 2
+    assert "either C or a bias" in capsys.readouterr().err
+
+
+@needs_emitter
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (GOOD, "fp16->fp16/ieee"),
+        ("cutlass2x/128x128x8/w32x64x8/s4/i1x1x1/id4", "fp32->fp32/ieee"),
+        ("cutlass2x/128x128x16/w64x64x16/s4/i16x8x8/id4", "fp32->fp32/tf32"),
+    ],
+)
+def test_the_source_of_any_configuration_is_shown_without_naming_a_dtype(capsys, config, kind):
+    assert __main__.main(["--config", config, "--bias", "--activation", "relu", "--emit"]) == 0
+    shown = capsys.readouterr().out
+    assert f"// {config}\n" in shown
+    assert f"// {kind}" in shown
+    assert "LinearCombinationRelu<" in shown
+
+
+@needs_emitter
+def test_a_reader_that_stops_is_no_error():
+    command = [sys.executable, "-m", "cutegemm.cutlass2x", "--list", "--arch", "sm_90a"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("cutlass2x/")
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
 
 
 def test_tf32x3_is_accepted_and_refused_clearly():

@@ -79,7 +79,9 @@ def _problem(options: argparse.Namespace, arch: Arch) -> Problem:
         )  # fmt: skip
 
     kinds = [kind for kind in KINDS if options.dtype in (None, kind[0]) and options.precision in (None, kind[1])]
-    problems = [of(*kind) for kind in kinds or [(options.dtype, options.precision)]]
+    if not kinds:
+        raise ValueError(f"--precision: got {options.precision!r} for {options.dtype}; it is for fp32")
+    problems = [of(*kind) for kind in kinds]
     if options.config:
         config = BACKEND.parse(options.config)
         problems.sort(key=lambda problem: BACKEND.check(config, problem, arch) is not None)

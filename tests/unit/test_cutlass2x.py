@@ -320,6 +320,8 @@ def test_command(capsys):
     assert "takes 1x1x1" in capsys.readouterr().err
     assert __main__.main(["--activation", "gelu_tanh", "--emit"]) == 2
     assert __main__.main(["--config", "nonsense", "--emit"]) == 2
+    assert __main__.main(["--dtype", "bf16", "--precision", "tf32x3", "--emit"]) == 2
+    assert "'tf32x3' for bf16" in capsys.readouterr().err
     assert __main__.main(["--config", GOOD, "--c", "--bias", "--emit"]) == 2
     assert "either C or a bias" in capsys.readouterr().err
 

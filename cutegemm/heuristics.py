@@ -77,9 +77,9 @@ def choose(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[st
 
 
 def untuned(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[str, Any, str] | None:
-    """`choose`, as it would be if the user had measured nothing and the shipped table lacked this shape: to judge it by.
+    """`choose` as it would be if the user had measured nothing and the shipped table lacked this shape: to judge it by.
 
-    Not remembered; takes milliseconds.
+    Nothing is remembered, so that it takes milliseconds.
     """
     here = (problem.m, problem.n, problem.k)
 
@@ -236,9 +236,9 @@ class _Splits:
         self, shape: footprint.Footprint, config: Any, numbers: tuple[int, ...], signature: Signature, arch: Arch
     ) -> None:
         self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
-        self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk
+        self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
         self._unit_m, self._unit_n = shape.bm * shape.cluster[0], shape.bn * shape.cluster[1]
-        self._places = arch.sm_count // (shape.cluster[0] * shape.cluster[1])
+        self._places = arch.sm_count // (shape.cluster[0] * shape.cluster[1] * shape.parts)
         self._made: dict[int, list[tuple[Model, Any]]] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Report = Callable[[int, str, Outcome], None]
 """report(number of the GPU's lane, phase, outcome so far); the phase of a finished search is "finished"."""
 
+First = Callable[["Problem", "Arch"], Sequence[Candidate]]
+"""first(problem, arch): what to try before everything else."""
+
 SEEDS = 4
 """Of each source of seeds at most."""
 NEAR = 1.5
@@ -46,11 +49,15 @@ def run_one(
     report: Callable[[str, Outcome], None] = lambda phase, outcome: None,
     stopped: Callable[[], bool] = lambda: False,
     ranker: Ranker | None = None,
+    first: First = lambda problem, arch: (),
     prepared: Future[Frontier] | None = None,
 ) -> Outcome:
     """Searches one problem in the backends named. Raises TimerBroken when the GPU or its memory will not do.
 
-    `prepared` is the problem's frontier, where it is being made already.
+    Args:
+        report: called with the phase and the outcome so far. stopped: asked often; the search ends when it says so.
+        ranker: lists the configurations, in place of the cost model. first: comes before the seeds.
+        prepared: the problem's frontier, where it is being made already.
     """
     arch = timer.arch
     if not options.resume:  # then it may turn out that nothing is to be timed
@@ -59,7 +66,8 @@ def run_one(
     own = [row for row in store.rows(str(problem)) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
     search = Search(
         problem, frontier, timer, pool.session(problem.signature, arch), store, options,
-        seeds=seeds(problem, arch, store, names), known=any(row.kind == "final" and is_fresh(row) for row in own),
+        seeds=[*first(problem, arch), *seeds(problem, arch, store, names)],
+        known=any(row.kind == "final" and is_fresh(row) for row in own),
         opened=not options.resume, report=report, stopped=stopped,
     )  # fmt: skip
     return search.run()
@@ -76,11 +84,14 @@ def run(
     report: Report = lambda lane, phase, outcome: None,
     stop: threading.Event | None = None,
     ranker: Ranker | None = None,
+    first: First = lambda problem, arch: (),
+    ahead: int = AHEAD,
 ) -> list[Outcome]:
     """Searches every problem; one thread a timer. Those that were not begun when `stop` was set have no outcome.
 
-    The candidates of the next problem are enumerated, and the first of them compiled, while the present one is timed.
-    Ctrl-C sets `stop`; a second one is raised.
+    The candidates of the next problem are enumerated, and the first `ahead` of them compiled, while the present one is
+    timed. Ctrl-C sets `stop`; a second one is raised. `ranker` and `first` as in `run_one`. A problem is still open in
+    its lane's timer when `report` is called with "finished".
     """
     stop = stop or threading.Event()
     outcomes: dict[int, Outcome] = {}
@@ -90,7 +101,8 @@ def run(
         frontier = Frontier(enumerate_all(problem, arch, names, ranker))
         if not (options.resume and _has_final(problem, arch, store)):
             session = pool.session(problem.signature, arch)
-            session.ahead([*seeds(problem, arch, store, names), *frontier.first(min(AHEAD, options.limit))])
+            seeded = [*first(problem, arch), *seeds(problem, arch, store, names)]
+            session.ahead([*seeded, *frontier.first(min(ahead, options.limit))])
         return frontier
 
     def work(lane: int, timer: Timer) -> None:
@@ -102,7 +114,7 @@ def run(
             try:
                 outcomes[number] = run_one(
                     problem, names, timer, pool, store, options, stopped=stop.is_set, ranker=ranker,
-                    report=lambda phase, outcome: report(lane, phase, outcome), prepared=prepared,
+                    first=first, report=lambda phase, outcome: report(lane, phase, outcome), prepared=prepared,
                 )  # fmt: skip
             except TimerBroken as why:
                 outcomes[number] = Outcome(problem, 0, ended=f"not timed: {why}")
@@ -110,7 +122,12 @@ def run(
                 failures.append(why)
                 stop.set()
                 return
-            report(lane, "finished", outcomes[number])
+            try:
+                report(lane, "finished", outcomes[number])
+            except BaseException as why:
+                failures.append(why)
+                stop.set()
+                return
 
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 

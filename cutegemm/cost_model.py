@@ -8,7 +8,8 @@ each bound the time:
     tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile)
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
     chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth
-    split-K   each part written, then read: by the last to finish, or a share by each; stream-K fills the last round
+    split-K   each part written, then read: by the last to finish, or a share by each; stream-K fills the last round.
+              CTAs of a cluster that share out K exchange their parts between SMs first
     power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean
               joins it to the time at full clock: near the limit the clock gives way by degrees
     fixed     launch, pipeline fill, last store
@@ -152,28 +153,31 @@ class Model:
 
     __slots__ = (
         "_again", "_balanced", "_bandwidth", "_bk", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold",
-        "_group_rows", "_idle", "_itemsize", "_l2", "_least", "_load_chip", "_multiply", "_out_size", "_overlap",
-        "_places", "_serial", "_slower", "_split_fixed", "_split_part", "_splits", "_step_fixed", "_unit_m", "_unit_n",
-        "_waits", "_wave",
+        "_group_rows", "_idle", "_itemsize", "_l2", "_least", "_load_chip", "_meeting", "_multiply", "_out_size",
+        "_overlap", "_parts", "_places", "_serial", "_slower", "_split_fixed", "_split_part", "_splits",
+        "_step_fixed", "_unit_m", "_unit_n", "_waits", "_wave",
     )  # fmt: skip
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
         f, r = footprint, constants or rates(footprint.family)
         clock = arch.clock_mhz * 1e6
         size, out = ITEMSIZE[signature.dtype], ITEMSIZE[signature.out_dtype]
-        ctas = f.cluster[0] * f.cluster[1]
+        sharers = f.cluster[0] * f.cluster[1]
+        ctas = sharers * f.parts
         self._itemsize, self._out_size, self._overlap = size, out, r.overlap
         self._unit_m, self._unit_n, self._bk, self._splits = f.bm * f.cluster[0], f.bn * f.cluster[1], f.bk, f.splits
         self._places = max(arch.sm_count // ctas, 1)
+        self._parts = f.splits * f.parts
 
         flops, stage = 2 * f.bm * f.bn * f.bk, (f.bm + f.bn) * f.bk * size
-        from_l2 = (f.cluster[0] * f.bm + f.cluster[1] * f.bn) * f.bk * size  # of the cluster, each byte once
+        # Of the CTAs that share loads, each byte once.
+        from_l2 = (f.cluster[0] * f.bm + f.cluster[1] * f.bn) * f.bk * size
         multiply = flops / (arch.peak(unit(signature)) * 1e12 / arch.sm_count * r.math)
         smem = (f.smem_step + stage * f.copies) / (r.smem * clock)
         port = stage / (r.port * clock)
         slowest = max(multiply, smem, port)
         self._multiply = slowest + r.overlap * (multiply + smem + port - slowest)
-        self._load_chip = from_l2 / (r.l2 * clock * arch.sm_count)
+        self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
         self._step_fixed = r.step / clock
         self._slower = 1 + r.quad if ctas > 2 else 1.0
         self._waits = (r.latency * 1e-6 + r.burst * port) / max(f.stages - r.held, 0.5)
@@ -188,7 +192,9 @@ class Model:
         epilogue = (r.tile + moved / r.store) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         self._fixed = (r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1)) * 1e-6 + epilogue - self._epilogue
-        self._split_part = 4 * f.bm * f.bn / (r.parts * clock)
+        self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
+        # Each sends what it does not own, then adds as much.
+        self._meeting = r.cluster * 1e-6 + 2 * (f.parts - 1) * self._split_part if f.parts > 1 else 0.0
         self._serial, self._balanced = f.serial, f.balanced
         self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
 
@@ -198,7 +204,7 @@ class Model:
         self._bandwidth = arch.hbm_bytes_per_s * r.hbm
         watts = WATTS_PER_SM * arch.sm_count
         self._energy_step = (
-            (ctas * flops * r.flop_pj + from_l2 * r.load_pj + ctas * f.smem_step * r.smem_pj) * 1e-12 / watts
+            (sharers * flops * r.flop_pj + from_l2 * r.load_pj + sharers * f.smem_step * r.smem_pj) * 1e-12 / watts
         )
         self._energy_byte = r.hbm_pj * 1e-12 / watts
 
@@ -211,7 +217,7 @@ class Model:
         tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
         steps = -(-k // self._bk) or 1
         rounds = tiles / self._places if self._balanced else -(-tiles * self._splits // self._places)
-        time = self._fixed + rounds * (-(-steps // self._splits) * self._least + self._epilogue)
+        time = self._fixed + rounds * (-(-steps // self._parts) * self._least + self._epilogue)
         heat = tiles * steps * self._energy_step
         return math.sqrt(math.sqrt(time**4 + heat**4))
 
@@ -222,7 +228,7 @@ class Model:
         splits, places, overlap = self._splits, self._places, self._overlap
         tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
         steps = -(-k // self._bk) or 1
-        depth = -(-steps // splits)
+        depth = -(-steps // self._parts)
         works = tiles * splits
         rounds = -(-works // places)
         busy, load = self._multiply, self._load_chip * (works if works < places else places)
@@ -240,6 +246,7 @@ class Model:
         if self._balanced and works > places:
             busy_rounds *= works / (places * rounds)
             busy_rounds += (works % places > 0) * (self._split_fixed + self._split_part)
+        busy_rounds += rounds * self._meeting
         if splits > 1:
             busy_rounds += rounds * (self._split_fixed + (splits if self._serial else 1) * self._split_part)
         a, b = m * k * batch * self._itemsize, n * k * batch * self._itemsize

@@ -23,10 +23,10 @@ class Footprint:
 
     family: key of its constants in `cost_model`. bm, bn, bk: CTA tile in D's orientation, elements. stages: of the
     ring. smem_step: bytes of shared memory read by a k step, over all warps. threads: of a CTA; ctas: resident on an
-    SM. cluster: CTAs along M and N that share loads. splits: of K; serial: one CTA adds up all parts of a tile, they
-    are not shared out. balanced: tiles that fill no round of all SMs are cut along K (stream-K). group: tile rows that
-    the tile order walks together. overlapped: the epilogue runs beside the next tile's multiplications. pdl:
-    programmatic dependent launch.
+    SM. cluster: CTAs along M and N that share loads. parts: CTAs of a cluster that sum a part of K each and add up on
+    chip. splits: of K, among clusters; serial: one CTA adds up all parts of a tile, they are not shared out. balanced:
+    tiles that fill no round of all SMs are cut along K (stream-K). group: tile rows that the tile order walks together.
+    overlapped: the epilogue runs beside the next tile's multiplications. pdl: programmatic dependent launch.
     copies: how many times more instructions narrow loads take than 16-byte ones.
     """
 
@@ -39,6 +39,7 @@ class Footprint:
     threads: int
     ctas: int = 1
     cluster: tuple[int, int] = (1, 1)
+    parts: int = 1
     splits: int = 1
     group: int = 8
     overlapped: bool = False
@@ -79,6 +80,7 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         config.threads,
         ctas=ctas,
         cluster=cluster,
+        parts=config.cluster_k,
         splits=config.splits,
         serial=False,
         balanced="streamk" in config.options,

@@ -44,6 +44,8 @@ CLUSTER_PARTS = (1, 2, 4)
 """CTAs of a cluster that share out K."""
 CLUSTER_CTAS = 8
 """At most; more are not portable between GPUs of compute capability 9.0."""
+K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4))
+"""Clusters along K that the tuner considers."""
 BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
 TEACHING = ("even", "fat", "zero", "onebuf")
@@ -51,6 +53,8 @@ TEACHING = ("even", "fat", "zero", "onebuf")
 OPTIONS = ("swap", "once", "slab", "zig", "streamk", "arrival", "pdl", *TEACHING)
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Splits of K that the tuner and the heuristic use; every number up to 32 is valid."""
+K_CLUSTER_SPLITS = (1, 2, 3, 4, 7, 8, 15, 16, 30)
+"""The same beside clusters along K: an H200 holds 66 clusters of two, 30 of four."""
 
 _TILES = (
     *((64, n) for n in (16, 32, 64, 96, 128, 192, 224, 256)),
@@ -365,7 +369,7 @@ class HopperConfig:
         """Every configuration the tuner may consider for operands of `itemsize` bytes, before the validity rule.
 
         Rings are as deep as shared memory allows, one stage less (a wider epilogue needs the room) and half as deep.
-        Splits and exchanged operands, which serve few tiles and a small M, come with one tile order.
+        Splits, clusters along K and exchanged operands, which serve few tiles and a small M, come with one tile order.
         """
         depths = (128 // itemsize, 256 // itemsize)
         for (bm, bn), bk, schedule in product(_TILES, depths, ("coop1", "coop2", "coop3", "pp")):
@@ -382,3 +386,7 @@ class HopperConfig:
                     yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("pdl",), splits)
                 if bn <= 128:
                     yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("swap", "pdl"), splits)
+            for (cm, cn, ck), splits in product(K_CLUSTERS, K_CLUSTER_SPLITS if schedule != "pp" else ()):
+                yield cls(bm, bn, bk, schedule, (cm, cn), deepest, "serp8", ("pdl",), splits, ck)
+                if bn <= 128 and splits <= 4:
+                    yield cls(bm, bn, bk, schedule, (cm, cn), deepest, "serp8", ("swap", "pdl"), splits, ck)

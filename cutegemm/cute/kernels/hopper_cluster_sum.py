@@ -182,7 +182,7 @@ class ClusterSum:
     def store(self, sums, place, row, column, matrix, m, n, operands):
         """Stores vector `place` of this CTA's run; in `SplitSum` it stands where `FragmentStore` does."""
         at = self.first * WARPGROUP + place
-        if cutlass.const_expr(self.all_vectors % self.parts == 0):
+        if cutlass.const_expr(self.all_vectors % self.parts == 0):  # noqa: SIM114
             self.store_fragment.store(sums, at, row, column, matrix, m, n, operands)
-        elif place < self.count * WARPGROUP:  # noqa: SIM114
+        elif place < self.count * WARPGROUP:
             self.store_fragment.store(sums, at, row, column, matrix, m, n, operands)

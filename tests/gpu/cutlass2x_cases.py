@@ -99,7 +99,7 @@ def smallest(arch: Arch) -> list[Spec]:
 
     def shape(config: Cutlass2xConfig, slices: int = 1, tiles: int = 1) -> tuple[int, int, int]:
         bm, bn, bk = config.threadblock
-        return bm + 8, tiles * bn - 8, slices * (config.stages + 1) * bk + 8
+        return bm + 8, tiles * bn - 8, slices * (config.stages + 1) * bk + bk // 2
 
     found = [
         Spec(shape(config), "fp16", str(config))

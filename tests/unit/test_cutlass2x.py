@@ -17,6 +17,8 @@ from cutegemm.cutlass2x.config import SWIZZLES, Cutlass2xConfig, published, spac
 from cutegemm.epilogue import Epilogue
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.problem import Problem
+from tests.gpu import cutlass2x_cases, sanitize_cutlass2x
+from tests.problems import matrix
 
 A100, H200, ADA = arch.get("sm_80"), arch.get("sm_90a"), arch.get("sm_89")
 FP16 = Problem.of(512, 512, 512, "fp16")
@@ -299,6 +301,31 @@ def test_units_are_shared_and_found_again(store_root, monkeypatch):
 )
 def test_statuses_are_described(status, said):
     assert pytest.importorskip("re").search(said, kernel.describe(status, FP16.signature))
+
+
+def test_the_small_problems_of_the_sanitizer_reach_every_kind_of_kernel():
+    specs = cutlass2x_cases.smallest(H200)
+    fitting = {str(config) for config in published() if config.problem(FP16.signature, H200) is None}
+    assert fitting <= {spec.config for spec in specs}
+    assert {(spec.dtype, spec.options.get("precision")) for spec in specs} == set(cutlass2x_cases.KINDS)
+    for spec in specs:
+        signature, config = spec.kernel(H200)
+        assert config.problem(signature, H200) is None
+        bm, bn, bk = config.threadblock
+        if spec.config:  # more than a tile along M, and K comes round to the first stage
+            assert spec.shape[0] > bm
+            assert spec.shape[1] % bn
+            assert spec.shape[2] > config.stages * bk
+            assert spec.shape[2] % bk
+    assert {spec.kernel(H200)[1].swizzle for spec in specs} >= {"id1", "id4", "streamk", "h"}
+    assert {spec.kernel(H200)[1].splits for spec in specs} == {1, 2, 3}
+
+
+def test_operands_move_to_a_device_with_their_strides(seed):
+    padded = matrix(5, 7, torch.float16, torch.Generator().manual_seed(seed), row_major=False, pad=3, offset=2)
+    got = sanitize_cutlass2x.moved(padded, "cpu")
+    assert torch.equal(got, padded)
+    assert (got.stride(), got.storage_offset()) == (padded.stride(), padded.storage_offset()) == ((1, 8), 2)
 
 
 def test_call_structure_matches_the_source():

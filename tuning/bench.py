@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +70,6 @@ def bench_shape(
     rounds: int = ROUNDS,
     device: str = "cuda",
     timer: Timer = timing.interleaved,
-    cublas_kernels: bool = False,
 ) -> list[Result]:
     """Checks and times one problem; a result for each provider, in their order. The first one is what ratios are to."""
     sets = timing.rotation(problem.min_bytes, arch.l2_bytes) if device == "cuda" else 1
@@ -97,7 +97,6 @@ def bench_shape(
         calls = {name: prepared.calls for name, prepared in ready.items()}
         with bench_report.Monitor(device == "cuda") as monitor:
             found = timer(calls, problem.flops, rounds)
-        kernels = kernel_names(ready["torch"].calls[0]) if cublas_kernels and "torch" in ready else ()
     first = next(iter(found.values()), None)
     bound = roofline(problem, arch)
     clock, watts = monitor.typical()
@@ -121,10 +120,25 @@ def bench_shape(
                 ratio=first.us / timed.us,
                 clock_mhz=clock,
                 watts=watts,
-                kernels=kernels if name == "torch" else (),
             )
         results.append(result)
     return results
+
+
+def with_kernel_names(plan: Plan, results: Sequence[Result]) -> list[Result]:
+    """The results, those of torch with the kernels that cuBLAS launched.
+
+    Asked after all that is timed: a process that has been profiled may launch more slowly.
+    """
+    named = []
+    for result in results:
+        if result.provider == "torch" and result.us is not None:
+            problem = plan.problem((result.m, result.n, result.k))
+            a, b = operands(problem, 0)
+            with _tf32(problem.precision == "tf32"), contextlib.suppress(RuntimeError):
+                result = replace(result, kernels=kernel_names(functools.partial(torch.mm, a, b)))
+        named.append(result)
+    return named
 
 
 def kernel_names(call: Callable[[], object]) -> tuple[str, ...]:
@@ -190,17 +204,20 @@ def run(
     *,
     device: str = "cuda",
     timer: Timer = timing.interleaved,
-    cublas_kernels: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    keep: Callable[[list[Result]], None] = lambda results: None,
 ) -> tuple[list[Result], bool]:
-    """(the results of every shape, whether all were measured). Ctrl-C ends it with what there is."""
+    """(the results of every shape, whether all were measured). Ctrl-C ends it with what there is.
+
+    `keep` is called after every shape with the results so far.
+    """
     results: list[Result] = []
     try:
         for number, shape in enumerate(plan.shapes, 1):
             say(f"[{number}/{len(plan.shapes)}] {suites.text(shape)}")
             options: dict[str, Any] = {"rounds": plan.rounds, "device": device, "timer": timer}
             try:
-                results += bench_shape(plan.problem(shape), providers, arch, cublas_kernels=cublas_kernels, **options)
+                results += bench_shape(plan.problem(shape), providers, arch, **options)
             except RuntimeError as why:  # out of memory; a launch that ruined the CUDA context
                 reason = f"not measured: {type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"
                 problem = str(plan.problem(shape))
@@ -209,6 +226,7 @@ def run(
                 if device == "cuda":
                     with contextlib.suppress(RuntimeError):
                         torch.cuda.empty_cache()
+            keep(results)
     except KeyboardInterrupt:
         return results, False
     return results, True
@@ -283,23 +301,28 @@ def main(arguments: list[str] | None = None) -> int:
     count, seconds = compile_ahead(plan, providers, arch, options.jobs)
     if count:
         print(f"compiled {count} kernels in {seconds:.0f} s")
+    header = {"before": before, "versions": versions(providers), "arch": arch.name}
+
+    def keep(results: list[Result]) -> None:
+        bench_report.write(results, header, vars(options), json_path=options.json, csv_path=options.csv)
+
     results, whole = run(
-        plan,
-        providers,
-        arch,
-        cublas_kernels=options.cublas_kernels,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-    )
-    after = timing.gpu_state()
+        plan, providers, arch, say=lambda text: print(text, file=sys.stderr, flush=True), keep=keep
+    )  # fmt: skip
+    header["after"] = timing.gpu_state()
+    if options.cublas_kernels and whole:
+        results = with_kernel_names(plan, results)
     print(bench_report.table(results))
     print(bench_report.summary(results))
-    print(after)
-    header = {"before": before, "after": after, "versions": versions(providers), "arch": arch.name}
-    bench_report.write(results, header, vars(options), json_path=options.json, csv_path=options.csv)
+    print(header["after"])
+    keep(results)
     if options.plot and results:
         from tuning.plot import plot_bench
 
-        plot_bench(results, arch, options.plot, title=f"{plan.dtype} {plan.majors}, {before.split(',')[0]}")
+        try:
+            plot_bench(results, arch, options.plot, title=f"{plan.dtype} {plan.majors}, {before.split(',')[0]}")
+        except (RuntimeError, ValueError) as why:
+            print(f"--plot: {why}", file=sys.stderr)
     if not whole:
         print("interrupted: these are the shapes measured so far", file=sys.stderr)
         return 130

@@ -1,13 +1,21 @@
-"""Plots of measured tables. Needs matplotlib (`pip install cutegemm[plot]`)."""
+"""Plots of measured tables. Needs matplotlib (`pip install cutegemm[plot]`).
+
+python -m tuning.plot bench.json bench.png       draws what `python -m tuning.bench --json` wrote, on any machine
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutegemm import arch as arch_table
 from cutegemm.arch import Arch
+from tuning import bench_report
 from tuning.bench_report import Result
 from tuning.ladder import label
 from tuning.workbench import Row
@@ -123,3 +131,25 @@ def load_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def main(arguments: list[str] | None = None) -> int:
+    assert __doc__ is not None
+    made = argparse.ArgumentParser(prog="python -m tuning.plot", description=__doc__.split("\n\n")[0])
+    made.add_argument("json", help="a file that `python -m tuning.bench --json` wrote")
+    made.add_argument("image", help="the file to draw into: .png, .svg, .pdf")
+    options = made.parse_args(arguments)
+    try:
+        results = bench_report.read(options.json)
+        given = json.loads(Path(options.json).read_text())
+        header, kind = given["header"], given["options"]
+        title = f"{kind['dtype']} {kind['majors']}, {header['before'].split(',')[0]}"
+        plot_bench(results, arch_table.get(header["arch"]), options.image, title=title)
+    except (KeyError, OSError, RuntimeError, ValueError) as why:
+        print(f"{made.prog}: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,9 +120,18 @@ class Frontier:
             self._correction.drop(seed.key)
 
     def first(self, count: int) -> list[Candidate]:
-        """Those that it would give next if nothing were measured meanwhile, none of them taken out; about."""
-        shares = [self._rest[name] for name in self._contenders()]
-        return [c for own in shares for c in itertools.islice(own.values(), -(-count // len(shares)))]
+        """Those that it would give next, after the seeds, if nothing were measured meanwhile; none is taken out."""
+        left = {name: iter(self._rest[name].values()) for name in self._contenders()}
+        spent, found = dict(self._spent), []
+        while left and len(found) < count:
+            name = min(left, key=lambda name: spent[name])
+            spent[name] += self.COMPILE_SECONDS.get(name, 1.0)
+            candidate = next(left[name], None)
+            if candidate is None:
+                del left[name]
+            else:
+                found.append(candidate)
+        return found
 
     def drop(self, key: tuple[str, str]) -> None:
         """Takes a candidate out, if it is there."""

@@ -88,6 +88,11 @@ class Child:
             raise ChildError(value)
         return value
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs. It ends with the thread that started it, too (`_die_with_parent`)."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """Ends the process at once."""
         with contextlib.suppress(OSError):

@@ -133,6 +133,8 @@ class GpuProcess:
         self.close()
 
     def _running(self) -> Child:
+        if self._child is not None and not self._child.alive:
+            self._replace()
         if self._child is None:
             self._child = Child(self._module, str(self._index))
         if self._arch is None:

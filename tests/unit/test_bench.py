@@ -169,6 +169,35 @@ def test_plot(tmp_path):
         plot_bench(refused, H200, tmp_path / "none.png")
 
 
+def test_a_plot_from_the_json(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from tuning import plot
+
+    found, _, _ = results()
+    there, image = tmp_path / "out.json", tmp_path / "out.png"
+    header = {"before": "NVIDIA H200, driver 1", "arch": "H200"}
+    bench_report.write(found, header, {"dtype": "bf16", "majors": "tn"}, json_path=str(there))
+    assert plot.main([str(there), str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    there.write_text("{}")
+    assert plot.main([str(there), str(image)]) == 2
+    assert "not the JSON of tuning.bench" in capsys.readouterr().err
+
+
+def test_every_shape_is_kept_when_it_is_done():
+    kept: list[int] = []
+    results(shapes=((64, 48, 32), (8, 8, 8)), keep=lambda found: kept.append(len(found)))
+    assert kept == [2, 4]
+
+
+def test_the_names_of_torchs_kernels(monkeypatch):
+    found, _, _ = results(shapes=((8, 8, 8),))
+    monkeypatch.setattr(bench, "operands", lambda problem, seed: (torch.ones(8, 8), torch.ones(8, 8)))
+    monkeypatch.setattr(bench, "kernel_names", lambda call: (f"kernel of {tuple(call().shape)}",))
+    named = bench.with_kernel_names(bench.Plan(((8, 8, 8),)), found)
+    assert [r.kernels for r in named] == [("kernel of (8, 8)",), ()]
+
+
 def test_providers_by_name():
     assert [p.name for p in bench_providers.make(["cutegemm"])] == ["torch", "cutegemm"]
     assert [p.name for p in bench_providers.make(["cute", "torch", "cute"])] == ["torch", "cute"]

@@ -243,6 +243,63 @@ def test_seeds_are_todays_choice_and_earlier_winners(tmp_path, monkeypatch):
     assert sweep_run.seeds(problem, H200, store, ["cute"])[0].text == slow
 
 
+def test_seeds_from_the_other_16_bit_type_and_from_near(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sweep_run.winners_table, "shipped", lambda *where: {})
+    store = Winners(tmp_path / "elsewhere.sqlite3")
+    texts = ["sm80/64x64x32/w32x32/s5/g8", "sm80/64x32x32/w32x16/s5/g8", "sm80/128x128x32/w64x64/s4/g8"]
+    where = [(256, 256, 256, "bf16"), (256, 384, 256, "fp16"), (4096, 4096, 4096, "fp16")]
+    for text, (m, n, k, dtype) in zip(texts, where, strict=True):
+        problem = Problem.of(m, n, k, dtype)
+        store.record(Measurement("H200", 132, str(problem), "cute", text, fingerprint("cute", text), 1e-5, "ok",
+                                 reference_seconds=1e-5))  # fmt: skip
+    found = sweep_run.seeds(Problem.of(256, 256, 256, "fp16"), H200, store, ["cute"])
+    assert [seed.text for seed in found[1:]] == texts[:2]
+    assert sweep_run.seeds(Problem.of(256, 256, 256, "fp16", batch=2), H200, store, ["cute"])[1:] == []
+
+
+def test_the_next_shape_is_compiled_ahead(tmp_path, monkeypatch):
+    """While one shape is timed the next one's candidates are enumerated and compiled."""
+    monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)
+    enumerated: list[int] = []
+    both = threading.Event()
+
+    def ranker(problem: Problem, arch, name):
+        enumerated.append(problem.m)
+        if len(enumerated) == 2:
+            both.set()
+        return [(1.0 + number, c.config) for number, c in enumerate(space(20))]
+
+    timer, compiler = FakeTimer({}), FakeCompiler()
+    timer.after_check = lambda: both.wait(30)  # nothing of the first shape ends before the second is enumerated
+    problems = [Problem.of(64 * number, 64, 64) for number in (1, 2, 3)]
+    found = sweep_run.run(
+        problems, ["cute"], [timer], compiler, Winners(tmp_path / "w"), Options(), ranker=ranker, ahead=5
+    )
+    assert [outcome.problem for outcome in found] == problems
+    assert enumerated == [64, 128, 192]
+    assert both.is_set()
+    assert [key[1] for key in compiler.before] == [c.text for c in space(20)[:5]] * 3
+
+
+def test_what_fails_while_it_is_prepared_or_told_is_raised(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)
+    given = (["cute"], [FakeTimer({})], FakeCompiler(), Winners(tmp_path / "w"), Options())
+
+    def broken(problem, arch, name):
+        raise ValueError("no such backend")
+
+    with pytest.raises(ValueError, match="no such backend"):
+        sweep_run.run([Problem.of(64, 64, 64)], *given, ranker=broken)
+
+    def tell(lane, phase, outcome) -> None:
+        if phase == "finished":
+            raise RuntimeError("the terminal is gone")
+
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        sweep_run.run([Problem.of(64, 64, 64)], *given, ranker=lambda *rest: [(1.0, space(1)[0].config)], report=tell)
+
+
 def test_at_least_two_hundred_valid_configurations():
     for dtype, precision in (("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")):
         problem = Problem.of(4096, 4096, 4096, dtype, precision=precision)

@@ -339,6 +339,14 @@ def test_the_gpu_process_is_replaced_and_the_culprit_named(gpu, tmp_path):
     assert said.count("open") == 1 + 3 + 1 + 1
 
 
+def test_a_gpu_process_that_ended_is_begun_again(gpu):
+    with GpuProcess(0, gpu) as timer:
+        assert timer.arch == "H200"
+        assert timer._child is not None
+        timer._child.kill()
+        assert timer.describe() == "a GPU"
+
+
 def test_without_a_gpu_the_process_says_so(gpu, monkeypatch):
     monkeypatch.setenv("GPU_MISSING", "1")
     with GpuProcess(0, gpu) as timer, pytest.raises(TimerBroken, match="torch sees no CUDA device"):

@@ -116,6 +116,9 @@ def test_large_products_are_timed_in_sustained_blocks(store):
     assert blocks[0] == 0.0
     assert blocks[-1] == BLOCK_SECONDS
     assert [len(keys) for keys, _, block in timer.timed if block] == [8, 3]
+    hurried = FakeTimer({})
+    search(space(20), hurried, store, problem=large, options=Options(budget=12.0)).run()
+    assert [len(keys) for keys, _, block in hurried.timed if block] == [4, 2]
 
 
 @pytest.mark.parametrize("budget", [3.0, 20.0, 60.0])
@@ -260,6 +263,31 @@ def test_resume_does_not_trust_other_kernels_or_gpus(store):
     assert {key for keys, _, _ in timer.timed for key in keys} == {c.key for c in candidates}
 
 
+def test_resume_does_not_wait_for_a_backend_that_cannot_win(store):
+    """A backend that was never tried, for its estimates, does not keep a shape from being finished."""
+    fast, slow, rival = (
+        candidate("sm90/fast", 1e-3),
+        candidate("slow", 2e-3, "legacy"),
+        candidate("rival", 1.2e-3, "legacy"),
+    )
+    arch = (H200.name, H200.sm_count, str(PROBLEM))
+    store.record(Measurement(*arch, *fast.key, fingerprint(*fast.key), 1e-3, "ok", reference_seconds=1e-3))
+    resume = Options(resume=True)
+    assert search([fast, slow], FakeTimer({}), store, options=resume).run().ended == "resumed"
+    timer = FakeTimer({})
+    assert search([fast, rival], timer, store, options=resume).run().ended == "done"
+    assert timer.checked[0] == rival.key
+
+
+def test_a_known_winner_ends_it_sooner(store):
+    candidates = space(200)
+    options = Options(budget=1e6)
+    known = search(candidates, FakeTimer({}), store, options=options, seeds=candidates[:1], known=True).run()
+    unknown = search(candidates, FakeTimer({}), store, options=options, seeds=candidates[:1]).run()
+    assert len(known.results) <= 70
+    assert len(unknown.results) >= 90
+
+
 def test_seeds_come_first(store):
     candidates = space(50)
     seed = candidates[49]
@@ -316,6 +344,39 @@ def test_the_frontier_learns_what_the_model_misjudges():
         frontier.measured(7.0 * truth(later[-1].text), later[-1])
     assert sum("hilbert" in c.text and "c1x2" in c.text for c in later) >= 12
     frontier.drop(("cute", "unknown"))
+
+
+def test_backends_share_the_compile_time():
+    """Kernels that compile twelve times as long come a twelfth as often; hopeless ones last; beaten ones no more."""
+    quick = [candidate(f"sm90/{i}", 1.0 + i / 100) for i in range(200)]
+    dear = [candidate(f"cutlass2x/{i}", 0.9 + i / 100, "cutlass2x") for i in range(30)]
+    hopeless = [candidate(f"rung/{i}", 3.0, "legacy") for i in range(10)]
+    frontier = Frontier([*quick, *dear, *hopeless])
+    first = [frontier.next() for _ in range(65)]
+    assert [sum(c in own for c in first) for own in (quick, dear, hopeless)] == [60, 5, 0]
+    for found in first:
+        frontier.measured(1.0 if found in quick else 1.1, found)
+    second = [frontier.next() for _ in range(26)]  # not beaten by enough
+    assert sum(c in dear for c in second) == 2
+    for found in second:
+        frontier.measured(0.9 if found in quick else 1.1, found)
+    third = [frontier.next() for _ in range(50)]
+    assert all(c in quick for c in third)
+    rest = [frontier.next() for _ in range(len(frontier))]
+    assert len({c.key for c in (*first, *second, *third, *rest)}) == 240
+    assert all(c in hopeless or c in dear for c in rest[-20:])
+    assert frontier.next() is None
+
+
+def test_what_comes_first_can_be_asked():
+    candidates = [*space(30), candidate("cutlass2x/1", 1.0, "cutlass2x")]
+    frontier = Frontier(candidates)
+    asked = frontier.first(10)
+    assert len(frontier) == 31
+    assert [frontier.next() for _ in range(10)] == asked
+    frontier.begin_with([candidates[20]])
+    assert frontier.next() == candidates[20]
+    assert candidates[20] not in frontier.first(100)
 
 
 def test_configurations_that_differ_in_little_do_not_fill_the_first_places():

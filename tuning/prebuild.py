@@ -1,4 +1,4 @@
-"""Compiling a list of kernels into the kernel store, in parallel processes that see no GPU."""
+"""Compiling a list of kernels into the kernel store, in parallel processes."""
 
 from __future__ import annotations
 

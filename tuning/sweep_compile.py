@@ -1,6 +1,6 @@
 """Compiling candidates ahead in processes of their own: `python -m tuning.sweep_compile` is one of them.
 
-A worker compiles one configuration after the other into the kernel store and sees no GPU, so it has no CUDA context.
+A worker compiles one configuration after the other into the kernel store; compiling opens no CUDA context.
 Importing the compiler takes seconds, so workers stay alive; they start when there is something to compile. Their
 number is bounded by the cores and by the memory at hand.
 """
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 WORKER_BYTES = 1_500_000_000
 """Memory that a worker takes at most, and the compiler that it starts."""
 COMPILE_SECONDS = 180.0
-HIDDEN_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+"""The GPU is not hidden: the CuTe DSL asks the driver about it, which takes tens of seconds where it finds none."""
 
 Done = tuple["Candidate", "str | None"]
 """A candidate, and None when its kernel is in the store, else why not."""
@@ -148,7 +149,7 @@ class CompilePool:
         try:
             while (job := self._take()) is not None:
                 if child is None:
-                    child = Child(self._module, environment=HIDDEN_GPU)
+                    child = Child(self._module, environment=WORKER_ENVIRONMENT)
                     with self._condition:
                         self._children.add(child)
                 candidate = job.candidate

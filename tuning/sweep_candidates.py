@@ -122,7 +122,8 @@ class Frontier:
     def first(self, count: int) -> list[Candidate]:
         """Those that it would give next, after the seeds, if nothing were measured meanwhile; none is taken out."""
         left = {name: iter(self._rest[name].values()) for name in self._contenders()}
-        spent, found = dict(self._spent), []
+        spent = dict(self._spent)
+        found: list[Candidate] = []
         while left and len(found) < count:
             name = min(left, key=lambda name: spent[name])
             spent[name] += self.COMPILE_SECONDS.get(name, 1.0)

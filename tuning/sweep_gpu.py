@@ -234,6 +234,7 @@ class Server:
     def _measure(self, what: str, *arguments: Any) -> Any:
         if what == "open":
             self._bench = None
+            torch.cuda.set_device(self._index)
             torch.cuda.empty_cache()
             begun = time.perf_counter()
             self._bench = Bench(arguments[0], Arch.of_device(self._index))

@@ -35,14 +35,14 @@ def store(tmp_path, monkeypatch) -> winners.Winners:
 def test_a_sweep_is_kept_and_used(store, tmp_path, seed, capsys):
     shape, out = (512, 512, 512), tmp_path / "sweep.json"
     begun = time.monotonic()
-    arguments = ["--shapes", "512", "--dtype", "bf16", "--budget", "20s", "--store", str(store.path)]
+    arguments = ["--shapes", "512", "--dtype", "bf16", "--budget", "10s", "--store", str(store.path)]
     assert sweep.main([*arguments, "--json", str(out)]) == 0
     took = time.monotonic() - begun
     said = capsys.readouterr().out
     assert "512x512x512" in said
     print(f"{said}\n{took:.1f} s in all")
     (data,) = json.loads(out.read_text())["shapes"]
-    assert data["elapsed"] < 25
+    assert data["elapsed"] < 20
     assert data["enumerated"] >= 200
     assert data["winner"]["kind"] == "final"
     verdicts = {r["verdict"] for r in data["results"]}
@@ -68,7 +68,7 @@ def test_tune_from_a_program(store, seed):
     a = torch.randn(384, 256, device="cuda", dtype=torch.float16)
     b = torch.randn(256, 320, device="cuda", dtype=torch.float16)
     before = cutegemm.gemm(a, b)
-    found = cutegemm.tune(a, b, budget=10)
+    found = cutegemm.tune(a, b, budget=6)
     assert found.ratio is not None
     assert found.ratio > 0.2
     row = next(r for r in store.rows() if (r.config, r.kind) == (found.config, "final"))
@@ -86,7 +86,7 @@ def test_the_bench_times_as_the_benchmark_does(seed):
     key = ("cute", str(cutegemm.plan.backends.get("cute").default(problem, arch)))
     assert bench.check(*key)[0] == "ok"
     first, second = (bench.time([key], 7, 0.0) for _ in range(2))
-    assert first[key] == pytest.approx(second[key], rel=0.2)
+    assert first[key] == pytest.approx(second[key], rel=0.5)
     assert 1e-6 < first[TORCH] < 1e-3
     calls = bench._calls[key]
     real = calls[0]
@@ -100,7 +100,7 @@ def test_the_bench_times_as_the_benchmark_does(seed):
 
 
 def test_the_gpu_process_checks_and_times():
-    problem = Problem.of(256, 256, 4096, "bf16")
+    problem = Problem.of(512, 512, 512, "bf16")  # as that of the sweep above: its kernels are compiled
     with GpuProcess(torch.cuda.current_device()) as timer:
         arch = timer.arch
         assert arch == Arch.of_device()

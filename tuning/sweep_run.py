@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cutegemm import backend as backends
@@ -16,7 +17,7 @@ from cutegemm.errors import UnsupportedError
 from cutegemm.winners import Winners, standing
 from cutegemm.winners_fingerprint import is_fresh
 from tuning.sweep_candidates import Candidate, Frontier, Ranker, enumerate_all
-from tuning.sweep_compile import CompilePool
+from tuning.sweep_compile import CompilePool, CompileSession
 from tuning.sweep_search import Options, Outcome, Search
 from tuning.sweep_timer import Timer, TimerBroken
 
@@ -50,22 +51,22 @@ def run_one(
     stopped: Callable[[], bool] = lambda: False,
     ranker: Ranker | None = None,
     first: First = lambda problem, arch: (),
-    prepared: Future[Frontier] | None = None,
+    prepared: Future[Prepared] | None = None,
 ) -> Outcome:
     """Searches one problem in the backends named. Raises TimerBroken when the GPU or its memory will not do.
 
     Args:
         report: called with the phase and the outcome so far. stopped: asked often; the search ends when it says so.
         ranker: lists the configurations, in place of the cost model. first: comes before the seeds.
-        prepared: the problem's frontier, where it is being made already.
+        prepared: what is being made ready already.
     """
     arch = timer.arch
     if not options.resume:  # then it may turn out that nothing is to be timed
         timer.open(problem)
-    frontier = prepared.result() if prepared is not None else Frontier(enumerate_all(problem, arch, names, ranker))
+    ready = prepared.result() if prepared is not None else Prepared.of(problem, arch, names, pool, ranker)
     own = [row for row in store.rows(str(problem)) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
     search = Search(
-        problem, frontier, timer, pool.session(problem.signature, arch), store, options,
+        problem, ready.frontier, timer, ready.session, store, options,
         seeds=[*first(problem, arch), *seeds(problem, arch, store, names)],
         known=any(row.kind == "final" and is_fresh(row) for row in own),
         opened=not options.resume, report=report, stopped=stopped,
@@ -97,13 +98,12 @@ def run(
     outcomes: dict[int, Outcome] = {}
     failures: list[BaseException] = []
 
-    def prepare(problem: Problem, arch: Arch) -> Frontier:
-        frontier = Frontier(enumerate_all(problem, arch, names, ranker))
+    def prepare(problem: Problem, arch: Arch) -> Prepared:
+        made = Prepared.of(problem, arch, names, pool, ranker)
         if not (options.resume and _has_final(problem, arch, store)):
-            session = pool.session(problem.signature, arch)
             seeded = [*first(problem, arch), *seeds(problem, arch, store, names)]
-            session.ahead([*seeded, *frontier.first(min(ahead, options.limit))])
-        return frontier
+            made.session.ahead([*seeded, *made.frontier.first(min(ahead, options.limit))])
+        return made
 
     def work(lane: int, timer: Timer) -> None:
         while not stop.is_set():
@@ -156,18 +156,33 @@ def run(
     return [outcomes[number] for number in sorted(outcomes)]
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a search needs beside the GPU; `session` compiles some of it ahead."""
+
+    frontier: Frontier
+    session: CompileSession
+
+    @classmethod
+    def of(
+        cls, problem: Problem, arch: Arch, names: Sequence[str], pool: CompilePool, ranker: Ranker | None
+    ) -> Prepared:
+        """The frontier of every valid configuration, nothing compiled."""
+        return cls(Frontier(enumerate_all(problem, arch, names, ranker)), pool.session(problem.signature, arch))
+
+
 class _Todo:
     """Problems in order, each handed out once; the one after it is prepared meanwhile, in a thread of its own."""
 
-    def __init__(self, problems: Sequence[Problem], prepare: Callable[[Problem, Arch], Frontier]) -> None:
+    def __init__(self, problems: Sequence[Problem], prepare: Callable[[Problem, Arch], Prepared]) -> None:
         self._problems, self._prepare = problems, prepare
         self._lock = threading.Lock()
         self._next = 0
-        self._prepared: dict[tuple[int, Arch], Future[Frontier]] = {}
+        self._prepared: dict[tuple[int, Arch], Future[Prepared]] = {}
         self._thread = ThreadPoolExecutor(1, "prepare")
 
-    def take(self, timer: Timer) -> tuple[int, Problem, Future[Frontier] | None] | None:
-        """(number, problem, its frontier in the making), or None when none is left."""
+    def take(self, timer: Timer) -> tuple[int, Problem, Future[Prepared] | None] | None:
+        """(number, problem, what it needs, in the making), or None when none is left."""
         try:
             arch = timer.arch
         except TimerBroken:  # as `run_one` will say

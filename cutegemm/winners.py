@@ -104,8 +104,9 @@ class Winners:
 
     def rows_ending(self, *endings: str) -> list[Measurement]:
         """The rows of every problem whose text ends in a space and one of these (a signature's text), oldest first."""
-        clause = " OR ".join(f"substr(problem, -length(?{n})) = ?{n}" for n in range(1, len(endings) + 1))
-        return self._select(f"WHERE {clause}", *(f" {ending}" for ending in endings)) if endings else []
+        clause = " OR ".join(["substr(problem, -length(?)) = ?"] * len(endings))
+        twice = [f" {ending}" for ending in endings for _ in range(2)]
+        return self._select(f"WHERE {clause}", *twice) if endings else []
 
     def _select(self, where: str, *arguments: str) -> list[Measurement]:
         query = f"SELECT {', '.join(COLUMNS)} FROM measurement {where} ORDER BY id"

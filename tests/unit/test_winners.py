@@ -55,6 +55,14 @@ def test_only_the_same_gpu_problem_backend_and_sources_count(store):
     assert everywhere.config == "other backend"
 
 
+def test_rows_of_a_signature(store):
+    for problem in ("1x2x3 bf16/x", "4x5x6 bf16/x", "4x5x6 abf16/x", "4x5x6 fp16/x", "4x5x6 bf16/x_y"):
+        store.record(row(problem, problem=problem))
+    assert [r.problem for r in store.rows_ending("bf16/x")] == ["1x2x3 bf16/x", "4x5x6 bf16/x"]
+    assert [r.problem for r in store.rows_ending("fp16/x", "bf16/x_y")] == ["4x5x6 fp16/x", "4x5x6 bf16/x_y"]
+    assert store.rows_ending() == store.rows_ending("%") == []
+
+
 def test_the_latest_measurement_of_a_configuration_counts(store):
     store.record(row("a", 1.0), row("b", 2.0), row("a", 3.0))
     assert store.best("H200", 132, "p").config == "b"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.cute import defaults
@@ -111,7 +112,9 @@ class CuteBackend:
     def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
         for family in self._automatic(problem.signature):
-            for config in family.config.space(ITEMSIZE[problem.dtype]):
+            split = getattr(family.config, "split_space", None)
+            with_splits = split(problem, arch) if split is not None else ()
+            for config in chain(family.config.space(ITEMSIZE[problem.dtype]), with_splits):
                 splits = getattr(config, "splits", 1)
                 if (splits == 1 or splits * config.bk <= problem.k) and self.check(config, problem, arch) is None:
                     yield config

@@ -17,6 +17,8 @@ The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN[xCK]/sSTAGES/ORDER[/kS][/OPTION.
     OPTION     swap: multiply D^T = B^T A^T, so that BM runs along N and BN along M, for small M; the cluster likewise;
                once: a CTA computes one tile instead of staying; slab: no TMA store; pdl: programmatic dependent launch;
                zig: every other wave of tiles walks K backwards, over what the L2 cache still holds;
+               skew: tiles begin their walk of K one k tile after the tile before, so that CTAs side by side do not all
+               ask for the same columns of a long row-major operand, which lie in few memory channels;
                streamk: tiles that fill no wave are cut along K, so that all clusters have the same to do;
                arrival: splits of K are added up in the order of their arrival, which the L2 cache does: the result's
                last bits are not the same each run, so that only a call that names it gets it
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
@@ -44,26 +46,26 @@ CLUSTER_PARTS = (1, 2, 4)
 """CTAs of a cluster that share out K."""
 CLUSTER_CTAS = 8
 """At most; more are not portable between GPUs of compute capability 9.0."""
-K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4))
+K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2))
 """Clusters along K that the tuner considers."""
 BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
 TEACHING = ("even", "fat", "zero", "onebuf")
 """Options that undo a step of the ladder; no search considers them."""
-OPTIONS = ("swap", "once", "slab", "zig", "streamk", "arrival", "pdl", *TEACHING)
+OPTIONS = ("swap", "once", "slab", "zig", "skew", "streamk", "arrival", "pdl", *TEACHING)
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Splits of K that the tuner and the heuristic use; every number up to 32 is valid."""
-K_CLUSTER_SPLITS = (1, 2, 3, 4, 7, 8, 15, 16, 30)
-"""The same beside clusters along K: an H200 holds 66 clusters of two, 30 of four."""
+"""Splits of K that the tuner and the heuristic use whatever the problem; every number up to 32 is valid."""
 
 _TILES = (
-    *((64, n) for n in (16, 32, 64, 96, 128, 192, 224, 256)),
-    *((128, n) for n in (16, 32, 64, 96, 112, 128, 160, 192, 208, 224, 256)),
+    *((64, n) for n in (16, 32, 48, 64, 96, 128, 144, 192, 224, 256)),
+    *((128, n) for n in (16, 32, 64, 96, 112, 128, 144, 160, 192, 208, 224, 256)),
     *((192, n) for n in (16, 64, 96, 128, 160, 192)),
     *((256, n) for n in (16, 32, 64, 96, 128, 160, 192, 208)),
 )
 _RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
 """Shared memory for the ring beside the smallest epilogue."""
+_WHOLE_RING_BYTES = 227 * 1024 - BARRIER_BYTES
+"""The same where parts of K are added up: those epilogues need none of their own."""
 
 _FORM = re.compile(
     r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp|solo)/c(\d+)x(\d+)(?:x(\d+))?/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)"
@@ -328,6 +330,8 @@ class HopperConfig:
             return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
         if self.stream_k and (self.ping_pong or self.splits > 1 or not self.persistent):
             return "streamk takes persistent CTAs in a cooperative schedule, and no splits of K beside"
+        if "skew" in self.options and ("zig" in self.options or self.solo):
+            return "skew and zig are two ways to walk K; accepted is one of them, and none in solo"
         if self.cluster_k != 1 and (why := self._cluster_sum_problem()):
             return why
         whole = self.cluster_ctas == 1 and self.splits == 1 and not self.stream_k
@@ -369,7 +373,7 @@ class HopperConfig:
         """Every configuration the tuner may consider for operands of `itemsize` bytes, before the validity rule.
 
         Rings are as deep as shared memory allows, one stage less (a wider epilogue needs the room) and half as deep.
-        Splits, clusters along K and exchanged operands, which serve few tiles and a small M, come with one tile order.
+        Clusters along K and exchanged operands, which serve few tiles and a small M, come with one tile order.
         """
         depths = (128 // itemsize, 256 // itemsize)
         for (bm, bn), bk, schedule in product(_TILES, depths, ("coop1", "coop2", "coop3", "pp")):
@@ -381,12 +385,33 @@ class HopperConfig:
             if bm * bn >= 128 * 128:
                 for cluster, options in product(CLUSTERS[:3], (("zig", "pdl"), ("zig", "streamk", "pdl"))):
                     yield cls(bm, bn, bk, schedule, cluster, deepest, "serp8", options)
-            for cluster, stages, splits in product(CLUSTERS[:3], rings[:2], (1, *SPLITS)):
-                if splits > 1:
-                    yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("pdl",), splits)
-                if bn <= 128:
-                    yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("swap", "pdl"), splits)
-            for (cm, cn, ck), splits in product(K_CLUSTERS, K_CLUSTER_SPLITS if schedule != "pp" else ()):
-                yield cls(bm, bn, bk, schedule, (cm, cn), deepest, "serp8", ("pdl",), splits, ck)
-                if bn <= 128 and splits <= 4:
-                    yield cls(bm, bn, bk, schedule, (cm, cn), deepest, "serp8", ("swap", "pdl"), splits, ck)
+            if bn <= 128:
+                for cluster, stages in product(CLUSTERS[:3], rings[:2]):
+                    yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("swap", "pdl"))
+            if bn <= 32:
+                for stages, options in product(rings, (("once",), ("once", "skew"))):
+                    yield cls(bm, bn, bk, schedule, (1, 1), stages, "row", ("swap", *options, "pdl"))
+            if schedule != "pp":
+                whole = min(16, _WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
+                for stages, (cm, cn, ck) in product((whole, whole // 2), K_CLUSTERS):
+                    yield cls(bm, bn, bk, schedule, (cm, cn), stages, "row", ("pdl",), 1, ck)
+                    if bn <= 128:
+                        yield cls(bm, bn, bk, schedule, (cm, cn), stages, "row", ("swap", "pdl"), 1, ck)
+
+    @classmethod
+    def split_space(cls, problem: Problem, arch: Arch) -> Iterator[HopperConfig]:
+        """The same with splits of K: those of `SPLITS`, and as many as fill the GPU once or twice."""
+        itemsize = ITEMSIZE[problem.dtype]
+        depths = (128 // itemsize, 256 // itemsize)
+        clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)
+        for (bm, bn), bk, schedule in product(_TILES, depths, ("coop1", "coop2", "coop3")):
+            whole = min(16, _WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
+            for (cm, cn, ck), swap in product(clusters, ((), ("swap",)) if bn <= 128 else ((),)):
+                one = cls(bm, bn, bk, schedule, (cm, cn), whole, "row", (*swap, "pdl"), 1, ck)
+                fill = resident_clusters(arch, one.cluster_ctas) // max(one.works(problem), 1)
+                numbers = {fill, 2 * fill, *(SPLITS if cm * cn <= 2 and ck == 1 else ())}
+                for splits in sorted(number for number in numbers if 2 <= number <= 32):
+                    yield replace(one, splits=splits)
+                    if splits == fill:
+                        yield replace(one, splits=splits, stages=whole - 1)
+                        yield replace(one, splits=splits, stages=whole // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutegemm import arch, backend
-from cutegemm.cute.hopper_config import TEACHING, HopperConfig
+from cutegemm.cute.hopper_config import SPLITS, TEACHING, HopperConfig
 from cutegemm.epilogue import Epilogue
 from cutegemm.problem import Problem
 from tests.sass import opcodes, resources
@@ -122,6 +122,7 @@ def test_split_k_in_the_order_of_arrival(config):
 def test_nothing_chooses_the_order_of_arrival():
     assert not any(config.in_arrival_order for config in HopperConfig.space())
     problem = Problem.of(256, 256, 65536, "bf16")
+    assert not any(config.in_arrival_order for config in HopperConfig.split_space(problem, HOPPER))
     for config, splits in CUTE.candidates(problem.signature, HOPPER):
         assert not config.in_arrival_order, splits
     assert not CUTE.default(problem, HOPPER).in_arrival_order
@@ -151,6 +152,7 @@ def test_the_ladder(step):
         "sm90/64x64x64/coop1/c1x1/s8/serp3/once/slab",
         "sm90/64x16x64/coop1/c1x1/s8/row/swap/pdl",
         "sm90/128x128x64/coop2/c1x1/s5/hilbert/k8/pdl",
+        "sm90/64x16x128/coop1/c1x1/s4/row/swap/once/skew/pdl",
         "sm90/64x16x64/coop1/c1x1/s5/row/k32/swap/arrival/pdl",
     ],
 )
@@ -190,6 +192,8 @@ def test_text_that_is_no_configuration(text):
         ("sm90/128x128x64/pp/c1x1/s4/row/k2", "1 in ping-pong"),
         ("sm90/128x128x64/coop2/c1x1/s4/row/arrival", "accepted with 2 to 32"),
         ("sm90/128x128x64/coop2/c1x1/s4/row/streamk/arrival", "accepted with 2 to 32"),
+        ("sm90/128x128x64/coop2/c1x1/s4/row/zig/skew", "one of them"),
+        ("sm90/64x64x64/solo/c1x1/s1/row/skew", "none in solo"),
         ("sm90/64x64x64/solo/c2x1/s1/row", "lessons for clusters of one CTA"),
         ("sm90/64x64x64/coop1/c1x1/s4/row/k2/fat", "lessons for clusters of one CTA"),
     ],
@@ -221,6 +225,11 @@ def test_the_space_holds_valid_configurations_of_every_kind():
     problem = Problem.of(4096, 4096, 4096, "bf16")
     valid = [c for c in HopperConfig.space() if CUTE.check(c, problem, HOPPER) is None]
     assert len(valid) > 1000
+    splits = [c for c in HopperConfig.split_space(problem, HOPPER) if CUTE.check(c, problem, HOPPER) is None]
+    assert {c.splits for c in splits} == set(SPLITS)  # the tiles fill the GPU: no number does that better
+    few = Problem.of(256, 256, 65536, "bf16")
+    wanted = "sm90/64x128x64/coop1/c2x1/s9/row/k16/pdl", "sm90/128x128x64/coop2/c2x1x2/s7/row/k16/pdl"
+    assert {str(c) for c in HopperConfig.split_space(few, HOPPER)} >= set(wanted)
     assert {c.schedule for c in valid} == {"coop1", "coop2", "coop3", "pp"}
     assert {c.bn for c in valid} >= {16, 32, 64, 128, 160, 192, 208, 224, 256}
     assert all(HopperConfig.parse(str(c)) == c for c in valid[::97])

@@ -226,6 +226,15 @@ def test_split_k(config, shape, timing, run):
     run(f"sm90/{config}", (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
 
 
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize(
+    "options", ["g2/skew", "row/once/skew", "row/swap/once/skew", "serp2/k3/skew", "g2/streamk/skew"]
+)
+def test_tiles_begin_at_different_k_tiles(options, majors, run):
+    for k in (328, 40):
+        run(f"sm90/64x16x64/coop1/c2x1/s3/{options}", (200, 136, k), majors=majors)
+
+
 def test_more_splits_than_k_tiles(run):
     for k in (0, 8, 136):
         run("sm90/64x64x64/coop1/c1x1/s3/g2/k4", (136, 72, k), pad=8, bias=True, alpha=2.0)

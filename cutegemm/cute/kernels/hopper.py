@@ -367,6 +367,8 @@ class HopperGemm(SoloRole, Gemm):
                 # Every other wave walks K backwards, and begins with the k tiles that the L2 cache still holds.
                 if ((work - self.first_work) // self.work_step) & 1 == 1:
                     k_tile, k_step = first + (count - 1) * config.parts, Int32(-config.parts)
+            if cutlass.const_expr("skew" in config.options):
+                k_tile, end = first + tile % count * config.parts, first + count * config.parts
             for _ in cutlass.range(count, unroll=1):
                 full = self.ring.acquire(stage, phase)
                 place_a, place_b = (None, row, k_tile, matrix_a), (None, column, k_tile, matrix_b)
@@ -374,6 +376,9 @@ class HopperGemm(SoloRole, Gemm):
                 self._load(atom_b, source_b[place_b], target_b[None, stage], full, mask_b, cm)
                 stage, phase = advance(stage, phase, config.stages)
                 k_tile = k_tile + k_step
+                if cutlass.const_expr("skew" in config.options):  # noqa: SIM102
+                    if k_tile >= end:
+                        k_tile = first
 
     def _partition(self, atom, tensor, shared, extent: int, place, sharers: int):
         """(source by tile, target by stage) of this CTA's share of an operand's tiles."""

@@ -2,8 +2,9 @@
 
 Each shape is swept as `python -m tuning.sweep` does it. Then `--limit` configurations are checked and timed, every one:
 half of them are those that the cost model likes best, in the order in which a sweep that learns nothing would try them;
-the others are drawn from all that were enumerated, whatever the model thinks of them. The best of these and of
-the sweep's four best is found by the sweep's own halving, and meets the sweep's winner once more, in turns.
+the others are drawn from all that were enumerated, whatever the model thinks of them. The best of these and of the
+sweep's four best is found by the sweep's own halving, and meets the sweep's winner once more, in turns. What is timed
+so stays out of the winners store: no later sweep is taught by it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import itertools
 import json
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Sequence
@@ -78,13 +80,14 @@ def compare(
     timer: Timer,
     pool: CompilePool,
     store: Winners,
+    aside: Winners,
     *,
     limit: int,
     budget: float,
     most: float,
     resume: bool = False,
 ) -> list[Line]:
-    """Sweeps, then times everything; a line for each problem of which both were found."""
+    """Sweeps into `store`, then times everything into `aside`; a line for each problem of which both were found."""
     from tuning import sweep_run
     from tuning.sweep_search import Options
 
@@ -119,7 +122,7 @@ def compare(
 
     everything = Options(most, limit=10**9, patience=10**9, known_patience=10**9)
     sweep_run.run(
-        [o.problem for o in swept if str(o.problem) in winners], names, [timer], pool, store, everything,
+        [o.problem for o in swept if str(o.problem) in winners], names, [timer], pool, aside, everything,
         report=finished, ranker=lambda problem, arch, name: some_of(problem, arch, name, limit), first=first,
         ahead=limit,
     )  # fmt: skip
@@ -184,10 +187,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     problems = [Problem.of(*shape, options.dtype, majors=options.majors) for shape in dict.fromkeys(shapes)]
     try:
-        with contest.machine(options.jobs) as m:
+        with contest.machine(options.jobs) as m, tempfile.TemporaryDirectory() as folder:
             lines = compare(
-                problems, names, m.timer, m.pool, Winners(options.store), limit=options.limit, budget=options.budget,
-                most=options.most, resume=options.resume,
+                problems, names, m.timer, m.pool, Winners(options.store), Winners(Path(folder, "winners.sqlite3")),
+                limit=options.limit, budget=options.budget, most=options.most, resume=options.resume,
             )  # fmt: skip
             state = m.timer.describe()
     except contest.NoGpu as why:

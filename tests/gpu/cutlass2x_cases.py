@@ -26,7 +26,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A problem as `Case.random` takes it, and the text of a configuration, or None for the default one."""
+    """A problem as `Case.random` takes it, and the text of a configuration, or None for `BACKEND.default`'s."""
 
     shape: tuple[int, int, int]
     dtype: str
@@ -37,7 +37,8 @@ class Spec:
         return Case.random(*self.shape, self.dtype, seed=seed, device=device, **self.options)
 
     def run(self, seed: int) -> None:
-        self.case(seed).run(backend="cutlass2x", config=self.config)
+        case = self.case(seed)
+        case.run(backend="cutlass2x", config=self.kernel(Arch.of_device(case.a.device.index))[1])
 
     def kernel(self, arch: Arch) -> tuple[Signature, Cutlass2xConfig]:
         problem = self.case(0, "cpu").problem()

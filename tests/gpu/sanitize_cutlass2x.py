@@ -44,7 +44,7 @@ def chosen(arch: Arch, small: bool) -> list[Spec]:
     return [spec for name in GROUPS for spec in found[name]] + found["published"][1::16]
 
 
-def run(spec: Spec, seed: int, device: str) -> None:
+def run(spec: Spec, seed: int, arch: Arch, device: str) -> None:
     """Computes on the device, checks on the CPU. Raises AssertionError with the worst element."""
     case = spec.case(seed, "cpu")
     numeric = {key: value for key, value in case.options.items() if key != "out"}
@@ -52,7 +52,7 @@ def run(spec: Spec, seed: int, device: str) -> None:
     options = {key: moved(value, device) for key, value in case.options.items()}
     out = torch.full(want.value.shape, float("nan"), dtype=want.out_dtype).to(device)
     a, b = moved(case.a, device), moved(case.b, device)
-    cutegemm.gemm(a, b, **{**options, "out": out}, backend="cutlass2x", config=spec.config)
+    cutegemm.gemm(a, b, **{**options, "out": out}, backend="cutlass2x", config=spec.kernel(arch)[1])
     verdict = reference.check(out.cpu(), want)
     assert verdict.ok, f"{spec}: {verdict.message}"
 
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"problems {options.first} to {number - 1} right; go on with --first {number}")
             return STOPPED
         started = time.monotonic()
-        run(spec, seed, "cuda")
+        run(spec, seed, arch, "cuda")
         times.append((time.monotonic() - started, spec))
     print(f"{len(times)} problems right in {time.monotonic() - begun:.1f} s")
     for seconds, spec in sorted(times, key=lambda pair: -pair[0])[:3]:

@@ -14,8 +14,9 @@ from cutegemm.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.winners_fingerprint import is_fresh
 from tests.problems import Case
-from tuning import sweep
+from tuning import exhaustive, sweep, untuned
 from tuning.sweep_candidates import Candidate
+from tuning.sweep_compile import CompilePool
 from tuning.sweep_gpu import Bench
 from tuning.sweep_timer import TORCH, GpuProcess
 
@@ -35,7 +36,7 @@ def store(tmp_path, monkeypatch) -> winners.Winners:
 def test_a_sweep_is_kept_and_used(store, tmp_path, seed, capsys):
     shape, out = (512, 512, 512), tmp_path / "sweep.json"
     begun = time.monotonic()
-    arguments = ["--shapes", "512", "--dtype", "bf16", "--budget", "10s", "--store", str(store.path)]
+    arguments = ["--shapes", "512", "--dtype", "bf16", "--budget", "8s", "--store", str(store.path)]
     assert sweep.main([*arguments, "--json", str(out)]) == 0
     took = time.monotonic() - begun
     said = capsys.readouterr().out
@@ -99,17 +100,38 @@ def test_the_bench_times_as_the_benchmark_does(seed):
     assert bench.check(*key)[0].startswith("wrong: 1 of")
 
 
-def test_the_gpu_process_checks_and_times():
-    problem = Problem.of(512, 512, 512, "bf16")  # as that of the sweep above: its kernels are compiled
+@pytest.fixture(scope="module")
+def gpu():
     with GpuProcess(torch.cuda.current_device()) as timer:
-        arch = timer.arch
-        assert arch == Arch.of_device()
-        timer.open(problem)
-        config = cutegemm.plan.backends.get("cute").default(problem, arch)
-        candidate = Candidate("cute", config)
-        assert timer.check(candidate, 60.0).verdict == "ok"
-        nonsense = Candidate("cute", "sm80/7x7x7/w7x7/s2/g1")
-        assert timer.check(nonsense, 60.0).verdict.startswith("failed to run")
-        times = timer.time([candidate], 5, 0.0)
-        assert set(times) == {TORCH, candidate.key}
-        assert all(1e-6 < seconds < 1e-2 for seconds in times.values())
+        yield timer
+
+
+def test_the_gpu_process_checks_and_times(gpu):
+    problem = Problem.of(512, 512, 512, "bf16")  # as that of the sweep above: its kernels are compiled
+    arch = gpu.arch
+    assert arch == Arch.of_device()
+    gpu.open(problem)
+    candidate = Candidate("cute", cutegemm.plan.backends.get("cute").default(problem, arch))
+    assert gpu.check(candidate, 60.0).verdict == "ok"
+    nonsense = Candidate("cute", "sm80/7x7x7/w7x7/s2/g1")
+    assert gpu.check(nonsense, 60.0).verdict.startswith("failed to run")
+    times = gpu.time([candidate], 5, 0.0)
+    assert set(times) == {TORCH, candidate.key}
+    assert all(1e-6 < seconds < 1e-2 for seconds in times.values())
+
+
+def test_sweep_and_heuristic_are_judged(gpu, store, tmp_path):
+    """Small runs of `tuning.exhaustive` and `tuning.untuned`: both find what they compare."""
+    aside = winners.Winners(tmp_path / "aside.sqlite3")
+    problems = untuned.draw(2, 3, "bf16", "tn", gpu.arch)
+    with CompilePool() as pool:
+        (line,) = exhaustive.compare(
+            [Problem.of(512, 512, 512, "bf16")], ["cute"], gpu, pool, store, aside, limit=12, budget=4.0, most=30.0
+        )
+        lines = untuned.compare(problems, ["cute"], gpu, pool, store, 4.0)
+    print(exhaustive.table([line]), untuned.table(lines), sep="\n")
+    assert line.whole
+    assert line.wrong == line.failed == 0
+    assert 0 < line.ratio <= 1
+    assert [found.problem for found in lines] == list(map(str, problems))
+    assert all(0 < found.ratio < 2 for found in lines)

@@ -75,8 +75,13 @@ class Plan:
     @property
     def seconds(self) -> float:
         """What the halving will take, about."""
-        blocks = (self.semifinalists + 1) * self.semifinal_rounds + (self.finalists + 1) * self.final_rounds + 2
-        return blocks * (self.block or 0.006) + 1.0
+        semifinal = ((self.semifinalists + 1) * self.semifinal_rounds + 1) * (self.block or 0.006)
+        return semifinal + self.final_seconds + 1.0
+
+    @property
+    def final_seconds(self) -> float:
+        """What the final alone will take, about."""
+        return ((self.finalists + 1) * self.final_rounds + 1) * (self.block or 0.006)
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,8 @@ class Search:
             self._report("preparing", self.outcome)
             if not self._opened:
                 self._timer.open(self.problem)
-            self._explore(begun + max(self.options.budget - self._plan.seconds, 0.0))
+            budget = self.options.budget
+            self._explore(begun + max(budget - self._plan.seconds, budget / 2))
             if not self._stopped():
                 self._halve(begun + self.options.budget)
             if self._stopped():
@@ -279,7 +285,7 @@ class Search:
     def _halve(self, deadline: float) -> None:
         plan = self._plan if self._compiled else Plan.of(self.problem, thorough=False)
         chosen = self._near_best(plan.semifinalists)
-        if len(chosen) > plan.finalists and deadline - self._clock() >= plan.seconds / 2:
+        if len(chosen) > plan.finalists and deadline - self._clock() >= 0.8 * plan.seconds:
             self._report("semifinal", self.outcome)
             self._time(chosen, plan.semifinal_rounds, plan.block, "quick")
             again = {candidate.key for candidate in chosen}
@@ -291,7 +297,8 @@ class Search:
         if not finalists or self._stopped():
             return
         self._report("final", self.outcome)
-        for candidate in self._time(finalists, plan.final_rounds, plan.block, "final"):
+        rounds = plan.final_rounds if deadline - self._clock() >= plan.final_seconds else 1
+        for candidate in self._time(finalists, rounds, plan.block, "final"):
             check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
             if check.verdict != "ok":
                 self._save(Result(candidate, check.verdict))

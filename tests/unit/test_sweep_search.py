@@ -121,7 +121,7 @@ def test_large_products_are_timed_in_sustained_blocks(store):
     assert [len(keys) for keys, _, block in hurried.timed if block] == [4, 2]
 
 
-@pytest.mark.parametrize("budget", [3.0, 20.0, 60.0])
+@pytest.mark.parametrize("budget", [3.0, 6.0, 20.0, 60.0])
 @pytest.mark.parametrize("problem", [PROBLEM, Problem.of(8192, 8192, 8192)], ids=["small", "large"])
 def test_the_budget_is_kept(store, budget, problem):
     clock = Clock()
@@ -137,6 +137,18 @@ def test_the_budget_is_kept(store, budget, problem):
         assert outcome.winner.kind == "final"
         assert outcome.elapsed >= 0.8 * budget
     assert compiler.cancelled
+
+
+@pytest.mark.parametrize("budget", [2.0, 3.0, 5.0, 8.0])
+def test_a_small_budget_still_finds_a_winner(store, budget):
+    """Half of it at least is for exploring, also where sustained blocks alone would take it all."""
+    clock = Clock()
+    timer, compiler = FakeTimer({}, clock=clock), FakeCompiler(clock=clock, seconds=0.8, workers=15)
+    large = Problem.of(8192, 8192, 8192)
+    outcome = search(space(1000), timer, store, compiler, large, Options(budget=budget), clock=clock).run()
+    assert outcome.winner is not None
+    assert outcome.winner.kind == "final"
+    assert outcome.elapsed <= budget + 1.0
 
 
 def test_a_minute_with_fifteen_workers_times_over_a_hundred(store):

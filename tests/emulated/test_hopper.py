@@ -182,6 +182,23 @@ def test_any_result_alignment(run):
         run("sm90/64x32x64/coop1/c1x1/s3/g2", (136, 73, 72), majors="tn", out=out)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x208x64/pp/c1x1/s3/g2/slab",
+        "192x160x64/coop3/c1x1/s2/g2/slab",
+        "256x48x64/coop2/c1x2/s2/g2/slab",
+        "128x128x64/coop1/c1x1/s2/g2/swap/slab",
+    ],
+)
+def test_strips_that_share_their_code(config, run):
+    """More of them in a slab epilogue than are unrolled; results at any element, C in any strides."""
+    run(f"sm90/{config}", (264, 424, 72), c=True, beta=-0.5, bias=True, activation="gelu")
+    out = torch.empty(200, 233, dtype=torch.bfloat16)[:, 2:231]
+    run(f"sm90/{config}", (200, 229, 72), majors="tn", out=out, c=torch.randn(229).bfloat16(), beta=1.0)
+    run(f"sm90/{config}", (136, 264, 72), out_dtype=torch.float32, batch=2, activation="silu")
+
+
 @pytest.mark.parametrize("schedule", ["64x64x64/coop1/c1x2/s3/g2", "64x32x64/pp/c1x1/s3/hilbert/slab"])
 def test_batches(schedule, run, seed):
     run(f"sm90/{schedule}", (72, 136, 88), batch=5, pad=8)

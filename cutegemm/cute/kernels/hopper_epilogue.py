@@ -27,6 +27,8 @@ from cutegemm.cute.hopper_config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.kernels import hopper_terms
 from cutegemm.problem import Signature
 
+MOST_UNROLLED_STRIPS = 4
+"""Strips of a `SlabStore` that have code of their own each; of more than that the first has."""
 FIRST_NAMED_BARRIER = 1
 """Named barrier of consumer warpgroup 0; 0 is the CTA's own."""
 
@@ -292,7 +294,13 @@ class TransposedTmaEpilogue(TmaEpilogue):
 
 
 class SlabStore:
-    """The general epilogue: `epilogue.SlabEpilogue` on strips of columns, a slab a warp."""
+    """The general epilogue: `epilogue.SlabEpilogue` on strips of columns, a slab a warp.
+
+    Many strips share the code from the slab to D, which with C, a bias and an activation is long: 26 copies of it
+    took the compiler 3 s, and spilled where D is unaligned. Accumulators have no run-time index, so that filling the
+    slab keeps code for each strip, found by a tree of branches. The first strip comes before the loop: its accumulators
+    are free when the loop, which holds all others, needs registers.
+    """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.columns = config.slab_columns
@@ -311,17 +319,40 @@ class SlabStore:
         self, accumulators, row, column, matrix, m, n, operands, blocks: cutlass.Constexpr, row_step: cutlass.Constexpr
     ):
         """Stores `blocks` blocks of 64 rows, the first at `row`, the next `row_step` further on."""
-        for i in cutlass.range_constexpr(blocks):
-            for strip in cutlass.range_constexpr(self.strips):
-                values = accumulators.iterator + (i * self.strips + strip) * (self.columns // 2)
-                self.store_strip(values, row + i * row_step, column + strip * self.columns, matrix, m, n, operands)
+        strips = blocks * self.strips
+        unrolled = strips if cutlass.const_expr(strips <= MOST_UNROLLED_STRIPS) else 1
+        row = row + self.warp * SLAB_ROWS
+        for number in cutlass.range_constexpr(unrolled):
+            self._open(*self._corner(number, row, column, row_step), matrix, m, n, operands)
+            self._fill(self._strip(accumulators, number))
+            self.slabs.store_rows(0)
+        if cutlass.const_expr(unrolled < strips):
+            for number in cutlass.range(unrolled, strips, unroll=1):
+                self._open(*self._corner(number, row, column, row_step), matrix, m, n, operands)
+                self._fill_one_of(accumulators, number, unrolled, strips)
+                self.slabs.store_rows(0)
+
+    def _corner(self, number, row, column, row_step: int) -> tuple:
+        """(row, column) of the first accumulator of strip `number` of a warp whose first row is `row`."""
+        block = number // self.strips
+        return row + block * row_step, column + (number - block * self.strips) * self.columns
 
     @cute.jit
-    def store_strip(self, values, row, column, matrix, m, n, operands):
-        """Stores 64 rows x `columns` accumulators; `values` points to this thread's, (c, r, j) with c fastest."""
-        self._open(row + self.warp * SLAB_ROWS, column, matrix, m, n, operands)
-        self._fill(cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8))))
-        self.slabs.store_rows(0)
+    def _fill_one_of(self, accumulators, number, first: cutlass.Constexpr, end: cutlass.Constexpr):
+        """`_fill` with strip `number`, which is one from `first` to `end` - 1."""
+        if cutlass.const_expr(end - first == 1):
+            self._fill(self._strip(accumulators, first))
+        else:
+            middle = (first + end) // 2
+            if number < middle:
+                self._fill_one_of(accumulators, number, first, middle)
+            else:
+                self._fill_one_of(accumulators, number, middle, end)
+
+    def _strip(self, accumulators, number: int):
+        """This thread's accumulators of strip `number`, 64 rows x `columns`: (c, r, j), c fastest."""
+        values = accumulators.iterator + number * (self.columns // 2)
+        return cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8)))
 
     def _open(self, row, column, matrix, m, n, operands) -> None:
         self.slabs.start(self.memory, matrix, row, column, m, n, self.warp, self.lane, operands)

@@ -8,7 +8,8 @@ of the last ones after all others.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -21,25 +22,31 @@ _EMPTY_KERNEL = b"""
 \0"""
 _SMEM_BYTES = 120 * 1024
 """More than half an SM's: one CTA an SM, as our kernels have it."""
+_SEEN = {("H200", 132, 4): 30, ("H200", 132, 8): 15}
+"""(GPU, SMs, CTAs of a cluster) -> clusters, as the driver answered on those that we had."""
 
 
 def resident_clusters(arch: Arch, size: int) -> int:
-    """Clusters of `size` CTAs, one CTA an SM, that run at a time: asked of the driver for the GPU that is present,
-    else as many as the number of SMs allows.
+    """Clusters of `size` CTAs, one CTA an SM, that run at a time.
+
+    Asked of the driver where this process uses that GPU; else what GPUs of this model had, or what the number of SMs
+    allows.
     """
     by_sms = max(arch.sm_count // size, 1)
     # The two SMs of a TPC are never apart.
-    if size <= 2 or not _is_present(arch):
+    if size <= 2:
         return by_sms
+    if not _is_in_use(arch):
+        return _SEEN.get((arch.name, arch.sm_count, size), by_sms)
     import torch
 
     return max(1, min(by_sms, _asked(torch.cuda.current_device(), size)))
 
 
-def _is_present(arch: Arch) -> bool:
+def _is_in_use(arch: Arch) -> bool:
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():
         return False
     from cutegemm.arch import Arch as ArchClass
 
@@ -48,7 +55,7 @@ def _is_present(arch: Arch) -> bool:
 
 @functools.cache
 def _asked(device: int, size: int) -> int:
-    """What cuOccupancyMaxActiveClusters says on the device, which must be current and initialized."""
+    """What cuOccupancyMaxActiveClusters says. The calling thread need not have used the device before."""
     from cuda.bindings import driver
 
     def checked(answer: tuple):
@@ -56,6 +63,16 @@ def _asked(device: int, size: int) -> int:
             raise RuntimeError(f"the CUDA driver answered {answer[0]} when asked about clusters of {size}")
         return answer[1] if len(answer) > 1 else None
 
+    device = checked(driver.cuDeviceGet(device))
+    checked(driver.cuCtxPushCurrent(checked(driver.cuDevicePrimaryCtxRetain(device))))
+    try:
+        return _answer(driver, checked, size)
+    finally:
+        checked(driver.cuCtxPopCurrent())
+        checked(driver.cuDevicePrimaryCtxRelease(device))
+
+
+def _answer(driver: Any, checked: Callable[[tuple], Any], size: int) -> int:
     module = checked(driver.cuModuleLoadData(_EMPTY_KERNEL))
     try:
         kernel = checked(driver.cuModuleGetFunction(module, b"empty"))

@@ -25,6 +25,7 @@ CONFIGS = [
     ("128x64x64/coop2/c2x1/s3/hilbert/k3/arrival", (200, 136, 1032)),
     ("64x16x64/coop1/c1x2/s3/g2/k7/swap/arrival", (24, 136, 520)),
     ("192x48x64/coop3/c1x1/s3/g2/k5/once/arrival/pdl", (200, 72, 200)),
+    ("128x64x64/coop2/c1x1x2/s4/g2/k3/arrival", (136, 72, 520)),
 ]
 
 

@@ -328,12 +328,12 @@ class HopperConfig:
             return f"cluster is {self.cluster}; accepted are {', '.join(f'{m}x{n}' for m, n in CLUSTERS)}"
         if not 1 <= self.splits <= 32 or (self.splits > 1 and self.ping_pong):
             return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
+        if self.cluster_k != 1 and (why := self._cluster_sum_problem()):
+            return why
         if self.stream_k and (self.ping_pong or self.splits > 1 or not self.persistent):
             return "streamk takes persistent CTAs in a cooperative schedule, and no splits of K beside"
         if "skew" in self.options and ("zig" in self.options or self.solo):
             return "skew and zig are two ways to walk K; accepted is one of them, and none in solo"
-        if self.cluster_k != 1 and (why := self._cluster_sum_problem()):
-            return why
         whole = self.cluster_ctas == 1 and self.splits == 1 and not self.stream_k
         if self.in_arrival_order and self.splits == 1:
             return "arrival is an order of adding up splits of K, and there is 1; accepted with 2 to 32"
@@ -355,7 +355,9 @@ class HopperConfig:
         return None
 
     def _resource_problem(self, signature: Signature, arch: Arch) -> str | None:
-        limit = 96 if self.consumers == 3 else 208
+        # A tile that is shared out over a cluster is stored by more addresses at a time than TMA takes.
+        most = (208, 96) if self.cluster_k == 1 else (128, 72)
+        limit = most[self.consumers == 3]
         if self.accumulators > limit:
             return f"{self.accumulators} accumulators a thread; more than {limit} spill"
         if not (1 if self.solo else 2) <= self.stages <= 16:

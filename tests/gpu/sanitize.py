@@ -49,6 +49,9 @@ def hopper_configs() -> list[tuple[str, str, str | None]]:
         pdl = "/pdl" if (cm + cn) % 2 else ""
         if schedule != "pp" or not split:
             found.append((f"sm90/{_TILES[schedule]}/{schedule}/c{cm}x{cn}/s3/serp2{split}{pdl}", "bf16", None))
+    for schedule, cluster, split in product(("coop1", "coop2", "coop3"), ("2x1x2", "1x2x2", "1x1x4"), ("", "/k3")):
+        pdl = "/pdl" if cluster == "1x1x4" else ""
+        found.append((f"sm90/{_TILES[schedule]}/{schedule}/c{cluster}/s3/serp2{split}{pdl}", "bf16", None))
     found += [
         (f"sm90/{rest}", "fp16", None)
         for rest in (
@@ -59,6 +62,7 @@ def hopper_configs() -> list[tuple[str, str, str | None]]:
             "64x16x64/coop1/c1x1/s3/g2/k3/swap",
             "128x64x64/coop2/c2x1/s3/g2/k3/arrival/pdl",
             "64x16x64/coop1/c1x1/s3/g2/k5/swap/arrival",
+            "64x16x64/coop1/c1x1x4/s3/g2/k2/swap",
             "64x64x64/solo/c1x1/s1/row/slab/fat",
             "128x64x64/coop2/c1x1/s3/row/even/fat/zero/onebuf",
         )
@@ -70,6 +74,7 @@ def hopper_configs() -> list[tuple[str, str, str | None]]:
             "64x32x64/pp/c1x2/s3/g2",
             "64x16x64/coop1/c1x1/s3/g2/swap",
             "64x64x32/coop1/c1x1/s3/g2/k3",
+            "64x64x32/coop1/c2x1x2/s3/g2",
         )
     ]
     return found

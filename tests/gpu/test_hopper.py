@@ -35,6 +35,10 @@ CONFIGS = [
     "sm90/64x16x64/coop1/c1x2/s8/g8/swap",
     "sm90/128x64x64/coop2/c2x1/s6/hilbert/swap/pdl",
     "sm90/128x128x64/coop2/c2x1/s5/hilbert/k4",
+    "sm90/128x128x64/coop2/c2x1x2/s6/serp8/pdl",
+    "sm90/64x144x64/coop1/c1x2x4/s8/serp8",
+    "sm90/64x16x64/coop1/c1x1x4/s8/row/k2/swap/pdl",
+    "sm90/128x256x64/coop2/c2x1x4/s4/row/k3/pdl",
 ]
 SHAPES = [(1, 8, 8), (127, 264, 136), (257, 520, 1032), (1000, 1608, 328), (2056, 2304, 64)]
 
@@ -196,6 +200,42 @@ def test_split_k_in_the_order_of_arrival(config, seed):
         for out in outs:
             verdict = reference.check(out, want)
             assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "sm90/128x128x64/coop2/c2x1x2/s6/row/pdl",
+        "sm90/128x256x64/coop2/c1x1x4/s4/row",
+        "sm90/64x64x64/coop1/c2x2x2/s8/row/pdl",
+        "sm90/192x96x64/coop3/c1x1x2/s5/row/k5/pdl",
+        "sm90/64x16x64/coop1/c1x1x4/s8/row/swap/pdl",
+        "sm90/128x128x64/coop2/c2x1x2/s6/row/k15/pdl",
+    ],
+)
+def test_clusters_along_k(config, seed):
+    """Epilogues, batches, too little K to go round; the same bits each time, launch upon launch and in a graph."""
+    common = {"seed": seed, "device": "cuda"}
+    epilogue = {"c": True, "beta": -1.5, "alpha": 0.75, "bias": True, "activation": "gelu", "batch": 3}
+    for shape in SHAPES:
+        Case.random(*shape, "fp16", **common, **epilogue).run(backend="cute", config=config)
+        Case.random(*shape, "bf16", **common, out_dtype=torch.float32).run(backend="cute", config=config)
+    for k in (0, 8, 72):
+        Case.random(264, 392, k, "bf16", pad=8, **common, bias=True).run(backend="cute", config=config)
+    case = Case.random(256, 264, 16392, "bf16", **common, out_dtype=torch.float32)
+    case.run(backend="cute", config=config)
+
+    def product() -> torch.Tensor:
+        return cutegemm.gemm(case.a, case.b, out_dtype=torch.float32, backend="cute", config=config)
+
+    results = [product() for _ in range(50)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = [product() for _ in range(5)]
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(results[0], other) for other in (*results, *recorded))
 
 
 def test_a_chain_of_dependent_launches_reads_finished_results(seed):

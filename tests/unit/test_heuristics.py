@@ -151,6 +151,7 @@ def test_the_quick_bound_is_a_bound(m, n, k, batch, dtype, pick):
     listed += [
         "sm90/128x128x64/coop2/c1x1/s5/row/k32",
         "sm90/64x64x64/coop1/c2x2/s8/row/once",
+        "sm90/128x128x64/coop2/c2x1x2/s6/row/k15",
         "sm90/128x256x64/coop2/c2x1/s4/serp8/streamk",
     ] * (dtype == "bf16")
     chosen = backend.get("cute").parse(listed[pick % len(listed)])
@@ -181,6 +182,20 @@ def test_stream_k_fills_the_last_round():
     assert balanced.seconds(*uneven) < 0.75 * whole.seconds(*uneven)
     even = (128 * 132 * 2, 256, 4096)
     assert balanced.seconds(*even) == whole.seconds(*even)
+
+
+def test_clusters_along_k_shorten_the_sum_and_keep_its_parts_on_chip():
+    whole, split, paired = (
+        model(f"sm90/128x128x64/coop2/{rest}") for rest in ("c1x1/s5/row", "c1x1/s5/row/k4", "c1x1x4/s5/row")
+    )
+    sizes = (1024, 1024, 8192, 1)
+    (_, _, steps, *_), (_, _, split_steps, _, split_memory, *_) = whole.terms(*sizes), split.terms(*sizes)
+    _, rounds, paired_steps, _, memory, *_ = paired.terms(*sizes)
+    assert steps == 4 * split_steps == 4 * paired_steps
+    assert rounds > 1  # 64 clusters of four
+    assert memory < split_memory
+    assert paired.at_least(*sizes) <= paired.seconds(*sizes)
+    assert paired.seconds(512, 512, 8192) < whole.seconds(512, 512, 8192)
 
 
 def test_exchanged_operands_turn_tile_and_cluster():

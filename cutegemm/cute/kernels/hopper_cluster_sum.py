@@ -17,7 +17,8 @@ What is received lies in the ring, where no operand is any more: the CTA has one
 Why the memory is free: a consumer warp arrives at `ready` behind its wait for its last WGMMA, and it had waited for
 every stage that TMA filled. So all TMA writes (of this CTA or, with multicast, of its neighbours) have landed, their
 completion made them visible to ordinary accesses, and all reads of WGMMA are done; nothing of the asynchronous proxy
-is left that a fence would have to order. The barriers themselves lie beside the ring.
+is left that a fence would have to order. The arrival is that of the ring's own release: it hands over reads that are
+done, no writes. The barriers themselves lie beside the ring.
 
 Why the sum is right: st.async counts its bytes at the receiver's mbarrier by a release at cluster scope, and the
 waiting warps acquire at that scope. No CTA writes with ordinary remote stores, which would need a fence of the whole

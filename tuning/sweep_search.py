@@ -2,9 +2,10 @@
 
 1. Explore. Candidates come from the frontier (`sweep_candidates`), compile ahead, and meet in heats of a few: each is
    checked against the reference, then all of a heat and torch are timed in turns. A candidate's score is its time over
-   torch's in the same heat, so that heats compare although clocks drift.
-2. Halve. The best by score meet again in more rounds, then the best of those, torch among them, in the final. Products
-   that run into the card's power limit are timed in sustained blocks from here on: short blocks flatter.
+   torch's in the same heat, so that heats compare although clocks drift; where torch was disturbed, over what it took
+   in the heats before. Products that run into the card's power limit are timed in blocks that keep it there.
+2. Halve. The best by score, and what was known before, meet again in more rounds, then the best of those, torch among
+   them, in the final. Here products at the power limit get whole sustained blocks: short ones borrow from each other.
 
 Every measurement is in the store before the next is begun. The search ends by its budget, when nothing is left, or
 when many candidates in a row have brought nothing.
@@ -12,6 +13,7 @@ when many candidates in a row have brought nothing.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -33,6 +35,12 @@ THOROUGH_SECONDS = 30.0
 """A smaller budget is not spent on many sustained blocks."""
 HOPELESS = 1.5
 """A backend whose cheapest candidate is estimated so many times the winner's measured time need not be tried."""
+HEAT_BLOCK_SECONDS = 0.04
+"""A candidate's block in a heat at the power limit."""
+SEEDS_IN_SEMIFINAL = 2
+"""Seeds, from the first on, that no quick timing keeps from the semifinal."""
+REFERENCES, DISTURBED = 5, 1.08
+"""Torch that takes so much longer than the median of so many heats was disturbed (the clock had gone to sleep, say)."""
 CHECK_SECONDS = 30.0
 """A candidate that runs longer than this is taken to hang."""
 
@@ -43,13 +51,13 @@ class Options:
 
     budget: seconds. limit: candidates to try at most. patience: end after so many that brought nothing, once half as
     many more were tried; known_patience: the same where an earlier sweep's winner is among the seeds. heat: candidates
-    in one. near: share above the best score that still gets into the halving.
+    in one. near: share above the best score that still gets into the halving, beyond those that always do.
     """
 
     budget: float = 60.0
     limit: int = 256
     patience: int = 64
-    known_patience: int = 40
+    known_patience: int = 32
     heat: int = 8
     near: float = 0.15
     resume: bool = False
@@ -69,7 +77,7 @@ class Plan:
     def of(cls, problem: Problem, thorough: bool = True) -> Plan:
         """Sustained blocks are dear: a search with little time, or nothing to compile, is not `thorough` with them."""
         if problem.flops > SUSTAINED_FLOPS:
-            return cls(8, 1, 3, 3, BLOCK_SECONDS) if thorough else cls(4, 1, 2, 2, BLOCK_SECONDS)
+            return cls(8, 1, 4, 3, BLOCK_SECONDS) if thorough else cls(5, 1, 2, 2, BLOCK_SECONDS)
         return cls(12, 5, 4, 9, 0.0)
 
     @property
@@ -169,13 +177,16 @@ class Search:
         self._frontier = candidates if isinstance(candidates, Frontier) else Frontier(candidates)
         self._known = {candidate.key: candidate for candidate in self._frontier.candidates}
         self.outcome = Outcome(problem, len(self._known))
-        self._frontier.begin_with(self._known.setdefault(seed.key, seed) for seed in seeds)
+        seeds = [self._known.setdefault(seed.key, seed) for seed in seeds]
+        self._first = [seed.key for seed in seeds[:SEEDS_IN_SEMIFINAL]]
+        self._frontier.begin_with(seeds)
         self._opened = opened
         self._patience = min(self.options.patience, self.options.known_patience) if known else self.options.patience
         self._plan = Plan.of(problem, thorough=self.options.budget >= THOROUGH_SECONDS)
         self._best = float("inf")
         self._since_best = 0
         self._tried = self._compiled = 0
+        self._references: list[float] = []
 
     def run(self) -> Outcome:
         """Searches; returns what was found, also after Ctrl-C. Raises TimerBroken when nothing can be timed at all."""
@@ -280,7 +291,8 @@ class Search:
                 self._save(Result(candidate, "ok", check.seconds, reference))
             else:
                 right.append(candidate)
-        self._time(right, rounds=2, block=0.0, kind="quick")
+        sustained = self._plan.block > 0
+        self._time(right, 1 if sustained else 3, HEAT_BLOCK_SECONDS if sustained else 0.0, "quick", self._references)
 
     def _halve(self, deadline: float) -> None:
         plan = self._plan if self._compiled else Plan.of(self.problem, thorough=False)
@@ -307,12 +319,21 @@ class Search:
         return sorted((r for r in self.outcome.results.values() if r.ok), key=lambda result: result.score)
 
     def _near_best(self, count: int) -> list[Candidate]:
+        """Half of `count` by rank alone, the others as long as they are near the best; and what was known before."""
         ranked = self._ranked()
         limit = ranked[0].score * (1 + self.options.near) if ranked else 0.0
-        return [result.candidate for result in ranked[:count] if result.score <= limit]
+        places = enumerate(ranked[:count])
+        chosen = [result.candidate for place, result in places if 2 * place < count or result.score <= limit]
+        known = (self.outcome.results.get(key) for key in self._first)
+        return chosen + [r.candidate for r in known if r is not None and r.ok and r.candidate not in chosen]
 
-    def _time(self, candidates: list[Candidate], rounds: int, block: float, kind: str) -> list[Candidate]:
-        """Times candidates together and saves the results; those that break the timer are found out one by one."""
+    def _time(
+        self, candidates: list[Candidate], rounds: int, block: float, kind: str, references: list[float] | None = None
+    ) -> list[Candidate]:
+        """Times candidates together and saves the results; those that break the timer are found out one by one.
+
+        references: torch's times in the heats before, to which this one's is added; None: torch is timed well enough.
+        """
         if not candidates:
             return []
         try:
@@ -321,8 +342,13 @@ class Search:
             if len(candidates) == 1:
                 self._save(Result(candidates[0], f"failed to run: {why}"))
                 return []
-            return [c for candidate in candidates for c in self._time([candidate], rounds, block, kind)]
+            alone = (self._time([candidate], rounds, block, kind, references) for candidate in candidates)
+            return [candidate for timed in alone for candidate in timed]
         torch_seconds = times[TORCH]
+        if references is not None:
+            references.append(torch_seconds)
+            usual = statistics.median(references[-REFERENCES:])
+            torch_seconds = torch_seconds if torch_seconds < DISTURBED * usual else usual
         self.outcome.reference_seconds = torch_seconds
         self._save(*(Result(c, "ok", times[c.key], torch_seconds, kind) for c in candidates))
         return candidates

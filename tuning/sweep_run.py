@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,7 @@ SEEDS = 4
 """Of each source of seeds at most."""
 NEAR = 1.5
 """Winners of shapes up to this distance (`neighbours.distance`) are seeds."""
+_MAJORS = re.compile(r"/a[km](\d+)/b[kn](\d+)/")
 AHEAD = 48
 """Candidates of the next problem that are compiled while the present one is timed."""
 
@@ -216,15 +218,15 @@ def _has_final(problem: Problem, arch: Arch, store: Winners) -> bool:
 
 
 def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) -> list[Candidate]:
-    """What must be timed first: what `gemm` would run today; earlier winners here or shipped, stale ones too, those of
-    the same problem in the other 16-bit type among them; the winners of the nearest shapes.
+    """What must be timed first: what `gemm` would run today; earlier winners here or shipped, stale ones too, and those
+    of the same problem in the other 16-bit type and in other majors; the winners of the nearest shapes.
     """
     found: list[Candidate] = []
     today = _today(problem, arch)
     if today is not None:
         found.append(today)
     shipped = winners_table.shipped(arch.name, arch.sm_count)
-    for text in dict.fromkeys([str(problem), neighbours.other_16_bit(str(problem))]):
+    for text in _kin(str(problem)):
         own = [row for row in store.rows(text) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
         for rows in (own, shipped.get(text, ())):
             best = sorted(standing(rows), key=lambda row: (row.kind != "final", -(row.ratio or 0.0)))
@@ -236,6 +238,14 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
             far = sorted((neighbours.distance(here, sizes), text) for sizes, text in known)
             found += _candidates(((name, text) for distance, text in far if distance <= NEAR), problem, arch)
     return list({candidate.key: candidate for candidate in found}.values())
+
+
+def _kin(text: str) -> list[str]:
+    """The texts of a problem, and of the same in the other 16-bit type and in all majors."""
+    types = (text, neighbours.other_16_bit(text))
+    majors = itertools.product("km", "kn")
+    others = [_MAJORS.sub(rf"/a{a}\1/b{b}\2/", kin) for a, b in majors for kin in types]
+    return list(dict.fromkeys([*types, *others]))
 
 
 def _today(problem: Problem, arch: Arch) -> Candidate | None:

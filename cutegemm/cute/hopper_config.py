@@ -391,7 +391,7 @@ class HopperConfig:
                 for cluster, stages in product(CLUSTERS[:3], rings[:2]):
                     yield cls(bm, bn, bk, schedule, cluster, stages, "serp8", ("swap", "pdl"))
             if bn <= 32:
-                for stages, options in product(rings, (("once",), ("once", "skew"))):
+                for stages, options in product(rings, (("once",), ("once", "skew"), ("skew",))):
                     yield cls(bm, bn, bk, schedule, (1, 1), stages, "row", ("swap", *options, "pdl"))
             if schedule != "pp":
                 whole = min(16, _WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))

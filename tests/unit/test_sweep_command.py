@@ -255,6 +255,8 @@ def test_seeds_from_the_other_16_bit_type_and_from_near(tmp_path, monkeypatch):
                                  reference_seconds=1e-5))  # fmt: skip
     found = sweep_run.seeds(Problem.of(256, 256, 256, "fp16"), H200, store, ["cute"])
     assert [seed.text for seed in found[1:]] == texts[:2]
+    turned = Problem.of(256, 256, 256, "fp16", majors="nt")
+    assert [seed.text for seed in sweep_run.seeds(turned, H200, store, ["cute"])[1:]] == texts[:1]
     assert sweep_run.seeds(Problem.of(256, 256, 256, "fp16", batch=2), H200, store, ["cute"])[1:] == []
 
 

@@ -57,6 +57,8 @@ def hopper_configs() -> list[tuple[str, str, str | None]]:
         for rest in (
             "64x64x64/coop1/c1x1/s3/hilbert/once",
             "64x64x64/coop1/c2x1/s3/g2/slab",
+            "256x48x64/coop2/c1x2/s2/g2/slab/pdl",
+            "128x128x64/coop1/c1x1/s2/g2/swap/slab",
             "128x16x64/coop2/c1x2/s3/g2/swap/pdl",
             "64x32x64/pp/c1x1/s3/g2/swap",
             "64x16x64/coop1/c1x1/s3/g2/k3/swap",

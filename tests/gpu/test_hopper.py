@@ -101,6 +101,29 @@ def test_c_and_bias_by_the_tma_epilogue(config, seed):
     assert torch.equal(in_place, expected)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        "sm90/256x208x64/coop2/c1x1/s3/serp8/slab/pdl",
+        "sm90/128x208x64/pp/c1x1/s4/serp8/slab",
+        "sm90/192x160x64/coop3/c1x1/s3/serp8/slab",
+        "sm90/256x128x64/coop2/c1x1/s3/serp8/swap/slab/pdl",
+    ],
+)
+def test_the_slab_epilogue(config, seed):
+    """Strips that share their code: results and C at any element, in any strides; several tiles a CTA."""
+    common = {"seed": seed, "device": "cuda"}
+    shape = (1000, 1608, 328)
+    Case.random(*shape, "bf16", **common, c=True, beta=-0.5, bias=True, activation="gelu").run(
+        backend="cute", config=config
+    )
+    Case.random(*shape, "fp16", **common, out_dtype=torch.float32, batch=2).run(backend="cute", config=config)
+    out = torch.empty(1000, 1611, device="cuda", dtype=torch.bfloat16)[:, 1:1608]
+    wide = torch.randn(1607, 1000, device="cuda").t()
+    Case.random(1000, 1607, 328, "bf16", **common, out=out, c=wide, beta=1.0).run(backend="cute", config=config)
+    Case.random(4104, 3849, 72, "bf16", **common).run(backend="cute", config=config)
+
+
 TF32 = [
     "sm90/128x256x32/coop2/c2x1/s4/hilbert/pdl",
     "sm90/256x128x32/coop2/c1x2/s4/serp8",

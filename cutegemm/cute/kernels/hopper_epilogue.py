@@ -332,7 +332,7 @@ class SlabStore:
                 self._fill_one_of(accumulators, number, unrolled, strips)
                 self.slabs.store_rows(0)
 
-    def _corner(self, number, row, column, row_step: int) -> tuple:
+    def _corner(self, number, row, column, row_step: int) -> tuple[Any, Any]:
         """(row, column) of the first accumulator of strip `number` of a warp whose first row is `row`."""
         block = number // self.strips
         return row + block * row_step, column + (number - block * self.strips) * self.columns

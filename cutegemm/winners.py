@@ -182,13 +182,15 @@ def pick(rows: Iterable[Measurement]) -> Measurement | None:
 
 def deciding(own: Iterable[Measurement], shipped: Iterable[Measurement]) -> list[Measurement]:
     """The rows that may decide what `gemm` runs, for `pick`: the user's fresh ones, and behind them the shipped ones of
-    problems and configurations that the user did not measure.
+    problems that no sweep of the user's has finished, and configurations that the user did not measure.
     """
     from cutegemm.winners_fingerprint import is_fresh
 
     fresh = [row for row in own if row.kind != "family" and is_fresh(row)]
     measured = {(row.problem, row.backend, row.config) for row in fresh}
-    rest = (row for row in shipped if (row.problem, row.backend, row.config) not in measured)
+    finished = {(row.problem, row.backend) for row in fresh if row.kind == "final" and row.ok}
+    rest = (row for row in shipped if (row.problem, row.backend) not in finished)
+    rest = (row for row in rest if (row.problem, row.backend, row.config) not in measured)
     return [*(row for row in rest if row.kind != "family"), *fresh]
 
 

@@ -102,17 +102,25 @@ def test_own_rows_win_over_shipped_ones(store, data):
 
 def test_own_rows_win_over_shipped_ones_nearby_too(store, data):
     ship(data, row(FAST, 1e-6, fingerprint="other sources"))
-    store.record(row(SLOW, 2e-6))
+    store.record(row(SLOW, 2e-6, kind="quick"))
     assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((512, 512, 512), FAST)]
-    store.record(row(FAST, 3e-6))
+    store.record(row(FAST, 3e-6, kind="quick"))
     assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((512, 512, 512), SLOW)]
 
 
 def test_a_shipped_row_of_other_kernels_says_so(store, data):
     ship(data, row(FAST, 1e-6, fingerprint="other sources"))
     assert lookup(PROBLEM, H200).origin == "shipped, measured with other kernel sources"
-    store.record(row(SLOW, 2e-6))
+    store.record(row(SLOW, 2e-6, kind="quick"))
     assert lookup(PROBLEM, H200).config == FAST  # seconds against seconds: the shipped one is faster
+
+
+def test_a_finished_sweep_of_the_users_decides_alone(store, data):
+    ship(data, row(FAST, 1e-6, reference_seconds=2e-6))
+    store.record(row(SLOW, 2e-6, reference_seconds=2e-6, kind="quick"))
+    assert lookup(PROBLEM, H200).config == FAST
+    store.record(row(SLOW, 2e-6, reference_seconds=2e-6))
+    assert (lookup(PROBLEM, H200).config, lookup(PROBLEM, H200).origin) == (SLOW, "own")
 
 
 def test_the_plan_uses_the_winner_and_explains_it(store, data):

@@ -78,18 +78,20 @@ class Plan:
         """Sustained blocks are dear: a search with little time, or nothing to compile, is not `thorough` with them."""
         if problem.flops > SUSTAINED_FLOPS:
             return cls(8, 1, 4, 3, BLOCK_SECONDS) if thorough else cls(5, 1, 2, 2, BLOCK_SECONDS)
-        return cls(12, 5, 4, 9, 0.0)
+        return cls(12, 7, 4, 21, 0.0)
 
     @property
     def seconds(self) -> float:
         """What the halving will take, about."""
-        semifinal = ((self.semifinalists + 1) * self.semifinal_rounds + 1) * (self.block or 0.006)
-        return semifinal + self.final_seconds + 1.0
+        return self.semifinal_seconds + self.final_seconds(self.final_rounds) + 1.0
 
     @property
-    def final_seconds(self) -> float:
-        """What the final alone will take, about."""
-        return ((self.finalists + 1) * self.final_rounds + 1) * (self.block or 0.006)
+    def semifinal_seconds(self) -> float:
+        lanes = self.semifinalists + SEEDS_IN_SEMIFINAL + 1
+        return (lanes * self.semifinal_rounds + 1) * (self.block or 0.006)
+
+    def final_seconds(self, rounds: int) -> float:
+        return ((self.finalists + 1) * rounds + 1) * (self.block or 0.006)
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,8 @@ class Search:
     def _halve(self, deadline: float) -> None:
         plan = self._plan if self._compiled else Plan.of(self.problem, thorough=False)
         chosen = self._near_best(plan.semifinalists)
-        if len(chosen) > plan.finalists and deadline - self._clock() >= 0.8 * plan.seconds:
+        least = plan.semifinal_seconds + plan.final_seconds(1)
+        if len(chosen) > plan.finalists and deadline - self._clock() >= least:
             self._report("semifinal", self.outcome)
             self._time(chosen, plan.semifinal_rounds, plan.block, "quick")
             again = {candidate.key for candidate in chosen}
@@ -309,7 +312,8 @@ class Search:
         if not finalists or self._stopped():
             return
         self._report("final", self.outcome)
-        rounds = plan.final_rounds if deadline - self._clock() >= plan.final_seconds else 1
+        in_time = deadline - self._clock() >= plan.final_seconds(plan.final_rounds)
+        rounds = plan.final_rounds if in_time else max(plan.final_rounds // 3, 1)
         for candidate in self._time(finalists, rounds, plan.block, "final"):
             check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
             if check.verdict != "ok":

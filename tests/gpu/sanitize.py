@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -112,19 +113,29 @@ def build(arch: Arch) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns 1 when a kernel could not be compiled."""
+    """The command; returns 1 when a kernel could not be compiled, 3 when it ran out of time."""
     parser = argparse.ArgumentParser("python -m tests.gpu.sanitize", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--build", action="store_true", help="only compile, for the GPU here or else an H200")
     parser.add_argument("--family", default="", help="only configurations that begin with this, such as sm90")
+    parser.add_argument(
+        "--shard", default="1/1", help="I/N: every N-th problem from the I-th on, for N processes at once"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no problem after so many")
     given = parser.parse_args(argv)
+    first, _, step = given.shard.partition("/")
+    if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
+        parser.error(f"--shard: got {given.shard!r}, expected I/N with I from 1 to N")
     if given.build:
         return build(Arch.of_device() if torch.cuda.is_available() else arch_table.get("sm_90a"))
     torch.cuda.init()
-    count = 0
-    for case, config in cases("cuda", Arch.of_device().capability == (9, 0)):
-        if config.startswith(given.family):
-            case.run(backend="cute", config=backend.get("cute").parse(config))
-            count += 1
+    begun, count = time.monotonic(), 0
+    chosen = (c for c in cases("cuda", Arch.of_device().capability == (9, 0)) if c[1].startswith(given.family))
+    for number, (case, config) in enumerate(islice(chosen, int(first) - 1, None, int(step))):
+        if time.monotonic() - begun > given.seconds:
+            print(f"{count} problems right, out of time before number {number} of the shard")
+            return 3
+        case.run(backend="cute", config=backend.get("cute").parse(config))
+        count += 1
     print(f"{count} problems right")
     return 0
 

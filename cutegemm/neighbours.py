@@ -42,12 +42,13 @@ def winners_of(
         return []
     alike = (str(signature), other_16_bit(str(signature)))
     own = [] if shipped_only else (store or winners.Winners()).rows_ending(*alike)
+    # Of another GPU's rows none may speak here, nor take a shipped row's place.
+    here = [row for row in own if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
     shipped = (row for rows in winners_table.shipped(arch.name, arch.sm_count).values() for row in rows)
     found: dict[Sizes, list[Measurement]] = {}
-    here = (arch.name, arch.sm_count, backend)
-    for row in winners.deciding(own, shipped):
+    for row in winners.deciding(here, shipped):
         sizes = _SIZES.fullmatch(row.problem)
-        if sizes and (row.gpu, row.sm_count, row.backend) == here and sizes[4] in alike:
+        if sizes and row.backend == backend and sizes[4] in alike:
             m, n, k = (int(size) for size in sizes.groups()[:3])
             if m and n and k and (m, n, k) not in without:
                 found.setdefault((m, n, k), []).append(row)

@@ -187,8 +187,9 @@ def deciding(own: Iterable[Measurement], shipped: Iterable[Measurement]) -> list
     from cutegemm.winners_fingerprint import is_fresh
 
     fresh = [row for row in own if row.kind != "family" and is_fresh(row)]
-    measured = {(row.problem, row.backend, row.config) for row in fresh}
-    finished = {(row.problem, row.backend) for row in fresh if row.kind == "final" and row.ok}
+    measured = {(row.problem, row.backend, row.config): row.ok for row in fresh}  # as its latest row says
+    finals = [row for row in fresh if row.kind == "final" and row.ok]
+    finished = {(r.problem, r.backend) for r in finals if measured[r.problem, r.backend, r.config]}
     rest = (row for row in shipped if (row.problem, row.backend) not in finished)
     rest = (row for row in rest if (row.problem, row.backend, row.config) not in measured)
     return [*(row for row in rest if row.kind != "family"), *fresh]

@@ -123,6 +123,20 @@ def test_a_finished_sweep_of_the_users_decides_alone(store, data):
     assert (lookup(PROBLEM, H200).config, lookup(PROBLEM, H200).origin) == (SLOW, "own")
 
 
+def test_a_finalist_found_wrong_finishes_nothing(store, data):
+    ship(data, row(SLOW, 2e-6))
+    store.record(row(FAST, 1e-6), row(FAST, None, verdict="wrong: 1 element"))
+    assert lookup(PROBLEM, H200).config == SLOW
+
+
+def test_rows_of_another_gpu_do_not_hide_shipped_ones(store, data):
+    ship(data, row(FAST, 1e-6))
+    for config in (SLOW, FAST):
+        store.record(row(config, 5e-6, gpu="A100", sm_count=108))
+        assert lookup(PROBLEM, H200).config == FAST
+        assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((512, 512, 512), FAST)]
+
+
 def test_the_plan_uses_the_winner_and_explains_it(store, data):
     from cutegemm import plan
 

@@ -126,6 +126,17 @@ class Env:
         self.hb = HappensBefore(wave, self) if self.checks.shared_memory and wave.smem_bytes > 0 else None
         self.events = False
 
+    def end(self) -> None:
+        """Lets go of the wave and its parts. They refer to each other; with large clusters they take gigabytes, which
+        must not wait for the garbage collector while the next wave takes as much.
+        """
+        if self.wave is not None:
+            self.wave.boxes.clear()
+        if self.hb is not None:
+            self.hb.lanes = None
+        self.wave = self.hb = None
+        self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = None
+
     def barriers(self, wave):
         if self._barriers is None:
             from cutegemm.emulator.ops.barrier import CtaBarriers
@@ -321,10 +332,14 @@ def run(
             env.unstarted = total - done - len(ctas)
             wave = Wave(translation.program, launch, memory, ctas, env)
             env.start(wave)
-            scheduler = Scheduler(wave, translation.program, env)
-            scheduler.run()
+            try:
+                scheduler = Scheduler(wave, translation.program, env)
+                scheduler.run()
+            finally:
+                env.end()
             assert (wave.wpc == IDLE).all()
             report.steps += scheduler.steps
+            del wave, scheduler
             done += len(ctas)
             if progress is not None:
                 progress(done, total)

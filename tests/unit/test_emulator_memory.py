@@ -1,11 +1,13 @@
 """State spaces, addresses, vectors, atomics, warp exchange, clusters, the parser and the profile."""
 
+import gc
 import struct
+import weakref
 
 import numpy as np
 import pytest
 
-from cutegemm.emulator import Checks, Launch, Memory, Module, run
+from cutegemm.emulator import Checks, Launch, Memory, Module, engine, run
 from cutegemm.emulator import errors as e
 from cutegemm.emulator.ptx import Imm
 from tests.ptx_snippet_table import SNIPPETS
@@ -371,3 +373,29 @@ def test_a_grid_larger_than_a_wave_and_its_progress():
     )
     assert (out == 64).all()
     assert seen == [(16, 40), (32, 40), (40, 40)]
+
+
+def test_a_wave_is_let_go_before_the_next_one(monkeypatch):
+    """By reference counts alone: the race detector's part of a wave may take gigabytes."""
+    waves: list[weakref.ref] = []
+    start = engine.Env.start
+
+    def spy(env, wave):
+        assert [found() for found in waves] == [None] * len(waves)
+        start(env, wave)
+        waves.extend((weakref.ref(wave), weakref.ref(env.hb)))
+
+    monkeypatch.setattr(engine.Env, "start", spy)
+    out = np.zeros(64, np.uint32)
+    memory = Memory()
+    memory.map(out, name="out")
+    shape = Launch("k", (6, 1, 1), (64, 1, 1), params=struct.pack("<Q", out.ctypes.data))
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        run(Module.parse(kernel(OWN_WORD)), shape, memory, wave_ctas=2)
+    finally:
+        if enabled:
+            gc.enable()
+    assert len(waves) == 6
+    assert [found() for found in waves] == [None] * 6

@@ -62,8 +62,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "simt": Family(
         SimtConfig,
-        "simt",
-        "SimtGemm",
+        "simt_sliced",
+        "simt_gemm",
         lambda s: s.dtype == "fp32" and s.precision == "ieee",
         defaults.simt,
     ),

@@ -41,6 +41,9 @@ class TileConfig:
     group: int = 8
 
     family: ClassVar[str] = ""
+    PATTERN: ClassVar[str] = (
+        r"FAMILY/(?P<bm>\d+)x(?P<bn>\d+)x(?P<bk>\d+)/w(?P<wm>\d+)x(?P<wn>\d+)/s(?P<stages>\d+)(?:/g(?P<group>\d+))?"
+    )
 
     @property
     def warps(self) -> tuple[int, int]:
@@ -59,11 +62,10 @@ class TileConfig:
     @classmethod
     def parse(cls, text: str) -> TileConfig:
         """The configuration of a text form; ValueError when the text is not one."""
-        found = re.fullmatch(cls.family + r"/(\d+)x(\d+)x(\d+)/w(\d+)x(\d+)/s(\d+)(?:/g(\d+))?", text)
+        found = re.fullmatch(cls.PATTERN.replace("FAMILY", cls.family), text)
         if not found:
-            raise ValueError(f"config: got {text!r}, accepted is {cls.family}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP]")
-        numbers = [int(g) for g in found.groups() if g]
-        return cls(*numbers)
+            raise ValueError(f"config: got {text!r}, accepted is {cls.form()}")
+        return cls(**{name: int(number) for name, number in found.groupdict().items() if number})
 
     @classmethod
     def form(cls) -> str:
@@ -142,11 +144,57 @@ class AmpereConfig(TileConfig):
 
 @dataclass(frozen=True)
 class SimtConfig(TileConfig):
-    """A configuration of `kernels.simt`: fp32 on CUDA cores. A warp is 4 x 8 lanes; the thread tile follows."""
+    """A configuration of `kernels.simt`: fp32 on CUDA cores. A warp is 4 x 8 lanes; the thread tile follows.
+
+    `/xSLICES` at the end of the text, as in `simt/32x32x64/w32x32/s3/g8/x8`, is sliced K (`kernels.simt_sliced`): so
+    many groups of warps share the CTA tile, each multiplies its part of a stage's depth, and their sums meet at the end.
+
+    Attributes:
+        slices: of each stage along K; 1: every warp multiplies the whole depth.
+    """
+
+    slices: int = 1
 
     family: ClassVar[str] = "simt"
     TRANSPOSE_PAD: ClassVar[int] = 4
     """Words after each k-row of a tile that was K-major, see `tile_load.TransposingLoader`."""
+    PATTERN: ClassVar[str] = TileConfig.PATTERN + r"(?:/x(?P<slices>\d+))?"
+    CHUNK: ClassVar[int] = 4
+    """Depth that a warp of a slice loads at a time: 16 bytes of a K-major row."""
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"/x{self.slices}" if self.slices != 1 else "")
+
+    @classmethod
+    def form(cls) -> str:
+        return f"{super().form()}[/xSLICES]"
+
+    @property
+    def threads(self) -> int:
+        return super().threads * self.slices
+
+    @property
+    def chunks(self) -> int:
+        """Steps of `CHUNK` that one slice makes in a stage."""
+        return self.bk // (self.CHUNK * self.slices)
+
+    @property
+    def buffers(self) -> int:
+        """Fragments that a thread of a sliced kernel holds: the next beside the current one where registers allow."""
+        return 2 if self.chunks > 1 and self._registers(2) <= self._registers_at_most() else 1
+
+    def _registers(self, buffers: int) -> int:
+        """Registers of a thread of a sliced kernel: accumulators, fragments, addresses."""
+        tm, tn = self.thread_tile
+        return tm * tn + buffers * self.CHUNK * (tm + tn) + 40
+
+    def _registers_at_most(self) -> int:
+        return min(255, 65536 // self.threads // 8 * 8)
+
+    def slab_bytes(self) -> int:
+        """Shared memory of the epilogue; slices keep the sums of their whole warp tile there."""
+        whole = self.slices * self.wm // SLAB_ROWS if self.slices > 1 else 1
+        return super().slab_bytes() * whole
 
     @property
     def thread_tile(self) -> tuple[int, int]:
@@ -155,8 +203,9 @@ class SimtConfig(TileConfig):
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
+        pad = self.TRANSPOSE_PAD if self.slices == 1 else 0
         rows = sum(
-            extent + (self.TRANSPOSE_PAD if major == "k" else 0)
+            extent + (pad if major == "k" else 0)
             for extent, major in ((self.bm, signature.a_major), (self.bn, signature.b_major))
         )
         return max(self.stages * rows * self.bk * 4, self.slab_bytes())
@@ -177,6 +226,10 @@ class SimtConfig(TileConfig):
             return f"thread tile {tm}x{tn}; more than 128 accumulators spill"
         if self.bk < 8:
             return f"bk is {self.bk}; at least 8"
+        if self.slices != 1:
+            problem = self._slices_problem()
+            if problem:
+                return problem
         if not 2 <= self.stages <= 8:
             return f"stages is {self.stages}; accepted are 2 to 8"
         for side, extent in (("bm", self.bm), ("bn", self.bn)):
@@ -186,6 +239,18 @@ class SimtConfig(TileConfig):
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
         return None
 
+    def _slices_problem(self) -> str | None:
+        tm, tn = self.thread_tile
+        if self.slices not in (1, 2, 4, 8, 16):
+            return f"slices is {self.slices}; accepted are 1, 2, 4, 8 and 16"
+        if self.bk < 32 or self.chunks < 1:
+            return f"bk is {self.bk}; at least {max(32, self.CHUNK * self.slices)} for {self.slices} slices"
+        if self.bk // self.slices * tm * tn > 4096:
+            return f"{self.bk // self.slices * tm * tn} FFMA a step; over 4096 the loop outgrows the instruction cache"
+        if self._registers(1) > self._registers_at_most():
+            return f"thread tile {tm}x{tn} with {self.threads} threads; accumulators and fragments spill"
+        return None
+
     @classmethod
     def space(cls, itemsize: int = 4) -> Iterator[SimtConfig]:
         """Every configuration the tuner may consider, before the validity rule; operands have 4 bytes."""
@@ -193,3 +258,8 @@ class SimtConfig(TileConfig):
             (32, 64, 128, 256), (32, 64, 128, 256), (8, 16), (16, 32, 64), (32, 64, 128), (2, 3, 4, 5), (1, 4, 8)
         ):
             yield cls(bm, bn, bk, wm, wn, stages, group)
+        tiles = ((16, 32), (32, 32), (32, 64), (64, 32), (64, 64))
+        for (bm, bn), bk, (wm, wn), stages, group, slices in product(
+            tiles, (32, 64, 128), ((16, 32), (32, 32)), (2, 3, 4), (1, 8), (2, 4, 8)
+        ):
+            yield cls(bm, bn, bk, wm, wn, stages, group, slices)

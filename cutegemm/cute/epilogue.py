@@ -97,12 +97,16 @@ class SlabEpilogue:
         # The next slice may overwrite the slab only after every lane has read it.
         cute.arch.sync_warp()
 
-    @cute.jit
-    def _store_chunk(self, slab_row: Int32, row: Int32):
+    def _accumulated(self, slab_row):
+        """This thread's chunk of a slab row."""
         values = cute.make_rmem_tensor(self.chunk, Float32)
         source = self.slab.iterator + slab_row * self.pitch + self.lane_column
         cute.autovec_copy(cute.make_tensor(aligned(source, 16), cute.make_layout(self.chunk)), values)
-        z = values.load() * self.operands.alpha
+        return values.load()
+
+    @cute.jit
+    def _store_chunk(self, slab_row: Int32, row: Int32):
+        z = self._accumulated(slab_row) * self.operands.alpha
         if cutlass.const_expr(self.epilogue.c_dtype is not None):
             z = z + self._load_c(row).load() * self.operands.beta
         if cutlass.const_expr(self.epilogue.bias_dtype is not None):

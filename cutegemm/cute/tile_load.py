@@ -107,8 +107,8 @@ class TileLoader:
 
     def _shared_offset(self, p):
         """Byte offset of pass p's vector within a stage."""
-        if p and self.row_parts == 1 and self.rows_per_pass % 8 == 0:
-            # The swizzle repeats every 8 rows: whole groups of 8 further on is a constant further on.
+        if p and self.row_parts == 1 and self.rows_per_pass % self._period() == 0:
+            # The swizzle repeats: whole periods further on is a constant further on.
             return self.shared_offset_0 + p * self.rows_per_pass * self.row_bytes()
         row, inner = self._place(p)
         if self.swizzle is None:
@@ -117,6 +117,10 @@ class TileLoader:
         width = self.row_bytes() // self.itemsize
         byte = ((inner // width) * (self.outer * width) + row * width + inner % width) * self.itemsize
         return byte ^ (((byte >> (base + shift)) & ((1 << bits) - 1)) << base)
+
+    def _period(self) -> int:
+        """Rows after which the swizzle repeats, at least 8."""
+        return max(8, (1 << sum(self.swizzle)) // self.row_bytes()) if self.swizzle else 8
 
     def row_bytes(self) -> int:
         """Distance between rows of the shared tile; a swizzled one is cut into blocks 128 bytes wide."""

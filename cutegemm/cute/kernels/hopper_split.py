@@ -37,6 +37,9 @@ POLLS = 24
 VECTORS_IN_FLIGHT = 32
 """16-byte loads a thread issues before it adds: the sum is bound by the latency of the L2 cache."""
 
+MOST_UNROLLED = 8
+"""Vectors a thread adds up without a loop: the code for one, epilogue and all, is long, and takes long to compile."""
+
 
 class SplitSum:
     """See the module docstring. `vectors` x 4 accumulators a thread make up a part; `store` takes the sums.
@@ -144,26 +147,33 @@ class SplitSum:
     def add_up(self, share, number, row, column, matrix, m, n, operands):
         """Adds up slice `number` of a share, whose first accumulator is (row, column) of D, and stores it."""
         batch = max(VECTORS_IN_FLIGHT // self.kept, 1)
-        for first in cutlass.range_constexpr(0, self.rounds, batch):
-            count = min(batch, self.rounds - first)
-            loaded = cute.make_rmem_tensor((4, self.kept, count), Float32)
-            for i in cutlass.range_constexpr(count):
-                # Beyond the slice's end, its last vector is loaded and not stored.
-                last = cutlass.min((number + 1) * self.in_slice, Int32(self.in_part)) - 1
-                place = cutlass.min(self._place(number, first + i), last)
-                for part in cutlass.range_constexpr(self.kept):
-                    cute.autovec_copy(self._vector(share * self.kept + part, place), loaded[None, part, i])
-            for i in cutlass.range_constexpr(count):
-                total = cute.make_rmem_tensor(4, Float32)
-                total.store(loaded[None, 0, i].load())
-                for part in cutlass.range_constexpr(1, self.kept):
-                    total.store(total.load() + loaded[None, part, i].load())
-                place = self._place(number, first + i)
-                if (place < (number + 1) * self.in_slice) & (place < self.in_part):
-                    self._clear(share, place)
-                    self.store.store(total, place, row, column, matrix, m, n, operands)
+        if cutlass.const_expr(self.rounds <= min(batch, MOST_UNROLLED)):
+            self._add_rounds(share, number, 0, self.rounds, row, column, matrix, m, n, operands)
+        else:
+            batch = min(max(batch // 2, 1), MOST_UNROLLED)
+            for first in cutlass.range(0, self.rounds, batch, unroll=1):
+                self._add_rounds(share, number, first, batch, row, column, matrix, m, n, operands)
 
-    def _place(self, number, turn: int):
+    @cute.jit
+    def _add_rounds(self, share, number, first, count: cutlass.Constexpr, row, column, matrix, m, n, operands):
+        loaded = cute.make_rmem_tensor((4, self.kept, count), Float32)
+        for i in cutlass.range_constexpr(count):
+            # Beyond the slice's end, its last vector is loaded and not stored.
+            last = cutlass.min((number + 1) * self.in_slice, Int32(self.in_part)) - 1
+            place = cutlass.min(self._place(number, first + i), last)
+            for part in cutlass.range_constexpr(self.kept):
+                cute.autovec_copy(self._vector(share * self.kept + part, place), loaded[None, part, i])
+        for i in cutlass.range_constexpr(count):
+            total = cute.make_rmem_tensor(4, Float32)
+            total.store(loaded[None, 0, i].load())
+            for part in cutlass.range_constexpr(1, self.kept):
+                total.store(total.load() + loaded[None, part, i].load())
+            place = self._place(number, first + i)
+            if (place < (number + 1) * self.in_slice) & (place < self.in_part):
+                self._clear(share, place)
+                self.store.store(total, place, row, column, matrix, m, n, operands)
+
+    def _place(self, number, turn):
         """Which vector of the part this thread adds up in its `turn`-th round."""
         return number * self.in_slice + (turn * WARPGROUP + self.thread)
 

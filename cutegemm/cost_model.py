@@ -8,8 +8,10 @@ each bound the time:
     tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile)
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
     chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth
+    outside   rows of a tile beyond the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
+              bytes a clock, over all SMs of an H200 where it was measured)
     split-K   each part written, then read: by the last to finish, or a share by each; stream-K fills the last round.
-              CTAs of a cluster that share out K exchange their parts between SMs first
+              CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last sums
     power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean
               joins it to the time at full clock: near the limit the clock gives way by degrees
     fixed     launch, pipeline fill, last store
@@ -27,9 +29,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cutegemm.problem import ITEMSIZE
 from cutegemm.roofline import unit
@@ -49,30 +52,38 @@ class Rates:
     """The fitted constants of a kernel family. Times in microseconds, rates per SM and clock, energies in pJ.
 
     launch, pdl, cluster: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
-    what a cluster adds. quad: share of time that clusters of four add, of which fewer are resident than SMs say.
+    what a cluster adds, what finding one's way on a Hilbert curve adds (curve). quad: share of time that clusters of
+    four and more add. exchange, peers: of parts of K within a cluster, in microseconds, and its bytes a clock.
     math: share of the data sheet's peak that back-to-back multiplications reach.
     smem, port, l2: bytes a clock of shared memory, of one SM's load port, of an SM's share of the L2 when all load.
+    outside: the same of rows beyond the matrix, which TMA fills with zeros (no limit where it is 0).
     latency: of one load, until its data may be multiplied, beside `burst` times its bytes through the port. held:
     stages that the multiplications hold meanwhile.
     step: clocks that a k step costs beside what it moves.
     tile, store: clocks of an epilogue beside its bytes, and its bytes a clock. hidden: share of an epilogue that costs
     time even under the next tile's multiplications.
-    split, parts: a split-K meeting in microseconds, and the bytes a clock at which one CTA adds parts up.
+    split, parts: a split-K meeting in microseconds, and the bytes a clock at which one CTA adds parts up. stream: share
+    of time that stream-K's uneven tiles add.
     hbm: share of the data sheet's bandwidth. again: what a second read of a byte just come from memory costs of the
     first. idle: how much longer memory takes for the SMs that have no tile in the last round.
     overlap: share of the lesser costs that the largest does not hide.
     warps: resident warps whose latency is not hidden. flop_pj, load_pj, smem_pj, hbm_pj: energy of a flop, of a byte
-    from the L2, of a byte read from shared memory, of a byte from memory.
+    from the L2, of a byte read from shared memory, of a byte from memory. rest: how long the card may draw the most
+    for what it drew less between launches (`tuning.bench` clears the L2 there).
     """
 
     launch: float = 2.6
     pdl: float = 0.5
     cluster: float = 0.3
-    quad: float = 0.4
+    quad: float = 0.1
+    exchange: float = 0.4
+    peers: float = 30.0
+    curve: float = 0.15
     math: float = 1.0
     smem: float = 128.0
     port: float = 64.0
     l2: float = 48.0
+    outside: float = 0.0
     latency: float = 0.9
     held: float = 1.0
     burst: float = 1.0
@@ -80,8 +91,9 @@ class Rates:
     tile: float = 600.0
     store: float = 64.0
     hidden: float = 0.15
-    split: float = 1.0
+    split: float = 2.5
     parts: float = 64.0
+    stream: float = 0.05
     hbm: float = 0.9
     again: float = 0.2
     idle: float = 0.5
@@ -91,11 +103,12 @@ class Rates:
     load_pj: float = 6.0
     smem_pj: float = 1.0
     hbm_pj: float = 30.0
+    rest: float = 15.0
 
 
 FIRST_PRINCIPLES: dict[str, Rates] = {
-    "sm90": Rates(),
-    "sm90/tf32": Rates(flop_pj=1.2),
+    "sm90": Rates(outside=11.0),
+    "sm90/tf32": Rates(outside=11.0, flop_pj=1.2),
     "sm80": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2),
     "sm80/tf32": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=2.2),
     "simt": Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=6.0),
@@ -144,6 +157,14 @@ def _stored() -> dict[str, Rates]:
     }
 
 
+@functools.lru_cache(maxsize=256)
+def clusters(arch: Arch, size: int) -> int:
+    """Clusters of `size` CTAs that the GPU holds, at least 1, an SM a CTA."""
+    from cutegemm.cute.residency import resident_clusters
+
+    return resident_clusters(arch, size)
+
+
 class Model:
     """A footprint with everything worked out that does not depend on the sizes: `seconds(m, n, k, batch)` is quick.
 
@@ -154,8 +175,9 @@ class Model:
     __slots__ = (
         "_again", "_balanced", "_bandwidth", "_bk", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold",
         "_group_rows", "_idle", "_itemsize", "_l2", "_least", "_load_chip", "_meeting", "_multiply", "_out_size",
-        "_overlap", "_parts", "_places", "_serial", "_slower", "_split_fixed", "_split_part", "_splits",
-        "_step_fixed", "_unit_m", "_unit_n", "_waits", "_wave",
+        "_outside", "_overlap", "_parts", "_places", "_rereads", "_rest", "_serial", "_slower", "_spare",
+        "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_uneven", "_unit_m", "_unit_n", "_waits",
+        "_wave", "outline",
     )  # fmt: skip
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
@@ -166,7 +188,7 @@ class Model:
         ctas = sharers * f.parts
         self._itemsize, self._out_size, self._overlap = size, out, r.overlap
         self._unit_m, self._unit_n, self._bk, self._splits = f.bm * f.cluster[0], f.bn * f.cluster[1], f.bk, f.splits
-        self._places = max(arch.sm_count // ctas, 1)
+        self._places = clusters(arch, ctas)
         self._parts = f.splits * f.parts
 
         flops, stage = 2 * f.bm * f.bn * f.bk, (f.bm + f.bn) * f.bk * size
@@ -178,8 +200,9 @@ class Model:
         slowest = max(multiply, smem, port)
         self._multiply = slowest + r.overlap * (multiply + smem + port - slowest)
         self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
+        self._outside = f.parts * f.bk * size / (r.outside * clock * arch.sm_count) if r.outside else 0.0
         self._step_fixed = r.step / clock
-        self._slower = 1 + r.quad if ctas > 2 else 1.0
+        self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
         self._waits = (r.latency * 1e-6 + r.burst * port) / max(f.stages - r.held, 0.5)
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
         self._fold, warps = f.ctas, f.threads / 32
@@ -187,17 +210,24 @@ class Model:
 
         least = self._multiply + self._step_fixed
         self._least = max(least * self._wave[1], self._waits) if f.ctas == 1 else least
+        # The first loads are all under way before a stage is needed again.
+        self._stages, self._spare = f.stages, max(self._waits - least * self._wave[-1], 0.0)
 
         moved = f.bm * f.bn * (out + (ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0))
         epilogue = (r.tile + moved / r.store) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
-        self._fixed = (r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1)) * 1e-6 + epilogue - self._epilogue
+        self._fixed = (
+            (r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1) + r.curve * f.curve) * 1e-6 + epilogue - self._epilogue
+        )
         self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
         # Each sends what it does not own, then adds as much.
-        self._meeting = r.cluster * 1e-6 + 2 * (f.parts - 1) * self._split_part if f.parts > 1 else 0.0
+        self._meeting = 0.0
+        if f.parts > 1:
+            self._meeting = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
         self._serial, self._balanced = f.serial, f.balanced
         self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
 
+        self._rereads = 0.5 if f.zig else 1.0
         self._group_rows = f.group * self._unit_m
         self._l2 = 0.6 * arch.l2_bytes
         self._again, self._idle = r.again, r.idle
@@ -207,6 +237,11 @@ class Model:
             (sharers * flops * r.flop_pj + from_l2 * r.load_pj + sharers * f.smem_step * r.smem_pj) * 1e-12 / watts
         )
         self._energy_byte = r.hbm_pj * 1e-12 / watts
+        self._rest = r.rest * 1e-6
+        self.outline = (
+            self._unit_m, self._unit_n, self._bk, self._parts, self._splits, self._places, self._balanced, self._fixed,
+            self._least, self._epilogue, self._spare, self._stages, self._energy_step, self._rest,
+        )  # fmt: skip
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of one launch for D (m, n) with a sum over k, `batch` times."""
@@ -214,24 +249,24 @@ class Model:
 
     def at_least(self, m: int, n: int, k: int, batch: int) -> float:
         """A quick lower bound of `seconds`: multiplications, epilogues and their energy."""
-        tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
-        steps = -(-k // self._bk) or 1
-        rounds = tiles / self._places if self._balanced else -(-tiles * self._splits // self._places)
-        time = self._fixed + rounds * (-(-steps // self._parts) * self._least + self._epilogue)
-        heat = tiles * steps * self._energy_step
-        return math.sqrt(math.sqrt(time**4 + heat**4))
+        return bounds((self.outline,), m, n, k, batch)[0]
 
     def terms(self, m: int, n: int, k: int, batch: int) -> tuple[float, int, int, float, float, float, float]:
         """(seconds, rounds of tiles on the busiest SM, k steps of a tile, seconds of all rounds, of the bytes from
-        memory, of the energy at the power limit, of what every launch costs). The first is made of the last four.
+        memory, of the energy at the power limit, of what every launch and the last sums of parts of K cost). The first
+        is made of the last four.
         """
         splits, places, overlap = self._splits, self._places, self._overlap
-        tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
+        rows, columns = -(-m // self._unit_m), -(-n // self._unit_n)
+        tiles = rows * columns * batch
         steps = -(-k // self._bk) or 1
         depth = -(-steps // self._parts)
         works = tiles * splits
         rounds = -(-works // places)
-        busy, load = self._multiply, self._load_chip * (works if works < places else places)
+        load = self._load_chip
+        if tiles:
+            load += self._outside * (self._unit_m - m / rows + self._unit_n - n / columns)
+        busy, load = self._multiply, load * (works if works < places else places)
         step = self._step_fixed + (busy + overlap * load if busy > load else load + overlap * busy)
         full, rest = divmod(rounds, self._fold)
         waits = self._waits
@@ -242,25 +277,48 @@ class Model:
         if rest:
             wave = step * self._wave[rest]
             busy_rounds += depth * (wave if wave > waits else waits) + rest * self._epilogue
+        if self._spare > 0:
+            busy_rounds -= self._spare * min(depth, self._stages)
         busy_rounds *= self._slower
-        if self._balanced and works > places:
-            busy_rounds *= works / (places * rounds)
-            busy_rounds += (works % places > 0) * (self._split_fixed + self._split_part)
-        busy_rounds += rounds * self._meeting
+        if self._balanced and works > places and works % places:
+            busy_rounds *= works / (places * rounds) * self._uneven
+            busy_rounds += self._split_fixed + self._split_part
+        sums = self._meeting
         if splits > 1:
-            busy_rounds += rounds * (self._split_fixed + (splits if self._serial else 1) * self._split_part)
+            sums += self._split_fixed + (splits if self._serial else 1) * self._split_part
+        busy_rounds += (rounds - 1) * sums if rounds else 0.0
         a, b = m * k * batch * self._itemsize, n * k * batch * self._itemsize
         moved: float = a + b + m * n * batch * self._out_size
         if b > self._l2 and m > self._group_rows:
-            moved += b * (m / self._group_rows - 1)
+            moved += b * (m / self._group_rows - 1) * self._rereads
+        held = (b if m > self._unit_m else 0) + (a if n > self._unit_n else 0)
         if splits > 1:
-            moved += 8 * splits * m * n * batch  # the parts, fp32, written and read
-        memory = moved + self._again * ((b if m > self._unit_m else 0) + (a if n > self._unit_n else 0))
+            held += 8 * splits * m * n * batch  # the parts, fp32, written and read
+        memory = moved + self._again * held
         if works:
             memory *= 1 + self._idle * (places / works - 1 / rounds)
         memory /= self._bandwidth
         time = busy_rounds + overlap * memory if busy_rounds > memory else memory + overlap * busy_rounds
-        time += self._fixed
-        heat = tiles * steps * self._energy_step + moved * self._energy_byte
-        time = math.sqrt(math.sqrt(time**4 + heat**4))
-        return time, rounds, depth, busy_rounds, memory, heat, self._fixed
+        time += self._fixed + sums  # nothing is left to hide the last sums under
+        heat = tiles * steps * self._energy_step + moved * self._energy_byte - self._rest
+        if heat > 0:
+            time = math.sqrt(math.sqrt(time**4 + heat**4))
+        return time, rounds, depth, busy_rounds, memory, heat, self._fixed + sums
+
+
+def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: int) -> list[float]:
+    """`Model.at_least` of many models, by their `outline`s: one loop, because a choice asks for all its candidates."""
+    found = []
+    for (
+        unit_m, unit_n, bk, parts, splits, places, balanced, fixed, least, epilogue, spare, stages, energy, rest,
+    ) in outlines:  # fmt: skip
+        tiles = -(-m // unit_m) * -(-n // unit_n) * batch
+        steps = -(-k // bk) or 1
+        depth = -(-steps // parts)
+        rounds = tiles / places if balanced else -(-tiles * splits // places)
+        time = fixed + rounds * (depth * least + epilogue) - spare * (depth if depth < stages else stages)
+        heat = tiles * steps * energy - rest
+        if heat > 0.5 * time:
+            time = math.sqrt(math.sqrt(time**4 + heat**4))
+        found.append(time)
+    return found

@@ -28,6 +28,7 @@ class Footprint:
     tiles that fill no round of all SMs are cut along K (stream-K). group: tile rows that the tile order walks together.
     overlapped: the epilogue runs beside the next tile's multiplications. pdl: programmatic dependent launch.
     copies: how many times more instructions narrow loads take than 16-byte ones.
+    curve: the tile order is a Hilbert curve. zig: waves of tiles walk K to and fro.
     """
 
     family: str
@@ -47,6 +48,8 @@ class Footprint:
     balanced: bool = False
     pdl: bool = False
     copies: float = 1.0
+    curve: bool = False
+    zig: bool = False
 
 
 def of(config: Any, backend: str, signature: Signature, arch: Arch) -> Footprint:
@@ -67,9 +70,12 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
     # Each WGMMA reads its 64 rows of A and all of B.
     smem = config.bm // WGMMA_ROWS * (WGMMA_ROWS + config.bn) * bk * size
     cluster = config.cluster[::-1] if config.swapped else config.cluster
+    # One consumer warpgroup keeps the registers it was compiled to, its accumulators and about 32 more; with several,
+    # setmaxnreg deals out all.
+    registers = min(config.accumulators + 32, 255) if config.consumers == 1 else 168
     ctas = 1
     if not config.persistent:
-        ctas = resident(arch, config.smem_bytes(signature), config.threads, 168)
+        ctas = resident(arch, config.smem_bytes(signature), config.threads, registers)
     return Footprint(
         "sm90/tf32" if signature.dtype == "fp32" else "sm90",
         bm,
@@ -87,6 +93,8 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         group=order_rows(config.order),
         overlapped=config.ping_pong,
         pdl="pdl" in config.options,
+        curve=config.order == "hilbert",
+        zig="zig" in config.options,
     )
 
 

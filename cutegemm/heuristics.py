@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend as backends
 from cutegemm import footprint, neighbours
-from cutegemm.cost_model import Model, fitted, fitted_any
+from cutegemm.cost_model import Model, bounds, clusters, fitted, fitted_any
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -121,7 +121,7 @@ def explain(problem: Problem, config: Any, backend: str, arch: Arch) -> str:
     rounds_of = f"{rounds} round{'s' * (rounds != 1)} of {steps} k steps"
     parts = f"{tiles * 1e6:.1f} in {rounds_of}, {memory * 1e6:.1f} for memory traffic"
     power = f"; {heat * 1e6:.1f} by the energy at the power limit" if heat > 0.7 * seconds else ""
-    return f"{seconds * 1e6:.1f} us by the cost model: {parts}, {fixed * 1e6:.1f} for launch and fill{power}"
+    return f"{seconds * 1e6:.1f} us by the cost model: {parts}, {fixed * 1e6:.1f} for launch, fill and last sums{power}"
 
 
 def unavailable(backend: Backend, problem: Problem, arch: Arch) -> str | None:
@@ -155,6 +155,7 @@ class Candidates:
             self._entries.append((Model(shape, signature, arch), config))
             if splits:
                 self._splits.append(_Splits(shape, config, splits, signature, arch))
+        self._outlines = [cost.outline for cost, _ in self._entries]
         self._neighbours = [
             (*sizes, Model(footprint.of(config, backend.name, signature, arch), signature, arch), config, preferred)
             for sizes, config, preferred in self._corrections(
@@ -167,22 +168,18 @@ class Candidates:
         """(seconds, configuration, why) of the cheapest candidate; None when none can serve the problem."""
         m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
         seconds, chosen, why = math.inf, None, ""
-        bounds = [cost.at_least(m, n, k, batch) for cost, _ in self._entries]
-        if bounds:
-            # The most promising first: its time is under the bound of many others.
-            cost, chosen = self._entries[bounds.index(min(bounds))]
-            seconds = cost.terms(m, n, k, batch)[0]
-        for bound, (cost, config) in zip(bounds, self._entries, strict=True):
-            if bound < seconds:
-                taken = cost.terms(m, n, k, batch)[0]
-                if taken < seconds:
-                    seconds, chosen = taken, config
-        for ladder in self._splits:
-            for cost, config in ladder.worth_trying(m, n, k, batch):
-                if cost.at_least(m, n, k, batch) < seconds:
-                    taken = cost.terms(m, n, k, batch)[0]
-                    if taken < seconds:
-                        seconds, chosen = taken, config
+        entries, outlines = self._entries, self._outlines
+        split = [pair for ladder in self._splits for pair in ladder.worth_trying(m, n, k, batch)]
+        if split:
+            entries, outlines = entries + split, outlines + [cost.outline for cost, _ in split]
+        # The most promising first: its time is under the bound of most others.
+        for bound, number in sorted(zip(bounds(outlines, m, n, k, batch), range(len(entries)), strict=True)):
+            if bound >= seconds:
+                break
+            cost, config = entries[number]
+            taken = cost.terms(m, n, k, batch)[0]
+            if taken < seconds:
+                seconds, chosen = taken, config
         if self._neighbours and batch == 1 and m and n and k:
             seconds, chosen, why = self._corrected(m, n, k, seconds, chosen)
         if chosen is None:
@@ -207,7 +204,7 @@ class Candidates:
             distance = abs(nx - x) + abs(ny - y) + abs(nz - z)
             if distance >= NEAR:
                 continue
-            near = 1 - distance / NEAR
+            near = 1 - (distance / NEAR) ** 2
             taken = cost.terms(m, n, k, 1)[0] * preferred**near * (1 - WON * near)
             if taken < best:
                 best, chosen = taken, config
@@ -238,20 +235,20 @@ class _Splits:
         self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
         self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
         self._unit_m, self._unit_n = shape.bm * shape.cluster[0], shape.bn * shape.cluster[1]
-        self._places = arch.sm_count // (shape.cluster[0] * shape.cluster[1] * shape.parts)
+        self._places = clusters(arch, shape.cluster[0] * shape.cluster[1] * shape.parts)
         self._made: dict[int, list[tuple[Model, Any]]] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
-        """The largest number of splits that still fits the GPU at once, and the one below it."""
+        """As many splits as fit the GPU at once, and half as many."""
         tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
         if not 0 < 2 * tiles <= self._places:
             return []
         most = min(self._places // tiles, k // self._least_k)
-        place = bisect.bisect_right(self._numbers, most)
-        made = self._made.get(place)
+        made = self._made.get(most)
         if made is None:
-            wanted = map(self._make, self._numbers[max(place - 2, 0) : place])
-            made = self._made[place] = [pair for pair in wanted if pair is not None]
+            places = {bisect.bisect_right(self._numbers, number) for number in (most, (most + 1) // 2)} - {0}
+            wanted = (self._make(self._numbers[place - 1]) for place in sorted(places))
+            made = self._made[most] = [pair for pair in wanted if pair is not None]
         return made
 
     def _make(self, number: int) -> tuple[Model, Any] | None:

@@ -1,7 +1,7 @@
 """Fits the cost model to measured times: `python -m tuning.calibrate TABLE... --write`.
 
-    TABLE     a text table (below), the JSON of `tuning.bench` or of `tuning.winners export`; without one, the user's
-              winners store
+    TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`;
+              without one, the user's winners store
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
 A text table has one block a shape; `ratio` is not read:
@@ -13,6 +13,10 @@ The fit is a coordinate search from the first-principles constants, one kernel f
 it minimizes, averaged over shapes: the spread of log(model / measured) among a shape's configurations, their common
 offset (counted less: a choice depends on the order alone), and what the configurations that the model likes best lose
 to the fastest. A small pull keeps constants that the table says nothing about where they began.
+
+A sweep times most configurations in short bursts, each beside torch: a time counts in units of torch's median over the
+sweep, and not at all when torch was disturbed beside it. Bursts of long launches are over before the card is at its
+power limit: the spread among them is compared with the model's times without that limit, and no offset.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ import json
 import math
 import re
 import shlex
+import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -38,10 +44,16 @@ from cutegemm.cost_model import CONSTANTS, FIRST_PRINCIPLES, Model, Rates
 from cutegemm.footprint import Footprint
 from cutegemm.problem import Problem
 
+DISTURBED = 0.08
+"""Share by which torch may differ from its median over a sweep."""
+BURST = 50e-6
+"""Seconds of roofline bound from which on a sweep's times are none of sustained use."""
+MOST = 40
+"""Configurations of a shape that the search looks at."""
 REACH = 6.0
 """A constant may leave its first value by this factor at most."""
-PULL, OFFSET, LOSS = 0.0006, 0.3, 1.0
-SHARP = 0.02
+PULL, OFFSET, LOSS = 0.001, 0.5, 0.3
+SHARP = 0.03
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
 
 _HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3) )?([tn]{2}) torch ([\d.]+) us")
@@ -53,12 +65,13 @@ _STORED = re.compile(
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured time."""
+    """One measured time. burst: taken before the card was at its power limit."""
 
     problem: Problem
     backend: str
     config: str
     seconds: float
+    burst: bool = False
 
 
 def read(path: Path) -> list[Sample]:
@@ -77,7 +90,26 @@ def read(path: Path) -> list[Sample]:
             for row in data["results"]
             if row.get("config") and row.get("us")
         ]
-    raise ValueError(f"{path}: neither a table of winners nor the JSON of tuning.bench")
+    if "shapes" in data:
+        return [sample for shape in data["shapes"] for sample in read_sweep(shape)]
+    raise ValueError(f"{path}: neither a table of winners nor the JSON of tuning.bench or tuning.sweep")
+
+
+def read_sweep(shape: Mapping[str, Any]) -> list[Sample]:
+    """The samples of one shape of a sweep's JSON, see the module docstring."""
+    rows = [row for row in shape["results"] if row.get("seconds") and row["verdict"] == "ok"]
+    torch = [row["torch_seconds"] for row in rows if row.get("torch_seconds")]
+    if not torch:
+        return []
+    usual, problem = statistics.median(torch), parse_problem(shape["problem"])
+    return [
+        Sample(
+            problem, row["backend"], row["config"], row["seconds"] * usual / row["torch_seconds"],
+            shape["bound_seconds"] > BURST,
+        )
+        for row in rows
+        if row.get("torch_seconds") and abs(row["torch_seconds"] / usual - 1) < DISTURBED
+    ]  # fmt: skip
 
 
 def read_table(text: str, name: str = "table") -> list[Sample]:
@@ -137,20 +169,27 @@ class Fit:
 
     def __init__(self, family: str, samples: Sequence[tuple[Sample, Footprint]], arch: Arch) -> None:
         self.family, self.arch = family, arch
-        self.shapes: dict[Problem, list[tuple[Footprint, float]]] = {}
+        self.shapes: dict[tuple[Problem, bool], list[tuple[Footprint, float]]] = {}
         for sample, shape in samples:
-            self.shapes.setdefault(sample.problem, []).append((shape, sample.seconds))
+            self.shapes.setdefault((sample.problem, sample.burst), []).append((shape, sample.seconds))
 
     def predicted(self, problem: Problem, shape: Footprint, constants: Rates) -> float:
         model = Model(shape, problem.signature, self.arch, constants)
         return model.seconds(problem.m, problem.n, problem.k, problem.batch)
 
+    def errors(self, constants: Rates) -> Iterator[tuple[Problem, bool, list[Footprint], list[float], list[float]]]:
+        """(problem, burst, footprints, seconds of the model and of the measurement) of each shape."""
+        unlimited = replace(constants, flop_pj=0.0, load_pj=0.0, smem_pj=0.0, hbm_pj=0.0)
+        for (problem, burst), rows in self.shapes.items():
+            rates = unlimited if burst else constants
+            shapes = [shape for shape, _ in rows]
+            predicted = [self.predicted(problem, shape, rates) for shape in shapes]
+            yield problem, burst, shapes, predicted, [seconds for _, seconds in rows]
+
     def loss(self, constants: Rates) -> float:
         """See the module docstring."""
         total = 0.0
-        for problem, rows in self.shapes.items():
-            predicted = [self.predicted(problem, shape, constants) for shape, _ in rows]
-            measured = [seconds for _, seconds in rows]
+        for _, burst, _, predicted, measured in self.errors(constants):
             fastest, cheapest = min(measured), min(predicted)
             errors = [math.log(p / s) for p, s in zip(predicted, measured, strict=True)]
             weights = [1 / (1 + 4 * (s / fastest - 1)) for s in measured]
@@ -158,7 +197,7 @@ class Fit:
             spread = sum(w * (e - offset) ** 2 for w, e in zip(weights, errors, strict=True)) / sum(weights)
             liked = [math.exp((1 - p / cheapest) / SHARP) for p in predicted]
             lost = sum(x * math.log(s / fastest) for x, s in zip(liked, measured, strict=True)) / sum(liked)
-            total += spread + OFFSET * offset**2 + LOSS * lost
+            total += spread + (0.0 if burst else OFFSET * offset**2) + LOSS * lost
         first = FIRST_PRINCIPLES[self.family]
         pulled = sum(
             math.log(getattr(constants, f.name) / getattr(first, f.name)) ** 2
@@ -167,14 +206,24 @@ class Fit:
         )
         return total / len(self.shapes) + PULL * pulled
 
+    def thinned(self) -> Fit:
+        """At most `MOST` configurations a shape: the fastest, and as many spread evenly over the rest."""
+        fit = Fit(self.family, (), self.arch)
+        for key, rows in self.shapes.items():
+            ordered = sorted(rows, key=lambda row: row[1])
+            best, rest = ordered[: MOST // 2], ordered[MOST // 2 :]
+            step = max(len(rest) / (MOST // 2), 1.0)
+            fit.shapes[key] = best + [rest[int(i * step)] for i in range(MOST // 2) if int(i * step) < len(rest)]
+        return fit
+
     def search(self) -> Rates:
         """The best constants that coordinate searches end at, which begin beside the first principles."""
-        first = FIRST_PRINCIPLES[self.family]
+        first, fit = FIRST_PRINCIPLES[self.family], self.thinned()
         starts = [
             replace(first, math=first.math * faster, flop_pj=first.flop_pj * energy)
-            for faster, energy in product((0.85, 1.0, 1.1), (0.75, 1.0, 1.25))
+            for faster, energy in product((1.0, 1.1), (0.8, 1.0))
         ]
-        found = min((self._descend(start) for start in starts), key=lambda pair: pair[1])[0]
+        found = min((fit._descend(start) for start in starts), key=lambda pair: pair[1])[0]
         return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(found).items()})
 
     def _descend(self, start: Rates) -> tuple[Rates, float]:
@@ -201,15 +250,13 @@ class Fit:
     def report(self, constants: Rates) -> list[tuple[str, int, float, float, float, str]]:
         """(shape, configurations, mean and largest |model / measured - 1|, time lost by the model's choice, choice)."""
         rows = []
-        for problem, entries in self.shapes.items():
-            predicted = [self.predicted(problem, shape, constants) for shape, _ in entries]
-            errors = [abs(p / s - 1) for p, (_, s) in zip(predicted, entries, strict=True)]
-            fastest = min(s for _, s in entries)
-            chosen = entries[predicted.index(min(predicted))]
-            shape = f"{problem.m}x{problem.n}x{problem.k}"
-            tile = f"{chosen[0].bm}x{chosen[0].bn}x{chosen[0].bk}"
-            lost = chosen[1] / fastest - 1
-            rows.append((shape, len(entries), sum(errors) / len(errors), max(errors), lost, tile))
+        for problem, burst, shapes, predicted, measured in self.errors(constants):
+            errors = [abs(p / s - 1) for p, s in zip(predicted, measured, strict=True)]
+            at = predicted.index(min(predicted))
+            chosen, lost = shapes[at], measured[at] / min(measured) - 1
+            shape = f"{problem.m}x{problem.n}x{problem.k}{' burst' if burst else ''}"
+            tile = f"{chosen.bm}x{chosen.bn}x{chosen.bk}"
+            rows.append((shape, len(shapes), sum(errors) / len(errors), max(errors), lost, tile))
         return rows
 
 

@@ -7,7 +7,6 @@ signatures it is listed for (tests/compile).
 
 from __future__ import annotations
 
-from cutegemm.cute import hopper_config
 from cutegemm.problem import Signature
 
 _HOPPER = (
@@ -15,24 +14,43 @@ _HOPPER = (
     "sm90/128x256x64/coop2/c1x1/s4/serp8/pdl",
     "sm90/256x128x64/coop2/c1x2/s4/serp8/zig/pdl",
     "sm90/256x192x64/coop2/c1x2/s3/serp8/zig/pdl",
-    "sm90/256x192x64/coop2/c1x1/s3/serp8/zig/pdl",
-    "sm90/128x192x64/pp/c2x1/s4/serp8/pdl",
+    "sm90/192x160x64/coop3/c1x1/s4/serp8/pdl",
     "sm90/128x224x64/coop2/c1x1/s4/serp8/pdl",
+    "sm90/128x208x64/coop2/c1x1/s4/serp8/pdl",
+    "sm90/128x192x64/pp/c2x1/s4/serp8/pdl",
+    "sm90/128x160x64/pp/c1x2/s5/serp8/pdl",
+    "sm90/128x144x64/pp/c1x1/s6/serp8/pdl",
     "sm90/128x128x64/pp/c1x1/s6/serp8/pdl",
+    "sm90/128x112x64/pp/c1x1/s6/serp8/pdl",
+    "sm90/256x96x64/coop2/c1x1/s4/serp8/pdl",
+    "sm90/192x128x64/coop3/c1x1x2/s5/row/pdl",
+    "sm90/192x96x64/coop3/c1x1/s5/serp8/swap/pdl",
     "sm90/128x128x64/coop2/c1x1/s6/serp8/pdl",
     "sm90/128x128x64/coop2/c2x1/s6/serp8/pdl",
-    "sm90/64x256x64/coop1/c2x1/s5/serp8/pdl",
+    "sm90/128x128x64/coop2/c2x2x2/s7/row/pdl",
+    "sm90/128x96x64/coop2/c1x1/s7/serp8/pdl",
+    "sm90/128x96x64/coop2/c1x1/s7/serp8/swap/pdl",
+    "sm90/64x144x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x144x64/coop1/c2x1x2/s8/row/pdl",
     "sm90/64x128x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x128x64/coop1/c1x1x2/s9/row/swap/pdl",
     "sm90/128x64x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x96x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x96x128/coop1/c2x1/s5/serp8/pdl",
+    "sm90/64x96x128/coop1/c1x1/s5/serp8/swap/pdl",
     "sm90/64x64x128/coop1/c2x1/s6/serp8/pdl",
-    "sm90/64x64x128/coop1/c1x1/s6/serp8/pdl",
+    "sm90/64x64x128/coop1/c1x2/s6/serp8/swap/pdl",
+    "sm90/64x64x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/128x32x64/coop2/c1x1/s8/serp8/swap/pdl",
+    "sm90/64x48x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x48x64/coop1/c1x1/s8/serp8/swap/pdl",
     "sm90/64x32x128/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x16x64/coop1/c1x1/s8/serp8/pdl",
-    "sm90/128x32x128/coop2/c1x1/s5/serp8/swap/pdl",
     "sm90/64x32x128/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/128x16x128/coop2/c1x1/s5/serp8/swap/pdl",
+    "sm90/64x16x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x16x128/coop1/c1x1x2/s11/row/pdl",
     "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/64x16x128/coop1/c1x1/s4/row/swap/once/pdl",
+    "sm90/64x16x128/coop1/c1x1x2/s10/row/swap/pdl",
+    "sm90/64x16x128/coop1/c1x1/s5/row/swap/once/skew/pdl",
 )
 _HOPPER_TF32 = (
     "sm90/128x256x32/coop2/c2x1/s4/serp8/zig/pdl",
@@ -91,24 +109,28 @@ _SIMT = (
 )
 _SPLIT = frozenset(
     (
-        "sm90/128x256x64/coop2/c1x1/s4/serp8/pdl",
         "sm90/128x128x64/coop2/c1x1/s6/serp8/pdl",
         "sm90/128x128x64/coop2/c2x1/s6/serp8/pdl",
+        "sm90/128x128x64/coop2/c2x2x2/s7/row/pdl",
+        "sm90/128x96x64/coop2/c1x1/s7/serp8/pdl",
         "sm90/64x128x64/coop1/c1x1/s8/serp8/pdl",
+        "sm90/64x48x64/coop1/c1x1/s8/serp8/pdl",
         "sm90/64x64x128/coop1/c2x1/s6/serp8/pdl",
         "sm90/64x32x128/coop1/c1x1/s8/serp8/swap/pdl",
-        "sm90/128x16x128/coop2/c1x1/s5/serp8/swap/pdl",
         "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
+        "sm90/64x16x128/coop1/c1x1x2/s10/row/swap/pdl",
         "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
         "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
         "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
     )
 )
+_NUMBERS = tuple(range(2, 33))
+"""Every split that a configuration may have."""
 
 
 def splits(text: str) -> tuple[int, ...]:
     """The splits of K, ascending, that a configuration listed here may have as well."""
-    return hopper_config.SPLITS if text in _SPLIT else ()
+    return _NUMBERS if text in _SPLIT else ()
 
 
 def hopper(signature: Signature) -> tuple[str, ...]:

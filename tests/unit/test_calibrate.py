@@ -79,6 +79,36 @@ def test_winners_tables_and_other_files(tmp_path):
         calibrate.read(file)
 
 
+def swept(shape, rows, bound):
+    results = [{"backend": "cute", "config": c, "verdict": v, "seconds": s, "torch_seconds": t} for c, s, t, v in rows]
+    return {"problem": str(Problem.of(*shape, "fp16")), "bound_seconds": bound, "results": results}
+
+
+def test_a_sweep_counts_in_units_of_torch(tmp_path):
+    rows = [
+        (CONFIGS[0], 8e-6, 10e-6, "ok"),
+        (CONFIGS[1], 9e-6, 10.5e-6, "ok"),  # all of it was slower by 5 %
+        (CONFIGS[2], 9e-6, 12e-6, "ok"),  # disturbed
+        (CONFIGS[3], None, None, "wrong: not the numbers"),
+        (CONFIGS[4], 7e-6, 10e-6, "ok"),
+    ]
+    file = tmp_path / "sweep.json"
+    file.write_text(json.dumps({"shapes": [swept(SHAPES[1], rows, 5e-6), swept(SHAPES[2], rows[:1], 150e-6)]}))
+    *short, long = calibrate.read(file)
+    assert [(s.config, s.burst) for s in short] == [(CONFIGS[i], False) for i in (0, 1, 4)]
+    assert short[1].seconds == pytest.approx(9e-6 * 10.25 / 10.5)
+    assert (long.problem, long.burst) == (Problem.of(*SHAPES[2], "fp16"), True)
+    assert calibrate.read_sweep(swept(SHAPES[0], rows[3:4], 1e-6)) == []
+
+
+def test_bursts_tell_nothing_of_power():
+    fit = calibrate.by_family([dataclasses.replace(sample, burst=True) for sample in synthetic()], H200)["sm80"]
+    hungry = dataclasses.replace(TRUTH, flop_pj=TRUTH.flop_pj * 3)
+    pull = fit.loss(hungry) - fit.loss(TRUTH)
+    steady = calibrate.by_family(synthetic(), H200)["sm80"]
+    assert steady.loss(hungry) - steady.loss(TRUTH) > 10 * abs(pull)
+
+
 def test_known_constants_are_found_again():
     fit = calibrate.by_family(synthetic(), H200)["sm80"]
     found = fit.search()

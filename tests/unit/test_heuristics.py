@@ -198,6 +198,48 @@ def test_clusters_along_k_shorten_the_sum_and_keep_its_parts_on_chip():
     assert paired.seconds(512, 512, 8192) < whole.seconds(512, 512, 8192)
 
 
+def test_rows_beyond_the_matrix_are_slower_than_rows_of_it():
+    narrow, wide = model("sm90/64x32x128/coop1/c1x1/s8/row/swap"), model("sm90/64x96x128/coop1/c1x1/s5/row/swap")
+    assert wide.seconds(16, 28672, 4096) > 1.5 * narrow.seconds(16, 28672, 4096)
+    assert wide.seconds(96, 28672, 4096) < narrow.seconds(96, 28672, 4096)
+    free = model("sm90/64x96x128/coop1/c1x1/s5/row/swap", dataclasses.replace(FIRST_PRINCIPLES["sm90"], outside=0.0))
+    assert free.seconds(16, 28672, 4096) < wide.seconds(16, 28672, 4096)
+
+
+def test_nothing_hides_the_last_sums():
+    """In a kernel bound by memory, where multiplications cost nothing more, the parts of K still must meet."""
+    rates = FIRST_PRINCIPLES["sm90"]
+    text, sizes = "sm90/64x16x128/coop1/c1x1/s8/row/k2/swap", (16, 4096, 4096)
+    slower = dataclasses.replace(rates, split=rates.split + 1)
+    assert model(text, slower).seconds(*sizes) == pytest.approx(model(text, rates).seconds(*sizes) + 1e-6)
+
+
+def test_no_more_clusters_count_than_the_gpu_holds():
+    fours, eights = model("sm90/128x128x64/coop2/c2x2/s6/row"), model("sm90/128x128x64/coop2/c2x2x2/s7/row")
+    assert [fours.terms(256 * tiles, 256, 512, 1)[1] for tiles in (30, 31)] == [1, 2]
+    assert [eights.terms(256 * tiles, 256, 512, 1)[1] for tiles in (15, 16)] == [1, 2]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000))
+def test_pruning_loses_no_candidate(m, n, k):
+    """The choice is the cheapest of all candidates, splits worth trying included."""
+    problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16")
+    candidates = heuristics._candidates("cute", problem.signature, H200)
+    sizes = problem.m, problem.n, problem.k, 1
+    split = [pair for ladder in candidates._splits for pair in ladder.worth_trying(*sizes)]
+    cheapest = min(cost.seconds(*sizes) for cost, _ in [*candidates._entries, *split])
+    assert candidates.cheapest(problem)[0] == cheapest
+
+
+def test_splits_that_fill_the_gpu_are_tried():
+    problem = Problem.of(256, 256, 65536, "bf16")
+    ladders = heuristics._candidates("cute", problem.signature, H200)._splits
+    tried = {str(c) for ladder in ladders for _, c in ladder.worth_trying(256, 256, 65536, 1)}
+    assert "sm90/128x128x64/coop2/c2x2x2/s7/row/k15/pdl" in tried  # 15 clusters of 8 are resident
+    assert "sm90/128x128x64/coop2/c2x2x2/s7/row/k8/pdl" in tried
+
+
 def test_exchanged_operands_turn_tile_and_cluster():
     signature = Problem.of(64, 64, 64, "bf16").signature
     chosen = backend.get("cute").parse("sm90/128x16x64/coop2/c2x1/s6/row/swap")
@@ -256,7 +298,7 @@ def store(tmp_path, monkeypatch):
     return winners.Winners()
 
 
-ODD = "sm80/64x256x32/w32x64/s4/g1"
+ODD = "sm90/128x128x64/coop1/c1x2/s5/hilbert"
 PROBLEM = Problem.of(1024, 1024, 1024, "fp16")
 
 
@@ -293,18 +335,18 @@ def test_winners_nearby_inform_the_choice(store):
     store.record(row(PROBLEM, ODD, 1e-6), row(PROBLEM, "sm80/128x128x32/w64x64/s4/g8", 2e-6))
     heuristics.forget()
     assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((1024, 1024, 1024), ODD)]
-    near = plan.choose(Problem.of(1024, 1152, 1024, "fp16"), H200)
+    near = plan.choose(Problem.of(1024, 1024, 1152, "fp16"), H200)
     assert str(near.config) == ODD
     assert "winner at 1024x1024x1024 nearby" in near.why
     far = plan.choose(Problem.of(8192, 8192, 8192, "fp16"), H200)
     assert str(far.config) != ODD
-    assert str(plan.choose(Problem.of(1024, 1152, 1024, "bf16"), H200).config) == ODD
-    other = plan.choose(Problem.of(1024, 1152, 1024, "fp16", majors="tt"), H200)
+    assert str(plan.choose(Problem.of(1024, 1024, 1152, "bf16"), H200).config) == ODD
+    other = plan.choose(Problem.of(1024, 1024, 1152, "fp16", majors="tt"), H200)
     assert "nearby" not in other.why
 
 
 def test_untuned_knows_neither_the_users_rows_nor_the_shape_itself(store, monkeypatch):
-    near, other = Problem.of(1024, 1152, 1024, "fp16"), Problem.of(1024, 1024, 1024, "bf16")
+    near, other = Problem.of(1024, 1024, 1152, "fp16"), Problem.of(1024, 1024, 1024, "bf16")
     shipped = {str(PROBLEM): (row(PROBLEM, ODD, 1e-6, origin="shipped"),)}
     plain = heuristics.choose(PROBLEM, H200)
     monkeypatch.setattr(winners_table, "shipped", lambda gpu, count: shipped)
@@ -323,7 +365,7 @@ def test_untuned_knows_neither_the_users_rows_nor_the_shape_itself(store, monkey
 def test_a_winner_nearby_that_cannot_serve_is_passed_over(store):
     store.record(row(PROBLEM, "sm80/256x256x64/w64x64/s8/g8", 1e-6))
     heuristics.forget()
-    problem = Problem.of(1024, 1152, 1024, "fp16")
+    problem = Problem.of(1024, 1024, 1152, "fp16")
     choice = plan.choose(problem, H200)
     assert backend.get("cute").check(choice.config, problem, H200) is None
 

@@ -134,7 +134,7 @@ class GpuProcess:
 
     def _running(self) -> Child:
         if self._child is not None and not self._child.alive:
-            self._replace()
+            self._recover()  # it ended between two calls
         if self._child is None:
             self._child = Child(self._module, str(self._index))
         if self._arch is None:

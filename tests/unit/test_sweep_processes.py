@@ -278,8 +278,10 @@ from pathlib import Path
 from tuning.sweep_child import Fatal, serve
 
 log = Path(os.environ["GPU_LOG"])
+is_open = False
 
 def handle(what, *rest):
+    global is_open
     with open(log, "a") as file:
         print(what, *(rest if what == "check" else ()), file=file)
     if what == "arch":
@@ -291,7 +293,10 @@ def handle(what, *rest):
     if what == "open":
         if rest[0].m == 7:
             raise RuntimeError("CUDA out of memory")
+        is_open = True
         return 0.1
+    if not is_open:
+        raise RuntimeError("no problem is open")
     if what == "check":
         if rest[1] == "hangs":
             time.sleep(60)
@@ -345,6 +350,13 @@ def test_a_gpu_process_that_ended_is_begun_again(gpu):
         assert timer._child is not None
         timer._child.kill()
         assert timer.describe() == "a GPU"
+        some: Any = SimpleNamespace(m=64)
+        for _ in range(2):
+            timer.open(some)
+            timer._child.kill()
+            assert timer.check(candidate("right"), 30).verdict == "ok"
+            timer._child.kill()
+            assert timer.time([candidate("right")], 2, 0.0)["torch", ""] == 2e-3
 
 
 def test_without_a_gpu_the_process_says_so(gpu, monkeypatch):

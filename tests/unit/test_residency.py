@@ -1,0 +1,56 @@
+"""How many clusters run at a time, as far as it is known without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cutegemm import arch as arch_table
+from cutegemm.cute import residency
+from cutegemm.cute.hopper_config import HopperConfig
+from cutegemm.cute.residency import resident_clusters
+from cutegemm.problem import Problem
+
+H200 = arch_table.get("H200")
+
+
+@pytest.fixture
+def unused(monkeypatch):
+    """No GPU is in use."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+@pytest.mark.parametrize(("size", "clusters"), [(1, 132), (2, 66), (4, 30), (8, 15)])
+def test_an_h200_that_is_not_in_use(size, clusters, unused):
+    assert resident_clusters(H200, size) == clusters
+
+
+def test_a_gpu_that_nobody_asked_has_what_its_sms_allow(unused):
+    other = replace(H200, sm_count=114)
+    assert [resident_clusters(other, size) for size in (1, 2, 4, 8)] == [114, 57, 28, 14]
+    assert resident_clusters(replace(H200, sm_count=4), 8) == 1
+
+
+@pytest.mark.parametrize(("answer", "clusters"), [(29, 29), (40, 33), (0, 1)])
+def test_a_gpu_in_use_is_asked(answer, clusters, monkeypatch):
+    """More than its SMs allow, or none, is not believed."""
+    monkeypatch.setattr(residency, "_is_in_use", lambda arch: True)
+    monkeypatch.setattr(residency, "_asked", lambda device, size: answer)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert resident_clusters(H200, 4) == clusters
+    assert resident_clusters(H200, 2) == 66
+
+
+def test_a_launch_has_as_many_clusters_as_run_at_a_time(unused):
+    problem = Problem.of(8192, 8192, 4096, "bf16")
+    for text, clusters in (
+        ("128x128x64/coop2/c2x2/s4/serp8", 30),
+        ("128x128x64/coop2/c2x2/s4/serp8/once", 32 * 32),
+        ("128x128x64/coop2/c2x1/s4/serp8", 66),
+        ("128x128x64/coop2/c2x2x2/s4/serp8", 32 * 32),  # a CTA of a cluster along K computes one tile
+        ("128x128x64/coop2/c2x1x2/s4/serp8/k2", 2 * 32 * 64),
+    ):
+        config = HopperConfig.parse(f"sm90/{text}")
+        assert config.launch_arguments(problem, H200)[0] == clusters, text

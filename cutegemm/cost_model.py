@@ -309,13 +309,15 @@ class Model:
 def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: int) -> list[float]:
     """`Model.at_least` of many models, by their `outline`s: one loop, because a choice asks for all its candidates."""
     found = []
+    m, n, k = m - 1, n - 1, k - 1  # so that a division that rounds up is m // unit + 1
     for (
         unit_m, unit_n, bk, parts, splits, places, balanced, fixed, least, epilogue, spare, stages, energy, rest,
     ) in outlines:  # fmt: skip
-        tiles = -(-m // unit_m) * -(-n // unit_n) * batch
-        steps = -(-k // bk) or 1
-        depth = -(-steps // parts)
-        rounds = tiles / places if balanced else -(-tiles * splits // places)
+        tiles = (m // unit_m + 1) * (n // unit_n + 1) * batch
+        depth = steps = k // bk + 1 or 1
+        if parts != 1:
+            depth = -(-steps // parts)
+        rounds = tiles / places if balanced else (tiles * splits - 1) // places + 1
         time = fixed + rounds * (depth * least + epilogue) - spare * (depth if depth < stages else stages)
         heat = tiles * steps * energy - rest
         if heat > 0.5 * time:

@@ -173,8 +173,9 @@ class Candidates:
         if split:
             entries, outlines = entries + split, outlines + [cost.outline for cost, _ in split]
         # The most promising first: its time is under the bound of most others.
-        for bound, number in sorted(zip(bounds(outlines, m, n, k, batch), range(len(entries)), strict=True)):
-            if bound >= seconds:
+        least = bounds(outlines, m, n, k, batch)
+        for number in sorted(range(len(least)), key=least.__getitem__):
+            if least[number] >= seconds:
                 break
             cost, config = entries[number]
             taken = cost.terms(m, n, k, batch)[0]

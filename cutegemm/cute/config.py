@@ -147,7 +147,7 @@ class SimtConfig(TileConfig):
     """A configuration of `kernels.simt`: fp32 on CUDA cores. A warp is 4 x 8 lanes; the thread tile follows.
 
     `/xSLICES` at the end of the text, as in `simt/32x32x64/w32x32/s3/g8/x8`, is sliced K (`kernels.simt_sliced`): so
-    many groups of warps share the CTA tile, each multiplies its part of a stage's depth, and their sums meet at the end.
+    many groups of warps share the CTA tile, each multiplies its part of a stage, and their sums meet at the end.
 
     Attributes:
         slices: of each stage along K; 1: every warp multiplies the whole depth.
@@ -186,7 +186,7 @@ class SimtConfig(TileConfig):
     def _registers(self, buffers: int) -> int:
         """Registers of a thread of a sliced kernel: accumulators, fragments, addresses."""
         tm, tn = self.thread_tile
-        return tm * tn + buffers * self.CHUNK * (tm + tn) + 40
+        return tm * tn + buffers * self.CHUNK * (tm + tn) + 64
 
     def _registers_at_most(self) -> int:
         return min(255, 65536 // self.threads // 8 * 8)

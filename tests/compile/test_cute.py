@@ -78,7 +78,8 @@ PROBES = [
     "sm80/128x256x64/w64x64/s3/g8", "sm80/256x128x32/w64x64/s4/g1", "sm80/64x256x32/w32x64/s2/g8",
     "sm80/32x32x32/w16x16/s8/g8", "sm80/256x64x64/w64x32/s3/g4", "sm80/64x64x64/w16x32/s3/g8",
     "simt/256x128x8/w64x64/s5/g8", "simt/64x128x16/w32x32/s3/g8", "simt/32x64x8/w16x64/s4/g1",
-    "simt/128x32x16/w32x32/s2/g8",
+    "simt/128x32x16/w32x32/s2/g8", "simt/64x64x64/w32x64/s3/g8/x4", "simt/64x32x64/w16x32/s3/g8/x4",
+    "simt/32x32x128/w32x32/s4/g1/x8", "simt/16x32x128/w16x32/s2/g1/x16",
 ]  # fmt: skip
 
 
@@ -92,6 +93,26 @@ def test_what_the_validity_rule_accepts_compiles_and_fits(text):
     config = CUTE.parse(text)
     assert usage["REG"] * config.threads <= 64 * 1024
     assert config.smem_bytes(problem.signature) <= arch.get("sm_90a").smem_per_cta
+
+
+@pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
+@pytest.mark.parametrize(
+    "text", ["simt/32x32x64/w32x32/s4/g8/x8", "simt/64x64x128/w32x64/s2/g1/x4", "simt/64x32x64/w16x32/s3/g8/x4"]
+)
+def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_time(text, majors):
+    problem = Problem.of(512, 512, 512, "fp32", majors=majors, epilogue=FULL)
+    kernel = build(problem, text, "sm_90a")
+    names, config = opcodes(kernel.cubin), CUTE.parse(text)
+    tm, tn = config.thread_tile
+    # The epilogue's few (gelu) aside, an FFMA a product: a product of its own and an addition would be two.
+    main_loop = config.bk // config.slices * tm * tn
+    assert main_loop <= names["FFMA"] < main_loop + 200
+    assert names["FMUL"] < 100
+    # For 4 k, tm + tn loads; as much again before the loop; the epilogue's own.
+    assert names["LDS.128"] >= config.chunks * (tm + tn)
+    assert not any(op.startswith("LDS.") and op != "LDS.128" for op in names)
+    assert not any(op.startswith(("LDL", "STL")) for op in names), "registers spill"
+    assert all(op.endswith(".128") for op in names if op.startswith("LDGSTS"))
 
 
 def test_a_kernel_is_compiled_once(store_root, monkeypatch):

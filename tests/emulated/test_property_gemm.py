@@ -76,11 +76,14 @@ def test_the_threads_of_every_configuration_load_every_element_once(family):
         signature = Problem.of(64, 64, 64, dtype, precision=precision).signature
         for config in FAMILIES[family].config.space():
             if config.problem(signature, arch) is None:
-                shapes |= {(numeric, extent, config.bk, config.threads) for extent in (config.bm, config.bn)}
+                transposing = family == "simt" and config.slices == 1
+                shapes |= {
+                    (numeric, extent, config.bk, config.threads, transposing) for extent in (config.bm, config.bn)
+                }
     assert len(shapes) > 20
-    for numeric, extent, bk, threads in shapes:
+    for numeric, extent, bk, threads, transposing in shapes:
         for k_major in (True, False):
-            loader = TransposingLoader if family == "simt" and k_major else TileLoader
+            loader = TransposingLoader if transposing and k_major else TileLoader
             for align in (16, 8, 4, 2):
                 if align >= numeric.width // 8:
                     _check_cover(loader(numeric, extent, bk, k_major, align, threads))

@@ -28,7 +28,12 @@ from tests.problems import Case
 CONFIGS = {
     ("fp16", None): ("sm80/128x256x64/w64x64/s3/g8", "sm80/64x64x32/w32x32/s2/g1", "sm80/32x32x32/w16x16/s5/g8"),
     ("bf16", None): ("sm80/128x128x32/w64x64/s4/g8",),
-    ("fp32", None): ("simt/256x128x16/w64x64/s3/g8", "simt/64x64x8/w32x32/s2/g8"),
+    ("fp32", None): (
+        "simt/256x128x16/w64x64/s3/g8",
+        "simt/64x64x8/w32x32/s2/g8",
+        "simt/64x32x64/w32x32/s3/g8/x4",
+        "simt/32x32x32/w32x32/s3/g1/x8",
+    ),
     ("fp32", "tf32"): ("sm80/128x128x32/w64x32/s3/g8", "sm80/64x64x16/w32x32/s2/g8"),
 }
 _TILES = {"coop1": "64x64x64", "coop2": "128x64x64", "coop3": "192x64x64", "pp": "64x32x64"}

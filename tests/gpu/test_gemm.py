@@ -47,6 +47,23 @@ def test_configurations_on_ragged_shapes(dtype, precision, majors, number, seed)
         case.run(backend="cute", config=config)
 
 
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        "simt/32x32x64/w32x32/s4/g1/x8",
+        "simt/64x32x128/w32x32/s3/g8/x4",
+        "simt/16x32x128/w16x32/s2/g1/x8",
+        "simt/64x64x64/w32x64/s3/g8/x2",
+    ],
+)
+def test_sliced_k(config, majors, seed):
+    for m, n, k in ((1, 1, 1), (257, 264, 136), (129, 521, 8), (256, 256, 256), (512, 384, 1000), (70, 90, 4099)):
+        case = Case.random(m, n, k, "fp32", majors=majors, seed=seed, device="cuda")
+        case.options.update(bias=torch.randn(n, device="cuda"), activation="relu")
+        case.run(backend="cute", config=config)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
 @pytest.mark.parametrize(("pad", "offset"), [(8, 0), (4, 4), (2, 2), (1, 1), (3, 0)])
 def test_padded_and_misaligned(dtype, precision, pad, offset, seed):

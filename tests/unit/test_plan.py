@@ -26,6 +26,29 @@ def test_text_round_trip(bm, bn, bk, wm, wn, stages, group):
     for kind in (AmpereConfig, SimtConfig):
         config = kind(bm, bn, bk, wm, wn, stages, group)
         assert CUTE.parse(str(config)) == config
+    for slices in (2, 3, 16):
+        sliced = SimtConfig(bm, bn, bk, wm, wn, stages, group, slices)
+        assert CUTE.parse(str(sliced)) == sliced
+        assert sliced.threads == slices * config.threads
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("simt/64x64x64/w32x32/s3/g8/x3", "accepted are 1, 2, 4, 8 and 16"),
+        ("simt/64x64x16/w32x32/s3/g8/x2", "at least 32"),
+        ("simt/32x32x32/w32x32/s3/g8/x16", "at least 64"),
+        ("simt/64x64x64/w16x32/s3/g8/x16", "at most 512"),
+        ("simt/64x32x64/w32x32/s3/g8/x8", "spill"),
+        ("simt/64x64x128/w64x64/s2/g8/x2", "instruction cache"),
+        ("simt/64x64x128/w32x64/s4/g8/x4", "shared memory"),
+    ],
+)
+def test_invalid_slices_say_why(text, reason):
+    problem = Problem.of(4096, 4096, 4096, "fp32")
+    found = CUTE.check(CUTE.parse(text), problem, H200)
+    assert found is not None
+    assert reason in found
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

@@ -154,6 +154,17 @@ class SlicedSimtGemm(Gemm):
         return TileLoader(self.ab_type, extent, config.bk, k_major, align, config.threads, swizzle=swizzle)
 
     @cute.jit
+    def _place(self, block, tiles_m, tiles_n):
+        """As `Gemm._place`, and remembered: here no registers are wanting. The first matrix costs no division."""
+        tiles = tiles_m * tiles_n
+        matrix = Int32(0)
+        if block >= tiles:
+            matrix = block // tiles
+        tile_m, tile_n = self.order.coordinates(block - matrix * tiles, tiles_m, tiles_n)
+        self.matrix = matrix
+        return matrix, tile_m * self.config.bm, tile_n * self.config.bn
+
+    @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
         config = self.config
         tid = cute.arch.thread_idx()[0]
@@ -235,7 +246,9 @@ class SlicedSimtGemm(Gemm):
                 target = slab.iterator + slab_row * self.epilogue.pitch + lane_n * 4 + j * (4 * LANES_N)
                 cute.autovec_copy(four, cute.make_tensor(aligned(target, 16), cute.make_layout(4)))
         cute.arch.sync_threads()
-        self.start_epilogue(slabs, warp_m, warp_n, 0, lane)
+        first_row, first_column = row + warp_m * config.wm, column + warp_n * config.wn
+        slab = cute.recast_ptr(slabs, dtype=Float32)
+        self.epilogue.start(slab, self.matrix, first_row, first_column, self.m, self.n, 0, lane, self.operands)
         self.epilogue.store_part(piece)
 
     def _load(self, stage, chunk: int, buffer: int) -> None:

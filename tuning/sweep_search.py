@@ -179,7 +179,7 @@ class Search:
         self._frontier = candidates if isinstance(candidates, Frontier) else Frontier(candidates)
         self._known = {candidate.key: candidate for candidate in self._frontier.candidates}
         self.outcome = Outcome(problem, len(self._known))
-        seeds = [self._known.setdefault(seed.key, seed) for seed in seeds]
+        seeds = list({seed.key: self._known.setdefault(seed.key, seed) for seed in seeds}.values())
         self._first = [seed.key for seed in seeds[:SEEDS_IN_SEMIFINAL]]
         self._frontier.begin_with(seeds)
         self._opened = opened

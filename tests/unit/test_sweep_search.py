@@ -9,7 +9,7 @@ from cutegemm.winners import Measurement, Winners
 from cutegemm.winners_fingerprint import fingerprint
 from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, candidate, space
 from tuning.sweep_candidates import Frontier
-from tuning.sweep_search import HEAT_BLOCK_SECONDS, Options, Search
+from tuning.sweep_search import HEAT_BLOCK_SECONDS, Options, Plan, Search
 from tuning.sweep_timer import TORCH, TimerBroken
 from tuning.timing import BLOCK_SECONDS
 
@@ -149,6 +149,16 @@ def test_what_was_known_before_gets_into_the_semifinal(store):
     outcome = search(candidates, Unlucky({seed.key: 0.9e-3}), store, seeds=[seed]).run()
     assert outcome.winner is not None
     assert outcome.winner.candidate == seed
+
+
+def test_seeds_named_twice_are_timed_once(store):
+    candidates = space(100)
+    slow, also_slow = candidates[98:]
+    timer = FakeTimer({slow.key: 15e-3, also_slow.key: 15e-3})
+    search(candidates, timer, store, seeds=[slow, slow, also_slow]).run()
+    assert all(len(keys) == len(set(keys)) for keys, _, _ in timer.timed)
+    semifinal = max((keys for keys, rounds, _ in timer.timed if rounds == Plan.of(PROBLEM).semifinal_rounds), key=len)
+    assert {slow.key, also_slow.key} <= set(semifinal)
 
 
 @pytest.mark.parametrize("budget", [3.0, 6.0, 20.0, 60.0])

@@ -227,7 +227,7 @@ class SimtConfig(TileConfig):
         if self.bk < 8:
             return f"bk is {self.bk}; at least 8"
         if self.slices != 1:
-            problem = self._slices_problem()
+            problem = self._slices_problem(signature)
             if problem:
                 return problem
         if not 2 <= self.stages <= 8:
@@ -239,17 +239,26 @@ class SimtConfig(TileConfig):
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
         return None
 
-    def _slices_problem(self) -> str | None:
+    def _slices_problem(self, signature: Signature) -> str | None:
         tm, tn = self.thread_tile
         if self.slices not in (1, 2, 4, 8, 16):
             return f"slices is {self.slices}; accepted are 1, 2, 4, 8 and 16"
         if self.bk < 32 or self.chunks < 1:
             return f"bk is {self.bk}; at least {max(32, self.CHUNK * self.slices)} for {self.slices} slices"
-        if self.bk // self.slices * tm * tn > 4096:
-            return f"{self.bk // self.slices * tm * tn} FFMA a step; over 4096 the loop outgrows the instruction cache"
+        if self.chunks > 4:
+            return (
+                f"{self.bk // self.slices} of each stage a slice; over 16 the compiler loads too far ahead and spills"
+            )
         if self._registers(1) > self._registers_at_most():
             return f"thread tile {tm}x{tn} with {self.threads} threads; accumulators and fragments spill"
+        copies = self._copies(self.bm, signature.align_a) + self._copies(self.bn, signature.align_b)
+        if self._registers(self.buffers) + 4 * max(copies - 4, 0) > self._registers_at_most():
+            return f"{copies} copies a thread and stage; their addresses spill beside a thread tile of {tm}x{tn}"
         return None
+
+    def _copies(self, extent: int, align: int) -> int:
+        """Copies of an operand that a thread makes for a stage, at most 16 bytes each."""
+        return max(extent * self.bk * 4 // (max(align, 4) * self.threads), 1)
 
     @classmethod
     def space(cls, itemsize: int = 4) -> Iterator[SimtConfig]:
@@ -260,6 +269,6 @@ class SimtConfig(TileConfig):
             yield cls(bm, bn, bk, wm, wn, stages, group)
         tiles = ((16, 32), (32, 32), (32, 64), (64, 32), (64, 64))
         for (bm, bn), bk, (wm, wn), stages, group, slices in product(
-            tiles, (32, 64, 128), ((16, 32), (32, 32)), (2, 3, 4), (1, 8), (2, 4, 8)
+            tiles, (32, 64, 128), ((16, 32), (32, 32), (32, 64)), (2, 3, 4), (1, 8), (2, 4, 8)
         ):
             yield cls(bm, bn, bk, wm, wn, stages, group, slices)

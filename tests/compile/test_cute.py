@@ -97,7 +97,7 @@ def test_what_the_validity_rule_accepts_compiles_and_fits(text):
 
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(
-    "text", ["simt/32x32x64/w32x32/s4/g8/x8", "simt/64x64x128/w32x64/s2/g1/x4", "simt/64x32x64/w16x32/s3/g8/x4"]
+    "text", ["simt/32x32x64/w32x32/s4/g8/x8", "simt/64x64x64/w32x64/s3/g1/x4", "simt/64x32x64/w16x32/s3/g8/x4"]
 )
 def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_time(text, majors):
     problem = Problem.of(512, 512, 512, "fp32", majors=majors, epilogue=FULL)

@@ -31,7 +31,7 @@ CONFIGS = {
     ("fp32", None): (
         "simt/256x128x16/w64x64/s3/g8",
         "simt/64x64x8/w32x32/s2/g8",
-        "simt/64x32x64/w32x32/s3/g8/x4",
+        "simt/32x32x64/w32x32/s3/g8/x8",
         "simt/32x32x32/w32x32/s3/g1/x8",
     ),
     ("fp32", "tf32"): ("sm80/128x128x32/w64x32/s3/g8", "sm80/64x64x16/w32x32/s2/g8"),

@@ -52,9 +52,9 @@ def test_configurations_on_ragged_shapes(dtype, precision, majors, number, seed)
     "config",
     [
         "simt/32x32x64/w32x32/s4/g1/x8",
-        "simt/64x32x128/w32x32/s3/g8/x4",
+        "simt/32x32x32/w32x32/s3/g8/x8",
         "simt/16x32x128/w16x32/s2/g1/x8",
-        "simt/64x64x64/w32x64/s3/g8/x2",
+        "simt/64x64x32/w32x32/s3/g8/x2",
     ],
 )
 def test_sliced_k(config, majors, seed):
@@ -62,6 +62,16 @@ def test_sliced_k(config, majors, seed):
         case = Case.random(m, n, k, "fp32", majors=majors, seed=seed, device="cuda")
         case.options.update(bias=torch.randn(n, device="cuda"), activation="relu")
         case.run(backend="cute", config=config)
+
+
+@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize(
+    "config",
+    ["simt/64x32x64/w32x32/s3/g8/x4", "simt/64x32x64/w16x32/s3/g8/x4", "simt/64x64x64/w32x64/s3/g8/x4"],
+)
+def test_sliced_k_of_wide_operands(config, majors, seed):
+    for m, n, k in ((4, 8, 4), (256, 256, 256), (512, 384, 1000), (68, 92, 4100)):
+        Case.random(m, n, k, "fp32", majors=majors, seed=seed, device="cuda").run(backend="cute", config=config)
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)

@@ -40,8 +40,8 @@ def test_text_round_trip(bm, bn, bk, wm, wn, stages, group):
         ("simt/32x32x32/w32x32/s3/g8/x16", "at least 64"),
         ("simt/64x64x64/w16x32/s3/g8/x16", "at most 512"),
         ("simt/64x32x64/w32x32/s3/g8/x8", "spill"),
-        ("simt/64x64x128/w64x64/s2/g8/x2", "instruction cache"),
-        ("simt/64x64x128/w32x64/s4/g8/x4", "shared memory"),
+        ("simt/64x64x64/w32x32/s2/g8/x2", "over 16"),
+        ("simt/64x64x64/w32x64/s8/g8/x4", "shared memory"),
     ],
 )
 def test_invalid_slices_say_why(text, reason):
@@ -49,6 +49,12 @@ def test_invalid_slices_say_why(text, reason):
     found = CUTE.check(CUTE.parse(text), problem, H200)
     assert found is not None
     assert reason in found
+
+
+def test_slices_of_narrow_operands_count_their_copies():
+    config = CUTE.parse("simt/64x32x64/w32x32/s3/g8/x4")
+    assert CUTE.check(config, Problem.of(64, 64, 64, "fp32"), H200) is None
+    assert "24 copies" in CUTE.check(config, Problem.of(65, 65, 65, "fp32"), H200)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

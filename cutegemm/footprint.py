@@ -109,6 +109,7 @@ def _cute_warps(config: Any, signature: Signature, arch: Arch) -> Footprint:
         signature,
         arch,
         group=config.group,
+        slices=getattr(config, "slices", 1),
     )
 
 
@@ -162,15 +163,22 @@ def _warps(
     *,
     group: int,
     splits: int = 1,
+    slices: int = 1,
 ) -> Footprint:
-    """A kernel whose warps each read their own fragments of A and B from shared memory."""
+    """A kernel whose warps each read their own fragments of A and B from shared memory.
+
+    `slices`: groups of warps that share the warp tiles, each reading its part of a stage's depth.
+    """
     (bm, bn, bk), (wm, wn), size = tile, warp, ITEMSIZE[signature.dtype]
     warps = max(bm * bn // (wm * wn), 1)
-    threads = 32 * warps
+    threads = 32 * warps * slices
     # Accumulators, double-buffered fragments, addresses; FFMA kernels hold longer fragments.
     accumulators = wm * wn // 32
     held = 2 * accumulators + 40 if signature.precision == "ieee" and size == 4 else (wm + wn) // 2 + 40
     registers = min(accumulators + held, arch.registers_per_thread)
+    if slices > 1:
+        # The compiler loads ahead into whatever one CTA may have.
+        registers = min(224, arch.registers_per_sm // threads)
     narrowest = min(signature.align_a, signature.align_b)
     return Footprint(
         family,

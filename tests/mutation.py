@@ -91,7 +91,7 @@ def _run(work: Workload, checks: Checks | None, ptx: str, seed: int) -> str | No
 
 
 _RAGGED = ((68, 72, 44), (4, 4, 4))
-_SMALL_SLICED = ((40, 36, 140), (4, 4, 4))
+_SMALL_SLICED = ((40, 36, 140), (4, 4, 4), (8, 36, 0))
 _SMALL_16BIT = ((72, 72, 200), (8, 8, 24))
 _HOPPER = ((136, 72, 200), (8, 8, 24))
 _C_AND_BIAS = Epilogue(c_dtype="bf16", bias_dtype="bf16", activation="relu")
@@ -131,7 +131,7 @@ SPECS: tuple[Spec, ...] = (
     ),
     _cute("simt-fp32-nt", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, majors="nt", quick=True),
     _cute("simt-fp32-tn", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),
-    _cute("simt-fp32-sliced", "simt/32x32x32/w32x32/s3/g1/x2", "fp32", _SMALL_SLICED, quick=True),
+    _cute("simt-fp32-sliced", "simt/32x32x32/w32x32/s4/g1/x2", "fp32", _SMALL_SLICED, majors="nt", quick=True),
     _sm90("coop-slab", "64x64x64/coop1/c1x1/s2/row/slab", "fp16", quick=True),
     _sm90("coop-cluster", "128x32x64/coop2/c2x1/s2/serp2"),
     _sm90("pp-cluster", "64x32x64/pp/c1x2/s3/g2/pdl"),

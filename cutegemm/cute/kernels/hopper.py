@@ -19,10 +19,9 @@ issued. The first WGMMA of a tile overwrites the accumulators.
 In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loads a share and multicasts it to the
 row, and likewise B along the columns. So every CTA's full barrier counts whole tiles, whoever sent them.
 
-With split-K a tile's k tiles are divided among several works, each for whatever CTA takes it; see `hopper_split`. In a
-cluster along K they are divided among CTAs that meet in shared memory; see `hopper_cluster_sum`.
-
-The epilogue adds C and the bias where the accumulators are and stores by TMA wherever D allows (`hopper_epilogue`).
+With split-K a tile's k tiles are divided among works, for whatever CTA takes one (`hopper_split`); in a cluster along K
+among CTAs that meet in shared memory (`hopper_cluster_sum`). The epilogue adds C and the bias where the accumulators
+are and stores by TMA wherever D allows (`hopper_epilogue`).
 
 Edges: TMA writes zeros for what lies beyond the operands, and the epilogue stores only what lies in D. K = 0 loads one
 k tile that lies wholly beyond K.
@@ -290,11 +289,6 @@ class HopperGemm(SoloRole, Gemm):
                 self.consume(shared_a, shared_b, group, thread)
                 if cutlass.const_expr(config.parts == 1):
                     self.rows_out.finish()
-        if cutlass.const_expr(self.cluster_size > 1):
-            # A CTA must not go while its neighbours may still send to it or arrive at its barriers. Relaxed: no memory
-            # is handed over here, and a release would wait for the stores of D.
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
     def start_store(self, atom_d, tensor_d, memory, group, thread) -> None:
         """Binds the epilogue to this thread of a warpgroup."""
@@ -328,7 +322,7 @@ class HopperGemm(SoloRole, Gemm):
     def part(self, work):
         """(cluster tile, first k tile, how many) of `work`; one k tile beyond K where there is nothing to sum.
 
-        Parts of K take its tiles by turns: CTAs that run side by side then read the same rows of DRAM pages.
+        Parts of K take its tiles by turns: CTAs side by side then read the same DRAM pages.
         """
         tile, first, count = work, Int32(0), self.all_k_tiles
         if cutlass.const_expr(self.config.stream_k):
@@ -379,6 +373,9 @@ class HopperGemm(SoloRole, Gemm):
                 if cutlass.const_expr("skew" in config.options):  # noqa: SIM102
                     if k_tile >= end:
                         k_tile = first
+        if cutlass.const_expr(cm * cn > 1):
+            # Neighbours still arrive at this CTA's barriers, and this CTA's copies still land in their shared memory.
+            self.ring.drain(stage, phase)
 
     def _partition(self, atom, tensor, shared, extent: int, place, sharers: int):
         """(source by tile, target by stage) of this CTA's share of an operand's tiles."""

@@ -24,8 +24,8 @@ Why the sum is right: st.async counts its bytes at the receiver's mbarrier by a 
 waiting warps acquire at that scope. No CTA writes with ordinary remote stores, which would need a fence of the whole
 GPU's memory before the arrival.
 
-Why nobody comes too late: a CTA has waited for all that others send it, data and arrivals, before it leaves. (The
-cluster barrier at the kernel's end is for multicast: neighbours of the same part arrive at `empty` to the end.)
+Why nobody comes too late: a CTA has waited for all that others send it, data and arrivals, before it leaves.
+(With multicast beside, its producer also waits for the last arrivals at `empty`: `Ring.drain`.)
 
 The order of the terms, first the owner's, then the others by rank, depends on the place in the tile alone: the same
 bits on every run.

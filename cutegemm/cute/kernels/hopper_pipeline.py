@@ -92,6 +92,13 @@ class Ring:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.stage_bytes)
         return self.full + stage
 
+    @cute.jit
+    def drain(self, stage: Int32, phase: Int32):
+        """Producer warp, after its last stage: waits until all consumers of the cluster have released every stage."""
+        for _ in cutlass.range(self.stages, unroll=1):
+            cute.arch.mbarrier_wait(self.empty + stage, phase)
+            stage, phase = advance(stage, phase, self.stages)
+
     def wait(self, stage: Int32, phase: Int32) -> None:
         """Consumer: waits until the stage is full."""
         if self.every_thread:

@@ -2,7 +2,7 @@
 
     sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    kernels/hopper.py
     sm80   tensor cores by mma.sync: fp16, bf16, tf32               kernels/ampere.py
-    simt   fp32 on CUDA cores                                       kernels/simt.py, with sliced K kernels/simt_sliced.py
+    simt   fp32 on CUDA cores, also with sliced K                   kernels/simt.py, simt_sliced.py
 
 A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator. The cost model
 chooses among the configurations that the automatic rows prefer (`cutegemm.heuristics`).

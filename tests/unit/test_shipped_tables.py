@@ -15,10 +15,11 @@ ROWS = [row for path in TABLES for row in winners_table.load(path.read_text())]
 
 
 def problem_of(text: str) -> Problem:
-    """The problem of a row; the tables hold plain products of compact matrices, both K-major."""
-    found = re.match(r"(\d+)x(\d+)x(\d+) (\w+)->", text)
+    """The problem of a row; the tables hold plain products of compact matrices."""
+    found = re.match(r"(\d+)x(\d+)x(\d+) (\w+)->.*/a([km])\d+/b([kn])\d+/", text)
     assert found
-    problem = Problem.of(int(found[1]), int(found[2]), int(found[3]), found[4])
+    majors = {"k": "t", "m": "n"}[found[5]] + {"k": "n", "n": "t"}[found[6]]
+    problem = Problem.of(int(found[1]), int(found[2]), int(found[3]), found[4], majors=majors)
     assert str(problem) == text
     return problem
 
@@ -41,10 +42,12 @@ def test_each_table_is_named_for_its_gpu():
 
 def test_the_choice_follows_the_table(monkeypatch):
     monkeypatch.setattr(winners_table, "DATA", SHIPPED)
-    choice = plan.choose(Problem.of(4096, 4096, 4096, "bf16"), arch.get("H200"))
-    best = min((row for row in ROWS if row.problem.startswith("4096x4096x4096 bf16")), key=lambda row: row.seconds)
-    assert str(choice.config) == best.config
-    assert "shipped" in choice.why
+    for majors in ("tn", "tt"):
+        problem = Problem.of(4096, 4096, 4096, "bf16", majors=majors)
+        choice = plan.choose(problem, arch.get("H200"))
+        best = max((row for row in ROWS if row.problem == str(problem)), key=lambda row: row.ratio)
+        assert str(choice.config) == best.config
+        assert "shipped" in choice.why
 
 
 def test_fp16_takes_what_is_fast_in_bf16(monkeypatch):

@@ -334,6 +334,8 @@ class HopperConfig:
             return "streamk takes persistent CTAs in a cooperative schedule, and no splits of K beside"
         if "skew" in self.options and ("zig" in self.options or self.solo):
             return "skew and zig are two ways to walk K; accepted is one of them, and none in solo"
+        if "zig" in self.options and not self.persistent:
+            return "zig is for CTAs that compute one tile after the other; accepted without once and clusters along K"
         whole = self.cluster_ctas == 1 and self.splits == 1 and not self.stream_k
         if self.in_arrival_order and self.splits == 1:
             return "arrival is an order of adding up splits of K, and there is 1; accepted with 2 to 32"

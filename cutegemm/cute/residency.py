@@ -1,8 +1,8 @@
 """How many clusters of CTAs a GPU holds at a time.
 
-The CTAs of a cluster run in one GPC. GPCs of one chip differ in their SMs, and 16 or 18 SMs hold four clusters of
-four: an H200 of 132 SMs has room for fewer than 33. A persistent grid of more clusters than fit would compute the tiles
-of the last ones after all others.
+The CTAs of a cluster run in one GPC. GPCs of one chip differ in their SMs, and where their number is no multiple of the
+cluster's size some idle: an H200 of 132 SMs has room for 30 clusters of four, not 33. A persistent grid of more
+clusters than fit would compute the tiles of the last ones after all others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from cutegemm.errors import GemmError
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -22,22 +24,21 @@ _EMPTY_KERNEL = b"""
 \0"""
 _SMEM_BYTES = 120 * 1024
 """More than half an SM's: one CTA an SM, as our kernels have it."""
-_SEEN = {("H200", 132, 4): 30, ("H200", 132, 8): 15}
-"""(GPU, SMs, CTAs of a cluster) -> clusters, as the driver answered on those that we had."""
+_SEEN = {((9, 0), 132, 4): 30, ((9, 0), 132, 8): 15}
+"""(compute capability, SMs, CTAs of a cluster) -> clusters, as the driver answered on the H200s that we had."""
 
 
 def resident_clusters(arch: Arch, size: int) -> int:
     """Clusters of `size` CTAs, one CTA an SM, that run at a time.
 
-    Asked of the driver where this process uses that GPU; else what GPUs of this model had, or what the number of SMs
-    allows.
+    Asked of the driver where this process uses that GPU; else what an H200 has, or what the number of SMs allows.
     """
     by_sms = max(arch.sm_count // size, 1)
     # The two SMs of a TPC are never apart.
     if size <= 2:
         return by_sms
     if not _is_in_use(arch):
-        return _SEEN.get((arch.name, arch.sm_count, size), by_sms)
+        return _SEEN.get((arch.capability, arch.sm_count, size), by_sms)
     import torch
 
     return max(1, min(by_sms, _asked(torch.cuda.current_device(), size)))
@@ -60,7 +61,7 @@ def _asked(device: int, size: int) -> int:
 
     def checked(answer: tuple):
         if answer[0] != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"the CUDA driver answered {answer[0]} when asked about clusters of {size}")
+            raise GemmError(f"the CUDA driver answered {answer[0]} when asked about clusters of {size}")
         return answer[1] if len(answer) > 1 else None
 
     device = checked(driver.cuDeviceGet(device))

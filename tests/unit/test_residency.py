@@ -25,6 +25,7 @@ def unused(monkeypatch):
 @pytest.mark.parametrize(("size", "clusters"), [(1, 132), (2, 66), (4, 30), (8, 15)])
 def test_an_h200_that_is_not_in_use(size, clusters, unused):
     assert resident_clusters(H200, size) == clusters
+    assert resident_clusters(arch_table.get("sm_90a"), size) == clusters
 
 
 def test_a_gpu_that_nobody_asked_has_what_its_sms_allow(unused):

@@ -20,11 +20,10 @@ In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loa
 row, and likewise B along the columns. So every CTA's full barrier counts whole tiles, whoever sent them.
 
 With split-K a tile's k tiles are divided among works, for whatever CTA takes one (`hopper_split`); in a cluster along K
-among CTAs that meet in shared memory (`hopper_cluster_sum`). The epilogue adds C and the bias where the accumulators
-are and stores by TMA wherever D allows (`hopper_epilogue`).
+among CTAs that meet in shared memory (`hopper_cluster_sum`). The epilogue adds C and the bias in registers and stores
+by TMA wherever D allows (`hopper_epilogue`).
 
-Edges: TMA writes zeros for what lies beyond the operands, and the epilogue stores only what lies in D. K = 0 loads one
-k tile that lies wholly beyond K.
+Edges: TMA writes zeros for what lies beyond the operands; the epilogue stores what lies in D. K = 0: a tile beyond K.
 
 README.md beside this package follows a tile from one end to the other: roles, barriers, phases, timeline.
 """

@@ -1,8 +1,8 @@
 """The epilogue of single WGMMA fragments: four accumulators at a time, straight to global memory.
 
-Split-K stores its sums this way, because any thread may add up any fragment. A fragment is 2 neighbouring columns in
-each of 2 rows that lie 8 apart; a warp's make up 8-column pieces of 16 rows, so that half of each sector is written.
-There is little to write: with many splits D is small beside what was read.
+Split-K and clusters along K store their sums this way, because any thread may add up any fragment. A fragment is 2
+neighbouring columns in each of 2 rows that lie 8 apart; a warp's make up 8-column pieces of 16 rows, so that half of
+each sector is written. There is little to write: with many splits D is small beside what was read.
 """
 
 from __future__ import annotations

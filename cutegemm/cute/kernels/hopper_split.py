@@ -158,7 +158,7 @@ class SplitSum:
     def _add_rounds(self, share, number, first, count: cutlass.Constexpr, row, column, matrix, m, n, operands):
         loaded = cute.make_rmem_tensor((4, self.kept, count), Float32)
         for i in cutlass.range_constexpr(count):
-            # Beyond the slice's end, its last vector is loaded and not stored.
+            # Beyond the slice's end, its last vector is loaded and not stored (`arrival` may have cleared it).
             last = cutlass.min((number + 1) * self.in_slice, Int32(self.in_part)) - 1
             place = cutlass.min(self._place(number, first + i), last)
             for part in cutlass.range_constexpr(self.kept):

@@ -167,7 +167,19 @@ class Candidates:
     def cheapest(self, problem: Problem) -> tuple[float, Any, str] | None:
         """(seconds, configuration, why) of the cheapest candidate; None when none can serve the problem."""
         m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
-        seconds, chosen, why = math.inf, None, ""
+        seconds, chosen = self._modelled(m, n, k, batch)
+        why = ""
+        if self._neighbours and batch == 1 and m and n and k:
+            seconds, chosen, why = self._corrected(m, n, k, seconds, chosen)
+        if chosen is None:
+            return None
+        if self.backend.check(chosen, problem, self._arch) is not None:
+            return self._first_valid(problem)
+        return seconds, chosen, why
+
+    def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
+        """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
+        seconds, chosen = math.inf, None
         entries, outlines = self._entries, self._outlines
         split = [pair for ladder in self._splits for pair in ladder.worth_trying(m, n, k, batch)]
         if split:
@@ -181,13 +193,7 @@ class Candidates:
             taken = cost.terms(m, n, k, batch)[0]
             if taken < seconds:
                 seconds, chosen = taken, config
-        if self._neighbours and batch == 1 and m and n and k:
-            seconds, chosen, why = self._corrected(m, n, k, seconds, chosen)
-        if chosen is None:
-            return None
-        if self.backend.check(chosen, problem, self._arch) is not None:
-            return self._first_valid(problem)
-        return seconds, chosen, why
+        return seconds, chosen
 
     def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:
         sizes = problem.m, problem.n, problem.k, problem.batch
@@ -223,7 +229,7 @@ class Candidates:
             except ValueError:  # written by a version with other configurations
                 continue
             seen = Model(shape, self._signature, self._arch).seconds(m, n, k)
-            own = min((cost.seconds(m, n, k) for cost, _ in self._entries), default=seen)
+            own = self._modelled(m, n, k, 1)[0]
             yield (math.log2(m), math.log2(n), math.log2(k)), config, min(1.0, own / seen)
 
 

@@ -90,26 +90,24 @@ class PartJoin:
         word = self.words + share
         there = self._told(word, 0)
         if there == 0:
-            for number in cutlass.range_constexpr(self.vectors):
-                cute.autovec_copy(values[None, number], self._vector(2 * share + part, number))
+            cute.autovec_copy(values, self._vectors(2 * share + part, 0, self.vectors))
             there = self._told(word, 1)
         if there != 0:
             for first in cutlass.range_constexpr(0, self.vectors, BATCH):
                 count = min(BATCH, self.vectors - first)
                 other = cute.make_rmem_tensor((4, count), Float32)
-                for i in cutlass.range_constexpr(count):
-                    cute.autovec_copy(self._vector(2 * share + 1 - part, first + i), other[None, i])
-                for i in cutlass.range_constexpr(count):
-                    own = values[None, first + i]
-                    own.store(own.load() + other[None, i].load())
+                cute.autovec_copy(self._vectors(2 * share + 1 - part, first, count), other)
+                own = cute.make_tensor(accumulators.iterator + 4 * first, cute.make_layout((4, count)))
+                own.store(own.load() + other.load())
             if self.thread == 0:
                 cute.make_tensor(word, cute.make_layout(1))[0] = Int64(0)
         return there
 
-    def _vector(self, part, number: int):
+    def _vectors(self, part, first: int, count: int):
+        """(4, count): this thread's accumulators of a part, from vector `first` on."""
         size = self.vectors * 4 * WARPGROUP
-        pointer = self.parts + (Int64(part) * size + Int64((number * WARPGROUP + self.thread) * 4))
-        return cute.make_tensor(aligned(pointer, 16), cute.make_layout(4))
+        pointer = self.parts + (Int64(part) * size + Int64((first * WARPGROUP + self.thread) * 4))
+        return cute.make_tensor(aligned(pointer, 16), cute.make_layout((4, count), stride=(1, 4 * WARPGROUP)))
 
     @cute.jit
     def _told(self, word, more: cutlass.Constexpr):

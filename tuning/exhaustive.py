@@ -14,6 +14,7 @@ import itertools
 import json
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -87,12 +88,18 @@ def compare(
     most: float,
     resume: bool = False,
 ) -> list[Line]:
-    """Sweeps into `store`, then times everything into `aside`; a line for each problem of which both were found."""
+    """Sweeps into `store`, then times everything into `aside`; a line for each problem of which both were found.
+
+    Ctrl-C ends both: the lines of the problems finished by then are returned.
+    """
     from tuning import sweep_run
     from tuning.sweep_search import Options
 
+    stop = threading.Event()
     # All sweeps come first: what is measured exhaustively must not guide them.
-    swept = sweep_run.run(problems, names, [timer], pool, store, Options(budget, resume=resume), report=_tell("sweep"))
+    swept = sweep_run.run(
+        problems, names, [timer], pool, store, Options(budget, resume=resume), report=_tell("sweep"), stop=stop
+    )
     winners = {str(o.problem): o for o in swept if o.winner is not None}
     lines: list[Line] = []
 
@@ -102,7 +109,7 @@ def compare(
 
     def finished(lane: int, phase: str, outcome: Outcome) -> None:
         _tell("all")(lane, phase, outcome)
-        if phase != "finished" or outcome.winner is None:
+        if phase != "finished" or outcome.winner is None or stop.is_set():
             return
         problem, sweeps = outcome.problem, winners[str(outcome.problem)]
         assert sweeps.winner is not None
@@ -124,7 +131,7 @@ def compare(
     sweep_run.run(
         [o.problem for o in swept if str(o.problem) in winners], names, [timer], pool, aside, everything,
         report=finished, ranker=lambda problem, arch, name: some_of(problem, arch, name, limit), first=first,
-        ahead=limit,
+        ahead=limit, stop=stop,
     )  # fmt: skip
     return lines
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners_fingerprint import fingerprint
 from tuning.sweep_candidates import Candidate, Frontier
-from tuning.sweep_timer import TORCH, Timer, TimerLost
+from tuning.sweep_timer import TORCH, Timer, TimerBroken, TimerLost
 from tuning.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
 
 if TYPE_CHECKING:
@@ -298,6 +298,7 @@ class Search:
 
     def _halve(self, deadline: float) -> None:
         plan = self._plan if self._compiled else Plan.of(self.problem, thorough=False)
+        self._judge_first_heat_again()
         chosen = self._near_best(plan.semifinalists)
         least = plan.semifinal_seconds + plan.final_seconds(1)
         if len(chosen) > plan.finalists and deadline - self._clock() >= least:
@@ -318,6 +319,15 @@ class Search:
             check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
             if check.verdict != "ok":
                 self._save(Result(candidate, check.verdict))
+
+    def _judge_first_heat_again(self) -> None:
+        """The first heat has none before it that would show that torch was disturbed: those after it do."""
+        first = self._references[:REFERENCES]
+        usual = statistics.median(first) if first else 0.0
+        if first and first[0] >= DISTURBED * usual:
+            for key, result in self.outcome.results.items():
+                if result.ok and result.reference_seconds == first[0]:
+                    self.outcome.results[key] = replace(result, reference_seconds=usual)
 
     def _ranked(self) -> list[Result]:
         return sorted((r for r in self.outcome.results.values() if r.ok), key=lambda result: result.score)
@@ -344,6 +354,7 @@ class Search:
             times = self._timer.time(candidates, rounds, block)
         except TimerLost as why:
             if len(candidates) == 1:
+                self._time_torch(rounds, block)
                 self._save(Result(candidates[0], f"failed to run: {why}"))
                 return []
             alone = (self._time([candidate], rounds, block, kind, references) for candidate in candidates)
@@ -356,6 +367,13 @@ class Search:
         self.outcome.reference_seconds = torch_seconds
         self._save(*(Result(c, "ok", times[c.key], torch_seconds, kind) for c in candidates))
         return candidates
+
+    def _time_torch(self, rounds: int, block: float) -> None:
+        """Raises TimerBroken when torch alone cannot be timed: then no candidate is to blame."""
+        try:
+            self._timer.time([], rounds, block)
+        except TimerLost as why:
+            raise TimerBroken(f"{self.problem}: torch's product cannot be timed: {why}") from why
 
     def _save(self, *results: Result) -> None:
         """Into the store first, then into the outcome."""

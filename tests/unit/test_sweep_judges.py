@@ -85,6 +85,26 @@ def test_the_sweep_is_not_taught_by_what_is_timed_exhaustively(tmp_path):
     assert [line.swept for line in more] == [line.swept for line in lines]
 
 
+def test_ctrl_c_in_a_sweep_ends_the_comparison_too(tmp_path, monkeypatch):
+    from tuning import sweep_run
+
+    real, runs = sweep_run.run, []
+
+    def interrupted(*given, stop, **more):
+        runs.append(stop)
+        outcomes = real(*given, stop=stop, **more)
+        if len(runs) == 1:
+            stop.set()  # as Ctrl-C does
+        return outcomes
+
+    monkeypatch.setattr(sweep_run, "run", interrupted)
+    timer, stores = FakeTimer(truth), (Winners(tmp_path / "w"), Winners(tmp_path / "aside"))
+    given = {"limit": 10, "budget": 60.0, "most": 60.0}
+    assert exhaustive.compare([SMALL], ["legacy"], timer, FakeCompiler(), *stores, **given) == []
+    assert timer.opened == [SMALL]
+    assert stores[1].rows() == []
+
+
 def test_the_duel_leaves_out_what_cannot_be_timed():
     good, bad, worse = (Candidate("legacy", text) for text in ("good", "bad", "worse"))
     timer = FakeTimer({good.key: 1e-5}, wrong={bad.key: "wrong: all"})

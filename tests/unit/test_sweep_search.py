@@ -10,7 +10,7 @@ from cutegemm.winners_fingerprint import fingerprint
 from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, candidate, space
 from tuning.sweep_candidates import Frontier
 from tuning.sweep_search import HEAT_BLOCK_SECONDS, Options, Plan, Search
-from tuning.sweep_timer import TORCH, TimerBroken
+from tuning.sweep_timer import TORCH, TimerBroken, TimerLost
 from tuning.timing import BLOCK_SECONDS
 
 
@@ -136,6 +136,23 @@ def test_a_heat_in_which_torch_was_disturbed_does_not_decide(store):
     assert outcome.winner.candidate == fast
 
 
+def test_a_first_heat_in_which_torch_was_disturbed_does_not_fill_the_semifinal(store):
+    """The clock was asleep when torch was timed first: everything in that heat seems faster than it is."""
+
+    class Disturbed(FakeTimer):
+        def time(self, candidates, rounds, block_seconds):
+            times = super().time(candidates, rounds, block_seconds)
+            return {**times, TORCH: 1.5 * times[TORCH]} if len(self.timed) == 1 else times
+
+    candidates = space(64)
+    fast = candidates[40]
+    timer = Disturbed({c.key: 1e-3 for c in candidates} | {fast.key: 0.9e-3})
+    outcome = search(candidates, timer, store).run()
+    assert fast.key in {key for keys, _, _ in timer.timed[:9] for key in keys}
+    assert outcome.winner is not None
+    assert outcome.winner.candidate == fast
+
+
 def test_what_was_known_before_gets_into_the_semifinal(store):
     """However badly it did in its heat, where it was timed once and shortly."""
     candidates = space(100)
@@ -237,6 +254,19 @@ def test_a_candidate_that_breaks_the_timer_is_found_out(store):
     assert {r.config for r in store.rows() if r.verdict != "ok"} == {culprit.text}
 
 
+def test_no_candidate_is_blamed_when_torch_cannot_be_timed(store):
+    class NoTorch(FakeTimer):
+        def time(self, candidates, rounds, block_seconds):
+            super().time(candidates, rounds, block_seconds)
+            raise TimerLost("cuBLAS said no")
+
+    timer = NoTorch({})
+    with pytest.raises(TimerBroken, match="torch's product cannot be timed: cuBLAS said no"):
+        search(space(20), timer, store).run()
+    assert store.rows() == []
+    assert len(timer.timed) == 3  # the heat, the first of it alone, torch alone
+
+
 def test_a_timer_that_cannot_serve_the_problem_says_so(store):
     compiler = FakeCompiler()
     with pytest.raises(TimerBroken, match="out of memory"):
@@ -285,7 +315,8 @@ def test_resume_skips_what_was_measured(store):
     assert 8 <= len(known) < 40
     second = FakeTimer({candidates[30].key: 0.95e-3})
     outcome = search(candidates, second, store, options=Options(resume=True)).run()
-    explored = {key for keys, rounds, _ in second.timed for key in keys if rounds == 2}
+    explored = {key for keys, rounds, _ in second.timed for key in keys if rounds == 3}
+    assert len(explored) == 40 - len(known)
     assert not explored & {("cute", text) for text in known}
     assert len(outcome.results) == 40
     assert outcome.results[candidates[1].key].verdict == "wrong: 2 elements"

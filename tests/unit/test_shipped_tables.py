@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cutegemm import arch, backend, plan, winners_table
+from cutegemm import arch, backend, heuristics, plan, winners_table
 from cutegemm.problem import Problem
 from tests.unit.conftest import SHIPPED
 
@@ -22,6 +22,15 @@ def problem_of(text: str) -> Problem:
     problem = Problem.of(int(found[1]), int(found[2]), int(found[3]), found[4], majors=majors)
     assert str(problem) == text
     return problem
+
+
+@pytest.fixture
+def shipped(monkeypatch):
+    """Chooses by these tables; what was remembered without them is forgotten, and what is remembered with them."""
+    monkeypatch.setattr(winners_table, "DATA", SHIPPED)
+    heuristics.forget()
+    yield
+    heuristics.forget()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.problem.split()[0]} {row.config}")
@@ -40,8 +49,7 @@ def test_each_table_is_named_for_its_gpu():
         assert {winners_table.table_name(row.gpu) for row in winners_table.load(path.read_text())} == {path.name}
 
 
-def test_the_choice_follows_the_table(monkeypatch):
-    monkeypatch.setattr(winners_table, "DATA", SHIPPED)
+def test_the_choice_follows_the_table(shipped):
     for majors in ("tn", "tt"):
         problem = Problem.of(4096, 4096, 4096, "bf16", majors=majors)
         choice = plan.choose(problem, arch.get("H200"))
@@ -50,8 +58,7 @@ def test_the_choice_follows_the_table(monkeypatch):
         assert "shipped" in choice.why
 
 
-def test_fp16_takes_what_is_fast_in_bf16(monkeypatch):
-    monkeypatch.setattr(winners_table, "DATA", SHIPPED)
+def test_fp16_takes_what_is_fast_in_bf16(shipped):
     problems = [problem_of(text) for text in dict.fromkeys(row.problem for row in ROWS) if " bf16->" in text]
     assert len(problems) > 20
     for problem in problems:

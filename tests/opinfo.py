@@ -202,6 +202,8 @@ def main() -> int:
     parser.add_argument("--backend", default="auto", help="for CPU tensors a named one runs in the emulator")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda, but torch sees no CUDA device; accepted here is cpu")
     total, total_left = 0, Counter[str]()
     for name, op in operators().items():
         others, passed = left_out(op, options.device), 0

@@ -168,10 +168,13 @@ def _operands(m: int, n: int, k: int, dtype: str, majors: str, generator: Any) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns 1 when a configuration was wrong."""
+    """The command; returns 1 when a configuration was wrong, 2 without a GPU."""
     import torch
 
     options = _parser().parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("tuning.published times kernels on a GPU, and torch sees none here.")
+        return 2
     arch = Arch.of_device(0)
     print(f"GPU: {gpu_state()}; torch {torch.__version__}, CUDA {torch.version.cuda}")
     print(

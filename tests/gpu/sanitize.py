@@ -132,6 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--shard: got {given.shard!r}, expected I/N with I from 1 to N")
     if given.build:
         return build(Arch.of_device() if torch.cuda.is_available() else arch_table.get("sm_90a"))
+    if not torch.cuda.is_available():
+        parser.error("it runs kernels on a GPU, and torch sees no CUDA device; --build needs none")
     torch.cuda.init()
     begun, count = time.monotonic(), 0
     chosen = (c for c in cases("cuda", Arch.of_device().capability == (9, 0)) if c[1].startswith(given.family))

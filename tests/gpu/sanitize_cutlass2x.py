@@ -89,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         both = {str(small): chosen(arch, small) for small in (False, True)}
         print(f"{cutlass2x_cases.build(both, arch)} kernels built in {time.monotonic() - begun:.1f} s")
         return 0
+    if not torch.cuda.is_available():
+        parser.error("it runs kernels on a GPU, and torch sees no CUDA device; --build needs none")
     torch.cuda.init()
     arch = Arch.of_device(0)
     index, count = options.shard

@@ -33,7 +33,7 @@ First = Callable[["Problem", "Arch"], Sequence[Candidate]]
 """first(problem, arch): what to try before everything else."""
 
 SEEDS = 4
-"""Of each source of seeds at most."""
+"""Of each source of seeds at most; of the same problem in other majors one."""
 NEAR = 1.5
 """Winners of shapes up to this distance (`neighbours.distance`) are seeds."""
 _MAJORS = re.compile(r"/a[km](\d+)/b[kn](\d+)/")
@@ -226,11 +226,13 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
     if today is not None:
         found.append(today)
     shipped = winners_table.shipped(arch.name, arch.sm_count)
+    own_texts = (str(problem), neighbours.other_16_bit(str(problem)))
     for text in _kin(str(problem)):
         own = [row for row in store.rows(text) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
         for rows in (own, shipped.get(text, ())):
             best = sorted(standing(rows), key=lambda row: (row.kind != "final", -(row.ratio or 0.0)))
-            found += _candidates(((row.backend, row.config) for row in best if row.backend in names), problem, arch)
+            keys = ((row.backend, row.config) for row in best if row.backend in names)
+            found += itertools.islice(_candidates(keys, problem, arch), SEEDS if text in own_texts else 1)
     for name in names:
         here = (problem.m, problem.n, problem.k)
         if problem.batch == 1 and all(here):

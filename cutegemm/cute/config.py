@@ -80,7 +80,7 @@ class TileConfig:
         """None when this configuration is valid for the signature on that architecture, else why not."""
         raise TypeError(f"{type(self).__name__} has no validity rule of its own")
 
-    def _common_problem(self) -> str | None:
+    def _common_problem(self, signature: Signature) -> str | None:
         sizes = {"bm": self.bm, "bn": self.bn, "bk": self.bk, "wm": self.wm, "wn": self.wn}
         for name, value in sizes.items():
             if value <= 0 or value & (value - 1):
@@ -91,6 +91,8 @@ class TileConfig:
             return f"group is {self.group}; accepted are 1 to 64"
         if self.threads > 512:
             return f"{self.threads} threads; at most 512 (16 warps), more leave too few registers a thread"
+        if self.wn * ITEMSIZE[signature.out_dtype] > 32 * 16:
+            return f"wn is {self.wn}; a warp stores a row of {signature.out_dtype} at once, at most 512 bytes"
         return None
 
 
@@ -109,7 +111,7 @@ class AmpereConfig(TileConfig):
         """None when this configuration is valid for the signature on that architecture, else why not."""
         if signature.dtype == "fp32" and signature.precision != "tf32":
             return "the tensor-core kernel multiplies fp32 only as tf32"
-        common = self._common_problem()
+        common = self._common_problem(signature)
         if common:
             return common
         itemsize = ITEMSIZE[signature.dtype]
@@ -214,7 +216,7 @@ class SimtConfig(TileConfig):
         """None when this configuration is valid for the signature on that architecture, else why not."""
         if signature.dtype != "fp32" or signature.precision != "ieee":
             return "the CUDA-core kernel multiplies fp32 in IEEE arithmetic only"
-        common = self._common_problem()
+        common = self._common_problem(signature)
         if common:
             return common
         tm, tn = self.thread_tile
@@ -224,6 +226,8 @@ class SimtConfig(TileConfig):
             )
         if tm * tn > 128:
             return f"thread tile {tm}x{tn}; more than 128 accumulators spill"
+        if tm * tn + 32 > self._registers_at_most():
+            return f"thread tile {tm}x{tn} with {self.threads} threads; accumulators spill"
         if self.bk < 8:
             return f"bk is {self.bk}; at least 8"
         if self.slices != 1:

@@ -51,6 +51,16 @@ def test_invalid_slices_say_why(text, reason):
     assert reason in found
 
 
+def test_warp_tiles_that_no_warp_can_hold_or_store_say_why():
+    wide = CUTE.parse("sm80/32x256x64/w16x256/s2/g8")
+    assert CUTE.check(wide, Problem.of(64, 64, 64, "fp16"), H200) is None
+    for config, dtype in ((wide, "fp16"), (CUTE.parse("simt/16x256x8/w16x256/s2/g8"), "fp32")):
+        problem = Problem.of(64, 64, 64, dtype, out_dtype="fp32")
+        assert "at most 512 bytes" in CUTE.check(config, problem, H200)
+    many = CUTE.parse("simt/256x256x8/w64x64/s2/g8")
+    assert "with 512 threads" in CUTE.check(many, Problem.of(64, 64, 64, "fp32"), H200)
+
+
 def test_slices_of_narrow_operands_count_their_copies():
     config = CUTE.parse("simt/64x32x64/w32x32/s3/g8/x4")
     assert CUTE.check(config, Problem.of(64, 64, 64, "fp32"), H200) is None

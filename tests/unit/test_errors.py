@@ -97,7 +97,7 @@ CASES = [
     (
         "config too large",
         (A, B),
-        {"backend": "cute", "config": "simt/256x256x16/w64x64/s8/g8"},
+        {"backend": "cute", "config": "simt/256x128x32/w64x64/s8/g8"},
         UnsupportedError,
         r"shared memory; .* gives a CTA",
     ),

@@ -55,6 +55,14 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--json", metavar="FILE", help="also write the table to this file")
 
 
+def meet(
+    timer: Timer, pool: CompilePool, problem: Problem, one: Candidate, other: Candidate
+) -> tuple[float, float] | None:
+    """Seconds a call of the two, timed in turns; None where one of them has no time. As `seconds_of`."""
+    found = seconds_of(timer, pool.session(problem.signature, timer.arch), problem, [one, other])
+    return (found[one.key], found[other.key]) if one.key in found and other.key in found else None
+
+
 def seconds_of(
     timer: Timer, compiler: Compiler, problem: Problem, candidates: Sequence[Candidate]
 ) -> dict[tuple[str, str], float]:

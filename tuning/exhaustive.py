@@ -40,8 +40,8 @@ SHAPES = "1024,4096,16x28672x4096,128x4096x14336,1024x6144x4096"
 class Line:
     """A shape's result. swept, best: text of the sweep's winner and of the fastest of all; ..._us: timed in turns.
 
-    tried: by the sweep. timed, wrong, failed: of the `--limit` configurations and the sweep's winner. whole: whether
-    all of them were.
+    tried: by the sweep. timed, wrong, failed: of the `--limit` configurations and the sweep's four best. whole:
+    whether all of them were.
     """
 
     problem: str
@@ -114,15 +114,15 @@ def compare(
         problem, sweeps = outcome.problem, winners[str(outcome.problem)]
         assert sweeps.winner is not None
         ours, best = sweeps.winner.candidate, outcome.winner.candidate
-        found = contest.seconds_of(timer, pool.session(problem.signature, timer.arch), problem, [ours, best])
-        if ours.key not in found or best.key not in found:
+        met = contest.meet(timer, pool, problem, ours, best)
+        if met is None:
             return
-        if found[ours.key] < found[best.key]:
-            best = ours
+        if met[0] < met[1]:
+            best, met = ours, (met[0], met[0])
         lines.append(
             Line(
-                str(problem), sweeps.enumerated, len(sweeps.results), str(ours), found[ours.key] * 1e6, str(best),
-                found[best.key] * 1e6, outcome.count("ok"), outcome.count("wrong"), outcome.count("failed"),
+                str(problem), sweeps.enumerated, len(sweeps.results), str(ours), met[0] * 1e6, str(best),
+                met[1] * 1e6, outcome.count("ok"), outcome.count("wrong"), outcome.count("failed"),
                 outcome.ended == "done",
             )
         )  # fmt: skip

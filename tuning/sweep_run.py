@@ -226,13 +226,12 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
     if today is not None:
         found.append(today)
     shipped = winners_table.shipped(arch.name, arch.sm_count)
-    own_texts = (str(problem), neighbours.other_16_bit(str(problem)))
-    for text in _kin(str(problem)):
+    for text, most in _kin(str(problem)):
         own = [row for row in store.rows(text) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
         for rows in (own, shipped.get(text, ())):
             best = sorted(standing(rows), key=lambda row: (row.kind != "final", -(row.ratio or 0.0)))
             keys = ((row.backend, row.config) for row in best if row.backend in names)
-            found += itertools.islice(_candidates(keys, problem, arch), SEEDS if text in own_texts else 1)
+            found += _candidates(keys, problem, arch, most)
     for name in names:
         here = (problem.m, problem.n, problem.k)
         if problem.batch == 1 and all(here):
@@ -242,12 +241,12 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
     return list({candidate.key: candidate for candidate in found}.values())
 
 
-def _kin(text: str) -> list[str]:
-    """The texts of a problem, and of the same in the other 16-bit type and in all majors."""
-    types = (text, neighbours.other_16_bit(text))
+def _kin(text: str) -> list[tuple[str, int]]:
+    """(text, how many seeds it may give) of a problem, and of the same in the other 16-bit type and in all majors."""
+    types = dict.fromkeys([text, neighbours.other_16_bit(text)], SEEDS)
     majors = itertools.product("km", "kn")
-    others = [_MAJORS.sub(rf"/a{a}\1/b{b}\2/", kin) for a, b in majors for kin in types]
-    return list(dict.fromkeys([*types, *others]))
+    others = dict.fromkeys((_MAJORS.sub(rf"/a{a}\1/b{b}\2/", kin) for a, b in majors for kin in types), 1)
+    return list({**types, **others, **types}.items())
 
 
 def _today(problem: Problem, arch: Arch) -> Candidate | None:
@@ -260,10 +259,10 @@ def _today(problem: Problem, arch: Arch) -> Candidate | None:
     return None if choice.backend == "torch" else Candidate(choice.backend, choice.config)
 
 
-def _candidates(keys: Iterable[tuple[str, str]], problem: Problem, arch: Arch) -> list[Candidate]:
-    """The first `SEEDS` of (backend, text) that can serve the problem."""
+def _candidates(keys: Iterable[tuple[str, str]], problem: Problem, arch: Arch, most: int = SEEDS) -> list[Candidate]:
+    """The first `most` of (backend, text) that can serve the problem."""
     found = (_candidate(backend, text, problem, arch) for backend, text in dict.fromkeys(keys))
-    return list(itertools.islice((candidate for candidate in found if candidate is not None), SEEDS))
+    return list(itertools.islice((candidate for candidate in found if candidate is not None), most))
 
 
 def _candidate(name: str, text: str, problem: Problem, arch: Arch) -> Candidate | None:

@@ -105,13 +105,12 @@ def compare(
             return
         ours, why = choices[str(problem)]
         tuned = outcome.winner.candidate
-        found = contest.seconds_of(timer, pool.session(problem.signature, timer.arch), problem, [ours, tuned])
-        if ours.key not in found or tuned.key not in found:
+        met = contest.meet(timer, pool, problem, ours, tuned)
+        if met is None:
             print(f"{problem}: could not be timed again", file=sys.stderr, flush=True)
             return
         line = Line(
-            str(problem), str(ours), why, found[ours.key] * 1e6, str(tuned), found[tuned.key] * 1e6,
-            len(outcome.results),
+            str(problem), str(ours), why, met[0] * 1e6, str(tuned), met[1] * 1e6, len(outcome.results),
         )  # fmt: skip
         lines.append(line)
         print(f"{problem.m}x{problem.n}x{problem.k}: {line.ratio:.3f} ({outcome.elapsed:.1f} s, {outcome.ended})",

@@ -205,8 +205,8 @@ def _conversions() -> list[Snippet]:
 def _warp_level() -> list[Snippet]:
     s: list[Snippet] = []
 
-    def add(name, ins, outs, body, kind="bits", arch="sm_90", scale=0.0):
-        s.append(Snippet(name, ins, outs, body, kind, arch, scale))
+    def add(name, ins, outs, body, kind="bits", arch="sm_90", scale=0.0, cluster=1):
+        s.append(Snippet(name, ins, outs, body, kind, arch, scale, cluster))
 
     for mode in ("up", "down", "bfly", "idx"):
         clamp = {"up": 0, "down": 31, "bfly": 31, "idx": 31}[mode]
@@ -267,17 +267,20 @@ def _warp_level() -> list[Snippet]:
             "atom.shared.cas.b32 y, [%r3], a, b; atom.shared.exch.b32 x, [%r3], x; "
         "red.shared.max.s32 [%r3], 5; atom.shared.inc.u32 y, [%r3], 77;")  # fmt: skip
     for vector, sent in (("v4.f32", "{%f1, %f2, %f2, %f1}"), ("v2.b64", "{%d1, %d2}")):
-        # A launch without clusters is one of clusters of one CTA.
+        # Each thread sends to its like in the other CTA. On the H200, st.async is an illegal instruction in a launch
+        # without clusters.
+        both = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; "
         add(f"st.async.{vector}", "b32 b32", "b32 b32", "mov.u32 %r1, smem; mov.u32 %r2, %tid.x; "
             "setp.eq.u32 p, %r2, 0; @p mbarrier.init.shared.b64 [%r1], 1; @p fence.mbarrier_init.release.cluster; "
-            "bar.sync 0; @p mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 4096; mov.u32 %r3, 0; "
+            f"@p mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 4096; {both}"
+            "mov.u32 %r3, %cluster_ctarank; xor.b32 %r3, %r3, 1; "
             "mad.lo.u32 %r4, %r2, 16, %r1; add.u32 %r4, %r4, 1024; mapa.shared::cluster.u32 %r5, %r4, %r3; "
             "mapa.shared::cluster.u32 %r6, %r1, %r3; mov.b32 %f1, a; mov.b32 %f2, b; mov.b64 %d1, {a, b}; "
             "mov.b64 %d2, {b, a}; "
             f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.{vector} [%r5], {sent}, [%r6]; "
             "W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 q, [%r1], 0; @!q bra W; "
-            "ld.shared.v4.b32 {%r7, %r8, %r9, %r10}, [%r4]; sub.u32 x, %r7, %r9; sub.u32 y, %r8, %r10;",
-            "bits", "sm_90")  # fmt: skip
+            f"ld.shared.v4.b32 {{%r7, %r8, %r9, %r10}}, [%r4]; sub.u32 x, %r7, %r9; sub.u32 y, %r8, %r10; {both}",
+            "bits", "sm_90", cluster=2)  # fmt: skip
     # Sums of edge values in global memory, where f32 additions take subnormal numbers for zeros; the words between
     # the outputs are made zero again.
     both = "ld.global.f32 x, [%out]; ld.global.f32 y, [%out+8]; st.global.v4.b32 [%out], {0, 0, 0, 0};"

@@ -47,6 +47,7 @@ class Snippet:
     kind: str | float = "bits"
     arch: str = "sm_80"
     scale: float = 0.0  # inputs are normal random floats of this scale instead of bit patterns
+    cluster: int = 1  # CTAs
 
     @property
     def inputs(self) -> list[str]:
@@ -59,7 +60,8 @@ class Snippet:
 
 def ptx(snippet: Snippet) -> str:
     lines = [".version 8.4", f".target {snippet.arch}", ".address_size 64", "",
-             ".visible .entry k(.param .u64 pin, .param .u64 pout)", f".reqntid {BLOCK}, 1, 1", "{",
+             ".visible .entry k(.param .u64 pin, .param .u64 pout)", f".reqntid {BLOCK}, 1, 1",
+             f".explicitcluster .reqnctapercluster {snippet.cluster}" if snippet.cluster > 1 else "", "{",
              ".reg .pred p, q, r; .reg .b16 %h<8>; .reg .b32 %r<64>; .reg .b64 %d<16>; .reg .f32 %f<64>;",
              ".reg .b64 %in, %out; .reg .b32 %me, %ln; .shared .align 16 .b8 smem[8192];"]  # fmt: skip
     for name, t in [*zip("abce", snippet.inputs, strict=False), *zip("xy", snippet.outputs, strict=False)]:
@@ -140,9 +142,9 @@ def emulate(snippet: Snippet, inputs: np.ndarray, seed: int | None = 0) -> np.nd
     memory = Memory()
     memory.map(inputs, name="in", writable=False)
     memory.map(out, name="out")
-    launch = Launch(
-        "k", (len(inputs) // BLOCK, 1, 1), (BLOCK, 1, 1), params=struct.pack("<QQ", inputs.ctypes.data, out.ctypes.data)
-    )
+    params = struct.pack("<QQ", inputs.ctypes.data, out.ctypes.data)
+    grid, cluster = (len(inputs) // BLOCK, 1, 1), (snippet.cluster, 1, 1)
+    launch = Launch("k", grid, (BLOCK, 1, 1), cluster=cluster, params=params)
     run(Module.parse(ptx(snippet)), launch, memory, seed=seed)
     return out
 

@@ -231,11 +231,12 @@ def make(names: Sequence[str]) -> list[Provider]:
 
 
 def installed(name: str) -> bool:
-    """Whether the provider's package can be imported; nothing is."""
+    """Whether the provider's package can be imported; nothing is. A folder without a module is no package."""
     try:
-        return importlib.util.find_spec(_MAKERS[name][1]) is not None
+        found = importlib.util.find_spec(_MAKERS[name][1])
     except (ImportError, ValueError):
         return False
+    return found is not None and found.origin is not None
 
 
 def versions(providers: Sequence[Provider]) -> str:

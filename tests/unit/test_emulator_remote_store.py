@@ -7,7 +7,7 @@ import pytest
 
 from cutegemm.emulator import errors as e
 from tests.ptx_snippet_table import SNIPPETS
-from tests.ptx_snippets import data, emulate
+from tests.ptx_snippets import BLOCK, data, emulate
 from tests.unit.emulator_kernels import kernel, launch
 
 SEEDS = (None, 0, 1, 2, 3, 4)
@@ -131,7 +131,7 @@ def test_forms_that_do_not_exist():
 @pytest.mark.parametrize("snippet", [s for s in SNIPPETS if s.name.startswith("st.async")], ids=lambda s: s.name)
 def test_the_snippets_that_a_gpu_runs_too(snippet):
     given = data(snippet, 2, seed=3)
-    a, b = (given[:, k].astype(np.uint32) for k in range(2))
+    a, b = (np.roll(given[:, k], BLOCK).astype(np.uint32) for k in range(2))  # what the other CTA's threads sent
     found = emulate(snippet, given)
     assert (found[:, 0].astype(np.uint32) == a - b).all()
     assert (found[:, 1].astype(np.uint32) == b - a).all()

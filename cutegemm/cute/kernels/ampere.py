@@ -28,6 +28,7 @@ from cutlass.cute.nvgpu import warp as warp_ops
 
 from cutegemm.cute.config import SLAB_ROWS, AmpereConfig
 from cutegemm.cute.kernels.base import Gemm
+from cutegemm.cute.kernels.copy_ring import CopyRing
 from cutegemm.cute.tile_load import TileLoader
 from cutegemm.problem import Signature
 
@@ -59,6 +60,7 @@ class AmpereGemm(Gemm):
         self.k_step = 8 if self.tf32 else 16
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
+        self.ring = CopyRing(self.a, self.b, config.stages)
 
     def _operand(self, k_major: bool, extent: int, align: int) -> TileLoader:
         bk = self.config.bk
@@ -80,21 +82,12 @@ class AmpereGemm(Gemm):
         warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
-        memory_b = memory + config.stages * self.a.stage_bytes
-        base_a, base_b = memory.toint(), memory_b.toint()
-        self.a.start(a, lda, row, m, k, tid)
-        self.b.start(b, ldb, column, n, k, tid)
-        k_tiles = cute.ceil_div(k, config.bk)
-
-        # Fill all stages but one. Copies past the last k tile write zeros and read nothing.
-        for stage in cutlass.range_constexpr(config.stages - 1):
-            self.a.copy(Int32(stage), base_a + stage * self.a.stage_bytes)
-            self.b.copy(Int32(stage), base_b + stage * self.b.stage_bytes)
-            cute.arch.cp_async_commit_group()
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
 
         # This warp's part of the ring, and its fragments.
-        ring_a = cute.local_tile(self.a.ring(memory, config.stages), (config.wm, config.bk), (warp_m, 0, None))
-        ring_b = cute.local_tile(self.b.ring(memory_b, config.stages), (config.wn, config.bk), (warp_n, 0, None))
+        ring_a, ring_b = self.ring.tensors()
+        ring_a = cute.local_tile(ring_a, (config.wm, config.bk), (warp_m, 0, None))
+        ring_b = cute.local_tile(ring_b, (config.wn, config.bk), (warp_n, 0, None))
         mma = cute.make_tiled_mma(self.mma_op, permutation_mnk=(16, 16, self.k_step))
         thread_mma = mma.get_slice(lane)
         fragment_a = mma.make_fragment_A(thread_mma.partition_A(ring_a[None, None, 0]))
@@ -117,7 +110,7 @@ class AmpereGemm(Gemm):
         cute.copy(load_a, source_a[None, None, 0, read], target_a[None, None, 0])
         cute.copy(load_b, source_b[None, None, 0, read], target_b[None, None, 0])
 
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+        for k_tile in cutlass.range(self.ring.k_tiles, unroll=1):
             for step in cutlass.range_constexpr(steps):
                 if cutlass.const_expr(step == steps - 1):
                     read = read + 1
@@ -129,9 +122,7 @@ class AmpereGemm(Gemm):
                 cute.copy(load_a, source_a[None, None, following, read], target_a[None, None, following])
                 cute.copy(load_b, source_b[None, None, following, read], target_b[None, None, following])
                 if cutlass.const_expr(step < copy_steps):
-                    ahead = k_tile + config.stages - 1
-                    self.a.copy(ahead, base_a + write * self.a.stage_bytes, step, copy_steps)
-                    self.b.copy(ahead, base_b + write * self.b.stage_bytes, step, copy_steps)
+                    self.ring.copy(k_tile + config.stages - 1, write, step, copy_steps)
                 if cutlass.const_expr(step == copy_steps - 1):
                     cute.arch.cp_async_commit_group()
                     write = write + 1

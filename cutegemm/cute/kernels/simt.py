@@ -22,6 +22,7 @@ from cutlass import Float32, Int32
 
 from cutegemm.cute.config import SLAB_ROWS, SimtConfig
 from cutegemm.cute.kernels.base import Gemm
+from cutegemm.cute.kernels.copy_ring import CopyRing
 from cutegemm.cute.tile_load import TileLoader, TransposingLoader
 from cutegemm.problem import Signature
 
@@ -46,6 +47,7 @@ class SimtGemm(Gemm):
         super().__init__(config, signature)
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
+        self.ring = CopyRing(self.a, self.b, config.stages)
         # The copies of the tile ahead are spread over the first two k-steps, after which fetched values are settled:
         # early, so that their registers are free for most of the tile. They are not skipped at the end of K, where
         # they write zeros: a branch there lets the compiler sink FFMA of one step behind those of the next.
@@ -64,22 +66,9 @@ class SimtGemm(Gemm):
         warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
-        memory_b = memory + config.stages * self.a.stage_bytes
-        base_a, base_b = memory.toint(), memory_b.toint()
-        self.a.start(a, lda, row, m, k, tid)
-        self.b.start(b, ldb, column, n, k, tid)
-        k_tiles = cute.ceil_div(k, config.bk)
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
 
-        # Fill all stages but one. Copies past the last k tile write zeros and read nothing.
-        for stage in cutlass.range_constexpr(config.stages - 1):
-            self.a.copy(Int32(stage), base_a + stage * self.a.stage_bytes)
-            self.b.copy(Int32(stage), base_b + stage * self.b.stage_bytes)
-            cute.arch.cp_async_commit_group()
-            self._fetch(Int32(stage))
-            self._settle(base_a, base_b, stage)
-        self._fetch(Int32(config.stages - 1))
-
-        ring_a, ring_b = self.a.ring(memory, config.stages), self.b.ring(memory_b, config.stages)
+        ring_a, ring_b = self.ring.tensors()
         ring_a = cute.local_tile(ring_a, (config.wm, config.bk), (warp_m, 0, None))
         ring_b = cute.local_tile(ring_b, (config.wn, config.bk), (warp_n, 0, None))
 
@@ -103,24 +92,22 @@ class SimtGemm(Gemm):
         cute.autovec_copy(source_a[None, None, 0, read], fragment_a[None, None, 0])
         cute.autovec_copy(source_b[None, None, 0, read], fragment_b[None, None, 0])
 
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+        for k_tile in cutlass.range(self.ring.k_tiles, unroll=1):
             for step in cutlass.range_constexpr(config.bk):
                 if cutlass.const_expr(step == config.bk - 1):
                     read = read + 1
                     if read == config.stages:
                         read = Int32(0)
-                    self._fetch(k_tile + config.stages)
+                    self.ring.fetch(k_tile + config.stages)
                     cute.arch.cp_async_wait_group(config.stages - 2)
                     cute.arch.sync_threads()
                 following = (step + 1) % config.bk
                 cute.autovec_copy(source_a[None, None, following, read], fragment_a[None, None, following])
                 cute.autovec_copy(source_b[None, None, following, read], fragment_b[None, None, following])
                 if cutlass.const_expr(step < self.copy_steps):
-                    ahead = k_tile + config.stages - 1
-                    self.a.copy(ahead, base_a + write * self.a.stage_bytes, step, self.copy_steps)
-                    self.b.copy(ahead, base_b + write * self.b.stage_bytes, step, self.copy_steps)
+                    self.ring.copy(k_tile + config.stages - 1, write, step, self.copy_steps)
                 if cutlass.const_expr(step == self.copy_steps):
-                    self._settle(base_a, base_b, write)
+                    self.ring.settle(write)
                     cute.arch.cp_async_commit_group()
                     write = write + 1
                     if write == config.stages:
@@ -141,11 +128,3 @@ class SimtGemm(Gemm):
                     rows[0, r, j] = accumulators[0, 4 * i + r, j]
             cute.autovec_copy(rows, slab)
             self.epilogue.store_rows(i * SLAB_ROWS)
-
-    def _fetch(self, k_tile) -> None:
-        self.a.fetch(k_tile)
-        self.b.fetch(k_tile)
-
-    def _settle(self, base_a, base_b, stage) -> None:
-        self.a.settle(base_a + stage * self.a.stage_bytes)
-        self.b.settle(base_b + stage * self.b.stage_bytes)

@@ -27,6 +27,7 @@ from cutlass import Float32, Int32
 from cutegemm.cute.config import SimtConfig
 from cutegemm.cute.epilogue import SlabEpilogue, aligned
 from cutegemm.cute.kernels.base import Gemm
+from cutegemm.cute.kernels.copy_ring import CopyRing
 from cutegemm.cute.kernels.simt import LANES_M, LANES_N, SimtGemm, place_of_lane
 from cutegemm.cute.tile_load import TileLoader
 from cutegemm.problem import Signature
@@ -85,9 +86,9 @@ class Fragments:
         for g in range(self.count // 4):
             for i in range(4):
                 if loader.k_major:
-                    flips = (chunk % 8) ^ (g * self.lanes % self.pieces)
-                    place = (self.place ^ (flips << 2)) + (chunk // 8) * (loader.extent * BLOCK)
-                    place += (g * group + i) * BLOCK
+                    # A slice's few chunks lie within one block: they differ in the piece of the row alone.
+                    flips = chunk ^ (g * self.lanes % self.pieces)
+                    place = (self.place ^ (flips << 2)) + (g * group + i) * BLOCK
                     target = self.held[0, 4 * g + i, None, buffer]
                 else:
                     place = self.place + (chunk * CHUNK + i) * loader.extent + g * group
@@ -146,6 +147,7 @@ class SlicedSimtGemm(Gemm):
         self.epilogue = SlicedEpilogue(config, signature)
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
+        self.ring = CopyRing(self.a, self.b, config.stages)
         self.rows = Fragments(self.a, config.wm, LANES_M, config)
         self.columns = Fragments(self.b, config.wn, LANES_N, config)
 
@@ -175,22 +177,12 @@ class SlicedSimtGemm(Gemm):
         warp_m, warp_n = warp_tile // config.warps[1], warp_tile % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
-        memory_b = memory + config.stages * self.a.stage_bytes
-        base_a, base_b = memory.toint(), memory_b.toint()
-        self.a.start(a, lda, row, m, k, tid)
-        self.b.start(b, ldb, column, n, k, tid)
-        k_tiles = cute.ceil_div(k, config.bk)
-
-        # Fill all stages but one. Copies past the last k tile write zeros and read nothing.
-        for stage in cutlass.range_constexpr(config.stages - 1):
-            self.a.copy(Int32(stage), base_a + stage * self.a.stage_bytes)
-            self.b.copy(Int32(stage), base_b + stage * self.b.stage_bytes)
-            cute.arch.cp_async_commit_group()
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
 
         place = place_of_lane(lane)
         lane_m, lane_n = place // LANES_N, place % LANES_N
-        self.rows.start(memory, warp_m, lane_m, piece)
-        self.columns.start(memory_b, warp_n, lane_n, piece)
+        self.rows.start(self.ring.memory_a, warp_m, lane_m, piece)
+        self.columns.start(self.ring.memory_b, warp_n, lane_n, piece)
         mma = cute.make_tiled_mma(
             cute.nvgpu.MmaUniversalOp(Float32), cute.make_layout((LANES_M, LANES_N, 1), stride=(LANES_N, 1, 0))
         )
@@ -204,7 +196,7 @@ class SlicedSimtGemm(Gemm):
             cute.arch.sync_threads()
             self._load(read, 0, 0)
 
-        for k_tile in cutlass.range(k_tiles, unroll=1):
+        for k_tile in cutlass.range(self.ring.k_tiles, unroll=1):
             for chunk in cutlass.range_constexpr(config.chunks):
                 if cutlass.const_expr((chunk + ahead) % config.chunks == 0):
                     if cutlass.const_expr(ahead):
@@ -216,9 +208,8 @@ class SlicedSimtGemm(Gemm):
                 self._load(read, (chunk + ahead) % config.chunks, (chunk + ahead) % config.buffers)
                 if cutlass.const_expr(chunk == 0):
                     # The stage after the last k tile is written as well: with `ahead` it is read, though not used.
-                    if k_tile + (config.stages - 1) <= k_tiles:
-                        self.a.copy(k_tile + (config.stages - 1), base_a + write * self.a.stage_bytes)
-                        self.b.copy(k_tile + (config.stages - 1), base_b + write * self.b.stage_bytes)
+                    if k_tile + (config.stages - 1) <= self.ring.k_tiles:
+                        self.ring.copy(k_tile + (config.stages - 1), write)
                     cute.arch.cp_async_commit_group()
                     write = write + 1
                     if write == config.stages:

@@ -106,17 +106,16 @@ class CuteBackend:
         invalid = config.problem(problem.signature, arch)
         if invalid:
             return invalid
-        ctas = _tiles(config, problem) * problem.batch * getattr(config, "splits", 1)
+        ctas = _tiles(config, problem) * problem.batch * config.splits
         return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
         for family in self._automatic(problem.signature):
-            split = getattr(family.config, "split_space", None)
-            with_splits = split(problem, arch) if split is not None else ()
-            for config in chain(family.config.space(ITEMSIZE[problem.dtype]), with_splits):
-                splits = getattr(config, "splits", 1)
-                if (splits == 1 or splits * config.bk <= problem.k) and self.check(config, problem, arch) is None:
+            whole, split = family.config.space(ITEMSIZE[problem.dtype]), family.config.split_space(problem, arch)
+            for config in chain(whole, split):
+                worth_it = config.splits == 1 or config.splits * config.bk <= problem.k
+                if worth_it and self.check(config, problem, arch) is None:
                     yield config
 
     def candidates(self, signature: Signature, arch: Arch) -> list[tuple[TileConfig, tuple[int, ...]]]:

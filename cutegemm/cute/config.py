@@ -14,7 +14,7 @@ from itertools import product
 from typing import ClassVar
 
 from cutegemm.arch import Arch
-from cutegemm.problem import ITEMSIZE, Signature
+from cutegemm.problem import ITEMSIZE, Problem, Signature
 
 SLAB_ROWS = 16
 """Rows of the accumulator tile that a warp stages through shared memory at a time in the epilogue."""
@@ -40,6 +40,8 @@ class TileConfig:
     stages: int
     group: int = 8
 
+    splits: ClassVar[int] = 1
+    """Parts of K that different CTAs sum: these kernels know no split-K."""
     family: ClassVar[str] = ""
     PATTERN: ClassVar[str] = (
         r"FAMILY/(?P<bm>\d+)x(?P<bn>\d+)x(?P<bk>\d+)/w(?P<wm>\d+)x(?P<wn>\d+)/s(?P<stages>\d+)(?:/g(?P<group>\d+))?"
@@ -71,6 +73,11 @@ class TileConfig:
     def form(cls) -> str:
         """The text form, for messages."""
         return f"{cls.family}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP]"
+
+    @classmethod
+    def split_space(cls, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
+        """The configurations with splits of K that the tuner may consider for a problem: none."""
+        yield from ()
 
     def slab_bytes(self) -> int:
         """Shared memory of the epilogue: one fp32 slab a warp. It reuses the ring's memory."""

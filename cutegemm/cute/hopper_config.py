@@ -54,7 +54,9 @@ TEACHING = ("even", "fat", "zero", "onebuf")
 """Options that undo a step of the ladder; no search considers them."""
 OPTIONS = ("swap", "once", "slab", "zig", "skew", "streamk", "arrival", "pdl", *TEACHING)
 SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Splits of K that the tuner and the heuristic use whatever the problem; every number up to 32 is valid."""
+"""Splits of K that the tuner tries whatever the problem. Every number up to 32 is valid, and the heuristic weighs each
+(`defaults.splits`).
+"""
 
 _TILES = (
     *((64, n) for n in (16, 32, 48, 64, 96, 128, 144, 192, 224, 256)),
@@ -404,7 +406,7 @@ class HopperConfig:
 
     @classmethod
     def split_space(cls, problem: Problem, arch: Arch) -> Iterator[HopperConfig]:
-        """The same with splits of K: those of `SPLITS`, and as many as fill the GPU once or twice."""
+        """The same with splits of K: as many as fill the GPU once or twice, and in small clusters those of `SPLITS`."""
         itemsize = ITEMSIZE[problem.dtype]
         depths = (128 // itemsize, 256 // itemsize)
         clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)

@@ -78,7 +78,8 @@ class HopperGemm(SoloRole, Gemm):
         self.block_step = BLOCK_ROWS if config.ping_pong else BLOCK_ROWS * config.consumers
         if config.parts > 1:
             fragments = FragmentStore(config, signature, self.block_step)
-            self.cluster_sum = ClusterSum(config, fragments)
+            if config.cluster_k > 1:
+                self.cluster_sum = ClusterSum(config, fragments)
             if config.splits > 1:
                 self.split_sum = make_sum(config, self.cluster_sum if config.cluster_k > 1 else fragments)
         self.stretches = Stretches()

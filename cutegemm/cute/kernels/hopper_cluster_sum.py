@@ -18,7 +18,10 @@ Why the memory is free: a consumer warp arrives at `ready` behind its wait for i
 every stage that TMA filled. So all TMA writes (of this CTA or, with multicast, of its neighbours) have landed, their
 completion made them visible to ordinary accesses, and all reads of WGMMA are done; nothing of the asynchronous proxy
 is left that a fence would have to order. The arrival is that of the ring's own release: it hands over reads that are
-done, no writes. The barriers themselves lie beside the ring.
+done, no writes. Like every arrival at a neighbour's barrier that only frees a stage, it is a release at CTA scope. The
+letter of the memory model asks for cluster scope where the waiting warp is in another CTA, but that is compiled to a
+fence of the whole GPU's memory (MEMBAR.ALL.GPU) between the last WGMMA and the exchange, with nothing left for it to
+wait for. The barriers themselves lie beside the ring.
 
 Why the sum is right: st.async counts its bytes at the receiver's mbarrier by a release at cluster scope, and the
 waiting warps acquire at that scope. No CTA writes with ordinary remote stores, which would need a fence of the whole

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
-import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from cutegemm import backend as backends
 from cutegemm import neighbours, winners_table
 from cutegemm.errors import UnsupportedError
+from cutegemm.problem import Problem
 from cutegemm.winners import Winners, standing
 from cutegemm.winners_fingerprint import is_fresh
 from tuning.sweep_candidates import Candidate, Frontier, Ranker, enumerate_all
@@ -24,7 +24,6 @@ from tuning.sweep_timer import Timer, TimerBroken
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
-    from cutegemm.problem import Problem
 
 Report = Callable[[int, str, Outcome], None]
 """report(number of the GPU's lane, phase, outcome so far); the phase of a finished search is "finished"."""
@@ -36,7 +35,6 @@ SEEDS = 4
 """Of each source of seeds at most; of the same problem in other majors one."""
 NEAR = 1.5
 """Winners of shapes up to this distance (`neighbours.distance`) are seeds."""
-_MAJORS = re.compile(r"/a[km](\d+)/b[kn](\d+)/")
 AHEAD = 48
 """Candidates of the next problem that are compiled while the present one is timed."""
 
@@ -226,7 +224,7 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
     if today is not None:
         found.append(today)
     shipped = winners_table.shipped(arch.name, arch.sm_count)
-    for text, most in _kin(str(problem)):
+    for text, most in _kin(problem):
         own = [row for row in store.rows(text) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
         for rows in (own, shipped.get(text, ())):
             best = sorted(standing(rows), key=lambda row: (row.kind != "final", -(row.ratio or 0.0)))
@@ -241,12 +239,23 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
     return list({candidate.key: candidate for candidate in found}.values())
 
 
-def _kin(text: str) -> list[tuple[str, int]]:
-    """(text, how many seeds it may give) of a problem, and of the same in the other 16-bit type and in all majors."""
-    types = dict.fromkeys([text, neighbours.other_16_bit(text)], SEEDS)
-    majors = itertools.product("km", "kn")
-    others = dict.fromkeys((_MAJORS.sub(rf"/a{a}\1/b{b}\2/", kin) for a, b in majors for kin in types), 1)
-    return list({**types, **others, **types}.items())
+def _kin(problem: Problem) -> list[tuple[str, int]]:
+    """(text, how many seeds it may give) of a problem, and of the same in the other 16-bit type and, of contiguous
+    tensors, in all majors: how an operand is aligned depends on which of its extents is contiguous.
+    """
+    p = problem
+    others = [
+        Problem.of(
+            p.m, p.n, p.k, p.dtype, majors=majors, batch=p.batch, out_dtype=p.out_dtype, precision=p.precision,
+            epilogue=p.epilogue,
+        )
+        for majors in ("tn", "tt", "nn", "nt")
+    ]  # fmt: skip
+    found: dict[str, int] = {}
+    for kin, most in [(p, SEEDS), *((other, 1) for other in others)]:
+        for text in (str(kin), neighbours.other_16_bit(str(kin))):
+            found.setdefault(text, most)
+    return list(found.items())
 
 
 def _today(problem: Problem, arch: Arch) -> Candidate | None:

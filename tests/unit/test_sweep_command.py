@@ -260,6 +260,25 @@ def test_seeds_from_the_other_16_bit_type_and_from_near(tmp_path, monkeypatch):
     assert sweep_run.seeds(Problem.of(256, 256, 256, "fp16", batch=2), H200, store, ["cute"])[1:] == []
 
 
+def test_seeds_from_other_majors_whose_operands_are_aligned_otherwise(tmp_path, monkeypatch):
+    """B of 256 x 100 is aligned to 16 bytes where K is contiguous, to 8 where N is."""
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sweep_run.winners_table, "shipped", lambda *where: {})
+    fused = Epilogue("bf16", "fp32", "n", "relu")
+    text = "sm80/64x64x32/w32x32/s5/g8"
+    for epilogue in (Epilogue(), fused):
+        tn, tt = (Problem.of(256, 100, 256, "bf16", majors=majors, epilogue=epilogue) for majors in ("tn", "tt"))
+        assert (tn.signature.align_b, tt.signature.align_b) == (16, 8)
+        for known, asked in ((tt, tn), (tn, tt)):
+            store = Winners(tmp_path / f"{known}{epilogue}".replace("/", ""))
+            store.record(Measurement("H200", 132, str(known), "cute", text, fingerprint("cute", text), 1e-5, "ok",
+                                     reference_seconds=1e-5))  # fmt: skip
+            assert [seed.text for seed in sweep_run.seeds(asked, H200, store, ["cute"])[1:]] == [text]
+            other = Problem.of(256, 100, 256, "fp16", majors="nn")
+            found = [seed.text for seed in sweep_run.seeds(other, H200, store, ["cute"])[1:]]
+            assert found == ([text] if epilogue == Epilogue() else [])
+
+
 def test_the_next_shape_is_compiled_ahead(tmp_path, monkeypatch):
     """While one shape is timed the next one's candidates are enumerated and compiled."""
     monkeypatch.setattr(sweep_run, "_today", lambda *rest: None)

@@ -102,9 +102,8 @@ class Frontier:
             if min(candidate.estimate for candidate in own.values()) <= self.RIVAL * cheapest
         }  # fmt: skip
         self._spent = dict.fromkeys(self._rest, 0.0)
-        self._scores: dict[str, list[float]] = {name: [] for name in self._rest}
+        self._scores: dict[str, dict[tuple[str, str], tuple[float, Candidate]]] = {name: {} for name in self._rest}
         self._correction = Correction(order)
-        self._best: tuple[float, Candidate] | None = None
         self._turn = 0
         self._seeds: list[Candidate] = []
         self.begin_with(seeds)
@@ -141,11 +140,9 @@ class Frontier:
         self._seeds = [seed for seed in self._seeds if seed.key != key]
 
     def measured(self, score: float, candidate: Candidate) -> None:
-        """Tells a result: a time, in the same unit for all; the smallest is the best."""
+        """Tells a result, or what it is judged to be now: a time, in the same unit for all; the smallest is best."""
         self._correction.learn(candidate, score)
-        self._scores.setdefault(candidate.backend, []).append(score)
-        if self._best is None or score < self._best[0]:
-            self._best = (score, candidate)
+        self._scores.setdefault(candidate.backend, {})[candidate.key] = (score, candidate)
 
     def next(self) -> Candidate | None:
         """The next candidate, taken out; None when none is left."""
@@ -155,10 +152,10 @@ class Frontier:
         if not contenders:
             return None
         name = min(contenders, key=lambda name: self._spent[name])
-        chosen = None
-        if self._best is not None and self._turn % 3:
+        best, chosen = self._best(), None
+        if best is not None and self._turn % 3:
             within = name if len(self._rest) > 1 else None
-            chosen = self._correction.choose(self._best[1] if self._turn % 3 == 2 else None, within)
+            chosen = self._correction.choose(best[1] if self._turn % 3 == 2 else None, within)
         self._turn += 1
         chosen = chosen or next(iter(self._rest[name].values()))
         self._spent[name] += self.COMPILE_SECONDS.get(name, 1.0)
@@ -166,14 +163,18 @@ class Frontier:
         self._correction.drop(chosen.key)
         return chosen
 
+    def _best(self) -> tuple[float, Candidate] | None:
+        told = (pair for own in self._scores.values() for pair in own.values())
+        return min(told, key=lambda pair: pair[0], default=None)
+
     def _contenders(self) -> list[str]:
         """The backends that take turns now."""
         left = [name for name, own in self._rest.items() if own]
-        best = self._best[0] if self._best else 0.0
+        best = self._best()
 
         def beaten(name: str) -> bool:
-            own = self._scores[name]
-            return len(own) >= self.TRIALS and min(own) > self.BEATEN * best
+            own = [score for score, _ in self._scores[name].values()]
+            return best is not None and len(own) >= self.TRIALS and min(own) > self.BEATEN * best[0]
 
         return [name for name in left if name in self._rivals and not beaten(name)] or left
 
@@ -207,7 +208,8 @@ class Correction:
 
     def learn(self, candidate: Candidate, score: float) -> None:
         place = self._place.get(candidate.key)
-        if place is not None and score > 0 and math.isfinite(score) and len(self._known) < self.MOST:
+        more = place in self._known or len(self._known) < self.MOST
+        if place is not None and score > 0 and math.isfinite(score) and more:
             self._known[place] = math.log(score)
 
     def drop(self, key: tuple[str, str]) -> None:

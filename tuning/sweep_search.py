@@ -3,9 +3,11 @@
 1. Explore. Candidates come from the frontier (`sweep_candidates`), compile ahead, and meet in heats of a few: each is
    checked against the reference, then all of a heat and torch are timed in turns. A candidate's score is its time over
    torch's in the same heat, so that heats compare although clocks drift; where torch was disturbed, over what it took
-   in the heats before. Products that run into the card's power limit are timed in blocks that keep it there.
+   in the heats around. Products that run into the card's power limit are timed in blocks that keep it there.
 2. Halve. The best by score, and what was known before, meet again in more rounds, then the best of those, torch among
-   them, in the final. Here products at the power limit get whole sustained blocks: short ones borrow from each other.
+   them, in the final. Here products at the power limit get whole sustained blocks: short ones borrow from each other,
+   and are only good enough to say who may be the best. So all who may be, as many as there is time for, go straight to
+   the final. How much time that is depends on what is left of the budget and on what a launch costs (`Plan`).
 
 Every measurement is in the store before the next is begun. The search ends by its budget, when nothing is left, or
 when many candidates in a row have brought nothing.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -31,16 +33,19 @@ if TYPE_CHECKING:
 
 SLOW_SECONDS, SLOW_FACTOR = 0.02, 4.0
 """A launch this long and this much slower than torch is left at its first measurement."""
-THOROUGH_SECONDS = 30.0
-"""A smaller budget is not spent on many sustained blocks."""
+FINAL_SECONDS = 5.2
+"""What the halving may always take, if the budget has it."""
+SOON = 10.0
+"""The halving of a search that comes to it sooner may go on until so many seconds after its begin."""
 HOPELESS = 1.5
 """A backend whose cheapest candidate is estimated so many times the winner's measured time need not be tried."""
 HEAT_BLOCK_SECONDS = 0.04
 """A candidate's block in a heat at the power limit."""
-SEEDS_IN_SEMIFINAL = 2
-"""Seeds, from the first on, that no quick timing keeps from the semifinal."""
+SURE_SEEDS = 2
+"""Seeds, from the first on, that no quick timing keeps from the halving."""
 REFERENCES, DISTURBED = 5, 1.08
-"""Torch that takes so much longer than the median of so many heats was disturbed (the clock had gone to sleep, say)."""
+"""Torch that takes so much longer than the median of so many heats, its own in their middle or as near to it as the
+first and the last can be, was disturbed (the clock had gone to sleep, say)."""
 CHECK_SECONDS = 30.0
 """A candidate that runs longer than this is taken to hang."""
 
@@ -51,7 +56,7 @@ class Options:
 
     budget: seconds. limit: candidates to try at most. patience: end after so many that brought nothing, once half as
     many more were tried; known_patience: the same where an earlier sweep's winner is among the seeds. heat: candidates
-    in one. near: share above the best score that still gets into the halving, beyond those that always do.
+    in one.
     """
 
     budget: float = 60.0
@@ -59,39 +64,57 @@ class Options:
     patience: int = 64
     known_patience: int = 32
     heat: int = 8
-    near: float = 0.15
     resume: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and rounds of the halving. A round's block lasts `block` seconds; 0 is one replay of a graph."""
+    """Sizes and rounds of the halving.
+
+    semifinalists, finalists: at most. near: share above the best score that still gets in, beyond the `sure` best that
+    always do. block: seconds of one of a round; 0 is one replay of a graph. lasts: what it really takes, about.
+    """
 
     semifinalists: int
     semifinal_rounds: int
     finalists: int
     final_rounds: int
+    sure: int
+    near: float
     block: float
+    lasts: float
 
     @classmethod
-    def of(cls, problem: Problem, thorough: bool = True) -> Plan:
-        """Sustained blocks are dear: a search with little time, or nothing to compile, is not `thorough` with them."""
-        if problem.flops > SUSTAINED_FLOPS:
-            return cls(8, 1, 4, 3, BLOCK_SECONDS) if thorough else cls(5, 1, 2, 2, BLOCK_SECONDS)
-        return cls(12, 7, 4, 21, 0.0)
+    def of(cls, problem: Problem, seconds: float = FINAL_SECONDS, launch: float = 0.0) -> Plan:
+        """What there is time for.
+
+        At the power limit the final, whose blocks are dear, has as many candidates as can have two rounds each and
+        are nearer to the best than quick scores are certain.
+
+        Args:
+            seconds: that the halving may take. launch: seconds of one by torch.
+        """
+        if problem.flops <= SUSTAINED_FLOPS:
+            return cls(14, 7, 4, 21, sure=7, near=0.15, block=0.0, lasts=max(0.006, launch))
+        lasts = max(BLOCK_SECONDS, launch)
+        most = max(2, int((seconds / lasts - 1) / 2) - 1)
+        return cls(most, 0, most, 3, sure=4, near=0.04, block=BLOCK_SECONDS, lasts=lasts)
+
+    def seconds(self, candidates: int, rounds: int) -> float:
+        """What so many rounds of candidates and torch take, with the warm-up."""
+        return ((candidates + 1) * rounds + 1) * self.lasts
+
+    def rounds(self, candidates: int, seconds: float) -> int:
+        """Of a final that may take so long; one at least."""
+        return min(self.final_rounds, max(1, int((seconds / self.lasts - 1) / (candidates + 1))))
 
     @property
-    def seconds(self) -> float:
-        """What the halving will take, about."""
-        return self.semifinal_seconds + self.final_seconds(self.final_rounds) + 1.0
-
-    @property
-    def semifinal_seconds(self) -> float:
-        lanes = self.semifinalists + SEEDS_IN_SEMIFINAL + 1
-        return (lanes * self.semifinal_rounds + 1) * (self.block or 0.006)
-
-    def final_seconds(self, rounds: int) -> float:
-        return ((self.finalists + 1) * rounds + 1) * (self.block or 0.006)
+    def reserve(self) -> float:
+        """What exploring leaves of the budget."""
+        if self.block:
+            return FINAL_SECONDS + 1.0
+        semifinal = self.seconds(self.semifinalists, self.semifinal_rounds)
+        return semifinal + self.seconds(self.finalists, self.final_rounds) + 1.0
 
 
 @dataclass(frozen=True)
@@ -180,15 +203,13 @@ class Search:
         self._known = {candidate.key: candidate for candidate in self._frontier.candidates}
         self.outcome = Outcome(problem, len(self._known))
         seeds = list({seed.key: self._known.setdefault(seed.key, seed) for seed in seeds}.values())
-        self._first = [seed.key for seed in seeds[:SEEDS_IN_SEMIFINAL]]
+        self._first = [seed.key for seed in seeds[:SURE_SEEDS]]
         self._frontier.begin_with(seeds)
         self._opened = opened
         self._patience = min(self.options.patience, self.options.known_patience) if known else self.options.patience
-        self._plan = Plan.of(problem, thorough=self.options.budget >= THOROUGH_SECONDS)
-        self._best = float("inf")
-        self._since_best = 0
-        self._tried = self._compiled = 0
-        self._references: list[float] = []
+        self._sustained = problem.flops > SUSTAINED_FLOPS
+        self._tried = 0
+        self._heats: list[tuple[float, Sequence[Candidate]]] = []  # torch's seconds, and who was timed
 
     def run(self) -> Outcome:
         """Searches; returns what was found, also after Ctrl-C. Raises TimerBroken when nothing can be timed at all."""
@@ -201,9 +222,9 @@ class Search:
             if not self._opened:
                 self._timer.open(self.problem)
             budget = self.options.budget
-            self._explore(begun + max(budget - self._plan.seconds, budget / 2))
+            self._explore(begun + max(budget - Plan.of(self.problem).reserve, budget / 2))
             if not self._stopped():
-                self._halve(begun + self.options.budget)
+                self._halve(begun, begun + budget)
             if self._stopped():
                 self.outcome.ended = "interrupted"
         except KeyboardInterrupt:
@@ -228,7 +249,6 @@ class Search:
                 self._settle(result)
             self._frontier.drop(candidate.key)
             finals += row.kind == "final" and row.verdict == "ok"
-            self.outcome.reference_seconds = row.reference_seconds or self.outcome.reference_seconds
         winner = self.outcome.winner
         if not finals or winner is None or winner.seconds is None:
             return False
@@ -274,11 +294,16 @@ class Search:
                 ready.append(candidate)
             else:
                 self._compiler.submit(candidate)
-                self._compiled += 1
         return True
 
     def _tired(self) -> bool:
-        return self._since_best >= self._patience and self._tried >= 1.5 * self._patience
+        if self._tried < 1.5 * self._patience:
+            return False
+        best, since = float("inf"), 0
+        for result in self.outcome.results.values():
+            better = result.ok and result.score < best * 0.995
+            best, since = (result.score, 0) if better else (best, since + 1)
+        return since >= self._patience
 
     def _heat(self, candidates: list[Candidate], deadline: float) -> None:
         right: list[Candidate] = []
@@ -293,17 +318,28 @@ class Search:
                 self._save(Result(candidate, "ok", check.seconds, reference))
             else:
                 right.append(candidate)
-        sustained = self._plan.block > 0
-        self._time(right, 1 if sustained else 3, HEAT_BLOCK_SECONDS if sustained else 0.0, "quick", self._references)
+        rounds, block = (1, HEAT_BLOCK_SECONDS) if self._sustained else (3, 0.0)
+        self._heats += self._time(right, rounds, block, "quick", deadline)
+        self._judge()
 
-    def _halve(self, deadline: float) -> None:
-        plan = self._plan if self._compiled else Plan.of(self.problem, thorough=False)
-        self._judge_first_heat_again()
-        chosen = self._near_best(plan.semifinalists)
-        least = plan.semifinal_seconds + plan.final_seconds(1)
-        if len(chosen) > plan.finalists and deadline - self._clock() >= least:
+    def _judge(self) -> None:
+        """Scores candidates of heats in which torch was disturbed by what it took in the heats around."""
+        last = max(len(self._heats) - REFERENCES, 0)
+        for place, (torch_seconds, candidates) in enumerate(self._heats):
+            begin = min(max(place - REFERENCES // 2, 0), last)
+            usual = statistics.median(seconds for seconds, _ in self._heats[begin : begin + REFERENCES])
+            judged = torch_seconds if torch_seconds < DISTURBED * usual else usual
+            results = (self.outcome.results[candidate.key] for candidate in candidates)
+            self._save(*(replace(r, reference_seconds=judged) for r in results if r.reference_seconds != judged))
+
+    def _halve(self, begun: float, deadline: float) -> None:
+        end = min(deadline, max(begun + SOON, self._clock() + FINAL_SECONDS))
+        plan = Plan.of(self.problem, end - self._clock(), self.outcome.reference_seconds or 0.0)
+        chosen = self._near_best(plan)
+        least = plan.seconds(len(chosen), plan.semifinal_rounds) + plan.seconds(plan.finalists, 1)
+        if len(chosen) > plan.finalists and end - self._clock() >= least:
             self._report("semifinal", self.outcome)
-            self._time(chosen, plan.semifinal_rounds, plan.block, "quick")
+            self._time(chosen, plan.semifinal_rounds, plan.block, "quick", end)
             again = {candidate.key for candidate in chosen}
             chosen = [r.candidate for r in self._ranked() if r.candidate.key in again]
         finalists = chosen[: plan.finalists]
@@ -313,40 +349,35 @@ class Search:
         if not finalists or self._stopped():
             return
         self._report("final", self.outcome)
-        in_time = deadline - self._clock() >= plan.final_seconds(plan.final_rounds)
-        rounds = plan.final_rounds if in_time else max(plan.final_rounds // 3, 1)
-        for candidate in self._time(finalists, rounds, plan.block, "final"):
-            check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
-            if check.verdict != "ok":
-                self._save(Result(candidate, check.verdict))
-
-    def _judge_first_heat_again(self) -> None:
-        """The first heat has none before it that would show that torch was disturbed: those after it do."""
-        first = self._references[:REFERENCES]
-        usual = statistics.median(first) if first else 0.0
-        if first and first[0] >= DISTURBED * usual:
-            for key, result in self.outcome.results.items():
-                if result.ok and result.reference_seconds == first[0]:
-                    self.outcome.results[key] = replace(result, reference_seconds=usual)
+        rounds = plan.rounds(len(finalists), end - self._clock())
+        for _, timed in self._time(finalists, rounds, plan.block, "final", deadline):
+            for candidate in timed:
+                check = self._timer.check(candidate, CHECK_SECONDS)  # once more: a race may have spared the first run
+                if check.verdict != "ok":
+                    self._save(Result(candidate, check.verdict))
 
     def _ranked(self) -> list[Result]:
         return sorted((r for r in self.outcome.results.values() if r.ok), key=lambda result: result.score)
 
-    def _near_best(self, count: int) -> list[Candidate]:
-        """Half of `count` by rank alone, the others as long as they are near the best; and what was known before."""
+    def _near_best(self, plan: Plan) -> list[Candidate]:
+        """Who meets again: the best and what was known before, then others by score."""
         ranked = self._ranked()
-        limit = ranked[0].score * (1 + self.options.near) if ranked else 0.0
-        places = enumerate(ranked[:count])
-        chosen = [result.candidate for place, result in places if 2 * place < count or result.score <= limit]
-        known = (self.outcome.results.get(key) for key in self._first)
-        return chosen + [r.candidate for r in known if r is not None and r.ok and r.candidate not in chosen]
+        if not ranked:
+            return []
+        limit, first = ranked[0].score * (1 + plan.near), {ranked[0].candidate.key, *self._first}
+        places = sorted(enumerate(ranked), key=lambda pair: pair[1].candidate.key not in first)
+        return [
+            result.candidate for place, result in places[: plan.semifinalists]
+            if place < plan.sure or result.score <= limit or result.candidate.key in first
+        ]  # fmt: skip
 
     def _time(
-        self, candidates: list[Candidate], rounds: int, block: float, kind: str, references: list[float] | None = None
-    ) -> list[Candidate]:
-        """Times candidates together and saves the results; those that break the timer are found out one by one.
+        self, candidates: Sequence[Candidate], rounds: int, block: float, kind: str, deadline: float
+    ) -> list[tuple[float, Sequence[Candidate]]]:
+        """Times candidates together and saves the results; those that break the timer are found out one by one, as long
+        as there is time: who was not timed again then is not blamed.
 
-        references: torch's times in the heats before, to which this one's is added; None: torch is timed well enough.
+        Returns torch's seconds and whom they stand beside: once, or for each that was timed alone.
         """
         if not candidates:
             return []
@@ -357,16 +388,14 @@ class Search:
                 self._time_torch(rounds, block)
                 self._save(Result(candidates[0], f"failed to run: {why}"))
                 return []
-            alone = (self._time([candidate], rounds, block, kind, references) for candidate in candidates)
-            return [candidate for timed in alone for candidate in timed]
-        torch_seconds = times[TORCH]
-        if references is not None:
-            references.append(torch_seconds)
-            usual = statistics.median(references[-REFERENCES:])
-            torch_seconds = torch_seconds if torch_seconds < DISTURBED * usual else usual
-        self.outcome.reference_seconds = torch_seconds
-        self._save(*(Result(c, "ok", times[c.key], torch_seconds, kind) for c in candidates))
-        return candidates
+            found: list[tuple[float, Sequence[Candidate]]] = []
+            for candidate in candidates:
+                if self._clock() >= deadline or self._stopped():
+                    break
+                found += self._time([candidate], rounds, block, kind, deadline)
+            return found
+        self._save(*(Result(c, "ok", times[c.key], times[TORCH], kind) for c in candidates))
+        return [(times[TORCH], candidates)]
 
     def _time_torch(self, rounds: int, block: float) -> None:
         """Raises TimerBroken when torch alone cannot be timed: then no candidate is to blame."""
@@ -391,9 +420,6 @@ class Search:
 
     def _settle(self, result: Result) -> None:
         self.outcome.results[result.candidate.key] = result
+        self.outcome.reference_seconds = result.reference_seconds or self.outcome.reference_seconds
         if result.ok:
             self._frontier.measured(result.score, result.candidate)
-        if result.ok and result.score < self._best * 0.995:
-            self._best, self._since_best = result.score, 0
-        else:
-            self._since_best += 1

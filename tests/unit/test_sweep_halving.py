@@ -1,0 +1,247 @@
+"""Which candidates meet again after the heats and how often, and what a disturbed or a lost timing does to that."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cutegemm.problem import Problem
+from cutegemm.winners import Winners
+from tests.tuning_fakes import PROBLEM, Clock, FakeCompiler, FakeTimer, space
+from tuning.sweep_search import HEAT_BLOCK_SECONDS, Options, Plan, Search
+from tuning.sweep_timer import TORCH, TimerLost
+from tuning.timing import BLOCK_SECONDS
+
+LARGE = Problem.of(8192, 8192, 8192)
+
+
+@pytest.fixture
+def store(tmp_path) -> Winners:
+    return Winners(tmp_path / "winners.sqlite3")
+
+
+def search(candidates, timer, store, compiler=None, problem=PROBLEM, options=None, **more) -> Search:
+    return Search(problem, candidates, timer, compiler or FakeCompiler(), store, options, **more)
+
+
+def final_of(timer: FakeTimer) -> tuple[int, int]:
+    """How many met in whole sustained blocks, and in how many rounds; there is one such meeting."""
+    ((keys, rounds, _),) = (timed for timed in timer.timed if timed[2] == BLOCK_SECONDS)
+    return len(keys), rounds
+
+
+@pytest.mark.parametrize("budget", [12.0, 60.0])
+def test_large_products_are_timed_in_sustained_blocks(store, budget):
+    """Alike whether the kernels were compiled before, or one of them, or none."""
+    finals = []
+    for compiled in (0, 1, 150):
+        clock = Clock()
+        candidates = space(150)
+        new = {c.key for c in candidates[:compiled]}
+        compiler = FakeCompiler(clock=clock, seconds=1.0, workers=15)
+        compiler.stored = lambda c, new=new: c.key not in new
+        timer = FakeTimer({}, clock=clock, costs=(0.03, 0.005))
+        options = Options(budget=budget, patience=10**6)
+        outcome = search(candidates, timer, store, compiler, LARGE, options, clock=clock).run()
+        assert {block for _, _, block in timer.timed} == {HEAT_BLOCK_SECONDS, BLOCK_SECONDS}
+        assert timer.timed[0][2] == HEAT_BLOCK_SECONDS
+        assert outcome.elapsed <= min(budget, 50) + 0.5
+        finals.append(final_of(timer))
+    assert len(set(finals)) == 1
+    assert finals[0] == (7, 2)
+
+
+def test_few_large_candidates_all_get_into_the_final(store):
+    """There is time to tell them apart."""
+    clock = Clock()
+    candidates = space(6)
+    timer = FakeTimer({c.key: (1 + 0.007 * i) * 1e-3 for i, c in enumerate(candidates)}, clock=clock)
+    outcome = search(candidates, timer, store, problem=LARGE, options=Options(budget=20.0), clock=clock).run()
+    assert final_of(timer) == (6, 3)
+    assert {result.kind for result in outcome.results.values()} == {"final"}
+    assert outcome.elapsed < 10
+
+
+def test_a_final_at_the_power_limit_has_who_may_be_the_best_and_no_others(store):
+    candidates = space(40)
+    times = {c.key: (1.03 if i % 4 == 0 else 1.2) * 1e-3 for i, c in enumerate(candidates)}
+    timer = FakeTimer({**times, candidates[9].key: 1e-3})
+    outcome = search(candidates, timer, store, problem=LARGE).run()
+    assert final_of(timer) == (11, 2)
+    assert outcome.winner is not None
+    assert outcome.winner.candidate == candidates[9]
+    clear = FakeTimer({c.key: (1 + 0.06 * i) * 1e-3 for i, c in enumerate(candidates)})
+    search(candidates, clear, store, problem=LARGE).run()
+    assert final_of(clear) == (4, 3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_noise_of_short_blocks_does_not_keep_the_best_of_large_products_from_the_final(store, seed):
+    """By its short block it may be 4 % behind."""
+    chance = random.Random(seed)
+
+    class Noisy(FakeTimer):
+        def time(self, candidates, rounds, block_seconds):
+            spread = 0.02 if block_seconds < BLOCK_SECONDS else 0.002
+            times = super().time(candidates, rounds, block_seconds)
+            return {key: seconds * (1 + chance.uniform(-spread, spread)) for key, seconds in times.items()}
+
+    candidates = space(30)
+    times = {c.key: (1.01 + 0.01 * i) * 1e-3 for i, c in enumerate(candidates)}
+    best_one = candidates[chance.randrange(30)]
+    for budget in (9.0, 20.0):
+        clock = Clock()
+        timer = Noisy({**times, best_one.key: 1e-3}, clock=clock)
+        outcome = search(candidates, timer, store, problem=LARGE, options=Options(budget), clock=clock).run()
+        assert outcome.winner is not None
+        assert outcome.winner.candidate == best_one
+        assert outcome.elapsed <= 10.0
+
+
+def test_a_launch_that_lasts_longer_than_a_block_gets_fewer_rounds(store):
+    slow = Plan.of(LARGE, 20.0, launch=1.0)
+    assert (slow.finalists, slow.rounds(slow.finalists, 20.0)) == (8, 2)
+    assert Plan.of(LARGE, 20.0).finalists > 20
+
+
+def test_a_heat_in_which_torch_was_disturbed_does_not_decide(store):
+    """Here the clock had gone to sleep before the fourth heat, and torch came first."""
+
+    class Disturbed(FakeTimer):
+        def time(self, candidates, rounds, block_seconds):
+            times = super().time(candidates, rounds, block_seconds)
+            return {**times, TORCH: 1.4 * times[TORCH]} if len(self.timed) == 4 else times
+
+    candidates = space(64)
+    fast = candidates[6]
+    outcome = search(candidates, Disturbed({fast.key: 0.9e-3}), store).run()
+    assert outcome.winner is not None
+    assert outcome.winner.candidate == fast
+
+
+def test_a_first_heat_in_which_torch_was_disturbed_does_not_fill_the_semifinal(store):
+    """The clock was asleep when torch was timed first: everything in that heat seems faster than it is."""
+
+    class Disturbed(FakeTimer):
+        def time(self, candidates, rounds, block_seconds):
+            times = super().time(candidates, rounds, block_seconds)
+            return {**times, TORCH: 1.5 * times[TORCH]} if len(self.timed) == 1 else times
+
+    candidates = space(64)
+    fast = candidates[40]
+    timer = Disturbed({c.key: 1e-3 for c in candidates} | {fast.key: 0.9e-3})
+    outcome = search(candidates, timer, store).run()
+    assert fast.key in {key for keys, _, _ in timer.timed[:9] for key in keys}
+    assert outcome.winner is not None
+    assert outcome.winner.candidate == fast
+    assert {row.reference_seconds for row in {row.config: row for row in store.rows()}.values()} == {1e-3}
+
+
+def test_a_clock_that_settles_elsewhere_does_not_disturb(store):
+    """From the fifth heat on everything takes a tenth longer: none of the heats is judged by the others."""
+    candidates = space(64)
+    factors = iter([1.0] * 4 + [1.1] * 100)
+    timer = FakeTimer({c.key: 1e-3 for c in candidates}, drift=lambda: next(factors))
+    outcome = search(candidates, timer, store).run()
+    assert [result.score for result in outcome.results.values()] == pytest.approx([1.0] * 64)
+    assert {row.reference_seconds for row in store.rows()} >= {1e-3, 1.1e-3}
+
+
+def test_a_disturbed_first_heat_does_not_end_the_search(store):
+    """Nothing after it seems to bring anything, until it is judged by the heats after it."""
+
+    class Disturbed(FakeTimer):
+        def time(self, candidates, rounds, block_seconds):
+            times = super().time(candidates, rounds, block_seconds)
+            return {**times, TORCH: 1.5 * times[TORCH]} if len(self.timed) == 1 else times
+
+    candidates = space(200)
+    times = {c.key: (1 - 0.006 * min(i, 70)) * 1e-3 for i, c in enumerate(candidates)}
+    options = Options(budget=1e6, patience=20)
+    results = [
+        search(candidates, timer(times), store, FakeCompiler(workers=8), options=options).run().results
+        for timer in (FakeTimer, Disturbed)
+    ]
+    assert len(results[0]) >= 70
+    assert list(results[0]) == list(results[1])
+
+
+def test_what_was_known_before_gets_into_the_semifinal(store):
+    """However badly it did in its heat, where it was timed once and shortly."""
+    candidates = space(100)
+    seed = candidates[99]
+
+    class Unlucky(FakeTimer):
+        def time(self, candidates, rounds, block_seconds):
+            times = super().time(candidates, rounds, block_seconds)
+            return {**times, seed.key: 2e-3} if len(self.timed) == 1 and seed.key in times else times
+
+    outcome = search(candidates, Unlucky({seed.key: 0.9e-3}), store, seeds=[seed]).run()
+    assert outcome.winner is not None
+    assert outcome.winner.candidate == seed
+
+
+def test_seeds_named_twice_are_timed_once(store):
+    candidates = space(100)
+    slow, also_slow = candidates[98:]
+    timer = FakeTimer({slow.key: 15e-3, also_slow.key: 15e-3})
+    search(candidates, timer, store, seeds=[slow, slow, also_slow]).run()
+    assert all(len(keys) == len(set(keys)) for keys, _, _ in timer.timed)
+    semifinal = max((keys for keys, rounds, _ in timer.timed if rounds == Plan.of(PROBLEM).semifinal_rounds), key=len)
+    assert {slow.key, also_slow.key} <= set(semifinal)
+
+
+def test_a_small_products_halving_is_short(store):
+    clock = Clock()
+    timer = FakeTimer({}, clock=clock, costs=(0.0, 0.005))
+    outcome = search(space(30), timer, store, FakeCompiler(stored=True), clock=clock).run()
+    heats = sum(rounds * (len(keys) + 1) * 0.005 for keys, rounds, _ in timer.timed[:4])
+    assert outcome.elapsed - heats < 1.5
+    assert [(len(keys), rounds) for keys, rounds, _ in timer.timed[4:]] == [(14, 7), (4, 21)]
+
+
+class Hangs(FakeTimer):
+    """One that hangs where it is timed in at least so many rounds is given up after half a minute."""
+
+    def __init__(self, culprit, seconds, clock, least_rounds=1) -> None:
+        super().__init__(seconds, clock=clock)
+        self.culprit, self.sleep, self.least_rounds = culprit, clock.sleep, least_rounds
+
+    def time(self, candidates, rounds, block_seconds):
+        times = super().time(candidates, rounds, block_seconds)
+        if rounds >= self.least_rounds and self.culprit in candidates:
+            self.sleep(30)
+            raise TimerLost("no answer within 30 s")
+        return times
+
+
+@pytest.mark.parametrize(("budget", "named"), [(20.0, False), (300.0, True)])
+def test_one_that_hangs_in_a_heat_is_sought_as_long_as_there_is_time(store, budget, named):
+    clock = Clock()
+    candidates = space(40)
+    culprit = candidates[12]
+    timer = Hangs(culprit, {candidates[5].key: 0.9e-3}, clock)
+    outcome = search(candidates, timer, store, FakeCompiler(stored=True), options=Options(budget), clock=clock).run()
+    assert [r.config for r in store.rows() if r.verdict != "ok"] == ([culprit.text] if named else [])
+    assert outcome.winner is not None
+    assert outcome.winner.candidate == candidates[5]
+    assert outcome.elapsed < (65 if named else 31)
+    assert outcome.ended == ("done" if named else "budget")
+    assert outcome.count("ok") == (39 if named else 16)
+    assert len(timer.timed) == (5 + 9 + 2 if named else 3)
+
+
+@pytest.mark.parametrize(("budget", "named"), [(20.0, False), (300.0, True)])
+def test_one_that_hangs_in_the_final_costs_no_measurement(store, budget, named):
+    clock = Clock()
+    candidates = space(20)
+    culprit = candidates[5]
+    timer = Hangs(culprit, {culprit.key: 0.8e-3, candidates[7].key: 0.9e-3}, clock, least_rounds=21)
+    outcome = search(candidates, timer, store, FakeCompiler(stored=True), options=Options(budget), clock=clock).run()
+    assert len(outcome.results) == 20
+    assert outcome.count("ok") == (19 if named else 20)
+    assert outcome.winner is not None
+    assert outcome.winner.candidate == (candidates[7] if named else culprit)
+    assert outcome.winner.kind == ("final" if named else "quick")
+    assert outcome.elapsed < (65 if named else 32)

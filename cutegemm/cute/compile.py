@@ -116,7 +116,8 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
         cute = _import_dsl(target)
         options = f"--gpu-arch={target} --keep-ptx --keep-cubin --enable-tvm-ffi --dump-dir={folder}"
         try:
-            compiled = cute.compile(operator, *operator.fake_arguments(), options=options)
+            # Launches go through the exported object: an engine for the launcher in this process would never run.
+            compiled = cute.compile(operator, *operator.fake_arguments(), options=options, no_jit_engine=True)
             compiled.export_to_c(object_file_path=f"{folder}/kernel.o", function_name=FUNCTION)
         except Exception as why:
             config = getattr(operator, "config", operator)

@@ -208,8 +208,7 @@ class Correction:
 
     def learn(self, candidate: Candidate, score: float) -> None:
         place = self._place.get(candidate.key)
-        more = place in self._known or len(self._known) < self.MOST
-        if place is not None and score > 0 and math.isfinite(score) and more:
+        if place is not None and score > 0 and math.isfinite(score) and len(self._known) < self.MOST:
             self._known[place] = math.log(score)
 
     def drop(self, key: tuple[str, str]) -> None:

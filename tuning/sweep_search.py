@@ -88,8 +88,8 @@ class Plan:
     def of(cls, problem: Problem, seconds: float = FINAL_SECONDS, launch: float = 0.0) -> Plan:
         """What there is time for.
 
-        At the power limit the final, whose blocks are dear, has as many candidates as can have two rounds each and
-        are nearer to the best than quick scores are certain.
+        At the power limit the final, whose blocks are dear, has the candidates that two rounds each are left for and
+        that may be the best: short blocks there are some 3 % off, each way.
 
         Args:
             seconds: that the halving may take. launch: seconds of one by torch.
@@ -98,7 +98,7 @@ class Plan:
             return cls(14, 7, 4, 21, sure=7, near=0.15, block=0.0, lasts=max(0.006, launch))
         lasts = max(BLOCK_SECONDS, launch)
         most = max(2, int((seconds / lasts - 1) / 2) - 1)
-        return cls(most, 0, most, 3, sure=4, near=0.04, block=BLOCK_SECONDS, lasts=lasts)
+        return cls(most, 0, most, 3, sure=4, near=0.06, block=BLOCK_SECONDS, lasts=lasts)
 
     def seconds(self, candidates: int, rounds: int) -> float:
         """What so many rounds of candidates and torch take, with the warm-up."""

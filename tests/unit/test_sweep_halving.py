@@ -56,7 +56,7 @@ def test_few_large_candidates_all_get_into_the_final(store):
     """There is time to tell them apart."""
     clock = Clock()
     candidates = space(6)
-    timer = FakeTimer({c.key: (1 + 0.007 * i) * 1e-3 for i, c in enumerate(candidates)}, clock=clock)
+    timer = FakeTimer({c.key: (1 + 0.01 * i) * 1e-3 for i, c in enumerate(candidates)}, clock=clock)
     outcome = search(candidates, timer, store, problem=LARGE, options=Options(budget=20.0), clock=clock).run()
     assert final_of(timer) == (6, 3)
     assert {result.kind for result in outcome.results.values()} == {"final"}
@@ -65,13 +65,13 @@ def test_few_large_candidates_all_get_into_the_final(store):
 
 def test_a_final_at_the_power_limit_has_who_may_be_the_best_and_no_others(store):
     candidates = space(40)
-    times = {c.key: (1.03 if i % 4 == 0 else 1.2) * 1e-3 for i, c in enumerate(candidates)}
+    times = {c.key: (1.05 if i % 4 == 0 else 1.07) * 1e-3 for i, c in enumerate(candidates)}
     timer = FakeTimer({**times, candidates[9].key: 1e-3})
     outcome = search(candidates, timer, store, problem=LARGE).run()
     assert final_of(timer) == (11, 2)
     assert outcome.winner is not None
     assert outcome.winner.candidate == candidates[9]
-    clear = FakeTimer({c.key: (1 + 0.06 * i) * 1e-3 for i, c in enumerate(candidates)})
+    clear = FakeTimer({c.key: (1 + 0.065 * i) * 1e-3 for i, c in enumerate(candidates)})
     search(candidates, clear, store, problem=LARGE).run()
     assert final_of(clear) == (4, 3)
 

@@ -189,8 +189,11 @@ class SimtConfig(TileConfig):
 
     @property
     def buffers(self) -> int:
-        """Fragments that a thread of a sliced kernel holds: the next beside the current one where registers allow."""
-        return 2 if self.chunks > 1 and self._registers(2) <= self._registers_at_most() else 1
+        """Fragments that a thread of a sliced kernel holds: the next beside the current one where registers allow.
+
+        They must allow all chunks of a stage: with two buffers the compiler loads as many ahead.
+        """
+        return 2 if self.chunks > 1 and self._registers(self.chunks) <= self._registers_at_most() else 1
 
     def _registers(self, buffers: int) -> int:
         """Registers of a thread of a sliced kernel: accumulators, fragments, addresses."""
@@ -265,6 +268,8 @@ class SimtConfig(TileConfig):
         copies = self._copies(self.bm, signature.align_a) + self._copies(self.bn, signature.align_b)
         if self._registers(self.buffers) + 4 * max(copies - 4, 0) > self._registers_at_most():
             return f"{copies} copies a thread and stage; their addresses spill beside a thread tile of {tm}x{tn}"
+        if tn > 8 and signature.b_major == "k" and copies > 6:
+            return f"{copies} copies a thread and stage; they spill beside {tn} columns of a K-major B, 4 deep each"
         return None
 
     def _copies(self, extent: int, align: int) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from itertools import product
+
 import pytest
 
 from cutegemm import arch, backend
+from cutegemm.cute.config import SimtConfig
 from cutegemm.epilogue import Epilogue
 from cutegemm.problem import Problem
 from tests.sass import opcodes, resources
@@ -113,6 +117,36 @@ def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_
     assert not any(op.startswith("LDS.") and op != "LDS.128" for op in names)
     assert not any(op.startswith(("LDL", "STL")) for op in names), "registers spill"
     assert all(op.endswith(".128") for op in names if op.startswith("LDGSTS"))
+
+
+SLICED = [
+    SimtConfig(*numbers)
+    for numbers in product(
+        (16, 32, 64, 128), (32, 64, 128), (32, 64, 128), (16, 32, 64), (32, 64, 128), (2, 3, 4), (1, 8), (2, 4, 8)
+    )
+]
+
+
+@pytest.mark.parametrize(("chunks", "count"), [(2, 1), (4, 3)])
+def test_sliced_k_spills_nowhere_that_the_rule_accepts(chunks, count, seed):
+    """Above all not where a slice multiplies 16 of each stage: there the compiler loads all of them ahead."""
+    rng = random.Random(seed)
+    while count:
+        config, k = rng.choice(SLICED), rng.choice((1024, 1024, 1022, 1023))
+        majors, epilogue = rng.choice(("tn", "tt", "nn", "nt")), rng.choice((None, FULL))
+        problem = Problem.of(k, k, k, "fp32", majors=majors, epilogue=epilogue)
+        if config.chunks == chunks and CUTE.check(config, problem, arch.get("sm_90a")) is None:
+            names = opcodes(build(problem, str(config), "sm_90a").cubin)
+            assert not any(op.startswith(("LDL", "STL")) for op in names), f"{config} spills for {problem}"
+            count -= 1
+
+
+@pytest.mark.parametrize("majors", ["nn", "tn"])
+@pytest.mark.parametrize("text", ["simt/64x32x64/w32x32/s3/g8/x4", "simt/16x64x64/w16x64/s2/g8/x4"])
+def test_sliced_k_with_four_chunks_holds_one_buffer_where_two_would_spill(text, majors):
+    kernel = build(Problem.of(512, 512, 512, "fp32", majors=majors), text, "sm_90a")
+    assert kernel.config.buffers == 1
+    assert not any(op.startswith(("LDL", "STL")) for op in opcodes(kernel.cubin)), "registers spill"
 
 
 def test_a_kernel_is_compiled_once(store_root, monkeypatch):

@@ -32,6 +32,14 @@ def test_text_round_trip(bm, bn, bk, wm, wn, stages, group):
         assert sliced.threads == slices * config.threads
 
 
+def test_kernels_without_split_k_offer_none():
+    deep = Problem.of(64, 64, 65536, "fp32", precision="tf32")
+    for kind in (AmpereConfig, SimtConfig):
+        assert list(kind.split_space(deep, H200)) == []
+        assert {config.splits for config in kind.space()} == {1}
+    assert {config.splits for config in CUTE.configs(deep, H200)} >= {1, 2, 4, 32}
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -41,6 +49,7 @@ def test_text_round_trip(bm, bn, bk, wm, wn, stages, group):
         ("simt/64x64x64/w16x32/s3/g8/x16", "at most 512"),
         ("simt/64x32x64/w32x32/s3/g8/x8", "spill"),
         ("simt/64x64x64/w32x32/s2/g8/x2", "over 16"),
+        ("simt/32x128x32/w16x128/s2/g8/x2", "16 columns of a K-major B"),
         ("simt/64x64x64/w32x64/s8/g8/x4", "shared memory"),
     ],
 )
@@ -62,9 +71,9 @@ def test_warp_tiles_that_no_warp_can_hold_or_store_say_why():
 
 
 def test_slices_of_narrow_operands_count_their_copies():
-    config = CUTE.parse("simt/64x32x64/w32x32/s3/g8/x4")
+    config = CUTE.parse("simt/32x32x64/w32x32/s3/g8/x4")
     assert CUTE.check(config, Problem.of(64, 64, 64, "fp32"), H200) is None
-    assert "24 copies" in CUTE.check(config, Problem.of(65, 65, 65, "fp32"), H200)
+    assert "32 copies" in CUTE.check(config, Problem.of(65, 65, 65, "fp32"), H200)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

@@ -17,7 +17,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Vector
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types
@@ -198,15 +198,17 @@ class TmaEpilogue:
 
         `added`: C for them, or None.
         """
-        values = cute.make_rmem_tensor(4 * count, Float32)
-        for q in range(4 * count):
-            values[q] = accumulators[(q & 1, (q >> 1) & 1, part * (self.columns // 8) + first + (q >> 2)), i, 0]
-        z = values.load() * operands.alpha
+        size = 4 * count
+        own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * (part * (self.columns // 8) + first))
+        own = cute.make_tensor(own, cute.make_layout(size))
+        # One by one: loaded as a vector, they would be vectors in the main loop too.
+        values = Vector.from_elements([own[q] for q in range(size)], Float32)
+        z = cute.TensorSSA(values, size, Float32) * operands.alpha
         if added is not None:
             z = z + added.load().to(Float32) * operands.beta
         if self.bias is not None:
-            z = z + self.bias.fragment(i, part * (self.columns // 8) + first, count).load()
-        result = cute.make_rmem_tensor(4 * count, self.out_type)
+            z = z + self.bias.fragment(i, part * (self.columns // 8) + first, count)
+        result = cute.make_rmem_tensor(size, self.out_type)
         result.store(activate(z, self.epilogue.activation).to(self.out_type))
         return result
 

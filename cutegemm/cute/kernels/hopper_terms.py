@@ -67,14 +67,13 @@ class AcrossBias:
         cute.make_tensor(self.memory + own, cute.make_layout(1))[0] = value
 
     def fragment(self, block: int, first: int, count: int):
-        """For `count` blocks of 8 columns from block `first` of the tile: (c, r, j), c fastest."""
-        values = cute.make_rmem_tensor(4 * count, Float32)
+        """A vector for `count` blocks of 8 columns from block `first` of the tile: (c, r, j), c fastest."""
+        pairs = cute.make_rmem_tensor((2, count), Float32)
         for j in range(count):
             place = aligned(self.memory + (8 * (first + j) + self.quad_column), 8)
-            pair = cute.make_tensor(values.iterator + 4 * j, cute.make_layout(2))
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pair)
-            values[4 * j + 2], values[4 * j + 3] = values[4 * j], values[4 * j + 1]
-        return values
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pairs[None, j])
+        both_rows = cute.make_layout((2, 2, count), stride=(1, 0, 2))
+        return cute.make_tensor(pairs.iterator, both_rows).load().reshape(4 * count)
 
 
 class DownBias:
@@ -95,11 +94,11 @@ class DownBias:
             self.values[i] = cute.make_tensor(bias + Int64(place), cute.make_layout(1))[0].to(Float32)
 
     def fragment(self, block: int, first: int, count: int):
-        """For `count` blocks of 8 columns of the block of rows: (c, r, j), c fastest."""
+        """A vector for `count` blocks of 8 columns of the block of rows: (c, r, j), c fastest."""
         values = cute.make_rmem_tensor(4 * count, Float32)
         for q in range(4 * count):
             values[q] = self.values[2 * block + ((q >> 1) & 1)]
-        return values
+        return values.load()
 
 
 class _C:

@@ -3,12 +3,12 @@
 The kernels without TMA begin alike. Both loaders (`tile_load`) are bound to the CTA's rows and columns, and all stages
 but one are filled; what the last one gets, the main loop asks for, while it multiplies the first:
 
-    stage     0      | 1      | ... | stages - 2          | stages - 1
-    k tile    tile 0 | tile 1 | ... | tile number stages-2 | left to the main loop
+    stage     0 | 1 | ... | stages - 2 | stages - 1
+    k tile    0 | 1 | ... | stages - 2 | left to the main loop
 
 What cp.async brings is a commit group for each tile. What takes the way through registers
-(`tile_load.TransposingLoader`) is stored at once, and of the tile for the last stage it is in registers when the main
-loop begins. Tiles beyond K are copied as well: such copies write zeros and read nothing.
+(`tile_load.TransposingLoader`) is stored at once; of the last stage's tile it is in registers when the main loop
+begins. Tiles beyond K are copied as well: such copies write zeros and read nothing.
 """
 
 from __future__ import annotations

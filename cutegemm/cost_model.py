@@ -7,9 +7,12 @@ each bound the time:
               of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
     tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile)
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
-    chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth
+    chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth; more for what is written
+              to parts of sectors (32 bytes) and lines
     outside   rows of a tile beyond the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
               bytes a clock, over all SMs of an H200 where it was measured)
+    lines     rows of A or B that do not begin on a line of 128 bytes: each 128-byte row of a load touches two lines
+              (up to 1.6 times as long where loads bound the time: 7712x15616x168 beside x192 on an H200, 128x128 tiles)
     split-K   each part written, then read: by the last to finish, or a share by each; stream-K fills the last round.
               CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last sums
     power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean
@@ -43,6 +46,10 @@ if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
 CONSTANTS = Path(__file__).parent / "data" / "cost_model.json"
+LINE, SECTOR = 128, 32
+"""Bytes of the L2's."""
+STRADDLING = [1 - math.gcd(rest, LINE) / LINE for rest in range(LINE)]
+"""Of rows so many bytes apart, by the remainder of LINE, the share that begins within a line."""
 WATTS_PER_SM = 4.4
 """What a 700 W H200 leaves each of its 132 SMs beside its idle draw."""
 
@@ -52,11 +59,15 @@ class Rates:
     """The fitted constants of a kernel family. Times in microseconds, rates per SM and clock, energies in pJ.
 
     launch, pdl, cluster: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
-    what a cluster adds, what finding one's way on a Hilbert curve adds (curve). quad: share of time that clusters of
-    four and more add. exchange, peers: of parts of K within a cluster, in microseconds, and its bytes a clock.
+    what a cluster adds, what each warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds
+    (curve). quad: share of time that clusters of four and more add. exchange, peers: of parts of K within a cluster, in
+    microseconds, and its bytes a clock.
     math: share of the data sheet's peak that back-to-back multiplications reach.
     smem, port, l2: bytes a clock of shared memory, of one SM's load port, of an SM's share of the L2 when all load.
-    outside: the same of rows beyond the matrix, which TMA fills with zeros (no limit where it is 0).
+    outside: the same of rows beyond the matrix, which TMA fills with zeros (no limit where it is 0). tail: share of
+    that cost for rows whose end is beyond it in the last k step. lines: how much longer loads take of rows that all
+    straddle lines. writes, sectors, seams: what writing D costs more than reading as much, of its bytes: always, where
+    its rows begin within sectors, and where tiles end within lines.
     latency: of one load, until its data may be multiplied, beside `burst` times its bytes through the port. held:
     stages that the multiplications hold meanwhile.
     step: clocks that a k step costs beside what it moves.
@@ -75,6 +86,7 @@ class Rates:
     launch: float = 2.6
     pdl: float = 0.5
     cluster: float = 0.3
+    crew: float = 0.0
     quad: float = 0.1
     exchange: float = 0.4
     peers: float = 30.0
@@ -84,6 +96,11 @@ class Rates:
     port: float = 64.0
     l2: float = 48.0
     outside: float = 0.0
+    tail: float = 0.0
+    lines: float = 0.0
+    writes: float = 0.0
+    sectors: float = 0.0
+    seams: float = 0.0
     latency: float = 0.9
     held: float = 1.0
     burst: float = 1.0
@@ -107,8 +124,8 @@ class Rates:
 
 
 FIRST_PRINCIPLES: dict[str, Rates] = {
-    "sm90": Rates(outside=11.0),
-    "sm90/tf32": Rates(outside=11.0, flop_pj=1.2),
+    "sm90": Rates(crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3),
+    "sm90/tf32": Rates(crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3, flop_pj=1.2),
     "sm80": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2),
     "sm80/tf32": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=2.2),
     "simt": Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=6.0),
@@ -173,11 +190,12 @@ class Model:
     """
 
     __slots__ = (
-        "_again", "_balanced", "_bandwidth", "_bk", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold",
-        "_group_rows", "_idle", "_itemsize", "_l2", "_least", "_load_chip", "_meeting", "_multiply", "_out_size",
-        "_outside", "_overlap", "_parts", "_places", "_rereads", "_rest", "_serial", "_slower", "_spare",
-        "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_uneven", "_unit_m", "_unit_n", "_waits",
-        "_wave", "outline",
+        "_a_by_k", "_again", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_energy_byte",
+        "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
+        "_lines", "_lines_a", "_lines_b", "_load_chip", "_meeting", "_out_size", "_outside", "_overlap", "_parts",
+        "_places", "_port", "_rereads", "_rest", "_sectors", "_serial", "_slower", "_split_fixed", "_split_part",
+        "_splits", "_stages", "_step_fixed", "_tail", "_uneven", "_unit_m", "_unit_n", "_waits", "_waits_port",
+        "_wave", "_writes", "outline",
     )  # fmt: skip
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
@@ -197,28 +215,35 @@ class Model:
         multiply = flops / (arch.peak(unit(signature)) * 1e12 / arch.sm_count * r.math)
         smem = (f.smem_step + stage * f.copies) / (r.smem * clock)
         port = stage / (r.port * clock)
-        slowest = max(multiply, smem, port)
-        self._multiply = slowest + r.overlap * (multiply + smem + port - slowest)
+        self._port, self._busiest, self._busy = port, max(multiply, smem), multiply + smem
         self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
         self._outside = f.parts * f.bk * size / (r.outside * clock * arch.sm_count) if r.outside else 0.0
+        self._a_by_k, self._b_by_k = signature.a_major == "k", signature.b_major == "k"
+        rows_a, rows_b = self._unit_m, self._unit_n
+        self._lines = bool(r.lines)
+        self._lines_a, self._lines_b = r.lines * rows_a / (rows_a + rows_b), r.lines * rows_b / (rows_a + rows_b)
+        self._tail = r.tail * self._outside * (rows_a * self._a_by_k + rows_b * self._b_by_k) / f.parts
+        self._sectors, self._writes = r.sectors, r.writes + (r.seams if f.bn * out % LINE else 0.0)
         self._step_fixed = r.step / clock
         self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
-        self._waits = (r.latency * 1e-6 + r.burst * port) / max(f.stages - r.held, 0.5)
+        ahead = max(f.stages - r.held, 0.5)
+        self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
         self._fold, warps = f.ctas, f.threads / 32
         self._wave = [i + r.warps / warps if i else 0.0 for i in range(f.ctas + 1)]
 
-        least = self._multiply + self._step_fixed
-        self._least = max(least * self._wave[1], self._waits) if f.ctas == 1 else least
-        # The first loads are all under way before a stage is needed again.
-        self._stages, self._spare = f.stages, max(self._waits - least * self._wave[-1], 0.0)
+        slowest = max(self._busiest, port)
+        least = slowest + r.overlap * (self._busy + port - slowest) + self._step_fixed
+        self._stages = f.stages
+        # What `bounds` counts of a step, of loading for all SMs, and of waiting; CTAs that share an SM hide more.
+        alone = self._wave[1]
+        outline = (least * alone, self._load_chip * alone, self._waits) if f.ctas == 1 else (least, 0.0, 0.0)
 
         moved = f.bm * f.bn * (out + (ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0))
         epilogue = (r.tile + moved / r.store) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
-        self._fixed = (
-            (r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1) + r.curve * f.curve) * 1e-6 + epilogue - self._epilogue
-        )
+        launch = r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1) + r.crew * max(f.threads // 128 - 2, 0)
+        self._fixed = (launch + r.curve * f.curve) * 1e-6 + epilogue - self._epilogue
         self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
         # Each sends what it does not own, then adds as much.
         self._meeting = 0.0
@@ -240,7 +265,7 @@ class Model:
         self._rest = r.rest * 1e-6
         self.outline = (
             self._unit_m, self._unit_n, self._bk, self._parts, self._splits, self._places, self._balanced, self._fixed,
-            self._least, self._epilogue, self._spare, self._stages, self._energy_step, self._rest,
+            self._epilogue, self._stages, self._energy_step, self._rest, *outline,
         )  # fmt: skip
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
@@ -264,12 +289,22 @@ class Model:
         works = tiles * splits
         rounds = -(-works // places)
         load = self._load_chip
+        size, tail, port, waits = self._itemsize, 0.0, self._port, self._waits
         if tiles:
             load += self._outside * (self._unit_m - m / rows + self._unit_n - n / columns)
-        busy, load = self._multiply, load * (works if works < places else places)
+            if self._lines:
+                a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
+                more = self._lines_a * STRADDLING[a_row * size % LINE] + self._lines_b * STRADDLING[b_row * size % LINE]
+                load += load * more
+                port += port * more
+                waits += self._waits_port * more
+                if k % self._bk:
+                    tail = self._tail * (works if works < places else places)
+        busy = self._busiest if self._busiest > port else port
+        busy += overlap * (self._busy + port - busy)
+        load *= works if works < places else places
         step = self._step_fixed + (busy + overlap * load if busy > load else load + overlap * busy)
         full, rest = divmod(rounds, self._fold)
-        waits = self._waits
         busy_rounds = 0.0
         if full:
             wave = step * self._wave[-1]
@@ -277,9 +312,12 @@ class Model:
         if rest:
             wave = step * self._wave[rest]
             busy_rounds += depth * (wave if wave > waits else waits) + rest * self._epilogue
-        if self._spare > 0:
-            busy_rounds -= self._spare * min(depth, self._stages)
-        busy_rounds *= self._slower
+        wave = step * self._wave[-1]
+        if waits > wave:  # the first loads are all under way before a stage is needed again
+            busy_rounds -= (waits - wave) * (depth if depth < self._stages else self._stages)
+        busy_rounds += rounds * tail
+        if rounds > 1:
+            busy_rounds *= self._slower
         if self._balanced and works > places and works % places:
             busy_rounds *= works / (places * rounds) * self._uneven
             busy_rounds += self._split_fixed + self._split_part
@@ -288,13 +326,16 @@ class Model:
             sums += self._split_fixed + (splits if self._serial else 1) * self._split_part
         busy_rounds += (rounds - 1) * sums if rounds else 0.0
         a, b = m * k * batch * self._itemsize, n * k * batch * self._itemsize
-        moved: float = a + b + m * n * batch * self._out_size
+        d = m * n * batch * self._out_size
+        moved: float = a + b + d
         if b > self._l2 and m > self._group_rows:
             moved += b * (m / self._group_rows - 1) * self._rereads
         held = (b if m > self._unit_m else 0) + (a if n > self._unit_n else 0)
         if splits > 1:
             held += 8 * splits * m * n * batch  # the parts, fp32, written and read
-        memory = moved + self._again * held
+        memory = moved + self._again * held + d * self._writes
+        if n * self._out_size % SECTOR:
+            memory += d * self._sectors
         if works:
             memory *= 1 + self._idle * (places / works - 1 / rounds)
         memory /= self._bandwidth
@@ -311,14 +352,22 @@ def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: i
     found = []
     m, n, k = m - 1, n - 1, k - 1  # so that a division that rounds up is m // unit + 1
     for (
-        unit_m, unit_n, bk, parts, splits, places, balanced, fixed, least, epilogue, spare, stages, energy, rest,
+        unit_m, unit_n, bk, parts, splits, places, balanced, fixed, epilogue, stages, energy, rest, step, load, waits,
     ) in outlines:  # fmt: skip
         tiles = (m // unit_m + 1) * (n // unit_n + 1) * batch
         depth = steps = k // bk + 1 or 1
         if parts != 1:
             depth = -(-steps // parts)
-        rounds = tiles / places if balanced else (tiles * splits - 1) // places + 1
-        time = fixed + rounds * (depth * least + epilogue) - spare * (depth if depth < stages else stages)
+        works = tiles * splits
+        load *= works if works < places else places
+        if load > step:
+            step = load
+        rounds = tiles / places if balanced else (works - 1) // places + 1
+        if waits > step:
+            time = rounds * (depth * waits + epilogue) - (waits - step) * (depth if depth < stages else stages)
+        else:
+            time = rounds * (depth * step + epilogue)
+        time += fixed
         heat = tiles * steps * energy - rest
         if heat > 0.5 * time:
             time = math.sqrt(math.sqrt(time**4 + heat**4))

@@ -34,6 +34,10 @@ WON = 0.03
 """How much cheaper than the model's best a winner counts at its own shape: it did beat it."""
 LEAST_STEPS = 2
 """k steps of a split at least."""
+LEAST_TILE, LARGE_TILE, ENOUGH = 64, 128 * 192, 66
+"""Candidates not looked at: tiles (of a cluster) with a side beyond the matrix's, rounded up to a power of two and
+`LEAST_TILE`; tiles of fewer than `LARGE_TILE` elements where a matrix of at least 128 x 128 makes over `ENOUGH`. Over
+600 random shapes the model's best among the rest was 0.06 % slower, from less than half of the candidates."""
 
 
 def estimate(problem: Problem, config: Any, backend: str, arch: Arch) -> float:
@@ -155,7 +159,7 @@ class Candidates:
             self._entries.append((Model(shape, signature, arch), config))
             if splits:
                 self._splits.append(_Splits(shape, config, splits, signature, arch))
-        self._outlines = [cost.outline for cost, _ in self._entries]
+        self._fitting: dict[tuple[int, int], _Fitting] = {}
         self._neighbours = [
             (*sizes, Model(footprint.of(config, backend.name, signature, arch), signature, arch), config, preferred)
             for sizes, config, preferred in self._corrections(
@@ -180,8 +184,9 @@ class Candidates:
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
         seconds, chosen = math.inf, None
-        entries, outlines = self._entries, self._outlines
-        split = [pair for ladder in self._splits for pair in ladder.worth_trying(m, n, k, batch)]
+        bucket = (m - 1).bit_length(), (n - 1).bit_length()
+        entries, outlines, ladders = self._fitting.get(bucket) or self._fit(*bucket)
+        split = [pair for ladder in ladders for pair in ladder.worth_trying(m, n, k, batch)]
         if split:
             entries, outlines = entries + split, outlines + [cost.outline for cost, _ in split]
         # The most promising first: its time is under the bound of most others.
@@ -194,6 +199,21 @@ class Candidates:
             if taken < seconds:
                 seconds, chosen = taken, config
         return seconds, chosen
+
+    def _fit(self, bits_m: int, bits_n: int) -> _Fitting:
+        """The candidates worth a look for matrices of up to 2^bits_m x 2^bits_n; see `LEAST_TILE`."""
+        most_m, most_n = max(LEAST_TILE, 1 << bits_m), max(LEAST_TILE, 1 << bits_n)
+        small = min(bits_m, bits_n) < 7
+
+        def worth(unit_m: int, unit_n: int) -> bool:
+            area = unit_m * unit_n
+            large = area >= LARGE_TILE or small or (1 << bits_m + bits_n) // 4 <= ENOUGH * area
+            return unit_m <= most_m and unit_n <= most_n and large
+
+        entries = [entry for entry in self._entries if worth(*entry[0].outline[:2])] or self._entries
+        ladders = [ladder for ladder in self._splits if worth(*ladder.unit)] or self._splits
+        found = self._fitting[bits_m, bits_n] = (entries, [cost.outline for cost, _ in entries], ladders)
+        return found
 
     def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:
         sizes = problem.m, problem.n, problem.k, problem.batch
@@ -241,13 +261,14 @@ class _Splits:
     ) -> None:
         self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
         self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
-        self._unit_m, self._unit_n = shape.bm * shape.cluster[0], shape.bn * shape.cluster[1]
+        self.unit = shape.bm * shape.cluster[0], shape.bn * shape.cluster[1]
         self._places = clusters(arch, shape.cluster[0] * shape.cluster[1] * shape.parts)
         self._made: dict[int, list[tuple[Model, Any]]] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
         """As many splits as fit the GPU at once, and half as many."""
-        tiles = -(-m // self._unit_m) * -(-n // self._unit_n) * batch
+        unit_m, unit_n = self.unit
+        tiles = -(-m // unit_m) * -(-n // unit_n) * batch
         if not 0 < 2 * tiles <= self._places:
             return []
         most = min(self._places // tiles, k // self._least_k)
@@ -263,6 +284,10 @@ class _Splits:
         if config.problem(self._signature, self._arch) is not None:
             return None
         return Model(replace(self._shape, splits=number), self._signature, self._arch), config
+
+
+_Fitting = tuple[list[tuple[Model, Any]], list[tuple[Any, ...]], list[_Splits]]
+"""Candidates, their outlines, those that may have K split."""
 
 
 @functools.lru_cache(maxsize=256)

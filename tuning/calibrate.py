@@ -1,7 +1,7 @@
 """Fits the cost model to measured times: `python -m tuning.calibrate TABLE... --write`.
 
-    TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`;
-              without one, the user's winners store
+    TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`, a
+              winners store (.sqlite3); without one, the user's winners store
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
 A text table has one block a shape; `ratio` is not read:
@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -43,6 +43,10 @@ from cutegemm.arch import Arch
 from cutegemm.cost_model import CONSTANTS, FIRST_PRINCIPLES, Model, Rates
 from cutegemm.footprint import Footprint
 from cutegemm.problem import Problem
+from cutegemm.roofline import roofline
+
+if TYPE_CHECKING:
+    from cutegemm.winners import Measurement
 
 DISTURBED = 0.08
 """Share by which torch may differ from its median over a sweep."""
@@ -52,7 +56,7 @@ MOST = 40
 """Configurations of a shape that the search looks at."""
 REACH = 6.0
 """A constant may leave its first value by this factor at most."""
-PULL, OFFSET, LOSS = 0.001, 0.5, 0.3
+PULL, OFFSET, LOSS = 0.0003, 0.5, 1.0
 SHARP = 0.03
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
 
@@ -75,7 +79,11 @@ class Sample:
 
 
 def read(path: Path) -> list[Sample]:
-    """The samples of a text table or JSON file. Raises ValueError naming the file and what is wrong."""
+    """The samples of a text table, JSON file or winners file. Raises ValueError naming the file and what is wrong."""
+    if path.suffix == ".sqlite3":
+        from cutegemm.winners import Winners
+
+        return from_measurements(Winners(path).rows())
     text = path.read_text()
     if not text.lstrip().startswith("{"):
         return read_table(text, str(path))
@@ -131,18 +139,32 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
     return samples
 
 
-def from_measurements(rows: Iterable[object]) -> list[Sample]:
-    """The samples of winners' rows: right ones, of problems that contiguous aligned tensors have."""
-    samples = []
+def from_measurements(rows: Iterable[Measurement]) -> list[Sample]:
+    """The samples of winners' rows: right ones, of problems that contiguous aligned tensors have.
+
+    Each beside torch's time where that was measured too, see the module docstring; a quick row of a long product is of
+    a burst.
+    """
+    by_problem: dict[str, list[Measurement]] = {}
     for row in rows:
-        verdict, seconds = getattr(row, "verdict", None), getattr(row, "seconds", None)
-        if verdict != "ok" or not seconds:
-            continue
+        if row.verdict == "ok" and row.seconds:
+            by_problem.setdefault(row.problem, []).append(row)
+    samples = []
+    for text, found in by_problem.items():
         try:
-            problem = parse_problem(row.problem)  # type: ignore[attr-defined]
+            problem = parse_problem(text)
         except ValueError:
             continue
-        samples.append(Sample(problem, row.backend, row.config, seconds))  # type: ignore[attr-defined]
+        for quick in (False, True):
+            alike = [row for row in found if (row.kind == "quick") is quick]
+            known = [row.reference_seconds for row in alike if row.reference_seconds]
+            usual = statistics.median(known) if known else 0.0
+            for row in alike:
+                assert row.seconds is not None
+                slower = row.reference_seconds / usual if row.reference_seconds else 1.0
+                if abs(slower - 1) < DISTURBED:
+                    burst = quick and roofline(problem, arch_table.get(row.gpu)).bound_s > BURST
+                    samples.append(Sample(problem, row.backend, row.config, row.seconds / slower, burst))
     return samples
 
 

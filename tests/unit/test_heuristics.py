@@ -16,7 +16,7 @@ from cutegemm.errors import UnsupportedError
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement
 from cutegemm.winners_fingerprint import fingerprint
-from tuning import suites
+from tuning import suites, untuned
 
 H200 = arch.get("H200")
 ARCHS = [arch.get(name) for name in ("H200", "A100", "RTX 4090")]
@@ -222,14 +222,27 @@ def test_no_more_clusters_count_than_the_gpu_holds():
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000))
-def test_pruning_loses_no_candidate(m, n, k):
-    """The choice is the cheapest of all candidates, splits worth trying included."""
+def test_bounds_lose_no_candidate(m, n, k):
+    """The choice is the cheapest of those whose tiles suit the matrix, splits worth trying included."""
     problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16")
     candidates = heuristics._candidates("cute", problem.signature, H200)
     sizes = problem.m, problem.n, problem.k, 1
-    split = [pair for ladder in candidates._splits for pair in ladder.worth_trying(*sizes)]
-    cheapest = min(cost.seconds(*sizes) for cost, _ in [*candidates._entries, *split])
+    entries, _, ladders = candidates._fit((8 * m - 1).bit_length(), (8 * n - 1).bit_length())
+    split = [pair for ladder in ladders for pair in ladder.worth_trying(*sizes)]
+    cheapest = min(cost.seconds(*sizes) for cost, _ in [*entries, *split])
     assert candidates.cheapest(problem)[0] == cheapest
+
+
+def test_tiles_that_do_not_suit_the_matrix_are_no_loss():
+    lost = []
+    for problem in untuned.draw(200, 1, "bf16", "tn", H200):
+        candidates = heuristics._candidates("cute", problem.signature, H200)
+        sizes = problem.m, problem.n, problem.k, 1
+        split = [pair for ladder in candidates._splits for pair in ladder.worth_trying(*sizes)]
+        cheapest = min(cost.seconds(*sizes) for cost, _ in [*candidates._entries, *split])
+        lost.append(candidates.cheapest(problem)[0] / cheapest)
+    assert max(lost) < 1.15
+    assert sum(lost) / len(lost) < 1.003
 
 
 def test_splits_that_fill_the_gpu_are_tried():

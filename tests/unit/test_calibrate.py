@@ -10,7 +10,7 @@ import pytest
 from cutegemm import arch, backend, cost_model, footprint
 from cutegemm.cost_model import FIRST_PRINCIPLES, Model
 from cutegemm.problem import Problem
-from cutegemm.winners import Measurement
+from cutegemm.winners import Measurement, Winners
 from cutegemm.winners_table import dump
 from tuning import calibrate
 
@@ -77,6 +77,74 @@ def test_winners_tables_and_other_files(tmp_path):
     file.write_text("{}")
     with pytest.raises(ValueError, match="neither a table of winners nor"):
         calibrate.read(file)
+
+
+def measured(problem, config, seconds, reference=None, kind="final", verdict="ok"):
+    return Measurement("H200", 132, str(problem), "cute", config, "f", seconds, verdict, "2026-01-01T00:00:00+00:00",
+                       kind, reference)  # fmt: skip
+
+
+def test_a_winners_store_counts_in_units_of_torch(tmp_path):
+    problem, other = Problem.of(1024, 1024, 1024, "fp16"), Problem.of(512, 512, 512, "fp16")
+    store = Winners(tmp_path / "store.sqlite3")
+    store.record(
+        measured(problem, CONFIGS[0], 8e-6, 10e-6),
+        measured(problem, CONFIGS[1], 9e-6, 10.5e-6),  # all of it was slower by 5 %
+        measured(other, CONFIGS[0], 3e-6, 30e-6),  # torch's time for another problem says nothing here
+        measured(problem, CONFIGS[2], 9e-6, 12e-6),  # disturbed
+        measured(problem, CONFIGS[3], 5e-6),  # measured without torch: as it is
+        measured(problem, CONFIGS[4], 1e-6, 10e-6, verdict="wrong: not the numbers"),
+        measured(problem, CONFIGS[4], 7e-6, 10e-6),
+        Measurement("H200", 132, "1x2x3 of another version", "cute", CONFIGS[0], "f", 1e-6, "ok"),
+    )
+    samples = calibrate.read(store.path)
+    here = {s.config: s.seconds for s in samples if s.problem == problem}
+    usual = 10.25e-6  # torch's median
+    assert here == pytest.approx(
+        {
+            CONFIGS[0]: 8e-6 * usual / 10e-6,
+            CONFIGS[1]: 9e-6 * usual / 10.5e-6,
+            CONFIGS[3]: 5e-6,
+            CONFIGS[4]: 7e-6 * usual / 10e-6,
+        }
+    )
+    assert [(s.config, s.seconds) for s in samples if s.problem != problem] == [(CONFIGS[0], 3e-6)]
+    assert not any(s.burst for s in samples)
+
+
+def test_quick_rows_of_long_products_are_bursts():
+    """Judged beside quick rows alone: torch too is faster in a burst than when the card is at its power limit."""
+    short, long = Problem.of(512, 512, 512, "fp16"), Problem.of(8192, 8192, 8192, "fp16")
+    rows = [
+        measured(problem, config, seconds, reference, kind)
+        for problem in (short, long)
+        for config, seconds, reference, kind in (
+            (CONFIGS[0], 2e-3, 2e-3, "final"), (CONFIGS[1], 2.1e-3, 2e-3, "final"),
+            (CONFIGS[0], 1.5e-3, 1.6e-3, "quick"), (CONFIGS[1], 1.6e-3, 1.6e-3, "quick"),
+            (CONFIGS[2], 1.6e-3, 2e-3, "quick"),  # disturbed
+        )
+    ]  # fmt: skip
+    samples = calibrate.from_measurements(rows)
+    assert [(s.problem, s.config, s.burst) for s in samples] == [
+        (short, CONFIGS[0], False), (short, CONFIGS[1], False), (short, CONFIGS[0], False), (short, CONFIGS[1], False),
+        (long, CONFIGS[0], False), (long, CONFIGS[1], False), (long, CONFIGS[0], True), (long, CONFIGS[1], True),
+    ]  # fmt: skip
+    assert [s.seconds for s in samples] == [2e-3, 2.1e-3, 1.5e-3, 1.6e-3] * 2
+    fit = calibrate.by_family(samples, H200)["sm80"]
+    assert {key: len(rows) for key, rows in fit.shapes.items()} == {
+        (short, False): 4, (long, False): 2, (long, True): 2,
+    }  # fmt: skip
+
+
+def test_a_thinned_fit_keeps_the_fastest_and_some_of_all():
+    problem = Problem.of(64, 64, 64, "fp16")
+    fit = calibrate.by_family([calibrate.Sample(problem, "cute", CONFIGS[i % 5], (200 - i) * 1e-6) for i in range(200)],
+                              H200)["sm80"]  # fmt: skip
+    (kept,) = ([seconds for _, seconds in rows] for rows in fit.thinned().shapes.values())
+    assert len(kept) == calibrate.MOST
+    assert kept == sorted(set(kept))
+    assert kept[: calibrate.MOST // 2] == pytest.approx([i * 1e-6 for i in range(1, calibrate.MOST // 2 + 1)])
+    assert kept[-1] > 185e-6
 
 
 def swept(shape, rows, bound):

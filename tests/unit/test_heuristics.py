@@ -245,6 +245,28 @@ def test_tiles_that_do_not_suit_the_matrix_are_no_loss():
     assert sum(lost) / len(lost) < 1.003
 
 
+def test_which_candidates_are_looked_at():
+    """By both sides rounded up to powers of two, so that one list serves all sizes of a bucket."""
+    candidates = heuristics._candidates("cute", Problem.of(64, 64, 64, "bf16").signature, H200)
+
+    def units(m, n):
+        candidates._fitting.clear()
+        candidates._modelled(m, n, 4096, 1)
+        ((entries, outlines, ladders),) = candidates._fitting.values()
+        assert outlines == [cost.outline for cost, _ in entries]
+        assert ladders
+        return [cost.outline[:2] for cost, _ in entries]
+
+    for size in (0, 1, 2, 8, 63, 64):
+        assert max(rows for rows, _ in units(size, 4096)) == 64
+        assert max(columns for _, columns in units(4096, size)) == 64
+    for power in (128, 256):
+        assert units(power // 2 + 1, 8192) == units(power, 8192) != units(power + 1, 8192)
+        assert max(rows for rows, _ in units(power, 8192)) == power < max(rows for rows, _ in units(power + 1, 8192))
+    for shape, small in (((2048, 2048), True), ((8192, 8192), False), ((16, 65536), True)):
+        assert (min(rows * columns for rows, columns in units(*shape)) < heuristics.LARGE_TILE) == small
+
+
 def test_splits_that_fill_the_gpu_are_tried():
     problem = Problem.of(256, 256, 65536, "bf16")
     ladders = heuristics._candidates("cute", problem.signature, H200)._splits

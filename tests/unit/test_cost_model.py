@@ -1,0 +1,224 @@
+"""What each term of the cost model counts: bytes that straddle lines, what writes cost, ragged ends, launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cutegemm import arch, backend, footprint
+from cutegemm.cost_model import FIRST_PRINCIPLES, LINE, STRADDLING, Model, Rates
+from cutegemm.problem import Problem
+
+H200 = arch.get("H200")
+NOTHING = dataclasses.replace(
+    FIRST_PRINCIPLES["sm90"], crew=0.0, tail=0.0, lines=0.0, writes=0.0, sectors=0.0, seams=0.0, outside=0.0
+)
+PLAIN = "sm90/128x128x64/coop2/c1x1/s6/row"
+FOLDED = "sm90/64x64x64/coop1/c1x1/s4/row/once"
+TEXTS = (
+    PLAIN, FOLDED, "sm90/128x128x64/coop2/c2x2/s6/serp8/swap/pdl", "sm90/64x96x64/pp/c1x4/s8/serp8/pdl",
+    "sm90/128x128x64/coop2/c1x1/s5/row/k32", "sm90/64x16x128/coop1/c1x1x4/s11/row/pdl",
+    "sm90/128x256x64/coop2/c2x1/s4/serp8/streamk",
+)  # fmt: skip
+
+
+def model(text: str = PLAIN, majors: str = "tn", out_dtype: str | None = None, **constants: float) -> Model:
+    """A model in which only the constants named differ from `NOTHING`."""
+    signature = Problem.of(64, 64, 64, "bf16", majors=majors, out_dtype=out_dtype).signature
+    shape = footprint.of(backend.get("cute").parse(text), "cute", signature, H200)
+    return Model(shape, signature, H200, dataclasses.replace(NOTHING, **constants))
+
+
+def costs(sizes: tuple[int, int, int], text: str = PLAIN, majors: str = "tn", **constants: float) -> bool:
+    """Whether the constants named make a launch slower."""
+    with_them, without = model(text, majors, **constants).seconds(*sizes), model(text, majors).seconds(*sizes)
+    assert with_them >= without
+    return with_them > without * (1 + 1e-9)
+
+
+def memory(cost: Model, *sizes: int) -> float:
+    return cost.terms(*sizes, 1)[4]
+
+
+# -- loads
+
+
+def test_the_share_of_rows_that_begin_within_a_line():
+    for pitch in range(2 * LINE):
+        within = sum(row * pitch % LINE != 0 for row in range(LINE))
+        assert STRADDLING[pitch % LINE] == within / LINE
+
+
+@pytest.mark.parametrize(
+    ("majors", "straddling"),
+    [("tn", {"k"}), ("tt", {"k", "n"}), ("nn", {"m", "k"}), ("nt", {"m", "n"})],
+)
+def test_the_rows_of_an_operand_are_along_its_own_major(majors, straddling):
+    """A lies along K or M, B along K or N: no other size moves its rows off the lines."""
+    for name in "mnk":
+        sizes = tuple(4096 + 8 * (each == name) for each in "mnk")
+        assert costs(sizes, majors=majors, lines=1.0) == (name in straddling), name
+    assert not costs((4096, 4096, 4096), majors=majors, lines=1.0)
+
+
+def test_an_operand_counts_by_its_share_of_the_tile():
+    """Loads bound this: rows of A are 256 of 304, of B 48; with both, all loads take 1 + 7/8 times as long."""
+    text, only = (
+        "sm90/256x48x64/coop2/c1x1/s4/row",
+        {"l2": 1.0, "overlap": 0.0, "step": 0.0, "tile": 0.0, "hbm_pj": 0.0},
+    )
+    plain, lines = model(text, "nt", **only), model(text, "nt", lines=1.0, **only)
+    sizes = {"neither": (8192, 8192), "a": (8200, 8192), "b": (8192, 8200), "both": (8200, 8200)}
+    longer = {}
+    for name, (m, n) in sizes.items():
+        (_, _, _, slow, *_), (_, _, _, fast, *_) = lines.terms(m, n, 64000, 1), plain.terms(m, n, 64000, 1)
+        longer[name] = slow / fast - 1
+    assert longer["neither"] == 0
+    assert longer["a"] == pytest.approx(7 / 8 * 256 / 304, rel=0.01)
+    assert longer["b"] == pytest.approx(7 / 8 * 48 / 304, rel=0.01)
+    assert longer["both"] == pytest.approx(7 / 8, rel=0.01)
+
+
+def test_fewer_rows_straddle_where_the_pitch_has_larger_powers_of_two():
+    cost = model(lines=1.0)
+    by_pitch = [cost.seconds(4096, 4096, k) for k in (8 * 513, 16 * 257, 32 * 129, 64 * 65)]  # falling, K rising
+    assert by_pitch == sorted(by_pitch, reverse=True)
+
+
+def test_lines_slow_an_sms_own_port_and_what_waits_for_it():
+    cost, straight = (model(lines=rate, port=16.0, l2=1000.0) for rate in (1.0, 0.0))
+    few = (128, 128, 65544)
+    assert cost.seconds(*few) > 1.5 * straight.seconds(*few)  # one CTA: the L2 is no limit
+    waiting, idle = (model(lines=rate, burst=50.0, l2=1000.0) for rate in (1.0, 0.0))
+    assert waiting.seconds(*few) > 1.2 * idle.seconds(*few)
+
+
+def test_a_ragged_end_of_k_costs_operands_along_k_alone():
+    ragged, even = (4096, 4096, 4096 + 8), (4096, 4096, 4096 + 64)
+    rates = {"tail": 0.3, "outside": 11.0}
+
+    def extra(sizes, majors):
+        slow = model(PLAIN, majors, lines=1e-9, **rates).terms(*sizes, 1)[3]
+        return slow - model(PLAIN, majors, lines=1e-9, outside=11.0).terms(*sizes, 1)[3]
+
+    assert extra(even, "tn") == extra(ragged, "nt") == 0
+    both = extra(ragged, "tn")
+    assert both > 0
+    for majors in ("tt", "nn"):
+        assert extra(ragged, majors) == pytest.approx(both / 2)  # the tile is square
+    # Once a tile, not once a step: as much at any depth.
+    assert extra((4096, 4096, 8), "tn") == pytest.approx(both)
+    assert extra((4096, 4096, 40968), "tn") == pytest.approx(both)
+
+
+# -- memory
+
+
+def test_writes_count_by_the_bytes_of_d():
+    assert memory(model(writes=0.5), 4096, 4096, 64) > 1.2 * memory(model(), 4096, 4096, 64)
+    assert memory(model(writes=0.5), 64, 64, 65536) == pytest.approx(memory(model(), 64, 64, 65536), rel=0.01)
+    narrow, wide = (
+        memory(model(out_dtype=out, writes=0.5), 4096, 4096, 64) - memory(model(out_dtype=out), 4096, 4096, 64)
+        for out in ("bf16", "fp32")
+    )
+    assert wide == pytest.approx(2 * narrow)
+
+
+@pytest.mark.parametrize(("n", "out_dtype", "partial"), [
+    (4096, "bf16", False), (4112, "bf16", False), (4104, "bf16", True), (4104, "fp32", False), (4100, "fp32", True),
+])  # fmt: skip
+def test_rows_of_d_that_begin_within_sectors(n, out_dtype, partial):
+    sizes = (4096, n, 64)
+    ratio = memory(model(out_dtype=out_dtype, sectors=0.5), *sizes) / memory(model(out_dtype=out_dtype), *sizes)
+    assert ratio == pytest.approx(1.5 if partial else 1.0, rel=0.05)  # nearly all bytes are D's
+    deep = (64, n, 65536)
+    ratio = memory(model(out_dtype=out_dtype, sectors=0.5), *deep) / memory(model(out_dtype=out_dtype), *deep)
+    assert ratio == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("tile", "out_dtype", "seams"), [
+    ("128x128", "bf16", False), ("128x96", "bf16", True), ("128x64", "bf16", False), ("128x32", "bf16", True),
+    ("128x96", "fp32", False), ("128x48", "fp32", True),
+])  # fmt: skip
+def test_tiles_of_d_that_end_within_lines(tile, out_dtype, seams):
+    text = f"sm90/{tile}x64/coop2/c1x1/s5/row"
+    ratio = memory(model(text, out_dtype=out_dtype, seams=0.5), 4096, 4096, 64) / memory(
+        model(text, out_dtype=out_dtype), 4096, 4096, 64
+    )
+    assert (ratio > 1) == seams
+
+
+def test_exchanged_operands_end_within_lines_by_the_rows_of_their_tile():
+    """With operands exchanged the tile's M lies along D's rows: 128 x 96 is stored as 96 rows of 128."""
+    assert not costs((4096, 4096, 64), "sm90/128x96x64/coop2/c1x1/s5/row/swap", seams=5.0)
+    assert costs((4096, 4096, 64), "sm90/128x96x64/coop2/c1x1/s5/row", seams=5.0)
+
+
+# -- launches
+
+
+@pytest.mark.parametrize(("text", "beyond"), [
+    ("sm90/64x64x64/coop1/c1x1/s6/row", 0), (PLAIN, 1), ("sm90/64x64x64/pp/c1x1/s6/row", 1),
+    ("sm90/192x64x64/coop3/c1x1/s5/row", 2),
+])  # fmt: skip
+def test_warpgroups_beyond_two_take_longer_to_launch(text, beyond):
+    """The producer's is one of them."""
+    gained = model(text, crew=1.0).terms(64, 64, 64, 1)[6] - model(text).terms(64, 64, 64, 1)[6]
+    assert gained == pytest.approx(beyond * 1e-6)
+
+
+def test_large_clusters_cost_from_the_second_round_on():
+    text = "sm90/128x128x64/coop2/c2x2/s6/row"
+    one, two = (256 * 30, 256, 4096), (256 * 31, 256, 4096)
+    assert not costs(one, text, quad=0.3)
+    assert not costs(two, text, quad=NOTHING.quad)
+    assert model(text, quad=0.3).terms(*two, 1)[3] == pytest.approx(
+        1.3 / (1 + NOTHING.quad) * model(text).terms(*two, 1)[3]
+    )
+
+
+# -- the quick bound
+
+SIZES = st.one_of(st.sampled_from([1, 2, 64, 65, 128, 129, 4096, 4104, 28672]), st.integers(1, 10**5))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    SIZES, SIZES, st.just(0) | SIZES, st.sampled_from([1, 3, 300]), st.sampled_from(TEXTS),
+    st.sampled_from(["tn", "tt", "nn", "nt"]), st.sampled_from(["bf16", "fp32"]), st.floats(0, 3), st.floats(0, 50),
+    st.sampled_from([1.0, 48.0]),
+)  # fmt: skip
+def test_the_bound_holds_for_any_constants(m, n, k, batch, text, majors, out_dtype, rate, burst, l2):
+    extra = dict.fromkeys(("crew", "tail", "lines", "writes", "sectors", "seams"), rate)
+    assert model(FOLDED)._fold > 1  # CTAs that share an SM are among them
+    cost = model(text, majors, out_dtype, outside=11.0, l2=l2, burst=burst, latency=0.1 + burst / 10, **extra)
+    seconds = cost.seconds(m, n, k, batch)
+    assert cost.at_least(m, n, k, batch) <= seconds * (1 + 1e-9)
+    assert 0 < seconds < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "batch"), [s for s in itertools.product((0, 64), (0, 64), (0, 64), (0, 7)) if 0 in s]
+)
+def test_nothing_to_do_costs_little_more_than_a_launch(m, n, k, batch):
+    for text in TEXTS:
+        seconds, rounds, *_ = model(text, lines=1.0, tail=0.3, outside=11.0).terms(m, n, k, batch)
+        assert (rounds > 0) == (m * n * batch > 0)
+        assert 0 < seconds < 30e-6
+
+
+def test_every_constant_counts_somewhere():
+    """No constant of `Rates` is without effect on some configuration and shape."""
+    shapes = ((16, 28672, 4104), (8200, 8200, 8200), (256, 256, 65536), (300, 40, 72), (4096, 4100, 64))
+    texts = (*TEXTS, "sm90/128x128x64/coop1/c1x2/s5/hilbert", "sm90/128x128x64/pp/c2x1x2/s4/row")
+    rates = FIRST_PRINCIPLES["sm90"]
+    for field in dataclasses.fields(Rates):
+        changed = {**dataclasses.asdict(rates), field.name: getattr(rates, field.name) * 1.5 + 0.1}
+        assert any(
+            model(text, **changed).seconds(*sizes) != model(text, **dataclasses.asdict(rates)).seconds(*sizes)
+            for text, sizes in itertools.product(texts, shapes)
+        ), field.name

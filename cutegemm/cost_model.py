@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 CONSTANTS = Path(__file__).parent / "data" / "cost_model.json"
 LINE, SECTOR = 128, 32
-"""Bytes of the L2's."""
-STRADDLING = [1 - math.gcd(rest, LINE) / LINE for rest in range(LINE)]
+"""Bytes of a line and of a sector of the L2."""
+STRADDLING = tuple(1 - math.gcd(rest, LINE) / LINE for rest in range(LINE))
 """Of rows so many bytes apart, by the remainder of LINE, the share that begins within a line."""
 WATTS_PER_SM = 4.4
 """What a 700 W H200 leaves each of its 132 SMs beside its idle draw."""
@@ -60,9 +60,10 @@ class Rates:
 
     launch, pdl, cluster: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
     what a cluster adds, what each warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds
-    (curve). quad: share of time that clusters of four and more add. exchange, peers: of parts of K within a cluster, in
-    microseconds, and its bytes a clock.
-    math: share of the data sheet's peak that back-to-back multiplications reach.
+    (curve). quad: share of time that clusters of four and more add to several rounds. exchange, peers: of parts of K
+    within a cluster, in microseconds, and its bytes a clock.
+    math: share of the data sheet's peak that back-to-back multiplications reach (fitted rates absorb a clock above
+    `Arch.clock_mhz`).
     smem, port, l2: bytes a clock of shared memory, of one SM's load port, of an SM's share of the L2 when all load.
     outside: the same of rows beyond the matrix, which TMA fills with zeros (no limit where it is 0). tail: share of
     that cost for rows whose end is beyond it in the last k step. lines: how much longer loads take of rows that all
@@ -124,8 +125,10 @@ class Rates:
 
 
 FIRST_PRINCIPLES: dict[str, Rates] = {
-    "sm90": Rates(crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3),
-    "sm90/tf32": Rates(crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3, flop_pj=1.2),
+    "sm90": Rates(cluster=0.05, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3),
+    "sm90/tf32": Rates(
+        cluster=0.05, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3, flop_pj=1.2
+    ),
     "sm80": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2),
     "sm80/tf32": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=2.2),
     "simt": Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=6.0),
@@ -273,7 +276,7 @@ class Model:
         return self.terms(m, n, k, batch)[0]
 
     def at_least(self, m: int, n: int, k: int, batch: int) -> float:
-        """A quick lower bound of `seconds`: multiplications, epilogues and their energy."""
+        """A quick lower bound of `seconds`: multiplications or loads, latency, epilogues, energy of multiplying."""
         return bounds((self.outline,), m, n, k, batch)[0]
 
     def terms(self, m: int, n: int, k: int, batch: int) -> tuple[float, int, int, float, float, float, float]:
@@ -295,11 +298,11 @@ class Model:
             if self._lines:
                 a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
                 more = self._lines_a * STRADDLING[a_row * size % LINE] + self._lines_b * STRADDLING[b_row * size % LINE]
-                load += load * more
+                load += self._load_chip * more
                 port += port * more
                 waits += self._waits_port * more
-                if k % self._bk:
-                    tail = self._tail * (works if works < places else places)
+            if self._tail and k % self._bk:  # one split has the end of K
+                tail = self._tail * (tiles if tiles < places else places)
         busy = self._busiest if self._busiest > port else port
         busy += overlap * (self._busy + port - busy)
         load *= works if works < places else places
@@ -313,7 +316,7 @@ class Model:
             wave = step * self._wave[rest]
             busy_rounds += depth * (wave if wave > waits else waits) + rest * self._epilogue
         wave = step * self._wave[-1]
-        if waits > wave:  # the first loads are all under way before a stage is needed again
+        if rounds and waits > wave:  # the first loads are all under way before a stage is needed again
             busy_rounds -= (waits - wave) * (depth if depth < self._stages else self._stages)
         busy_rounds += rounds * tail
         if rounds > 1:

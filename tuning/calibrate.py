@@ -48,8 +48,9 @@ from cutegemm.roofline import roofline
 if TYPE_CHECKING:
     from cutegemm.winners import Measurement
 
+SQLITE = b"SQLite format 3\0"
 DISTURBED = 0.08
-"""Share by which torch may differ from its median over a sweep."""
+"""Share by which torch may differ from its median over a sweep, or over a problem's rows of one kind in a store."""
 BURST = 50e-6
 """Seconds of roofline bound from which on a sweep's times are none of sustained use."""
 MOST = 40
@@ -78,20 +79,33 @@ class Sample:
     burst: bool = False
 
 
-def read(path: Path) -> list[Sample]:
-    """The samples of a text table, JSON file or winners file. Raises ValueError naming the file and what is wrong."""
+def read(path: Path, arch: Arch) -> list[Sample]:
+    """The samples of a text table, JSON file or winners file; of the last only rows of that GPU.
+
+    Raises FileNotFoundError, or ValueError naming the file and what is wrong.
+    """
     if path.suffix == ".sqlite3":
         from cutegemm.winners import Winners
 
-        return from_measurements(Winners(path).rows())
+        with path.open("rb") as file:
+            if file.read(len(SQLITE)) != SQLITE:
+                raise ValueError(f"{path}: not an SQLite file")
+        return from_measurements(Winners(path).rows(), arch)
     text = path.read_text()
     if not text.lstrip().startswith("{"):
         return read_table(text, str(path))
+    try:
+        return _from_json(text, arch)
+    except ValueError as why:
+        raise ValueError(f"{path}: {why}") from None
+
+
+def _from_json(text: str, arch: Arch) -> list[Sample]:
     data = json.loads(text)
     if "columns" in data:
         from cutegemm.winners_table import load
 
-        return from_measurements(load(text))
+        return from_measurements(load(text), arch)
     if "results" in data:
         return [
             Sample(parse_problem(row["problem"]), row["backend"], row["config"], row["us"] * 1e-6)
@@ -100,7 +114,7 @@ def read(path: Path) -> list[Sample]:
         ]
     if "shapes" in data:
         return [sample for shape in data["shapes"] for sample in read_sweep(shape)]
-    raise ValueError(f"{path}: neither a table of winners nor the JSON of tuning.bench or tuning.sweep")
+    raise ValueError("neither a table of winners nor the JSON of tuning.bench or tuning.sweep")
 
 
 def read_sweep(shape: Mapping[str, Any]) -> list[Sample]:
@@ -139,15 +153,15 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
     return samples
 
 
-def from_measurements(rows: Iterable[Measurement]) -> list[Sample]:
-    """The samples of winners' rows: right ones, of problems that contiguous aligned tensors have.
+def from_measurements(rows: Iterable[Measurement], arch: Arch) -> list[Sample]:
+    """The samples of winners' rows: right ones of that GPU, of problems that contiguous aligned tensors have.
 
-    Each beside torch's time where that was measured too, see the module docstring; a quick row of a long product is of
-    a burst.
+    Each in units of torch's time beside it, see the module docstring, or as it is where torch was not timed; a quick
+    row of a long product is of a burst.
     """
     by_problem: dict[str, list[Measurement]] = {}
     for row in rows:
-        if row.verdict == "ok" and row.seconds:
+        if row.verdict == "ok" and row.seconds and (row.gpu, row.sm_count) == (arch.name, arch.sm_count):
             by_problem.setdefault(row.problem, []).append(row)
     samples = []
     for text, found in by_problem.items():
@@ -163,7 +177,7 @@ def from_measurements(rows: Iterable[Measurement]) -> list[Sample]:
                 assert row.seconds is not None
                 slower = row.reference_seconds / usual if row.reference_seconds else 1.0
                 if abs(slower - 1) < DISTURBED:
-                    burst = quick and roofline(problem, arch_table.get(row.gpu)).bound_s > BURST
+                    burst = quick and roofline(problem, arch).bound_s > BURST
                     samples.append(Sample(problem, row.backend, row.config, row.seconds / slower, burst))
     return samples
 
@@ -310,14 +324,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         arch = arch_table.get(options.arch)
-        samples = [sample for path in options.tables for sample in read(path)]
+        samples = [sample for path in options.tables for sample in read(path, arch)]
     except (OSError, ValueError) as why:
         parser.error(str(why))
     if not options.tables:
         from cutegemm.winners import Winners
 
-        rows = [row for row in Winners().rows() if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
-        samples = from_measurements(rows)
+        samples = from_measurements(Winners().rows(), arch)
     fits = {family: fit for family, fit in by_family(samples, arch).items() if options.family in (None, family)}
     if not fits:
         parser.error("no measured times of any kernel family (of that GPU)")

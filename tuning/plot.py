@@ -128,6 +128,7 @@ def load_pyplot() -> Any:
     except ImportError as why:
         raise RuntimeError("plots need matplotlib: pip install 'cutegemm[plot]'") from why
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "cutegemm"})  # text stays text
     from matplotlib import pyplot
 
     return pyplot

@@ -1,8 +1,8 @@
 """The configurations each family may take when nothing was measured: the cost model chooses among them.
 
-They are few, so that a choice costs microseconds, and differ in what matters: the tile, and with it how a small
-problem fills the SMs. `splits` says of which there are split-K variants. None spills for the
-signatures it is listed for (tests/compile).
+They are few beside the whole space, so that a choice costs microseconds, and differ in what matters: the tile and the
+cluster, and with them how a small problem fills the SMs. `splits` says of which there are split-K variants. None spills
+for the signatures it is listed for (tests/compile).
 """
 
 from __future__ import annotations

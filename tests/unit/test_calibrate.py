@@ -73,10 +73,10 @@ def test_winners_tables_and_other_files(tmp_path):
     wrong = dataclasses.replace(base, verdict="wrong: all of it")
     file = tmp_path / "winners.json"
     file.write_text(dump([base, wrong, dataclasses.replace(base, seconds=None, verdict="failed to compile: no")]))
-    assert calibrate.read(file) == [calibrate.Sample(problem, "cute", CONFIGS[1], 5e-6)]
+    assert calibrate.read(file, H200) == [calibrate.Sample(problem, "cute", CONFIGS[1], 5e-6)]
     file.write_text("{}")
     with pytest.raises(ValueError, match="neither a table of winners nor"):
-        calibrate.read(file)
+        calibrate.read(file, H200)
 
 
 def measured(problem, config, seconds, reference=None, kind="final", verdict="ok"):
@@ -97,7 +97,7 @@ def test_a_winners_store_counts_in_units_of_torch(tmp_path):
         measured(problem, CONFIGS[4], 7e-6, 10e-6),
         Measurement("H200", 132, "1x2x3 of another version", "cute", CONFIGS[0], "f", 1e-6, "ok"),
     )
-    samples = calibrate.read(store.path)
+    samples = calibrate.read(store.path, H200)
     here = {s.config: s.seconds for s in samples if s.problem == problem}
     usual = 10.25e-6  # torch's median
     assert here == pytest.approx(
@@ -124,7 +124,7 @@ def test_quick_rows_of_long_products_are_bursts():
             (CONFIGS[2], 1.6e-3, 2e-3, "quick"),  # disturbed
         )
     ]  # fmt: skip
-    samples = calibrate.from_measurements(rows)
+    samples = calibrate.from_measurements(rows, H200)
     assert [(s.problem, s.config, s.burst) for s in samples] == [
         (short, CONFIGS[0], False), (short, CONFIGS[1], False), (short, CONFIGS[0], False), (short, CONFIGS[1], False),
         (long, CONFIGS[0], False), (long, CONFIGS[1], False), (long, CONFIGS[0], True), (long, CONFIGS[1], True),
@@ -162,7 +162,7 @@ def test_a_sweep_counts_in_units_of_torch(tmp_path):
     ]
     file = tmp_path / "sweep.json"
     file.write_text(json.dumps({"shapes": [swept(SHAPES[1], rows, 5e-6), swept(SHAPES[2], rows[:1], 150e-6)]}))
-    *short, long = calibrate.read(file)
+    *short, long = calibrate.read(file, H200)
     assert [(s.config, s.burst) for s in short] == [(CONFIGS[i], False) for i in (0, 1, 4)]
     assert short[1].seconds == pytest.approx(9e-6 * 10.25 / 10.5)
     assert (long.problem, long.burst) == (Problem.of(*SHAPES[2], "fp16"), True)
@@ -243,3 +243,30 @@ def test_bad_arguments_are_refused(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit):
         calibrate.main([a.format(table=table) for a in arguments])
     assert message in capsys.readouterr().err
+
+
+def test_rows_of_another_gpu_say_nothing(tmp_path):
+    problem = Problem.of(512, 512, 512, "bf16")
+    config = "sm90/64x32x128/coop1/c1x1/s7/serp8/swap/pdl"
+    store = Winners(tmp_path / "winners.sqlite3")
+    rows = [
+        Measurement(gpu, count, str(problem), "cute", config, "f", seconds, "ok", reference_seconds=torch)
+        for gpu, count, seconds, torch in (("H200", 132, 3e-6, 4e-6), ("A100", 108, 9e-6, 10e-6), ("Z9", 7, 1e-6, 9e-6))
+    ]
+    store.record(*rows)
+    assert store.path is not None
+    assert [sample.seconds for sample in calibrate.read(store.path, H200)] == [3e-6]
+
+
+def test_files_that_are_no_tables(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        calibrate.read(tmp_path / "missing.sqlite3", H200)
+    damaged = tmp_path / "damaged.sqlite3"
+    damaged.write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match=r"damaged\.sqlite3: not an SQLite file"):
+        calibrate.read(damaged, H200)
+    assert damaged.read_bytes() == b"nothing of the kind"
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ValueError, match=r"broken\.json: "):
+        calibrate.read(broken, H200)

@@ -128,6 +128,13 @@ def test_forms_that_do_not_exist():
             exchanged("b32", pieces(send=f"{form} [%r3], %r8, [%r4];"))
 
 
+def test_a_launch_without_clusters():
+    """An H200 stops with an illegal instruction."""
+    out = np.zeros((64, 4), np.uint32)
+    with pytest.raises(e.LaunchError, match=r"st\.async in a launch without clusters"):
+        launch(kernel(pieces()), out)
+
+
 @pytest.mark.parametrize("snippet", [s for s in SNIPPETS if s.name.startswith("st.async")], ids=lambda s: s.name)
 def test_the_snippets_that_a_gpu_runs_too(snippet):
     given = data(snippet, 2, seed=3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cutegemm.emulator.errors import MbarrierMisuse, MisalignedAccess
+from cutegemm.emulator.errors import LaunchError, MbarrierMisuse, MisalignedAccess
 from cutegemm.emulator.ops.loadstore import _rows, _scatter, active, fail, shared_bytes
 from cutegemm.emulator.ops.mbarrier import MBARRIERS
 from cutegemm.emulator.ops.tma import _issue
@@ -41,6 +41,15 @@ def remote_store(X, I, mask, addr, bar, size, values):
     if not len(a):
         return
     wave, total = X.wave, size * len(values)
+    if wave.cluster_size == 1:
+        fail(
+            X,
+            I,
+            LaunchError,
+            lanes,
+            0,
+            "st.async in a launch without clusters, which an H200 takes for an illegal instruction",
+        )
     m, hb, profile = wave.env.mbarriers, wave.env.hb, wave.env.profile
     offset = shared_bytes(X, I, a, lanes, total, "asynchronous write")
     cta, slot = m.locate(X, I, b, lanes)

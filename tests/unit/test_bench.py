@@ -153,7 +153,7 @@ def test_calibration_reads_the_json(tmp_path):
     config = "sm80/128x128x32/w64x64/s4/g8"
     found, _, _ = results(providers=[Fake("torch"), Fake("ours", config=config)])
     bench_report.write(found, {}, {}, json_path=str(tmp_path / "out.json"))
-    (sample,) = calibrate.read(tmp_path / "out.json")
+    (sample,) = calibrate.read(tmp_path / "out.json", H200)
     assert (sample.problem, sample.config, sample.seconds) == (Problem.of(64, 48, 32), config, pytest.approx(2e-6))
 
 

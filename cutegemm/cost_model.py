@@ -195,7 +195,7 @@ class Model:
     __slots__ = (
         "_a_by_k", "_again", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_energy_byte",
         "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
-        "_lines", "_lines_a", "_lines_b", "_load_chip", "_meeting", "_out_size", "_outside", "_overlap", "_parts",
+        "_lines_a", "_lines_b", "_load_chip", "_meeting", "_out_size", "_outside", "_overlap", "_parts",
         "_places", "_port", "_rereads", "_rest", "_sectors", "_serial", "_slower", "_split_fixed", "_split_part",
         "_splits", "_stages", "_step_fixed", "_tail", "_uneven", "_unit_m", "_unit_n", "_waits", "_waits_port",
         "_wave", "_writes", "outline",
@@ -206,15 +206,16 @@ class Model:
         clock = arch.clock_mhz * 1e6
         size, out = ITEMSIZE[signature.dtype], ITEMSIZE[signature.out_dtype]
         sharers = f.cluster[0] * f.cluster[1]
-        ctas = sharers * f.parts
+        ctas = f.cluster_ctas
         self._itemsize, self._out_size, self._overlap = size, out, r.overlap
-        self._unit_m, self._unit_n, self._bk, self._splits = f.bm * f.cluster[0], f.bn * f.cluster[1], f.bk, f.splits
+        self._unit_m, self._unit_n = rows_a, rows_b = f.unit
+        self._bk, self._splits = f.bk, f.splits
         self._places = clusters(arch, ctas)
         self._parts = f.splits * f.parts
 
         flops, stage = 2 * f.bm * f.bn * f.bk, (f.bm + f.bn) * f.bk * size
         # Of the CTAs that share loads, each byte once.
-        from_l2 = (f.cluster[0] * f.bm + f.cluster[1] * f.bn) * f.bk * size
+        from_l2 = (rows_a + rows_b) * f.bk * size
         multiply = flops / (arch.peak(unit(signature)) * 1e12 / arch.sm_count * r.math)
         smem = (f.smem_step + stage * f.copies) / (r.smem * clock)
         port = stage / (r.port * clock)
@@ -222,8 +223,6 @@ class Model:
         self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
         self._outside = f.parts * f.bk * size / (r.outside * clock * arch.sm_count) if r.outside else 0.0
         self._a_by_k, self._b_by_k = signature.a_major == "k", signature.b_major == "k"
-        rows_a, rows_b = self._unit_m, self._unit_n
-        self._lines = bool(r.lines)
         self._lines_a, self._lines_b = r.lines * rows_a / (rows_a + rows_b), r.lines * rows_b / (rows_a + rows_b)
         self._tail = r.tail * self._outside * (rows_a * self._a_by_k + rows_b * self._b_by_k) / f.parts
         self._sectors, self._writes = r.sectors, r.writes + (r.seams if f.bn * out % LINE else 0.0)
@@ -295,7 +294,7 @@ class Model:
         size, tail, port, waits = self._itemsize, 0.0, self._port, self._waits
         if tiles:
             load += self._outside * (self._unit_m - m / rows + self._unit_n - n / columns)
-            if self._lines:
+            if self._lines_a:
                 a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
                 more = self._lines_a * STRADDLING[a_row * size % LINE] + self._lines_b * STRADDLING[b_row * size % LINE]
                 load += self._load_chip * more
@@ -328,7 +327,7 @@ class Model:
         if splits > 1:
             sums += self._split_fixed + (splits if self._serial else 1) * self._split_part
         busy_rounds += (rounds - 1) * sums if rounds else 0.0
-        a, b = m * k * batch * self._itemsize, n * k * batch * self._itemsize
+        a, b = m * k * batch * size, n * k * batch * size
         d = m * n * batch * self._out_size
         moved: float = a + b + d
         if b > self._l2 and m > self._group_rows:

@@ -51,6 +51,15 @@ class Footprint:
     curve: bool = False
     zig: bool = False
 
+    @property
+    def unit(self) -> tuple[int, int]:
+        """Rows and columns of D that a cluster computes together."""
+        return self.bm * self.cluster[0], self.bn * self.cluster[1]
+
+    @property
+    def cluster_ctas(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.parts
+
 
 def of(config: Any, backend: str, signature: Signature, arch: Arch) -> Footprint:
     """The footprint of a backend's configuration. Raises ValueError for a backend that has none."""

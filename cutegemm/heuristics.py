@@ -262,8 +262,7 @@ class _Splits:
     ) -> None:
         self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
         self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
-        self.unit = shape.bm * shape.cluster[0], shape.bn * shape.cluster[1]
-        self._places = clusters(arch, shape.cluster[0] * shape.cluster[1] * shape.parts)
+        self.unit, self._places = shape.unit, clusters(arch, shape.cluster_ctas)
         self._made: dict[int, list[tuple[Model, Any]]] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:

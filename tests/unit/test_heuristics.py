@@ -220,26 +220,28 @@ def test_no_more_clusters_count_than_the_gpu_holds():
     assert [eights.terms(256 * tiles, 256, 512, 1)[1] for tiles in (15, 16)] == [1, 2]
 
 
+def least_seconds(problem, entries, ladders):
+    """Of all entries, and of the splits worth trying."""
+    sizes = problem.m, problem.n, problem.k, problem.batch
+    split = [pair for ladder in ladders for pair in ladder.worth_trying(*sizes)]
+    return min(cost.seconds(*sizes) for cost, _ in [*entries, *split])
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000))
 def test_bounds_lose_no_candidate(m, n, k):
     """The choice is the cheapest of those whose tiles suit the matrix, splits worth trying included."""
     problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16")
     candidates = heuristics._candidates("cute", problem.signature, H200)
-    sizes = problem.m, problem.n, problem.k, 1
     entries, _, ladders = candidates._fit((8 * m - 1).bit_length(), (8 * n - 1).bit_length())
-    split = [pair for ladder in ladders for pair in ladder.worth_trying(*sizes)]
-    cheapest = min(cost.seconds(*sizes) for cost, _ in [*entries, *split])
-    assert candidates.cheapest(problem)[0] == cheapest
+    assert candidates.cheapest(problem)[0] == least_seconds(problem, entries, ladders)
 
 
 def test_tiles_that_do_not_suit_the_matrix_are_no_loss():
     lost = []
     for problem in untuned.draw(200, 1, "bf16", "tn", H200):
         candidates = heuristics._candidates("cute", problem.signature, H200)
-        sizes = problem.m, problem.n, problem.k, 1
-        split = [pair for ladder in candidates._splits for pair in ladder.worth_trying(*sizes)]
-        cheapest = min(cost.seconds(*sizes) for cost, _ in [*candidates._entries, *split])
+        cheapest = least_seconds(problem, candidates._entries, candidates._splits)
         lost.append(candidates.cheapest(problem)[0] / cheapest)
     assert max(lost) < 1.15
     assert sum(lost) / len(lost) < 1.003

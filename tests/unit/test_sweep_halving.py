@@ -105,32 +105,32 @@ def test_a_launch_that_lasts_longer_than_a_block_gets_fewer_rounds(store):
     assert Plan.of(LARGE, 20.0).finalists > 20
 
 
+class Disturbed(FakeTimer):
+    """torch takes `factor` times as long in one heat, the first or a later one."""
+
+    def __init__(self, seconds, heat, factor):
+        super().__init__(seconds)
+        self.heat, self.factor = heat, factor
+
+    def time(self, candidates, rounds, block_seconds):
+        times = super().time(candidates, rounds, block_seconds)
+        return {**times, TORCH: self.factor * times[TORCH]} if len(self.timed) == self.heat else times
+
+
 def test_a_heat_in_which_torch_was_disturbed_does_not_decide(store):
     """Here the clock had gone to sleep before the fourth heat, and torch came first."""
-
-    class Disturbed(FakeTimer):
-        def time(self, candidates, rounds, block_seconds):
-            times = super().time(candidates, rounds, block_seconds)
-            return {**times, TORCH: 1.4 * times[TORCH]} if len(self.timed) == 4 else times
-
     candidates = space(64)
     fast = candidates[6]
-    outcome = search(candidates, Disturbed({fast.key: 0.9e-3}), store).run()
+    outcome = search(candidates, Disturbed({fast.key: 0.9e-3}, heat=4, factor=1.4), store).run()
     assert outcome.winner is not None
     assert outcome.winner.candidate == fast
 
 
 def test_a_first_heat_in_which_torch_was_disturbed_does_not_fill_the_semifinal(store):
     """The clock was asleep when torch was timed first: everything in that heat seems faster than it is."""
-
-    class Disturbed(FakeTimer):
-        def time(self, candidates, rounds, block_seconds):
-            times = super().time(candidates, rounds, block_seconds)
-            return {**times, TORCH: 1.5 * times[TORCH]} if len(self.timed) == 1 else times
-
     candidates = space(64)
     fast = candidates[40]
-    timer = Disturbed({c.key: 1e-3 for c in candidates} | {fast.key: 0.9e-3})
+    timer = Disturbed({c.key: 1e-3 for c in candidates} | {fast.key: 0.9e-3}, heat=1, factor=1.5)
     outcome = search(candidates, timer, store).run()
     assert fast.key in {key for keys, _, _ in timer.timed[:9] for key in keys}
     assert outcome.winner is not None
@@ -150,18 +150,12 @@ def test_a_clock_that_settles_elsewhere_does_not_disturb(store):
 
 def test_a_disturbed_first_heat_does_not_end_the_search(store):
     """Nothing after it seems to bring anything, until it is judged by the heats after it."""
-
-    class Disturbed(FakeTimer):
-        def time(self, candidates, rounds, block_seconds):
-            times = super().time(candidates, rounds, block_seconds)
-            return {**times, TORCH: 1.5 * times[TORCH]} if len(self.timed) == 1 else times
-
     candidates = space(200)
     times = {c.key: (1 - 0.006 * min(i, 70)) * 1e-3 for i, c in enumerate(candidates)}
     options = Options(budget=1e6, patience=20)
     results = [
-        search(candidates, timer(times), store, FakeCompiler(workers=8), options=options).run().results
-        for timer in (FakeTimer, Disturbed)
+        search(candidates, timer, store, FakeCompiler(workers=8), options=options).run().results
+        for timer in (FakeTimer(times), Disturbed(times, heat=1, factor=1.5))
     ]
     assert len(results[0]) >= 70
     assert list(results[0]) == list(results[1])

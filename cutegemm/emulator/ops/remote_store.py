@@ -42,14 +42,8 @@ def remote_store(X, I, mask, addr, bar, size, values):
         return
     wave, total = X.wave, size * len(values)
     if wave.cluster_size == 1:
-        fail(
-            X,
-            I,
-            LaunchError,
-            lanes,
-            0,
-            "st.async in a launch without clusters, which an H200 takes for an illegal instruction",
-        )
+        why = "st.async in a launch without clusters, which an H200 takes for an illegal instruction"
+        fail(X, I, LaunchError, lanes, 0, why)
     m, hb, profile = wave.env.mbarriers, wave.env.hb, wave.env.profile
     offset = shared_bytes(X, I, a, lanes, total, "asynchronous write")
     cta, slot = m.locate(X, I, b, lanes)

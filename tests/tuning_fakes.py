@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from cutegemm import arch as arch_table
 from cutegemm.problem import Problem
@@ -121,18 +122,23 @@ class FakeTimer:
 class FakeCompiler:
     """Compiles at once, or after some seconds of the clock with so many workers.
 
-    fails: reasons by key. stored: whether everything is in the kernel store.
+    fails: reasons by key. stored: whether everything is in the kernel store, or what is. starts: seconds of the clock
+    from the first job on until the workers stand. broken_after: seconds from then on until they are given up, in place
+    of that.
     """
 
     def __init__(
         self,
         *,
         fails: Mapping[tuple[str, str], str] | None = None,
-        stored: bool = False,
+        stored: bool | Collection[tuple[str, str]] = False,
         clock: Clock | None = None,
         seconds: float = 0.0,
         workers: int = 4,
+        starts: float = 0.0,
+        broken_after: float | None = None,
     ) -> None:
+        self._starts, self._broken_after, self._first = starts, broken_after, math.inf
         self._fails, self._stored, self._clock = dict(fails or {}), stored, clock
         self._seconds, self._workers = seconds, workers
         self._pending: list[tuple[float, Candidate]] = []
@@ -142,17 +148,27 @@ class FakeCompiler:
         self.cancelled = False
 
     def stored(self, candidate: Candidate) -> bool:
-        return self._stored
+        return self._stored if isinstance(self._stored, bool) else candidate.key in self._stored
 
     def submit(self, candidate: Candidate) -> None:
         self.submitted.append(candidate.key)
+        self._first = min(self._first, self._now())
         worker = self._free.index(min(self._free))
-        begin = max(self._free[worker], self._now())
+        begin = max(self._free[worker], self._now(), self._first + self._starts)
         self._free[worker] = begin + self._seconds
         self._pending.append((self._free[worker], candidate))
 
     def ahead(self, candidates) -> None:
         self.before += [candidate.key for candidate in candidates]
+
+    @property
+    def standing(self) -> bool:
+        return self._now() >= self._first + self._starts and not self.broken
+
+    @property
+    def broken(self) -> str:
+        gone = self._broken_after is not None and self._now() >= self._first + self._broken_after
+        return "no compile worker comes up: it ended with status 1" if gone else ""
 
     @property
     def outstanding(self) -> int:
@@ -163,6 +179,11 @@ class FakeCompiler:
         return max(0, self._workers + 2 - len(self._pending))
 
     def collect(self, timeout: float):
+        if self._broken_after is not None and self._pending:
+            if not self.broken and self._clock is not None:
+                self._clock.sleep(min(timeout, self._first + self._broken_after - self._now()))
+            given_up, self._pending = (self._pending, []) if self.broken else ([], self._pending)
+            return [(c, self.broken) for _, c in given_up]
         done = [c for when, c in self._pending if when <= self._now()]
         if not done and timeout > 0 and self._pending and self._clock is not None:
             self._clock.sleep(min(timeout, max(0.001, min(when for when, _ in self._pending) - self._now())))

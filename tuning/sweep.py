@@ -8,7 +8,7 @@
 Every valid configuration of the backends named is enumerated; the cost model says which to try first. Kernels compile
 in processes of their own while those in front are checked against the float64 reference and timed beside cuBLAS. Each
 measurement is in the winners store (`python -m tuning.winners list`) the moment it exists: Ctrl-C, a crash and a killed
-process lose nothing.
+process lose nothing. A shape's budget does not run while its search can but wait for the first of those processes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuning import suites
+from tuning.sweep_budget import MOST_HELP
 from tuning.sweep_timer import GpuProcess, TimerBroken
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--c", metavar="DTYPE", choices=["fp16", "bf16", "fp32"], help="beta C is added")
     search = made.add_argument_group("the search")
     search.add_argument("--backends", default="cute", help=f"comma-separated: {', '.join(BACKENDS)} (default cute)")
-    search.add_argument("--budget", type=seconds, default=60.0, help="time for each shape: 60s (the default), 2m, 1h")
+    search.add_argument(
+        "--budget", type=seconds, default=60.0, help=f"time for each shape: 60s (the default), 2m, 1h; {MOST_HELP}"
+    )
     search.add_argument("--candidates", type=int, help="configurations to try at most, for each shape (256)")
     search.add_argument(
         "--exhaustive", action="store_true", help="try all of them (or --candidates), as far as the budget goes"

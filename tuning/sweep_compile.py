@@ -1,16 +1,19 @@
 """Compiling candidates ahead in processes of their own: `python -m tuning.sweep_compile` is one of them.
 
 A worker compiles one configuration after the other into the kernel store; compiling opens no CUDA context.
-Importing the compiler takes seconds, so workers stay alive; they start when there is something to compile. Their
-number is bounded by the cores and by the memory at hand.
+Importing the compiler takes seconds, so workers stay alive; they start when there is something to compile, and stand
+from when they have imported what their first kernel needs. Their number is bounded by the cores and by the memory at
+hand. When none comes up the pool is broken: it compiles no more, and says why.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -27,6 +30,12 @@ if TYPE_CHECKING:
 WORKER_BYTES = 1_500_000_000
 """Memory that a worker takes at most, and the compiler that it starts."""
 COMPILE_SECONDS = 180.0
+START_SECONDS = 120.0
+"""In which a worker must stand."""
+STARTS = 2
+"""Tries to start a worker that dies at it."""
+_IMPORTED = {"cute": "cutlass.cute"}
+"""What compiling for a backend imports that takes seconds."""
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """The GPU is not hidden: the CuTe DSL asks the driver about it, which takes tens of seconds where it finds none."""
 
@@ -50,6 +59,14 @@ class Compiler(Protocol):
 
     @property
     def outstanding(self) -> int: ...
+
+    @property
+    def standing(self) -> bool:
+        """Whether a worker is up that compiles or could."""
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be compiled any more; empty while something can, or may once the workers stand."""
 
     def cancel(self) -> None: ...
 
@@ -85,12 +102,20 @@ class CompilePool:
         self._condition = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._children: set[Child] = set()
+        self._standing: set[Child] = set()
+        self._gave_up = 0  # threads whose worker would not start
+        self.broken = ""
         self._idle = 0
         self._closed = False
 
     def session(self, signature: Signature, arch: Arch) -> CompileSession:
         """The pool as one search sees it."""
         return CompileSession(self, signature, arch)
+
+    @property
+    def standing(self) -> bool:
+        """Whether a worker has come up and is there still."""
+        return bool(self._standing)
 
     def close(self) -> None:
         """Ends every worker at once; what they were compiling is lost, what they compiled is stored."""
@@ -115,6 +140,9 @@ class CompilePool:
         with self._condition:
             if self._closed:
                 raise RuntimeError("the compile pool is closed")
+            if self.broken:
+                _answer([job], self.broken)
+                return
             known = self._known.get(job.key)
             if known is not None:
                 known.wanted += job.wanted
@@ -149,13 +177,15 @@ class CompilePool:
         try:
             while (job := self._take()) is not None:
                 if child is None:
-                    child = Child(self._module, environment=WORKER_ENVIRONMENT)
-                    with self._condition:
-                        self._children.add(child)
+                    child, why_not = self._started(job.candidate.backend)
+                    if child is None:
+                        self._give_up(job, why_not)
+                        return
                 candidate = job.candidate
                 message = (candidate.backend, job.signature, candidate.text, job.arch)
+                reason: str | None
                 try:
-                    reason = child.call(*message, timeout=COMPILE_SECONDS)
+                    reason = child.call("compile", *message, timeout=COMPILE_SECONDS)
                 except ChildError as why:
                     reason = str(why)
                 except ChildDied as why:
@@ -164,10 +194,49 @@ class CompilePool:
                     child = None
                 with self._condition:
                     del self._known[job.key]
-                for done in job.wanted:
-                    done.put((candidate, reason))
+                _answer([job], reason)
         finally:
             self._discard(child)
+
+    def _started(self, backend: str) -> tuple[Child | None, str]:
+        """A worker that stands; or None, and why."""
+        why_not = ""
+        deadline = time.monotonic() + START_SECONDS
+        for _ in range(STARTS):
+            if self._closed or time.monotonic() >= deadline:
+                break
+            child: Child | None = None
+            try:
+                child = Child(self._module, environment=WORKER_ENVIRONMENT)
+                with self._condition:
+                    self._children.add(child)
+                    if self._closed:
+                        child.kill()
+                child.call("start", backend, timeout=max(deadline - time.monotonic(), 0.1))
+            except (ChildDied, ChildError, OSError) as why:
+                why_not = str(why)
+                self._discard(child)
+                continue
+            with self._condition:
+                self._standing.add(child)
+            return child, ""
+        return None, why_not
+
+    def _give_up(self, job: _Job, why_not: str) -> None:
+        """Leaves a job, and all to come, to the other threads; the last to give up answers whoever waits."""
+        with self._condition:
+            if self._closed:
+                return
+            self._gave_up += 1
+            if self._gave_up < len(self._threads):
+                self._waiting.appendleft(job)
+                self._condition.notify()
+                return
+            self.broken = f"no compile worker comes up: {why_not}"
+            _answer([job, *self._waiting, *self._later], self.broken)
+            self._waiting.clear()
+            self._later.clear()
+            self._known.clear()
 
     def _take(self) -> _Job | None:
         with self._condition:
@@ -183,6 +252,7 @@ class CompilePool:
         if child is not None:
             with self._condition:
                 self._children.discard(child)
+                self._standing.discard(child)
             child.close()
 
 
@@ -215,6 +285,16 @@ class CompileSession:
         return self._outstanding
 
     @property
+    def standing(self) -> bool:
+        """Whether a worker has come up and is there still."""
+        return self._pool.standing
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be compiled any more; empty while something can."""
+        return self._pool.broken
+
+    @property
     def room(self) -> int:
         """How many more keep every worker busy, and no more: a later choice is a better informed one."""
         return max(0, self._pool.jobs + 2 - self._outstanding)
@@ -235,6 +315,12 @@ class CompileSession:
         """Takes back what no worker has begun."""
         self._outstanding -= self._pool._cancel(self._done)
         self._pool._cancel(self._ahead)
+
+
+def _answer(jobs: Iterable[_Job], reason: str | None) -> None:
+    for job in jobs:
+        for done in job.wanted:
+            done.put((job.candidate, reason))
 
 
 def is_stored(candidate: Candidate, signature: Signature, arch: Arch) -> bool:
@@ -270,6 +356,15 @@ def available_bytes() -> int:
     return available
 
 
+def _handle(what: str, backend: str, *rest: Any) -> str | None:
+    """A worker's answer: to "start", when it has imported what the backend needs; to "compile", None or why not."""
+    if what == "start":
+        with contextlib.suppress(Exception):  # compiling will say it, of a kernel
+            importlib.import_module(_IMPORTED.get(backend, "cutegemm.backend"))
+        return None
+    return _compile(backend, *rest)
+
+
 def _compile(backend: str, signature: Any, config: str, arch: Any) -> str | None:
     """Compiles one kernel into the store; None, or why not."""
     from cutegemm import backend as backends
@@ -280,4 +375,4 @@ def _compile(backend: str, signature: Any, config: str, arch: Any) -> str | None
 
 
 if __name__ == "__main__":
-    serve(_compile)
+    serve(_handle)

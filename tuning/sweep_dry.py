@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.errors import GemmError
 from cutegemm.problem import Problem
+from tuning.sweep_budget import Budget
 from tuning.sweep_candidates import Candidate, Frontier
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ def compile_only(
     stopped: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Entry]:
-    """Compiles the first `limit` candidates in the frontier's order into the kernel store, within `budget` seconds."""
-    deadline = clock() + budget
+    """Compiles the first `limit` candidates in the frontier's order into the kernel store, within `budget` seconds, as
+    `sweep_budget` counts them.
+    """
+    spent = Budget(budget, clock)
     frontier = Frontier(candidates)
     order: list[Candidate] = []
     while len(order) < limit and (candidate := frontier.next()) is not None:
@@ -46,7 +49,7 @@ def compile_only(
     waiting = iter(order)
     exhausted = False
     try:
-        while clock() < deadline and not stopped():
+        while not (spent.over or spent.hopeless or stopped()):
             while not exhausted and compiler.room:
                 candidate = next(waiting, None)
                 if candidate is None:
@@ -58,12 +61,13 @@ def compile_only(
                     break
             if exhausted and not compiler.outstanding:
                 break
-            for done, reason in compiler.collect(0.0 if compiler.room and not exhausted else 0.25):
+            for done, reason in spent.collect(compiler, 0.0 if compiler.room and not exhausted else 0.25):
                 outcomes[done.key] = COMPILED if reason is None else f"failed to compile: {reason}"
             report(len(outcomes), len(order))
     finally:
         compiler.cancel()
-    return [Entry(candidate, outcomes.get(candidate.key, "not compiled: out of time")) for candidate in order]
+    left = "not compiled: no compile worker came up" if spent.hopeless else "not compiled: out of time"
+    return [Entry(candidate, outcomes.get(candidate.key, left)) for candidate in order]
 
 
 def small_instance(problem: Problem, candidate: Candidate) -> Problem:

@@ -8,6 +8,7 @@ import os
 import shutil
 import statistics
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +32,12 @@ def shape_text(outcome: Outcome) -> str:
 
 def tflops(outcome: Outcome, seconds: float) -> float:
     return outcome.problem.flops / seconds * 1e-12
+
+
+def took_text(outcome: Outcome) -> str:
+    """How long it took, and how much of that the budget does not count."""
+    waited = f", {outcome.waited:.1f} s of them for the compile workers" if outcome.waited >= 0.1 else ""
+    return f"{outcome.elapsed:.1f} s{waited}"
 
 
 class Progress:
@@ -62,7 +69,7 @@ class Progress:
             self._clear()
             verdict = best_text(outcome) or "nothing right was measured"
             ended = "" if outcome.ended == "done" else f" ({outcome.ended})"
-            self._stream.write(f"{shape_text(outcome)}: {verdict.strip()} in {outcome.elapsed:.1f} s{ended}\n")
+            self._stream.write(f"{shape_text(outcome)}: {verdict.strip()} in {took_text(outcome)}{ended}\n")
             self._stream.flush()
 
     def say(self, text: str) -> None:
@@ -119,7 +126,7 @@ def table(outcomes: Sequence[Outcome], arch: Arch) -> str:
     if ratios:
         mean = statistics.geometric_mean(ratios)
         text += f"\nratio to cuBLAS: {mean:.3f} (geometric mean), {min(ratios):.3f} to {max(ratios):.3f}"
-    unfinished = [shape_text(o) for o in outcomes if o.ended not in ("done", "resumed", "budget")]
+    unfinished = [shape_text(o) for o in outcomes if not o.searched]
     if unfinished:
         text += f"\nnot finished: {', '.join(unfinished)}; all that was measured is kept, --resume goes on from there"
     return text
@@ -130,7 +137,8 @@ def _row(outcome: Outcome, arch: Arch) -> tuple[str, ...]:
     counts = f"{outcome.count('ok')}/{outcome.count('wrong')}/{outcome.count('failed')} of {outcome.enumerated}"
     took = f"{outcome.elapsed:.1f}"
     if not ranking:
-        return (shape_text(outcome), f"none ({outcome.ended})", "", "", "", "", "", counts, took)
+        why = textwrap.shorten(outcome.ended, 60, placeholder=" ...")
+        return (shape_text(outcome), f"none ({why})", "", "", "", "", "", counts, took)
     best = ranking[0]
     assert best.seconds is not None
     bound = roofline(outcome.problem, arch)
@@ -175,6 +183,7 @@ def as_json(outcomes: Sequence[Outcome], arch: Arch, header: dict[str, Any]) -> 
             "enumerated": o.enumerated,
             "ended": o.ended,
             "elapsed": o.elapsed,
+            "waited": o.waited,
             "winner": one(o.winner) if o.winner else None,
             "results": [one(result) for result in (*o.ranking, *(r for r in o.results.values() if not r.ok))],
         }

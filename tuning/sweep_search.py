@@ -10,7 +10,9 @@
    the final. How much time that is depends on what is left of the budget and on what a launch costs (`Plan`).
 
 Every measurement is in the store before the next is begun. The search ends by its budget, when nothing is left, or
-when many candidates in a row have brought nothing.
+when many candidates in a row have brought nothing. The budget's clock is `sweep_budget`'s: it starts when the problem is
+open, and stands still while the search can but wait for the first compile worker. When none comes up, what is in the
+kernel store is timed, and `Outcome.ended` says why that was all.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners_fingerprint import fingerprint
+from tuning.sweep_budget import MOST_WAITED, Budget
 from tuning.sweep_candidates import Candidate, Frontier
 from tuning.sweep_timer import TORCH, Timer, TimerBroken, TimerLost
 from tuning.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
@@ -48,13 +51,15 @@ REFERENCES, DISTURBED = 5, 1.08
 first and the last can be, was disturbed (the clock had gone to sleep, say)."""
 CHECK_SECONDS = 30.0
 """A candidate that runs longer than this is taken to hang."""
+STARTING = "waiting for a compile worker"
+"""The phase in which the budget's clock stands still."""
 
 
 @dataclass(frozen=True)
 class Options:
     """How far a search goes.
 
-    budget: seconds. limit: candidates to try at most. patience: end after so many that brought nothing, once half as
+    budget: seconds, as `sweep_budget` counts them. limit: candidates to try at most. patience: end after so many that brought nothing, once half as
     many more were tried; known_patience: the same where an earlier sweep's winner is among the seeds. heat: candidates
     in one.
     """
@@ -143,8 +148,8 @@ class Outcome:
     """A search's result, also when it was cut short.
 
     enumerated: valid configurations. results: by candidate key, earlier measurements among them when resumed.
-    ended: why the search ended: "done", "budget", "interrupted", "resumed" (everything was measured before), or what
-    broke.
+    elapsed: seconds in all. waited: those of them that the budget does not count. ended: why the search ended: "done",
+    "budget", "interrupted", "resumed" (everything was measured before), or what broke.
     """
 
     problem: Problem
@@ -152,7 +157,13 @@ class Outcome:
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     reference_seconds: float | None = None
     elapsed: float = 0.0
+    waited: float = 0.0
     ended: str = "done"
+
+    @property
+    def searched(self) -> bool:
+        """Whether the search went as far as its options let it."""
+        return self.ended in ("done", "resumed", "budget")
 
     @property
     def ranking(self) -> list[Result]:
@@ -209,6 +220,7 @@ class Search:
         self._patience = min(self.options.patience, self.options.known_patience) if known else self.options.patience
         self._sustained = problem.flops > SUSTAINED_FLOPS
         self._tried = 0
+        self._uncompiled = False  # a candidate was left out because no worker came up
         self._heats: list[tuple[float, Sequence[Candidate]]] = []  # torch's seconds, and who was timed
 
     def run(self) -> Outcome:
@@ -221,10 +233,12 @@ class Search:
             self._report("preparing", self.outcome)
             if not self._opened:
                 self._timer.open(self.problem)
-            budget = self.options.budget
-            self._explore(begun + max(budget - Plan.of(self.problem).reserve, budget / 2))
+            budget = Budget(self.options.budget, self._clock)
+            self._explore(budget, min(Plan.of(self.problem).reserve, self.options.budget / 2))
             if not self._stopped():
-                self._halve(begun, begun + budget)
+                self._halve(budget.begun, budget.end)
+            if self._uncompiled:
+                self.outcome.ended = self._compiler.broken or f"no compile worker came up within {MOST_WAITED:.0f} s"
             if self._stopped():
                 self.outcome.ended = "interrupted"
         except KeyboardInterrupt:
@@ -258,28 +272,38 @@ class Search:
             for candidate in self._known.values()
         )
 
-    def _explore(self, deadline: float) -> None:
+    def _explore(self, budget: Budget, reserve: float) -> None:
         ready: list[Candidate] = []
         while True:
             if self._stopped():
                 return
+            deadline = budget.end - reserve
             if self._clock() >= deadline:
                 self.outcome.ended = "budget"
                 return
             more = self._feed(ready)
             if self._compiler.outstanding:
+                if not ready:
+                    self._report("exploring" if self._compiler.standing else STARTING, self.outcome)
                 waiting = 0.0 if ready else min(0.25, max(deadline - self._clock(), 0.0))
-                for candidate, reason in self._compiler.collect(waiting):
+                for candidate, reason in budget.collect(self._compiler, waiting, idle=not ready):
                     if reason is None:
                         ready.append(candidate)
+                    elif reason == self._compiler.broken:
+                        self._uncompiled = True
                     else:
                         self._save(Result(candidate, f"failed to compile: {reason}"))
+                self.outcome.waited = budget.waited
+                if budget.hopeless and not (ready or self._compiler.standing):
+                    self._uncompiled = True
+                    return
+                deadline = budget.end - reserve
             if ready:
                 heat, ready = ready[: self.options.heat], ready[self.options.heat :]
                 self._heat(heat, deadline)
+                self._report("exploring", self.outcome)
             elif not more and not self._compiler.outstanding:
                 return
-            self._report("exploring", self.outcome)
 
     def _feed(self, ready: list[Candidate]) -> bool:
         """Sends candidates to be compiled, or straight on when they are stored; False when there are no more."""
@@ -292,6 +316,8 @@ class Search:
             self._tried += 1
             if self._compiler.stored(candidate):
                 ready.append(candidate)
+            elif self._compiler.broken:
+                self._uncompiled = True
             else:
                 self._compiler.submit(candidate)
         return True

@@ -160,8 +160,16 @@ _WORKER = """
 import os, signal, time
 from tuning.sweep_child import serve
 
-def compile(backend, signature, config, arch):
+def handle(what, backend, *rest):
     assert os.environ["OMP_NUM_THREADS"] == "1"
+    if what == "start":
+        time.sleep(float(os.environ.get("STARTS_IN", 0)))
+        log = os.environ.get("DIES_AT_START")  # a file of as many letters as starts shall still fail
+        if log and (left := open(log).read()):
+            open(log, "w").write(left[1:])
+            raise SystemExit("the compiler cannot be loaded")
+        return None
+    signature, config, arch = rest
     if config == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if config == "refused":
@@ -171,7 +179,7 @@ def compile(backend, signature, config, arch):
     if config.startswith("nap"):
         time.sleep(0.3)
 
-serve(compile)
+serve(handle)
 """
 
 
@@ -227,6 +235,82 @@ def test_what_is_compiled_ahead_waits_for_all_else(worker, monkeypatch):
         assert len(pool._known) <= 1
         search.submit(candidate("nap 6"))
         assert [c.text for c, _ in search.collect(20.0)] == ["nap 6"]
+
+
+def test_a_worker_stands_when_its_compiler_is_loaded(worker, monkeypatch):
+    monkeypatch.setenv("STARTS_IN", "0.6")
+    with CompilePool(1, worker) as pool:
+        session = pool.session(NOTHING, None)
+        assert not session.standing
+        session.submit(candidate("nap"))
+        assert session.collect(0.2) == []
+        assert not session.standing
+        deadline = time.monotonic() + 20
+        while not session.standing and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert session.outstanding == 1  # it stands before the kernel is compiled
+        assert [reason for _, reason in session.collect(20.0)] == [None]
+        assert session.standing
+        assert not session.broken
+
+
+def test_a_worker_that_dies_at_its_start_is_tried_again(worker, monkeypatch, tmp_path):
+    (tmp_path / "starts").write_text("x")
+    monkeypatch.setenv("DIES_AT_START", str(tmp_path / "starts"))
+    with CompilePool(1, worker) as pool:
+        session = pool.session(NOTHING, None)
+        session.submit(candidate("a"))
+        assert [reason for _, reason in session.collect(30.0)] == [None]
+        assert not session.broken
+
+
+def test_workers_that_never_start_break_the_pool_and_all_are_told(worker, monkeypatch, tmp_path):
+    """Dead or hanging: whoever waits gets an answer, and so does whoever asks later."""
+    (tmp_path / "starts").write_text("x" * 100)
+    monkeypatch.setenv("DIES_AT_START", str(tmp_path / "starts"))
+    monkeypatch.setattr(sweep_compile, "is_stored", lambda *rest: False)
+    with CompilePool(2, worker) as pool:
+        session, other = pool.session(NOTHING, None), pool.session(NOTHING, None)
+        for text in "abcd":
+            session.submit(candidate(text))
+        other.ahead([candidate("e")])
+        found: dict[str, str | None] = {}
+        deadline = time.monotonic() + 40
+        while session.outstanding and time.monotonic() < deadline:
+            found.update({c.text: reason for c, reason in session.collect(1.0)})
+        assert set(found) == set("abcd")
+        assert set(found.values()) == {session.broken}
+        assert session.broken.startswith("no compile worker comes up: ")
+        assert "the compiler cannot be loaded" in session.broken
+        assert not session.standing
+        assert not pool._known
+        other.submit(candidate("late"))
+        other.ahead([candidate("later")])
+        assert [(c.text, reason) for c, reason in other.collect(5.0)] == [("late", other.broken)]
+    monkeypatch.setenv("DIES_AT_START", "")
+    monkeypatch.setenv("STARTS_IN", "60")
+    monkeypatch.setattr(sweep_compile, "START_SECONDS", 0.7)
+    begun = time.monotonic()
+    with CompilePool(1, worker) as pool:
+        session = pool.session(NOTHING, None)
+        session.submit(candidate("a"))
+        assert "no answer within" in str(session.collect(20.0)[0][1])
+        assert "no answer within" in session.broken
+    assert time.monotonic() - begun < 15
+
+
+def test_closing_a_pool_whose_workers_start_does_not_wait(worker, monkeypatch):
+    monkeypatch.setenv("STARTS_IN", "60")
+    pool = CompilePool(2, worker)
+    session = pool.session(NOTHING, None)
+    for text in "abc":
+        session.submit(candidate(text))
+    time.sleep(0.3)
+    begun = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begun < 10
+    assert not pool._children
+    assert not session.broken
 
 
 def test_closing_a_pool_does_not_wait_for_its_work(worker):

@@ -61,7 +61,8 @@ def tune(
 
     Args:
         a, b, c, and every option of `gemm` but backend and config: describe the problem; they are not read or written.
-        budget: seconds to spend. backends: where to look: "cute", "cutlass2x", "legacy".
+        budget: seconds to spend, from when a kernel can be compiled or timed. backends: where to look: "cute",
+            "cutlass2x", "legacy".
         jobs: compile processes; by default as cores and memory allow. progress: tell on stderr how far it is.
 
     Returns:
@@ -154,7 +155,8 @@ def search(
     best = outcome.winner
     if best is None or best.seconds is None:
         wrong = f"{outcome.count('wrong')} wrong, {outcome.count('failed')} failed"
-        raise GemmError(f"tune: nothing right was measured for {problem} within {budget:g} s ({wrong})")
+        broke = "" if outcome.searched else f"; {outcome.ended}"
+        raise GemmError(f"tune: nothing right was measured for {problem} within {budget:g} s ({wrong}{broke})")
     ratio = 1 / best.score if best.reference_seconds else None
     return Tuned(*best.candidate.key, best.seconds, ratio, len(outcome.results), outcome.enumerated)
 

@@ -10,9 +10,9 @@
    the final. How much time that is depends on what is left of the budget and on what a launch costs (`Plan`).
 
 Every measurement is in the store before the next is begun. The search ends by its budget, when nothing is left, or
-when many candidates in a row have brought nothing. The budget's clock is `sweep_budget`'s: it starts when the problem is
-open, and stands still while the search can but wait for the first compile worker. When none comes up, what is in the
-kernel store is timed, and `Outcome.ended` says why that was all.
+when many candidates in a row have brought nothing. The budget's clock is `sweep_budget`'s: it starts when the problem
+is open, and stands still while the search can but wait for the first compile worker. When none comes up, what is in
+the kernel store is timed, and `Outcome.ended` says why that was all.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ STARTING = "waiting for a compile worker"
 class Options:
     """How far a search goes.
 
-    budget: seconds, as `sweep_budget` counts them. limit: candidates to try at most. patience: end after so many that brought nothing, once half as
-    many more were tried; known_patience: the same where an earlier sweep's winner is among the seeds. heat: candidates
-    in one.
+    budget: seconds, as `sweep_budget` counts them. limit: candidates to try at most. patience: end after so many that
+    brought nothing, once half as many more were tried; known_patience: the same where an earlier sweep's winner is
+    among the seeds. heat: candidates in one.
     """
 
     budget: float = 60.0

@@ -1,14 +1,14 @@
-"""Two candidates of a problem against each other: what `tuning.exhaustive` and `tuning.untuned` share."""
+"""Candidates of a problem against each other, in turns: what `tuning.exhaustive` and `tuning.untuned` share."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from tuning.sweep_budget import Budget
 from tuning.sweep_candidates import Candidate
 from tuning.sweep_compile import CompilePool, Compiler, default_jobs
 from tuning.sweep_timer import GpuProcess, Timer, TimerBroken, TimerLost
@@ -16,6 +16,9 @@ from tuning.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
 
 if TYPE_CHECKING:
     from cutegemm.problem import Problem
+    from tuning.sweep_search import Outcome
+
+Key = tuple[str, str]
 
 ROUNDS, SUSTAINED_ROUNDS = 15, 3
 COMPILE_SECONDS = 60.0
@@ -32,6 +35,22 @@ class Machine:
 
     timer: GpuProcess
     pool: CompilePool
+
+
+@dataclass(frozen=True)
+class Met:
+    """seconds: a call of each candidate that was timed, by key. failed: why the others were not."""
+
+    seconds: dict[Key, float]
+    failed: dict[Key, str]
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A problem (its text) that was to be compared and was not, and why."""
+
+    problem: str
+    why: str
 
 
 @contextmanager
@@ -56,37 +75,79 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 
 def meet(
-    timer: Timer, pool: CompilePool, problem: Problem, one: Candidate, other: Candidate
-) -> tuple[float, float] | None:
-    """Seconds a call of the two, timed in turns; None where one of them has no time. As `seconds_of`."""
-    found = seconds_of(timer, pool.session(problem.signature, timer.arch), problem, [one, other])
-    return (found[one.key], found[other.key]) if one.key in found and other.key in found else None
+    timer: Timer,
+    pool: CompilePool,
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    stopped: Callable[[], bool] = lambda: False,
+) -> Met:
+    """Times candidates of a problem that is open in the timer, afresh and in turns, in more rounds than a sweep's;
+    products that meet the power limit in sustained blocks. Each is checked before and after: who does not compile, is
+    wrong or breaks the timer has no time, and is named with the reason.
 
-
-def seconds_of(
-    timer: Timer, compiler: Compiler, problem: Problem, candidates: Sequence[Candidate]
-) -> dict[tuple[str, str], float]:
-    """Seconds a call of each candidate, by key, of a problem that is open in the timer.
-
-    They are timed in turns, in more rounds than a sweep's; products that meet the power limit in sustained blocks. One
-    that does not compile, is wrong or breaks the timer has no time.
+    Args:
+        stopped: asked often while kernels compile; those that are not compiled when it says so are left out.
     """
     wanted = list({candidate.key: candidate for candidate in candidates}.values())
-    for candidate in wanted:
-        if not compiler.stored(candidate):
-            compiler.submit(candidate)
-    failed: set[tuple[str, str]] = set()
-    while compiler.outstanding:
-        done = compiler.collect(COMPILE_SECONDS)
-        failed |= {candidate.key for candidate, why in done if why is not None}
-        if not done:
-            break
+    failed = _compile(pool.session(problem.signature, timer.arch), wanted, stopped)
     sustained = problem.flops > SUSTAINED_FLOPS
     rounds, block = (SUSTAINED_ROUNDS, BLOCK_SECONDS) if sustained else (ROUNDS, 0.0)
+    times: Mapping[Key, float] = {}
     try:
-        right = [c for c in wanted if c.key not in failed and timer.check(c, CHECK_SECONDS).verdict == "ok"]
+        right = _right(timer, [c for c in wanted if c.key not in failed], failed)
         times = timer.time(right, rounds, block) if right else {}
+        right = _right(timer, right, failed)  # once more: a race may have spared the first run
     except (TimerLost, TimerBroken) as why:
-        print(f"{problem}: {why}", file=sys.stderr)
-        return {}
-    return {candidate.key: times[candidate.key] for candidate in right}
+        return Met({}, {**{c.key: f"could not be timed: {why}" for c in wanted}, **failed})
+    return Met({candidate.key: times[candidate.key] for candidate in right}, failed)
+
+
+def _compile(compiler: Compiler, wanted: Sequence[Candidate], stopped: Callable[[], bool]) -> dict[Key, str]:
+    """Compiles what is not stored; of those that it could not, why."""
+    missing = [candidate for candidate in wanted if not compiler.stored(candidate)]
+    failed = {candidate.key: "was not compiled in time" for candidate in missing}
+    for candidate in missing:
+        compiler.submit(candidate)
+    budget = Budget(COMPILE_SECONDS)
+    try:
+        while compiler.outstanding and not (budget.over or budget.hopeless or stopped()):
+            for candidate, why in budget.collect(compiler, 0.25):
+                if why is None:
+                    del failed[candidate.key]
+                else:
+                    failed[candidate.key] = f"failed to compile: {why}"
+    finally:
+        compiler.cancel()
+    return failed
+
+
+def _right(timer: Timer, candidates: Sequence[Candidate], failed: dict[Key, str]) -> list[Candidate]:
+    """Those whose result is right; why the others' are not is added to `failed`."""
+    for candidate in candidates:
+        verdict = timer.check(candidate, CHECK_SECONDS).verdict
+        if verdict != "ok":
+            failed[candidate.key] = verdict
+    return [candidate for candidate in candidates if candidate.key not in failed]
+
+
+def as_rows(missed: Sequence[Missed]) -> list[dict[str, str]]:
+    """For JSON."""
+    return [asdict(one) for one in missed]
+
+
+def missed_text(missed: Sequence[Missed]) -> str:
+    """A line for each problem that was not compared, after a line break; empty when there is none."""
+    return "".join(f"\nnot compared: {one.problem.split(' ')[0]}: {one.why}" for one in missed)
+
+
+def unfit(outcome: Outcome, what: str) -> str:
+    """Why a search's outcome must not be compared with anything, or nothing.
+
+    One that was cut short by other than its budget would make whatever it is compared with look good.
+    """
+    if not outcome.searched:
+        return f"{what}: {outcome.ended}"
+    if outcome.winner is None:
+        wrong = f"{outcome.count('wrong')} wrong, {outcome.count('failed')} failed"
+        return f"{what} measured nothing right ({outcome.ended}; {wrong})"
+    return ""

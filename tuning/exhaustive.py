@@ -1,10 +1,15 @@
 """How far the sweep's choice is from the best there is: `python -m tuning.exhaustive --shapes 1024,4096 --limit 200`.
 
-Each shape is swept as `python -m tuning.sweep` does it. Then `--limit` configurations are checked and timed, every one:
-half of them are those that the cost model likes best, in the order in which a sweep that learns nothing would try them;
-the others are drawn from all that were enumerated, whatever the model thinks of them. The best of these and of the
-sweep's four best is found by the sweep's own halving, and meets the sweep's winner once more, in turns. What is timed
-so stays out of the winners store: no later sweep is taught by it.
+Each shape is swept as `python -m tuning.sweep` does it: with earlier winners, the shipped one of the very shape among
+them, as seeds. `--untaught` sweeps as if the shape were new: into an empty store, with the heuristic's choice for a
+shape never tuned as the only seed. Then `--limit` configurations are checked and timed, every one: half of them are
+those that the cost model likes best, in the order in which a sweep that learns nothing would try them; the others are
+drawn from all that were enumerated, whatever the model thinks of them.
+
+The sweep's own halving finds the four best of these, of what `gemm` knows and of the sweep's four best. They meet the
+sweep's winner, all checked and timed afresh in turns, and the fastest there is the best of all: the least of several
+times beside one time of the sweep's choice, so that noise speaks against the sweep. What is timed so stays out of the
+winners store: no later sweep is taught by it. A shape that was not compared is named with the reason.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuning import contest, suites, sweep
+from tuning.sweep_budget import MOST_HELP
 from tuning.sweep_candidates import Candidate, Frontier, enumerate_all
 
 if TYPE_CHECKING:
@@ -30,9 +36,12 @@ if TYPE_CHECKING:
     from cutegemm.problem import Problem
     from cutegemm.winners import Winners
     from tuning.sweep_compile import CompilePool
+    from tuning.sweep_report import Progress
     from tuning.sweep_search import Outcome
     from tuning.sweep_timer import Timer
 
+MEETING = 4
+"""Of the sweep's best that are timed again among all, and of all's best that meet the sweep's choice."""
 SHAPES = "1024,4096,16x28672x4096,128x4096x14336,1024x6144x4096"
 
 
@@ -41,7 +50,7 @@ class Line:
     """A shape's result. swept, best: text of the sweep's winner and of the fastest of all; ..._us: timed in turns.
 
     tried: by the sweep. timed, wrong, failed: of the `--limit` configurations and the sweep's four best. whole:
-    whether all of them were.
+    whether all of them were; if not, the best may be among those that were not.
     """
 
     problem: str
@@ -87,70 +96,105 @@ def compare(
     budget: float,
     most: float,
     resume: bool = False,
-) -> list[Line]:
-    """Sweeps into `store`, then times everything into `aside`; a line for each problem of which both were found.
+    untaught: bool = False,
+    stop: threading.Event | None = None,
+) -> tuple[list[Line], list[contest.Missed]]:
+    """Sweeps into `store`, then times everything into `aside`; a line for each problem of which both were found, and
+    the others with the reason.
 
-    Ctrl-C ends both: the lines of the problems finished by then are returned.
+    Ctrl-C sets `stop` and ends both: the lines of the problems finished by then are returned.
     """
     from tuning import sweep_run
+    from tuning.sweep_report import Progress
     from tuning.sweep_search import Options
 
-    stop = threading.Event()
+    stop = stop or threading.Event()
     # All sweeps come first: what is measured exhaustively must not guide them.
-    swept = sweep_run.run(
-        problems, names, [timer], pool, store, Options(budget, resume=resume), report=_tell("sweep"), stop=stop
-    )
-    winners = {str(o.problem): o for o in swept if o.winner is not None}
+    progress = Progress(len(problems), Options.limit)
+    try:
+        swept = sweep_run.run(
+            problems, names, [timer], pool, store, Options(budget, resume=resume), report=_tell("sweep", progress),
+            first=_untuned if untaught else sweep_run.nothing, seeded=not untaught, stop=stop,
+        )  # fmt: skip
+    finally:
+        progress.close()
+    missed = {str(outcome.problem): contest.unfit(outcome, "the sweep") for outcome in swept}
+    winners = {str(outcome.problem): outcome for outcome in swept if not missed[str(outcome.problem)]}
     lines: list[Line] = []
 
     def first(problem: Problem, arch: Arch) -> list[Candidate]:
         ranking = winners[str(problem)].ranking
-        return [result.candidate for result in ranking[:4]]
+        return [result.candidate for result in ranking[:MEETING]]
 
-    def finished(lane: int, phase: str, outcome: Outcome) -> None:
-        _tell("all")(lane, phase, outcome)
-        if phase != "finished" or outcome.winner is None or stop.is_set():
-            return
+    def judge(outcome: Outcome) -> Line | str:
         problem, sweeps = outcome.problem, winners[str(outcome.problem)]
+        # Cut short by its budget it has a line that says so.
+        unfit = contest.unfit(outcome, "timing all")
+        if unfit:
+            return unfit
         assert sweeps.winner is not None
-        ours, best = sweeps.winner.candidate, outcome.winner.candidate
-        met = contest.meet(timer, pool, problem, ours, best)
-        if met is None:
-            return
-        if met[0] < met[1]:
-            best, met = ours, (met[0], met[0])
-        lines.append(
-            Line(
-                str(problem), sweeps.enumerated, len(sweeps.results), str(ours), met[0] * 1e6, str(best),
-                met[1] * 1e6, outcome.count("ok"), outcome.count("wrong"), outcome.count("failed"),
-                outcome.ended == "done",
-            )
+        ours = sweeps.winner.candidate
+        rivals = [result.candidate for result in outcome.ranking if result.kind == "final"][:MEETING]
+        if not rivals:
+            return f"timing all reached no final ({outcome.ended})"
+        met = contest.meet(timer, pool, problem, [ours, *rivals], stop.is_set)
+        if ours.key not in met.seconds:
+            return f"the sweep's choice, {ours}: {met.failed[ours.key]}"
+        best = min((c for c in (ours, *rivals) if c.key in met.seconds), key=lambda c: met.seconds[c.key])
+        return Line(
+            str(problem), sweeps.enumerated, len(sweeps.results), str(ours), met.seconds[ours.key] * 1e6, str(best),
+            met.seconds[best.key] * 1e6, outcome.count("ok"), outcome.count("wrong"), outcome.count("failed"),
+            outcome.ended == "done",
         )  # fmt: skip
 
-    everything = Options(most, limit=10**9, patience=10**9, known_patience=10**9)
-    sweep_run.run(
-        [o.problem for o in swept if str(o.problem) in winners], names, [timer], pool, aside, everything,
-        report=finished, ranker=lambda problem, arch, name: some_of(problem, arch, name, limit), first=first,
-        ahead=limit, stop=stop,
-    )  # fmt: skip
-    return lines
-
-
-def _tell(what: str) -> Any:
-    def tell(lane: int, phase: str, outcome: Outcome) -> None:
+    def report(lane: int, phase: str, outcome: Outcome) -> None:
+        _tell("all", progress)(lane, phase, outcome)
         if phase == "finished":
-            best = outcome.winner
-            text = f"{best.seconds * 1e6:.2f} us {best.candidate}" if best is not None and best.seconds else "nothing"
-            counts = f"{outcome.count('ok')} ok, {outcome.count('wrong')} wrong, {outcome.count('failed')} failed"
-            p = outcome.problem
-            print(f"{p.m}x{p.n}x{p.k} {what}: {text}; {counts}; {outcome.elapsed:.1f} s ({outcome.ended})",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            found = judge(outcome)
+            if isinstance(found, Line):
+                lines.append(found)
+            else:
+                missed[str(outcome.problem)] = found
+
+    everything = Options(most, limit=10**9, patience=10**9, known_patience=10**9)
+    left = [problem for problem in problems if str(problem) in winners]
+    progress = Progress(len(left), limit)
+    try:
+        sweep_run.run(
+            left, names, [timer], pool, aside, everything, report=report,
+            ranker=lambda problem, arch, name: some_of(problem, arch, name, limit), first=first, ahead=limit, stop=stop,
+        )  # fmt: skip
+    finally:
+        progress.close()
+    compared = {line.problem for line in lines}
+    rest = [text for text in map(str, problems) if text not in compared]
+    return lines, [contest.Missed(text, missed.get(text) or "not begun") for text in rest]
+
+
+def _untuned(problem: Problem, arch: Arch) -> list[Candidate]:
+    from cutegemm import heuristics
+
+    found = heuristics.untuned(problem, arch)
+    return [] if found is None else [Candidate(found[0], found[1])]
+
+
+def _tell(what: str, progress: Progress) -> Callable[[int, str, Outcome], None]:
+    from tuning.sweep_report import took_text
+
+    def tell(lane: int, phase: str, outcome: Outcome) -> None:
+        if phase != "finished":
+            progress.update(lane, f"{what}: {phase}", outcome)
+            return
+        best = outcome.winner
+        text = f"{best.seconds * 1e6:.2f} us {best.candidate}" if best is not None and best.seconds else "nothing"
+        counts = f"{outcome.count('ok')} ok, {outcome.count('wrong')} wrong, {outcome.count('failed')} failed"
+        progress.finished(lane, outcome, f"{what}: {text}; {counts}; {took_text(outcome)} ({outcome.ended})")
 
     return tell
 
 
-def table(lines: Sequence[Line]) -> str:
-    """A line a shape, then the worst of them."""
+def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
+    """A line a shape, then the worst of them, then what was not compared."""
     from tabulate import tabulate
 
     def row(line: Line) -> tuple[str, ...]:
@@ -163,8 +207,14 @@ def table(lines: Sequence[Line]) -> str:
     text = tabulate(map(row, lines), headers=headers, disable_numparse=True)
     if lines:
         worst = min(lines, key=lambda line: line.ratio)
-        text += f"\nthe sweep's choice reaches at least {worst.ratio:.4f} of the best ({worst.problem.split(' ')[0]})"
-    return text
+        text += (
+            f"\nthe sweep's choice reaches at least {worst.ratio:.4f} of the best ({worst.problem.split(' ')[0]}), "
+            f"over {len(lines)} of {len(lines) + len(missed)} shapes"
+        )
+        short = sum(not line.whole for line in lines)
+        if short:
+            text += f"\ncut short, so that their best may have been missed: {short}"
+    return text + contest.missed_text(missed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -175,17 +225,24 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--dtype", default="bf16", choices=["fp16", "bf16", "fp32"])
     made.add_argument("--backends", default="cute", help=f"comma-separated: {', '.join(sweep.BACKENDS)} (default cute)")
     made.add_argument("--limit", type=int, default=200, help="configurations to time of each backend (default 200)")
-    made.add_argument("--budget", type=sweep.seconds, default=60.0, help="the sweep's, for each shape (default 60s)")
+    made.add_argument(
+        "--budget", type=sweep.seconds, default=60.0, help=f"the sweep's, for each shape (default 60s); {MOST_HELP}"
+    )
     made.add_argument("--most", type=sweep.seconds, default=300.0, help="for timing all of a shape's (default 5m)")
     made.add_argument("--resume", action="store_true", help="take the winner of an earlier sweep instead of sweeping")
+    made.add_argument(
+        "--untaught", action="store_true", help="sweep as if the shape were new: no seeds but the heuristic's choice"
+    )
     made.add_argument("--store", help="the winners file; by default the user's, which gemm reads")
     contest.add_options(made)
     options = made.parse_args(arguments)
     names = options.backends.split(",")
-    begun = time.monotonic()
+    begun, stop = time.monotonic(), threading.Event()
     try:
         if options.limit < 2 or not set(names) <= set(sweep.BACKENDS) or options.jobs < 1:
             raise ValueError(f"--limit must be at least 2, --jobs 1, --backends of {', '.join(sweep.BACKENDS)}")
+        if options.untaught and (options.resume or options.store):
+            raise ValueError("--untaught sweeps into an empty store: neither --resume nor --store goes with it")
         shapes = suites.parse(options.shapes)
     except ValueError as why:
         made.error(str(why))
@@ -195,19 +252,25 @@ def main(arguments: list[str] | None = None) -> int:
     problems = [Problem.of(*shape, options.dtype, majors=options.majors) for shape in dict.fromkeys(shapes)]
     try:
         with contest.machine(options.jobs) as m, tempfile.TemporaryDirectory() as folder:
-            lines = compare(
-                problems, names, m.timer, m.pool, Winners(options.store), Winners(Path(folder, "winners.sqlite3")),
+            store = Winners(Path(folder, "swept.sqlite3") if options.untaught else options.store)
+            lines, missed = compare(
+                problems, names, m.timer, m.pool, store, Winners(Path(folder, "winners.sqlite3")),
                 limit=options.limit, budget=options.budget, most=options.most, resume=options.resume,
+                untaught=options.untaught, stop=stop,
             )  # fmt: skip
             state = m.timer.describe()
     except contest.NoGpu as why:
         print(f"tuning.exhaustive times kernels on a GPU: {why}", file=sys.stderr)
         return 2
-    print(f"{table(lines)}\n{state}; {time.monotonic() - begun:.0f} s in all")
+    except KeyboardInterrupt:
+        print("\nbroken off", file=sys.stderr)
+        return 130
+    print(f"{table(lines, missed)}\n{state}; {time.monotonic() - begun:.0f} s in all")
     if options.json:
         rows = [{**asdict(line), "ratio": line.ratio} for line in lines]
-        Path(options.json).write_text(json.dumps({"gpu": state, "shapes": rows}, indent=1) + "\n")
-    return 0 if len(lines) == len(problems) else 1
+        said = {"gpu": state, "untaught": options.untaught, "shapes": rows, "missed": contest.as_rows(missed)}
+        Path(options.json).write_text(json.dumps(said, indent=1) + "\n")
+    return 130 if stop.is_set() else 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -53,13 +53,12 @@ class Budget:
         """Whether no worker came up in all the time there is for that."""
         return self.waited >= MOST_WAITED
 
-    def collect(self, compiler: Compiler, timeout: float, idle: bool = True) -> list[Done]:
+    def collect(self, compiler: Compiler, timeout: float) -> list[Done]:
         """What is compiled by now; waits for the first up to `timeout` seconds, uncounted while no worker stands.
 
-        Args:
-            idle: there is nothing to do meanwhile.
+        Whoever has something else to do gives no time.
         """
-        starting = idle and not compiler.standing
+        starting = not compiler.standing
         begun = self._clock()
         done = compiler.collect(timeout)
         if starting:

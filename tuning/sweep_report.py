@@ -61,15 +61,17 @@ class Progress:
             self._states[lane] = f"{shape_text(outcome)} {phase} {self._far(outcome)}{best_text(outcome)}"
             self._draw()
 
-    def finished(self, lane: int, outcome: Outcome) -> None:
-        """Ends a shape; its result stays on the screen."""
+    def finished(self, lane: int, outcome: Outcome, said: str | None = None) -> None:
+        """Ends a shape; its result, or what is said in place of it, stays on the screen."""
         with self._lock:
             self._finished += 1
             self._states.pop(lane, None)
             self._clear()
-            verdict = best_text(outcome) or "nothing right was measured"
-            ended = "" if outcome.ended == "done" else f" ({outcome.ended})"
-            self._stream.write(f"{shape_text(outcome)}: {verdict.strip()} in {took_text(outcome)}{ended}\n")
+            if said is None:
+                verdict = best_text(outcome) or "nothing right was measured"
+                ended = "" if outcome.ended == "done" else f" ({outcome.ended})"
+                said = f"{verdict.strip()} in {took_text(outcome)}{ended}"
+            self._stream.write(f"{shape_text(outcome)}: {said}\n")
             self._stream.flush()
 
     def say(self, text: str) -> None:

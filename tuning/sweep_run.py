@@ -39,6 +39,11 @@ AHEAD = 48
 """Candidates of the next problem that are compiled while the present one is timed."""
 
 
+def nothing(problem: Problem, arch: Arch) -> Sequence[Candidate]:
+    """A `First` that names none."""
+    return ()
+
+
 def run_one(
     problem: Problem,
     names: Sequence[str],
@@ -50,14 +55,16 @@ def run_one(
     report: Callable[[str, Outcome], None] = lambda phase, outcome: None,
     stopped: Callable[[], bool] = lambda: False,
     ranker: Ranker | None = None,
-    first: First = lambda problem, arch: (),
+    first: First = nothing,
+    seeded: bool = True,
     prepared: Future[Prepared] | None = None,
 ) -> Outcome:
     """Searches one problem in the backends named. Raises TimerBroken when the GPU or its memory will not do.
 
     Args:
         report: called with the phase and the outcome so far. stopped: asked often; the search ends when it says so.
-        ranker: lists the configurations, in place of the cost model. first: comes before the seeds.
+        ranker: lists the configurations, in place of the cost model. first: comes before the seeds. seeded: whether
+            there are any beside it.
         prepared: what is being made ready already.
     """
     arch = timer.arch
@@ -67,7 +74,7 @@ def run_one(
     own = [row for row in store.rows(str(problem)) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
     search = Search(
         problem, ready.frontier, timer, ready.session, store, options,
-        seeds=[*first(problem, arch), *seeds(problem, arch, store, names)],
+        seeds=[*first(problem, arch), *(seeds(problem, arch, store, names) if seeded else ())],
         known=any(row.kind == "final" and is_fresh(row) for row in own),
         opened=not options.resume, report=report, stopped=stopped,
     )  # fmt: skip
@@ -85,14 +92,15 @@ def run(
     report: Report = lambda lane, phase, outcome: None,
     stop: threading.Event | None = None,
     ranker: Ranker | None = None,
-    first: First = lambda problem, arch: (),
+    first: First = nothing,
+    seeded: bool = True,
     ahead: int = AHEAD,
 ) -> list[Outcome]:
     """Searches every problem; one thread a timer. Those that were not begun when `stop` was set have no outcome.
 
     The candidates of the next problem are enumerated, and the first `ahead` of them compiled, while the present one is
-    timed. Ctrl-C sets `stop`; a second one is raised. `ranker` and `first` as in `run_one`. A problem is still open in
-    its lane's timer when `report` is called with "finished".
+    timed. Ctrl-C sets `stop`; a second one is raised. `ranker`, `first` and `seeded` as in `run_one`. A problem is
+    still open in its lane's timer when `report` is called with "finished".
     """
     stop = stop or threading.Event()
     outcomes: dict[int, Outcome] = {}
@@ -101,8 +109,8 @@ def run(
     def prepare(problem: Problem, arch: Arch) -> Prepared:
         made = Prepared.of(problem, arch, names, pool, ranker)
         if not (options.resume and _has_final(problem, arch, store)):
-            seeded = [*first(problem, arch), *seeds(problem, arch, store, names)]
-            made.session.ahead([*seeded, *made.frontier.first(min(ahead, options.limit))])
+            sure = [*first(problem, arch), *(seeds(problem, arch, store, names) if seeded else ())]
+            made.session.ahead([*sure, *made.frontier.first(min(ahead, options.limit))])
         return made
 
     def work(lane: int, timer: Timer) -> None:
@@ -113,8 +121,8 @@ def run(
             number, problem, prepared = taken
             try:
                 outcomes[number] = run_one(
-                    problem, names, timer, pool, store, options, stopped=stop.is_set, ranker=ranker,
-                    first=first, report=lambda phase, outcome: report(lane, phase, outcome), prepared=prepared,
+                    problem, names, timer, pool, store, options, stopped=stop.is_set, ranker=ranker, first=first,
+                    seeded=seeded, report=lambda phase, outcome: report(lane, phase, outcome), prepared=prepared,
                 )  # fmt: skip
             except TimerBroken as why:
                 outcomes[number] = Outcome(problem, 0, ended=f"not timed: {why}")

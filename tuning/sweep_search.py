@@ -286,7 +286,7 @@ class Search:
                 if not ready:
                     self._report("exploring" if self._compiler.standing else STARTING, self.outcome)
                 waiting = 0.0 if ready else min(0.25, max(deadline - self._clock(), 0.0))
-                for candidate, reason in budget.collect(self._compiler, waiting, idle=not ready):
+                for candidate, reason in budget.collect(self._compiler, waiting):
                     if reason is None:
                         ready.append(candidate)
                     elif reason == self._compiler.broken:

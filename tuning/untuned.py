@@ -2,8 +2,13 @@
 
 Shapes are drawn at random: sizes log-uniform, multiples of 8, the roofline bound under a millisecond. For each, the
 heuristic chooses as it would with an empty store and without this shape in the shipped table (`heuristics.untuned`);
-a sweep of `--budget` tunes the shape; then both are timed in turns. What is measured is kept in a store of its own,
-unless `--store` names one, so that no draw informs the next.
+a sweep of `--budget` tunes the shape, the heuristic's choice among its candidates; then both are checked and timed
+afresh, in turns. What is measured is kept in a store of its own, unless `--store` names one; the heuristic reads
+neither.
+
+A shape is named with the reason, and not compared, when the sweep was cut short by other than its budget or timed
+nothing beside the heuristic's choice, or when that choice is wrong: a weak sweep would flatter it. Where the choice
+turns out faster than what the sweep found, the sweep erred, and the mean takes them as equal.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuning import contest, sweep
+from tuning.sweep_budget import MOST_HELP
 from tuning.sweep_candidates import Candidate
 
 if TYPE_CHECKING:
@@ -79,49 +86,81 @@ def compare(
     pool: CompilePool,
     store: Winners,
     budget: float,
-) -> list[Line]:
-    """A line for each problem of which both choices were timed."""
+    stop: threading.Event | None = None,
+) -> tuple[list[Line], list[contest.Missed]]:
+    """A line for each problem of which both choices were timed; the others, and why. Ctrl-C sets `stop` and ends it."""
     from cutegemm import heuristics
     from tuning import sweep_run
+    from tuning.sweep_report import Progress, took_text
     from tuning.sweep_search import Options
 
+    stop = stop or threading.Event()
+    options = Options(budget)
     lines: list[Line] = []
-    choices: dict[str, tuple[Candidate, str]] = {}
+    missed: dict[str, str] = {}
+    choices: dict[str, tuple[Candidate, str] | None] = {}
+
+    def choice(problem: Problem, arch: Arch) -> tuple[Candidate, str] | None:
+        text = str(problem)
+        if text not in choices:
+            found = heuristics.untuned(problem, arch)
+            choices[text] = None if found is None else (Candidate(found[0], found[1]), found[2])
+        return choices[text]
 
     def chosen(problem: Problem, arch: Arch) -> list[Candidate]:
-        if str(problem) not in choices:
-            found = heuristics.untuned(problem, arch)
-            if found is None:
-                return []
-            choices[str(problem)] = (Candidate(found[0], found[1]), found[2])
-        return [choices[str(problem)][0]]
+        found = choice(problem, arch)
+        return [found[0]] if found else []
 
-    def finished(lane: int, phase: str, outcome: Outcome) -> None:
-        if phase != "finished":
-            return
+    def judge(outcome: Outcome) -> Line | str:
         problem = outcome.problem
-        if outcome.winner is None or not chosen(problem, timer.arch):
-            print(f"{problem}: nothing to compare ({outcome.ended})", file=sys.stderr, flush=True)
+        unfit = contest.unfit(outcome, "the sweep")
+        if unfit:
+            return unfit
+        found = choice(problem, timer.arch)
+        if found is None:
+            return "the heuristic has no choice"
+        (ours, why), tuned = found, outcome.winner
+        assert tuned is not None
+        if all(result.candidate.key == ours.key for result in outcome.ranking):
+            return f"the sweep timed nothing but the heuristic's choice ({outcome.ended})"
+        met = contest.meet(timer, pool, problem, [ours, tuned.candidate], stop.is_set)
+        for candidate, whose in ((ours, "the heuristic's choice"), (tuned.candidate, "the sweep's choice")):
+            if candidate.key not in met.seconds:
+                return f"{whose}, {candidate}: {met.failed[candidate.key]}"
+        ours_us, tuned_us = met.seconds[ours.key] * 1e6, met.seconds[tuned.candidate.key] * 1e6
+        return Line(str(problem), str(ours), why, ours_us, str(tuned.candidate), tuned_us, len(outcome.results))
+
+    progress = Progress(len(problems), options.limit)
+
+    def report(lane: int, phase: str, outcome: Outcome) -> None:
+        if phase != "finished":
+            progress.update(lane, phase, outcome)
             return
-        ours, why = choices[str(problem)]
-        tuned = outcome.winner.candidate
-        met = contest.meet(timer, pool, problem, ours, tuned)
-        if met is None:
-            print(f"{problem}: could not be timed again", file=sys.stderr, flush=True)
-            return
-        line = Line(
-            str(problem), str(ours), why, met[0] * 1e6, str(tuned), met[1] * 1e6, len(outcome.results),
-        )  # fmt: skip
-        lines.append(line)
-        print(f"{problem.m}x{problem.n}x{problem.k}: {line.ratio:.3f} ({outcome.elapsed:.1f} s, {outcome.ended})",
-              file=sys.stderr, flush=True)  # fmt: skip
+        found, text = judge(outcome), str(outcome.problem)
+        if isinstance(found, Line):
+            lines.append(found)
+            said = f"{found.ratio:.3f} ({took_text(outcome)}, {outcome.ended})"
+        else:
+            missed[text] = found
+            said = f"not compared: {found}"
+        progress.finished(lane, outcome, said)
 
-    sweep_run.run(problems, names, [timer], pool, store, Options(budget), report=finished, first=chosen)
-    return lines
+    try:
+        sweep_run.run(problems, names, [timer], pool, store, options, report=report, first=chosen, stop=stop)
+    finally:
+        progress.close()
+    compared = {line.problem for line in lines}
+    left = [text for text in map(str, problems) if text not in compared]
+    return lines, [contest.Missed(text, missed.get(text, "not begun")) for text in left]
 
 
-def table(lines: Sequence[Line]) -> str:
-    """A line a shape, then the geometric mean and the minimum."""
+def mean(lines: Sequence[Line]) -> float:
+    """Geometric mean of the ratios; one above 1 is the sweep's error, and counts as 1."""
+    return statistics.geometric_mean([min(line.ratio, 1.0) for line in lines])
+
+
+def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
+    """A line a shape, then the geometric mean and the minimum, then what was not compared."""
     from tabulate import tabulate
 
     rows = [
@@ -132,13 +171,15 @@ def table(lines: Sequence[Line]) -> str:
     headers = ["shape", "heuristic's choice", "us", "tuned", "us", "tried", "heuristic/tuned"]
     text = tabulate(rows, headers=headers, disable_numparse=True)
     if lines:
-        ratios = [line.ratio for line in lines]
         worst = min(lines, key=lambda line: line.ratio)
         text += (
-            f"\nspeed of the heuristic's choice over the tuned: {statistics.geometric_mean(ratios):.3f} (geometric "
-            f"mean of {len(ratios)} shapes), at least {worst.ratio:.3f} ({worst.problem.split(' ')[0]})"
+            f"\nspeed of the heuristic's choice over the tuned: {mean(lines):.3f} (geometric mean of {len(lines)} of "
+            f"{len(lines) + len(missed)} shapes), at least {worst.ratio:.3f} ({worst.problem.split(' ')[0]})"
         )
-    return text
+        faster = sum(line.ratio > 1 for line in lines)
+        if faster:
+            text += f"\nfaster than what the sweep found, and taken as equal in the mean: {faster}"
+    return text + contest.missed_text(missed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -149,7 +190,9 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--dtype", default="bf16", choices=["fp16", "bf16", "fp32"])
     made.add_argument("--backends", default="cute", help=f"that the sweep looks in, of {', '.join(sweep.BACKENDS)}")
-    made.add_argument("--budget", type=sweep.seconds, default=10.0, help="the sweep's, for each shape (default 10s)")
+    made.add_argument(
+        "--budget", type=sweep.seconds, default=10.0, help=f"the sweep's, for each shape (default 10s); {MOST_HELP}"
+    )
     made.add_argument("--store", help="keep what is measured in this winners file")
     contest.add_options(made)
     options = made.parse_args(arguments)
@@ -158,21 +201,25 @@ def main(arguments: list[str] | None = None) -> int:
         made.error(f"--count and --jobs must be at least 1, --backends of {', '.join(sweep.BACKENDS)}")
     from cutegemm.winners import Winners
 
-    begun = time.monotonic()
+    begun, stop = time.monotonic(), threading.Event()
     try:
         with contest.machine(options.jobs) as m, tempfile.TemporaryDirectory() as folder:
             problems = draw(options.count, options.seed, options.dtype, options.majors, m.timer.arch)
             store = Winners(options.store or Path(folder, "winners.sqlite3"))
-            lines = compare(problems, names, m.timer, m.pool, store, options.budget)
+            lines, missed = compare(problems, names, m.timer, m.pool, store, options.budget, stop)
             state = m.timer.describe()
     except contest.NoGpu as why:
         print(f"tuning.untuned times kernels on a GPU: {why}", file=sys.stderr)
         return 2
-    print(f"{table(lines)}\n{state}; {time.monotonic() - begun:.0f} s in all")
+    except KeyboardInterrupt:
+        print("\nbroken off", file=sys.stderr)
+        return 130
+    print(f"{table(lines, missed)}\n{state}; {time.monotonic() - begun:.0f} s in all")
     if options.json:
         rows = [{**asdict(line), "ratio": line.ratio} for line in lines]
-        Path(options.json).write_text(json.dumps({"gpu": state, "seed": options.seed, "shapes": rows}, indent=1) + "\n")
-    return 0 if len(lines) == len(problems) else 1
+        said = {"gpu": state, "seed": options.seed, "shapes": rows, "missed": contest.as_rows(missed)}
+        Path(options.json).write_text(json.dumps(said, indent=1) + "\n")
+    return 130 if stop.is_set() else 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -125,11 +125,12 @@ def test_sweep_and_heuristic_are_judged(gpu, store, tmp_path):
     aside = winners.Winners(tmp_path / "aside.sqlite3")
     problems = untuned.draw(2, 3, "bf16", "tn", gpu.arch)
     with CompilePool() as pool:
-        (line,) = exhaustive.compare(
+        (line,), missed = exhaustive.compare(
             [Problem.of(512, 512, 512, "bf16")], ["cute"], gpu, pool, store, aside, limit=12, budget=4.0, most=30.0
         )
-        lines = untuned.compare(problems, ["cute"], gpu, pool, store, 4.0)
+        lines, left = untuned.compare(problems, ["cute"], gpu, pool, store, 4.0)
     print(exhaustive.table([line]), untuned.table(lines), sep="\n")
+    assert missed == left == []
     assert line.whole
     assert line.wrong == line.failed == 0
     assert 0 < line.ratio <= 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +15,10 @@ from cutegemm import heuristics
 from cutegemm.problem import Problem
 from cutegemm.roofline import roofline
 from cutegemm.winners import Winners
-from tests.tuning_fakes import H200, FakeCompiler, FakeTimer
+from tests.tuning_fakes import H200, Clock, FakeCompiler, FakeTimer
 from tuning import contest, exhaustive, untuned
 from tuning.sweep_candidates import Candidate
-from tuning.sweep_timer import TimerLost
+from tuning.sweep_timer import Check, TimerLost
 
 SMALL = Problem.of(256, 320, 512, "bf16")
 
@@ -55,9 +57,10 @@ def test_the_best_of_all_is_found_although_the_sweep_missed_it(tmp_path):
 
     timer, compiler = FakeTimer(seconds), FakeCompiler()
     store, aside = Winners(tmp_path / "w"), Winners(tmp_path / "aside")
-    (line,) = exhaustive.compare(
+    (line,), missed = exhaustive.compare(
         [SMALL], ["legacy"], timer, compiler, store, aside, limit=40, budget=60.0, most=60.0
     )  # fmt: skip
+    assert missed == []
     assert all(row.config != str(hidden) for row in store.rows())
     assert line.best == f"legacy {hidden}"
     assert line.best_us == pytest.approx(5.0)
@@ -67,9 +70,21 @@ def test_the_best_of_all_is_found_although_the_sweep_missed_it(tmp_path):
     assert line.timed >= 40
     assert line.enumerated > 40
     assert set(timer.checked) >= {("legacy", str(config)) for _, config in listed}
+    # The sweep's choice and the best of all once more, checked anew and in turns; no time of before is compared.
+    keys, rounds, _ = timer.timed[-1]
+    assert rounds == contest.ROUNDS
+    assert keys[0][1] == line.swept.removeprefix("legacy ")
+    assert ("legacy", str(hidden)) in keys
+    assert len(keys) <= 1 + exhaustive.MEETING
     text = exhaustive.table([line])
     assert "256x320x512" in text
     assert f"at least {line.ratio:.4f} of the best" in text
+    assert "over 1 of 1 shapes" in text
+    assert "cut short" not in text
+    text = exhaustive.table([replace(line, whole=False)], [contest.Missed("8x8x8 bf16", "it broke")])
+    assert "over 1 of 2 shapes" in text
+    assert "cut short, so that their best may have been missed: 1" in text
+    assert text.endswith("not compared: 8x8x8: it broke")
 
 
 def test_the_sweep_is_not_taught_by_what_is_timed_exhaustively(tmp_path):
@@ -77,10 +92,10 @@ def test_the_sweep_is_not_taught_by_what_is_timed_exhaustively(tmp_path):
     problems = [SMALL, Problem.of(512, 320, 512, "bf16")]
     timer, stores = FakeTimer(truth), (Winners(tmp_path / "w"), Winners(tmp_path / "aside"))
     given = {"limit": 10, "budget": 60.0, "most": 60.0}
-    lines = exhaustive.compare(problems, ["legacy"], timer, FakeCompiler(), *stores, **given)
+    lines, _ = exhaustive.compare(problems, ["legacy"], timer, FakeCompiler(), *stores, **given)
     assert timer.opened == problems * 2
     again = FakeTimer(truth)
-    more = exhaustive.compare(problems, ["legacy"], again, FakeCompiler(), *stores, resume=True, **given)
+    more, _ = exhaustive.compare(problems, ["legacy"], again, FakeCompiler(), *stores, resume=True, **given)
     assert again.opened == problems
     assert [line.swept for line in more] == [line.swept for line in lines]
 
@@ -100,21 +115,39 @@ def test_ctrl_c_in_a_sweep_ends_the_comparison_too(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_run, "run", interrupted)
     timer, stores = FakeTimer(truth), (Winners(tmp_path / "w"), Winners(tmp_path / "aside"))
     given = {"limit": 10, "budget": 60.0, "most": 60.0}
-    assert exhaustive.compare([SMALL], ["legacy"], timer, FakeCompiler(), *stores, **given) == []
+    lines, missed = exhaustive.compare([SMALL], ["legacy"], timer, FakeCompiler(), *stores, **given)
+    assert lines == []
+    assert [(one.problem, one.why) for one in missed] == [(str(SMALL), "not begun")]
     assert timer.opened == [SMALL]
     assert stores[1].rows() == []
 
 
-def test_the_duel_leaves_out_what_cannot_be_timed():
+def test_the_meeting_names_what_cannot_be_timed():
     good, bad, worse = (Candidate("legacy", text) for text in ("good", "bad", "worse"))
     timer = FakeTimer({good.key: 1e-5}, wrong={bad.key: "wrong: all"})
     compiler = FakeCompiler(fails={worse.key: "no"})
-    assert contest.seconds_of(timer, compiler, SMALL, [good, bad, worse, good]) == {good.key: 1e-5}
-    assert timer.timed[-1] == ((good.key,), contest.ROUNDS, 0.0)
-    contest.seconds_of(timer, compiler, Problem.of(8192, 8192, 8192), [good])
+    met = contest.meet(timer, compiler, SMALL, [good, bad, worse, good])
+    assert met.seconds == {good.key: 1e-5}
+    assert met.failed == {bad.key: "wrong: all", worse.key: "failed to compile: no"}
+    assert timer.timed == [((good.key,), contest.ROUNDS, 0.0)]
+    contest.meet(timer, compiler, Problem.of(8192, 8192, 8192), [good])
     assert timer.timed[-1][1:] == (contest.SUSTAINED_ROUNDS, contest.BLOCK_SECONDS)
     timer.time = lambda *rest: (_ for _ in ()).throw(TimerLost("gone"))
-    assert contest.seconds_of(timer, compiler, SMALL, [good]) == {}
+    met = contest.meet(timer, compiler, SMALL, [good, bad])
+    assert met == contest.Met({}, {good.key: "could not be timed: gone", bad.key: "wrong: all"})
+    assert compiler.cancelled
+
+
+def test_a_meeting_checks_once_more_and_waits_for_no_compiler_that_is_stopped():
+    racy, slow = Candidate("legacy", "racy"), Candidate("legacy", "slow")
+    timer = FakeTimer({})
+    timer.after_check = lambda: timer._wrong.update({racy.key: "wrong: 1 of 9"} if timer.timed else {})
+    met = contest.meet(timer, FakeCompiler(), SMALL, [racy])
+    assert met == contest.Met({}, {racy.key: "wrong: 1 of 9"})
+    compiler = FakeCompiler(clock=Clock(), seconds=1e6)
+    met = contest.meet(timer, compiler, SMALL, [slow], lambda: True)
+    assert met.failed == {slow.key: "was not compiled in time"}
+    assert ("legacy", "slow") not in timer.checked
 
 
 def test_random_shapes_are_bounded_and_repeatable():
@@ -133,7 +166,8 @@ def test_random_shapes_are_bounded_and_repeatable():
 def test_the_heuristic_is_compared_with_what_was_tuned(tmp_path):
     problems = untuned.draw(3, 1, "bf16", "tn", H200)
     timer = FakeTimer(truth)
-    lines = untuned.compare(problems, ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 60.0)
+    lines, missed = untuned.compare(problems, ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 60.0)
+    assert missed == []
     assert [line.problem for line in lines] == list(map(str, problems))
     for line, problem in zip(lines, problems, strict=True):
         backend, config, _ = heuristics.untuned(problem, H200)
@@ -143,7 +177,7 @@ def test_the_heuristic_is_compared_with_what_was_tuned(tmp_path):
         assert (backend, str(config)) in timer.checked
     text = untuned.table(lines)
     assert f"at least {min(line.ratio for line in lines):.3f}" in text
-    assert "geometric mean of 3 shapes" in text
+    assert "geometric mean of 3 of 3 shapes" in text
 
 
 @pytest.mark.parametrize("command", [exhaustive, untuned])
@@ -159,6 +193,7 @@ def test_the_commands(command, monkeypatch, capsys, tmp_path):
     assert "at least" in capsys.readouterr().out
     (shape,) = json.loads(out.read_text())["shapes"]
     assert 0 < shape["ratio"] <= 1
+    assert json.loads(out.read_text())["missed"] == []
     assert Winners(tmp_path / "w").rows()
 
 
@@ -176,3 +211,149 @@ def test_without_a_gpu_or_with_bad_arguments_they_say_so(command, monkeypatch, c
         with pytest.raises(SystemExit):
             command.main(bad)
     assert "--backends of cute, cutlass2x, legacy" in capsys.readouterr().err
+
+
+def test_a_selected_minimum_is_compared_with_nothing(tmp_path):
+    """A time that luck made short in the sweep does not count: both are timed afresh, and a slower pick loses."""
+
+    class Lucky(FakeTimer):
+        """The first of a sweep's candidates that is not the heuristic's looks twice as fast until the meeting."""
+
+        lucky = None
+
+        def time(self, candidates, rounds, block_seconds):
+            found = dict(super().time(candidates, rounds, block_seconds))
+            for candidate in candidates:
+                if self.lucky is None and candidate.key not in own:
+                    self.lucky = candidate.key
+                if candidate.key == self.lucky and rounds != contest.ROUNDS:
+                    found[candidate.key] = 1e-7
+            return found
+
+    backend, config, _ = heuristics.untuned(SMALL, H200)
+    own = {(backend, str(config))}
+    timer = Lucky(lambda candidate: 1e-5 if candidate.key in own else 2e-5)
+    (line,), missed = untuned.compare([SMALL], ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 60.0)
+    assert missed == []
+    assert line.tuned == str(Candidate(*timer.lucky))
+    assert (line.chosen_us, line.tuned_us) == (pytest.approx(10.0), pytest.approx(20.0))
+    assert line.ratio == pytest.approx(2.0)
+    # The sweep's error does not make the heuristic better than tuning.
+    text = untuned.table([line, replace(line, tuned_us=8.1)])
+    assert "0.900 (geometric mean of 2 of 2 shapes)" in text
+    assert "taken as equal in the mean: 1" in text
+    stores = Winners(tmp_path / "v"), Winners(tmp_path / "aside")
+    given = {"limit": 20, "budget": 60.0, "most": 60.0}
+    timer.lucky = None
+    (line,), _ = exhaustive.compare([SMALL], ["legacy"], timer, FakeCompiler(), *stores, **given)
+    assert line.swept_us == pytest.approx(20.0)
+    assert line.ratio < 1  # the heuristic's choice was among the sweep's best, and so among all
+
+
+def test_an_untuned_shape_is_named_with_the_reason(tmp_path, capsys):
+    """Never silently missing, never compared with a sweep that had no chance."""
+    problems = untuned.draw(2, 1, "bf16", "tn", H200)
+    choices = [Candidate(*heuristics.untuned(problem, H200)[:2]) for problem in problems]
+
+    def missed(timer: FakeTimer, compiler: FakeCompiler, stop: threading.Event | None = None) -> set[str]:
+        store = Winners(tmp_path / str(len(list(tmp_path.iterdir()))))
+        lines, found = untuned.compare(problems, ["legacy"], timer, compiler, store, 5.0, stop)
+        assert lines == []
+        assert [one.problem for one in found] == list(map(str, problems))
+        text = untuned.table(lines, found)
+        assert all(f"not compared: {one.problem.split(' ')[0]}: {one.why}" in text for one in found)
+        assert all(one.why in capsys.readouterr().err or one.why == "not begun" for one in found[:1])
+        return {one.why for one in found}
+
+    (why,) = missed(FakeTimer({}, open_fails="out of memory"), FakeCompiler())
+    assert why == "the sweep: not timed: out of memory"
+    # Nobody compiles, but the heuristic's choices are in the store.
+    compiler = FakeCompiler(stored=[c.key for c in choices], clock=Clock(), broken_after=2.0)
+    (why,) = missed(FakeTimer(truth), compiler)
+    assert why == "the sweep: no compile worker comes up: it ended with status 1"
+
+    class OnlyChoice(FakeTimer):
+        def check(self, candidate, timeout):
+            self._wrong = {} if candidate.key in {c.key for c in choices} else {candidate.key: "wrong: all"}
+            return super().check(candidate, timeout)
+
+    (why,) = missed(OnlyChoice(truth), FakeCompiler())
+    assert why == "the sweep timed nothing but the heuristic's choice (done)"
+    found = missed(FakeTimer(truth, wrong={c.key: "wrong: 7 of 9" for c in choices}), FakeCompiler())
+    assert found == {f"the heuristic's choice, {choice}: wrong: 7 of 9" for choice in choices}
+    stop, timer = threading.Event(), FakeTimer(truth)
+    timer.after_check = stop.set
+    assert missed(timer, FakeCompiler(), stop) == {"the sweep: interrupted", "not begun"}
+
+
+def test_a_shape_that_is_not_compared_exhaustively_is_named(tmp_path):
+    given = {"limit": 10, "budget": 60.0, "most": 60.0}
+    bad = FakeTimer(truth)
+    bad.check = lambda candidate, timeout: Check("wrong: all")
+    for timer, why in (
+        (FakeTimer(truth, open_fails="out of memory"), "the sweep: not timed: out of memory"),
+        (bad, "the sweep measured nothing right (done; "),
+    ):
+        stores = Winners(tmp_path / f"w{why[10]}"), Winners(tmp_path / f"aside{why[10]}")
+        lines, (missed,) = exhaustive.compare([SMALL], ["legacy"], timer, FakeCompiler(), *stores, **given)
+        assert lines == []
+        assert missed.why.startswith(why)
+    stores = Winners(tmp_path / "w"), Winners(tmp_path / "aside")
+    (line,), _ = exhaustive.compare([SMALL], ["legacy"], FakeTimer(truth), FakeCompiler(), *stores, **given)
+    keys = [("cute", line.swept), ("legacy", line.swept.removeprefix("legacy "))]
+    wrong = FakeTimer(truth, wrong=dict.fromkeys(keys, "wrong: since"))
+    aside = Winners(tmp_path / "elsewhere")
+    lines, (missed,) = exhaustive.compare(
+        [SMALL], ["legacy"], wrong, FakeCompiler(), stores[0], aside, resume=True, **given
+    )
+    assert lines == []
+    assert missed.why == f"the sweep's choice, {line.swept}: wrong: since"
+
+
+def test_an_untaught_sweep_knows_no_winner(tmp_path, monkeypatch):
+    """Seeds are what the shipped table and the store say of the very shape; without them the sweep must find it."""
+    from tuning import sweep_run
+
+    shipped = exhaustive.some_of(SMALL, H200, "legacy", 10**6)[-1][1]
+    monkeypatch.setattr(sweep_run, "seeds", lambda *rest: [Candidate("legacy", shipped)])
+    for untaught in (False, True):
+        timer = FakeTimer(truth)
+        stores = Winners(tmp_path / f"w{untaught}"), Winners(tmp_path / f"aside{untaught}")
+        (line,), _ = exhaustive.compare(
+            [SMALL], ["legacy"], timer, FakeCompiler(), *stores, limit=10, budget=60.0, most=60.0, untaught=untaught
+        )
+        ours = Candidate(*heuristics.untuned(SMALL, H200)[:2])
+        assert timer.checked[0] == (ours.key if untaught else ("legacy", str(shipped)))
+        assert (str(shipped) in {row.config for row in stores[0].rows()}) == (not untaught)
+        assert str(shipped) in {row.config for row in stores[1].rows()}  # but the best of all may be it
+        assert line.timed >= 10
+    for more in (["--resume"], ["--store", "x"]):
+        with pytest.raises(SystemExit):
+            exhaustive.main(["--untaught", *more])
+
+
+@pytest.mark.parametrize("command", [exhaustive, untuned])
+def test_the_commands_fail_when_a_shape_is_missing(command, monkeypatch, capsys, tmp_path):
+    @contextmanager
+    def machine(jobs):
+        yield SimpleNamespace(timer=FakeTimer(truth, open_fails="out of memory"), pool=FakeCompiler())
+
+    monkeypatch.setattr(contest, "machine", machine)
+    out = tmp_path / "out.json"
+    what = ["--shapes", "256x320x512", "--limit", "20"] if command is exhaustive else ["--count", "1"]
+    assert command.main([*what, "--budget", "5s", "--json", str(out)]) == 1
+    said = capsys.readouterr()
+    assert "the sweep: not timed: out of memory" in said.out
+    (missed,) = json.loads(out.read_text())["missed"]
+    assert missed["why"] == "the sweep: not timed: out of memory"
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    assert "is not counted" in " ".join(capsys.readouterr().out.split())
+
+    @contextmanager
+    def interrupted(jobs):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(contest, "machine", interrupted)
+    assert command.main([*what]) == 130

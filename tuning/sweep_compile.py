@@ -34,8 +34,8 @@ START_SECONDS = 120.0
 """In which a worker must stand."""
 STARTS = 2
 """Tries to start a worker that dies at it."""
-_IMPORTED = {"cute": "cutlass.cute"}
-"""What compiling for a backend imports that takes seconds."""
+_IMPORTED = {"cute": ("cutlass.cute", "tvm_ffi")}
+"""What compiling for a backend imports besides, that takes seconds."""
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """The GPU is not hidden: the CuTe DSL asks the driver about it, which takes tens of seconds where it finds none."""
 
@@ -360,7 +360,11 @@ def _handle(what: str, backend: str, *rest: Any) -> str | None:
     """A worker's answer: to "start", when it has imported what the backend needs; to "compile", None or why not."""
     if what == "start":
         with contextlib.suppress(Exception):  # compiling will say it, of a kernel
-            importlib.import_module(_IMPORTED.get(backend, "cutegemm.backend"))
+            from cutegemm import backend as backends
+
+            backends.get(backend)
+            for module in _IMPORTED.get(backend, ()):
+                importlib.import_module(module)
         return None
     return _compile(backend, *rest)
 

@@ -344,6 +344,19 @@ def test_real_kernels_compile_in_a_worker(store_root):
         backends.get("cute").build(problem.signature, backends.get("cute").parse("sm80/64x32x32/w32x16/s2/g1"), arch)
 
 
+def test_a_real_worker_that_stands_has_imported_what_it_compiles_with():
+    code = (
+        "import sys; from tuning import sweep_compile; assert 'torch' not in sys.modules; "
+        "assert sweep_compile._handle('start', sys.argv[1]) is None; print(*sys.modules)"
+    )
+    for backend, wanted in (("cute", {"cutlass.cute", "torch", "cutegemm.cute"}), ("legacy", {"legacy_cuda.backend"})):
+        made = subprocess.run(
+            [sys.executable, "-c", code, backend], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert made.returncode == 0, made.stderr
+        assert wanted <= set(made.stdout.split())
+
+
 def test_the_number_of_workers_follows_cores_and_memory(monkeypatch):
     assert default_jobs() >= 1
     assert available_bytes() > 100_000_000

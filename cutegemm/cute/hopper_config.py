@@ -39,6 +39,8 @@ from cutegemm.cute.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Problem, Signature
 
 WARPGROUP = 128
+LINE = 128
+"""Bytes of a line of the L2 cache."""
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
@@ -76,6 +78,11 @@ _ACCEPTED = (
     "sm90/BMxBNxBK/coop1|coop2|coop3|pp|solo/cCMxCN[xCK]/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
     f"options {', '.join(OPTIONS)}"
 )
+
+
+def word_bytes(shares: Any) -> Any:
+    """Bytes of the state words of so many shares in a workspace, in whole lines; for plain or device integers."""
+    return (shares * 8 + LINE - 1) // LINE * LINE
 
 
 def whole_tiles(tiles: Any, clusters: Any, smallest: Callable[[Any, Any], Any] = min) -> Any:
@@ -272,7 +279,7 @@ class HopperConfig:
         if parts == 1 or works == 0:
             return 0, 0
         shares = works // self.splits * (self.cluster_ctas * self.consumers)
-        words, part = -(-shares * 8 // 16) * 16, shares * self.owned_bytes
+        words, part = word_bytes(shares), shares * self.owned_bytes
         return (words + part, 0) if self.in_arrival_order else (words, parts * part)
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ class Workspaces:
         """(what keeps the memory, to be held until the launch is enqueued; the address of the workspace).
 
         Args:
-            words, parts: bytes, `words` a multiple of 16.
+            words, parts: bytes, `words` a multiple of 128, so that parts begin on lines of the L2 cache.
             stream: the handle of a stream of the current device.
         """
         device = _current_device()

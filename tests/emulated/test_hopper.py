@@ -236,6 +236,11 @@ def test_swapped_operands_with_the_whole_epilogue(run):
         ("128x64x64/coop2/c2x1/s3/hilbert/k3", (200, 136, 1032)),
         ("64x16x64/coop1/c1x2/s3/g2/k4/swap", (24, 136, 520)),
         ("192x48x64/coop3/c1x1/s3/g2/k5/once", (200, 72, 200)),
+        # Twice as many splits as CTAs: slices are abandoned, and with them what their owners kept in registers.
+        ("64x64x64/coop1/c1x1/s3/g2/k8", (72, 72, 1032)),
+        # All the slice that a thread may keep; too many rounds for that.
+        ("64x128x64/coop1/c1x1/s2/g2/k2/pdl", (72, 136, 200)),
+        ("128x96x64/coop1/c1x1/s2/row/k2", (136, 104, 200)),
     ],
 )
 def test_split_k(config, shape, timing, run):

@@ -64,6 +64,6 @@ def test_whole_tiles():
 def test_workspace_only_where_tiles_are_cut():
     arch = replace(arch_table.get("sm_90a"), sm_count=4)
     config = HopperConfig.parse("sm90/128x64x64/coop2/c1x1/s3/row/streamk")
-    tiles = {1: (0, 0), 4: (0, 0), 6: (64, 4 * 2 * 2 * 64 * 64 * 4), 8: (0, 0)}
+    tiles = {1: (0, 0), 4: (0, 0), 6: (128, 4 * 2 * 2 * 64 * 64 * 4), 8: (0, 0)}
     for count, want in tiles.items():
         assert config.workspace_bytes(Problem.of(128 * count, 64, 256, "bf16"), arch) == want

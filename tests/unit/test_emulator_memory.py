@@ -399,3 +399,30 @@ def test_a_wave_is_let_go_before_the_next_one(monkeypatch):
             gc.enable()
     assert len(waves) == 6
     assert [found() for found in waves] == [None] * 6
+
+
+def test_what_is_discarded_is_nobodys():
+    """A line's values after discard.L2 are indeterminate: in the emulator NaN. Its neighbours keep theirs."""
+    values = np.arange(128, dtype=np.float32)
+    one = "setp.eq.u32 %p1, tid, 5;"
+    launch(kernel(f"{one} @%p1 discard.global.L2 [%d0+128], 128;"), aligned := lines(values))
+    assert np.isnan(aligned[32:64]).all()
+    assert (aligned[:32] == values[:32]).all()
+    assert (aligned[64:] == values[64:]).all()
+    launch(kernel(f"{one} @%p1 discard.L2 [%d0], 128;"), aligned)
+    assert np.isnan(aligned[:64]).all()
+
+
+@pytest.mark.parametrize(("body", "error"), [("[%d0+64], 128", e.MisalignedAccess), ("[%d0+512], 128", e.OutOfBounds)])
+def test_only_whole_lines_of_allocated_memory_are_discarded(body, error):
+    with pytest.raises(error):
+        launch(kernel(f"discard.global.L2 {body};"), lines(np.zeros(128, np.float32)))
+
+
+def lines(values: np.ndarray) -> np.ndarray:
+    """A copy that begins on a line of 128 bytes."""
+    room = np.empty(values.nbytes + 128, np.uint8)
+    start = -room.ctypes.data % 128
+    copy = room[start : start + values.nbytes].view(values.dtype)
+    copy[:] = values
+    return copy

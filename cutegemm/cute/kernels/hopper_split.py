@@ -6,7 +6,7 @@ splits, so that the result does not depend on who came when. For that it waits u
 CTAs need not be resident together. Who has waited too long abandons its slice, and the last to arrive adds up what was
 abandoned before.
 
-    workspace   state words (uint64), one for each warpgroup's share of a tile, padded to 16 bytes
+    workspace   state words (uint64), one for each warpgroup's share of a tile, padded to whole lines
                 parts (fp32): share, split, then 4 accumulators of each of the 128 threads in turn
 
     state       bits 0-7    splits that have arrived
@@ -16,6 +16,10 @@ abandoned before.
 Arriving is a release, seeing all arrived an acquire, both at GPU scope and by one thread; the warpgroup's barriers
 before and behind carry the order to the other 127. Whether a slice was abandoned before or after the last arrival is
 settled by the order of the operations on the word: an owner that finds all arrived keeps its slice.
+
+Parts are read once. What has been added up is discarded from the L2 cache (`discard.global.L2`), which would otherwise
+write it to memory when other data displaces it: slices are whole lines of the cache. Where the number of splits divides
+a thread's accumulators, a slice is some of every thread's, so that those of a split's own slice stay in registers.
 
 With the option `arrival` (`ArrivalSum`) the L2 cache adds: a share has one part for all splits, which add to it as they
 come and which is zero before the launch and after it. That writes as much and reads less, but fp32 sums depend on the
@@ -29,14 +33,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.epilogue import aligned
-from cutegemm.cute.hopper_config import WARPGROUP, HopperConfig
+from cutegemm.cute.hopper_config import LINE, WARPGROUP, HopperConfig, word_bytes
 from cutegemm.cute.kernels.hopper_epilogue import FIRST_NAMED_BARRIER
 
 POLLS = 24
 """Looks at the state word, about 0.6 us each, before a slice is abandoned: more than CTAs of one wave lie apart."""
 VECTORS_IN_FLIGHT = 32
 """16-byte loads a thread issues before it adds: the sum is bound by the latency of the L2 cache."""
+IN_LINE = LINE // 16
+"""Vectors in a line of the L2 cache."""
 
+LEAST_DISCARDED = 16 * 1024
+"""Bytes of a warpgroup's part from which on what is read is discarded: smaller parts of all SMs take 2 MB at most, and
+discarding them costs a launch 0.06 us (64x64x16384 on an H200)."""
 MOST_UNROLLED = 8
 """Vectors a thread adds up without a loop: the code for one, epilogue and all, is long, and takes long to compile."""
 
@@ -44,23 +53,26 @@ MOST_UNROLLED = 8
 class SplitSum:
     """See the module docstring. `vectors` x 4 accumulators a thread make up a part; `store` takes the sums.
 
-    `kept` parts of a share lie in the workspace.
+    `stored` parts of a share lie in the workspace; of its own slice a thread keeps `kept` vectors.
     """
 
-    def __init__(self, splits: int, vectors: int, store) -> None:
+    def __init__(self, splits: int, vectors: int, store, stored: int | None = None) -> None:
         self.splits = splits
-        self.kept = splits
+        self.stored = splits if stored is None else stored
         self.vectors = vectors
         self.store = store
         self.in_part = vectors * WARPGROUP
-        self.in_slice = -(-self.in_part // splits)
+        self.in_slice = -(-self.in_part // (splits * IN_LINE)) * IN_LINE
         self.rounds = -(-self.in_slice // WARPGROUP)
+        self.discards = self.in_part * 16 >= LEAST_DISCARDED
+        self.at_once = max(VECTORS_IN_FLIGHT // self.stored, 1)
+        self.unrolled = self.rounds <= min(self.at_once, MOST_UNROLLED)
+        self.kept = vectors // splits if self.unrolled and vectors % splits == 0 and self.stored == splits else 0
 
     def start(self, workspace, shares, scratch, group, thread) -> None:
         """Binds to the workspace of `shares` shares, and to one int32 a warpgroup in shared memory at `scratch`."""
         self.words = cute.recast_ptr(workspace, dtype=Int64)
-        word_bytes = (shares * 8 + 15) // 16 * 16
-        self.parts = workspace + Int64(word_bytes // 4)
+        self.parts = workspace + Int64(word_bytes(shares) // 4)
         self.answer = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32) + group, cute.make_layout(1))
         self.barrier = group + FIRST_NAMED_BARRIER
         self.thread = thread
@@ -74,28 +86,48 @@ class SplitSum:
     def settle(self, accumulators, share, split):
         """Leaves this split's accumulators in the workspace; returns the slices (bits) that this warpgroup adds up."""
         values = cute.make_tensor(accumulators.iterator, cute.make_layout((4, self.vectors)))
-        for number in cutlass.range_constexpr(self.vectors):
-            self._leave(values[None, number], share, split, number * WARPGROUP + self.thread)
+        self.split, self.own = split, cute.make_rmem_tensor((4, max(self.kept, 1)), Float32)
+        self.own.fill(0.0)
+        if cutlass.const_expr(self.kept == 0):
+            self._leave_all(values, 0, self.vectors, share)
+        else:
+            for number in cutlass.range_constexpr(self.splits):
+                if split == number:
+                    for i in cutlass.range_constexpr(self.kept):
+                        cute.autovec_copy(values[None, number * self.kept + i], self.own[None, i])
+                else:
+                    self._leave_all(values, number * self.kept, self.kept, share)
+        slices = self._ask(share, False)
+        if slices == 0:
+            for i in cutlass.range_constexpr(self.kept):
+                self._leave(self.own[None, i], share, self._place(split, i))
+            slices = self._ask(share, True)
+        return slices
+
+    @cute.jit
+    def _ask(self, share, late: cutlass.Constexpr):
+        """The slices of all the warpgroup, 0 for none yet; when it is `late`, for none at all."""
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
         if self.thread == 0:
-            self._answer(self._arrive(self.words + share, split))
+            word, mine = self.words + share, Int32(1) << self.split
+            self._answer(self._abandon(word, mine) if cutlass.const_expr(late) else self._arrive(word, mine))
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
         return self.answer[0]
 
-    def _leave(self, values, share, split, place) -> None:
-        """Brings four accumulators of this split into the workspace."""
-        cute.autovec_copy(values, self._vector(share * self.kept + split, place))
+    def _leave_all(self, values, first: int, count: int, share) -> None:
+        for number in range(first, first + count):
+            self._leave(values[None, number], share, number * WARPGROUP + self.thread)
 
-    def _clear(self, share, place) -> None:
-        """After vector `place` of all parts of a share has been read."""
+    def _leave(self, values, share, place) -> None:
+        """Brings four accumulators of this split into the workspace."""
+        cute.autovec_copy(values, self._vector(share * self.stored + self.split, place))
 
     def _answer(self, slices) -> None:
         self.answer[0] = slices
 
     @cute.jit
-    def _arrive(self, word, split):
-        """One thread: counts this split in and returns its slices."""
-        mine = Int32(1) << split
+    def _arrive(self, word, mine):
+        """One thread: counts this split in and waits for the others; its slices, 0 when it has waited too long."""
         state = self._add(word, Int64(1))
         if state & 255 == self.splits - 1:
             mine = mine | (state >> 32).to(Int32)
@@ -106,9 +138,15 @@ class SplitSum:
                 state = self._look(word)
                 polls = polls + 1
             if state & 255 != self.splits:
-                state = self._add(word, mine.to(Int64) << 32)
-                if state & 255 != self.splits:
-                    mine = Int32(0)
+                mine = Int32(0)
+        return mine
+
+    @cute.jit
+    def _abandon(self, word, mine):
+        """One thread: leaves its slice to the last to arrive, unless all have arrived by now."""
+        state = self._add(word, mine.to(Int64) << 32)
+        if state & 255 != self.splits:
+            mine = Int32(0)
         return mine
 
     @cute.jit
@@ -146,32 +184,74 @@ class SplitSum:
     @cute.jit
     def add_up(self, share, number, row, column, matrix, m, n, operands):
         """Adds up slice `number` of a share, whose first accumulator is (row, column) of D, and stores it."""
-        batch = max(VECTORS_IN_FLIGHT // self.kept, 1)
-        if cutlass.const_expr(self.rounds <= min(batch, MOST_UNROLLED)):
+        if cutlass.const_expr(self.unrolled):
             self._add_rounds(share, number, 0, self.rounds, row, column, matrix, m, n, operands)
         else:
-            batch = min(max(batch // 2, 1), MOST_UNROLLED)
+            batch = min(max(self.at_once // 2, 1), MOST_UNROLLED)
             for first in cutlass.range(0, self.rounds, batch, unroll=1):
                 self._add_rounds(share, number, first, batch, row, column, matrix, m, n, operands)
 
     @cute.jit
     def _add_rounds(self, share, number, first, count: cutlass.Constexpr, row, column, matrix, m, n, operands):
-        loaded = cute.make_rmem_tensor((4, self.kept, count), Float32)
+        end = cutlass.min((number + 1) * self.in_slice, Int32(self.in_part))
+        loaded = cute.make_rmem_tensor((4, self.stored, count), Float32)
         for i in cutlass.range_constexpr(count):
-            # Beyond the slice's end, its last vector is loaded and not stored (`arrival` may have cleared it).
-            last = cutlass.min((number + 1) * self.in_slice, Int32(self.in_part)) - 1
-            place = cutlass.min(self._place(number, first + i), last)
-            for part in cutlass.range_constexpr(self.kept):
-                cute.autovec_copy(self._vector(share * self.kept + part, place), loaded[None, part, i])
+            place = self._place(number, first + i)
+            for part in cutlass.range_constexpr(self.stored):
+                self._load(loaded[None, part, i], share, part, number, place, end, i if self.kept else 0)
         for i in cutlass.range_constexpr(count):
             total = cute.make_rmem_tensor(4, Float32)
             total.store(loaded[None, 0, i].load())
-            for part in cutlass.range_constexpr(1, self.kept):
+            for part in cutlass.range_constexpr(1, self.stored):
                 total.store(total.load() + loaded[None, part, i].load())
             place = self._place(number, first + i)
-            if (place < (number + 1) * self.in_slice) & (place < self.in_part):
-                self._clear(share, place)
+            if place < end:
                 self.store.store(total, place, row, column, matrix, m, n, operands)
+        self._finish(share, number, first, count, end)
+
+    def _load(self, target, share, part: int, number, place, end, i: int) -> None:
+        """Vector `place` of a part where it lies in the workspace, else this thread's `i`-th own."""
+        found = cute.arch.inline_ptx(
+            "{ .reg .pred p; .reg .f32 a, b, c, d; setp.ne.s32 p, {$r0}, 0; "
+            "mov.f32 a, {$r2}; mov.f32 b, {$r3}; mov.f32 c, {$r4}; mov.f32 d, {$r5}; "
+            "@p ld.global.v4.f32 {a, b, c, d}, [{$r1}]; "
+            "mov.f32 {$w0}, a; mov.f32 {$w1}, b; mov.f32 {$w2}, c; mov.f32 {$w3}, d; }",
+            write_only_types=[Float32] * 4,
+            read_only_args=[
+                Int32(self._lies(part, number, place, end)),
+                self._vector(share * self.stored + part, place).iterator.toint(),
+                *(self.own[q, i] for q in range(4)),
+            ],
+        )
+        for q in range(4):
+            target[q] = found[q]
+
+    def _lies(self, part, number, place, end):
+        """Whether vector `place` of slice `number`, which goes to `end`, lies in the workspace for this part."""
+        lies = place < end
+        return lies & ((number != self.split) | (part != self.split)) if self.kept else lies
+
+    @cute.jit
+    def _finish(self, share, number, first, count: cutlass.Constexpr, end):
+        """Discards what the warp has read, a line a lane."""
+        if cutlass.const_expr(self.discards):
+            cute.arch.sync_warp()
+            self._discard(share, number, first, count, end)
+
+    @cute.jit
+    def _discard(self, share, number, first, count: cutlass.Constexpr, end):
+        lane = self.thread % 32
+        in_warp = 32 // IN_LINE
+        at_once = 32 // in_warp
+        for i in cutlass.range_constexpr(count):
+            place = self._place(number, first + i) - lane + lane % in_warp * IN_LINE
+            for some in cutlass.range_constexpr(0, self.stored, at_once):
+                part = some + lane // in_warp
+                if (part < self.stored) & self._lies(part, number, place, end):
+                    cute.arch.inline_ptx(
+                        "discard.global.L2 [{$r0}], 128;",
+                        read_only_args=[self._vector(share * self.stored + part, place).iterator.toint()],
+                    )
 
     def _place(self, number, turn):
         """Which vector of the part this thread adds up in its `turn`-th round."""
@@ -182,20 +262,24 @@ class ArrivalSum(SplitSum):
     """The same with one part a share, to which all splits add in the order of their arrival."""
 
     def __init__(self, splits: int, vectors: int, store) -> None:
-        super().__init__(splits, vectors, store)
-        self.kept = 1
+        super().__init__(splits, vectors, store, stored=1)
 
-    def _leave(self, values, share, split, place) -> None:
+    def _leave(self, values, share, place) -> None:
         # Relaxed: whoever reads the part has seen this split's arrival, a release after it.
         cute.arch.inline_ptx(
             "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[self._vector(share, place).iterator.toint(), *(values[q] for q in range(4))],
         )
 
-    def _clear(self, share, place) -> None:
+    @cute.jit
+    def _finish(self, share, number, first, count: cutlass.Constexpr, end):
+        """Zeros for the next launch."""
         zeros = cute.make_rmem_tensor(4, Float32)
         zeros.fill(0.0)
-        cute.autovec_copy(zeros, self._vector(share, place))
+        for i in cutlass.range_constexpr(count):
+            place = self._place(number, first + i)
+            if place < end:
+                cute.autovec_copy(zeros, self._vector(share, place))
 
 
 def make_sum(config: HopperConfig, store) -> SplitSum:

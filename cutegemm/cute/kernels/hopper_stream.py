@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.epilogue import aligned
-from cutegemm.cute.hopper_config import WARPGROUP, whole_tiles
+from cutegemm.cute.hopper_config import WARPGROUP, whole_tiles, word_bytes
 from cutegemm.cute.kernels.hopper_epilogue import FIRST_NAMED_BARRIER
 from cutegemm.cute.tile_order import device_min
 
@@ -78,7 +78,7 @@ class PartJoin:
     def start(self, workspace, shares, scratch, group, thread) -> None:
         """Binds to the workspace of `shares` shares, and to one int32 a warpgroup in shared memory at `scratch`."""
         self.words = cute.recast_ptr(workspace, dtype=Int64)
-        self.parts = workspace + Int64((shares * 8 + 15) // 16 * 4)
+        self.parts = workspace + Int64(word_bytes(shares) // 4)
         self.answer = cute.make_tensor(cute.recast_ptr(scratch, dtype=Int32) + group, cute.make_layout(1))
         self.barrier = group + FIRST_NAMED_BARRIER
         self.thread = thread

@@ -16,7 +16,7 @@ from cutegemm.emulator.memory import (
     SHARED_WINDOW,
     WINDOW_MASK,
 )
-from cutegemm.emulator.ptx import TYPE_BYTES, Addr, Instr, Symbol, Vec
+from cutegemm.emulator.ptx import TYPE_BYTES, Addr, Imm, Instr, Symbol, Vec
 from cutegemm.emulator.translate import PTX_CODE, Gen, emits, runtime
 
 SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4, 32: 5}
@@ -456,7 +456,18 @@ def getctarank(g: Gen, i: Instr) -> None:
     )
 
 
-@emits("prefetch", "prefetchu", "applypriority", "discard", "createpolicy", "cp.async.bulk.prefetch")
+@emits("discard")
+def discard(g: Gen, i: Instr) -> None:
+    """Leaves a line of global memory with values that nobody may rely on: here, all bits set (NaN)."""
+    size = i.operands[1]
+    if space_of(g, i) not in ("", "global") or not isinstance(size, Imm) or size.value != 128:
+        raise g.unsupported()
+    a = g.let(g.address(i.operands[0], "u8"))
+    ones = g.constant((1 << 64) - 1, "u8")
+    g.line(f"store_global(X, {g.me}, {a}, {g.mask}, 8, ({ones},) * 16)")
+
+
+@emits("prefetch", "prefetchu", "applypriority", "createpolicy", "cp.async.bulk.prefetch")
 def no_effect(g: Gen, i: Instr) -> None:
     """Cache hints change no value. A created policy is any value."""
     if i.name == "createpolicy":

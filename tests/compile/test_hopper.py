@@ -133,6 +133,29 @@ def test_strips_of_the_slab_epilogue_share_their_code(config, align_d, out_dtype
 
 
 @pytest.mark.parametrize(
+    ("config", "stores", "loads"),
+    [
+        # 16 vectors a thread, of which a split keeps 2; 8 parts of 2 vectors each; it keeps 1.
+        ("sm90/128x128x64/coop2/c1x2/s7/row/k8/swap/pdl", 16 + 2, 8 * 2),
+        ("sm90/128x128x64/coop2/c1x2/s7/row/k16/swap/pdl", 16 + 1, 16),
+        ("sm90/128x128x64/coop2/c1x2/s7/row/k2/pdl", 16 + 8, 2 * 8),
+        # The number of splits does not divide them: nothing is kept, and all lies in the workspace.
+        ("sm90/128x128x64/coop2/c2x2/s7/row/k30/pdl", 16, 30),
+        ("sm90/128x128x64/coop2/c2x2x2/s7/row/k14/pdl", 8, 14),
+        # Little to add up stays in the L2.
+        ("sm90/64x16x128/coop1/c1x2x2/s5/row/k15/swap/pdl", 1, 15),
+    ],
+)
+def test_split_k_keeps_its_own_slice_and_discards_what_it_has_read(config, stores, loads):
+    kernel = build(config)
+    check_instructions(kernel)
+    names = opcodes(kernel.cubin)
+    assert sum(count for name, count in names.items() if name.startswith("STG.E.128")) == stores
+    assert sum(count for name, count in names.items() if name.startswith("LDG.E.128")) == loads
+    assert ("CCTL.E.RML2" in names) == ("discard.global.L2" in kernel.ptx) == ("64x16" not in config)
+
+
+@pytest.mark.parametrize(
     "config",
     ["sm90/128x128x64/coop2/c2x1/s5/row/k32/arrival/pdl", "sm90/192x96x64/coop3/c1x1/s4/row/k2/arrival"],
 )
@@ -290,8 +313,11 @@ def test_a_cluster_along_k_computes_one_tile_and_leaves_less_in_the_workspace():
     assert alone.works(problem) == paired.works(problem) == 30
     assert paired.launch_arguments(problem, HOPPER) == (30,)
     # A pair's CTAs leave half of a tile each: the words double, the parts do not.
-    words, parts = alone.workspace_bytes(problem, HOPPER)
-    assert paired.workspace_bytes(problem, HOPPER) == (2 * words, parts)
+    many = Problem.of(1024, 1024, 65536, "bf16")
+    words, parts = alone.workspace_bytes(many, HOPPER)
+    assert paired.workspace_bytes(many, HOPPER) == (2 * words, parts)
+    # Few words take a line of the L2 cache all the same, so that parts begin on one.
+    assert alone.workspace_bytes(problem, HOPPER)[0] == paired.workspace_bytes(problem, HOPPER)[0] == 128
     whole = CUTE.parse("sm90/128x128x64/coop2/c2x1x2/s6/row")
     assert whole.launch_arguments(problem, HOPPER) == (2, 0)
     assert whole.workspace_bytes(problem, HOPPER) == (0, 0)

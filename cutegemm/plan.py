@@ -100,10 +100,12 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
 
 
 def _tuned(problem: Problem, arch: Arch, backend: str | None) -> tuple[str, Any, str] | None:
-    """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today."""
+    """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today; of the
+    same in the other 16-bit type where it has none.
+    """
     from cutegemm import heuristics, winners
 
-    row = winners.lookup(problem, arch)
+    row = winners.lookup(problem, arch) or winners.lookup_other_16_bit(problem, arch)
     if row is None or row.seconds is None or backend not in (None, row.backend):
         return None
     serves = backends.get(row.backend)
@@ -114,7 +116,8 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None) -> tuple[str, Any,
     if heuristics.unavailable(serves, problem, arch) or serves.check(config, problem, arch):
         return None
     ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
-    return row.backend, config, f"tuned winner, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
+    whose = "tuned winner" if row.problem == str(problem) else "tuned winner of the other 16-bit type"
+    return row.backend, config, f"{whose}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
 
 
 def _with_remark(choice: Choice, problem: Problem, arch: Arch) -> Choice:

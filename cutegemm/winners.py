@@ -210,6 +210,16 @@ def lookup(problem: Problem, arch: Arch) -> Measurement | None:
     return _reader().winner(arch.name, arch.sm_count, str(problem))
 
 
+def lookup_other_16_bit(problem: Problem, arch: Arch) -> Measurement | None:
+    """`lookup` of the same problem in bf16 for fp16 and in fp16 for bf16, which run alike; None for other types."""
+    from cutegemm.neighbours import other_16_bit
+
+    other = other_16_bit(str(problem))
+    if switched_off() or other == str(problem):
+        return None
+    return _reader().winner(arch.name, arch.sm_count, other)
+
+
 class _Reader:
     """The winners of one store and the shipped tables, remembered while the file stays as it is."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cutegemm
-from cutegemm import neighbours, winners_fingerprint, winners_table
+from cutegemm import neighbours, plan, winners_fingerprint, winners_table
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners, lookup
 from cutegemm.winners_fingerprint import cute_sources, fingerprint, is_fresh
@@ -60,6 +60,26 @@ def test_lookup_finds_the_winner_and_notices_a_new_one(store, data):
     assert lookup(Problem.of(513, 512, 512), H200) is None
     assert lookup(PROBLEM, replace(H200, sm_count=114)) is None
     assert lookup(PROBLEM, replace(H200, name="A100")) is None
+
+
+def test_a_problem_without_a_winner_takes_that_of_the_other_16_bit_type(store, data):
+    """Before what was measured at other shapes, of which one may seem better here by the model."""
+    bf16, fp16 = (Problem.of(16, 6144, 4096, dtype) for dtype in ("bf16", "fp16"))
+    theirs, near, own = (f"sm90/64x{bn}x128/coop1/c1x1/s5/serp8/swap/pdl" for bn in (32, 16, 48))
+    store.record(
+        row(theirs, 2e-5, problem=str(bf16)),
+        row(near, 1e-5, problem=str(Problem.of(16, 4096, 4096, "bf16"))),
+    )
+    choice = plan.choose(fp16, H200)
+    assert str(choice.config) == theirs
+    assert "tuned winner of the other 16-bit type, own: 20.0 us" in choice.why
+    assert lookup(fp16, H200) is None  # it has none: `tune` and a sweep with --resume measure
+    store.record(row(own, 3e-5, problem=str(fp16)))
+    choice = plan.choose(fp16, H200)
+    assert str(choice.config) == own
+    assert "tuned winner, own: 30.0 us" in choice.why
+    store.record(row(own, 1e-6, problem=str(Problem.of(512, 512, 512, "bf16"))))
+    assert plan.choose(Problem.of(512, 512, 512, "fp32", precision="tf32"), H200).why.startswith("heuristic")
 
 
 def test_lookup_takes_microseconds(store, data):
@@ -138,8 +158,6 @@ def test_rows_of_another_gpu_do_not_hide_shipped_ones(store, data):
 
 
 def test_the_plan_uses_the_winner_and_explains_it(store, data):
-    from cutegemm import plan
-
     store.record(row(SLOW, 2e-6, reference_seconds=3e-6))
     choice = plan.choose(PROBLEM, H200)
     assert (choice.backend, str(choice.config)) == ("cute", SLOW)

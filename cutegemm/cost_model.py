@@ -37,6 +37,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cutegemm.footprint import LINE
 from cutegemm.problem import ITEMSIZE
 from cutegemm.roofline import unit
 
@@ -46,8 +47,8 @@ if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
 CONSTANTS = Path(__file__).parent / "data" / "cost_model.json"
-LINE, SECTOR = 128, 32
-"""Bytes of a line and of a sector of the L2."""
+SECTOR = 32
+"""Bytes of a sector of the L2."""
 STRADDLING = tuple(1 - math.gcd(rest, LINE) / LINE for rest in range(LINE))
 """Of rows so many bytes apart, by the remainder of LINE, the share that begins within a line."""
 WATTS_PER_SM = 4.4
@@ -68,7 +69,8 @@ class Rates:
     outside: the same of rows beyond the matrix, which TMA fills with zeros (no limit where it is 0). tail: share of
     that cost for rows whose end is beyond it in the last k step. lines: how much longer loads take of rows that all
     straddle lines. writes, sectors, seams: what writing D costs more than reading as much, of its bytes: always, where
-    its rows begin within sectors, and where tiles end within lines.
+    its rows begin within sectors, and once for each store more that a line takes. rows: clocks that an epilogue takes
+    for each row of a store.
     latency: of one load, until its data may be multiplied, beside `burst` times its bytes through the port. held:
     stages that the multiplications hold meanwhile.
     step: clocks that a k step costs beside what it moves.
@@ -102,6 +104,7 @@ class Rates:
     writes: float = 0.0
     sectors: float = 0.0
     seams: float = 0.0
+    rows: float = 0.0
     latency: float = 0.9
     held: float = 1.0
     burst: float = 1.0
@@ -125,9 +128,20 @@ class Rates:
 
 
 FIRST_PRINCIPLES: dict[str, Rates] = {
-    "sm90": Rates(cluster=0.05, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3),
+    "sm90": Rates(
+        cluster=0.05, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.2, rows=0.5
+    ),
     "sm90/tf32": Rates(
-        cluster=0.05, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.3, flop_pj=1.2
+        cluster=0.05,
+        crew=0.1,
+        outside=11.0,
+        tail=0.3,
+        lines=1.0,
+        writes=0.1,
+        sectors=0.3,
+        seams=0.2,
+        rows=0.5,
+        flop_pj=1.2,
     ),
     "sm80": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2),
     "sm80/tf32": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=2.2),
@@ -225,7 +239,7 @@ class Model:
         self._a_by_k, self._b_by_k = signature.a_major == "k", signature.b_major == "k"
         self._lines_a, self._lines_b = r.lines * rows_a / (rows_a + rows_b), r.lines * rows_b / (rows_a + rows_b)
         self._tail = r.tail * self._outside * (rows_a * self._a_by_k + rows_b * self._b_by_k) / f.parts
-        self._sectors, self._writes = r.sectors, r.writes + (r.seams if f.bn * out % LINE else 0.0)
+        self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1)
         self._step_fixed = r.step / clock
         self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
         ahead = max(f.stages - r.held, 0.5)
@@ -239,10 +253,13 @@ class Model:
         self._stages = f.stages
         # What `bounds` counts of a step, of loading for all SMs, and of waiting; CTAs that share an SM hide more.
         alone = self._wave[1]
-        outline = (least * alone, self._load_chip * alone, self._waits) if f.ctas == 1 else (least, 0.0, 0.0)
+        outline = (least, 0.0, 0.0, 0.0, 0.0, 0.0)
+        if f.ctas == 1:
+            loads = self._load_chip * alone, self._outside * alone
+            outline = (least * alone, *loads, self._waits, self._waits_port * r.lines, self._tail)
 
         moved = f.bm * f.bn * (out + (ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0))
-        epilogue = (r.tile + moved / r.store) / clock
+        epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         launch = r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1) + r.crew * max(f.threads // 128 - 2, 0)
         self._fixed = (launch + r.curve * f.curve) * 1e-6 + epilogue - self._epilogue
@@ -267,7 +284,8 @@ class Model:
         self._rest = r.rest * 1e-6
         self.outline = (
             self._unit_m, self._unit_n, self._bk, self._parts, self._splits, self._places, self._balanced, self._fixed,
-            self._epilogue, self._stages, self._energy_step, self._rest, *outline,
+            self._epilogue, self._stages, self._energy_step, self._rest, r.overlap, r.lines,
+            size / self._bandwidth, out * (1 + self._writes) / self._bandwidth, *outline,
         )  # fmt: skip
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
@@ -275,8 +293,15 @@ class Model:
         return self.terms(m, n, k, batch)[0]
 
     def at_least(self, m: int, n: int, k: int, batch: int) -> float:
-        """A quick lower bound of `seconds`: multiplications or loads, latency, epilogues, energy of multiplying."""
-        return bounds((self.outline,), m, n, k, batch)[0]
+        """A quick lower bound of `seconds`: multiplications or loads, latency, epilogues, compulsory bytes, energy of
+        multiplying.
+        """
+        return bounds((self.outline,), m, n, k, batch, self.straddling(m, n, k))[0]
+
+    def straddling(self, m: int, n: int, k: int) -> float:
+        """The lesser share, of A's rows and B's, of those that begin within a line: a property of the signature."""
+        a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
+        return min(STRADDLING[a_row * self._itemsize % LINE], STRADDLING[b_row * self._itemsize % LINE])
 
     def terms(self, m: int, n: int, k: int, batch: int) -> tuple[float, int, int, float, float, float, float]:
         """(seconds, rounds of tiles on the busiest SM, k steps of a tile, seconds of all rounds, of the bytes from
@@ -349,27 +374,43 @@ class Model:
         return time, rounds, depth, busy_rounds, memory, heat, self._fixed + sums
 
 
-def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: int) -> list[float]:
-    """`Model.at_least` of many models, by their `outline`s: one loop, because a choice asks for all its candidates."""
+def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: int, straddling: float) -> list[float]:
+    """`Model.at_least` of many models of one signature, by their `outline`s: one loop, because a choice asks for all
+    its candidates.
+
+    Args:
+        straddling: what `Model.straddling` says.
+    """
+    if not m * n * batch:
+        return [outline[7] for outline in outlines]  # what every launch costs
     found = []
-    m, n, k = m - 1, n - 1, k - 1  # so that a division that rounds up is m // unit + 1
+    read, written = (m + n) * k * batch, m * n * batch
     for (
-        unit_m, unit_n, bk, parts, splits, places, balanced, fixed, epilogue, stages, energy, rest, step, load, waits,
+        unit_m, unit_n, bk, parts, splits, places, balanced, fixed, epilogue, stages, energy, rest, overlap, lines,
+        a_read, a_write, step, load, outside, waits, waits_lines, tail,
     ) in outlines:  # fmt: skip
-        tiles = (m // unit_m + 1) * (n // unit_n + 1) * batch
-        depth = steps = k // bk + 1 or 1
+        rows, columns = (m - 1) // unit_m + 1, (n - 1) // unit_n + 1
+        tiles = rows * columns * batch
+        depth = steps = (k - 1) // bk + 1 or 1
         if parts != 1:
             depth = -(-steps // parts)
         works = tiles * splits
+        load *= 1 + lines * straddling
+        if outside:
+            load += outside * (unit_m - m / rows + unit_n - n / columns)
         load *= works if works < places else places
         if load > step:
             step = load
+        waits += waits_lines * straddling
         rounds = tiles / places if balanced else (works - 1) // places + 1
         if waits > step:
             time = rounds * (depth * waits + epilogue) - (waits - step) * (depth if depth < stages else stages)
         else:
             time = rounds * (depth * step + epilogue)
-        time += fixed
+        if tail and k % bk:
+            time += rounds * tail * (tiles if tiles < places else places)
+        memory = read * a_read + written * a_write
+        time = (time + overlap * memory if time > memory else memory + overlap * time) + fixed
         heat = tiles * steps * energy - rest
         if heat > 0.5 * time:
             time = math.sqrt(math.sqrt(time**4 + heat**4))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from cutegemm.arch import Arch
     from cutegemm.problem import Signature
 
+LINE = 128
+"""Bytes of a line of the L2."""
 WGMMA_ROWS = 64
 
 
@@ -28,7 +30,8 @@ class Footprint:
     tiles that fill no round of all SMs are cut along K (stream-K). group: tile rows that the tile order walks together.
     overlapped: the epilogue runs beside the next tile's multiplications. pdl: programmatic dependent launch.
     copies: how many times more instructions narrow loads take than 16-byte ones.
-    curve: the tile order is a Hilbert curve. zig: waves of tiles walk K to and fro.
+    curve: the tile order is a Hilbert curve. zig: waves of tiles walk K to and fro. segment: bytes of a row of D that
+    the epilogue stores as one, a line of 128 at most.
     """
 
     family: str
@@ -50,6 +53,7 @@ class Footprint:
     copies: float = 1.0
     curve: bool = False
     zig: bool = False
+    segment: int = LINE
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -85,6 +89,9 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
     ctas = 1
     if not config.persistent:
         ctas = resident(arch, config.smem_bytes(signature), config.threads, registers)
+    # A store of exchanged operands is 64 columns wide, whatever the tile.
+    out = ITEMSIZE[signature.out_dtype]
+    columns = WGMMA_ROWS if config.swapped else config.store_columns(out)
     return Footprint(
         "sm90/tf32" if signature.dtype == "fp32" else "sm90",
         bm,
@@ -104,6 +111,7 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         pdl="pdl" in config.options,
         curve=config.order == "hilbert",
         zig="zig" in config.options,
+        segment=min(columns * out, LINE),
     )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from cutegemm import backend as backends
 from cutegemm import footprint, neighbours
 from cutegemm.cost_model import Model, bounds, clusters, fitted, fitted_any
+from cutegemm.cute.defaults import EVERYWHERE, Box, bits
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -34,11 +35,6 @@ WON = 0.03
 """How much cheaper than the model's best a winner counts at its own shape: it did beat it."""
 LEAST_STEPS = 2
 """k steps of a split at least."""
-LEAST_TILE, LARGE_TILE, ENOUGH = 64, 128 * 192, 66
-"""Candidates not looked at: tiles (of a cluster) with a side beyond the matrix's, rounded up to a power of two and
-`LEAST_TILE`; tiles of fewer than `LARGE_TILE` elements where a matrix with both sides over 64 makes over `ENOUGH`, its
-sides rounded down to powers of two. Over 600 random shapes (`tuning.untuned.draw`, seed 7) the model's best among the
-rest was 0.02 % slower, 7 % at most, from less than half of the candidates."""
 
 
 def estimate(problem: Problem, config: Any, backend: str, arch: Arch) -> float:
@@ -151,16 +147,21 @@ class Candidates:
     ) -> None:
         self.backend, self._signature, self._arch = backend, signature, arch
         listed = getattr(backend, "candidates", None)
+        box_of = getattr(backend, "box", None)
         self._entries: list[tuple[Model, Any]] = []
-        self._splits: list[_Splits] = []
+        self._splits: list[Ladder] = []
+        self._boxes: list[Box] = []
+        self._split_boxes: list[Box] = []
         self.fitted = True
         for config, splits in () if listed is None else listed(signature, arch):
             shape = footprint.of(config, backend.name, signature, arch)
             self.fitted = self.fitted and fitted(shape.family)
             self._entries.append((Model(shape, signature, arch), config))
+            self._boxes.append(box_of(config, False) if box_of else EVERYWHERE)
             if splits:
-                self._splits.append(_Splits(shape, config, splits, signature, arch))
-        self._fitting: dict[tuple[int, int], _Fitting] = {}
+                self._splits.append(Ladder(shape, config, splits, signature, arch))
+                self._split_boxes.append(box_of(config, True) if box_of else EVERYWHERE)
+        self._fitting: dict[tuple[int, int, int, int], _Fitting] = {}
         self._neighbours = [
             (*sizes, Model(footprint.of(config, backend.name, signature, arch), signature, arch), config, preferred)
             for sizes, config, preferred in self._corrections(
@@ -185,13 +186,14 @@ class Candidates:
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
         seconds, chosen = math.inf, None
-        bucket = (m - 1).bit_length(), (n - 1).bit_length()
-        entries, outlines, ladders = self._fitting.get(bucket) or self._fit(*bucket)
+        key = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), batch.bit_length()
+        entries, outlines, ladders = self._fitting.get(key) or self._fit(key, m, n, k, batch)
         split = [pair for ladder in ladders for pair in ladder.worth_trying(m, n, k, batch)]
         if split:
             entries, outlines = entries + split, outlines + [cost.outline for cost, _ in split]
         # The most promising first: its time is under the bound of most others.
-        least = bounds(outlines, m, n, k, batch)
+        straddling = entries[0][0].straddling(m, n, k) if entries else 0.0
+        least = bounds(outlines, m, n, k, batch, straddling)
         for number in sorted(range(len(least)), key=least.__getitem__):
             if least[number] >= seconds:
                 break
@@ -201,19 +203,26 @@ class Candidates:
                 seconds, chosen = taken, config
         return seconds, chosen
 
-    def _fit(self, bits_m: int, bits_n: int) -> _Fitting:
-        """The candidates worth a look for matrices of up to 2^bits_m x 2^bits_n; see `LEAST_TILE`."""
-        most_m, most_n = max(LEAST_TILE, 1 << bits_m), max(LEAST_TILE, 1 << bits_n)
-        small = min(bits_m, bits_n) < 7
+    def _fit(self, key: tuple[int, int, int, int], m: int, n: int, k: int, batch: int) -> _Fitting:
+        """The candidates worth a look for matrices of these sizes, rounded up to powers of two, by their boxes.
 
-        def worth(unit_m: int, unit_n: int) -> bool:
-            area = unit_m * unit_n
-            large = area >= LARGE_TILE or small or (1 << bits_m + bits_n) // 4 <= ENOUGH * area
-            return unit_m <= most_m and unit_n <= most_n and large
+        A batch has more tiles of the same matrices: it is looked up as one matrix, and as a larger one of as many
+        elements, whose tiles are wider.
+        """
+        wider = batch.bit_length() // 2
+        looked_up = (bits(m), bits(n), bits(k)), (bits(m << wider), bits(n << wider), bits(k))
 
-        entries = [entry for entry in self._entries if worth(*entry[0].outline[:2])] or self._entries
-        ladders = [ladder for ladder in self._splits if worth(*ladder.unit)] or self._splits
-        found = self._fitting[bits_m, bits_n] = (entries, [cost.outline for cost, _ in entries], ladders)
+        def within(box: Box) -> bool:
+            low_m, high_m, low_n, high_n, low_k, high_k, low, high = box
+            return any(
+                low_m <= x <= high_m and low_n <= y <= high_n and low_k <= z <= high_k and low <= x + y <= high
+                for x, y, z in looked_up
+            )
+
+        entries = [entry for entry, box in zip(self._entries, self._boxes, strict=True) if within(box)]
+        ladders = [ladder for ladder, box in zip(self._splits, self._split_boxes, strict=True) if within(box)]
+        entries = entries or self._entries
+        found = self._fitting[key] = (entries, [cost.outline for cost, _ in entries], ladders)
         return found
 
     def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:
@@ -254,20 +263,20 @@ class Candidates:
             yield (math.log2(m), math.log2(n), math.log2(k)), config, min(1.0, own / seen)
 
 
-class _Splits:
-    """One candidate with K split, made when first wanted: `numbers` are the splits that it may have."""
+class Ladder:
+    """One candidate with K split, made when first wanted: `numbers` are the splits that it may have, ascending."""
 
     def __init__(
         self, shape: footprint.Footprint, config: Any, numbers: tuple[int, ...], signature: Signature, arch: Arch
     ) -> None:
         self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
         self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
-        self.unit, self._places = shape.unit, clusters(arch, shape.cluster_ctas)
+        self._unit, self._places = shape.unit, clusters(arch, shape.cluster_ctas)
         self._made: dict[int, list[tuple[Model, Any]]] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
         """As many splits as fit the GPU at once, and half as many."""
-        unit_m, unit_n = self.unit
+        unit_m, unit_n = self._unit
         tiles = -(-m // unit_m) * -(-n // unit_n) * batch
         if not 0 < 2 * tiles <= self._places:
             return []
@@ -286,7 +295,7 @@ class _Splits:
         return Model(replace(self._shape, splits=number), self._signature, self._arch), config
 
 
-_Fitting = tuple[list[tuple[Model, Any]], list[tuple[Any, ...]], list[_Splits]]
+_Fitting = tuple[list[tuple[Model, Any]], list[tuple[Any, ...]], list[Ladder]]
 """Candidates, their outlines, those that may have K split."""
 
 

@@ -10,6 +10,7 @@ chooses among the configurations that the automatic rows prefer (`cutegemm.heuri
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -70,6 +71,12 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
+def _invalid(config: TileConfig, signature: Signature, arch: Arch) -> str | None:
+    """The validity rule's answer, remembered: a choice within microseconds has no time to ask again."""
+    return config.problem(signature, arch)
+
+
 class CuteBackend:
     """See `cutegemm.backend`."""
 
@@ -103,7 +110,7 @@ class CuteBackend:
 
     def check(self, config: TileConfig, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
-        invalid = config.problem(problem.signature, arch)
+        invalid = _invalid(config, problem.signature, arch)
         if invalid:
             return invalid
         ctas = _tiles(config, problem) * problem.batch * config.splits
@@ -129,6 +136,10 @@ class CuteBackend:
             if found:
                 return found
         return []
+
+    def box(self, config: TileConfig, split: bool) -> defaults.Box:
+        """The sizes for which the heuristic weighs one of the `candidates`, whole or with K split: `defaults.box`."""
+        return defaults.box(str(config), split)
 
     def default(self, problem: Problem, arch: Arch) -> TileConfig:
         from cutegemm import heuristics

@@ -1,98 +1,19 @@
 """The configurations each family may take when nothing was measured: the cost model chooses among them.
 
 They are few beside the whole space, so that a choice costs microseconds, and differ in what matters: the tile and the
-cluster, and with them how a small problem fills the SMs. `splits` says of which there are split-K variants. None spills
-for the signatures it is listed for (tests/compile).
+cluster, and with them how a small problem fills the SMs. Those of Hopper in 16 bit are more than a choice can look at;
+`box` says for which sizes each is worth a look. `splits` says of which there are split-K variants. None spills for the
+signatures it is listed for (tests/compile).
 """
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
+
 from cutegemm.problem import Signature
 
-_HOPPER = (
-    "sm90/256x208x64/coop2/c1x2/s3/serp8/pdl",
-    "sm90/256x208x64/coop2/c2x1/s3/serp8/pdl",
-    "sm90/256x192x64/coop2/c1x2/s3/serp8/zig/pdl",
-    "sm90/256x160x64/coop2/c2x1/s4/serp8/pdl",
-    "sm90/256x128x64/coop2/c1x2/s4/serp8/zig/pdl",
-    "sm90/128x256x64/coop2/c1x1/s4/serp8/pdl",
-    "sm90/128x256x64/coop2/c2x1/s4/serp8/zig/pdl",
-    "sm90/192x160x64/coop3/c1x2/s4/serp8/pdl",
-    "sm90/128x224x64/coop2/c1x1/s4/serp8/pdl",
-    "sm90/128x208x64/coop2/c2x1/s4/serp8/pdl",
-    "sm90/256x96x64/coop2/c1x1/s4/serp8/pdl",
-    "sm90/256x96x64/coop2/c1x2/s4/serp8/swap/pdl",
-    "sm90/256x96x64/pp/c1x2/s4/serp8/swap/pdl",
-    "sm90/192x128x64/pp/c1x4/s4/serp8/pdl",
-    "sm90/128x192x64/coop1/c1x2/s5/serp8/pdl",
-    "sm90/128x192x64/pp/c2x1/s4/serp8/pdl",
-    "sm90/128x176x64/coop2/c2x2/s5/serp8/pdl",
-    "sm90/128x160x64/pp/c1x2/s5/serp8/pdl",
-    "sm90/192x96x64/coop3/c1x2/s5/serp8/swap/pdl",
-    "sm90/192x96x64/coop3/c2x1/s5/serp8/swap/pdl",
-    "sm90/192x96x64/pp/c1x2/s5/serp8/swap/pdl",
-    "sm90/128x144x64/coop2/c2x1x2/s5/row/pdl",
-    "sm90/128x128x64/coop2/c2x1/s6/serp8/pdl",
-    "sm90/128x128x64/coop2/c2x2x2/s7/row/pdl",
-    "sm90/128x128x64/pp/c1x1/s6/serp8/pdl",
-    "sm90/128x128x64/pp/c4x1/s5/serp8/pdl",
-    "sm90/128x112x64/coop2/c1x2/s6/serp8/swap/pdl",
-    "sm90/128x112x64/coop2/c1x4/s6/serp8/pdl",
-    "sm90/64x224x64/coop1/c1x4/s5/serp8/pdl",
-    "sm90/192x64x64/coop1/c2x2x2/s7/row/pdl",
-    "sm90/192x64x64/coop1/c4x1/s6/serp8/pdl",
-    "sm90/128x96x64/coop2/c1x1/s7/serp8/pdl",
-    "sm90/128x96x64/coop2/c2x2/s7/serp8/swap/pdl",
-    "sm90/128x96x64/pp/c1x2/s6/serp8/swap/pdl",
-    "sm90/128x96x64/pp/c4x1/s7/serp8/swap/pdl",
-    "sm90/128x96x128/coop2/c2x1/s3/row/pdl",
-    "sm90/64x192x64/coop1/c4x1/s6/serp8/pdl",
-    "sm90/64x192x64/pp/c2x2/s6/serp8/pdl",
-    "sm90/64x144x64/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x144x64/coop1/c2x1x2/s8/row/pdl",
-    "sm90/64x144x64/coop1/c2x2/s8/serp8/pdl",
-    "sm90/64x128x64/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x128x64/coop1/c1x4/s8/serp8/swap/pdl",
-    "sm90/64x128x64/coop1/c2x1/s8/row/swap/pdl",
-    "sm90/64x128x64/pp/c1x1/s7/serp8/pdl",
-    "sm90/64x128x64/pp/c2x2/s7/serp8/pdl",
-    "sm90/64x96x64/coop1/c1x4/s8/serp8/pdl",
-    "sm90/64x96x64/coop1/c4x1/s8/serp8/pdl",
-    "sm90/64x96x64/pp/c1x4/s8/serp8/swap/pdl",
-    "sm90/64x96x64/pp/c4x1/s8/serp8/pdl",
-    "sm90/64x96x64/pp/c4x1/s8/serp8/swap/pdl",
-    "sm90/64x96x128/coop1/c1x1x4/s5/row/swap/pdl",
-    "sm90/64x96x128/coop1/c2x1/s5/serp8/pdl",
-    "sm90/64x96x128/pp/c4x1/s5/serp8/pdl",
-    "sm90/64x64x64/coop1/c1x4/s8/serp8/pdl",
-    "sm90/64x64x64/coop1/c4x1/s8/serp8/pdl",
-    "sm90/64x64x128/coop1/c1x2/s6/serp8/swap/pdl",
-    "sm90/64x48x64/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/64x48x64/coop1/c1x2x2/s12/row/pdl",
-    "sm90/64x48x64/coop1/c2x1/s8/serp8/swap/pdl",
-    "sm90/64x48x64/coop1/c2x1x2/s12/row/pdl",
-    "sm90/64x48x64/pp/c2x2/s8/serp8/swap/pdl",
-    "sm90/64x48x128/coop1/c1x1x4/s8/row/pdl",
-    "sm90/64x48x128/coop1/c1x4/s7/serp8/pdl",
-    "sm90/64x48x128/coop1/c1x4/s7/serp8/swap/pdl",
-    "sm90/64x48x128/coop1/c2x1/s7/row/swap/pdl",
-    "sm90/64x32x64/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x32x64/coop1/c2x1/s8/serp8/swap/pdl",
-    "sm90/64x32x64/coop1/c2x2x2/s12/row/pdl",
-    "sm90/64x32x128/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/64x32x128/coop1/c1x1x4/s9/row/pdl",
-    "sm90/64x32x128/coop1/c2x1/s8/serp8/pdl",
-    "sm90/64x16x64/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/64x16x64/coop1/c2x2/s8/serp8/pdl",
-    "sm90/64x16x64/pp/c1x1/s8/serp8/pdl",
-    "sm90/64x16x128/coop1/c1x1/s5/row/swap/once/skew/pdl",
-    "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/64x16x128/coop1/c1x1x2/s10/row/swap/pdl",
-    "sm90/64x16x128/coop1/c1x1x2/s11/row/pdl",
-    "sm90/64x16x128/coop1/c1x1x4/s11/row/pdl",
-    "sm90/64x16x128/coop1/c1x2/s8/serp8/swap/pdl",
-)
 _HOPPER_TF32 = (
     "sm90/128x256x32/coop2/c2x1/s4/serp8/zig/pdl",
     "sm90/128x256x32/coop2/c1x1/s4/serp8/pdl",
@@ -153,53 +74,51 @@ _SIMT = (
     "simt/32x32x32/w16x32/s3/g8/x2",
     "simt/16x32x64/w16x32/s4/g8/x8",
 )
-_SPLIT = frozenset(
+_SPLIT_TF32 = frozenset(
     (
-        "sm90/256x208x64/coop2/c1x2/s3/serp8/pdl",
-        "sm90/256x160x64/coop2/c2x1/s4/serp8/pdl",
-        "sm90/192x160x64/coop3/c1x2/s4/serp8/pdl",
-        "sm90/128x208x64/coop2/c2x1/s4/serp8/pdl",
-        "sm90/256x96x64/coop2/c1x2/s4/serp8/swap/pdl",
-        "sm90/128x176x64/coop2/c2x2/s5/serp8/pdl",
-        "sm90/192x96x64/coop3/c2x1/s5/serp8/swap/pdl",
-        "sm90/128x144x64/coop2/c2x1x2/s5/row/pdl",
         "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
-        "sm90/128x128x64/coop2/c2x1/s6/serp8/pdl",
-        "sm90/128x128x64/coop2/c2x2x2/s7/row/pdl",
-        "sm90/128x112x64/coop2/c1x2/s6/serp8/swap/pdl",
-        "sm90/64x224x64/coop1/c1x4/s5/serp8/pdl",
-        "sm90/192x64x64/coop1/c2x2x2/s7/row/pdl",
-        "sm90/128x96x64/coop2/c1x1/s7/serp8/pdl",
-        "sm90/128x96x64/coop2/c2x2/s7/serp8/swap/pdl",
-        "sm90/128x96x128/coop2/c2x1/s3/row/pdl",
-        "sm90/64x192x64/coop1/c4x1/s6/serp8/pdl",
-        "sm90/64x144x64/coop1/c2x2/s8/serp8/pdl",
-        "sm90/64x128x64/coop1/c2x1/s8/row/swap/pdl",
         "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
-        "sm90/64x64x64/coop1/c4x1/s8/serp8/pdl",
-        "sm90/64x48x64/coop1/c1x1/s8/serp8/swap/pdl",
-        "sm90/64x48x64/coop1/c1x2x2/s12/row/pdl",
-        "sm90/64x48x64/coop1/c2x1/s8/serp8/swap/pdl",
-        "sm90/64x48x128/coop1/c2x1/s7/row/swap/pdl",
         "sm90/64x32x64/coop1/c1x1/s8/serp8/pdl",
-        "sm90/64x32x64/coop1/c2x2x2/s12/row/pdl",
-        "sm90/64x32x128/coop1/c1x1/s8/serp8/swap/pdl",
         "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
-        "sm90/64x16x128/coop1/c1x1x2/s10/row/swap/pdl",
     )
 )
-_NUMBERS = tuple(range(2, 33))
+NUMBERS = tuple(range(2, 33))
 """Every split that a configuration may have."""
+TABLE = Path(__file__).parents[1] / "data" / "candidates.json"
+"""Configurations of `kernels.hopper` in 16 bit, and the box of each, whole and with K split: `tuning.candidates`."""
+LEAST_BITS, MOST_BITS = 4, 15
+"""Of a size in `TABLE`: what is smaller or larger counts as these."""
+
+Box = tuple[int, int, int, int, int, int, int, int]
+"""(lowest, highest) `bits` of M, of N and of K, and sum of M's and N's, for which a configuration is worth a look."""
+EVERYWHERE: Box = (LEAST_BITS, MOST_BITS) * 3 + (2 * LEAST_BITS, 2 * MOST_BITS)
+NOWHERE: Box = (MOST_BITS, LEAST_BITS) * 3 + (2 * MOST_BITS, 2 * LEAST_BITS)
+
+
+def bits(size: int) -> int:
+    """log2 of a size, rounded up, within the bounds of `TABLE`."""
+    return min(max((size - 1).bit_length(), LEAST_BITS), MOST_BITS)
+
+
+@functools.cache
+def _table() -> dict[str, tuple[Box, Box]]:
+    rows = json.loads(TABLE.read_text())["rows"]
+    return {text: (tuple(whole) or NOWHERE, tuple(split) or NOWHERE) for text, whole, split in rows}
+
+
+def box(text: str, split: bool) -> Box:
+    """The sizes for which a configuration listed here is worth a look, whole or with K split."""
+    return _table().get(text, (EVERYWHERE, EVERYWHERE))[split]
 
 
 def splits(text: str) -> tuple[int, ...]:
     """The splits of K, ascending, that a configuration listed here may have as well."""
-    return _NUMBERS if text in _SPLIT else ()
+    return NUMBERS if text in _SPLIT_TF32 or _table().get(text, (NOWHERE, NOWHERE))[1] != NOWHERE else ()
 
 
 def hopper(signature: Signature) -> tuple[str, ...]:
     """Configurations of `kernels.hopper`."""
-    return _HOPPER_TF32 if signature.dtype == "fp32" else _HOPPER
+    return _HOPPER_TF32 if signature.dtype == "fp32" else tuple(_table())
 
 
 def ampere(signature: Signature) -> tuple[str, ...]:

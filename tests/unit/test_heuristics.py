@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cutegemm import arch, backend, cost_model, cute, footprint, heuristics, neighbours, plan, winners, winners_table
 from cutegemm.cost_model import FIRST_PRINCIPLES, Model, Rates
+from cutegemm.cute import defaults
 from cutegemm.epilogue import Epilogue
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import Problem
@@ -227,54 +228,98 @@ def least_seconds(problem, entries, ladders):
     return min(cost.seconds(*sizes) for cost, _ in [*entries, *split])
 
 
+def looked_at(candidates, problem):
+    """(candidates, ladders of splits) that a choice for the problem looks at."""
+    candidates._fitting.clear()
+    candidates._modelled(problem.m, problem.n, problem.k, problem.batch)
+    ((entries, outlines, ladders),) = candidates._fitting.values()
+    assert outlines == [cost.outline for cost, _ in entries]
+    return entries, ladders
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000))
-def test_bounds_lose_no_candidate(m, n, k):
-    """The choice is the cheapest of those whose tiles suit the matrix, splits worth trying included."""
-    problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16")
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000), st.sampled_from([1, 1, 3, 100]))
+def test_bounds_lose_no_candidate(m, n, k, batch):
+    """The choice is the cheapest of those in whose boxes the sizes are, splits worth trying included."""
+    problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16", batch=batch)
     candidates = heuristics._candidates("cute", problem.signature, H200)
-    entries, _, ladders = candidates._fit((8 * m - 1).bit_length(), (8 * n - 1).bit_length())
-    assert candidates.cheapest(problem)[0] == least_seconds(problem, entries, ladders)
+    assert candidates.cheapest(problem)[0] == least_seconds(problem, *looked_at(candidates, problem))
 
 
-def test_tiles_that_do_not_suit_the_matrix_are_no_loss():
+@pytest.mark.parametrize(("batch", "on_average"), [(1, 0.005), (24, 0.02)])
+def test_boxes_lose_little(batch, on_average):
     lost = []
     for problem in untuned.draw(200, 1, "bf16", "tn", H200):
+        problem = dataclasses.replace(problem, batch=batch)
         candidates = heuristics._candidates("cute", problem.signature, H200)
         cheapest = least_seconds(problem, candidates._entries, candidates._splits)
-        lost.append(candidates.cheapest(problem)[0] / cheapest)
-    assert max(lost) < 1.15
-    assert sum(lost) / len(lost) < 1.003
+        lost.append(candidates.cheapest(problem)[0] / cheapest - 1)
+    assert max(lost) < 0.3
+    assert sum(lost) / len(lost) < on_average
+
+
+def inside(bits, box):
+    return all(low <= x <= high for low, high, x in zip(box[::2], box[1::2], bits, strict=True))
 
 
 def test_which_candidates_are_looked_at():
-    """By both sides rounded up to powers of two, so that one list serves all sizes of a bucket."""
+    """Those whose box has the sizes, rounded up to powers of two: one list serves all sizes that round alike."""
     candidates = heuristics._candidates("cute", Problem.of(64, 64, 64, "bf16").signature, H200)
+    seen = set()
+    for sizes in itertools.product((16, 40, 130, 1000, 8192, 10**6), repeat=3):
+        entries, ladders = looked_at(candidates, Problem.of(*sizes, "bf16"))
+        assert 0 < len(entries) < len(candidates._entries)
+        seen |= {str(config) for _, config in entries}
+        x, y, z = (defaults.bits(size) for size in sizes)
+        within = [
+            config for _, config in candidates._entries
+            if inside((x, y, z, x + y), defaults.box(str(config), False))
+        ]  # fmt: skip
+        assert [config for _, config in entries] == within
+        rounded = looked_at(candidates, Problem.of(*(1 << (size - 1).bit_length() for size in sizes), "bf16"))
+        assert (entries, ladders) == rounded
+    assert len(seen) > len(candidates._entries) / 2
 
-    def units(m, n):
-        candidates._fitting.clear()
-        candidates._modelled(m, n, 4096, 1)
-        ((entries, outlines, ladders),) = candidates._fitting.values()
-        assert outlines == [cost.outline for cost, _ in entries]
-        assert ladders
-        return [cost.outline[:2] for cost, _ in entries]
 
-    for size in (0, 1, 2, 8, 63, 64):
-        assert max(rows for rows, _ in units(size, 4096)) == 64
-        assert max(columns for _, columns in units(4096, size)) == 64
-    for power in (128, 256):
-        assert units(power // 2 + 1, 8192) == units(power, 8192) != units(power + 1, 8192)
-        assert max(rows for rows, _ in units(power, 8192)) == power < max(rows for rows, _ in units(power + 1, 8192))
-    for shape, small in (((2048, 2048), True), ((8192, 8192), False), ((16, 65536), True)):
-        assert (min(rows * columns for rows, columns in units(*shape)) < heuristics.LARGE_TILE) == small
+def test_a_batch_is_looked_up_as_a_larger_matrix_too():
+    candidates = heuristics._candidates("cute", Problem.of(64, 64, 64, "bf16").signature, H200)
+    one, many, wide = (
+        {str(config) for _, config in looked_at(candidates, problem)[0]}
+        for problem in (
+            Problem.of(256, 256, 512, "bf16"), Problem.of(256, 256, 512, "bf16", batch=64),
+            Problem.of(256 * 8, 256 * 8, 512, "bf16"),
+        )
+    )  # fmt: skip
+    assert one | wide == many
+    assert one < many
+
+
+def test_the_table_of_candidates():
+    signature = Problem.of(64, 64, 64, "bf16").signature
+    texts = defaults.hopper(signature)
+    assert len(set(texts)) == len(texts)
+    whole, split = ({text for text in texts if defaults.box(text, wanted) != defaults.NOWHERE} for wanted in (0, 1))
+    assert whole | split == set(texts)
+    assert split == {text for text in texts if defaults.splits(text)}
+    for text in texts:
+        assert backend.get("cute").parse(text).problem(signature, H200) is None
+        for wanted in (False, True):
+            box = defaults.box(text, wanted)
+            assert box == defaults.NOWHERE or all(low <= high for low, high in zip(box[::2], box[1::2], strict=True))
+            assert all(defaults.LEAST_BITS <= bits <= defaults.MOST_BITS for bits in box[:6])
+    assert defaults.box("sm90/of/another/table", False) == defaults.EVERYWHERE
+    assert defaults.TABLE.stat().st_size < 50_000
 
 
 def test_splits_that_fill_the_gpu_are_tried():
     problem = Problem.of(256, 256, 65536, "bf16")
-    ladders = heuristics._candidates("cute", problem.signature, H200)._splits
-    tried = {str(c) for ladder in ladders for _, c in ladder.worth_trying(256, 256, 65536, 1)}
-    assert "sm90/128x128x64/coop2/c2x2x2/s7/row/k15/pdl" in tried  # 15 clusters of 8 are resident
-    assert "sm90/128x128x64/coop2/c2x2x2/s7/row/k8/pdl" in tried
+    candidates = heuristics._candidates("cute", problem.signature, H200)
+    tried = [c for ladder in candidates._splits for _, c in ladder.worth_trying(256, 256, 65536, 1)]
+    assert len(tried) > len(candidates._splits)
+    for config in tried:
+        places = cost_model.clusters(H200, config.cluster_ctas) * config.splits // config.works(problem)
+        assert config.splits in (min(places, 32), min(-(-places // 2), 32)), config
+    assert any(candidates.cheapest(problem)[1] == config for config in tried)
 
 
 def test_exchanged_operands_turn_tile_and_cluster():
@@ -349,7 +394,7 @@ def test_a_winner_comes_before_the_heuristic(store):
     asked = plan.choose(PROBLEM, H200, "cute", "sm80/128x128x32/w64x64/s4/g8")
     assert asked.why == "asked for"
     assert plan.choose(PROBLEM, H200, "legacy").backend == "legacy"
-    assert plan.choose(Problem.of(1024, 1024, 1024, "bf16"), H200).why.startswith("heuristic")
+    assert plan.choose(Problem.of(1024, 1024, 1024, "bf16", majors="tt"), H200).why.startswith("heuristic")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`, a
               winners store (.sqlite3); without one, the user's winners store
+    --unsplit TABLE   a table too, of which rows with K split do not count: measured before the sum of parts was changed
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
 A text table has one block a shape; `ratio` is not read:
@@ -63,6 +64,7 @@ SHARP = 0.03
 
 _HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3) )?([tn]{2}) torch ([\d.]+) us")
 _LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
+_SPLIT = re.compile(r"/k\d+(/|$)")
 _STORED = re.compile(
     r"(?:(\d+)x)??(\d+)x(\d+)x(\d+) (\w+)->(\w+)/(ieee|tf32|tf32x3)/a([km])\d+/b([kn])\d+/c\d+/d\d+/.*"
 )
@@ -98,6 +100,12 @@ def read(path: Path, arch: Arch) -> list[Sample]:
         return _from_json(text, arch)
     except ValueError as why:
         raise ValueError(f"{path}: {why}") from None
+
+
+def read_all(tables: Iterable[Path], unsplit: Iterable[Path], arch: Arch) -> list[Sample]:
+    """The samples of all `tables`, and those of `unsplit` that have not K split. Raises as `read`."""
+    samples = [sample for path in tables for sample in read(path, arch)]
+    return samples + [s for path in unsplit for s in read(path, arch) if not _SPLIT.search(s.config)]
 
 
 def _from_json(text: str, arch: Arch) -> list[Sample]:
@@ -316,6 +324,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tuning.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
+    parser.add_argument(
+        "--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="rows with K split do not count"
+    )
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="fit this kernel family only")
     parser.add_argument("--write", action="store_true", help=f"write {CONSTANTS.name}")
@@ -324,10 +335,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         arch = arch_table.get(options.arch)
-        samples = [sample for path in options.tables for sample in read(path, arch)]
+        samples = read_all(options.tables, options.unsplit, arch)
     except (OSError, ValueError) as why:
         parser.error(str(why))
-    if not options.tables:
+    if not options.tables and not options.unsplit:
         from cutegemm.winners import Winners
 
         samples = from_measurements(Winners().rows(), arch)

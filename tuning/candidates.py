@@ -231,6 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tuning.candidates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
+    made.add_argument("--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="as in tuning.calibrate")
     made.add_argument("--arch", default="H200", help="the GPU that the cost model's constants are of")
     made.add_argument("--shapes", type=int, default=8000, help="random shapes to pick by (default 8000)")
     made.add_argument("--count", type=int, default=320, help="configurations, whole or split, to pick (default 320)")
@@ -242,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
         made.error("--shapes, --count and --test must be at least 1")
     try:
         arch = arch_table.get(options.arch)
-        samples = [sample for path in options.tables for sample in calibrate.read(path, arch)]
+        samples = calibrate.read_all(options.tables, options.unsplit, arch)
     except (OSError, ValueError) as why:
         made.error(str(why))
     problems = untuned.draw(options.shapes, SEED, "bf16", "tn", arch)

@@ -67,6 +67,17 @@ def test_a_problem_from_its_text(majors, batch):
         calibrate.parse_problem("48x40 bf16")
 
 
+def test_rows_with_k_split_can_be_left_out(tmp_path):
+    head = "== 512x512x512 bf16 tn torch 3.65 us\n"
+    kept = ("sm90/64x32x128/coop1/c1x1/s6/serp8/pdl", "sm90/64x32x128/coop1/c1x1x2/s6/row")
+    split = ("sm90/64x32x128/coop1/c1x1/s6/row/k4/pdl", "sm90/64x32x128/coop1/c1x1/s6/row/k16")
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
+    for file in (old, new):
+        file.write_text(head + "".join(f"   1.0      2.83   94.9 {text}\n" for text in kept + split))
+    found = calibrate.read_all([new], [old], H200)
+    assert [s.config for s in found] == [*kept, *split, *kept]
+
+
 def test_winners_tables_and_other_files(tmp_path):
     problem = Problem.of(64, 64, 64, "fp16")
     base = Measurement("H200", 132, str(problem), "cute", CONFIGS[1], "f", 5e-6, "ok", "2026-01-01T00:00:00+00:00")

@@ -49,10 +49,10 @@ TILES = (
 )
 """(BM, BN), those of the tuner."""
 CLUSTERS = (
-    (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1),
-    (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 2),
+    (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2),
 )  # fmt: skip
-"""CTAs along M, N and K."""
+"""CTAs along M, N and K. None of eight: over 95 random shapes on an H200 the best without them was 0.03 % slower, but
+the model likes them some 4 % too much."""
 RING_BYTES, WHOLE_RING_BYTES = 210 * 1024, 226 * 1024
 """Shared memory for the ring beside the epilogue's, and where sums of parts of K need none."""
 LEAST_STAGES, MOST_STAGES, MOST_WHOLE_STAGES = 3, 8, 12

@@ -35,6 +35,8 @@ WON = 0.03
 """How much cheaper than the model's best a winner counts at its own shape: it did beat it."""
 LEAST_STEPS = 2
 """k steps of a split at least."""
+ENOUGH = 12
+"""Where the boxes of fewer candidates hold the sizes, those just outside are looked at as well."""
 
 
 def estimate(problem: Problem, config: Any, backend: str, arch: Arch) -> float:
@@ -186,8 +188,8 @@ class Candidates:
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
         seconds, chosen = math.inf, None
-        key = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), batch.bit_length()
-        entries, outlines, ladders = self._fitting.get(key) or self._fit(key, m, n, k, batch)
+        bucket = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), (batch - 1).bit_length()
+        entries, outlines, ladders = self._fitting.get(bucket) or self._fit(bucket)
         split = [pair for ladder in ladders for pair in ladder.worth_trying(m, n, k, batch)]
         if split:
             entries, outlines = entries + split, outlines + [cost.outline for cost, _ in split]
@@ -203,26 +205,31 @@ class Candidates:
                 seconds, chosen = taken, config
         return seconds, chosen
 
-    def _fit(self, key: tuple[int, int, int, int], m: int, n: int, k: int, batch: int) -> _Fitting:
-        """The candidates worth a look for matrices of these sizes, rounded up to powers of two, by their boxes.
+    def _fit(self, bucket: tuple[int, int, int, int]) -> _Fitting:
+        """The candidates worth a look for matrices of up to 2^bucket, by their boxes.
 
-        A batch has more tiles of the same matrices: it is looked up as one matrix, and as a larger one of as many
-        elements, whose tiles are wider.
+        A batch has more tiles of the same matrices: it is looked up as one of them, and as matrices of as many elements
+        as all that are taller, wider, and both.
         """
-        wider = batch.bit_length() // 2
-        looked_up = (bits(m), bits(n), bits(k)), (bits(m << wider), bits(n << wider), bits(k))
+        m, n, k, batch = bucket
+        shifts = {(0, 0), (batch, 0), (0, batch), (batch // 2, batch // 2)}
+        looked_up = [(bits(1 << m + x), bits(1 << n + y), bits(1 << k)) for x, y in sorted(shifts)]
 
-        def within(box: Box) -> bool:
+        def within(box: Box, more: int) -> bool:
             low_m, high_m, low_n, high_n, low_k, high_k, low, high = box
             return any(
-                low_m <= x <= high_m and low_n <= y <= high_n and low_k <= z <= high_k and low <= x + y <= high
+                low_m <= x + more and x <= high_m + more and low_n <= y + more and y <= high_n + more
+                and low_k <= z + more and z <= high_k + more and low <= x + y + more and x + y <= high + more
                 for x, y, z in looked_up
-            )
+            )  # fmt: skip
 
-        entries = [entry for entry, box in zip(self._entries, self._boxes, strict=True) if within(box)]
-        ladders = [ladder for ladder, box in zip(self._splits, self._split_boxes, strict=True) if within(box)]
-        entries = entries or self._entries
-        found = self._fitting[key] = (entries, [cost.outline for cost, _ in entries], ladders)
+        more = 0
+        entries = [entry for entry, box in zip(self._entries, self._boxes, strict=True) if within(box, more)]
+        while len(entries) < min(ENOUGH, len(self._entries)):
+            more += 1  # where few shapes were drawn, boxes hold few
+            entries = [entry for entry, box in zip(self._entries, self._boxes, strict=True) if within(box, more)]
+        ladders = [ladder for ladder, box in zip(self._splits, self._split_boxes, strict=True) if within(box, more)]
+        found = self._fitting[bucket] = (entries, [cost.outline for cost, _ in entries], ladders)
         return found
 
     def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:

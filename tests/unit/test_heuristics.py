@@ -268,14 +268,17 @@ def test_which_candidates_are_looked_at():
     seen = set()
     for sizes in itertools.product((16, 40, 130, 1000, 8192, 10**6), repeat=3):
         entries, ladders = looked_at(candidates, Problem.of(*sizes, "bf16"))
-        assert 0 < len(entries) < len(candidates._entries)
+        assert heuristics.ENOUGH <= len(entries) < len(candidates._entries)
         seen |= {str(config) for _, config in entries}
         x, y, z = (defaults.bits(size) for size in sizes)
         within = [
             config for _, config in candidates._entries
             if inside((x, y, z, x + y), defaults.box(str(config), False))
         ]  # fmt: skip
-        assert [config for _, config in entries] == within
+        if len(within) >= heuristics.ENOUGH:
+            assert [config for _, config in entries] == within
+        else:
+            assert {*within} < {config for _, config in entries}
         rounded = looked_at(candidates, Problem.of(*(1 << (size - 1).bit_length() for size in sizes), "bf16"))
         assert (entries, ladders) == rounded
     assert len(seen) > len(candidates._entries) / 2
@@ -290,8 +293,7 @@ def test_a_batch_is_looked_up_as_a_larger_matrix_too():
             Problem.of(256 * 8, 256 * 8, 512, "bf16"),
         )
     )  # fmt: skip
-    assert one | wide == many
-    assert one < many
+    assert one < one | wide <= many
 
 
 def test_the_table_of_candidates():

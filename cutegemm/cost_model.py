@@ -5,7 +5,8 @@ each bound the time:
 
     step      the slowest of: multiplying, reading and writing shared memory, loading (an SM's own port; all SMs' share
               of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
-    tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile)
+    tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile, as far as that
+              takes long enough)
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
     chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth; more for what is written
               to parts of sectors (32 bytes) and lines
@@ -59,10 +60,11 @@ WATTS_PER_SM = 4.4
 class Rates:
     """The fitted constants of a kernel family. Times in microseconds, rates per SM and clock, energies in pJ.
 
-    launch, pdl, cluster: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
-    what a cluster adds, what each warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds
-    (curve). quad: share of time that clusters of four and more add to several rounds. exchange, peers: of parts of K
-    within a cluster, in microseconds, and its bytes a clock.
+    launch, pdl, alone: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
+    what CTAs without clusters take longer to start (0.1 us of 1.7 for the smallest products on an H200), what each
+    warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds (curve). quad: share of time that
+    clusters of four and more add to several rounds. exchange, peers: of parts of K within a cluster, in microseconds,
+    and its bytes a clock.
     math: share of the data sheet's peak that back-to-back multiplications reach (fitted rates absorb a clock above
     `Arch.clock_mhz`).
     smem, port, l2: bytes a clock of shared memory, of one SM's load port, of an SM's share of the L2 when all load.
@@ -73,7 +75,7 @@ class Rates:
     for each row of a store.
     latency: of one load, until its data may be multiplied, beside `burst` times its bytes through the port. held:
     stages that the multiplications hold meanwhile.
-    step: clocks that a k step costs beside what it moves.
+    step, sync: clocks that a k step costs beside what it moves, and more where CTAs of a cluster wait for each other.
     tile, store: clocks of an epilogue beside its bytes, and its bytes a clock. hidden: share of an epilogue that costs
     time even under the next tile's multiplications.
     split, parts: a split-K meeting in microseconds, and the bytes a clock at which one CTA adds parts up. stream: share
@@ -88,7 +90,8 @@ class Rates:
 
     launch: float = 2.6
     pdl: float = 0.5
-    cluster: float = 0.3
+    alone: float = 0.0
+    sync: float = 0.0
     crew: float = 0.0
     quad: float = 0.1
     exchange: float = 0.4
@@ -129,10 +132,11 @@ class Rates:
 
 FIRST_PRINCIPLES: dict[str, Rates] = {
     "sm90": Rates(
-        cluster=0.05, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.2, rows=0.5
+        alone=0.06, sync=8.0, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.2, rows=0.5
     ),
     "sm90/tf32": Rates(
-        cluster=0.05,
+        alone=0.06,
+        sync=8.0,
         crew=0.1,
         outside=11.0,
         tail=0.3,
@@ -207,8 +211,8 @@ class Model:
     """
 
     __slots__ = (
-        "_a_by_k", "_again", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_energy_byte",
-        "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
+        "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy",
+        "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
         "_lines_a", "_lines_b", "_load_chip", "_meeting", "_out_size", "_outside", "_overlap", "_parts",
         "_places", "_port", "_rereads", "_rest", "_sectors", "_serial", "_slower", "_split_fixed", "_split_part",
         "_splits", "_stages", "_step_fixed", "_tail", "_uneven", "_unit_m", "_unit_n", "_waits", "_waits_port",
@@ -240,7 +244,7 @@ class Model:
         self._lines_a, self._lines_b = r.lines * rows_a / (rows_a + rows_b), r.lines * rows_b / (rows_a + rows_b)
         self._tail = r.tail * self._outside * (rows_a * self._a_by_k + rows_b * self._b_by_k) / f.parts
         self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1)
-        self._step_fixed = r.step / clock
+        self._step_fixed = (r.step + r.sync * (ctas > 1)) / clock
         self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
         ahead = max(f.stages - r.held, 0.5)
         self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
@@ -261,7 +265,8 @@ class Model:
         moved = f.bm * f.bn * (out + (ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0))
         epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
-        launch = r.launch - r.pdl * f.pdl + r.cluster * (ctas > 1) + r.crew * max(f.threads // 128 - 2, 0)
+        self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
+        launch = r.launch - r.pdl * f.pdl + r.alone * (ctas == 1) + r.crew * max(f.threads // 128 - 2, 0)
         self._fixed = (launch + r.curve * f.curve) * 1e-6 + epilogue - self._epilogue
         self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
         # Each sends what it does not own, then adds as much.
@@ -344,6 +349,9 @@ class Model:
             busy_rounds -= (waits - wave) * (depth if depth < self._stages else self._stages)
         busy_rounds += rounds * tail
         if rounds > 1:
+            late = self._alternate - 0.5 * depth * (wave if wave > waits else waits)
+            if late > 0:  # of two warpgroups that take turns, each is busy with its tile, epilogue and all
+                busy_rounds += (rounds - 1) * late
             busy_rounds *= self._slower
         if self._balanced and works > places and works % places:
             busy_rounds *= works / (places * rounds) * self._uneven

@@ -35,6 +35,8 @@ WON = 0.03
 """How much cheaper than the model's best a winner counts at its own shape: it did beat it."""
 LEAST_STEPS = 2
 """k steps of a split at least."""
+CLOSE = 0.99
+"""A candidate that may be at most 1 % faster than the best so far is not estimated: the model errs by far more."""
 ENOUGH = 12
 """Where the boxes of fewer candidates hold the sizes, those just outside are looked at as well."""
 
@@ -197,7 +199,7 @@ class Candidates:
         straddling = entries[0][0].straddling(m, n, k) if entries else 0.0
         least = bounds(outlines, m, n, k, batch, straddling)
         for number in sorted(range(len(least)), key=least.__getitem__):
-            if least[number] >= seconds:
+            if least[number] >= CLOSE * seconds:
                 break
             cost, config = entries[number]
             taken = cost.terms(m, n, k, batch)[0]

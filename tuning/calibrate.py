@@ -3,6 +3,7 @@
     TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`, a
               winners store (.sqlite3); without one, the user's winners store
     --unsplit TABLE   a table too, of which rows with K split do not count: measured before the sum of parts was changed
+    --refine  begins with the package's constants instead, a few minutes less: when tables or terms have been added
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
 A text table has one block a shape; `ratio` is not read:
@@ -41,7 +42,7 @@ from cutegemm import arch as arch_table
 from cutegemm import backend as backends
 from cutegemm import footprint
 from cutegemm.arch import Arch
-from cutegemm.cost_model import CONSTANTS, FIRST_PRINCIPLES, Model, Rates
+from cutegemm.cost_model import CONSTANTS, FIRST_PRINCIPLES, Model, Rates, rates
 from cutegemm.footprint import Footprint
 from cutegemm.problem import Problem
 from cutegemm.roofline import roofline
@@ -260,13 +261,15 @@ class Fit:
             fit.shapes[key] = best + [rest[int(i * step)] for i in range(MOST // 2) if int(i * step) < len(rest)]
         return fit
 
-    def search(self) -> Rates:
-        """The best constants that coordinate searches end at, which begin beside the first principles."""
+    def search(self, start: Rates | None = None) -> Rates:
+        """The best constants that coordinate searches end at: they begin beside the first principles, or at `start`."""
         first, fit = FIRST_PRINCIPLES[self.family], self.thinned()
         starts = [
             replace(first, math=first.math * faster, flop_pj=first.flop_pj * energy)
             for faster, energy in product((1.0, 1.1), (0.8, 1.0))
         ]
+        if start is not None:
+            starts = [start]
         found = min((fit._descend(start) for start in starts), key=lambda pair: pair[1])[0]
         return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(found).items()})
 
@@ -329,6 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="fit this kernel family only")
+    parser.add_argument("--refine", action="store_true", help="begin with the package's constants")
     parser.add_argument("--write", action="store_true", help=f"write {CONSTANTS.name}")
     parser.add_argument("--least", type=int, default=12, help="samples that a family needs to be fitted")
     given = sys.argv[1:] if arguments is None else arguments
@@ -351,7 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
         if count < options.least:
             print(f"{family}: {count} times are too few to fit, at least {options.least}")
             continue
-        constants = fit.search()
+        constants = fit.search(rates(family) if options.refine else None)
         first = FIRST_PRINCIPLES[family]
         print(f"{family}: {count} times of {len(fit.shapes)} shapes; loss {fit.loss(first):.5f} -> "
               f"{fit.loss(constants):.5f}")  # fmt: skip

@@ -77,6 +77,11 @@ def _invalid(config: TileConfig, signature: Signature, arch: Arch) -> str | None
     return config.problem(signature, arch)
 
 
+@functools.lru_cache(maxsize=256)
+def _preferred(family: Family, signature: Signature) -> tuple[TileConfig, ...]:
+    return tuple(family.config.parse(text) for text in family.preferred(signature))
+
+
 class CuteBackend:
     """See `cutegemm.backend`."""
 
@@ -104,8 +109,7 @@ class CuteBackend:
                 return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
             if self._serves(family, problem, arch):
                 return None
-            texts = family.preferred(signature)
-            return f"not {name}, because {self.check(family.config.parse(texts[-1]), problem, arch)}"
+            return f"not {name}, because {self.check(_preferred(family, signature)[-1], problem, arch)}"
         return None
 
     def check(self, config: TileConfig, problem: Problem, arch: Arch) -> str | None:
@@ -131,7 +135,7 @@ class CuteBackend:
         They are those of the first automatic family that has any: WGMMA leaves mma.sync nothing to win.
         """
         for family in self._automatic(signature):
-            configs = ((family.config.parse(text), defaults.splits(text)) for text in family.preferred(signature))
+            configs = ((config, defaults.splits(str(config))) for config in _preferred(family, signature))
             found = [(config, splits) for config, splits in configs if config.problem(signature, arch) is None]
             if found:
                 return found
@@ -166,7 +170,7 @@ class CuteBackend:
         return (family for family in FAMILIES.values() if family.automatic and family.takes(signature))
 
     def _serves(self, family: Family, problem: Problem, arch: Arch) -> bool:
-        configs = (family.config.parse(text) for text in family.preferred(problem.signature))
+        configs = _preferred(family, problem.signature)
         return any(self.check(config, problem, arch) is None for config in configs)
 
 

@@ -193,6 +193,7 @@ def test_known_constants_are_found_again():
     found = fit.search()
     assert fit.loss(found) < fit.loss(FIRST_PRINCIPLES["sm80"]) / 5
     assert fit.search() == found
+    assert fit.loss(fit.search(found)) <= fit.loss(found)  # --refine begins there
     for _, count, mean_error, largest, lost, _ in fit.report(found):
         assert count == len(CONFIGS)
         assert mean_error < 0.05
@@ -219,7 +220,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         blocks.setdefault(sample.problem, []).append(f"   1.000 {sample.seconds * 1e6:.3f} 1.0 {sample.config}")
     heads = {p: f"== {p.m}x{p.n}x{p.k} fp16 tn torch 1.0 us" for p in blocks}
     table.write_text("\n".join("\n".join([heads[p], *rows]) for p, rows in blocks.items()))
-    monkeypatch.setattr(calibrate.Fit, "search", lambda self: TRUTH)
+    monkeypatch.setattr(calibrate.Fit, "search", lambda self, start: TRUTH)
     assert calibrate.main([str(table), "--write"]) == 0
     assert "25 times of 5 shapes" in capsys.readouterr().out
     stored = json.loads(constants.read_text())["families"]["sm80"]

@@ -213,9 +213,9 @@ class Model:
     __slots__ = (
         "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy",
         "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
-        "_lines_a", "_lines_b", "_load_chip", "_meeting", "_out_size", "_outside", "_overlap", "_parts",
-        "_places", "_port", "_rereads", "_rest", "_sectors", "_serial", "_slower", "_split_fixed", "_split_part",
-        "_splits", "_stages", "_step_fixed", "_tail", "_uneven", "_unit_m", "_unit_n", "_waits", "_waits_port",
+        "_lines_a", "_lines_b", "_load_chip", "_out_size", "_outside", "_overlap", "_parts",
+        "_places", "_port", "_rereads", "_rest", "_sectors", "_slower", "_split_fixed", "_split_part",
+        "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_uneven", "_unit_m", "_unit_n", "_waits", "_waits_port",
         "_wave", "_writes", "outline",
     )  # fmt: skip
 
@@ -270,11 +270,13 @@ class Model:
         self._fixed = (launch + r.curve * f.curve) * 1e-6 + epilogue - self._epilogue
         self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
         # Each sends what it does not own, then adds as much.
-        self._meeting = 0.0
+        self._sums = 0.0
         if f.parts > 1:
-            self._meeting = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
-        self._serial, self._balanced = f.serial, f.balanced
+            self._sums = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
+        self._balanced = f.balanced
         self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
+        if f.splits > 1:
+            self._sums += self._split_fixed + (f.splits if f.serial else 1) * self._split_part
 
         self._rereads = 0.5 if f.zig else 1.0
         self._group_rows = f.group * self._unit_m
@@ -288,8 +290,8 @@ class Model:
         self._energy_byte = r.hbm_pj * 1e-12 / watts
         self._rest = r.rest * 1e-6
         self.outline = (
-            self._unit_m, self._unit_n, self._bk, self._parts, self._splits, self._places, self._balanced, self._fixed,
-            self._epilogue, self._stages, self._energy_step, self._rest, r.overlap, r.lines,
+            self._unit_m, self._unit_n, self._bk, self._parts, self._splits, self._places, self._balanced,
+            self._fixed + self._sums, self._epilogue, self._stages, self._energy_step, self._rest, r.overlap, r.lines,
             size / self._bandwidth, out * (1 + self._writes) / self._bandwidth, *outline,
         )  # fmt: skip
 
@@ -356,10 +358,7 @@ class Model:
         if self._balanced and works > places and works % places:
             busy_rounds *= works / (places * rounds) * self._uneven
             busy_rounds += self._split_fixed + self._split_part
-        sums = self._meeting
-        if splits > 1:
-            sums += self._split_fixed + (splits if self._serial else 1) * self._split_part
-        busy_rounds += (rounds - 1) * sums if rounds else 0.0
+        busy_rounds += (rounds - 1) * self._sums if rounds else 0.0
         a, b = m * k * batch * size, n * k * batch * size
         d = m * n * batch * self._out_size
         moved: float = a + b + d
@@ -375,11 +374,11 @@ class Model:
             memory *= 1 + self._idle * (places / works - 1 / rounds)
         memory /= self._bandwidth
         time = busy_rounds + overlap * memory if busy_rounds > memory else memory + overlap * busy_rounds
-        time += self._fixed + sums  # nothing is left to hide the last sums under
+        time += self._fixed + self._sums
         heat = tiles * steps * self._energy_step + moved * self._energy_byte - self._rest
         if heat > 0:
             time = math.sqrt(math.sqrt(time**4 + heat**4))
-        return time, rounds, depth, busy_rounds, memory, heat, self._fixed + sums
+        return time, rounds, depth, busy_rounds, memory, heat, self._fixed + self._sums
 
 
 def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: int, straddling: float) -> list[float]:

@@ -101,23 +101,27 @@ def choose(problem: Problem, arch: Arch | None, backend: str = "auto", config: s
 
 def _tuned(problem: Problem, arch: Arch, backend: str | None) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today; of the
-    same in the other 16-bit type where it has none.
+    same in the other 16-bit type where it has none that can.
     """
     from cutegemm import heuristics, winners
 
-    row = winners.lookup(problem, arch) or winners.lookup_other_16_bit(problem, arch)
-    if row is None or row.seconds is None or backend not in (None, row.backend):
-        return None
-    serves = backends.get(row.backend)
-    try:
-        config = serves.parse(row.config)
-    except ValueError:  # written by a version with other configurations
-        return None
-    if heuristics.unavailable(serves, problem, arch) or serves.check(config, problem, arch):
-        return None
-    ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
-    whose = "tuned winner" if row.problem == str(problem) else "tuned winner of the other 16-bit type"
-    return row.backend, config, f"{whose}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
+    for whose, lookup in (
+        ("tuned winner", winners.lookup),
+        ("tuned winner of the other 16-bit type", winners.lookup_other_16_bit),
+    ):
+        row = lookup(problem, arch)
+        if row is None or row.seconds is None or backend not in (None, row.backend):
+            continue
+        serves = backends.get(row.backend)
+        try:
+            config = serves.parse(row.config)
+        except ValueError:  # written by a version with other configurations
+            continue
+        if heuristics.unavailable(serves, problem, arch) or serves.check(config, problem, arch):
+            continue
+        ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
+        return row.backend, config, f"{whose}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
+    return None
 
 
 def _with_remark(choice: Choice, problem: Problem, arch: Arch) -> Choice:

@@ -3,7 +3,8 @@
     TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`, a
               winners store (.sqlite3); without one, the user's winners store
     --unsplit TABLE   a table too, of which rows with K split do not count: measured before the sum of parts was changed
-    --refine  begins with the package's constants instead, a few minutes less: when tables or terms have been added
+    --refine  begins with the package's constants instead, a few minutes less: when tables or terms have been added.
+              What comes out depends on those constants too, which only the repository's history keeps
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
 A text table has one block a shape; `ratio` is not read:

@@ -92,7 +92,7 @@ def store_key(signature: Signature, config: TileConfig, target: str) -> dict[str
 
 
 def build(signature: Signature, config: TileConfig, arch: Arch, make_operator) -> CuteKernel:
-    """The kernel of that signature and configuration, from the store or compiled now (0.4-2 s).
+    """The kernel of that signature and configuration, from the store or compiled now (0.4-2.2 s).
 
     `make_operator()` gives the DSL operator; it is called only when the kernel must be compiled.
     """

@@ -2,8 +2,8 @@
 
 They are few beside the whole space, so that a choice costs microseconds, and differ in what matters: the tile and the
 cluster, and with them how a small problem fills the SMs. Those of Hopper in 16 bit are more than a choice can look at;
-`box` says for which sizes each is worth a look. `splits` says of which there are split-K variants. None spills for the
-signatures it is listed for (tests/compile).
+`box` says for which sizes each is worth a look. `splits` says of which there are split-K variants. tests/compile builds
+one for each tile, schedule and role of operands, without C and bias: none spills.
 """
 
 from __future__ import annotations

@@ -78,6 +78,8 @@ def test_a_problem_without_a_winner_takes_that_of_the_other_16_bit_type(store, d
     choice = plan.choose(fp16, H200)
     assert str(choice.config) == own
     assert "tuned winner, own: 30.0 us" in choice.why
+    store.record(row("sm90/of another version", 1e-6, problem=str(fp16), fingerprint=fingerprint("cute", own)))
+    assert str(plan.choose(fp16, H200).config) == theirs  # the best of its own means nothing here
     store.record(row(own, 1e-6, problem=str(Problem.of(512, 512, 512, "bf16"))))
     assert plan.choose(Problem.of(512, 512, 512, "fp32", precision="tf32"), H200).why.startswith("heuristic")
 

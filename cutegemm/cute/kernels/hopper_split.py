@@ -19,7 +19,8 @@ settled by the order of the operations on the word: an owner that finds all arri
 
 Parts are read once. What has been added up is discarded from the L2 cache (`discard.global.L2`), which would otherwise
 write it to memory when other data displaces it: slices are whole lines of the cache. Where the number of splits divides
-a thread's accumulators, a slice is some of every thread's, so that those of a split's own slice stay in registers.
+a thread's vectors of 4 accumulators, a slice is some of every thread's; if they are few enough to be added up without a
+loop, those of a split's own slice stay in registers and never reach the workspace.
 
 With the option `arrival` (`ArrivalSum`) the L2 cache adds: a share has one part for all splits, which add to it as they
 come and which is zero before the launch and after it. That writes as much and reads less, but fp32 sums depend on the
@@ -44,8 +45,8 @@ IN_LINE = LINE // 16
 """Vectors in a line of the L2 cache."""
 
 LEAST_DISCARDED = 16 * 1024
-"""Bytes of a warpgroup's part from which on what is read is discarded: smaller parts of all SMs take 2 MB at most, and
-discarding them costs a launch 0.06 us (64x64x16384 on an H200)."""
+"""Bytes of a warpgroup's part from which on what is read is discarded: of smaller ones, a warpgroup an SM leaves 2 MB
+at most, and discarding costs a launch 0.06 us (64x64x16384 on an H200)."""
 MOST_UNROLLED = 8
 """Vectors a thread adds up without a loop: the code for one, epilogue and all, is long, and takes long to compile."""
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutegemm.footprint import LINE
+from cutegemm.cute.hopper_config import LINE
 from cutegemm.problem import ITEMSIZE
 from cutegemm.roofline import unit
 

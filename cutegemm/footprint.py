@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cutegemm.cute.hopper_config import LINE
 from cutegemm.cute.tile_order import HILBERT_LEVELS
 from cutegemm.problem import ITEMSIZE
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from cutegemm.arch import Arch
     from cutegemm.problem import Signature
 
-LINE = 128
-"""Bytes of a line of the L2."""
 WGMMA_ROWS = 64
 
 

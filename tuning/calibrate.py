@@ -265,13 +265,12 @@ class Fit:
     def search(self, start: Rates | None = None) -> Rates:
         """The best constants that coordinate searches end at: they begin beside the first principles, or at `start`."""
         first, fit = FIRST_PRINCIPLES[self.family], self.thinned()
-        starts = [
+        beside = (
             replace(first, math=first.math * faster, flop_pj=first.flop_pj * energy)
             for faster, energy in product((1.0, 1.1), (0.8, 1.0))
-        ]
-        if start is not None:
-            starts = [start]
-        found = min((fit._descend(start) for start in starts), key=lambda pair: pair[1])[0]
+        )
+        starts = beside if start is None else (start,)
+        found = min((fit._descend(one) for one in starts), key=lambda pair: pair[1])[0]
         return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(found).items()})
 
     def _descend(self, start: Rates) -> tuple[Rates, float]:

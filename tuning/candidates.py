@@ -34,31 +34,23 @@ from cutegemm import footprint
 from cutegemm.arch import Arch
 from cutegemm.cost_model import Model, bounds
 from cutegemm.cute import defaults
-from cutegemm.cute.hopper_config import HopperConfig
+from cutegemm.cute.hopper_config import RING_BYTES, TILES, WHOLE_RING_BYTES, HopperConfig
 from cutegemm.heuristics import Ladder
 from cutegemm.problem import Problem, Signature
 from tuning import calibrate, untuned
 from tuning.calibrate import Sample
 
 SEED, TEST_SEED = 1001, 1002
-TILES = (
-    *((64, n) for n in (16, 32, 48, 64, 96, 128, 144, 192, 224, 256)),
-    *((128, n) for n in (16, 32, 64, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256)),
-    *((192, n) for n in (16, 64, 96, 128, 160, 192)),
-    *((256, n) for n in (16, 32, 64, 96, 128, 160, 176, 192, 208)),
-)
-"""(BM, BN), those of the tuner."""
 CLUSTERS = (
     (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2),
 )  # fmt: skip
 """CTAs along M, N and K. None of eight: over 95 random shapes on an H200 the best without them was 0.03 % slower, but
 the model likes them some 4 % too much."""
-RING_BYTES, WHOLE_RING_BYTES = 210 * 1024, 226 * 1024
-"""Shared memory for the ring beside the epilogue's, and where sums of parts of K need none."""
 LEAST_STAGES, MOST_STAGES, MOST_WHOLE_STAGES = 3, 8, 12
 ZIG_TILE = 128 * 256
 """Elements of a tile from which on waves walk K to and fro: those are of products that outgrow the L2."""
 WON, OFTEN = 0.015, 2
+"""Measured within this share of the fastest, at so many shapes: see `proven`."""
 PICKED_BY = 1500
 """Shapes that the greedy choice looks at: it takes longer than all else. Boxes need more of them."""
 FAR = 1.6
@@ -66,6 +58,7 @@ FAR = 1.6
 LARGE, LARGE_COUNTS = 0.04, 3.0
 """A loss beyond the first counts as so many more."""
 NEAR = 0.02
+"""A configuration is worth a look where it is within this share of the best picked."""
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,18 @@ def run_one(
     own = [row for row in store.rows(str(problem)) if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
     search = Search(
         problem, ready.frontier, timer, ready.session, store, options,
-        seeds=[*first(problem, arch), *(seeds(problem, arch, store, names) if seeded else ())],
+        seeds=_sure(problem, arch, store, names, first, seeded),
         known=any(row.kind == "final" and is_fresh(row) for row in own),
         opened=not options.resume, report=report, stopped=stopped,
     )  # fmt: skip
     return search.run()
+
+
+def _sure(
+    problem: Problem, arch: Arch, store: Winners, names: Sequence[str], first: First, seeded: bool
+) -> list[Candidate]:
+    """What is tried whatever the model thinks of it."""
+    return [*first(problem, arch), *(seeds(problem, arch, store, names) if seeded else ())]
 
 
 def run(
@@ -109,7 +116,7 @@ def run(
     def prepare(problem: Problem, arch: Arch) -> Prepared:
         made = Prepared.of(problem, arch, names, pool, ranker)
         if not (options.resume and _has_final(problem, arch, store)):
-            sure = [*first(problem, arch), *(seeds(problem, arch, store, names) if seeded else ())]
+            sure = _sure(problem, arch, store, names, first, seeded)
             made.session.ahead([*sure, *made.frontier.first(min(ahead, options.limit))])
         return made
 

@@ -60,15 +60,16 @@ SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 (`defaults.splits`).
 """
 
-_TILES = (
+TILES = (
     *((64, n) for n in (16, 32, 48, 64, 96, 128, 144, 192, 224, 256)),
     *((128, n) for n in (16, 32, 64, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256)),
     *((192, n) for n in (16, 64, 96, 128, 160, 192)),
     *((256, n) for n in (16, 32, 64, 96, 128, 160, 176, 192, 208)),
 )
-_RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
+"""(BM, BN) that the tuner considers."""
+RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
 """Shared memory for the ring beside the smallest epilogue."""
-_WHOLE_RING_BYTES = 227 * 1024 - BARRIER_BYTES
+WHOLE_RING_BYTES = 227 * 1024 - BARRIER_BYTES
 """The same where parts of K are added up: those epilogues need none of their own."""
 
 _FORM = re.compile(
@@ -389,8 +390,8 @@ class HopperConfig:
         Clusters along K and exchanged operands, which serve few tiles and a small M, come with one tile order.
         """
         depths = (128 // itemsize, 256 // itemsize)
-        for (bm, bn), bk, schedule in product(_TILES, depths, ("coop1", "coop2", "coop3", "pp")):
-            deepest = min(8, (_RING_BYTES - 2 * bn) // ((bm + bn) * bk * itemsize))
+        for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3", "pp")):
+            deepest = min(8, (RING_BYTES - 2 * bn) // ((bm + bn) * bk * itemsize))
             rings = sorted({deepest, deepest - 1, deepest // 2}, reverse=True)
             for cluster, stages, order in product(CLUSTERS, rings, ("serp8", "hilbert")):
                 yield cls(bm, bn, bk, schedule, cluster, stages, order, ("pdl",))
@@ -405,7 +406,7 @@ class HopperConfig:
                 for stages, options in product(rings, (("once",), ("once", "skew"), ("skew",))):
                     yield cls(bm, bn, bk, schedule, (1, 1), stages, "row", ("swap", *options, "pdl"))
             if schedule != "pp":
-                whole = min(16, _WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
+                whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
                 for stages, (cm, cn, ck) in product((whole, whole // 2), K_CLUSTERS):
                     yield cls(bm, bn, bk, schedule, (cm, cn), stages, "row", ("pdl",), 1, ck)
                     if bn <= 128:
@@ -417,8 +418,8 @@ class HopperConfig:
         itemsize = ITEMSIZE[problem.dtype]
         depths = (128 // itemsize, 256 // itemsize)
         clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)
-        for (bm, bn), bk, schedule in product(_TILES, depths, ("coop1", "coop2", "coop3")):
-            whole = min(16, _WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
+        for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3")):
+            whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
             for (cm, cn, ck), swap in product(clusters, ((), ("swap",)) if bn <= 128 else ((),)):
                 one = cls(bm, bn, bk, schedule, (cm, cn), whole, "row", (*swap, "pdl"), 1, ck)
                 fill = resident_clusters(arch, one.cluster_ctas) // max(one.works(problem), 1)

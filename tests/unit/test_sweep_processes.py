@@ -164,9 +164,12 @@ def handle(what, backend, *rest):
     assert os.environ["OMP_NUM_THREADS"] == "1"
     if what == "start":
         time.sleep(float(os.environ.get("STARTS_IN", 0)))
-        log = os.environ.get("DIES_AT_START")  # a file of as many letters as starts shall still fail
-        if log and (left := open(log).read()):
-            open(log, "w").write(left[1:])
+        deaths = os.environ.get("DIES_AT_START")  # a folder of as many files as starts shall still fail
+        while deaths and (left := os.listdir(deaths)):
+            try:
+                os.unlink(os.path.join(deaths, left[0]))
+            except FileNotFoundError:  # another worker's death
+                continue
             raise SystemExit("the compiler cannot be loaded")
         return None
     signature, config, arch = rest
@@ -254,9 +257,16 @@ def test_a_worker_stands_when_its_compiler_is_loaded(worker, monkeypatch):
         assert not session.broken
 
 
+def _deaths(folder: Path, count: int) -> str:
+    """What `DIES_AT_START` names: workers that start at once never see fewer deaths left than there are."""
+    folder.mkdir()
+    for number in range(count):
+        (folder / str(number)).touch()
+    return str(folder)
+
+
 def test_a_worker_that_dies_at_its_start_is_tried_again(worker, monkeypatch, tmp_path):
-    (tmp_path / "starts").write_text("x")
-    monkeypatch.setenv("DIES_AT_START", str(tmp_path / "starts"))
+    monkeypatch.setenv("DIES_AT_START", _deaths(tmp_path / "deaths", 1))
     with CompilePool(1, worker) as pool:
         session = pool.session(NOTHING, None)
         session.submit(candidate("a"))
@@ -266,8 +276,7 @@ def test_a_worker_that_dies_at_its_start_is_tried_again(worker, monkeypatch, tmp
 
 def test_workers_that_never_start_break_the_pool_and_all_are_told(worker, monkeypatch, tmp_path):
     """Dead or hanging: whoever waits gets an answer, and so does whoever asks later."""
-    (tmp_path / "starts").write_text("x" * 100)
-    monkeypatch.setenv("DIES_AT_START", str(tmp_path / "starts"))
+    monkeypatch.setenv("DIES_AT_START", _deaths(tmp_path / "deaths", 100))
     monkeypatch.setattr(sweep_compile, "is_stored", lambda *rest: False)
     with CompilePool(2, worker) as pool:
         session, other = pool.session(NOTHING, None), pool.session(NOTHING, None)

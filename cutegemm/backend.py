@@ -14,6 +14,8 @@ and may have
 
     candidates(signature, arch)        (configuration, splits of K that it may also have) of the few that the heuristic
                                        weighs; without it `default` decides
+    cell(m, n, k)                      (text, whether K is split) of those candidates that are worth weighing for
+                                       matrices of about these sizes; all are where it names none of them
     missing()                          None, or which tool it needs is not installed
     passed_over(problem, arch)         None, or why its faster kernels cannot serve the problem
 """

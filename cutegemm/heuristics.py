@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from cutegemm import backend as backends
 from cutegemm import footprint, neighbours
 from cutegemm.cost_model import Model, bounds, clusters, fitted, fitted_any
-from cutegemm.cute.defaults import EVERYWHERE, Box, bits
 
 if TYPE_CHECKING:
     from cutegemm.arch import Arch
@@ -37,8 +36,6 @@ LEAST_STEPS = 2
 """k steps of a split at least."""
 CLOSE = 0.99
 """A candidate that may be at most 1 % faster than the best so far is not estimated: the model errs by far more."""
-ENOUGH = 12
-"""Where the boxes of fewer candidates hold the sizes, those just outside are looked at as well."""
 
 
 def estimate(problem: Problem, config: Any, backend: str, arch: Arch) -> float:
@@ -110,7 +107,7 @@ def _cheapest(
         found = candidates.cheapest(problem)
         if found is None or (best is not None and found[0] > best[0] * ANOTHER_BACKEND_GAINS):
             continue
-        if backend is None and unavailable(candidates.backend, problem, arch):
+        if backend is None and missing(candidates.backend):
             continue
         best, comparable = (found[0], name, *found[1:]), candidates.fitted
     if best is None:
@@ -131,8 +128,13 @@ def explain(problem: Problem, config: Any, backend: str, arch: Arch) -> str:
 
 def unavailable(backend: Backend, problem: Problem, arch: Arch) -> str | None:
     """Why a backend cannot serve the problem here and now, its tools included; None when it can."""
-    missing = getattr(backend, "missing", None)
-    return backend.supports(problem, arch) or (missing() if missing is not None else None)
+    return backend.supports(problem, arch) or missing(backend)
+
+
+def missing(backend: Backend) -> str | None:
+    """Which tool a backend needs that is not installed; None when it has all."""
+    ask = getattr(backend, "missing", None)
+    return None if ask is None else ask()
 
 
 class Candidates:
@@ -151,20 +153,16 @@ class Candidates:
     ) -> None:
         self.backend, self._signature, self._arch = backend, signature, arch
         listed = getattr(backend, "candidates", None)
-        box_of = getattr(backend, "box", None)
-        self._entries: list[tuple[Model, Any]] = []
-        self._splits: list[Ladder] = []
-        self._boxes: list[Box] = []
-        self._split_boxes: list[Box] = []
+        self._entries: dict[str, tuple[Model, Any]] = {}
+        self._splits: dict[str, Ladder] = {}
         self.fitted = True
         for config, splits in () if listed is None else listed(signature, arch):
             shape = footprint.of(config, backend.name, signature, arch)
             self.fitted = self.fitted and fitted(shape.family)
-            self._entries.append((Model(shape, signature, arch), config))
-            self._boxes.append(box_of(config, False) if box_of else EVERYWHERE)
+            self._entries[str(config)] = Model(shape, signature, arch), config
             if splits:
-                self._splits.append(Ladder(shape, config, splits, signature, arch))
-                self._split_boxes.append(box_of(config, True) if box_of else EVERYWHERE)
+                self._splits[str(config)] = Ladder(shape, config, splits, signature, arch)
+        self._whole = list(self._entries.values())
         self._fitting: dict[tuple[int, int, int, int], _Fitting] = {}
         self._neighbours = [
             (*sizes, Model(footprint.of(config, backend.name, signature, arch), signature, arch), config, preferred)
@@ -189,15 +187,18 @@ class Candidates:
 
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
-        seconds, chosen = math.inf, None
         bucket = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), (batch - 1).bit_length()
         entries, outlines, ladders = self._fitting.get(bucket) or self._fit(bucket)
         split = [pair for ladder in ladders for pair in ladder.worth_trying(m, n, k, batch)]
         if split:
             entries, outlines = entries + split, outlines + [cost.outline for cost, _ in split]
+        if not entries:  # none of the splits that alone are worth a look there is possible
+            entries, outlines = self._whole, [cost.outline for cost, _ in self._whole]
+        if not entries:
+            return math.inf, None
         # The most promising first: its time is under the bound of most others.
-        straddling = entries[0][0].straddling(m, n, k) if entries else 0.0
-        least = bounds(outlines, m, n, k, batch, straddling)
+        least = bounds(outlines, m, n, k, batch, entries[0][0].straddling(m, n, k))
+        seconds, chosen = math.inf, None
         for number in sorted(range(len(least)), key=least.__getitem__):
             if least[number] >= CLOSE * seconds:
                 break
@@ -208,35 +209,25 @@ class Candidates:
         return seconds, chosen
 
     def _fit(self, bucket: tuple[int, int, int, int]) -> _Fitting:
-        """The candidates worth a look for matrices of up to 2^bucket, by their boxes.
+        """The candidates worth weighing for matrices of up to 2^bucket.
 
         A batch has more tiles of the same matrices: it is looked up as one of them, and as matrices of as many elements
         as all that are taller, wider, and both.
         """
         m, n, k, batch = bucket
-        shifts = {(0, 0), (batch, 0), (0, batch), (batch // 2, batch // 2)}
-        looked_up = [(bits(1 << m + x), bits(1 << n + y), bits(1 << k)) for x, y in sorted(shifts)]
-
-        def within(box: Box, more: int) -> bool:
-            low_m, high_m, low_n, high_n, low_k, high_k, low, high = box
-            return any(
-                low_m <= x + more and x <= high_m + more and low_n <= y + more and y <= high_n + more
-                and low_k <= z + more and z <= high_k + more and low <= x + y + more and x + y <= high + more
-                for x, y, z in looked_up
-            )  # fmt: skip
-
-        more = 0
-        entries = [entry for entry, box in zip(self._entries, self._boxes, strict=True) if within(box, more)]
-        while len(entries) < min(ENOUGH, len(self._entries)):
-            more += 1  # where few shapes were drawn, boxes hold few
-            entries = [entry for entry, box in zip(self._entries, self._boxes, strict=True) if within(box, more)]
-        ladders = [ladder for ladder, box in zip(self._splits, self._split_boxes, strict=True) if within(box, more)]
+        cell: Any = getattr(self.backend, "cell", None)
+        shifts = sorted({(0, 0), (batch, 0), (0, batch), (batch // 2, batch // 2)}) if cell else ()
+        named = dict.fromkeys(pair for x, y in shifts for pair in cell(1 << m + x, 1 << n + y, 1 << k))
+        entries = [self._entries[text] for text, split in named if not split and text in self._entries]
+        ladders = [self._splits[text] for text, split in named if split and text in self._splits]
+        if not (entries or ladders):  # the cells are of other kernels
+            entries, ladders = self._whole, list(self._splits.values())
         found = self._fitting[bucket] = (entries, [cost.outline for cost, _ in entries], ladders)
         return found
 
     def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:
         sizes = problem.m, problem.n, problem.k, problem.batch
-        for cost, config in sorted(self._entries, key=lambda entry: entry[0].seconds(*sizes)):
+        for cost, config in sorted(self._whole, key=lambda entry: entry[0].seconds(*sizes)):
             if self.backend.check(config, problem, self._arch) is None:
                 return cost.seconds(*sizes), config, ""
         return None

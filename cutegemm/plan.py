@@ -117,7 +117,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None) -> tuple[str, Any,
             config = serves.parse(row.config)
         except ValueError:  # written by a version with other configurations
             continue
-        if heuristics.unavailable(serves, problem, arch) or serves.check(config, problem, arch):
+        if heuristics.missing(serves) or serves.check(config, problem, arch):
             continue
         ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
         return row.backend, config, f"{whose}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"

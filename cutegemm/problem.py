@@ -12,6 +12,7 @@ can read, is copied first; the plan names each such copy.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cutegemm.epilogue import Epilogue
@@ -159,7 +160,7 @@ class Problem:
         c = _compact(m, n, batch, True, ITEMSIZE[epi.c_dtype]) if epi.c_dtype else None
         return cls(m, n, k, batch, dtype, out, precision, a, b, c, _compact(m, n, batch, True, ITEMSIZE[out]), epi)
 
-    @property
+    @cached_property
     def signature(self) -> Signature:
         c = self.c
         return Signature(

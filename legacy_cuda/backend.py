@@ -44,6 +44,9 @@ class LegacyBackend:
 
     def check(self, config: LegacyConfig, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
+        refused = self.supports(problem, arch)
+        if refused:
+            return refused
         bm, bn, _ = config.tile()
         tiles = -(-problem.m // bm) * -(-problem.n // bn)
         if tiles > MAX_GRID_X:

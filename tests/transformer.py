@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import statistics
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn import functional
 import cutegemm
 
 RUNS = 4
-"""Of the original model, whose spread is the yardstick."""
+"""Of each model; the spread of the original is the yardstick."""
 HUGGING_FACE = importlib.util.find_spec("transformers") is not None
 
 
@@ -140,18 +141,20 @@ def curve(model: torch.nn.Module, tokens: torch.Tensor, steps: int, autocast: bo
 
 
 def compare_curves(
-    size: Size, steps: int, device: str, seed: int, *, autocast: bool, backend: str = "auto", **build_options: Any
-) -> tuple[list[float], list[list[float]], list[float]]:
+    size: Size, steps: int, device: str, seed: int, *, autocast: bool, backend: str = "auto", runs: int = RUNS,
+    **build_options: Any,
+) -> tuple[list[float], list[list[float]], list[list[float]]]:  # fmt: skip
     """Loss curves of the float64 model, of the original and of ours, from the same weights on the same batch.
 
     Rounding errors grow from step to step, by a factor that is another with every rounding: the original runs several
-    times, from weights that differ by a rounding error.
+    times, and ours `runs` times, from weights that differ by a rounding error.
     """
     model = build(size, seed, **build_options).to(device)
     ours, exact = replaced(model, backend), copy.deepcopy(model).double()
     tokens = _tokens(size, device)
     theirs = [curve(_nudged(model, number), tokens, steps, autocast) for number in range(RUNS)]
-    return curve(exact, tokens, steps, False), theirs, curve(ours, tokens, steps, autocast)
+    own = [curve(_nudged(ours, number), tokens, steps, autocast) for number in range(runs)]
+    return curve(exact, tokens, steps, False), theirs, own
 
 
 def _nudged(model: torch.nn.Module, number: int) -> torch.nn.Module:
@@ -165,17 +168,20 @@ def _nudged(model: torch.nn.Module, number: int) -> torch.nn.Module:
     return copied
 
 
-def check_curves(exact: list[float], theirs: list[list[float]], ours: list[float], fall: float = 0.5) -> str:
-    """Raises AssertionError unless our curve is as close to float64's as the original's are and the loss falls."""
+def check_curves(exact: list[float], theirs: list[list[float]], ours: list[list[float]], fall: float = 0.5) -> str:
+    """Raises AssertionError unless our curves are as close to float64's as the original's are and the loss falls.
+
+    The middle one of ours is compared with the farthest of theirs: now and then one run strays, whosever it is.
+    """
 
     def far(losses: list[float]) -> float:
         return max(abs(x - y) for x, y in zip(losses, exact, strict=True))
 
-    spread = [far(losses) for losses in theirs]
+    spread, own = ([far(losses) for losses in runs] for runs in (theirs, ours))
     text = (
         f"loss {exact[0]:.4f} to {exact[-1]:.4f} in {len(exact)} steps; farthest from float64: "
-        f"torch {min(spread):.2e} to {max(spread):.2e} in {len(spread)} runs, ours {far(ours):.2e}"
+        f"torch {min(spread):.2e} to {max(spread):.2e} in {len(spread)} runs, ours {min(own):.2e} to {max(own):.2e}"
     )
     assert exact[-1] < fall * exact[0], f"it does not learn: {text}"
-    assert far(ours) <= 3 * max(spread) + 1e-5 * exact[0], text
+    assert statistics.median(own) <= 3 * max(spread) + 1e-5 * exact[0], text
     return text

@@ -1,28 +1,30 @@
 """Which Hopper configurations the heuristic weighs, and where: `python -m tuning.candidates TABLE... --write`.
 
 The whole space takes milliseconds to rank, a choice may take microseconds. So a few hundred configurations are picked
-here beforehand, by the cost model as it is fitted, and for each of them where it is any good:
+here beforehand, by the cost model as it is fitted, and of these the few to weigh for sizes of each magnitude:
 
     1. random shapes are drawn as in `tuning.untuned`, with seeds of their own
     2. every tile, schedule and cluster, with the deepest ring, is estimated for each of them, whole and with K split
     3. greedily, the configuration is added that saves the most time over all shapes, large losses counting more
        those that measurements (TABLE, as `tuning.calibrate` takes them) found best at two shapes or more come first
-    4. of each one added, the shapes where it is within `NEAR` of the best added: their sizes, rounded up to powers of
-       two, and M N, span a box. The heuristic looks at a configuration within its box only
+    4. shapes are drawn in each cell (M, N and K up to a power of two and beyond the one before); of those picked the
+       cell gets the fewest, greedily, that have one within `NEAR` of the best for each of its shapes
 
 `--write` puts the table into the package (cutegemm/data/candidates.json). To be run again when the cost model's
-constants have changed. What is printed: how much slower than the whole space's best the list's is, by the model, on
-shapes that had no part in picking it.
+constants have changed; takes some five minutes. What is printed: how many a shape has in its cell, and how much slower
+the best of them is than the whole space's best, by the model, on shapes that had no part in picking them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -51,14 +53,19 @@ ZIG_TILE = 128 * 256
 """Elements of a tile from which on waves walk K to and fro: those are of products that outgrow the L2."""
 WON, OFTEN = 0.015, 2
 """Measured within this share of the fastest, at so many shapes: see `proven`."""
-PICKED_BY = 1500
-"""Shapes that the greedy choice looks at: it takes longer than all else. Boxes need more of them."""
 FAR = 1.6
 """A configuration estimated this many times the best counts as that."""
 LARGE, LARGE_COUNTS = 0.04, 3.0
 """A loss beyond the first counts as so many more."""
-NEAR = 0.02
-"""A configuration is worth a look where it is within this share of the best picked."""
+NEAR = 0.01
+"""A cell has one within this share of the best for each shape drawn in it."""
+AS_ROUND = 0.3
+"""The share of a cell's sizes that are its power of two: so are many of those that are asked for."""
+
+Shape = tuple[int, int, int]
+"""(M, N, K)."""
+Cells = dict[defaults.Cell, list[int]]
+"""Columns of `Costs.columns` by cell."""
 
 
 @dataclass(frozen=True)
@@ -95,32 +102,45 @@ def space(signature: Signature, arch: Arch) -> Iterator[HopperConfig]:
             yield config
 
 
-def estimated(configs: Sequence[HopperConfig], problems: Sequence[Problem], arch: Arch) -> Costs:
-    """What the model says of every configuration for every problem, all of one signature."""
-    signature = problems[0].signature
-    shapes = [footprint.of(config, "cute", signature, arch) for config in configs]
-    models = [Model(shape, signature, arch) for shape in shapes]
+def estimated(
+    configs: Sequence[HopperConfig], signature: Signature, shapes: Sequence[Shape], arch: Arch,
+    columns: Iterable[int] | None = None, far: float = FAR,
+) -> Costs:  # fmt: skip
+    """What the model says of every configuration for every shape.
+
+    Args:
+        columns: those of `Costs.columns` to be estimated, by default all: the others count as `far` times the best.
+    """
+    count = len(configs)
+    wanted = set(range(2 * count) if columns is None else columns)
+    footprints = [footprint.of(config, "cute", signature, arch) for config in configs]
+    models = [Model(shape, signature, arch) for shape in footprints]
     outlines = [model.outline for model in models]
-    can_split = [not config.ping_pong and "once" not in config.options for config in configs]
     ladders = [
-        Ladder(shape, config, defaults.NUMBERS, signature, arch) if may else None
-        for shape, config, may in zip(shapes, configs, can_split, strict=True)
+        (place, Ladder(shape, config, defaults.NUMBERS, signature, arch))
+        for place, (shape, config) in enumerate(zip(footprints, configs, strict=True))
+        if count + place in wanted and not config.ping_pong and "once" not in config.options
     ]
-    whole = np.full((len(problems), len(configs)), np.inf)
+    places = sorted(wanted & set(range(count)))
+    whole = np.full((len(shapes), count), np.inf)
     split = np.full_like(whole, np.inf)
-    for row, problem in enumerate(problems):
-        sizes = problem.m, problem.n, problem.k, problem.batch
-        least = bounds(outlines, *sizes, models[0].straddling(problem.m, problem.n, problem.k))
-        best = min(models[i].seconds(*sizes) for i in sorted(range(len(models)), key=least.__getitem__)[:8])
-        for i, model in enumerate(models):
-            if least[i] < FAR * best:
-                whole[row, i] = model.seconds(*sizes)
-        for i, ladder in enumerate(ladders):
-            for model, _ in ladder.worth_trying(*sizes) if ladder else ():
-                if model.at_least(*sizes) < FAR * best:
-                    split[row, i] = min(split[row, i], model.seconds(*sizes))
+    for row, sizes in enumerate(shapes):
+        least = bounds(outlines, *sizes, 1, models[0].straddling(*sizes))
+        best = math.inf
+        for place in sorted(places, key=least.__getitem__):
+            if least[place] >= far * best:
+                break
+            taken = models[place].seconds(*sizes)
+            whole[row, place] = taken
+            best = min(best, taken)
+        for place, ladder in ladders:
+            for model, _ in ladder.worth_trying(*sizes, 1):
+                if model.at_least(*sizes, 1) < far * best:
+                    taken = model.seconds(*sizes)
+                    split[row, place] = min(split[row, place], taken)
+                    best = min(best, taken)
     best_of_all = np.minimum(whole, split).min(axis=1, keepdims=True)
-    return Costs(*(np.log(np.minimum(of / best_of_all, FAR)) for of in (whole, split)))
+    return Costs(*(np.log(np.minimum(of / best_of_all, far)) for of in (whole, split)))
 
 
 def pick(costs: Costs, count: int, first: Sequence[int] = ()) -> list[int]:
@@ -173,45 +193,69 @@ def _kind(config: HopperConfig) -> tuple[object, ...]:
             "skew" in config.options)  # fmt: skip
 
 
-def boxes(costs: Costs, chosen: Sequence[int], problems: Sequence[Problem]) -> list[list[int]]:
-    """The `defaults.Box` of each chosen column, spanned by where it is near the best of the chosen; an empty list for
-    one that nowhere is."""
-    columns = costs.columns[:, chosen]
-    near = columns <= columns.min(axis=1, keepdims=True) + NEAR
-    bits = _bits(problems)
-    found = []
-    for place in range(len(chosen)):
-        here = bits[near[:, place]]
-        found.append([int(x) for low_high in zip(here.min(0), here.max(0), strict=True) for x in low_high]
-                     if len(here) else [])  # fmt: skip
+def drawn(cell: defaults.Cell, count: int) -> list[Shape]:
+    """Random shapes of a cell. The last cell of each size is open: it has sizes of up to twice its power of two."""
+    source = random.Random(f"{SEED} {cell}")
+
+    def size(bits: int) -> int:
+        if source.random() < AS_ROUND:
+            return 1 << bits
+        last = bits + (bits == defaults.MOST_BITS)
+        return untuned.STEP * math.ceil(2 ** source.uniform(bits - 1, last) / untuned.STEP)
+
+    return [(size(cell[0]), size(cell[1]), size(cell[2])) for _ in range(count)]
+
+
+def cover(columns: np.ndarray) -> list[int]:
+    """The fewest columns, found greedily, of which one is within `NEAR` of the least in every row."""
+    lost = columns - columns.min(axis=1, keepdims=True)
+    near = lost <= math.log1p(NEAR)
+    worth = near * (1 - lost / (1 + near.sum()))  # of two that cover as many, the better
+    found: list[int] = []
+    left: np.ndarray = np.ones(len(columns), bool)
+    while left.any():
+        found.append(int(worth[left].sum(axis=0).argmax()))
+        left &= ~near[:, found[-1]]
     return found
 
 
-def _bits(problems: Sequence[Problem]) -> np.ndarray:
-    """What a `defaults.Box` bounds."""
-    m, n, k = (np.array([defaults.bits((p.m, p.n, p.k)[i]) for p in problems]) for i in range(3))
-    return np.stack([m, n, k, m + n], axis=1)
+def covered(
+    configs: Sequence[HopperConfig], chosen: Sequence[int], signature: Signature, arch: Arch, count: int
+) -> Cells:
+    """What each cell gets of the chosen columns, by `count` shapes."""
+    numbers = sorted({column % len(configs) for column in chosen})
+    kept = [configs[number] for number in numbers]
+    # The chosen as columns of what is kept: a model is made of these alone.
+    own = [column // len(configs) * len(kept) + numbers.index(column % len(configs)) for column in chosen]
+    found: Cells = {}
+    for m, n, k in product(defaults.BITS, repeat=3):
+        cell = m, n, k
+        costs = estimated(kept, signature, drawn(cell, count), arch, own, 1 + 2 * NEAR)
+        found[cell] = sorted(chosen[place] for place in cover(costs.columns[:, own]))
+    return found
 
 
-def judged(
-    costs: Costs, chosen: Sequence[int], spans: Sequence[list[int]], problems: Sequence[Problem]
-) -> tuple[float, float, float]:
-    """(mean count of configurations in whose boxes a problem is, mean and largest loss of the best of them)."""
-    low, high = (np.array([(span or defaults.NOWHERE)[i::2] for span in spans]) for i in (0, 1))
-    bits = _bits(problems)[:, None]
-    within = ((low <= bits) & (bits <= high)).all(axis=2)
-    least = np.where(within, costs.columns[:, chosen], np.log(FAR)).min(axis=1)
-    return float(within.sum(1).mean()), float(np.expm1(least).mean()), float(np.expm1(least).max())
+def judged(costs: Costs, cells: Mapping[defaults.Cell, Sequence[int]], shapes: Sequence[Shape]) -> tuple[float, ...]:
+    """(mean count of columns in a shape's cell, mean and largest loss of the best of them)."""
+    own = [cells[defaults.cell_of(*shape)] for shape in shapes]
+    lost = np.expm1([row[columns].min() for row, columns in zip(costs.columns, own, strict=True)])
+    return float(np.mean([len(columns) for columns in own])), float(lost.mean()), float(lost.max())
 
 
-def table(configs: Sequence[HopperConfig], chosen: Sequence[int], spans: Sequence[list[int]]) -> list[list[object]]:
-    """[text, box of the whole, box of the split one] of each chosen configuration; a box is [] where it has none."""
-    rows: dict[int, list[object]] = {}
-    for column, box in zip(chosen, spans, strict=True):
+def table(configs: Sequence[HopperConfig], cells: Cells) -> tuple[list[str], dict[str, list[list[int]]]]:
+    """What `defaults.TABLE` has as "configurations" and "cells"."""
+    wanted = {column % len(configs) for columns in cells.values() for column in columns}
+    rows = sorted(wanted, key=lambda number: _order(configs[number]))
+    places = {number: place for place, number in enumerate(rows)}
+
+    def entry(column: int) -> int:
         split, number = divmod(column, len(configs))
-        rows.setdefault(number, [str(configs[number]), [], []])[1 + split] = box
-    kept = [row for row in rows.values() if row[1] or row[2]]
-    return sorted(kept, key=lambda row: _order(HopperConfig.parse(str(row[0]))))
+        return 2 * places[number] + split
+
+    return [str(configs[number]) for number in rows], {
+        f"{1 << m}x{1 << n}": [sorted(map(entry, cells[m, n, k])) for k in defaults.BITS]
+        for m, n in product(defaults.BITS, repeat=2)
+    }
 
 
 def _order(config: HopperConfig) -> tuple[object, ...]:
@@ -226,42 +270,46 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
     made.add_argument("--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="as in tuning.calibrate")
     made.add_argument("--arch", default="H200", help="the GPU that the cost model's constants are of")
-    made.add_argument("--shapes", type=int, default=8000, help="random shapes to pick by (default 8000)")
+    made.add_argument("--shapes", type=int, default=1500, help="random shapes to pick by (default 1500)")
     made.add_argument("--count", type=int, default=320, help="configurations, whole or split, to pick (default 320)")
+    made.add_argument("--per-cell", type=int, default=400, help="random shapes in each cell (default 400)")
     made.add_argument("--test", type=int, default=300, help="random shapes to judge by (default 300)")
     made.add_argument("--write", action="store_true", help=f"write {defaults.TABLE.name}")
     given = sys.argv[1:] if arguments is None else arguments
     options = made.parse_args(given)
-    if min(options.shapes, options.count, options.test) < 1:
-        made.error("--shapes, --count and --test must be at least 1")
+    if min(options.shapes, options.count, options.per_cell, options.test) < 1:
+        made.error("--shapes, --count, --per-cell and --test must be at least 1")
     try:
         arch = arch_table.get(options.arch)
         samples = calibrate.read_all(options.tables, options.unsplit, arch)
     except (OSError, ValueError) as why:
         made.error(str(why))
-    problems = untuned.draw(options.shapes, SEED, "bf16", "tn", arch)
-    configs = list(space(problems[0].signature, arch))
+    signature = Problem.of(64, 64, 64, "bf16").signature
+    configs = list(space(signature, arch))
     if not configs:
         made.error(f"no Hopper configuration is valid on {arch.name}")
-    costs = estimated(configs, problems, arch)
-    some = min(options.shapes, PICKED_BY)
-    chosen = pick(Costs(costs.whole[:some], costs.split[:some]), options.count, proven(samples, configs))
-    spans = boxes(costs, chosen, problems)
-    rows = table(configs, chosen, spans)
-    others = untuned.draw(options.test, TEST_SEED, "bf16", "tn", arch)
-    count, lost, most = judged(estimated(configs, others, arch), chosen, spans, others)
+    costs = estimated(configs, signature, _random(options.shapes, SEED, arch), arch)
+    chosen = pick(costs, options.count, proven(samples, configs))
+    cells = covered(configs, chosen, signature, arch, options.per_cell)
+    texts, entries = table(configs, cells)
+    others = _random(options.test, TEST_SEED, arch)
+    count, lost, most = judged(estimated(configs, signature, others, arch), cells, others)
     print(
-        f"{len(rows)} of {len(configs)} configurations, {sum(bool(row[2]) for row in rows)} of them with K split; of "
-        f"the {count:.0f} that a shape has on average the best is {lost:.2%} slower than the best of all, by the "
-        f"model, {most:.1%} at most"
+        f"{len(texts)} of {len(configs)} configurations; of the {count:.1f} that a shape's cell has on average the best"
+        f" is {lost:.2%} slower than the best of all, by the model, {most:.1%} at most"
     )
     if options.write:
         command = shlex.join(["python", "-m", "tuning.candidates", *(Path(a).name if "/" in a else a for a in given)])
-        lines = ",\n".join("  " + json.dumps(row) for row in rows)
+        listed = ",\n".join(f'  "{text}"' for text in texts)
+        rows = ",\n".join(f'  "{pair}": {json.dumps(row, separators=(",", ":"))}' for pair, row in entries.items())
         defaults.TABLE.write_text(f'{{"gpu": "{arch.name}",\n "command": {json.dumps(command)},\n'
-                                  f' "rows": [\n{lines}\n ]}}\n')  # fmt: skip
+                                  f' "configurations": [\n{listed}\n ],\n "cells": {{\n{rows}\n }}}}\n')  # fmt: skip
         print(f"written to {defaults.TABLE}")
     return 0
+
+
+def _random(count: int, seed: int, arch: Arch) -> list[Shape]:
+    return [(p.m, p.n, p.k) for p in untuned.draw(count, seed, "bf16", "tn", arch)]
 
 
 if __name__ == "__main__":

@@ -3,11 +3,16 @@
 Calls of a size whose kernel takes less time than its launch (128^3, fp16) are issued back to back without a
 synchronization, and the host's clock is read; the fastest of many rounds counts, rounds of all candidates in turn.
 Backward passes are issued by autograd's own thread, so that they are timed to the end of `backward()`.
+
+`--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met: random problems
+of `tuning.untuned`, the fastest of some rounds each, after one that worked out what problems of a magnitude share.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +21,9 @@ import torch
 from tabulate import tabulate
 
 import cutegemm
-from tuning import timing
+from cutegemm import arch as arch_table
+from cutegemm import heuristics
+from tuning import timing, untuned
 
 
 def candidates(size: int, dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
@@ -81,12 +88,35 @@ def measure(todo: dict[str, Callable[[], object]], calls: int, rounds: int) -> d
     return best
 
 
+def choices(count: int, rounds: int, name: str = "H200") -> list[float]:
+    """Host microseconds that each of `count` random bf16 problems takes to choose for on the GPU of that name."""
+    arch = arch_table.get(name)
+    problems = untuned.draw(count, 0, "bf16", "tn", arch)
+    best = [float("inf")] * count
+    for turn in range(rounds + 1):
+        for place, problem in enumerate(problems):
+            fresh = dataclasses.replace(problem)  # one that remembers nothing
+            start = time.perf_counter()
+            heuristics.choose(fresh, arch)
+            if turn:
+                best[place] = min(best[place], (time.perf_counter() - start) * 1e6)
+    return sorted(best)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tuning.host_cost", description=__doc__.split("\n\n")[0])
     parser.add_argument("--size", type=int, default=128, help="M = N = K")
     parser.add_argument("--calls", type=int, default=100, help="calls a round")
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--choice", type=int, metavar="COUNT", help="time the heuristic's choice for COUNT problems")
     options = parser.parse_args(arguments)
+    if options.choice is not None:
+        if options.choice < 1 or options.rounds < 1:
+            parser.error("--choice and --rounds must be at least 1")
+        took = choices(options.choice, options.rounds)
+        print(f"a choice of the heuristic takes {statistics.median(took):.1f} us in the median of {len(took)} random "
+              f"problems, {statistics.fmean(took):.1f} on average, {took[-1]:.1f} at most")  # fmt: skip
+        return 0
     if not torch.cuda.is_available():
         print("tuning.host_cost times launches on a GPU, and torch sees none here")
         return 2

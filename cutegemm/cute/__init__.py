@@ -141,9 +141,9 @@ class CuteBackend:
                 return found
         return []
 
-    def box(self, config: TileConfig, split: bool) -> defaults.Box:
-        """The sizes for which the heuristic weighs one of the `candidates`, whole or with K split: `defaults.box`."""
-        return defaults.box(str(config), split)
+    def cell(self, m: int, n: int, k: int) -> list[tuple[str, bool]]:
+        """The `candidates` worth weighing for matrices of about these sizes, and whether with K split."""
+        return defaults.cell(m, n, k)
 
     def default(self, problem: Problem, arch: Arch) -> TileConfig:
         from cutegemm import heuristics

@@ -57,6 +57,13 @@ class Cutlass2xBackend:
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         """None, or a sentence saying why not and what would do."""
+        refused = self._refused(problem, arch)
+        if refused is None and next(self._defaults(problem, arch), None) is None:
+            return f"no configuration of it fits {arch.name} and this size; backend 'cute' may"
+        return refused
+
+    def _refused(self, problem: Problem, arch: Arch) -> str | None:
+        """Why no configuration can, whatever its tile."""
         epilogue, c = problem.epilogue, problem.c
         if arch.capability < (8, 0):
             return f"it needs compute capability 8.0 or newer; {arch.name} has {'.'.join(map(str, arch.capability))}"
@@ -76,12 +83,14 @@ class Cutlass2xBackend:
             return "it reads a row-major C only; pass c.contiguous(), or take backend 'cute', which reads any strides"
         if not problem.d.row_major:
             return "it writes D row-major; the transposed problem has it so"
-        if next(self._defaults(problem, arch), None) is None:
-            return f"no configuration of it fits {arch.name} and this size; backend 'cute' may"
         return None
 
     def check(self, config: Cutlass2xConfig, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
+        return self._refused(problem, arch) or self._unfit(config, problem, arch)
+
+    def _unfit(self, config: Cutlass2xConfig, problem: Problem, arch: Arch) -> str | None:
+        """Why `config` cannot serve a problem that another may."""
         invalid = config.problem(problem.signature, arch)
         if invalid:
             return invalid
@@ -100,11 +109,13 @@ class Cutlass2xBackend:
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Cutlass2xConfig]:
         """Every valid configuration, the published ones first."""
+        if self._refused(problem, arch):
+            return
         first = published() if problem.dtype != "fp32" else ()
         listed = set()
         for config in (*first, *space(problem.signature)):
             narrow = narrowed(config, problem.signature)
-            if narrow not in listed and self.check(narrow, problem, arch) is None:
+            if narrow not in listed and self._unfit(narrow, problem, arch) is None:
                 listed.add(narrow)
                 yield narrow
 
@@ -155,7 +166,7 @@ class Cutlass2xBackend:
 
     def _defaults(self, problem: Problem, arch: Arch) -> Iterator[Cutlass2xConfig]:
         configs = _listed(problem.signature)
-        return (config for config in configs if self.check(config, problem, arch) is None)
+        return (config for config in configs if self._unfit(config, problem, arch) is None)
 
 
 def _listed(signature: Signature) -> Iterator[Cutlass2xConfig]:

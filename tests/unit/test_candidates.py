@@ -1,7 +1,8 @@
-"""`tuning.candidates`: what is picked covers every shape, what was proven is in it, and boxes hold what is near."""
+"""`tuning.candidates`: what is picked covers every shape, what was proven is in it, and cells have what is near."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -25,8 +26,8 @@ def some():
 
 
 @pytest.fixture(scope="module")
-def problems():
-    return untuned.draw(60, 3, "bf16", "tn", H200)
+def shapes():
+    return [(problem.m, problem.n, problem.k) for problem in untuned.draw(60, 3, "bf16", "tn", H200)]
 
 
 def test_the_space_is_valid_and_without_repetition():
@@ -38,20 +39,32 @@ def test_the_space_is_valid_and_without_repetition():
     assert not list(candidates.space(SIGNATURE, arch.get("A100")))
 
 
-def test_estimates_are_the_models(some, problems):
-    costs = candidates.estimated(some, problems[:5], H200)
+def test_estimates_are_the_models(some, shapes):
+    costs = candidates.estimated(some, SIGNATURE, shapes[:5], H200)
     assert (costs.columns.min(axis=1) == 0).all()
     assert costs.columns.max() <= np.log(candidates.FAR)
-    for row, problem in enumerate(problems[:5]):
-        sizes = problem.m, problem.n, problem.k, 1
+    for row, sizes in enumerate(shapes[:5]):
         seconds = [heuristics.model(config, "cute", SIGNATURE, H200).seconds(*sizes) for config in some]
         near = np.exp(costs.whole[row]) < candidates.FAR * 0.99
         ratio = np.array(seconds)[near] / np.exp(costs.whole[row][near])
         assert ratio == pytest.approx(ratio[0])  # all in units of the same best
 
 
-def test_greedy_picks_cover_and_never_lose(some, problems):
-    costs = candidates.estimated(some, problems, H200)
+def test_estimates_of_some_columns(some, shapes):
+    every = candidates.estimated(some, SIGNATURE, shapes, H200)
+    columns = [3, 5, 7, len(some) + 5, len(some) + 6]
+    costs = candidates.estimated(some, SIGNATURE, shapes, H200, columns, 1.2)
+    others = np.setdiff1d(np.arange(2 * len(some)), columns)
+    assert costs.columns[:, others] == pytest.approx(np.log(1.2))
+    of_every = every.columns[:, columns]
+    relative = of_every - of_every.min(axis=1, keepdims=True)
+    within = (relative < np.log(1.2)) & (of_every < np.log(candidates.FAR))
+    assert within.any(axis=1).sum() > 20
+    assert costs.columns[:, columns][within] == pytest.approx(relative[within])
+
+
+def test_greedy_picks_cover_and_never_lose(some, shapes):
+    costs = candidates.estimated(some, SIGNATURE, shapes, H200)
     few, more = candidates.pick(costs, 4), candidates.pick(costs, 12)
     assert more[:4] == few
     assert len(set(more)) == len(more)
@@ -62,17 +75,41 @@ def test_greedy_picks_cover_and_never_lose(some, problems):
     assert candidates.pick(costs, 3, [7, 5])[:2] == [7, 5]
 
 
-def test_boxes_hold_what_is_near(some, problems):
-    costs = candidates.estimated(some, problems, H200)
-    chosen = candidates.pick(costs, 12)
-    spans = candidates.boxes(costs, chosen, problems)
-    count, mean, most = candidates.judged(costs, chosen, spans, problems)
-    assert mean == pytest.approx(np.expm1(costs.columns[:, chosen].min(axis=1)).mean())
-    assert mean <= most
-    assert 1 <= count <= len(chosen)
-    rows = candidates.table(some, chosen, spans)
-    assert {str(row[0]) for row in rows} <= {str(config) for config in some}
-    assert sum(bool(box) for row in rows for box in row[1:]) == sum(map(bool, spans))
+@pytest.mark.parametrize("cell", [(4, 4, 4), (5, 12, 15), (15, 8, 10)])
+def test_shapes_of_a_cell_are_drawn_in_it(cell):
+    found = candidates.drawn(cell, 200)
+    assert {defaults.cell_of(*shape) for shape in found} == {cell}
+    assert found[:20] == candidates.drawn(cell, 20)
+    assert all(size % untuned.STEP == 0 for shape in found for size in shape)
+    for place, bits in enumerate(cell):
+        sizes = [shape[place] for shape in found]
+        assert sum(size == 1 << bits for size in sizes) >= 0.2 * len(sizes)
+        assert min(sizes) < 1.2 * (1 << bits - 1) + untuned.STEP
+        assert (max(sizes) > 1 << bits) == (bits == defaults.MOST_BITS)
+
+
+def test_few_columns_cover_what_is_near():
+    near, far = 0.5 * np.log1p(candidates.NEAR), 2 * candidates.NEAR
+    columns = np.array([[0, far, near, 9], [9, 0, near, 9], [far, 0, 9, 9], [9, 9, 9, 0]])
+    assert candidates.cover(columns) == [1, 0, 3]  # of two that cover as many, the better
+    assert candidates.cover(np.array([[near, 0.0], [0.0, 0.0]])) == [1]
+    assert candidates.cover(np.array([[0.0, 0.0]])) == [0]
+
+
+def test_cells_have_what_is_near(some, monkeypatch):
+    monkeypatch.setattr(defaults, "BITS", range(7, 9))
+    chosen = [column for start in (0, len(some)) for column in range(start, start + len(some), 7)]
+    cells = candidates.covered(some, chosen, SIGNATURE, H200, 6)
+    assert list(cells) == list(itertools.product((7, 8), repeat=3))
+    for cell, columns in cells.items():
+        assert set(columns) <= set(chosen)
+        shapes = candidates.drawn(cell, 6)
+        costs = candidates.estimated(some, SIGNATURE, shapes, H200, chosen)
+        lost = costs.columns[:, columns].min(axis=1) - costs.columns[:, chosen].min(axis=1)
+        assert lost.max() <= np.log1p(candidates.NEAR) + 1e-12
+        count, mean, most = candidates.judged(costs, cells, shapes)
+        assert count == len(columns)
+        assert 0 <= mean <= most <= candidates.NEAR + 1e-12
 
 
 def test_what_won_twice_is_proven(some):
@@ -93,18 +130,26 @@ def test_the_command(tmp_path, monkeypatch, capsys, some):
     monkeypatch.setattr(defaults, "TABLE", tmp_path / "candidates.json")
     monkeypatch.setattr(candidates, "space", lambda *where: iter(some))
     defaults._table.cache_clear()
-    arguments = ["--shapes", "40", "--test", "10", "--count", "9", "--write"]
+    monkeypatch.setattr(defaults, "BITS", range(defaults.LEAST_BITS, defaults.LEAST_BITS + 3))
+    monkeypatch.setattr(defaults, "MOST_BITS", defaults.LEAST_BITS + 2)
+    arguments = ["--shapes", "40", "--test", "10", "--count", "9", "--per-cell", "4", "--write"]
     try:
         assert candidates.main(arguments) == 0
         first = defaults.TABLE.read_text()
         assert candidates.main(arguments) == 0
         assert defaults.TABLE.read_text() == first  # the same each time
         data = json.loads(first)
-        assert data["command"] == "python -m tuning.candidates --shapes 40 --test 10 --count 9 --write"
-        assert [row[0] for row in data["rows"]] == list(defaults.hopper(SIGNATURE))
+        assert data["command"] == "python -m tuning.candidates " + " ".join(arguments)
+        assert tuple(data["configurations"]) == defaults.hopper(SIGNATURE)
+        assert 1 <= len(data["configurations"]) <= 9
+        assert list(data["cells"])[:2] == ["16x16", "16x32"]
+        for (m, n), k in itertools.product(itertools.product((16, 32, 64), repeat=2), (16, 32, 64)):
+            row = data["cells"][f"{m}x{n}"][k.bit_length() - 5]
+            named = [(data["configurations"][entry // 2], bool(entry % 2)) for entry in row]
+            assert defaults.cell(m, n, k) == named != []
     finally:
         defaults._table.cache_clear()
     assert "slower than the best of all" in capsys.readouterr().out
-    for wrong in (["--shapes", "0"], ["no such file"], ["--arch", "no such GPU"]):
+    for wrong in (["--shapes", "0"], ["--per-cell", "0"], ["no such file"], ["--arch", "no such GPU"]):
         with pytest.raises(SystemExit):
             candidates.main(wrong)

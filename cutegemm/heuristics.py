@@ -192,8 +192,6 @@ class Candidates:
         split = [pair for ladder in ladders for pair in ladder.worth_trying(m, n, k, batch)]
         if split:
             entries, outlines = entries + split, outlines + [cost.outline for cost, _ in split]
-        if not entries:  # none of the splits that alone are worth a look there is possible
-            entries, outlines = self._whole, [cost.outline for cost, _ in self._whole]
         if not entries:
             return math.inf, None
         # The most promising first: its time is under the bound of most others.
@@ -220,7 +218,7 @@ class Candidates:
         named = dict.fromkeys(pair for x, y in shifts for pair in cell(1 << m + x, 1 << n + y, 1 << k))
         entries = [self._entries[text] for text, split in named if not split and text in self._entries]
         ladders = [self._splits[text] for text, split in named if split and text in self._splits]
-        if not (entries or ladders):  # the cells are of other kernels
+        if not entries:  # the cells are of other kernels
             entries, ladders = self._whole, list(self._splits.values())
         found = self._fitting[bucket] = (entries, [cost.outline for cost, _ in entries], ladders)
         return found

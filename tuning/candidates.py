@@ -231,7 +231,12 @@ def covered(
     for m, n, k in product(defaults.BITS, repeat=3):
         cell = m, n, k
         costs = estimated(kept, signature, drawn(cell, count), arch, own, 1 + 2 * NEAR)
-        found[cell] = sorted(chosen[place] for place in cover(costs.columns[:, own]))
+        few = [own[place] for place in cover(costs.columns[:, own])]
+        if min(few) >= len(kept):  # no split serves where K is short or, in a batch, the tiles are many
+            whole = [column for column in own if column < len(kept)]
+            costs = estimated(kept, signature, drawn(cell, count), arch, whole, 1 + 2 * NEAR)
+            few += [whole[place] for place in cover(costs.columns[:, whole])]
+        found[cell] = sorted(chosen[own.index(column)] for column in few)
     return found
 
 

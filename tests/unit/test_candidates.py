@@ -103,6 +103,7 @@ def test_cells_have_what_is_near(some, monkeypatch):
     assert list(cells) == list(itertools.product((7, 8), repeat=3))
     for cell, columns in cells.items():
         assert set(columns) <= set(chosen)
+        assert min(columns) < len(some), "a cell of splits alone"
         shapes = candidates.drawn(cell, 6)
         costs = candidates.estimated(some, SIGNATURE, shapes, H200, chosen)
         lost = costs.columns[:, columns].min(axis=1) - costs.columns[:, chosen].min(axis=1)

@@ -118,19 +118,24 @@ def gemm(
 
 
 def _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):
-    """All that a plan depends on; an unhashable or strange argument raises something."""
+    """All that a plan depends on; an unhashable or strange argument raises something.
+
+    Of an address its alignment, and 0 where there is none: a tensor without memory is not taken for an aligned one.
+    """
     return (
-        a.shape, a.stride(), a.dtype, a.device, a.data_ptr() & 15, a.is_neg(),
-        b.shape, b.stride(), b.dtype, b.device, b.data_ptr() & 15, b.is_neg(),
+        a.shape, a.stride(), a.dtype, a.device, (p := a.data_ptr()) and p & 15 | 16, a.is_neg(),
+        b.shape, b.stride(), b.dtype, b.device, (p := b.data_ptr()) and p & 15 | 16, b.is_neg(),
         beta == 0,
         None if c is None else (
-            c.__class__, c.shape, c.stride(), c.dtype, c.device, c.data_ptr() & 15, c.is_neg()
+            c.__class__, c.shape, c.stride(), c.dtype, c.device, (p := c.data_ptr()) and p & 15 | 16, c.is_neg()
         ),
         None if bias is None else (
-            bias.__class__, bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 3, bias.is_neg()
+            bias.__class__, bias.shape, bias.stride(), bias.dtype, bias.device, (p := bias.data_ptr()) and p & 3 | 16,
+            bias.is_neg(),
         ),
         None if out is None else (
-            out.__class__, out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15, out.is_neg()
+            out.__class__, out.shape, out.stride(), out.dtype, out.device, (p := out.data_ptr()) and p & 15 | 16,
+            out.is_neg(),
         ),
         activation, out_dtype, precision, backend, config,
         None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),

@@ -100,6 +100,16 @@ def test_every_argument_refuses_every_strange_kind(name, kind):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_remembered_call_does_not_stand_for_one_without_memory(name):
+    """Address 0 is as aligned as any."""
+    given = {name: torch.ones(SHAPES[name])}
+    call(**given)
+    call(**given)
+    with pytest.raises(TypeError, match=rf"^{name}: got a tensor without memory"):
+        call(**{name: without_memory(SHAPES[name])})
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(), (3,), (3, 4), (1, 2, 3), (1, 1, 4, 5), (0,), (7, 7)])
 def test_every_argument_refuses_every_wrong_shape(name, shape):
     if (name, shape) == ("c", ()):  # broadcasts

@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 _ROOT = Path(__file__).parent.parent
 # Kernels compiled by tests are kept between runs, apart from the user's own cache.
 os.environ.setdefault("CUTEGEMM_CACHE_DIR", str(_ROOT / ".pytest_cache" / "cutegemm"))
+
+# An example that takes long tells of the machine, not of the property.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

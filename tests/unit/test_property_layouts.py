@@ -91,7 +91,7 @@ def test_alignment_divides_all_and_is_the_largest(elements, itemsize, counts):
 
 
 @given(views(dims=(2, 3)), st.data())
-@settings(QUICK, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(QUICK, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_what_a_description_promises_holds_for_the_tensors(a, data):
     """Runs of elements that a kernel may read at once are aligned as promised; strides say where elements are."""
     m, k = a.shape[-2:]

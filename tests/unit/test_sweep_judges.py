@@ -58,7 +58,7 @@ def test_the_best_of_all_is_found_although_the_sweep_missed_it(tmp_path):
     timer, compiler = FakeTimer(seconds), FakeCompiler()
     store, aside = Winners(tmp_path / "w"), Winners(tmp_path / "aside")
     (line,), missed = exhaustive.compare(
-        [SMALL], ["legacy"], timer, compiler, store, aside, limit=40, budget=60.0, most=60.0
+        [SMALL], ["legacy"], timer, compiler, store, aside, limit=40, budget=600.0, most=600.0
     )  # fmt: skip
     assert missed == []
     assert all(row.config != str(hidden) for row in store.rows())
@@ -91,7 +91,7 @@ def test_the_sweep_is_not_taught_by_what_is_timed_exhaustively(tmp_path):
     """All sweeps come before, and a winner of an earlier sweep can be taken instead."""
     problems = [SMALL, Problem.of(512, 320, 512, "bf16")]
     timer, stores = FakeTimer(truth), (Winners(tmp_path / "w"), Winners(tmp_path / "aside"))
-    given = {"limit": 10, "budget": 60.0, "most": 60.0}
+    given = {"limit": 10, "budget": 600.0, "most": 600.0}
     lines, _ = exhaustive.compare(problems, ["legacy"], timer, FakeCompiler(), *stores, **given)
     assert timer.opened == problems * 2
     again = FakeTimer(truth)
@@ -114,7 +114,7 @@ def test_ctrl_c_in_a_sweep_ends_the_comparison_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sweep_run, "run", interrupted)
     timer, stores = FakeTimer(truth), (Winners(tmp_path / "w"), Winners(tmp_path / "aside"))
-    given = {"limit": 10, "budget": 60.0, "most": 60.0}
+    given = {"limit": 10, "budget": 600.0, "most": 600.0}
     lines, missed = exhaustive.compare([SMALL], ["legacy"], timer, FakeCompiler(), *stores, **given)
     assert lines == []
     assert [(one.problem, one.why) for one in missed] == [(str(SMALL), "not begun")]
@@ -166,7 +166,7 @@ def test_random_shapes_are_bounded_and_repeatable():
 def test_the_heuristic_is_compared_with_what_was_tuned(tmp_path):
     problems = untuned.draw(3, 1, "bf16", "tn", H200)
     timer = FakeTimer(truth)
-    lines, missed = untuned.compare(problems, ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 60.0)
+    lines, missed = untuned.compare(problems, ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 600.0)
     assert missed == []
     assert [line.problem for line in lines] == list(map(str, problems))
     for line, problem in zip(lines, problems, strict=True):
@@ -189,7 +189,7 @@ def test_the_commands(command, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(contest, "machine", machine)
     out = tmp_path / "out.json"
     what = ["--shapes", "256x320x512", "--limit", "20"] if command is exhaustive else ["--count", "1"]
-    assert command.main([*what, "--budget", "5s", "--store", str(tmp_path / "w"), "--json", str(out)]) == 0
+    assert command.main([*what, "--budget", "600s", "--store", str(tmp_path / "w"), "--json", str(out)]) == 0
     assert "at least" in capsys.readouterr().out
     (shape,) = json.loads(out.read_text())["shapes"]
     assert 0 < shape["ratio"] <= 1
@@ -233,7 +233,7 @@ def test_a_selected_minimum_is_compared_with_nothing(tmp_path):
     backend, config, _ = heuristics.untuned(SMALL, H200)
     own = {(backend, str(config))}
     timer = Lucky(lambda candidate: 1e-5 if candidate.key in own else 2e-5)
-    (line,), missed = untuned.compare([SMALL], ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 60.0)
+    (line,), missed = untuned.compare([SMALL], ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 600.0)
     assert missed == []
     assert line.tuned == str(Candidate(*timer.lucky))
     assert (line.chosen_us, line.tuned_us) == (pytest.approx(10.0), pytest.approx(20.0))
@@ -243,7 +243,7 @@ def test_a_selected_minimum_is_compared_with_nothing(tmp_path):
     assert "0.900 (geometric mean of 2 of 2 shapes)" in text
     assert "taken as equal in the mean: 1" in text
     stores = Winners(tmp_path / "v"), Winners(tmp_path / "aside")
-    given = {"limit": 20, "budget": 60.0, "most": 60.0}
+    given = {"limit": 20, "budget": 600.0, "most": 600.0}
     timer.lucky = None
     (line,), _ = exhaustive.compare([SMALL], ["legacy"], timer, FakeCompiler(), *stores, **given)
     assert line.swept_us == pytest.approx(20.0)
@@ -257,7 +257,7 @@ def test_an_untuned_shape_is_named_with_the_reason(tmp_path, capsys):
 
     def missed(timer: FakeTimer, compiler: FakeCompiler, stop: threading.Event | None = None) -> set[str]:
         store = Winners(tmp_path / str(len(list(tmp_path.iterdir()))))
-        lines, found = untuned.compare(problems, ["legacy"], timer, compiler, store, 5.0, stop)
+        lines, found = untuned.compare(problems, ["legacy"], timer, compiler, store, 600.0, stop)
         assert lines == []
         assert [one.problem for one in found] == list(map(str, problems))
         text = untuned.table(lines, found)
@@ -287,7 +287,7 @@ def test_an_untuned_shape_is_named_with_the_reason(tmp_path, capsys):
 
 
 def test_a_shape_that_is_not_compared_exhaustively_is_named(tmp_path):
-    given = {"limit": 10, "budget": 60.0, "most": 60.0}
+    given = {"limit": 10, "budget": 600.0, "most": 600.0}
     bad = FakeTimer(truth)
     bad.check = lambda candidate, timeout: Check("wrong: all")
     for timer, why in (
@@ -320,7 +320,7 @@ def test_an_untaught_sweep_knows_no_winner(tmp_path, monkeypatch):
         timer = FakeTimer(truth)
         stores = Winners(tmp_path / f"w{untaught}"), Winners(tmp_path / f"aside{untaught}")
         (line,), _ = exhaustive.compare(
-            [SMALL], ["legacy"], timer, FakeCompiler(), *stores, limit=10, budget=60.0, most=60.0, untaught=untaught
+            [SMALL], ["legacy"], timer, FakeCompiler(), *stores, limit=10, budget=600.0, most=600.0, untaught=untaught
         )
         ours = Candidate(*heuristics.untuned(SMALL, H200)[:2])
         assert timer.checked[0] == (ours.key if untaught else ("legacy", str(shipped)))
@@ -341,7 +341,7 @@ def test_the_commands_fail_when_a_shape_is_missing(command, monkeypatch, capsys,
     monkeypatch.setattr(contest, "machine", machine)
     out = tmp_path / "out.json"
     what = ["--shapes", "256x320x512", "--limit", "20"] if command is exhaustive else ["--count", "1"]
-    assert command.main([*what, "--budget", "5s", "--json", str(out)]) == 1
+    assert command.main([*what, "--budget", "600s", "--json", str(out)]) == 1
     said = capsys.readouterr()
     assert "the sweep: not timed: out of memory" in said.out
     (missed,) = json.loads(out.read_text())["missed"]

@@ -17,8 +17,10 @@ def store(tmp_path) -> Winners:
     return Winners(tmp_path / "winners.sqlite3")
 
 
-def search(candidates, timer, store, compiler=None, problem=PROBLEM, options=None, **more) -> Search:
-    return Search(problem, candidates, timer, compiler or FakeCompiler(), store, options, **more)
+def search(candidates, timer, store, compiler=None, problem=PROBLEM, options=None, clock=None, **more) -> Search:
+    """Without a clock time stands still: the budget, and who gets into the final, must not depend on the machine."""
+    compiler = compiler or FakeCompiler()
+    return Search(problem, candidates, timer, compiler, store, options, clock=clock or Clock(), **more)
 
 
 def best(store: Winners, problem: Problem = PROBLEM) -> Measurement:

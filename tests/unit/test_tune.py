@@ -31,7 +31,7 @@ def fakes(timer: FakeTimer | None = None) -> dict:
 
 
 def test_the_winner_is_recorded_and_used():
-    found = tuning.search(PROBLEM, H200, 0, budget=5, **fakes())
+    found = tuning.search(PROBLEM, H200, 0, budget=600, **fakes())
     assert found.backend == "cute"
     assert found.ratio == pytest.approx(1e-3 / found.seconds)
     assert 0 < found.tried <= found.enumerated
@@ -52,7 +52,7 @@ def test_what_cannot_be_tuned_is_said():
     wrong = FakeTimer({})
     wrong.check = lambda candidate, timeout: SimpleNamespace(verdict="wrong: all", seconds=float("inf"))  # type: ignore
     with pytest.raises(GemmError, match=r"nothing right was measured .*wrong"):
-        tuning.search(PROBLEM, H200, 0, budget=5, **fakes(wrong))
+        tuning.search(PROBLEM, H200, 0, budget=600, **fakes(wrong))
     assert Winners().best("H200", 132, str(PROBLEM)) is None
 
 
@@ -129,9 +129,9 @@ def test_gemm_never_tunes_unasked(cuda, monkeypatch):
 
 def test_asked_it_tunes_a_problem_once(cuda, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_TUNE", "1")
-    monkeypatch.setenv("CUTEGEMM_TUNE_BUDGET", "7")
+    monkeypatch.setenv("CUTEGEMM_TUNE_BUDGET", "700")
     first = cuda.call.plan()
-    assert cuda.tuned == [(PROBLEM, 0, 7.0)]
+    assert cuda.tuned == [(PROBLEM, 0, 700.0)]
     assert "tuned winner, own" in first.choice.why
     cuda.call.plan()
     assert len(cuda.tuned) == 1
@@ -177,7 +177,7 @@ def test_tune_refuses_during_capture_and_forgets_old_plans(cuda, monkeypatch):
         cutegemm.tune(None, None)
     assert memo.get("a call")
     cuda.capturing = False
-    found = cutegemm.tune(None, None, budget=5)
-    assert cuda.tuned == [(PROBLEM, 0, 5)]
+    found = cutegemm.tune(None, None, budget=600)
+    assert cuda.tuned == [(PROBLEM, 0, 600)]
     assert found.config == winners.lookup(PROBLEM, H200).config
     assert memo.get("a call") is None

@@ -4,7 +4,6 @@ import ctypes
 import logging
 import struct
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from cutegemm.emulator import bridge
 from cutegemm.emulator.bridge import Progress, estimate, map_tensors, pack_launch, span
 from cutegemm.emulator.errors import OutOfBounds, ReadOnlyWrite
 from cutegemm.emulator.memory import Memory
+from tests.waiting import wait_until
 
 PTX = """
 .version 8.0
@@ -130,8 +130,9 @@ def test_progress_is_quiet_when_short_and_tells_the_rest_when_long(monkeypatch, 
 def test_a_grid_of_one_wave_shows_the_time_against_the_estimate(monkeypatch, capsys):
     monkeypatch.setattr(Progress, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(Progress, "TICK_SECONDS", 0.01)
-    with Progress("launch 1 of 2", True, expected=80.0):
-        time.sleep(0.2)
+    monkeypatch.setattr(bridge, "time", Clock())
+    with Progress("launch 1 of 2", True, expected=80.0) as shown:
+        wait_until(lambda: shown.shown)
     text = capsys.readouterr().err
     assert "launch 1 of 2: 0 s of about 80 s" in text
     assert text.rstrip().endswith("ended after 0 s")

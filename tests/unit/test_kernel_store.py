@@ -20,6 +20,7 @@ import pytest
 from cutegemm import kernel_store as module
 from cutegemm.errors import GemmError
 from cutegemm.kernel_store import Artefacts, KernelStore, StoreWarning, default_root, default_store, fingerprint
+from tests.waiting import PATIENCE, wait_until
 
 KEY = {"config": "a", "target": "sm_80"}
 
@@ -149,7 +150,7 @@ def test_processes_that_race_build_once(tmp_path):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(PATIENCE)
     assert [worker.exitcode for worker in workers] == [0] * 4
     assert len(log.read_text().splitlines()) == 1
 
@@ -158,12 +159,12 @@ def _kill_once_it_marked(target: Callable[[str, str], None], root: Path, mark: P
     """Starts target(root, mark) in a process of its own and kills it as soon as the file `mark` is there."""
     victim = multiprocessing.get_context("spawn").Process(target=target, args=(str(root), str(mark)))
     victim.start()
-    deadline = time.monotonic() + 60
-    while not mark.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert victim.pid is not None
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.join(60)
+    try:
+        wait_until(mark.exists)
+    finally:
+        assert victim.pid is not None
+        os.kill(victim.pid, signal.SIGKILL)
+        victim.join(PATIENCE)
 
 
 def test_a_killed_builder_blocks_nobody(tmp_path):
@@ -358,7 +359,7 @@ def _stops_while_writing(root: str, mark: str) -> None:
     def write(path, data):
         path.write_bytes(data[:2])
         Path(mark).touch()
-        time.sleep(60)
+        time.sleep(2 * PATIENCE)
 
     module._write_file = write
     KernelStore(root).get_or_build(KEY, make)

@@ -15,6 +15,7 @@ import pytest
 
 from cutegemm import winners_file
 from cutegemm.winners import Measurement, Winners, WinnersWarning, default_path, pick, standing
+from tests.waiting import PATIENCE
 
 
 def row(config="c", seconds: float | None = 1.0, verdict="ok", **changes) -> Measurement:
@@ -148,7 +149,7 @@ def test_processes_that_meet_a_damaged_file_keep_what_each_writes(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert len({r.config for r in Winners(path).rows()}) == 6 * 5
     assert len(list(tmp_path.glob("*.damaged-*"))) == 1
 
@@ -239,7 +240,7 @@ def test_full_disk(store):
     store.record(*(row(f"config {i}", 1.0) for i in range(200)))
     room = store.path.stat().st_size + 4096
     command = [sys.executable, "-W", "always::UserWarning", "-c", _FULL, str(store.path), str(room)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "2200 None\n"
     assert "for this process only" in done.stderr
@@ -288,6 +289,6 @@ def test_many_processes_and_threads_lose_no_row(tmp_path):
     for worker in (*processes, *threads):
         worker.start()
     for worker in (*processes, *threads):
-        worker.join(60)
+        worker.join(PATIENCE)
     assert all(process.exitcode == 0 for process in processes)
     assert len({r.config for r in Winners(path).rows()}) == 5 * 20

@@ -1,19 +1,23 @@
-"""`python -m tests.tuning_many STORE LOGS COUNT SEARCHES`: forks COUNT processes that tune into one store.
+"""`python -m tests.tuning_many STORE LOGS COUNT SEARCHES ENDLESS`: forks COUNT processes that tune into one store.
 
 Each writes to LOGS/<number> what the store has acknowledged, a row a line; `<number> <process id>` is printed for each.
-The program ends when all have ended; its status is the number of those that failed by themselves.
+Those of the comma-separated numbers ENDLESS go on after their SEARCHES until they are killed. The program ends when all
+have ended; its status is the number of those that failed by themselves.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners
 from tests.tuning_fakes import FakeCompiler, FakeTimer, space
+from tuning.sweep_child import _die_with_parent
 from tuning.sweep_search import Options, Search
 
 
@@ -29,10 +33,10 @@ class LoggedWinners(Winners):
         os.write(self._log, "".join(f"{row.problem}|{row.config}|{row.kind}\n" for row in rows).encode())
 
 
-def tune(store: str, log: Path, number: int, searches: int) -> None:
+def tune(store: str, log: Path, number: int, searches: Iterable[int]) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     winners = LoggedWinners(store, descriptor)
-    for turn in range(searches):
+    for turn in searches:
         # Every second problem is tuned by all, the others by this process alone.
         problem = Problem.of(64 if turn % 2 else 128 + number, 64, 64 + turn)
         candidates = space(12)
@@ -42,13 +46,16 @@ def tune(store: str, log: Path, number: int, searches: int) -> None:
 
 def main() -> int:
     store, logs, count, searches = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    endless = set(map(int, sys.argv[5].split(",")))
     children = []
+    _die_with_parent()
     for number in range(count):
         child = os.fork()
         if child == 0:
             status = 1
             try:
-                tune(store, logs / str(number), number, searches)
+                _die_with_parent()
+                tune(store, logs / str(number), number, itertools.count() if number in endless else range(searches))
                 status = 0
             finally:
                 os._exit(status)

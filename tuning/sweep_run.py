@@ -144,24 +144,25 @@ def run(
                 stop.set()
                 return
 
-    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended: list[int] = []
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def work_and_tell(lane: int, timer: Timer) -> None:
         try:
             work(lane, timer)
         finally:
-            ended.put(lane)
+            ended.append(lane)
+            told.put(lane)
 
     with _Todo(problems, prepare) as todo:
         for lane, timer in enumerate(timers):
             threading.Thread(target=work_and_tell, args=(lane, timer), daemon=True).start()
-        running = len(timers)
-        while running:
-            # Not Thread.join: interrupted, it takes a running thread for one that has ended (Python 3.10, 3.11).
+        while len(ended) < len(timers):
+            # Not Thread.join: interrupted, it takes a running thread for one that has ended (Python 3.10, 3.11). Nor
+            # are lanes counted here: Ctrl-C may come between taking one from the queue and counting it.
             try:
                 with contextlib.suppress(queue.Empty):
-                    ended.get(timeout=0.2)
-                    running -= 1
+                    told.get(timeout=0.2)
             except KeyboardInterrupt:
                 if stop.is_set():
                     raise

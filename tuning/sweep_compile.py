@@ -39,6 +39,8 @@ _IMPORTED = {"cute": ("cutlass.cute", "tvm_ffi")}
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 """The GPU is not hidden: the CuTe DSL asks the driver about it, which takes tens of seconds where it finds none."""
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 Done = tuple["Candidate", "str | None"]
 """A candidate, and None when its kernel is in the store, else why not."""
 
@@ -344,14 +346,18 @@ def default_jobs() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the control group's limit; 4 GB where that is unknown."""
+    """Memory that can be had without swapping, within the control group's limit; 4 GB where that is unknown.
+
+    Pages of files that nobody uses are counted as the group's, and can be had.
+    """
     available = 4_000_000_000
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+        used -= int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
         available = min(available, max(limit - used, 0))
     return available
 

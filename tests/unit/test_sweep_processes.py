@@ -25,7 +25,7 @@ from tests.tuning_fakes import PROBLEM, candidate
 from tests.waiting import PATIENCE, wait_until
 from tuning import sweep_compile
 from tuning.sweep_child import Child, ChildDied, ChildError
-from tuning.sweep_compile import CompilePool, CompileSession, available_bytes, default_jobs, is_stored
+from tuning.sweep_compile import CompilePool, CompileSession, is_stored
 from tuning.sweep_timer import GpuProcess, TimerBroken, TimerLost
 
 ROOT = Path(__file__).parent.parent.parent
@@ -385,18 +385,6 @@ def test_a_real_worker_that_stands_has_imported_what_it_compiles_with():
         )
         assert made.returncode == 0, made.stderr
         assert wanted <= set(made.stdout.split())
-
-
-def test_the_number_of_workers_follows_cores_and_memory(monkeypatch):
-    assert default_jobs() >= 1
-    assert available_bytes() > 100_000_000
-    monkeypatch.setattr(sweep_compile, "available_bytes", lambda: 3.2 * sweep_compile.WORKER_BYTES)
-    monkeypatch.setattr(sweep_compile.os, "sched_getaffinity", lambda process: set(range(16)))
-    assert default_jobs() == 3
-    monkeypatch.setattr(sweep_compile, "available_bytes", lambda: 10**12)
-    assert default_jobs() == 15
-    monkeypatch.setattr(sweep_compile, "available_bytes", lambda: 0)
-    assert default_jobs() == 1
 
 
 _GPU = """

@@ -22,6 +22,7 @@ from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners_fingerprint import fingerprint
 from tests.tuning_fakes import H200, PROBLEM, FakeCompiler, FakeTimer, candidate, space
+from tests.waiting import PATIENCE
 from tuning import sweep, sweep_dry, sweep_report, sweep_run
 from tuning.sweep_candidates import Candidate, enumerate_all
 from tuning.sweep_search import Options, Outcome, Result
@@ -147,7 +148,7 @@ def test_a_sweep_from_end_to_end(monkeypatch, capsys, tmp_path):
 
 def test_several_gpus_share_the_shapes(monkeypatch, capsys, tmp_path):
     timers = [FakeTimer({}), FakeTimer({}), FakeTimer({})]
-    meet = threading.Barrier(3, timeout=30)
+    meet = threading.Barrier(3, timeout=PATIENCE)
     for timer in timers:
 
         def wait(timer=timer) -> None:
@@ -213,10 +214,11 @@ def test_ctrl_c_prints_what_was_measured(tmp_path):
         assert process.stdout is not None
         said = ""
         while said.count("checking") < 12:
-            said += process.stdout.readline()
+            said += (line := process.stdout.readline())
+            assert line, said
         os.kill(process.pid, signal.SIGINT)
         said += process.stdout.read()
-        assert process.wait(30) == 130
+        assert process.wait(PATIENCE) == 130
     assert "Traceback" not in said
     assert "512x512x512" in said
     assert "x cuBLAS" in said
@@ -292,7 +294,7 @@ def test_the_next_shape_is_compiled_ahead(tmp_path, monkeypatch):
         return [(1.0 + number, c.config) for number, c in enumerate(space(20))]
 
     timer, compiler = FakeTimer({}), FakeCompiler()
-    timer.after_check = lambda: both.wait(30)  # nothing of the first shape ends before the second is enumerated
+    timer.after_check = lambda: both.wait(PATIENCE)  # nothing of the first shape ends before the second is enumerated
     problems = [Problem.of(64 * number, 64, 64) for number in (1, 2, 3)]
     found = sweep_run.run(
         problems, ["cute"], [timer], compiler, Winners(tmp_path / "w"), Options(), ranker=ranker, ahead=5

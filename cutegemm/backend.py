@@ -4,7 +4,8 @@ A backend is a module or object with
 
     name                               the text that `backend=` accepts
     supports(problem, arch)            None, or a sentence saying why not and what would do
-    check(config, problem, arch)       None, or why this configuration cannot serve the problem
+    check(config, problem, arch)       None, or why this configuration cannot serve the problem; what `supports` refuses
+                                       none can
     configs(problem, arch)             every valid configuration, for the tuner
     default(problem, arch)             the configuration to use when nothing was measured
     parse(text)                        a configuration from its text form, ValueError naming what is accepted
@@ -14,7 +15,8 @@ and may have
 
     candidates(signature, arch)        (configuration, splits of K that it may also have) of the few that the heuristic
                                        weighs; without it `default` decides
-    cell(m, n, k)                      (text, whether K is split) of those candidates that are worth weighing for
+    weighed(signature, arch, m, n, k, batch)
+                                       (text, whether K is split) of those candidates that are worth weighing for
                                        matrices of about these sizes; all are where it names none of them
     missing()                          None, or which tool it needs is not installed
     passed_over(problem, arch)         None, or why its faster kernels cannot serve the problem

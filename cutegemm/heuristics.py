@@ -207,18 +207,13 @@ class Candidates:
         return seconds, chosen
 
     def _fit(self, bucket: tuple[int, int, int, int]) -> _Fitting:
-        """The candidates worth weighing for matrices of up to 2^bucket.
-
-        A batch has more tiles of the same matrices: it is looked up as one of them, and as matrices of as many elements
-        as all that are taller, wider, and both.
-        """
+        """The candidates worth weighing for matrices of up to 2^bucket."""
         m, n, k, batch = bucket
-        cell: Any = getattr(self.backend, "cell", None)
-        shifts = sorted({(0, 0), (batch, 0), (0, batch), (batch // 2, batch // 2)}) if cell else ()
-        named = dict.fromkeys(pair for x, y in shifts for pair in cell(1 << m + x, 1 << n + y, 1 << k))
+        weighed: Any = getattr(self.backend, "weighed", lambda *about: ())
+        named = weighed(self._signature, self._arch, 1 << m, 1 << n, 1 << k, 1 << batch)
         entries = [self._entries[text] for text, split in named if not split and text in self._entries]
         ladders = [self._splits[text] for text, split in named if split and text in self._splits]
-        if not entries:  # the cells are of other kernels
+        if not entries:  # it named none, or other kernels
             entries, ladders = self._whole, list(self._splits.values())
         found = self._fitting[bucket] = (entries, [cost.outline for cost, _ in entries], ladders)
         return found

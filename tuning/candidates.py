@@ -35,7 +35,7 @@ from cutegemm import arch as arch_table
 from cutegemm import footprint
 from cutegemm.arch import Arch
 from cutegemm.cost_model import Model, bounds
-from cutegemm.cute import defaults
+from cutegemm.cute import cells, defaults
 from cutegemm.cute.hopper_config import RING_BYTES, TILES, WHOLE_RING_BYTES, HopperConfig
 from cutegemm.heuristics import Ladder
 from cutegemm.problem import Problem, Signature
@@ -64,7 +64,7 @@ AS_ROUND = 0.3
 
 Shape = tuple[int, int, int]
 """(M, N, K)."""
-Cells = dict[defaults.Cell, list[int]]
+Cells = dict[cells.Cell, list[int]]
 """Columns of `Costs.columns` by cell."""
 
 
@@ -193,14 +193,14 @@ def _kind(config: HopperConfig) -> tuple[object, ...]:
             "skew" in config.options)  # fmt: skip
 
 
-def drawn(cell: defaults.Cell, count: int) -> list[Shape]:
+def drawn(cell: cells.Cell, count: int) -> list[Shape]:
     """Random shapes of a cell. The last cell of each size is open: it has sizes of up to twice its power of two."""
     source = random.Random(f"{SEED} {cell}")
 
     def size(bits: int) -> int:
         if source.random() < AS_ROUND:
             return 1 << bits
-        last = bits + (bits == defaults.MOST_BITS)
+        last = bits + (bits == cells.MOST_BITS)
         return untuned.STEP * math.ceil(2 ** source.uniform(bits - 1, last) / untuned.STEP)
 
     return [(size(cell[0]), size(cell[1]), size(cell[2])) for _ in range(count)]
@@ -228,7 +228,7 @@ def covered(
     # The chosen as columns of what is kept: a model is made of these alone.
     own = [column // len(configs) * len(kept) + numbers.index(column % len(configs)) for column in chosen]
     found: Cells = {}
-    for m, n, k in product(defaults.BITS, repeat=3):
+    for m, n, k in product(cells.BITS, repeat=3):
         cell = m, n, k
         costs = estimated(kept, signature, drawn(cell, count), arch, own, 1 + 2 * NEAR)
         few = [own[place] for place in cover(costs.columns[:, own])]
@@ -240,16 +240,16 @@ def covered(
     return found
 
 
-def judged(costs: Costs, cells: Mapping[defaults.Cell, Sequence[int]], shapes: Sequence[Shape]) -> tuple[float, ...]:
+def judged(costs: Costs, named: Mapping[cells.Cell, Sequence[int]], shapes: Sequence[Shape]) -> tuple[float, ...]:
     """(mean count of columns in a shape's cell, mean and largest loss of the best of them)."""
-    own = [cells[defaults.cell_of(*shape)] for shape in shapes]
+    own = [named[cells.cell_of(*shape)] for shape in shapes]
     lost = np.expm1([row[columns].min() for row, columns in zip(costs.columns, own, strict=True)])
     return float(np.mean([len(columns) for columns in own])), float(lost.mean()), float(lost.max())
 
 
-def table(configs: Sequence[HopperConfig], cells: Cells) -> tuple[list[str], dict[str, list[list[int]]]]:
-    """What `defaults.TABLE` has as "configurations" and "cells"."""
-    wanted = {column % len(configs) for columns in cells.values() for column in columns}
+def table(configs: Sequence[HopperConfig], named: Cells) -> tuple[list[str], dict[str, list[list[int]]]]:
+    """What `cells.TABLE` has as "configurations" and "cells"."""
+    wanted = {column % len(configs) for columns in named.values() for column in columns}
     rows = sorted(wanted, key=lambda number: _order(configs[number]))
     places = {number: place for place, number in enumerate(rows)}
 
@@ -258,8 +258,8 @@ def table(configs: Sequence[HopperConfig], cells: Cells) -> tuple[list[str], dic
         return 2 * places[number] + split
 
     return [str(configs[number]) for number in rows], {
-        f"{1 << m}x{1 << n}": [sorted(map(entry, cells[m, n, k])) for k in defaults.BITS]
-        for m, n in product(defaults.BITS, repeat=2)
+        f"{1 << m}x{1 << n}": [sorted(map(entry, named[m, n, k])) for k in cells.BITS]
+        for m, n in product(cells.BITS, repeat=2)
     }
 
 
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--count", type=int, default=320, help="configurations, whole or split, to pick (default 320)")
     made.add_argument("--per-cell", type=int, default=400, help="random shapes in each cell (default 400)")
     made.add_argument("--test", type=int, default=300, help="random shapes to judge by (default 300)")
-    made.add_argument("--write", action="store_true", help=f"write {defaults.TABLE.name}")
+    made.add_argument("--write", action="store_true", help=f"write {cells.TABLE.name}")
     given = sys.argv[1:] if arguments is None else arguments
     options = made.parse_args(given)
     if min(options.shapes, options.count, options.per_cell, options.test) < 1:
@@ -295,10 +295,10 @@ def main(arguments: list[str] | None = None) -> int:
         made.error(f"no Hopper configuration is valid on {arch.name}")
     costs = estimated(configs, signature, _random(options.shapes, SEED, arch), arch)
     chosen = pick(costs, options.count, proven(samples, configs))
-    cells = covered(configs, chosen, signature, arch, options.per_cell)
-    texts, entries = table(configs, cells)
+    named = covered(configs, chosen, signature, arch, options.per_cell)
+    texts, entries = table(configs, named)
     others = _random(options.test, TEST_SEED, arch)
-    count, lost, most = judged(estimated(configs, signature, others, arch), cells, others)
+    count, lost, most = judged(estimated(configs, signature, others, arch), named, others)
     print(
         f"{len(texts)} of {len(configs)} configurations; of the {count:.1f} that a shape's cell has on average the best"
         f" is {lost:.2%} slower than the best of all, by the model, {most:.1%} at most"
@@ -307,9 +307,11 @@ def main(arguments: list[str] | None = None) -> int:
         command = shlex.join(["python", "-m", "tuning.candidates", *(Path(a).name if "/" in a else a for a in given)])
         listed = ",\n".join(f'  "{text}"' for text in texts)
         rows = ",\n".join(f'  "{pair}": {json.dumps(row, separators=(",", ":"))}' for pair, row in entries.items())
-        defaults.TABLE.write_text(f'{{"gpu": "{arch.name}",\n "command": {json.dumps(command)},\n'
-                                  f' "configurations": [\n{listed}\n ],\n "cells": {{\n{rows}\n }}}}\n')  # fmt: skip
-        print(f"written to {defaults.TABLE}")
+        cells.TABLE.write_text(
+            f'{{"gpu": "{arch.name}",\n "sm_count": {arch.sm_count},\n "command": {json.dumps(command)},\n'
+            f' "configurations": [\n{listed}\n ],\n "cells": {{\n{rows}\n }}}}\n'
+        )
+        print(f"written to {cells.TABLE}")
     return 0
 
 

@@ -156,7 +156,7 @@ def compare(
             else:
                 missed[str(outcome.problem)] = found
 
-    everything = Options(most, limit=10**9, patience=10**9, known_patience=10**9)
+    everything = Options(most, limit=10**9, patience=None)
     left = [problem for problem in problems if str(problem) in winners]
     progress = Progress(len(left), limit)
     try:

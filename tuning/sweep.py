@@ -188,7 +188,7 @@ def _on_gpus(
     timers = [early] if isinstance(early, GpuProcess) else [stack.enter_context(GpuProcess(i)) for i in indices]
     store = Winners(options.store)
     limit = _limit(options)
-    patience = 10**9 if options.exhaustive else Options.patience
+    patience = None if options.exhaustive else Options.patience
     search = Options(options.budget, limit, patience, resume=options.resume)
     begun = time.monotonic()
     try:

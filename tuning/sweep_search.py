@@ -60,13 +60,15 @@ class Options:
     """How far a search goes.
 
     budget: seconds, as `sweep_budget` counts them. limit: candidates to try at most. patience: end after so many that
-    brought nothing, once half as many more were tried; known_patience: the same where an earlier sweep's winner is
-    among the seeds. heat: candidates in one.
+    brought nothing, once half as many more were tried (tests/unit/test_sweep_quality.py says what it buys);
+    None: go on. stored_patience: the same where all were in the kernel store, and timing takes all the time;
+    known_patience: where an earlier sweep's winner is among the seeds. heat: candidates in one.
     """
 
     budget: float = 60.0
     limit: int = 256
-    patience: int = 64
+    patience: int | None = 96
+    stored_patience: int = 64
     known_patience: int = 32
     heat: int = 8
     resume: bool = False
@@ -217,9 +219,10 @@ class Search:
         self._first = [seed.key for seed in seeds[:SURE_SEEDS]]
         self._frontier.begin_with(seeds)
         self._opened = opened
-        self._patience = min(self.options.patience, self.options.known_patience) if known else self.options.patience
+        self._known_winner = known
         self._sustained = problem.flops > SUSTAINED_FLOPS
         self._tried = 0
+        self._compiles = False  # a candidate was not in the kernel store
         self._uncompiled = False  # a candidate was left out because no worker came up
         self._heats: list[tuple[float, Sequence[Candidate]]] = []  # torch's seconds, and who was timed
 
@@ -319,17 +322,25 @@ class Search:
             elif self._compiler.broken:
                 self._uncompiled = True
             else:
+                self._compiles = True
                 self._compiler.submit(candidate)
         return True
 
     def _tired(self) -> bool:
-        if self._tried < 1.5 * self._patience:
+        patience = self.options.patience
+        if patience is None:
+            return False
+        if not self._compiles:
+            patience = min(patience, self.options.stored_patience)
+        if self._known_winner:
+            patience = min(patience, self.options.known_patience)
+        if self._tried < 1.5 * patience:
             return False
         best, since = float("inf"), 0
         for result in self.outcome.results.values():
             better = result.ok and result.score < best * 0.995
             best, since = (result.score, 0) if better else (best, since + 1)
-        return since >= self._patience
+        return since >= patience
 
     def _heat(self, candidates: list[Candidate], deadline: float) -> None:
         right: list[Candidate] = []

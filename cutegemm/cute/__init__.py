@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from cutegemm.cute import defaults
+from cutegemm.cute import cells, defaults
 from cutegemm.cute.config import AmpereConfig, SimtConfig, TileConfig
 from cutegemm.cute.hopper_config import HopperConfig
 from cutegemm.problem import ITEMSIZE
@@ -89,7 +89,7 @@ class CuteBackend:
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         if arch.capability < (8, 0):
-            return f"the CuTe kernels need compute capability 8.0 or newer; {arch.name} has {_dotted(arch)}"
+            return _too_old(arch)
         if any(self._serves(family, problem, arch) for family in self._automatic(problem.signature)):
             return None
         if not any(f.takes(problem.signature) for f in FAMILIES.values()):
@@ -114,6 +114,8 @@ class CuteBackend:
 
     def check(self, config: TileConfig, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
+        if arch.capability < (8, 0):
+            return _too_old(arch)
         invalid = _invalid(config, problem.signature, arch)
         if invalid:
             return invalid
@@ -141,9 +143,9 @@ class CuteBackend:
                 return found
         return []
 
-    def cell(self, m: int, n: int, k: int) -> list[tuple[str, bool]]:
-        """The `candidates` worth weighing for matrices of about these sizes, and whether with K split."""
-        return defaults.cell(m, n, k)
+    def weighed(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
+        """The `candidates` worth weighing for about these sizes, and whether with K split; see `cells`."""
+        return cells.weighed(arch, m, n, k, batch) if signature.dtype != "fp32" else []
 
     def default(self, problem: Problem, arch: Arch) -> TileConfig:
         from cutegemm import heuristics
@@ -179,8 +181,9 @@ def _tiles(config: TileConfig, problem: Problem) -> int:
     return -(-problem.m // bm) * -(-problem.n // bn)
 
 
-def _dotted(arch: Arch) -> str:
-    return ".".join(map(str, arch.capability))
+def _too_old(arch: Arch) -> str:
+    has = ".".join(map(str, arch.capability))
+    return f"the CuTe kernels need compute capability 8.0 or newer; {arch.name} has {has}"
 
 
 BACKEND = CuteBackend()

@@ -1,17 +1,14 @@
 """The configurations each family may take when nothing was measured: the cost model chooses among them.
 
 They are few beside the whole space, so that a choice costs microseconds, and differ in what matters: the tile and the
-cluster, and with them how a small problem fills the SMs. Those of Hopper in 16 bit are more than a choice can look at;
-`cell` says which are worth a look for which sizes. `splits` says of which there are split-K variants. tests/compile
-builds one for each tile, schedule and role of operands, without C and bias: none spills.
+cluster, and with them how a small problem fills the SMs. Those of Hopper in 16 bit are more than a choice can look at:
+`cells` has them, and which are worth a look for which sizes. `splits` says of which there are split-K variants.
+tests/compile builds one for each tile, schedule and role of operands, without C and bias: none spills.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
-
+from cutegemm.cute import cells
 from cutegemm.problem import Signature
 
 _HOPPER_TF32 = (
@@ -84,55 +81,16 @@ _SPLIT_TF32 = frozenset(
 )
 NUMBERS = tuple(range(2, 33))
 """Every split that a configuration may have."""
-TABLE = Path(__file__).parents[1] / "data" / "candidates.json"
-"""Configurations of `kernels.hopper` in 16 bit, and which of them each cell of sizes has: `tuning.candidates`."""
-LEAST_BITS, MOST_BITS = 4, 15
-"""Of a size in `TABLE`: what is smaller or larger counts as these."""
-BITS = range(LEAST_BITS, MOST_BITS + 1)
-
-Cell = tuple[int, int, int]
-"""log2 of M, N and K, rounded up, within the bounds of `TABLE`."""
-
-
-def cell_of(m: int, n: int, k: int) -> Cell:
-    """The cell of these sizes."""
-    return _bits(m), _bits(n), _bits(k)
-
-
-def _bits(size: int) -> int:
-    return min(max((size - 1).bit_length(), LEAST_BITS), MOST_BITS)
-
-
-@functools.cache
-def _table() -> tuple[tuple[str, ...], frozenset[str], dict[Cell, list[int]]]:
-    """The configurations, those of which there are variants with K split, and what the cells have: twice the number of
-    a configuration, and one more for K split.
-    """
-    data = json.loads(TABLE.read_text())
-    texts = tuple(data["configurations"])
-    cells = {
-        (_bits(m), _bits(n), bits): entries
-        for pair, row in data["cells"].items()
-        for m, n in [map(int, pair.split("x"))]
-        for bits, entries in zip(BITS, row, strict=True)
-    }
-    return texts, frozenset(texts[entry // 2] for row in cells.values() for entry in row if entry % 2), cells
-
-
-def cell(m: int, n: int, k: int) -> list[tuple[str, bool]]:
-    """The Hopper configurations in 16 bit worth a look for matrices of about these sizes, and whether with K split."""
-    texts, _, cells = _table()
-    return [(texts[entry // 2], entry % 2 == 1) for entry in cells[cell_of(m, n, k)]]
 
 
 def splits(text: str) -> tuple[int, ...]:
     """The splits of K, ascending, that a configuration listed here may have as well."""
-    return NUMBERS if text in _SPLIT_TF32 or text in _table()[1] else ()
+    return NUMBERS if text in _SPLIT_TF32 or cells.may_split(text) else ()
 
 
 def hopper(signature: Signature) -> tuple[str, ...]:
     """Configurations of `kernels.hopper`."""
-    return _HOPPER_TF32 if signature.dtype == "fp32" else _table()[0]
+    return _HOPPER_TF32 if signature.dtype == "fp32" else cells.configurations()
 
 
 def ampere(signature: Signature) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cutegemm import arch, heuristics
-from cutegemm.cute import defaults
+from cutegemm.cute import cells, defaults
 from cutegemm.cute.hopper_config import HopperConfig
 from cutegemm.problem import Problem
 from tuning import candidates, untuned
@@ -78,14 +78,14 @@ def test_greedy_picks_cover_and_never_lose(some, shapes):
 @pytest.mark.parametrize("cell", [(4, 4, 4), (5, 12, 15), (15, 8, 10)])
 def test_shapes_of_a_cell_are_drawn_in_it(cell):
     found = candidates.drawn(cell, 200)
-    assert {defaults.cell_of(*shape) for shape in found} == {cell}
+    assert {cells.cell_of(*shape) for shape in found} == {cell}
     assert found[:20] == candidates.drawn(cell, 20)
     assert all(size % untuned.STEP == 0 for shape in found for size in shape)
     for place, bits in enumerate(cell):
         sizes = [shape[place] for shape in found]
         assert sum(size == 1 << bits for size in sizes) >= 0.2 * len(sizes)
         assert min(sizes) < 1.2 * (1 << bits - 1) + untuned.STEP
-        assert (max(sizes) > 1 << bits) == (bits == defaults.MOST_BITS)
+        assert (max(sizes) > 1 << bits) == (bits == cells.MOST_BITS)
 
 
 def test_few_columns_cover_what_is_near():
@@ -97,18 +97,18 @@ def test_few_columns_cover_what_is_near():
 
 
 def test_cells_have_what_is_near(some, monkeypatch):
-    monkeypatch.setattr(defaults, "BITS", range(7, 9))
+    monkeypatch.setattr(cells, "BITS", range(7, 9))
     chosen = [column for start in (0, len(some)) for column in range(start, start + len(some), 7)]
-    cells = candidates.covered(some, chosen, SIGNATURE, H200, 6)
-    assert list(cells) == list(itertools.product((7, 8), repeat=3))
-    for cell, columns in cells.items():
+    named = candidates.covered(some, chosen, SIGNATURE, H200, 6)
+    assert list(named) == list(itertools.product((7, 8), repeat=3))
+    for cell, columns in named.items():
         assert set(columns) <= set(chosen)
         assert min(columns) < len(some), "a cell of splits alone"
         shapes = candidates.drawn(cell, 6)
         costs = candidates.estimated(some, SIGNATURE, shapes, H200, chosen)
         lost = costs.columns[:, columns].min(axis=1) - costs.columns[:, chosen].min(axis=1)
         assert lost.max() <= np.log1p(candidates.NEAR) + 1e-12
-        count, mean, most = candidates.judged(costs, cells, shapes)
+        count, mean, most = candidates.judged(costs, named, shapes)
         assert count == len(columns)
         assert 0 <= mean <= most <= candidates.NEAR + 1e-12
 
@@ -128,17 +128,17 @@ def test_what_won_twice_is_proven(some):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys, some):
-    monkeypatch.setattr(defaults, "TABLE", tmp_path / "candidates.json")
+    monkeypatch.setattr(cells, "TABLE", tmp_path / "candidates.json")
     monkeypatch.setattr(candidates, "space", lambda *where: iter(some))
-    defaults._table.cache_clear()
-    monkeypatch.setattr(defaults, "BITS", range(defaults.LEAST_BITS, defaults.LEAST_BITS + 3))
-    monkeypatch.setattr(defaults, "MOST_BITS", defaults.LEAST_BITS + 2)
+    cells._table.cache_clear()
+    monkeypatch.setattr(cells, "BITS", range(cells.LEAST_BITS, cells.LEAST_BITS + 3))
+    monkeypatch.setattr(cells, "MOST_BITS", cells.LEAST_BITS + 2)
     arguments = ["--shapes", "40", "--test", "10", "--count", "9", "--per-cell", "4", "--write"]
     try:
         assert candidates.main(arguments) == 0
-        first = defaults.TABLE.read_text()
+        first = cells.TABLE.read_text()
         assert candidates.main(arguments) == 0
-        assert defaults.TABLE.read_text() == first  # the same each time
+        assert cells.TABLE.read_text() == first  # the same each time
         data = json.loads(first)
         assert data["command"] == "python -m tuning.candidates " + " ".join(arguments)
         assert tuple(data["configurations"]) == defaults.hopper(SIGNATURE)
@@ -147,9 +147,9 @@ def test_the_command(tmp_path, monkeypatch, capsys, some):
         for (m, n), k in itertools.product(itertools.product((16, 32, 64), repeat=2), (16, 32, 64)):
             row = data["cells"][f"{m}x{n}"][k.bit_length() - 5]
             named = [(data["configurations"][entry // 2], bool(entry % 2)) for entry in row]
-            assert defaults.cell(m, n, k) == named != []
+            assert cells.cell(m, n, k) == named != []
     finally:
-        defaults._table.cache_clear()
+        cells._table.cache_clear()
     assert "slower than the best of all" in capsys.readouterr().out
     for wrong in (["--shapes", "0"], ["--per-cell", "0"], ["no such file"], ["--arch", "no such GPU"]):
         with pytest.raises(SystemExit):

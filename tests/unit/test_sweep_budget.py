@@ -97,7 +97,7 @@ def test_workers_that_are_given_up_blame_no_candidate(store, clock):
     stored = [candidate.key for candidate in candidates[::5]]
     compiler = FakeCompiler(stored=stored, clock=clock, broken_after=3.0)
     timer = FakeTimer({}, clock=clock)
-    options = Options(budget=7.0, patience=1000)
+    options = Options(budget=7.0, patience=None)
     outcome = search(candidates, timer, compiler, store, clock, options).run()
     assert outcome.ended == "no compile worker comes up: it ended with status 1"
     assert outcome.winner is not None

@@ -44,7 +44,7 @@ def test_large_products_are_timed_in_sustained_blocks(store, budget):
         compiler = FakeCompiler(clock=clock, seconds=1.0, workers=15)
         compiler.stored = lambda c, new=new: c.key not in new
         timer = FakeTimer({}, clock=clock, costs=(0.03, 0.005))
-        options = Options(budget=budget, patience=10**6)
+        options = Options(budget=budget, patience=None)
         outcome = search(candidates, timer, store, compiler, LARGE, options, clock=clock).run()
         assert {block for _, _, block in timer.timed} == {HEAT_BLOCK_SECONDS, BLOCK_SECONDS}
         assert timer.timed[0][2] == HEAT_BLOCK_SECONDS

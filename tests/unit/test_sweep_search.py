@@ -112,7 +112,7 @@ def test_the_budget_is_kept(store, budget, problem):
     timer = FakeTimer({}, clock=clock)
     compiler = FakeCompiler(clock=clock, seconds=5.0, workers=15)
     outcome = search(
-        space(1000), timer, store, compiler, problem, Options(budget=budget, limit=10**6, patience=10**6), clock=clock
+        space(1000), timer, store, compiler, problem, Options(budget=budget, limit=10**6, patience=None), clock=clock
     ).run()
     assert outcome.ended == "budget"
     assert outcome.elapsed <= budget + 1.0
@@ -139,7 +139,7 @@ def test_a_minute_with_fifteen_workers_times_over_a_hundred(store):
     clock = Clock()
     timer = FakeTimer({}, clock=clock, costs=(0.02, 0.005))
     compiler = FakeCompiler(clock=clock, seconds=5.0, workers=15)
-    options = Options(budget=60.0, limit=10**6, patience=10**6)
+    options = Options(budget=60.0, limit=10**6, patience=None)
     outcome = search(space(1000), timer, store, compiler, Problem.of(4096, 4096, 4096), options, clock=clock).run()
     assert len(outcome.results) > 100
     warm = Clock()
@@ -157,6 +157,21 @@ def test_it_ends_early_when_nothing_gets_better(store):
     outcome = search(space(1000), timer, store, options=Options(budget=1e6, patience=20, limit=500)).run()
     assert outcome.ended == "done"
     assert 30 <= len(outcome.results) < 80
+
+
+def test_patience_is_shorter_where_less_can_be_expected(store):
+    def tried(stored, known, **options):
+        compiler = FakeCompiler(stored=stored)
+        wanted = Options(budget=1e6, limit=10**6, **options)
+        return len(search(space(300), FakeTimer({}), store, compiler, options=wanted, known=known).run().results)
+
+    new, stored, known = tried(False, False), tried(True, False), tried(True, True)
+    assert Options.patience is not None
+    assert new >= 1.5 * Options.patience > stored >= 1.5 * Options.stored_patience > known
+    assert known >= 1.5 * Options.known_patience
+    assert tried(False, True) < 1.5 * Options.stored_patience
+    assert tried(True, True, patience=8) < known
+    assert tried(True, True, patience=None) == 300
 
 
 def test_a_very_slow_launch_is_left_at_its_first_measurement(store):

@@ -1,0 +1,139 @@
+"""Which candidates a choice looks at: few, among them one close to the best of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import statistics
+
+import pytest
+
+from cutegemm import arch, backend, heuristics
+from cutegemm.cute import cells, defaults
+from cutegemm.problem import Problem
+from tests.choices import least_seconds, looked_at
+from tuning import untuned
+
+H200 = arch.get("H200")
+SIGNATURE = Problem.of(64, 64, 64, "bf16").signature
+
+
+@pytest.fixture(autouse=True)
+def _no_winners(monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    heuristics.forget()
+    yield
+    heuristics.forget()
+
+
+def lost(problem, where=H200):
+    """By how much the choice is behind the best of all candidates and their splits."""
+    candidates = heuristics._candidates("cute", problem.signature, where)
+    best = least_seconds(problem, candidates._whole, candidates._splits.values())
+    return candidates.cheapest(problem)[0] / best - 1
+
+
+def part_of_the_gpu(sms):
+    """A partition with so many SMs."""
+    share = sms / H200.sm_count
+    peaks = tuple((kind, rate * share) for kind, rate in H200.peaks)
+    memory = H200.hbm_bytes_per_s * share
+    return dataclasses.replace(H200, name=f"{sms} SMs", sm_count=sms, peaks=peaks, hbm_bytes_per_s=memory)
+
+
+@pytest.mark.parametrize(("batch", "on_average"), [(1, 0.003), (24, 0.01)])
+def test_random_shapes_lose_little(batch, on_average):
+    problems = (dataclasses.replace(problem, batch=batch) for problem in untuned.draw(200, 1, "bf16", "tn", H200))
+    found = [lost(problem) for problem in problems]
+    assert max(found) < 0.3
+    assert statistics.fmean(found) < on_average
+
+
+@pytest.mark.parametrize(("largest", "batches"), [(64, (128, 1024)), (256, (128, 1024)), (256, (8, 128))])
+def test_batches_of_small_matrices_lose_little(largest, batches):
+    """The CTAs of a cluster that are beyond a matrix cost nothing in a single one, but here."""
+    source = random.Random(largest + batches[0])
+    size = lambda: 8 * source.randint(1, largest // 8)  # noqa: E731
+    found = [
+        lost(Problem.of(size(), size(), size() * source.choice((1, 8)), "bf16", batch=source.randint(*batches)))
+        for _ in range(100)
+    ]
+    assert max(found) < 0.3
+    assert statistics.fmean(found) < 0.01
+
+
+@pytest.mark.parametrize("sms", [16, 60, 114])
+def test_smaller_gpus_lose_little(sms):
+    where = part_of_the_gpu(sms)
+    found = [lost(problem, where) for problem in untuned.draw(100, sms, "bf16", "tn", H200)]
+    assert max(found) < 0.3
+    assert statistics.fmean(found) < 0.02
+
+
+def test_which_candidates_are_looked_at():
+    """Those of the cell: one list serves all sizes that round up to the same powers of two."""
+    candidates = heuristics._candidates("cute", SIGNATURE, H200)
+    seen = set()
+    for sizes in itertools.product((16, 40, 130, 1000, 8192, 10**6), repeat=3):
+        entries, ladders = looked_at(candidates, Problem.of(*sizes, "bf16"))
+        named = cells.cell(*sizes)
+        assert [str(config) for _, config in entries] == [text for text, split in named if not split]
+        assert ladders == [candidates._splits[text] for text, split in named if split]
+        seen |= {text for text, _ in named}
+        rounded = looked_at(candidates, Problem.of(*(1 << (size - 1).bit_length() for size in sizes), "bf16"))
+        assert (entries, ladders) == rounded
+    assert len(seen) > len(candidates._entries) / 2
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem.of(64, 64, 64, "fp32"), Problem.of(64, 64, 64, "fp32", precision="tf32"),
+        Problem.of(64, 63, 64, "bf16", majors="tt"),
+    ],
+    ids=["fp32", "tf32", "not aligned"],
+)  # fmt: skip
+def test_other_kernels_have_no_cells(problem, monkeypatch):
+    everything = [(text, False) for text in defaults.hopper(SIGNATURE)]
+    monkeypatch.setattr(cells, "weighed", lambda *about: everything)  # some of TF32's configurations are among them
+    candidates = heuristics._candidates("cute", problem.signature, H200)
+    assert looked_at(candidates, problem) == (candidates._whole, list(candidates._splits.values()))
+
+
+def test_a_batch_is_looked_up_as_a_larger_matrix_too():
+    candidates = heuristics._candidates("cute", SIGNATURE, H200)
+    one, many, wide = (
+        {str(config) for _, config in looked_at(candidates, problem)[0]}
+        for problem in (
+            Problem.of(256, 256, 512, "bf16"), Problem.of(256, 256, 512, "bf16", batch=64),
+            Problem.of(256 * 8, 256 * 8, 512, "bf16"),
+        )
+    )  # fmt: skip
+    assert one < one | wide <= many
+
+
+def test_a_smaller_gpu_is_looked_up_as_a_batch():
+    about = 256, 256, 512
+    assert cells.weighed(H200, *about, 1) == cells.weighed(part_of_the_gpu(114), *about, 1)
+    assert cells.weighed(part_of_the_gpu(33), *about, 2) == cells.weighed(H200, *about, 8)
+    for names in (cells.weighed(H200, *about, batch) for batch in (1, 2, 1000)):
+        assert len(set(names)) == len(names)
+
+
+def test_the_table():
+    texts = cells.configurations()
+    assert texts == defaults.hopper(SIGNATURE)
+    assert len(set(texts)) == len(texts)
+    assert all(backend.get("cute").parse(text).problem(SIGNATURE, H200) is None for text in texts)
+    found = {sizes: cells.cell(*(1 << bits for bits in sizes)) for sizes in itertools.product(cells.BITS, repeat=3)}
+    assert all(len(set(named)) == len(named) for named in found.values())
+    assert all(any(not split for _, split in named) for named in found.values())
+    assert {text for named in found.values() for text, _ in named} == set(texts)
+    split = {text for named in found.values() for text, wanted in named if wanted}
+    assert split == {text for text in texts if defaults.splits(text)}
+    for sizes in ((1, 10**6, 0), (17, 32767, 513)):
+        assert cells.cell(*sizes) == found[cells.cell_of(*sizes)]
+    assert [cells.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]
+    assert sum(map(len, found.values())) < 16 * len(found), "a choice may take microseconds"
+    assert cells.TABLE.stat().st_size < 120_000

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CUTE_FAMILIES = {"sm90": "hopper", "sm80": "ampere", "simt": "simt"}
 """The name that begins the files of each kernel family in cute/kernels."""
-_NOT_IN_KERNELS = ("defaults.py", "__init__.py")
+_NOT_IN_KERNELS = ("defaults.py", "cells.py", "__init__.py")
 _COMPILERS = {"cute": "nvidia-cutlass-dsl", "cutlass2x": "nvidia-cutlass", "legacy": "nvidia-cuda-nvrtc"}
 
 

@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,8 +102,14 @@ def build(signature: Signature, config: TileConfig, arch: Arch, make_operator) -
 
 
 def _made(make_operator: Callable[[], Any]) -> Any:
-    try:
+    with _needing_the_dsl():
         return make_operator()
+
+
+@contextlib.contextmanager
+def _needing_the_dsl() -> Iterator[None]:
+    try:
+        yield
     except ImportError as why:
         raise GemmError(
             f"backend 'cute' compiles with NVIDIA's CuTe DSL, which cannot be imported ({why}); "
@@ -137,7 +143,8 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
 def _import_dsl(target: str):
     # The DSL reads the architecture at import when it cannot ask a driver; the compile option overrides it.
     os.environ.setdefault("CUTE_DSL_ARCH", target)
-    import cutlass.cute as cute
+    with _needing_the_dsl():
+        import cutlass.cute as cute
 
     return cute
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -22,6 +23,7 @@ from cutegemm.errors import GemmError
 from cutegemm.kernel_store import Artefacts, KernelStore, StoreWarning, default_root, default_store, fingerprint
 from tests.waiting import PATIENCE, wait_until
 
+ROOT = Path(__file__).parent.parent.parent
 KEY = {"config": "a", "target": "sm_80"}
 
 
@@ -281,27 +283,42 @@ def _no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
+_FORKS = """
+import gc, os, sys, warnings
+from pathlib import Path
+from cutegemm.kernel_store import KernelStore
+from tests.unit.test_kernel_store import KEY, make
+
+warnings.simplefilter("ignore", UserWarning)
+store = KernelStore(Path(sys.argv[1]))
+entry = store.get_or_build(KEY, make)
+root = store.root
+child = os.fork()
+if child == 0:
+    try:
+        del store, entry
+        gc.collect()
+    finally:
+        os._exit(0)
+os.waitpid(child, 0)
+assert entry.read("kernel.o") == b"code"
+del store
+gc.collect()
+assert entry.read("kernel.o") == b"code"  # the entry holds its folder
+del entry
+gc.collect()
+assert not root.exists()
+print(root)
+"""
+
+
 def test_the_temporary_folder_goes_with_its_store_and_not_with_a_forked_child(tmp_path):
+    """In a process of one thread: what others held when this one forks would never be given back in the child."""
     (tmp_path / "file").write_text("in the way")
-    store = KernelStore(tmp_path / "file" / "store")
-    with pytest.warns(StoreWarning):
-        entry = store.get_or_build(KEY, make)
-    root = store.root
-    child = os.fork()
-    if child == 0:
-        try:
-            del store, entry
-            gc.collect()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert entry.read("kernel.o") == b"code"
-    del store
-    gc.collect()
-    assert entry.read("kernel.o") == b"code"  # the entry holds its folder
-    del entry
-    gc.collect()
-    assert not root.exists()
+    command = [sys.executable, "-c", _FORKS, str(tmp_path / "file" / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert tmp_path not in Path(done.stdout.strip()).parents
 
 
 def test_leftovers_of_killed_processes_are_removed_when_old(tmp_path):

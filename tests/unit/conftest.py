@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cutegemm import winners_table
+from cutegemm import heuristics, winners, winners_table
 
 SHIPPED = winners_table.DATA
 
 
 @pytest.fixture(autouse=True)
 def no_shipped_table(tmp_path_factory, monkeypatch):
+    """Nor does a test know the winners that an earlier one has looked up."""
     monkeypatch.setattr(winners_table, "DATA", tmp_path_factory.getbasetemp())
+    monkeypatch.setattr(winners, "_current", None)
+    heuristics.forget()

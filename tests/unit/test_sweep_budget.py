@@ -171,7 +171,7 @@ def test_ctrl_c_in_a_sweep_whose_workers_hang(store, monkeypatch):
         ranker=lambda *rest: [(1.0, space(1)[0].config)], report=tell, stop=stop,
     )  # fmt: skip
     assert [outcome.ended for outcome in found] == ["interrupted"]
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < MOST_WAITED / 2  # it would wait as long for the first worker
     assert STARTING in told
 
 

@@ -54,13 +54,13 @@ def cell(m: int, n: int, k: int) -> list[Named]:
 def weighed(arch: Arch, m: int, n: int, k: int, batch: int) -> list[Named]:
     """What is worth a look for products of about these sizes, each once.
 
-    A batch has more tiles of the same matrices: it is looked up as one of them, and as matrices of as many elements as
-    all that are taller, wider, and both. So is anything on a GPU with fewer SMs than the table's: it fills them sooner.
+    A batch has more tiles of the same matrices: it is looked up as taller and as wider matrices of as many elements as
+    all. So is anything on a GPU with fewer SMs than the table's: it fills them sooner.
     """
     more = (batch - 1).bit_length() + max(0, round(math.log2(_table().sm_count / arch.sm_count)))
-    shifts = sorted({(0, 0), (more, 0), (0, more), (more // 2, more // 2)})
-    named = dict.fromkeys(found for x, y in shifts for found in cell(m << x, n << y, k))
-    return list(named | dict.fromkeys(_beside(m, n)) if more else named)
+    if not more:
+        return cell(m, n, k)
+    return list(dict.fromkeys((*cell(m << more, n, k), *cell(m, n << more, k), *_beside(m, n))))
 
 
 def _beside(m: int, n: int) -> Iterator[Named]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from cutegemm import arch as arch_table
 from cutegemm.problem import Problem
 from tuning.sweep_candidates import Candidate
+from tuning.sweep_search import Search
 from tuning.sweep_timer import TORCH, Check, TimerBroken, TimerLost
 
 H200 = arch_table.get("H200")
@@ -202,3 +203,9 @@ class FakeCompiler:
 
     def _now(self) -> float:
         return self._clock() if self._clock is not None else time.monotonic()
+
+
+def search(candidates, timer, store, compiler=None, problem=PROBLEM, options=None, clock=None, **more) -> Search:
+    """Without a clock time stands still: the budget, and who gets into the final, must not depend on the machine."""
+    compiler = compiler or FakeCompiler()
+    return Search(problem, candidates, timer, compiler, store, options, clock=clock or Clock(), **more)

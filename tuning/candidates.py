@@ -230,13 +230,15 @@ def covered(
     found: Cells = {}
     for m, n, k in product(cells.BITS, repeat=3):
         cell = m, n, k
-        costs = estimated(kept, signature, drawn(cell, count), arch, own, 1 + 2 * NEAR)
-        few = [own[place] for place in cover(costs.columns[:, own])]
-        if min(few) >= len(kept):  # no split serves where K is short or, in a batch, the tiles are many
-            whole = [column for column in own if column < len(kept)]
-            costs = estimated(kept, signature, drawn(cell, count), arch, whole, 1 + 2 * NEAR)
-            few += [whole[place] for place in cover(costs.columns[:, whole])]
-        found[cell] = sorted(chosen[own.index(column)] for column in few)
+        shapes = drawn(cell, count)
+        costs = estimated(kept, signature, shapes, arch, own, 1 + 2 * NEAR)
+        places = cover(costs.columns[:, own])
+        if all(own[place] >= len(kept) for place in places):  # no split serves where K is short, or tiles are many
+            whole = [place for place, column in enumerate(own) if column < len(kept)]
+            columns = [own[place] for place in whole]
+            costs = estimated(kept, signature, shapes, arch, columns, 1 + 2 * NEAR)
+            places += [whole[place] for place in cover(costs.columns[:, columns])]
+        found[cell] = sorted(chosen[place] for place in places)
     return found
 
 

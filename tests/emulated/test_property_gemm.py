@@ -50,7 +50,7 @@ def test_random_problems(name):
     kernel: Pair = found[1]
 
     @given(st.randoms(use_true_random=False))
-    @settings(max_examples=12, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @settings(max_examples=12, database=None, suppress_health_check=list(HealthCheck), print_blob=True)
     def check(rng):
         drawn = draw(template, rng, SMALL, arch, frozenset((kernel,)))
         assume(drawn is not None)

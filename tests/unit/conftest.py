@@ -15,3 +15,12 @@ def no_shipped_table(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(winners_table, "DATA", tmp_path_factory.getbasetemp())
     monkeypatch.setattr(winners, "_current", None)
     heuristics.forget()
+
+
+@pytest.fixture
+def no_winners(monkeypatch):
+    """Choices depend on no store of this machine, nor later ones on what is remembered here."""
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    heuristics.forget()
+    yield
+    heuristics.forget()

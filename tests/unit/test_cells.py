@@ -18,13 +18,7 @@ from tuning import untuned
 H200 = arch.get("H200")
 SIGNATURE = Problem.of(64, 64, 64, "bf16").signature
 
-
-@pytest.fixture(autouse=True)
-def _no_winners(monkeypatch):
-    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
-    heuristics.forget()
-    yield
-    heuristics.forget()
+pytestmark = pytest.mark.usefixtures("no_winners")
 
 
 def lost(problem, where=H200):

@@ -186,7 +186,7 @@ def test_large_clusters_cost_from_the_second_round_on():
 SIZES = st.one_of(st.sampled_from([0, 1, 2, 64, 65, 128, 129, 4096, 4104, 28672]), st.integers(1, 10**5))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([0, 1, 3, 300]), st.sampled_from(TEXTS),
     st.sampled_from(["tn", "tt", "nn", "nt"]), st.sampled_from(["bf16", "fp32"]), st.floats(0, 3), st.floats(0, 50),

@@ -25,14 +25,7 @@ ARCHS = [arch.get(name) for name in ("H200", "A100", "RTX 4090")]
 SIZES = st.one_of(st.integers(0, 300), st.sampled_from([1, 16, 128, 1000, 4096, 28672, 65536]), st.integers(1, 10**6))
 FULL = Epilogue(c_dtype="fp32", bias_dtype="fp32", activation="gelu")
 
-
-@pytest.fixture(autouse=True)
-def _no_winners(monkeypatch):
-    """Choices here depend on no store of this machine."""
-    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
-    heuristics.forget()
-    yield
-    heuristics.forget()
+pytestmark = pytest.mark.usefixtures("no_winners")
 
 
 @pytest.fixture
@@ -49,7 +42,7 @@ def config(problem, where=H200, name=None):
     return found[1]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([1, 1, 1, 7]), st.sampled_from(["fp16", "fp32"]), st.booleans(),
     st.sampled_from(ARCHS), st.booleans(),
@@ -71,7 +64,7 @@ OLD = dataclasses.replace(arch.get("A100"), name="old", capability=(7, 5))
 EPILOGUES = [None, FULL, Epilogue(activation="gelu_tanh"), Epilogue(bias_dtype="fp16", bias_axis="m"), Epilogue("bf16")]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([1, 7]), st.sampled_from(["fp16", "bf16", "fp32"]),
     st.sampled_from(["ieee", "tf32", "tf32x3"]), st.sampled_from(["tn", "nt"]), st.sampled_from(EPILOGUES),
@@ -90,7 +83,7 @@ def test_what_a_backend_refuses_no_configuration_can_serve(
 
 
 @pytest.mark.usefixtures("hopper")
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(SIZES, SIZES, SIZES, st.booleans())
 def test_a_hopper_choice_is_valid(m, n, k, full):
     problem = Problem.of(m, n, k, "bf16", epilogue=FULL if full else None)
@@ -167,7 +160,7 @@ def model(text, rates=None, problem=None):
     return Model(shape, problem.signature, H200, rates or FIRST_PRINCIPLES[shape.family])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(SIZES, SIZES, SIZES, st.sampled_from([1, 5]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 10**6))
 def test_the_quick_bound_is_a_bound(m, n, k, batch, dtype, pick):
     problem = Problem.of(m, n, k, dtype, batch=batch)
@@ -249,7 +242,7 @@ def close(found, least):
     return least <= found <= least / heuristics.CLOSE
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000), st.sampled_from([1, 1, 3, 100]))
 def test_bounds_lose_no_candidate(m, n, k, batch):
     """The choice is the cheapest of the candidates of the cell, splits worth trying included."""

@@ -16,7 +16,7 @@ from cutegemm.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import DTYPES, ITEMSIZE, PRECISIONS, Problem, alignment
 
-QUICK = settings(max_examples=200, deadline=None, database=None)
+QUICK = settings(max_examples=200, database=None)
 MEMORY = torch.zeros(4096)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from cutegemm.problem import Problem
 from cutegemm.winners import Winners
-from tests.tuning_fakes import PROBLEM, Clock, FakeCompiler, FakeTimer, space
-from tuning.sweep_search import HEAT_BLOCK_SECONDS, Options, Plan, Search
+from tests.tuning_fakes import PROBLEM, Clock, FakeCompiler, FakeTimer, search, space
+from tuning.sweep_search import HEAT_BLOCK_SECONDS, Options, Plan
 from tuning.sweep_timer import TORCH, TimerLost
 from tuning.timing import BLOCK_SECONDS
 
@@ -19,12 +19,6 @@ LARGE = Problem.of(8192, 8192, 8192)
 @pytest.fixture
 def store(tmp_path) -> Winners:
     return Winners(tmp_path / "winners.sqlite3")
-
-
-def search(candidates, timer, store, compiler=None, problem=PROBLEM, options=None, clock=None, **more) -> Search:
-    """Without a clock time stands still: the budget, and who gets into the final, must not depend on the machine."""
-    compiler = compiler or FakeCompiler()
-    return Search(problem, candidates, timer, compiler, store, options, clock=clock or Clock(), **more)
 
 
 def final_of(timer: FakeTimer) -> tuple[int, int]:

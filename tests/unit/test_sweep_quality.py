@@ -60,13 +60,12 @@ def swept(problem: Problem, every: list[Candidate], seconds: Callable[[Candidate
     return Search(problem, every, timer, compiler, store, Options(), seeds=seeds, clock=clock).run()
 
 
+@pytest.mark.usefixtures("no_winners")
 @pytest.mark.parametrize("sizes", [(1024, 6144, 4096), (128, 4096, 14336)], ids=str)
-def test_a_sweep_comes_close_to_the_best_of_all(sizes, tmp_path, monkeypatch):
+def test_a_sweep_comes_close_to_the_best_of_all(sizes, tmp_path):
     """Within 2 % of the best of 100 favourites of the model and 100 of all, as `tuning.exhaustive` times them; within
     3 % of the best of the whole space on average.
     """
-    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
-    heuristics.forget()
     problem = Problem.of(*sizes, "bf16")
     every = enumerate_all(problem, H200, ["cute"])
     assert len(every) > 5000

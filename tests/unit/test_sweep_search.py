@@ -7,20 +7,14 @@ import pytest
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners
 from cutegemm.winners_fingerprint import fingerprint
-from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, candidate, space
-from tuning.sweep_search import Options, Search
+from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, candidate, search, space
+from tuning.sweep_search import Options
 from tuning.sweep_timer import TimerBroken, TimerLost
 
 
 @pytest.fixture
 def store(tmp_path) -> Winners:
     return Winners(tmp_path / "winners.sqlite3")
-
-
-def search(candidates, timer, store, compiler=None, problem=PROBLEM, options=None, clock=None, **more) -> Search:
-    """Without a clock time stands still: the budget, and who gets into the final, must not depend on the machine."""
-    compiler = compiler or FakeCompiler()
-    return Search(problem, candidates, timer, compiler, store, options, clock=clock or Clock(), **more)
 
 
 def best(store: Winners, problem: Problem = PROBLEM) -> Measurement:

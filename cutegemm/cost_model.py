@@ -6,7 +6,7 @@ each bound the time:
     step      the slowest of: multiplying, reading and writing shared memory, loading (an SM's own port; all SMs' share
               of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
     tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile, as far as that
-              takes long enough)
+              takes long enough). The last tile's epilogue is hidden by nothing, nor is the rest of its stores
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
     chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth; more for what is written
               to parts of sectors (32 bytes) and lines
@@ -18,7 +18,8 @@ each bound the time:
               CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last sums
     power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean
               joins it to the time at full clock: near the limit the clock gives way by degrees
-    fixed     launch, pipeline fill, last store
+    fixed     launch and pipeline fill; less where the next launch finds room on the SMs meanwhile, with programmatic
+              dependent launch: two CTAs fit an SM, or half of the SMs are free (0.35 us of 4 on an H200)
 
 The constants that no data sheet gives (`Rates`) are fitted to measured tables by `tuning.calibrate`, one set a kernel
 family; `data/cost_model.json` holds them with the command that made them. A config enters through its `Footprint`.
@@ -62,7 +63,8 @@ class Rates:
 
     launch, pdl, alone: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
     what CTAs without clusters take longer to start (0.1 us of 1.7 for the smallest products on an H200), what each
-    warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds (curve). quad: share of time that
+    warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds (curve), what is saved where the
+    next launch starts beside this one (beside). quad: share of time that
     clusters of four and more add to several rounds. exchange, peers: of parts of K within a cluster, in microseconds,
     and its bytes a clock.
     math: share of the data sheet's peak that back-to-back multiplications reach (fitted rates absorb a clock above
@@ -70,19 +72,22 @@ class Rates:
     smem, port, l2: bytes a clock of shared memory, of one SM's load port, of an SM's share of the L2 when all load.
     outside: the same of rows beyond the matrix, which TMA fills with zeros (no limit where it is 0). tail: share of
     that cost for rows whose end is beyond it in the last k step. lines: how much longer loads take of rows that all
-    straddle lines. writes, sectors, seams: what writing D costs more than reading as much, of its bytes: always, where
-    its rows begin within sectors, and once for each store more that a line takes. rows: clocks that an epilogue takes
+    straddle lines. writes, sectors, seams, turned: what writing D costs more than reading as much, of its bytes:
+    always, where its rows begin within sectors, once for each store more that a line takes, and with exchanged
+    operands. rows: clocks that an epilogue takes
     for each row of a store.
     latency: of one load, until its data may be multiplied, beside `burst` times its bytes through the port. held:
     stages that the multiplications hold meanwhile.
     step, sync: clocks that a k step costs beside what it moves, and more where CTAs of a cluster wait for each other.
-    tile, store: clocks of an epilogue beside its bytes, and its bytes a clock. hidden: share of an epilogue that costs
+    tile, store: clocks of an epilogue beside its bytes, and its bytes a clock. drains: how many times as long the
+    stores then take that nobody waits for but the end of the kernel. hidden: share of an epilogue that costs
     time even under the next tile's multiplications.
     split, parts: a split-K meeting in microseconds, and the bytes a clock at which one CTA adds parts up. stream: share
     of time that stream-K's uneven tiles add.
     hbm: share of the data sheet's bandwidth. again: what a second read of a byte just come from memory costs of the
     first. idle: how much longer memory takes for the SMs that have no tile in the last round.
-    overlap: share of the lesser costs that the largest does not hide.
+    overlap, within: share of the lesser costs that the largest does not hide, of all tiles and memory traffic, and
+    within a k step.
     warps: resident warps whose latency is not hidden. flop_pj, load_pj, smem_pj, hbm_pj: energy of a flop, of a byte
     from the L2, of a byte read from shared memory, of a byte from memory. rest: how long the card may draw the most
     for what it drew less between launches (`tuning.bench` clears the L2 there).
@@ -90,6 +95,7 @@ class Rates:
 
     launch: float = 2.6
     pdl: float = 0.5
+    beside: float = 0.0
     alone: float = 0.0
     sync: float = 0.0
     crew: float = 0.0
@@ -107,6 +113,7 @@ class Rates:
     writes: float = 0.0
     sectors: float = 0.0
     seams: float = 0.0
+    turned: float = 0.0
     rows: float = 0.0
     latency: float = 0.9
     held: float = 1.0
@@ -114,6 +121,7 @@ class Rates:
     step: float = 30.0
     tile: float = 600.0
     store: float = 64.0
+    drains: float = 0.0
     hidden: float = 0.15
     split: float = 2.5
     parts: float = 64.0
@@ -122,6 +130,7 @@ class Rates:
     again: float = 0.2
     idle: float = 0.5
     overlap: float = 0.1
+    within: float = 0.1
     warps: float = 0.5
     flop_pj: float = 0.75
     load_pj: float = 6.0
@@ -130,23 +139,13 @@ class Rates:
     rest: float = 15.0
 
 
+_SM90 = Rates(
+    alone=0.06, beside=0.3, sync=8.0, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.2,
+    turned=0.1, rows=0.5, drains=2.0,
+)  # fmt: skip
 FIRST_PRINCIPLES: dict[str, Rates] = {
-    "sm90": Rates(
-        alone=0.06, sync=8.0, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.2, rows=0.5
-    ),
-    "sm90/tf32": Rates(
-        alone=0.06,
-        sync=8.0,
-        crew=0.1,
-        outside=11.0,
-        tail=0.3,
-        lines=1.0,
-        writes=0.1,
-        sectors=0.3,
-        seams=0.2,
-        rows=0.5,
-        flop_pj=1.2,
-    ),
+    "sm90": _SM90,
+    "sm90/tf32": replace(_SM90, flop_pj=1.2),
     "sm80": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2),
     "sm80/tf32": Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=2.2),
     "simt": Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=6.0),
@@ -211,12 +210,12 @@ class Model:
     """
 
     __slots__ = (
-        "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy",
-        "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
-        "_lines_a", "_lines_b", "_load_chip", "_out_size", "_outside", "_overlap", "_parts",
-        "_places", "_port", "_rereads", "_rest", "_sectors", "_slower", "_split_fixed", "_split_part",
+        "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk",
+        "_busiest", "_busy", "_early", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows",
+        "_idle", "_itemsize", "_l2", "_last", "_lines_a", "_lines_b", "_load_chip", "_out_size", "_outside", "_overlap",
+        "_parts", "_places", "_port", "_rereads", "_rest", "_sectors", "_slower", "_split_fixed", "_split_part",
         "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_uneven", "_unit_m", "_unit_n", "_waits", "_waits_port",
-        "_wave", "_writes", "outline",
+        "_wave", "_within", "_writes", "outline",
     )  # fmt: skip
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
@@ -225,7 +224,7 @@ class Model:
         size, out = ITEMSIZE[signature.dtype], ITEMSIZE[signature.out_dtype]
         sharers = f.cluster[0] * f.cluster[1]
         ctas = f.cluster_ctas
-        self._itemsize, self._out_size, self._overlap = size, out, r.overlap
+        self._itemsize, self._out_size, self._overlap, self._within = size, out, r.overlap, r.within
         self._unit_m, self._unit_n = rows_a, rows_b = f.unit
         self._bk, self._splits = f.bk, f.splits
         self._places = clusters(arch, ctas)
@@ -243,7 +242,7 @@ class Model:
         self._a_by_k, self._b_by_k = signature.a_major == "k", signature.b_major == "k"
         self._lines_a, self._lines_b = r.lines * rows_a / (rows_a + rows_b), r.lines * rows_b / (rows_a + rows_b)
         self._tail = r.tail * self._outside * (rows_a * self._a_by_k + rows_b * self._b_by_k) / f.parts
-        self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1)
+        self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1) + r.turned * f.turned
         self._step_fixed = (r.step + r.sync * (ctas > 1)) / clock
         self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
         ahead = max(f.stages - r.held, 0.5)
@@ -253,7 +252,7 @@ class Model:
         self._wave = [i + r.warps / warps if i else 0.0 for i in range(f.ctas + 1)]
 
         slowest = max(self._busiest, port)
-        least = slowest + r.overlap * (self._busy + port - slowest) + self._step_fixed
+        least = slowest + r.within * (self._busy + port - slowest) + self._step_fixed
         self._stages = f.stages
         # What `bounds` counts of a step, of loading for all SMs, and of waiting; CTAs that share an SM hide more.
         alone = self._wave[1]
@@ -266,8 +265,10 @@ class Model:
         epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
+        self._last = epilogue - self._epilogue + r.drains * f.bm * f.bn * out / (r.store * clock)
         launch = r.launch - r.pdl * f.pdl + r.alone * (ctas == 1) + r.crew * max(f.threads // 128 - 2, 0)
-        self._fixed = (launch + r.curve * f.curve) * 1e-6 + epilogue - self._epilogue
+        self._fixed = (launch + r.curve * f.curve) * 1e-6
+        self._beside, self._early = f.beside, r.beside * f.pdl * 1e-6
         self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
         # Each sends what it does not own, then adds as much.
         self._sums = 0.0
@@ -291,8 +292,9 @@ class Model:
         self._rest = r.rest * 1e-6
         self.outline = (
             self._unit_m, self._unit_n, self._bk, self._parts, self._splits, self._places, self._balanced,
-            self._fixed + self._sums, self._epilogue, self._stages, self._energy_step, self._rest, r.overlap, r.lines,
-            size / self._bandwidth, out * (1 + self._writes) / self._bandwidth, *outline,
+            self._fixed + self._sums, self._beside, self._early, self._epilogue, self._last, self._stages,
+            self._energy_step, self._rest, r.overlap, r.lines, size / self._bandwidth,
+            out * (1 + self._writes) / self._bandwidth, *outline,
         )  # fmt: skip
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
@@ -315,7 +317,7 @@ class Model:
         memory, of the energy at the power limit, of what every launch and the last sums of parts of K cost). The first
         is made of the last four.
         """
-        splits, places, overlap = self._splits, self._places, self._overlap
+        splits, places, overlap, within = self._splits, self._places, self._overlap, self._within
         rows, columns = -(-m // self._unit_m), -(-n // self._unit_n)
         tiles = rows * columns * batch
         steps = -(-k // self._bk) or 1
@@ -335,9 +337,9 @@ class Model:
             if self._tail and k % self._bk:  # one split has the end of K
                 tail = self._tail * (tiles if tiles < places else places)
         busy = self._busiest if self._busiest > port else port
-        busy += overlap * (self._busy + port - busy)
+        busy += within * (self._busy + port - busy)
         load *= works if works < places else places
-        step = self._step_fixed + (busy + overlap * load if busy > load else load + overlap * busy)
+        step = self._step_fixed + (busy + within * load if busy > load else load + within * busy)
         full, rest = divmod(rounds, self._fold)
         busy_rounds = 0.0
         if full:
@@ -358,7 +360,8 @@ class Model:
         if self._balanced and works > places and works % places:
             busy_rounds *= works / (places * rounds) * self._uneven
             busy_rounds += self._split_fixed + self._split_part
-        busy_rounds += (rounds - 1) * self._sums if rounds else 0.0
+        if rounds:
+            busy_rounds += (rounds - 1) * self._sums + self._last
         a, b = m * k * batch * size, n * k * batch * size
         d = m * n * batch * self._out_size
         moved: float = a + b + d
@@ -374,11 +377,14 @@ class Model:
             memory *= 1 + self._idle * (places / works - 1 / rounds)
         memory /= self._bandwidth
         time = busy_rounds + overlap * memory if busy_rounds > memory else memory + overlap * busy_rounds
-        time += self._fixed + self._sums
+        fixed = self._fixed + self._sums
+        if self._beside or 2 * works <= places:
+            fixed -= self._early
+        time += fixed
         heat = tiles * steps * self._energy_step + moved * self._energy_byte - self._rest
         if heat > 0:
             time = math.sqrt(math.sqrt(time**4 + heat**4))
-        return time, rounds, depth, busy_rounds, memory, heat, self._fixed + self._sums
+        return time, rounds, depth, busy_rounds, memory, heat, fixed
 
 
 def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: int, straddling: float) -> list[float]:
@@ -389,12 +395,12 @@ def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: i
         straddling: what `Model.straddling` says.
     """
     if not m * n * batch:
-        return [outline[7] for outline in outlines]  # what every launch costs
+        return [outline[7] - outline[9] for outline in outlines]  # what every launch costs
     found = []
     read, written = (m + n) * k * batch, m * n * batch
     for (
-        unit_m, unit_n, bk, parts, splits, places, balanced, fixed, epilogue, stages, energy, rest, overlap, lines,
-        a_read, a_write, step, load, outside, waits, waits_lines, tail,
+        unit_m, unit_n, bk, parts, splits, places, balanced, fixed, beside, early, epilogue, last, stages, energy, rest,
+        overlap, lines, a_read, a_write, step, load, outside, waits, waits_lines, tail,
     ) in outlines:  # fmt: skip
         rows, columns = (m - 1) // unit_m + 1, (n - 1) // unit_n + 1
         tiles = rows * columns * batch
@@ -411,13 +417,15 @@ def bounds(outlines: Iterable[tuple[Any, ...]], m: int, n: int, k: int, batch: i
         waits += waits_lines * straddling
         rounds = tiles / places if balanced else (works - 1) // places + 1
         if waits > step:
-            time = rounds * (depth * waits + epilogue) - (waits - step) * (depth if depth < stages else stages)
+            time = rounds * (depth * waits + epilogue) - (waits - step) * (depth if depth < stages else stages) + last
         else:
-            time = rounds * (depth * step + epilogue)
+            time = rounds * (depth * step + epilogue) + last
         if tail and k % bk:
             time += rounds * tail * (tiles if tiles < places else places)
         memory = read * a_read + written * a_write
         time = (time + overlap * memory if time > memory else memory + overlap * time) + fixed
+        if beside or 2 * works <= places:
+            time -= early
         heat = tiles * steps * energy - rest
         if heat > 0.5 * time:
             time = math.sqrt(math.sqrt(time**4 + heat**4))

@@ -30,7 +30,8 @@ class Footprint:
     overlapped: the epilogue runs beside the next tile's multiplications. pdl: programmatic dependent launch.
     copies: how many times more instructions narrow loads take than 16-byte ones.
     curve: the tile order is a Hilbert curve. zig: waves of tiles walk K to and fro. segment: bytes of a row of D that
-    the epilogue stores as one, a line of 128 at most.
+    the epilogue stores as one, a line of 128 at most. turned: the operands are exchanged, D is stored turned. beside:
+    an SM has room for a CTA of the next launch, which may start early.
     """
 
     family: str
@@ -53,6 +54,8 @@ class Footprint:
     curve: bool = False
     zig: bool = False
     segment: int = LINE
+    turned: bool = False
+    beside: bool = False
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -85,9 +88,8 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
     # One consumer warpgroup keeps the registers it was compiled to, its accumulators and about 32 more; with several,
     # setmaxnreg deals out all.
     registers = min(config.accumulators + 32, 255) if config.consumers == 1 else 168
-    ctas = 1
-    if not config.persistent:
-        ctas = resident(arch, config.smem_bytes(signature), config.threads, registers)
+    ctas = resident(arch, config.smem_bytes(signature), config.threads, registers)
+    pdl = "pdl" in config.options
     # A store of exchanged operands is 64 columns wide, whatever the tile.
     out = ITEMSIZE[signature.out_dtype]
     columns = WGMMA_ROWS if config.swapped else config.store_columns(out)
@@ -99,7 +101,7 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         config.stages,
         smem,
         config.threads,
-        ctas=ctas,
+        ctas=1 if config.persistent else ctas,
         cluster=cluster,
         parts=config.cluster_k,
         splits=config.splits,
@@ -107,10 +109,12 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         balanced="streamk" in config.options,
         group=order_rows(config.order),
         overlapped=config.ping_pong,
-        pdl="pdl" in config.options,
+        pdl=pdl,
         curve=config.order == "hilbert",
         zig="zig" in config.options,
         segment=min(columns * out, LINE),
+        turned=config.swapped,
+        beside=pdl and ctas > 1,
     )
 
 

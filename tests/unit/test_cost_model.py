@@ -15,8 +15,9 @@ from cutegemm.problem import Problem
 
 H200 = arch.get("H200")
 NOTHING = dataclasses.replace(
-    FIRST_PRINCIPLES["sm90"], crew=0.0, tail=0.0, lines=0.0, writes=0.0, sectors=0.0, seams=0.0, outside=0.0
-)
+    FIRST_PRINCIPLES["sm90"], crew=0.0, tail=0.0, lines=0.0, writes=0.0, sectors=0.0, seams=0.0, turned=0.0,
+    outside=0.0, drains=0.0, beside=0.0,
+)  # fmt: skip
 PLAIN = "sm90/128x128x64/coop2/c1x1/s6/row"
 FOLDED = "sm90/64x64x64/coop1/c1x1/s4/row/once"
 TEXTS = (
@@ -69,7 +70,7 @@ def test_an_operand_counts_by_its_share_of_the_tile():
     """Loads bound this: rows of A are 256 of 304, of B 48; with both, all loads take 1 + 7/8 times as long."""
     text, only = (
         "sm90/256x48x64/coop2/c1x1/s4/row",
-        {"l2": 1.0, "overlap": 0.0, "step": 0.0, "tile": 0.0, "hbm_pj": 0.0},
+        {"l2": 1.0, "overlap": 0.0, "within": 0.0, "step": 0.0, "tile": 0.0, "hbm_pj": 0.0},
     )
     plain, lines = model(text, "nt", **only), model(text, "nt", lines=1.0, **only)
     sizes = {"neither": (8192, 8192), "a": (8200, 8192), "b": (8192, 8200), "both": (8200, 8200)}
@@ -158,6 +159,13 @@ def test_exchanged_operands_end_within_lines_by_the_rows_of_their_tile():
     assert costs((4096, 4096, 64), "sm90/128x96x64/coop2/c1x1/s5/row", seams=5.0)
 
 
+def test_exchanged_operands_write_dearer():
+    sizes = (4096, 4096, 64)
+    straight, turned = PLAIN, PLAIN + "/swap"
+    assert not costs(sizes, straight, turned=0.5)
+    assert memory(model(turned, turned=0.5), *sizes) == pytest.approx(1.5 * memory(model(turned), *sizes), rel=0.05)
+
+
 # -- launches
 
 
@@ -169,6 +177,51 @@ def test_warpgroups_beyond_two_take_longer_to_launch(text, beyond):
     """The producer's is one of them."""
     gained = model(text, crew=1.0).terms(64, 64, 64, 1)[6] - model(text).terms(64, 64, 64, 1)[6]
     assert gained == pytest.approx(beyond * 1e-6)
+
+
+@pytest.mark.parametrize(("text", "sizes", "early"), [
+    ("sm90/64x128x64/coop1/c1x1/s6/row/pdl", (64 * 67, 128, 512), False),
+    ("sm90/64x128x64/coop1/c1x1/s6/row/pdl", (64 * 66, 128, 512), True),  # half of 132 SMs
+    ("sm90/64x128x64/coop1/c1x1/s3/row/pdl", (64 * 67, 128, 512), True),  # 72 KiB of stages and 16 of D
+    ("sm90/64x128x64/coop1/c1x1/s3/row/pdl", (2048, 2048, 512), True),
+    ("sm90/64x128x64/coop1/c1x1/s3/row", (64, 128, 512), False),
+    ("sm90/128x128x64/coop1/c1x1/s2/row/pdl", (128 * 67, 128, 512), False),  # 160 registers of 256 threads
+    ("sm90/64x128x64/pp/c1x1/s3/row/pdl", (64 * 67, 128, 512), False),  # all registers are dealt out
+    ("sm90/64x128x64/coop1/c2x1/s6/row/pdl", (128 * 33, 128, 512), True),
+    ("sm90/64x128x64/coop1/c2x1/s6/row/pdl", (128 * 34, 128, 512), False),
+])  # fmt: skip
+def test_the_next_launch_starts_early_where_it_finds_room(text, sizes, early):
+    gained = model(text).seconds(*sizes) - model(text, beside=0.4).seconds(*sizes)
+    assert gained == pytest.approx(0.4e-6 * early, abs=1e-12)
+
+
+@pytest.mark.parametrize("text", [PLAIN, "sm90/64x96x64/pp/c1x4/s8/serp8/pdl"])
+def test_the_last_stores_drain_once_a_launch(text):
+    """However many tiles there are, and by the tile's bytes."""
+
+    def drained(*sizes):
+        return model(text, drains=3.0).terms(*sizes, 1)[3] - model(text).terms(*sizes, 1)[3]
+
+    once = drained(64, 64, 4096)
+    assert once > 0
+    assert drained(8192, 8192, 4096) == pytest.approx(once)
+    assert drained(0, 64, 64) == 0
+    wide = model(text, out_dtype="fp32", drains=3.0).terms(64, 64, 4096, 1)[3]
+    assert wide - model(text, out_dtype="fp32").terms(64, 64, 4096, 1)[3] == pytest.approx(2 * once)
+
+
+def test_the_last_epilogue_of_ping_pong_is_not_hidden():
+    """Of one round all costs the same as in a tile without turns; of each further round the hidden share alone."""
+    ping, alone = (f"sm90/128x128x64/{schedule}/c1x1/s6/row" for schedule in ("pp", "coop1"))
+    one, ten = (128, 128, 8192), (128 * 132 * 10, 128, 8192)
+
+    def longer(text, sizes):
+        return model(text, tile=9000.0).terms(*sizes, 1)[3] - model(text, tile=1000.0).terms(*sizes, 1)[3]
+
+    once = longer(alone, one)
+    assert longer(ping, one) == pytest.approx(once)
+    assert longer(alone, ten) == pytest.approx(10 * once)
+    assert longer(ping, ten) == pytest.approx((1 + 9 * NOTHING.hidden) * once)
 
 
 def test_large_clusters_cost_from_the_second_round_on():
@@ -193,9 +246,11 @@ SIZES = st.one_of(st.sampled_from([0, 1, 2, 64, 65, 128, 129, 4096, 4104, 28672]
     st.sampled_from([1.0, 48.0]),
 )  # fmt: skip
 def test_the_bound_holds_for_any_constants(m, n, k, batch, text, majors, out_dtype, rate, burst, l2):
-    extra = dict.fromkeys(("crew", "tail", "lines", "writes", "sectors", "seams"), rate)
+    extra = dict.fromkeys(("crew", "tail", "lines", "writes", "sectors", "seams", "turned", "drains"), rate)
     assert model(FOLDED)._fold > 1  # CTAs that share an SM are among them
-    cost = model(text, majors, out_dtype, outside=11.0, l2=l2, burst=burst, latency=0.1 + burst / 10, **extra)
+    cost = model(
+        text, majors, out_dtype, outside=11.0, l2=l2, burst=burst, latency=0.1 + burst / 10, beside=0.3, **extra
+    )
     seconds = cost.seconds(m, n, k, batch)
     assert cost.at_least(m, n, k, batch) <= seconds * (1 + 1e-9)
     assert 0 < seconds < float("inf")

@@ -6,7 +6,8 @@ each bound the time:
     step      the slowest of: multiplying, reading and writing shared memory, loading (an SM's own port; all SMs' share
               of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
     tile      its steps, and what is not hidden of its epilogue (ping-pong hides it under the other tile, as far as that
-              takes long enough). The last tile's epilogue is hidden by nothing, nor is the rest of its stores
+              takes long enough). The last tile's epilogue is hidden by nothing, and the kernel ends only when its
+              stores have drained
     SM        rounds = ceil(tiles / places) tiles one after another: the cost of a part-filled last wave
     chip      compulsory bytes, and what the tile order re-reads, over the memory bandwidth; more for what is written
               to parts of sectors (32 bytes) and lines
@@ -14,6 +15,9 @@ each bound the time:
               bytes a clock, over all SMs of an H200 where it was measured)
     lines     rows of A or B that do not begin on a line of 128 bytes: each 128-byte row of a load touches two lines
               (up to 1.6 times as long where loads bound the time: 7712x15616x168 beside x192 on an H200, 128x128 tiles)
+    narrow    rows of TMA boxes narrower than a line, of operands along M or N whose tile is no multiple of 64 elements
+              of 16 bits: each takes an SM's port as long as a line, once for each CTA that loads it in common (2048^3
+              with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32 bytes, 27 with 128x128)
     split-K   each part written, then read: by the last to finish, or a share by each; stream-K fills the last round.
               CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last sums
     power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean
@@ -63,8 +67,8 @@ class Rates:
 
     launch, pdl, alone: a launch in a graph with the pipeline's fill, what programmatic dependent launch saves of it,
     what CTAs without clusters take longer to start (0.1 us of 1.7 for the smallest products on an H200), what each
-    warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds (curve), what is saved where the
-    next launch starts beside this one (beside). quad: share of time that
+    warpgroup beyond two adds (crew), what finding one's way on a Hilbert curve adds (curve), what programmatic
+    dependent launch saves besides where the next launch finds room on the SMs early (beside). quad: share of time that
     clusters of four and more add to several rounds. exchange, peers: of parts of K within a cluster, in microseconds,
     and its bytes a clock.
     math: share of the data sheet's peak that back-to-back multiplications reach (fitted rates absorb a clock above
@@ -74,14 +78,13 @@ class Rates:
     that cost for rows whose end is beyond it in the last k step. lines: how much longer loads take of rows that all
     straddle lines. writes, sectors, seams, turned: what writing D costs more than reading as much, of its bytes:
     always, where its rows begin within sectors, once for each store more that a line takes, and with exchanged
-    operands. rows: clocks that an epilogue takes
-    for each row of a store.
+    operands. rows: clocks that an epilogue takes for each row of a store.
     latency: of one load, until its data may be multiplied, beside `burst` times its bytes through the port. held:
     stages that the multiplications hold meanwhile.
     step, sync: clocks that a k step costs beside what it moves, and more where CTAs of a cluster wait for each other.
     tile, store: clocks of an epilogue beside its bytes, and its bytes a clock. drains: how many times as long the
-    stores then take that nobody waits for but the end of the kernel. hidden: share of an epilogue that costs
-    time even under the next tile's multiplications.
+    stores then take that nobody waits for but the end of the kernel. hidden: share of an epilogue that costs time even
+    under the next tile's multiplications.
     split, parts: a split-K meeting in microseconds, and the bytes a clock at which one CTA adds parts up. stream: share
     of time that stream-K's uneven tiles add.
     hbm: share of the data sheet's bandwidth. again: what a second read of a byte just come from memory costs of the
@@ -235,7 +238,7 @@ class Model:
         from_l2 = (rows_a + rows_b) * f.bk * size
         multiply = flops / (arch.peak(unit(signature)) * 1e12 / arch.sm_count * r.math)
         smem = (f.smem_step + stage * f.copies) / (r.smem * clock)
-        port = stage / (r.port * clock)
+        port = stage * f.narrow / (r.port * clock)
         self._port, self._busiest, self._busy = port, max(multiply, smem), multiply + smem
         self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
         self._outside = f.parts * f.bk * size / (r.outside * clock * arch.sm_count) if r.outside else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class Footprint:
     chip. splits: of K, among clusters; serial: one CTA adds up all parts of a tile, they are not shared out. balanced:
     tiles that fill no round of all SMs are cut along K (stream-K). group: tile rows that the tile order walks together.
     overlapped: the epilogue runs beside the next tile's multiplications. pdl: programmatic dependent launch.
-    copies: how many times more instructions narrow loads take than 16-byte ones.
+    copies: how many times more instructions narrow loads take than 16-byte ones. narrow: how many times as long a
+    stage's TMA boxes take as if their rows were whole lines.
     curve: the tile order is a Hilbert curve. zig: waves of tiles walk K to and fro. segment: bytes of a row of D that
     the epilogue stores as one, a line of 128 at most. turned: the operands are exchanged, D is stored turned. beside:
     an SM has room for a CTA of the next launch, which may start early.
@@ -51,6 +53,7 @@ class Footprint:
     balanced: bool = False
     pdl: bool = False
     copies: float = 1.0
+    narrow: float = 1.0
     curve: bool = False
     zig: bool = False
     segment: int = LINE
@@ -113,9 +116,26 @@ def _hopper(config: Any, signature: Signature, arch: Arch) -> Footprint:
         curve=config.order == "hilbert",
         zig="zig" in config.options,
         segment=min(columns * out, LINE),
+        narrow=_narrow(config, signature),
         turned=config.swapped,
         beside=pdl and ctas > 1,
     )
+
+
+def _narrow(config: Any, signature: Signature) -> float:
+    """A row of a box is what divides both a line and the tile, along K or along the operand's other side.
+
+    What is narrower than a line takes as many times as long as there are CTAs that load it in common (row-major B on an
+    H200; whole lines do not).
+    """
+    size, (cm, cn) = ITEMSIZE[signature.dtype], config.cluster
+    majors = (signature.a_major, signature.b_major)[:: -1 if config.swapped else 1]
+    rows = lines = 0.0
+    for extent, sharers, major in zip((config.bm, config.bn), (cn, cm), majors, strict=True):
+        width = math.gcd((config.bk if major == "k" else extent) * size, LINE)
+        rows += extent * (1 if width == LINE else sharers) / width
+        lines += extent / LINE
+    return rows / lines
 
 
 def _cute_warps(config: Any, signature: Signature, arch: Arch) -> Footprint:

@@ -4,15 +4,19 @@ The whole space takes milliseconds to rank, a choice may take microseconds. So a
 here beforehand, by the cost model as it is fitted, and of these the few to weigh for sizes of each magnitude:
 
     1. random shapes are drawn as in `tuning.untuned`, with seeds of their own
-    2. every tile, schedule and cluster, with the deepest ring, is estimated for each of them, whole and with K split
-    3. greedily, the configuration is added that saves the most time over all shapes, large losses counting more
+    2. every tile, schedule and cluster, with the deepest ring and one that leaves room beside it, is estimated for each
+       of them, whole and with K split
+    3. greedily, the configuration is added that saves the most time over all shapes, large losses counting more;
        those that measurements (TABLE, as `tuning.calibrate` takes them) found best at two shapes or more come first
     4. shapes are drawn in each cell (M, N and K up to a power of two and beyond the one before); of those picked the
        cell gets the fewest, greedily, that have one within `NEAR` of the best for each of its shapes
+    5. all this for A and B along K; then more are picked for the other majors together, by every third of the shapes,
+       and each has cells of its own
 
 `--write` puts the table into the package (cutegemm/data/candidates.json). To be run again when the cost model's
-constants have changed; takes some five minutes. What is printed: how many a shape has in its cell, and how much slower
-the best of them is than the whole space's best, by the model, on shapes that had no part in picking them.
+constants have changed; takes some fifty minutes of one core. What is printed, for each majors: how many a shape has in its
+cell, and how much slower the best of them is than the whole space's best, by the model, on shapes that had no part in
+picking them.
 """
 
 from __future__ import annotations
@@ -20,11 +24,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import os
 import random
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -66,6 +73,9 @@ Shape = tuple[int, int, int]
 """(M, N, K)."""
 Cells = dict[cells.Cell, list[int]]
 """Columns of `Costs.columns` by cell."""
+OTHERS = 3
+"""For majors other than both along K, one in so many of the shapes to pick by is weighed, and one configuration picked
+in addition for so many picked before."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +107,11 @@ def space(signature: Signature, arch: Arch) -> Iterator[HopperConfig]:
             config = HopperConfig(bm, bn, bk, schedule, (cm, cn), stages, order, (*swap, *zig, "pdl"), 1, ck)
             if config.problem(signature, arch) is not None:  # a wider epilogue leaves the ring less room
                 continue
-            beside = _beside(config, signature, arch)
-            if beside or not found:
+            leaves_room = _leaves_room(config, signature, arch)
+            if leaves_room or not found:
                 yield config
             found = True
-            if beside:
+            if leaves_room:
                 break
     # Side by side on an SM, for one round of tiles of a long matrix and few columns.
     for bn, stages in product((16, 32), (4, 5, 6)):
@@ -197,13 +207,13 @@ def proven(samples: Iterable[Sample], configs: Sequence[HopperConfig], signature
     return sorted(column for column, count in won.items() if count >= OFTEN)
 
 
-def _beside(config: HopperConfig, signature: Signature, arch: Arch) -> bool:
+def _leaves_room(config: HopperConfig, signature: Signature, arch: Arch) -> bool:
     return footprint.of(config, "cute", signature, arch).beside
 
 
 def _kind(config: HopperConfig, signature: Signature, arch: Arch) -> tuple[object, ...]:
     return (config.bm, config.bn, config.bk, config.schedule, config.cluster, config.cluster_k, config.swapped,
-            "skew" in config.options, _beside(config, signature, arch))  # fmt: skip
+            "skew" in config.options, _leaves_room(config, signature, arch))  # fmt: skip
 
 
 def drawn(cell: cells.Cell, count: int) -> list[Shape]:
@@ -232,17 +242,22 @@ def cover(columns: np.ndarray) -> list[int]:
     return found
 
 
+def all_cells(*m: int) -> Iterator[cells.Cell]:
+    """Those with this log2 of M, or all."""
+    return product(m or cells.BITS, cells.BITS, cells.BITS)
+
+
 def covered(
-    configs: Sequence[HopperConfig], chosen: Sequence[int], signature: Signature, arch: Arch, count: int
-) -> Cells:
-    """What each cell gets of the chosen columns, by `count` shapes."""
+    configs: Sequence[HopperConfig], chosen: Sequence[int], signature: Signature, arch: Arch, count: int,
+    wanted: Iterable[cells.Cell] | None = None,
+) -> Cells:  # fmt: skip
+    """What each of the cells wanted (by default every one) gets of the chosen columns, by `count` shapes."""
     numbers = sorted({column % len(configs) for column in chosen})
     kept = [configs[number] for number in numbers]
     # The chosen as columns of what is kept: a model is made of these alone.
     own = [column // len(configs) * len(kept) + numbers.index(column % len(configs)) for column in chosen]
     found: Cells = {}
-    for m, n, k in product(cells.BITS, repeat=3):
-        cell = m, n, k
+    for cell in all_cells() if wanted is None else wanted:
         shapes = drawn(cell, count)
         costs = estimated(kept, signature, shapes, arch, own, 1 + 2 * NEAR)
         places = cover(costs.columns[:, own])
@@ -262,20 +277,59 @@ def judged(costs: Costs, named: Mapping[cells.Cell, Sequence[int]], shapes: Sequ
     return float(np.mean([len(columns) for columns in own])), float(lost.mean()), float(lost.max())
 
 
-def table(configs: Sequence[HopperConfig], named: Cells) -> tuple[list[str], dict[str, list[list[int]]]]:
-    """What `cells.TABLE` has as "configurations" and "cells"."""
-    wanted = {column % len(configs) for columns in named.values() for column in columns}
-    rows = sorted(wanted, key=lambda number: _order(configs[number]))
+def covered_by_majors(
+    configs: Sequence[HopperConfig], chosen: Mapping[str, Sequence[int]], arch: Arch, count: int, jobs: int
+) -> dict[str, Cells]:
+    """`covered` for each majors, of the columns chosen for it, by so many processes."""
+    parts_of = list(product(chosen, cells.BITS))
+    work = [(configs, chosen[majors], _signature(majors), arch, count, list(all_cells(m))) for majors, m in parts_of]
+    if jobs == 1:
+        parts = [covered(*one) for one in work]
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            parts = list(pool.map(covered, *zip(*work, strict=True)))
+    found: dict[str, Cells] = {majors: {} for majors in chosen}
+    for (majors, _), part in zip(parts_of, parts, strict=True):
+        found[majors].update(part)
+    return found
+
+
+def table(configs: Sequence[HopperConfig], named: Mapping[str, Cells]) -> dict[str, object]:
+    """What `cells.TABLE` has as "configurations", "split" and "cells"."""
+    columns = {column for of in named.values() for entries in of.values() for column in entries}
+    rows = sorted({column % len(configs) for column in columns}, key=lambda number: _order(configs[number]))
     places = {number: place for place, number in enumerate(rows)}
 
     def entry(column: int) -> int:
         split, number = divmod(column, len(configs))
         return 2 * places[number] + split
 
-    return [str(configs[number]) for number in rows], {
-        f"{1 << m}x{1 << n}": [sorted(map(entry, named[m, n, k])) for k in cells.BITS]
-        for m, n in product(cells.BITS, repeat=2)
+    return {
+        "configurations": [str(configs[number]) for number in rows],
+        "split": sorted(places[column - len(configs)] for column in columns if column >= len(configs)),
+        "cells": {
+            majors: {
+                f"{1 << m}x{1 << n}": [sorted(map(entry, of[m, n, k])) for k in cells.BITS]
+                for m, n in product(cells.BITS, repeat=2)
+            }
+            for majors, of in named.items()
+        },
     }
+
+
+def written(found: Mapping[str, object], indent: int = 0) -> str:
+    """As JSON, with a line for each entry of the lists and tables that are no lists of numbers."""
+    pad = " " * (indent + 1)
+    lines = []
+    for key, value in found.items():
+        if isinstance(value, dict):
+            text = written(value, indent + 1)
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            text = "[\n" + ",\n".join(f'{pad} "{one}"' for one in value) + f"\n{pad}]"
+        else:
+            text = json.dumps(value, separators=(",", ":"))
+        lines.append(f'{pad}"{key}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
 
 
 def _order(config: HopperConfig) -> tuple[object, ...]:
@@ -291,43 +345,55 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="as in tuning.calibrate")
     made.add_argument("--arch", default="H200", help="the GPU that the cost model's constants are of")
     made.add_argument("--shapes", type=int, default=1500, help="random shapes to pick by (default 1500)")
-    made.add_argument("--count", type=int, default=520, help="configurations, whole or split, to pick (default 520)")
+    made.add_argument(
+        "--count",
+        type=int,
+        default=520,
+        help="configurations, whole or split, to pick for A and B along K (default 520)",
+    )
     made.add_argument("--per-cell", type=int, default=400, help="random shapes in each cell (default 400)")
     made.add_argument("--test", type=int, default=300, help="random shapes to judge by (default 300)")
+    made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     made.add_argument("--write", action="store_true", help=f"write {cells.TABLE.name}")
     given = sys.argv[1:] if arguments is None else arguments
     options = made.parse_args(given)
-    if min(options.shapes, options.count, options.per_cell, options.test) < 1:
-        made.error("--shapes, --count, --per-cell and --test must be at least 1")
+    if min(options.shapes, options.count, options.per_cell, options.test, options.jobs) < 1:
+        made.error("--shapes, --count, --per-cell, --test and --jobs must be at least 1")
     try:
         arch = arch_table.get(options.arch)
         samples = calibrate.read_all(options.tables, options.unsplit, arch)
     except (OSError, ValueError) as why:
         made.error(str(why))
-    signature = Problem.of(64, 64, 64, "bf16").signature
+    signature = _signature(cells.MAJORS[0])
     configs = list(space(signature, arch))
     if not configs:
         made.error(f"no Hopper configuration is valid on {arch.name}")
-    costs = estimated(configs, signature, _random(options.shapes, SEED, arch), arch)
-    chosen = pick(costs, options.count, proven(samples, configs, signature, arch))
-    named = covered(configs, chosen, signature, arch, options.per_cell)
-    texts, entries = table(configs, named)
-    others = _random(options.test, TEST_SEED, arch)
-    count, lost, most = judged(estimated(configs, signature, others, arch), named, others)
-    print(
-        f"{len(texts)} of {len(configs)} configurations; of the {count:.1f} that a shape's cell has on average the best"
-        f" is {lost:.2%} slower than the best of all, by the model, {most:.1%} at most"
-    )
+    shapes = _random(options.shapes, SEED, arch)
+    chosen = pick(estimated(configs, signature, shapes, arch), options.count, proven(samples, configs, signature, arch))
+    others = [estimated(configs, _signature(majors), shapes[::OTHERS], arch) for majors in cells.MAJORS[1:]]
+    costs = Costs(np.concatenate([of.whole for of in others]), np.concatenate([of.split for of in others]))
+    more = pick(costs, len(chosen) + -(-options.count // OTHERS), chosen)
+    chosen_for = dict.fromkeys(cells.MAJORS, more) | {cells.MAJORS[0]: chosen}
+    named = covered_by_majors(configs, chosen_for, arch, options.per_cell, options.jobs)
+    found = table(configs, named)
+    texts = found["configurations"]
+    assert isinstance(texts, list)
+    print(f"{len(texts)} of {len(configs)} configurations; of those in a shape's cell on average (count), the best is")
+    judges = _random(options.test, TEST_SEED, arch)
+    for majors in cells.MAJORS:
+        at = estimated(configs, _signature(majors), judges, arch)
+        count, lost, most = judged(at, named[majors], judges)
+        print(f"  {majors}: {lost:.2%} slower than the best of all, by the model, {most:.1%} at most ({count:.1f})")
     if options.write:
         command = shlex.join(["python", "-m", "tuning.candidates", *(Path(a).name if "/" in a else a for a in given)])
-        listed = ",\n".join(f'  "{text}"' for text in texts)
-        rows = ",\n".join(f'  "{pair}": {json.dumps(row, separators=(",", ":"))}' for pair, row in entries.items())
-        cells.TABLE.write_text(
-            f'{{"gpu": "{arch.name}",\n "sm_count": {arch.sm_count},\n "command": {json.dumps(command)},\n'
-            f' "configurations": [\n{listed}\n ],\n "cells": {{\n{rows}\n }}}}\n'
-        )
+        about = {"gpu": arch.name, "sm_count": arch.sm_count, "command": command}
+        cells.TABLE.write_text(written({**about, **found}) + "\n")
         print(f"written to {cells.TABLE}")
     return 0
+
+
+def _signature(majors: str) -> Signature:
+    return Problem.of(64, 64, 64, "bf16", majors=majors).signature
 
 
 def _random(count: int, seed: int, arch: Arch) -> list[Shape]:

@@ -1,8 +1,8 @@
 """Which Hopper configurations in 16 bit a choice weighs, by size: the table that `tuning.candidates` writes.
 
-The table lists a few hundred configurations, and for each cell of sizes, M, N and K up to a power of two and beyond the
-one before, which of them are worth a look. It is made for single products on one GPU; `weighed` looks up batches and
-smaller GPUs in it too.
+The table lists a few hundred configurations, and for the majors of A and B and each cell of sizes, M, N and K up to a
+power of two and beyond the one before, which of them are worth a look. It is made for single products on one GPU;
+`weighed` looks up batches and smaller GPUs in it too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from pathlib import Path
 
 from cutegemm.arch import Arch
 from cutegemm.cute.hopper_config import HopperConfig
+from cutegemm.problem import Signature
 
 TABLE = Path(__file__).parents[1] / "data" / "candidates.json"
 LEAST_BITS, MOST_BITS = 4, 15
 """Of a size in `TABLE`: what is smaller or larger counts as these."""
 BITS = range(LEAST_BITS, MOST_BITS + 1)
+MAJORS = ("tn", "tt", "nn", "nt")
+"""As in `Problem.of`."""
 NARROW, WIDE = 64, 256
 """Rows or columns of D, see `_beside`."""
 
@@ -35,6 +38,11 @@ def cell_of(m: int, n: int, k: int) -> Cell:
     return _bits(m), _bits(n), _bits(k)
 
 
+def majors_of(signature: Signature) -> str:
+    """Which of `MAJORS` a signature has."""
+    return ("t" if signature.a_major == "k" else "n") + ("n" if signature.b_major == "k" else "t")
+
+
 def configurations() -> tuple[str, ...]:
     """All that the table lists, large tiles first."""
     return _table().texts
@@ -45,13 +53,13 @@ def may_split(text: str) -> bool:
     return text in _table().split
 
 
-def cell(m: int, n: int, k: int) -> list[Named]:
+def cell(majors: str, m: int, n: int, k: int) -> list[Named]:
     """What the cell of these sizes has."""
-    table = _table()
-    return [(table.texts[entry // 2], entry % 2 == 1) for entry in table.cells[cell_of(m, n, k)]]
+    texts = _table().texts
+    return [(texts[entry // 2], entry % 2 == 1) for entry in _cells(majors)[cell_of(m, n, k)]]
 
 
-def weighed(arch: Arch, m: int, n: int, k: int, batch: int) -> list[Named]:
+def weighed(arch: Arch, majors: str, m: int, n: int, k: int, batch: int) -> list[Named]:
     """What is worth a look for products of about these sizes, each once.
 
     A batch has more tiles of the same matrices: it is looked up as taller and as wider matrices of as many elements as
@@ -59,8 +67,8 @@ def weighed(arch: Arch, m: int, n: int, k: int, batch: int) -> list[Named]:
     """
     more = (batch - 1).bit_length() + max(0, round(math.log2(_table().sm_count / arch.sm_count)))
     if not more:
-        return cell(m, n, k)
-    return list(dict.fromkeys((*cell(m << more, n, k), *cell(m, n << more, k), *_beside(m, n))))
+        return cell(majors, m, n, k)
+    return list(dict.fromkeys((*cell(majors, m << more, n, k), *cell(majors, m, n << more, k), *_beside(m, n))))
 
 
 def _beside(m: int, n: int) -> Iterator[Named]:
@@ -80,28 +88,31 @@ def _bits(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Table:
-    """sm_count: of the GPU it was made for. split: configurations that a cell has with K split. cells: twice the number
-    of a configuration, and one more for K split.
+    """sm_count: of the GPU it was made for. split: configurations that a cell has with K split. rows: by majors, and by
+    M and N, for each K the entries of a cell: twice the number of a configuration, and one more for K split.
     """
 
     sm_count: int
     texts: tuple[str, ...]
     split: frozenset[str]
-    cells: dict[Cell, list[int]]
+    rows: dict[str, dict[str, list[list[int]]]]
 
 
 @functools.cache
 def _table() -> _Table:
     data = json.loads(TABLE.read_text())
     texts = tuple(data["configurations"])
-    cells = {
+    return _Table(data["sm_count"], texts, frozenset(texts[number] for number in data["split"]), data["cells"])
+
+
+@functools.cache
+def _cells(majors: str) -> dict[Cell, list[int]]:
+    return {
         (_bits(m), _bits(n), bits): entries
-        for pair, row in data["cells"].items()
+        for pair, row in _table().rows[majors].items()
         for m, n in [map(int, pair.split("x"))]
         for bits, entries in zip(BITS, row, strict=True)
     }
-    split = frozenset(texts[entry // 2] for entries in cells.values() for entry in entries if entry % 2)
-    return _Table(data["sm_count"], texts, split, cells)
 
 
 @functools.cache

@@ -100,7 +100,9 @@ def test_cells_have_what_is_near(some, monkeypatch):
     monkeypatch.setattr(cells, "BITS", range(7, 9))
     chosen = [column for start in (0, len(some)) for column in range(start, start + len(some), 7)]
     named = candidates.covered(some, chosen, SIGNATURE, H200, 6)
-    assert list(named) == list(itertools.product((7, 8), repeat=3))
+    assert list(named) == list(itertools.product((7, 8), repeat=3)) == list(candidates.all_cells())
+    few = [(7, 8, 7), (8, 7, 8)]
+    assert candidates.covered(some, chosen, SIGNATURE, H200, 6, few) == {cell: named[cell] for cell in few}
     for cell, columns in named.items():
         assert set(columns) <= set(chosen)
         assert min(columns) < len(some), "a cell of splits alone"
@@ -127,13 +129,24 @@ def test_what_won_twice_is_proven(some):
     assert candidates.proven(samples, some, SIGNATURE, H200) == [some.index(fast)]
 
 
+def test_processes_find_the_same(some, monkeypatch):
+    """A process imports anew: it is told which cells to cover."""
+    monkeypatch.setattr(cells, "BITS", range(7, 9))
+    chosen = {"tn": range(0, len(some), 7), "nt": range(0, len(some), 5)}
+    one, two = (candidates.covered_by_majors(some, chosen, H200, 3, jobs) for jobs in (1, 2))
+    assert one == two
+    assert list(one) == ["tn", "nt"]
+    assert list(one["nt"]) == list(candidates.all_cells())
+
+
 def test_the_command(tmp_path, monkeypatch, capsys, some):
     monkeypatch.setattr(cells, "TABLE", tmp_path / "candidates.json")
     monkeypatch.setattr(candidates, "space", lambda *where: iter(some))
     cells._table.cache_clear()
+    cells._cells.cache_clear()
     monkeypatch.setattr(cells, "BITS", range(cells.LEAST_BITS, cells.LEAST_BITS + 3))
     monkeypatch.setattr(cells, "MOST_BITS", cells.LEAST_BITS + 2)
-    arguments = ["--shapes", "40", "--test", "10", "--count", "9", "--per-cell", "4", "--write"]
+    arguments = ["--shapes", "40", "--test", "10", "--count", "9", "--per-cell", "4", "--jobs", "1", "--write"]
     try:
         assert candidates.main(arguments) == 0
         first = cells.TABLE.read_text()
@@ -142,15 +155,21 @@ def test_the_command(tmp_path, monkeypatch, capsys, some):
         data = json.loads(first)
         assert data["command"] == "python -m tuning.candidates " + " ".join(arguments)
         assert tuple(data["configurations"]) == defaults.hopper(SIGNATURE)
-        assert 1 <= len(data["configurations"]) <= 9
-        assert list(data["cells"])[:2] == ["16x16", "16x32"]
-        for (m, n), k in itertools.product(itertools.product((16, 32, 64), repeat=2), (16, 32, 64)):
-            row = data["cells"][f"{m}x{n}"][k.bit_length() - 5]
-            named = [(data["configurations"][entry // 2], bool(entry % 2)) for entry in row]
-            assert cells.cell(m, n, k) == named != []
+        assert 1 <= len(data["configurations"]) <= 9 + 3
+        assert list(data["cells"]) == list(cells.MAJORS)
+        split = set()
+        for majors, rows in data["cells"].items():
+            assert list(rows)[:2] == ["16x16", "16x32"]
+            for (m, n), k in itertools.product(itertools.product((16, 32, 64), repeat=2), (16, 32, 64)):
+                row = rows[f"{m}x{n}"][k.bit_length() - 5]
+                named = [(data["configurations"][entry // 2], bool(entry % 2)) for entry in row]
+                assert cells.cell(majors, m, n, k) == named != []
+                split |= {entry // 2 for entry in row if entry % 2}
+        assert data["split"] == sorted(split)
     finally:
         cells._table.cache_clear()
+        cells._cells.cache_clear()
     assert "slower than the best of all" in capsys.readouterr().out
-    for wrong in (["--shapes", "0"], ["--per-cell", "0"], ["no such file"], ["--arch", "no such GPU"]):
+    for wrong in (["--shapes", "0"], ["--per-cell", "0"], ["--jobs", "0"], ["no such file"], ["--arch", "no such GPU"]):
         with pytest.raises(SystemExit):
             candidates.main(wrong)

@@ -1,0 +1,57 @@
+"""How wide the boxes of the Hopper kernel's loads are: what the cost model takes them for (`Footprint.narrow`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cutegemm import arch as arch_table
+from cutegemm import backend, footprint, plan
+from cutegemm.cute.hopper_config import LINE
+from tests.problems import Case
+
+pytest.importorskip("llvmlite")
+
+M, N, K = 136, 264, 72
+CASES = [
+    ("128x192x64/coop2/c2x1/s3/row", "bf16", "tn"),
+    ("128x64x32/coop2/c1x1/s3/row", "fp16", "tn"),  # 32 elements along K are half a line
+    ("128x144x64/coop2/c1x1/s3/row", "bf16", "tt"),
+    ("128x144x64/coop2/c2x1/s3/row", "bf16", "tt"),
+    ("64x96x64/coop1/c2x1/s3/row", "fp16", "tt"),
+    ("128x192x64/coop2/c1x4/s3/row", "bf16", "nt"),
+    ("128x48x64/coop2/c2x1/s3/row/swap", "bf16", "nn"),
+    ("128x64x32/coop2/c2x1/s3/row", "fp32", "tn"),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype", "majors"), CASES)
+def test_rows_of_the_boxes_are_as_wide_as_the_cost_model_thinks(text, dtype, majors, seed, monkeypatch):
+    from cutegemm.emulator.ops import tma
+
+    rows: dict[tuple[int, int], int] = {}
+    look_up = tma.tensor_map_at
+
+    def spy(*about):
+        found = look_up(*about)
+        rows[found.dims[:2]] = found.box[0] * found.element_bytes
+        return found
+
+    monkeypatch.setattr(tma, "tensor_map_at", spy)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: replace(arch_table.get("sm_90a"), sm_count=4))
+    options = {"precision": "tf32"} if dtype == "fp32" else {}
+    case = Case.random(M, N, K, dtype, seed=seed, majors=majors, **options)
+    case.run(backend="cute", config=f"sm90/{text}")
+    width_a = rows[(K, M) if majors[0] == "t" else (M, K)]
+    width_b = rows[(K, N) if majors[1] == "n" else (N, K)]
+
+    config = backend.get("cute").parse(f"sm90/{text}")
+    (cm, cn), along_m, along_n = config.cluster, config.bm, config.bn
+    operands = [
+        (along_m, cn, width_b if config.swapped else width_a),
+        (along_n, cm, width_a if config.swapped else width_b),
+    ]
+    taken = sum(extent * (sharers if width < LINE else 1) / width for extent, sharers, width in operands)
+    narrow = footprint.of(config, "cute", case.problem().signature, arch_table.get("H200")).narrow
+    assert narrow == pytest.approx(taken / ((along_m + along_n) / LINE))

@@ -10,13 +10,13 @@ here beforehand, by the cost model as it is fitted, and of these the few to weig
        those that measurements (TABLE, as `tuning.calibrate` takes them) found best at two shapes or more come first
     4. shapes are drawn in each cell (M, N and K up to a power of two and beyond the one before); of those picked the
        cell gets the fewest, greedily, that have one within `NEAR` of the best for each of its shapes
-    5. all this for A and B along K; then more are picked for the other majors together, by every third of the shapes,
-       and each has cells of its own
+    5. all this for A and B along K; then more are picked for the other majors together, by a shape of each cell, and
+       each has cells of its own
 
 `--write` puts the table into the package (cutegemm/data/candidates.json). To be run again when the cost model's
-constants have changed; takes some fifty minutes of one core. What is printed, for each majors: how many a shape has in its
-cell, and how much slower the best of them is than the whole space's best, by the model, on shapes that had no part in
-picking them.
+constants have changed; takes some twenty-five minutes of one core. What is printed, for each majors: how many a shape
+has in its cell, and how much slower the best of them is than the whole space's best, by the model, on shapes that had
+no part in picking them.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ Shape = tuple[int, int, int]
 Cells = dict[cells.Cell, list[int]]
 """Columns of `Costs.columns` by cell."""
 OTHERS = 3
-"""For majors other than both along K, one in so many of the shapes to pick by is weighed, and one configuration picked
-in addition for so many picked before."""
+"""For majors other than both along K, one configuration is picked in addition for so many picked before, and a cell's
+are found by one in so many shapes."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,10 @@ def covered_by_majors(
 ) -> dict[str, Cells]:
     """`covered` for each majors, of the columns chosen for it, by so many processes."""
     parts_of = list(product(chosen, cells.BITS))
-    work = [(configs, chosen[majors], _signature(majors), arch, count, list(all_cells(m))) for majors, m in parts_of]
+    work = [
+        (configs, chosen[majors], _signature(majors), arch, _of(majors, count), list(all_cells(m)))
+        for majors, m in parts_of
+    ]
     if jobs == 1:
         parts = [covered(*one) for one in work]
     else:
@@ -370,9 +373,10 @@ def main(arguments: list[str] | None = None) -> int:
         made.error(f"no Hopper configuration is valid on {arch.name}")
     shapes = _random(options.shapes, SEED, arch)
     chosen = pick(estimated(configs, signature, shapes, arch), options.count, proven(samples, configs, signature, arch))
-    others = [estimated(configs, _signature(majors), shapes[::OTHERS], arch) for majors in cells.MAJORS[1:]]
+    in_cells = [drawn(cell, 1)[0] for cell in all_cells()]
+    others = [estimated(configs, _signature(majors), in_cells, arch) for majors in cells.MAJORS[1:]]
     costs = Costs(np.concatenate([of.whole for of in others]), np.concatenate([of.split for of in others]))
-    more = pick(costs, len(chosen) + -(-options.count // OTHERS), chosen)
+    more = pick(costs, len(chosen) + _of(cells.MAJORS[1], options.count), chosen)
     chosen_for = dict.fromkeys(cells.MAJORS, more) | {cells.MAJORS[0]: chosen}
     named = covered_by_majors(configs, chosen_for, arch, options.per_cell, options.jobs)
     found = table(configs, named)
@@ -390,6 +394,10 @@ def main(arguments: list[str] | None = None) -> int:
         cells.TABLE.write_text(written({**about, **found}) + "\n")
         print(f"written to {cells.TABLE}")
     return 0
+
+
+def _of(majors: str, count: int) -> int:
+    return count if majors == cells.MAJORS[0] else -(-count // OTHERS)
 
 
 def _signature(majors: str) -> Signature:

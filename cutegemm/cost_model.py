@@ -15,9 +15,10 @@ each bound the time:
               bytes a clock, over all SMs of an H200 where it was measured)
     lines     rows of A or B that do not begin on a line of 128 bytes: each 128-byte row of a load touches two lines
               (up to 1.6 times as long where loads bound the time: 7712x15616x168 beside x192 on an H200, 128x128 tiles)
-    narrow    rows of TMA boxes narrower than a line, of operands along M or N whose tile is no multiple of 64 elements
-              of 16 bits: each takes an SM's port as long as a line, once for each CTA that loads it in common (2048^3
-              with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32 bytes, 27 with 128x128)
+    narrow    rows of TMA boxes narrower than a line: of operands along M or N whose tile is no multiple of 64 elements
+              of 16 bits, and of k steps of 32. Each takes an SM's port as long as a line, once for each CTA that loads
+              it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32
+              bytes, 27 with 128x128)
     split-K   each part written, then read: by the last to finish, or a share by each; stream-K fills the last round.
               CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last sums
     power     the energy of multiply-adds and bytes moved, over what the card may draw for long. A fourth-power mean

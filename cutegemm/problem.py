@@ -96,6 +96,11 @@ class Signature:
     align_c: int
     epilogue: Epilogue
 
+    @property
+    def majors(self) -> str:
+        """Of A and B, as in `Problem.of`: "t" is row-major for A, "n" column-major for B, where both lie along K."""
+        return ("t" if self.a_major == "k" else "n") + ("n" if self.b_major == "k" else "t")
+
     def __str__(self) -> str:
         return (
             f"{self.dtype}->{self.out_dtype}/{self.precision}/a{self.a_major}{self.align_a}"

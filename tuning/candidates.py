@@ -283,7 +283,14 @@ def covered_by_majors(
     """`covered` for each majors, of the columns chosen for it, by so many processes."""
     parts_of = list(product(chosen, cells.BITS))
     work = [
-        (configs, chosen[majors], _signature(majors), arch, _of(majors, count), list(all_cells(m)))
+        (
+            configs,
+            chosen[majors],
+            _signature(majors),
+            arch,
+            count if majors == cells.MAJORS[0] else _fewer(count),
+            list(all_cells(m)),
+        )
         for majors, m in parts_of
     ]
     if jobs == 1:
@@ -376,7 +383,7 @@ def main(arguments: list[str] | None = None) -> int:
     in_cells = [drawn(cell, 1)[0] for cell in all_cells()]
     others = [estimated(configs, _signature(majors), in_cells, arch) for majors in cells.MAJORS[1:]]
     costs = Costs(np.concatenate([of.whole for of in others]), np.concatenate([of.split for of in others]))
-    more = pick(costs, len(chosen) + _of(cells.MAJORS[1], options.count), chosen)
+    more = pick(costs, len(chosen) + _fewer(options.count), chosen)
     chosen_for = dict.fromkeys(cells.MAJORS, more) | {cells.MAJORS[0]: chosen}
     named = covered_by_majors(configs, chosen_for, arch, options.per_cell, options.jobs)
     found = table(configs, named)
@@ -396,8 +403,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _of(majors: str, count: int) -> int:
-    return count if majors == cells.MAJORS[0] else -(-count // OTHERS)
+def _fewer(count: int) -> int:
+    return -(-count // OTHERS)
 
 
 def _signature(majors: str) -> Signature:

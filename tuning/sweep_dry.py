@@ -83,7 +83,7 @@ def small_instance(problem: Problem, candidate: Candidate) -> Problem:
 
     small = Problem.of(
         shrunk(problem.m, bm), shrunk(problem.n, bn), shrunk(problem.k, 3 * bk), problem.dtype,
-        majors=("t" if problem.a.row_major else "n") + ("n" if not problem.b.row_major else "t"),
+        majors=problem.signature.majors,
         batch=min(problem.batch, 2), out_dtype=problem.out_dtype, precision=problem.precision,
         epilogue=problem.epilogue,
     )  # fmt: skip

@@ -145,7 +145,7 @@ class CuteBackend:
 
     def weighed(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
         """The `candidates` worth weighing for about these sizes, and whether with K split; see `cells`."""
-        return cells.weighed(arch, cells.majors_of(signature), m, n, k, batch) if signature.dtype != "fp32" else []
+        return cells.weighed(arch, signature.majors, m, n, k, batch) if signature.dtype != "fp32" else []
 
     def default(self, problem: Problem, arch: Arch) -> TileConfig:
         from cutegemm import heuristics

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from cutegemm.arch import Arch
 from cutegemm.cute.hopper_config import HopperConfig
-from cutegemm.problem import Signature
 
 TABLE = Path(__file__).parents[1] / "data" / "candidates.json"
 LEAST_BITS, MOST_BITS = 4, 15
 """Of a size in `TABLE`: what is smaller or larger counts as these."""
 BITS = range(LEAST_BITS, MOST_BITS + 1)
 MAJORS = ("tn", "tt", "nn", "nt")
-"""As in `Problem.of`."""
+"""What `Signature.majors` may be."""
 NARROW, WIDE = 64, 256
 """Rows or columns of D, see `_beside`."""
 
@@ -36,11 +35,6 @@ Named = tuple[str, bool]
 def cell_of(m: int, n: int, k: int) -> Cell:
     """The cell of these sizes."""
     return _bits(m), _bits(n), _bits(k)
-
-
-def majors_of(signature: Signature) -> str:
-    """Which of `MAJORS` a signature has."""
-    return ("t" if signature.a_major == "k" else "n") + ("n" if signature.b_major == "k" else "t")
 
 
 def configurations() -> tuple[str, ...]:

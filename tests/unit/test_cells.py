@@ -121,7 +121,7 @@ def test_a_smaller_gpu_is_looked_up_as_a_batch():
 @pytest.mark.parametrize("majors", cells.MAJORS)
 def test_each_majors_has_cells_of_its_own(majors, monkeypatch):
     problem = Problem.of(512, 512, 512, "bf16", majors=majors)
-    assert cells.majors_of(problem.signature) == majors
+    assert problem.signature.majors == majors
     only = [entry for entry in cells.cell(majors, 512, 512, 512) if not entry[1]][:1]
     monkeypatch.setattr(cells, "cell", lambda asked, m, n, k: only if asked == majors else [])
     entries, ladders = looked_at(heuristics.Candidates(backend.get("cute"), problem.signature, H200, []), problem)

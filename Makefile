@@ -5,11 +5,12 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test nightly lint clean
 
 help:
 	@echo "make demo   set up, then multiply with the real kernels (on the GPU, or in the emulator)"
-	@echo "make test   set up, then run every test this machine can run"
+	@echo "make test   set up, then run the tests this machine can run, a sample of each exhaustive product"
+	@echo "make nightly   the same with every case of the exhaustive products and the slow tests"
 	@echo "make lint   ruff, ruff format, mypy"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -25,7 +26,10 @@ demo: $(STAMP)
 	$(PY) -m cutegemm.demo
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m pytest -n auto --maxprocesses 16 --dist worksteal --durations 10
+
+nightly: $(STAMP)
+	$(PY) -m pytest -n auto --maxprocesses 16 --dist worksteal --durations 10 --exhaustive -m ''
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -9,11 +9,13 @@ Importing the package touches no GPU and starts no thread; the compilers are imp
 needed.
 """
 
-from cutegemm import nn, torch_op
+from cutegemm import nn
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.gemm import explain, gemm, prepare
 from cutegemm.linear import linear
+from cutegemm.memory import clear_workspaces
 from cutegemm.problem import Problem
+from cutegemm.pytorch import operator as torch_op
 from cutegemm.tune import tune
 
 __version__ = "0.1.0"
@@ -22,6 +24,7 @@ __all__ = [
     "Problem",
     "UnsupportedError",
     "__version__",
+    "clear_workspaces",
     "explain",
     "gemm",
     "linear",

@@ -1,49 +1,51 @@
-"""What a backend is: four functions and the kernels they give. Nothing outside a backend knows more of it.
+"""What a backend is, and the registry of them: nothing outside a backend knows more of it than the classes here say.
 
-A backend is a module or object with
-
-    name                               the text that `backend=` accepts
-    supports(problem, arch)            None, or a sentence saying why not and what would do
-    check(config, problem, arch)       None, or why this configuration cannot serve the problem; what `supports` refuses
-                                       none can
-    configs(problem, arch)             every valid configuration, for the tuner
-    default(problem, arch)             the configuration to use when nothing was measured
-    parse(text)                        a configuration from its text form, ValueError naming what is accepted
-    build(signature, config, arch)     a `Kernel`: compiled, or loaded from the kernel store
-
-and may have
-
-    candidates(signature, arch)        (configuration, splits of K that it may also have) of the few that the heuristic
-                                       weighs; without it `default` decides
-    weighed(signature, arch, m, n, k, batch)
-                                       (text, whether K is split) of those candidates that are worth weighing for
-                                       matrices of about these sizes; all are where it names none of them
-    missing()                          None, or which tool it needs is not installed
-    passed_over(problem, arch)         None, or why its faster kernels cannot serve the problem
+A backend derives from `Backend`, which has the defaults of what a backend need not have. One that computes from the
+tensors, by another library, derives from `OnTensors`: it has no kernels.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Protocol, TypeVar
+
+from cutegemm.problem.work import DENSE, why_not_taken
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
-    from cutegemm.emulator.launch import Launch
-    from cutegemm.problem import Problem, Signature
+    import torch
 
-BoundLaunch = Callable[[int, int, int, int, int, float, float, int], None]
-"""run(a, b, c, bias, d, alpha, beta, stream): device addresses (0 for an absent operand), two numbers, and
-the CUDA stream handle. It enqueues the kernel on the current device and returns at once."""
+    from cutegemm.choice.footprint import Footprint
+    from cutegemm.emulator.launch import Captured
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Problem, Signature
+    from cutegemm.problem.request import Request
+    from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers
 
 
 class Config(Protocol):
     """A frozen dataclass whose `str()` is stable and is read back by the backend's `parse`."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     def tile(self) -> tuple[int, int, int]:
         """(M, N, K) of the CTA tile, in elements."""
+        ...
+
+
+class SplitConfig(Config, Protocol):
+    """A configuration that may split K among CTAs; one that `Backend.candidates` gives with splits is of this kind."""
+
+    @property
+    def splits(self) -> int:
+        """Parts of K."""
+        ...
+
+    def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
+        """None, or why it can serve no problem of that signature on that GPU."""
         ...
 
 
@@ -65,63 +67,190 @@ class Kernel(Protocol):
         ...
 
     def bind(self, problem: Problem) -> BoundLaunch:
-        """The launch with the problem's sizes and strides filled in."""
+        """The launch with the problem's sizes and strides filled in; see `cutegemm.run.arguments`."""
         ...
 
-    def capture(
-        self, problem: Problem, a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float
-    ) -> list[Launch]:
-        """What `bind(problem)(...)` would ask of the driver: grid, block, shared memory, parameter bytes.
-
-        The list may carry `scratch` (workspaces by name) and `checks` (what the emulator shall check).
-        """
+    def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:
+        """What `bind(problem)(operands, scalars, stream)` would ask of the driver, for the emulator."""
         ...
 
 
-class Backend(Protocol):
-    """See the module docstring."""
+C = TypeVar("C", bound=Config)
+
+
+class Backend(ABC, Generic[C]):
+    """Kernels for problems: which it serves, by which configurations, and the kernels that these give.
+
+    name: the text that `backend=` accepts. compiler: the PyPI package whose version decides what is made of `sources`.
+    works: names of `problem.work.TABLE` that it takes; it must refuse others, see `why_work_refused`.
+    """
 
     name: str
+    compiler: str
+    works: tuple[str, ...] = (DENSE,)
 
-    def supports(self, problem: Problem, arch: Arch) -> str | None: ...
+    @abstractmethod
+    def supports(self, problem: Problem, arch: Arch) -> str | None:
+        """None, or a sentence saying why it cannot serve the problem and what would do."""
 
-    def check(self, config: Any, problem: Problem, arch: Arch) -> str | None: ...
+    @abstractmethod
+    def check(self, config: C, problem: Problem, arch: Arch) -> str | None:
+        """None, or why this configuration cannot serve the problem; what `supports` refuses none can."""
 
-    def configs(self, problem: Problem, arch: Arch) -> Iterable[Any]: ...
+    @abstractmethod
+    def configs(self, problem: Problem, arch: Arch) -> Iterable[C]:
+        """Every valid configuration, for the tuner."""
 
-    def default(self, problem: Problem, arch: Arch) -> Any: ...
+    @abstractmethod
+    def default(self, problem: Problem, arch: Arch) -> C:
+        """The configuration to use when nothing was measured. Raises ValueError where none can serve the problem."""
 
-    def parse(self, text: str) -> Any: ...
+    @abstractmethod
+    def parse(self, text: str) -> C:
+        """A configuration from its text form. Raises ValueError naming what is accepted."""
 
-    def build(self, signature: Signature, config: Any, arch: Arch) -> Kernel: ...
+    @abstractmethod
+    def build(self, signature: Signature, config: C, arch: Arch) -> Kernel:
+        """The kernel, compiled or loaded from the kernel store. Raises ValueError for a configuration that cannot serve
+        the signature, GemmError where it cannot be compiled here.
+        """
+
+    @abstractmethod
+    def sources(self, config: str) -> tuple[Path, ...]:
+        """The files that decide what a kernel of that configuration (a text) does. Raises ValueError for no such."""
+
+    @abstractmethod
+    def footprint(self, config: C, signature: Signature, arch: Arch) -> Footprint:
+        """What one CTA does, for the cost model."""
+
+    def candidates(self, signature: Signature, arch: Arch) -> Iterable[tuple[C, tuple[int, ...]]]:
+        """(configuration, splits of K that it may also have) of the few that the heuristic may take; without any,
+        `default` decides. One with splits is a `SplitConfig`.
+        """
+        return ()
+
+    def shortlist(
+        self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int
+    ) -> Iterable[tuple[str, bool]]:
+        """(text, whether K is split) of the candidates that the heuristic compares for matrices of about these sizes;
+        it compares all where this names none of them.
+        """
+        return ()
+
+    def only_by_name(self, config: C) -> str | None:
+        """None, or why only a call that names this configuration gets it: no measurement, no search and no heuristic
+        may choose it.
+        """
+        return None
+
+    def why_work_refused(self, signature: Signature) -> str | None:
+        """None, or that it takes other works; `supports` and `check` ask this before anything else."""
+        return why_not_taken(f"backend {self.name!r} computes", self.works, signature.work)
+
+    def missing(self) -> str | None:
+        """None, or which tool it needs is not installed."""
+        return None
+
+    def passed_over(self, problem: Problem, arch: Arch) -> str | None:
+        """None, or why its faster kernels cannot serve the problem."""
+        return None
+
+    def unavailable(self, problem: Problem, arch: Arch) -> str | None:
+        """None, or why it cannot serve the problem here and now: what `supports` says, or a tool that is missing."""
+        return self.supports(problem, arch) or self.missing()
+
+    def read(self, config: Any) -> C:
+        """The configuration that a caller means: a text or an object. Raises ValueError naming what is accepted."""
+        found = self.parse(config) if isinstance(config, str) else config
+        try:
+            known = hasattr(found, "tile") and self.parse(str(found)) == found
+        except ValueError:
+            known = False
+        if not known:
+            raise ValueError(
+                f"config: got {config!r}, expected a configuration of backend {self.name!r} or its text form"
+            )
+        return found
 
 
-@dataclass(frozen=True)
-class _Entry:
-    module: str
-    attribute: str
+class OnTensors(Backend[Any]):
+    """A backend that computes from the tensors themselves, on any device: it has no kernels and no configurations."""
+
+    @abstractmethod
+    def supports(self, problem: Problem, arch: Arch | None = None) -> str | None:
+        """As `Backend.supports`; `arch` does not matter."""
+
+    @abstractmethod
+    def runner(self, asked: Request) -> Callable[..., torch.Tensor]:
+        """What computes calls of this description: a `cutegemm.run.runner.Runner`."""
+
+    def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
+        return f"backend {self.name!r} has no configurations"
+
+    def configs(self, problem: Problem, arch: Arch) -> Iterable[Any]:
+        return ()
+
+    def default(self, problem: Problem, arch: Arch) -> NoReturn:
+        self._refuse()
+
+    def read(self, config: Any) -> NoReturn:
+        raise ValueError(f"config: got {config!r}, but backend {self.name!r} has no configurations")
+
+    def parse(self, text: str) -> NoReturn:
+        self.read(text)
+
+    def build(self, signature: Signature, config: Any, arch: Arch) -> NoReturn:
+        self._refuse()
+
+    def sources(self, config: str) -> NoReturn:
+        self._refuse()
+
+    def footprint(self, config: Any, signature: Signature, arch: Arch) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        names = ", ".join(map(repr, WITH_KERNELS))
+        raise ValueError(f"backend: got {self.name!r}, which has no kernels of ours; accepted are {names}")
 
 
-_REGISTRY: dict[str, _Entry] = {
-    "cute": _Entry("cutegemm.cute", "BACKEND"),
-    "cutlass2x": _Entry("cutegemm.cutlass2x", "BACKEND"),
-    "legacy": _Entry("legacy_cuda.backend", "BACKEND"),
+_MODULES = {
+    "cute": "cutegemm.cute",
+    "cutlass2x": "cutegemm.cutlass2x",
+    "legacy": "legacy_cuda.backend",
+    "torch": "cutegemm.torch_backend",
 }
+"""The module whose `BACKEND` is the backend of that name."""
 
-AUTO_ORDER = ("cute", "cutlass2x", "legacy")
-"""Backends that backend="auto" asks for a CUDA tensor: a later one serves what the earlier cannot, or what it is
-estimated to do clearly faster. torch is the last resort."""
+NAMES = ("auto", *_MODULES)
+LAST_RESORT = "torch"
+"""The backend of a problem that none with kernels serves, and of CPU tensors where none is named."""
+WITH_KERNELS = tuple(name for name in _MODULES if name != LAST_RESORT)
+"""Backends with kernels of ours. backend="auto" asks them for a CUDA tensor in this order: a later one serves what the
+earlier cannot, or what it is estimated to do clearly faster."""
 
-NAMES = ("auto", *_REGISTRY, "torch")
+
+def check_name(name: Any) -> None:
+    """Raises ValueError unless it is one of `NAMES`."""
+    if not isinstance(name, str) or name not in NAMES:
+        raise ValueError(f"backend: got {name!r}, accepted are {', '.join(map(repr, NAMES))}")
 
 
-def get(name: str) -> Backend:
+@functools.cache
+def get(name: str) -> Backend[Any]:
     """The backend of that name, imported at first use.
 
     Raises:
         ValueError: no such backend.
     """
-    entry = _REGISTRY.get(name)
-    if entry is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise ValueError(f"backend: got {name!r}, accepted are {', '.join(map(repr, NAMES))}")
-    return getattr(importlib.import_module(entry.module), entry.attribute)
+    found: Backend[Any] = importlib.import_module(module).BACKEND
+    return found
+
+
+def last_resort() -> OnTensors:
+    """The backend `LAST_RESORT`."""
+    found = get(LAST_RESORT)
+    assert isinstance(found, OnTensors)
+    return found

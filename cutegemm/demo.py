@@ -13,7 +13,8 @@ import torch
 from tabulate import tabulate
 
 import cutegemm
-from cutegemm import plan, reference
+from cutegemm.choice import plan
+from cutegemm.problem import reference
 
 SIZES = {"cpu": (384, 256, 192), "cuda": (4096, 4096, 4096)}
 KINDS = ((torch.float16, None), (torch.bfloat16, None), (torch.float32, "ieee"), (torch.float32, "tf32"))

@@ -1,4 +1,4 @@
-"""The errors that the public calls raise, beside plain TypeError and ValueError for a bad argument."""
+"""The errors that the public calls raise, besides plain TypeError and ValueError for a bad argument."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ def linear(
     """activation(x @ weight^T + bias), as torch.nn.functional.linear, rounded once.
 
     Args:
-        x: (..., K), float16, bfloat16 or float32; any number of leading dimensions, also none, of any extents, also 0.
+        x: (..., K), any dtype that `gemm` accepts; any number of leading dimensions, also none, of any extents, also 0.
         weight: (N, K), or (K,) for a result without its last dimension; dtype and device of x.
-        bias: (N,) or (), any of the three dtypes.
-        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        bias: (N,) or (), of any dtype that `gemm` accepts.
+        activation: as in `gemm`.
         precision, backend: as in `gemm`. float32 is IEEE by default, whatever torch's TF32 switch says.
 
     Returns:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from cutegemm.epilogue import ACTIVATIONS
+from cutegemm import backend as backends
 from cutegemm.linear import linear
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from cutegemm.problem import dtypes, request
 
 
 class Linear(torch.nn.Linear):
@@ -19,12 +18,12 @@ class Linear(torch.nn.Linear):
     Parameters, their initial values, state_dict and repr are those of torch.nn.Linear, of which it is a subclass.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in torch.nn.Linear; `dtype` float16, bfloat16 or float32.
-        activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu", fused into the product.
+        in_features, out_features, bias, device, dtype: as in torch.nn.Linear; `dtype` one that `cutegemm.gemm` accepts.
+        activation: as in `cutegemm.gemm`, fused into the product.
         precision, backend: as in `cutegemm.gemm`.
 
     Raises:
-        ValueError: no such activation.
+        ValueError: no such activation, precision or backend.
     """
 
     activation: str | None = None
@@ -47,8 +46,7 @@ class Linear(torch.nn.Linear):
         self._configure(activation, precision, backend)
 
     def _configure(self, activation: str | None, precision: str | None, backend: str) -> None:
-        if activation is not None and activation not in ACTIVATIONS:
-            raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+        _check(activation, precision, backend)
         self.activation, self.precision, self.backend = activation, precision, backend
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -75,6 +73,7 @@ class Linear(torch.nn.Linear):
         Raises:
             TypeError: `module` is no torch.nn.Linear, is of a subclass that may compute something else, or has a
                 dtype that no kernel takes.
+            ValueError: no such activation, precision or backend.
         """
         reason = _why_not(module)
         if reason is not None:
@@ -100,7 +99,11 @@ def replace_linears(
 
     Returns:
         `model`, or its replacement when it is a torch.nn.Linear itself.
+
+    Raises:
+        ValueError: no such precision or backend; `model` is left as it was.
     """
+    _check(None, precision, backend)
     made: dict[int, Linear] = {}
 
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
@@ -117,6 +120,12 @@ def replace_linears(
     return replacement("", model)
 
 
+def _check(activation: Any, precision: Any, backend: Any) -> None:
+    request.check_activation(activation)
+    request.check_precision(precision)
+    backends.check_name(backend)
+
+
 def _why_not(module: Any) -> str | None:
     """Why `Linear` cannot stand for this module, or None."""
     if type(module) is not torch.nn.Linear:
@@ -125,8 +134,8 @@ def _why_not(module: Any) -> str | None:
         )
     if "forward" in module.__dict__:
         return "got a torch.nn.Linear whose forward was replaced"
-    if module.weight.dtype not in _DTYPES:
-        return f"got a weight of {module.weight.dtype}, accepted are {', '.join(map(str, _DTYPES))}"
+    if dtypes.dtype_name(module.weight.dtype) is None:
+        return f"got a weight of {module.weight.dtype}, accepted are {dtypes.ACCEPTED}"
     return None
 
 

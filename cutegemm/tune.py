@@ -1,49 +1,25 @@
-"""Tuning from a program: `cutegemm.tune(a, b, ...)`, and `CUTEGEMM_TUNE=1` for every problem that `gemm` meets.
+"""Tuning from a program: `cutegemm.tune(a, b, ...)`.
 
 The search is that of `python -m tuning.sweep`, in processes of its own on the tensors' GPU: a candidate that crashes or
-hangs cannot harm the caller, and needs room for its own copies of the operands there. `gemm` itself never tunes unless
-that variable is set, and never while a CUDA graph is being captured.
+hangs cannot harm the caller, and needs room for its own copies of the operands there.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from cutegemm import winners
-from cutegemm.errors import GemmError, UnsupportedError
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from cutegemm.errors import GemmError
+from cutegemm.gemm import completed
+from cutegemm.hardware.arch import Arch
+from cutegemm.run import call
+from cutegemm.run.runner import Call
+from cutegemm.tuner import on_demand
+from cutegemm.tuner.on_demand import BUDGET, Tuned
 
-    from cutegemm.arch import Arch
-    from cutegemm.problem import Problem
-
-BUDGET = 60.0
-"""Seconds that a search takes when nothing else is said; `CUTEGEMM_TUNE_BUDGET` changes it for `CUTEGEMM_TUNE=1`."""
-
-_lock = threading.RLock()
-_met: set[tuple[str, int, str]] = set()
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """What a search found for a problem.
-
-    backend, config: the winner, and `gemm`'s choice from now on. seconds: per launch. ratio: speed over cuBLAS's
-    product in the same rounds. tried: configurations measured or refused. enumerated: valid ones.
-    """
-
-    backend: str
-    config: str
-    seconds: float
-    ratio: float | None
-    tried: int
-    enumerated: int
+__all__ = ["Tuned", "tune"]
 
 
 def tune(
@@ -73,123 +49,17 @@ def tune(
         backend named serves the problem. GemmError: nothing right was measured within the budget, the GPU cannot be
         used by another process, or a CUDA graph is being captured.
     """
-    import torch
-
-    from cutegemm import runner
-    from cutegemm.arch import Arch
-    from cutegemm.gemm import _memo, completed
-
     for name in ("backend", "config"):
         if name in options:
             raise TypeError(f"{name}: tune chooses it; backends= says where it looks")
-    request = runner.Call.of(*completed(a, b, c, options)).request
+    request = Call.of(*completed(a, b, c, options)).request
     if request.device.type != "cuda":
         raise ValueError(f"a: got a tensor on {request.device}; tune times kernels on a CUDA device")
     if torch.cuda.is_current_stream_capturing():
         raise GemmError("tune: a CUDA graph is being captured; tune before")
     arch = Arch.of_device(request.device.index)
-    found = search(
+    found = on_demand.search(
         request.problem, arch, request.device.index, budget=budget, backends=backends, jobs=jobs, progress=progress
     )
-    _memo.clear()
+    call.memo.clear()
     return found
-
-
-def search(
-    problem: Problem,
-    arch: Arch,
-    device: int,
-    *,
-    budget: float = BUDGET,
-    backends: Sequence[str] = ("cute",),
-    jobs: int | None = None,
-    progress: bool = False,
-    timer: Any = None,
-    pool: Any = None,
-) -> Tuned:
-    """Searches for a problem on CUDA device `device` and records everything in the user's winners store.
-
-    Args:
-        budget: seconds. backends: where to look. jobs: compile processes; by default as cores and memory allow.
-        progress: tell on stderr how far it is.
-        timer, pool: stand-ins for the GPU's process and the compile workers.
-
-    Raises:
-        UnsupportedError: there is nothing to time, or no backend named serves the problem.
-        GemmError: nothing right was measured within the budget, or the GPU cannot be used by another process.
-    """
-    if not budget > 0:
-        raise ValueError(f"budget: got {budget!r}, expected a positive number of seconds")
-    if not (problem.m and problem.n and problem.k and problem.batch):
-        raise UnsupportedError(f"tune: {problem} has an empty extent; there is nothing to time")
-    from cutegemm import heuristics
-    from tuning import sweep_run
-    from tuning.sweep_compile import CompilePool
-    from tuning.sweep_report import Progress
-    from tuning.sweep_search import Options
-    from tuning.sweep_timer import GpuProcess, TimerBroken
-
-    own_timer, own_pool = timer is None, pool is None
-    options = Options(budget=budget)
-    shown = Progress(1, options.limit) if progress else None
-    tell: Callable[[str, Any], None] = lambda phase, outcome: shown.update(0, phase, outcome) if shown else None  # noqa: E731
-    with _lock:
-        timer = timer or GpuProcess(device)
-        try:
-            pool = pool or CompilePool(jobs)
-            outcome = sweep_run.run_one(problem, backends, timer, pool, winners.Winners(), options, report=tell)
-        except TimerBroken as why:
-            raise GemmError(f"tune: {why}") from why
-        finally:
-            if own_timer:
-                timer.close()
-            if own_pool and pool is not None:
-                pool.close()
-            if shown is not None:
-                shown.close()
-    heuristics.forget()  # what was measured speaks for nearby shapes too
-    if outcome.ended == "interrupted":
-        raise KeyboardInterrupt
-    if outcome.enumerated == 0:
-        raise UnsupportedError(f"tune: no configuration of {', '.join(backends)} serves {problem} on {arch.name}")
-    best = outcome.winner
-    if best is None or best.seconds is None:
-        wrong = f"{outcome.count('wrong')} wrong, {outcome.count('failed')} failed"
-        broke = "" if outcome.searched else f"; {outcome.ended}"
-        raise GemmError(f"tune: nothing right was measured for {problem} within {budget:g} s ({wrong}{broke})")
-    ratio = 1 / best.score if best.reference_seconds else None
-    return Tuned(*best.candidate.key, best.seconds, ratio, len(outcome.results), outcome.enumerated)
-
-
-def wanted() -> bool:
-    """Whether `CUTEGEMM_TUNE` asks `gemm` to tune. Raises ValueError unless it is unset, empty, 0 or 1."""
-    text = os.environ.get("CUTEGEMM_TUNE", "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"CUTEGEMM_TUNE: got {text!r}, accepted are 0 and 1")
-    return text == "1"
-
-
-def on_demand(problem: Problem, arch: Arch, device: int, **stand_ins: Any) -> None:
-    """What `gemm` does under `CUTEGEMM_TUNE=1` with a problem it has no winner for: tunes it, once a process.
-
-    A search that finds nothing is a warning: `gemm` goes on with the heuristic.
-    """
-    met = (arch.name, arch.sm_count, str(problem))
-    if not (problem.m and problem.n and problem.k and problem.batch):
-        return
-    with _lock:
-        if met in _met:
-            return
-        _met.add(met)
-        found = winners.lookup(problem, arch)
-        if found is not None and found.origin != winners.STALE_ORIGIN:
-            return
-        text = os.environ.get("CUTEGEMM_TUNE_BUDGET", str(BUDGET))
-        try:
-            budget = float(text)
-        except ValueError:
-            raise ValueError(f"CUTEGEMM_TUNE_BUDGET: got {text!r}, expected seconds") from None
-        try:
-            search(problem, arch, device, budget=budget, progress=True, **stand_ins)
-        except GemmError as why:
-            warnings.warn(f"CUTEGEMM_TUNE: {why}", RuntimeWarning, stacklevel=2)

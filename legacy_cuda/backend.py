@@ -9,26 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 
-from cutegemm.arch import Arch
+from cutegemm.backend import Backend
+from cutegemm.choice.footprint import Footprint
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
-from legacy_cuda import space
-from legacy_cuda.config import LegacyConfig, parse, why_invalid
+from legacy_cuda import build as builder
+from legacy_cuda import footprint, space
+from legacy_cuda.config import WORKS, LegacyConfig, parse, why_invalid
 from legacy_cuda.kernel import MAX_GRID_X, LegacyKernel
+from legacy_cuda.rungs import LADDERS
 
+TAKES = tuple(dtype for dtypes in LADDERS.values() for dtype in dtypes)
 MAX_EXTENT = 2**31 - 1025  # a tile's end must fit a 32-bit integer
 
 
-class LegacyBackend:
-    """See the module docstring; the four functions of `cutegemm.backend`."""
+class LegacyBackend(Backend[LegacyConfig]):
+    """See the module docstring and `cutegemm.backend`."""
 
     name = "legacy"
+    compiler = "nvidia-cuda-nvrtc"
+    works = WORKS
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         """None, or a sentence saying why not and what would do."""
+        if refused := self.why_work_refused(problem.signature):
+            return refused
         epilogue = problem.epilogue
         if arch.capability < (8, 0):
             return f"backend 'legacy' needs compute capability 8.0 or newer, {arch.name} has {arch.capability}"
+        if problem.dtype not in TAKES:
+            return f"backend 'legacy' multiplies {', '.join(TAKES)}; these operands are {problem.dtype}"
         if problem.precision != "ieee":
             return "backend 'legacy' computes fp32 in full precision; for TF32 use backend 'cute' or 'cutlass2x'"
         if epilogue.bias_dtype is not None:
@@ -58,7 +70,7 @@ class LegacyBackend:
         return space.configs(problem.signature, arch)
 
     def candidates(self, signature: Signature, arch: Arch) -> Iterable[tuple[LegacyConfig, tuple[int, ...]]]:
-        """(configuration, no splits) of the few that `cutegemm.heuristics` weighs."""
+        """(configuration, no splits) of the few that `cutegemm.choice.heuristics` may take."""
         return ((config, ()) for config in space.candidates(signature, arch))
 
     def default(self, problem: Problem, arch: Arch) -> LegacyConfig:
@@ -75,6 +87,13 @@ class LegacyBackend:
         if reason is not None:
             raise ValueError(f"config: {config} cannot serve {signature}: {reason}")
         return _kernel(signature, config, arch)
+
+    def sources(self, config: str) -> tuple[Path, ...]:
+        return builder.SOURCES
+
+    def footprint(self, config: LegacyConfig, signature: Signature, arch: Arch) -> Footprint:
+        """What one CTA does, for the cost model."""
+        return footprint.of(config, signature, arch)
 
 
 @lru_cache(maxsize=512)

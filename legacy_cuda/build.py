@@ -12,14 +12,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
-from cutegemm.kernel_store import Artefacts, default_store, fingerprint
-from cutegemm.problem import Signature
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import TABLE, Signature
+from cutegemm.run.kernel_store import Artefacts, default_store
+from cutegemm.run.source_digest import source_digest
 from legacy_cuda.config import LegacyConfig, why_invalid
 from legacy_cuda.rungs import KERNELS
 
-_TYPES = {"fp32": "float", "fp16": "__half", "bf16": "__nv_bfloat16"}
+SOURCES = tuple(sorted(KERNELS.glob("*.cuh")))
+"""The files that every kernel of the ladder is made of: they share their headers."""
 _NEEDED = ("cuda_fp16.h", "cuda_bf16.h", "mma.h", "crt/mma.h")
 
 
@@ -29,9 +31,9 @@ def expression(signature: Signature, config: LegacyConfig) -> str:
     c_dtype = signature.epilogue.c_dtype
     traits = ", ".join(
         (
-            _TYPES[signature.dtype],
-            _TYPES[c_dtype] if c_dtype else "NoC",
-            _TYPES[signature.out_dtype],
+            TABLE[signature.dtype].cuda,
+            TABLE[c_dtype].cuda if c_dtype else "NoC",
+            TABLE[signature.out_dtype].cuda,
             "true" if signature.a_major == "k" else "false",
             "true" if signature.b_major == "k" else "false",
             *map(str, (vec_a, vec_b, vec_c, vec_d)),
@@ -43,7 +45,7 @@ def expression(signature: Signature, config: LegacyConfig) -> str:
 @lru_cache(maxsize=1)
 def source_fingerprint() -> str:
     """A digest of all kernel sources: a kernel built from others is never found in the store."""
-    return fingerprint(*KERNELS.glob("*.cuh"))
+    return source_digest(*SOURCES)
 
 
 @lru_cache(maxsize=1)

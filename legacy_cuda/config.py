@@ -14,10 +14,13 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Signature
+from cutegemm.problem.work import DENSE, why_not_taken
 from legacy_cuda.rungs import RUNGS, Rung
 
+WORKS = (DENSE,)
+"""Names of `problem.work` that the ladder takes."""
 MAX_ACCUMULATORS = 128  # a thread has 255 registers; more accumulators leave no room for fragments and addresses
 _WMMA = 16
 
@@ -154,6 +157,8 @@ def why_invalid(config: LegacyConfig, signature: Signature | None = None, arch: 
     Without a signature: for contiguous, 16-byte aligned K-major A and N-major B. Without an architecture: on any of
     ours.
     """
+    if signature is not None and (refused := why_not_taken("the ladder computes", WORKS, signature.work)):
+        return refused
     if any(value < 1 for value in config.values):
         return "every parameter must be at least 1"
     reason = _RULES[config.spec.kind](config.parameters)
@@ -175,7 +180,7 @@ def why_invalid(config: LegacyConfig, signature: Signature | None = None, arch: 
         vector_a, vector_b, _, _ = config.vectors(signature)
         a_k, b_k = signature.a_major == "k", signature.b_major == "k"
     if config.spec.kind in _READERS:
-        size = 4 if config.spec.ladder == "fp32" else 2
+        size = ITEMSIZE[config.spec.dtypes[0]]
         if "async" in config.spec.kind:  # cp.async cannot transpose a run
             vector_a, vector_b = 1 if a_k else vector_a, 1 if b_k else vector_b
         bm, bn, bk = config.tile()

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
 from legacy_cuda.build import Compiled, compiled
 from legacy_cuda.config import LegacyConfig
 
 if TYPE_CHECKING:
-    from cutegemm.backend import BoundLaunch
-    from cutegemm.emulator.launch import Launch
+    from cutegemm.emulator.launch import Captured
+    from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers
 
 MAX_GRID_Z = 65535
 MAX_GRID_X = 2**31 - 1
@@ -69,12 +69,13 @@ class Geometry:
             (batches[0] * sizes[0], batches[1] * sizes[1], batches[2] * sizes[2], batches[3] * sizes[3]),
         )
 
-    def launches(self, a: int, b: int, c: int, d: int, alpha: float, beta: float) -> Iterator[tuple[int, bytes]]:
+    def launches(self, operands: Addresses, scalars: Numbers) -> Iterator[tuple[int, bytes]]:
         """Grid z and parameter bytes of each launch."""
+        a, b, c, _bias, d = operands
         by_a, by_b, by_c, by_d = self.batch_bytes
         for first, count in self.chunks:
             addresses = (a + first * by_a, b + first * by_b, c + first * by_c, d + first * by_d)
-            yield count, _ARGS.pack(*addresses, *self.strides, *self.extents, alpha, beta)
+            yield count, _ARGS.pack(*addresses, *self.strides, *self.extents, *scalars)
 
 
 @dataclass
@@ -107,15 +108,13 @@ class LegacyKernel:
         """The mangled name of the kernel."""
         return self.compiled.symbol
 
-    def capture(
-        self, problem: Problem, a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float
-    ) -> list[Launch]:
+    def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:
         """The launches that `bind(problem)` would enqueue, for the emulator."""
-        from cutegemm.emulator.launch import Launch
+        from cutegemm.emulator.launch import Captured, Launch
 
         self._check(problem)
         geometry = Geometry.of(problem, self.config)
-        return [
+        return Captured(
             Launch(
                 kernel=self.symbol,
                 grid=(geometry.grid_x, 1, count),
@@ -123,11 +122,11 @@ class LegacyKernel:
                 dynamic_smem=geometry.dynamic_smem,
                 params=params,
             )
-            for count, params in geometry.launches(a, b, c, d, alpha, beta)
-        ]
+            for count, params in geometry.launches(operands, scalars)
+        )
 
     def bind(self, problem: Problem) -> BoundLaunch:
-        """run(a, b, c, bias, d, alpha, beta, stream): enqueues the kernel on the current device and returns at once."""
+        """See `cutegemm.run.arguments.BoundLaunch`."""
         from cuda.bindings import driver
 
         self._check(problem)
@@ -145,16 +144,17 @@ class LegacyKernel:
         slots_address = ctypes.addressof(slots)
         lock = threading.Lock()
 
-        def run_one(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
+        def run_one(operands: Addresses, scalars: Numbers, stream: int) -> None:
+            a, b, c, _bias, d = operands
             with lock:  # the driver copies the buffer before it returns
                 pack_addresses(buffer, 0, a, b, c, d)
-                pack_scalars(buffer, _SCALARS_AT, alpha, beta)
+                pack_scalars(buffer, _SCALARS_AT, *scalars)
                 (status,) = launch_kernel(function, grid_x, 1, batch, block, 1, 1, smem, stream, slots_address, 0)
             if status:
                 raise GemmError(f"legacy backend: launching {self.config} failed: {_message(status)}")
 
-        def run_chunks(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
-            for count, params in geometry.launches(a, b, c, d, alpha, beta):
+        def run_chunks(operands: Addresses, scalars: Numbers, stream: int) -> None:
+            for count, params in geometry.launches(operands, scalars):
                 with lock:
                     buffer.raw = params
                     (status,) = launch_kernel(function, grid_x, 1, count, block, 1, 1, smem, stream, slots_address, 0)
@@ -193,7 +193,7 @@ class LegacyKernel:
             return function
 
 
-def _nothing(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
+def _nothing(operands: Addresses, scalars: Numbers, stream: int) -> None:
     """The launch of a problem without outputs."""
 
 

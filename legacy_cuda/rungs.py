@@ -22,8 +22,8 @@ _H100 = "others' ladder on an H100 PCIe"
 class Published:
     """A figure that somebody else published, on their GPU: it sets the bar and claims nothing about ours.
 
-    gpu: a name of `cutegemm.arch`. share: of cuBLAS (of PyTorch for 16-bit), 0..1. tflops: absolute, where it was
-    given.
+    gpu: a name of `cutegemm.hardware.arch`. share: of cuBLAS (of PyTorch for 16-bit), 0..1. tflops: absolute, where it
+    was given.
     """
 
     gpu: str
@@ -37,11 +37,15 @@ class Published:
         return f"{self.gpu} {' = '.join(part for part in (tflops, share) if part)}"
 
 
+LADDERS: Mapping[str, tuple[str, ...]] = {"fp32": ("fp32",), "16bit": ("fp16", "bf16")}
+"""The dtypes of A and B that the rungs of each ladder take."""
+
+
 @dataclass(frozen=True)
 class Rung:
     """One rung.
 
-    name: what `config=` accepts. ladder: "fp32" or "16bit". file: under `kernels/`. kernel: the template's name. kind:
+    name: what `config=` accepts. ladder: one of `LADDERS`. file: under `kernels/`. kernel: the template's name. kind:
     which validity rule of `legacy_cuda.config` holds. dtypes: of A and B. defaults: parameters by name in template
     order.
     vector: most elements of A and B that are read at once. bar: TFLOP/s to meet on an H200 at 8192^3, or None.
@@ -63,7 +67,7 @@ class Rung:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        return ("fp32",) if self.ladder == "fp32" else ("fp16", "bf16")
+        return LADDERS[self.ladder]
 
     @property
     def source(self) -> Path:
@@ -315,8 +319,7 @@ AUTOTUNED_BAR = 48.6
 
 
 def ladder(name: str) -> tuple[Rung, ...]:
-    """The rungs of ladder "fp32" or "16bit", in order. Raises ValueError for another name."""
-    rungs = tuple(rung for rung in RUNGS.values() if rung.ladder == name)
-    if not rungs:
-        raise ValueError(f"ladder: got {name!r}, accepted are 'fp32' and '16bit'")
-    return rungs
+    """The rungs of a ladder of `LADDERS`, in order. Raises ValueError for another name."""
+    if name not in LADDERS:
+        raise ValueError(f"ladder: got {name!r}, accepted are {' and '.join(map(repr, LADDERS))}")
+    return tuple(rung for rung in RUNGS.values() if rung.ladder == name)

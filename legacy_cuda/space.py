@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
 from legacy_cuda.config import LegacyConfig, why_invalid
 from legacy_cuda.rungs import RUNGS
@@ -31,11 +31,10 @@ def family(name: str, signature: Signature, arch: Arch) -> Iterator[LegacyConfig
     """
     if name not in FAMILIES:
         raise ValueError(f"family: got {name!r}, accepted are {', '.join(FAMILIES)}")
-    if signature.dtype == "fp32":
-        raw = _thread_tiles() if name == "thread_tile" else _warp_tiles()
-    else:
-        raw = iter(()) if name == "thread_tile" else _wmma_tiles()
+    raw = _thread_tiles() if name == "thread_tile" else chain(_warp_tiles(), _wmma_tiles())
     for rung, parameters in raw:
+        if signature.dtype not in RUNGS[rung].dtypes:
+            continue
         config = _made(rung, parameters)
         if config is not None and why_invalid(config, signature, arch) is None and _worth_trying(config):
             yield config
@@ -54,19 +53,17 @@ def configs(signature: Signature, arch: Arch) -> Iterator[LegacyConfig]:
 
 def candidates(signature: Signature, arch: Arch) -> list[LegacyConfig]:
     """Configurations of the best rungs, the largest tile first; what to choose among when nothing was measured."""
-    if signature.dtype != "fp32":
-        listed = [
+    listed = [
+        *(
             LegacyConfig.of("wmma_double_buffer", bm=bm, bn=bn, bk=32, warps_m=wm, warps_n=wn)
             for bm, bn, wm, wn in ((128, 128, 2, 4), (64, 64, 2, 2), (32, 32, 1, 1))
-        ]
-    else:
-        listed = [
-            LegacyConfig.of("double_buffer_shared", bm=256, tm=16),
-            LegacyConfig.of("double_buffer_shared", bk=8),
-            LegacyConfig.of("warp_tile_async", bm=64, bn=64, wm=32, wn=32, wniter=1, tm=8, tn=4, stages=4),
-            LegacyConfig.of("warp_tile_async", bm=32, bn=32, wm=32, wn=16, wniter=1, tm=4, tn=4, stages=4),
-        ]
-    usable = [config for config in listed if why_invalid(config, signature, arch) is None]
+        ),
+        LegacyConfig.of("double_buffer_shared", bm=256, tm=16),
+        LegacyConfig.of("double_buffer_shared", bk=8),
+        LegacyConfig.of("warp_tile_async", bm=64, bn=64, wm=32, wn=32, wniter=1, tm=8, tn=4, stages=4),
+        LegacyConfig.of("warp_tile_async", bm=32, bn=32, wm=32, wn=16, wniter=1, tm=4, tn=4, stages=4),
+    ]
+    usable = [config for config in listed if why_invalid(config, signature, arch) is None]  # of the dtype's rungs
     return usable or list(configs(signature, arch))[-1:]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 _ROOT = Path(__file__).parent.parent
+_LEFT_OUT = pytest.StashKey[int]()
 # Kernels compiled by tests are kept between runs, apart from the user's own cache.
 os.environ.setdefault("CUTEGEMM_CACHE_DIR", str(_ROOT / ".pytest_cache" / "cutegemm"))
 
@@ -17,15 +20,62 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--exhaustive", action="store_true", help="every case of the tests marked `product`, not a sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    if not config.getoption("--exhaustive"):
+        _sample_products(config, items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves of each test marked `product(keep=N)` N cases or more, in which every value of every parameter occurs."""
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("product"):
+            products.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in products.values():
+        cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
+        seen: set[tuple[str, str]] = set()
+        chosen = []
+        for case in cases:
+            values = {(name, repr(value)) for name, value in case.callspec.params.items()}
+            if values - seen:
+                chosen.append(case)
+                seen |= values
+        keep = cases[0].get_closest_marker("product").kwargs["keep"]
+        more = [case for case in cases if case not in chosen]
+        left_out.update(more[max(keep - len(chosen), 0) :])
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
+        config.stash[_LEFT_OUT] = len(left_out)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of xdist tells how many cases it left out: the process that prints the summary collects nothing."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"{count} cases of exhaustive products were left to `make nightly`")
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from typing import Any, TextIO
 
 import torch
 
-from cutegemm import plan
-from cutegemm.arch import Arch
+from cutegemm.choice import plan
+from cutegemm.hardware.arch import Arch
 from tests import fuzz_kernels
 from tests.fuzz_draw import CPU, CUDA, Pair, draw
 from tests.fuzz_kernels import SHARES, Slot

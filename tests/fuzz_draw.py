@@ -10,11 +10,11 @@ import math
 import random
 from dataclasses import dataclass
 
-from cutegemm import plan, request
-from cutegemm.arch import Arch
+from cutegemm.choice import plan
 from cutegemm.errors import UnsupportedError
-from cutegemm.problem import ITEMSIZE, Signature, alignment
-from tests.fuzz_spec import VALUES, Layout, Spec
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import ITEMSIZE, Signature, alignment, request
+from tests.fuzz_spec import EXACT, VALUES, Layout, Spec
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 61, 67, 97, 101, 127, 131, 191, 251, 257, 383, 509, 521)
 
@@ -128,8 +128,11 @@ def _attempt(t: Template, rng: random.Random, limits: Limits) -> Spec | None:
     c, c_is_out = _c(t, shape, out, rng)
     # cutlass2x refuses a bias that its vector loads cannot take.
     bias = _vector(t.bias, n, rng, step=8 if t.backend == "cutlass2x" else 1) if t.bias else None
-    beta = _number(rng, zero=False) if t.c != "no" else 0.0
+    alpha, beta = _number(rng, zero=True), _number(rng, zero=False) if t.c != "no" else 0.0
     values = rng.choice(VALUES) if rng.random() < 0.3 else "normal"
+    if t.out_dtype == "fp32" and t.activation in (None, "relu") and rng.random() < 0.5:
+        values, alpha = EXACT, rng.choice((1.0, -1.0))
+        beta = rng.choice((1.0, -1.0)) if t.c != "no" else 0.0
     layouts = {"a": a, "b": b, "c": c if beta != 0 else None, "bias": bias}
     backend = "torch" if t.backend == "auto" and limits.device == "cpu" and rng.random() < 0.5 else t.backend
     return Spec(
@@ -141,7 +144,7 @@ def _attempt(t: Template, rng: random.Random, limits: Limits) -> Spec | None:
         bias=bias,
         out=out,
         c_is_out=c_is_out,
-        alpha=_number(rng, zero=True),
+        alpha=alpha,
         beta=beta,
         activation=t.activation,
         out_dtype=t.out_dtype if out is None or rng.random() < 0.3 else None,
@@ -149,7 +152,7 @@ def _attempt(t: Template, rng: random.Random, limits: Limits) -> Spec | None:
         backend=backend,
         config=t.config,
         values=values,
-        specials=_specials(layouts, rng) if rng.random() < 0.1 and t.precision != "tf32x3" else (),
+        specials=_specials(layouts, rng) if rng.random() < 0.1 and t.precision != "tf32x3" and values != EXACT else (),
         poison=rng.choice((0xFF, 0x5A)),
     )
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cutegemm import backend as backends
-from cutegemm.arch import Arch
-from cutegemm.epilogue import ACTIVATIONS
 from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import DTYPES, ITEMSIZE
+from cutegemm.problem.epilogue import ACTIVATIONS
 from tests.fuzz_draw import Limits, Pair, Template, draw
 
 SHARES = {"sm90": 30, "sm80": 30, "simt": 14, "cutlass2x": 16, "legacy": 24, "default": 12, "auto": 16, "torch": 4}
@@ -146,12 +146,12 @@ def _configs(kind: str, rng: random.Random, arch: Arch) -> Callable[[], str | No
 
 def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
     from cutegemm.cute import FAMILIES
-    from cutegemm.cute.hopper_config import OPTIONS
+    from cutegemm.cute.hopper.options import NAMES
     from cutegemm.problem import Problem
 
     family = FAMILIES[kind]
     dtype = "fp32" if kind == "simt" else "fp16"
-    defaults = Deck(rng, family.preferred(Problem.of(8, 8, 8, dtype).signature))
+    defaults = Deck(rng, family.candidates(Problem.of(8, 8, 8, dtype).signature))
     space = list(family.config.space())
 
     def config() -> str:
@@ -162,7 +162,7 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
             changes: dict[str, Any] = {"order": rng.choice(("row", "col", "g4", "serp2", "hilbert"))}
             if rng.random() < 0.3:
                 changes["splits"] = rng.choice((2, 3, 4, 8))
-            changes["options"] = tuple(option for option in OPTIONS if rng.random() < 0.25)
+            changes["options"] = tuple(option for option in NAMES if rng.random() < 0.25)
             if rng.random() < 0.3:
                 changes["bk"] = 32
             found = dataclasses.replace(found, **changes)
@@ -182,7 +182,7 @@ def _legacy_configs(rng: random.Random) -> Callable[[], str]:
 
 
 def _any_arch() -> Arch:
-    from cutegemm import arch
+    from cutegemm.hardware import arch
 
     return arch.get("sm_80")
 

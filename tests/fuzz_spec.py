@@ -9,13 +9,18 @@ from typing import Any
 import torch
 
 import cutegemm
-from cutegemm import reference
+from cutegemm.problem import reference
+from tests import exact
 from tests.problems import DTYPES
 
 GUARD = 4096
 """Elements before and behind every tensor: NaN around an input, a pattern around the result."""
 
 VALUES = ("normal", "integers", "large", "small")
+
+EXACT = "exact"
+"""Values beside `VALUES`: integers of which every sum is exact (`tests.exact`), so that D must be, too. Only for D in
+fp32, alpha and beta of 1 or -1, and no activation but relu."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Spec:
     """A call of `cutegemm.gemm` with everything that decides its result.
 
     Attributes:
-        seed: of the operands' values. values: one of `VALUES`. device: "cuda" or "cpu".
+        seed: of the operands' values. values: one of `VALUES`, or `EXACT`. device: "cuda" or "cpu".
         a, b, c, bias, out: layouts; None for an operand that is not passed. `c_is_out`: out is passed as c too.
         specials: (operand, index, value): elements that are set to an infinity or NaN.
         poison: the byte that fills the result before the call.
@@ -132,6 +137,9 @@ class Spec:
         got = self._call(tensors)
         verdict = reference.check(got, want)
         assert verdict.ok, verdict.message
+        if self.values == EXACT:
+            wrong = exact.difference(got, want.value)
+            assert wrong is None, wrong
         self._check_surroundings(got, storages, before)
         if repeat:
             first = got.clone()
@@ -164,6 +172,11 @@ class Spec:
                 return storage
         # Elements that share an address are filled through the storage, gaps and all.
         target = storage[GUARD : GUARD + layout.offset + layout.reach] if layout.overlaps else layout.view(storage)
+        if self.values == EXACT:
+            k = self.a.shape[-1]
+            largest = exact.largest_operand(k, layout.dtype) if name in ("a", "b") else exact.LARGEST_TERM
+            exact.fill(target, largest, generator, signed=self.seed % 2 == 0)
+            return storage
         if self.values == "integers":
             values = torch.randint(-2, 3, target.shape, generator=generator, device=self.device).float()
         else:

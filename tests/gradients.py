@@ -1,4 +1,4 @@
-"""The float64 gradients of `gemm` and elementwise bounds on the error of those that it computes.
+"""The float64 gradients and tangents of `gemm` and elementwise bounds on the error of those that it computes.
 
 With Z = alpha A B + beta C + bias, D = act(Z), and G the gradient of D as given:
 
@@ -9,6 +9,9 @@ With Z = alpha A B + beta C + bias, D = act(Z), and G the gradient of D as given
    that dZ is off by at most `e`.
 3. dA = alpha dZ B^T: the bound of that product for exact dZ, and |alpha| e |B|^T, which the last rounding grows by 1 %
    at most. dB alike. dC and dbias: the sums of e, of fp32's additions and of the last rounding.
+
+A tangent is dD = act'(Z) dZ. Two products make dZ; the first stays in fp32 and enters the second as its C, so that the
+bounds of both add up. From there on steps 1 and 2 hold with dZ for G, whose own error act' grows by at most 1.13.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from typing import Any
 
 import torch
 
-from cutegemm import reference
-from cutegemm.problem import dtype_name
+from cutegemm.problem import dtype_name, reference
+from cutegemm.problem.dtypes import TABLE
 
 _CURVATURE = {None: 0.0, "relu": 0.0, "gelu": 0.8, "gelu_tanh": 0.82, "silu": 0.5}
 
@@ -58,7 +61,7 @@ def expected(
         error = error + 16 * 2.0**-23 * 1.13 * size
     for dtype in (grad.dtype, a.dtype):
         name = _name(dtype)
-        error = error + reference._ROUNDOFF[name] * (dz.abs() + error) + reference._SMALLEST[name]
+        error = error + TABLE[name].roundoff * (dz.abs() + error) + TABLE[name].smallest
 
     products: dict[str, Any] = {"alpha": alpha, "out_dtype": a.dtype, "precision": precision}
     products["tensor_cores"] = not (a.dtype == torch.float32 and precision == "ieee")
@@ -72,7 +75,7 @@ def expected(
         like = exact[name]
         # One product over what the batch broadcast: at most the sum of the bounds of its parts.
         assert like.grad is not None
-        bound = bound.sum_to_size(like.shape) + reference._SMALLEST[_name(a.dtype)]
+        bound = bound.sum_to_size(like.shape) + TABLE[_name(a.dtype)].smallest
         found[name] = reference.Expected(like.grad, bound, a.dtype)
     for name in ("c", "bias"):
         if name in given:
@@ -84,9 +87,49 @@ def expected(
             bound = (scale * error).sum_to_size(like.shape) + reference._gamma(count + 2, 2.0**-24) * magnitude
             for rounding in (grad.dtype, dtype):
                 short = _name(rounding)
-                bound = bound + reference._ROUNDOFF[short] * (magnitude + bound) + reference._SMALLEST[short]
+                bound = bound + TABLE[short].roundoff * (magnitude + bound) + TABLE[short].smallest
             found[name] = reference.Expected(gradient, bound, dtype)
     return found
+
+
+def expected_tangent(
+    tensors: dict[str, torch.Tensor],
+    tangents: dict[str, torch.Tensor],
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "ieee",
+) -> reference.Expected:
+    """The tangent of D. `tensors`: a, b and perhaps c and bias. `tangents`: those of some of them, by these names."""
+    a, b = tensors["a"], tensors["b"]
+    da, db, dc, dbias = (tangents.get(name) for name in ("a", "b", "c", "bias"))
+    out_dtype = out_dtype or a.dtype
+    product: dict[str, Any] = {"alpha": alpha, "precision": precision, "out_dtype": out_dtype}
+    z = reference.expected(a, b, tensors.get("c"), beta=beta, bias=tensors.get("bias"), **product)
+    scale = 0.0 if dc is None else beta
+    if da is not None and db is not None:
+        wide = {**product, "out_dtype": torch.float32}
+        part = reference.expected(da, b, dc, beta=scale, bias=dbias, **wide)
+        dz = reference.expected(a, db, part.value, beta=1.0, **product)
+        dz = reference.Expected(dz.value, dz.bound + 1.01 * part.bound, out_dtype)
+    else:
+        x, y = (a, db) if db is not None else (torch.zeros_like(a) if da is None else da, b)
+        dz = reference.expected(x, y, dc, beta=scale, bias=dbias, **product)
+
+    exact = z.value.requires_grad_()
+    (value,) = torch.autograd.grad(reference.activate(exact, activation), exact, dz.value)
+    if activation is None:
+        return dz
+    size, z_value = dz.value.abs() + dz.bound, z.value.detach()
+    error = 1.13 * dz.bound + size * _CURVATURE[activation] * z.bound
+    if activation == "relu":
+        error = torch.where(z_value.abs() <= z.bound, size, error)
+    error = error + 16 * 2.0**-23 * 1.13 * size
+    name = _name(out_dtype)
+    bound = error + TABLE[name].roundoff * (value.abs() + error) + TABLE[name].smallest
+    return reference.Expected(value, bound, out_dtype)
 
 
 def check(got: dict[str, torch.Tensor], want: dict[str, reference.Expected]) -> None:

@@ -22,13 +22,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from cutegemm import arch as arch_table
 from cutegemm.emulator import Checks
 from cutegemm.emulator.mutate import Case, Mutation, Outcome, Survivor, compare, judge, mutations, read_survivors
 from cutegemm.emulator.mutate import check_unchanged as check_case
 from cutegemm.emulator.workload import Workload, build
-from cutegemm.epilogue import Epilogue
+from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
 
 TABLE = Path(__file__).with_name("emulated") / "mutation_survivors.toml"
 SEEDS = range(6)

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import cutegemm
-from cutegemm import reference
-from cutegemm.problem import dtype_name
+from cutegemm.problem import dtype_name, reference
+from cutegemm.problem.dtypes import TABLE
 
 OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "nn.functional.linear")
 NAMES = (
@@ -161,8 +161,8 @@ def _compare(what: str, got: Any, value: Any, magnitude: Any, depth: int, roundi
     name = dtype_name(got.dtype)
     assert name is not None
     unit = 2.0**-24 if name == "fp32" else 2.0**-23
-    relative = reference._gamma(depth + 8, unit) + roundings * 1.01 * reference._ROUNDOFF[name]
-    bound = relative * magnitude + (roundings + depth) * reference._SMALLEST[name]
+    relative = reference._gamma(depth + 8, unit) + roundings * 1.01 * TABLE[name].roundoff
+    bound = relative * magnitude + (roundings + depth) * TABLE[name].smallest
     verdict = reference.check(got.detach(), reference.Expected(value, bound, got.dtype))
     assert verdict.ok, f"{what}: {verdict.message}"
 

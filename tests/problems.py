@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 import cutegemm
-from cutegemm import reference, request
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, reference, request
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MAJORS = ("tn", "tt", "nn", "nt")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cutegemm.emulator import Launch, Memory, Module, run
+from cutegemm.emulator import Launch, Memory, parse_module, run
 
 WIDTH = {
     "b16": 2,
@@ -145,7 +145,7 @@ def emulate(snippet: Snippet, inputs: np.ndarray, seed: int | None = 0) -> np.nd
     params = struct.pack("<QQ", inputs.ctypes.data, out.ctypes.data)
     grid, cluster = (len(inputs) // BLOCK, 1, 1), (snippet.cluster, 1, 1)
     launch = Launch("k", grid, (BLOCK, 1, 1), cluster=cluster, params=params)
-    run(Module.parse(ptx(snippet)), launch, memory, seed=seed)
+    run(parse_module(ptx(snippet)), launch, memory, seed=seed)
     return out
 
 

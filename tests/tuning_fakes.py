@@ -7,11 +7,11 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from cutegemm import arch as arch_table
+from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
-from tuning.sweep_candidates import Candidate
-from tuning.sweep_search import Search
-from tuning.sweep_timer import TORCH, Check, TimerBroken, TimerLost
+from cutegemm.tuner.search import Search
+from cutegemm.tuner.space import Candidate
+from cutegemm.tuner.timer import TORCH, Check, TimerBroken, TimerLost
 
 H200 = arch_table.get("H200")
 PROBLEM = Problem.of(1024, 1024, 1024, "bf16")

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cutegemm.problem import Problem
+from cutegemm.tuner.child import _die_with_parent
+from cutegemm.tuner.search import Options, Search
 from cutegemm.winners import Measurement, Winners
 from tests.tuning_fakes import FakeCompiler, FakeTimer, space
-from tuning.sweep_child import _die_with_parent
-from tuning.sweep_search import Options, Search
 
 
 class LoggedWinners(Winners):

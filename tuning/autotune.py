@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners
-from cutegemm.winners_fingerprint import fingerprint
+from cutegemm.winners.fingerprint import fingerprint
 from legacy_cuda.backend import BACKEND
 from legacy_cuda.config import LegacyConfig
 from legacy_cuda.kernel import LegacyKernel

@@ -1,9 +1,9 @@
 """Times cutegemm against cuBLAS and others: `python -m tuning.bench --suite square,llm,deep --providers all`.
 
 Method: the providers are timed in the same process, round by round in turns, with inputs that rotate through three
-times the L2 cache and one CUDA graph a round (`tuning.timing`). Every result is checked against the float64 reference
-before it is timed; a wrong one is not timed. A ratio above 1 is faster than torch. The kernels of ours that will run
-are compiled ahead, in processes of their own. Ctrl-C keeps what was measured.
+times the L2 cache and one CUDA graph a round (`cutegemm.tuner.timing`). Every result is checked against the float64
+reference before it is timed; a wrong one is not timed. A ratio above 1 is faster than torch. The kernels of ours that
+will run are compiled ahead, in processes of their own. Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 from tabulate import tabulate
 
 import cutegemm
-from cutegemm import reference
-from cutegemm.arch import Arch
-from cutegemm.problem import Problem, torch_dtype
-from cutegemm.roofline import roofline
-from tuning import bench_report, host_cost, suites, timing
+from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.roofline import roofline
+from cutegemm.problem import DTYPES, PRECISIONS, Problem, reference, torch_dtype
+from cutegemm.problem.dtypes import why_precision_refused
+from cutegemm.tuner import timing
+from tuning import bench_report, cli, suites
 from tuning.bench_providers import NAMES, Cutegemm, NotServed, Prepared, Provider, make, versions
 from tuning.bench_report import Result
 
@@ -180,7 +181,7 @@ def eager_cost(calls: int = 100, rounds: int = 50) -> dict[str, float]:
         "torch.mm": lambda: torch.mm(a, b),
         "cutegemm.gemm": lambda: cutegemm.gemm(a, b),
     }
-    return host_cost.measure(todo, calls, rounds)
+    return timing.host_us(todo, calls, rounds)
 
 
 class _tf32:
@@ -232,28 +233,12 @@ def run(
     return results, True
 
 
-def _shapes(options: argparse.Namespace) -> list[suites.Shape]:
-    shapes: list[suites.Shape] = []
-    if options.suite:
-        shapes += suites.suite(options.suite)
-    if options.square:
-        shapes += suites.squares(options.square)
-    if options.shapes_file:
-        shapes += suites.read(options.shapes_file)
-    if options.shapes or not shapes:
-        shapes += suites.parse(options.shapes or "1024,2048,4096,8192")
-    return list(dict.fromkeys(shapes))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tuning.bench", description=(__doc__ or "").split("\n\n")[0])
+    parser = cli.parser("bench", (__doc__ or "").split("\n\n")[0])
     what = parser.add_argument_group("what", "shapes add up; without any, 1024, 2048, 4096 and 8192 cubed")
-    what.add_argument("--shapes", help="MxNxK or one number for a square product, comma-separated")
-    what.add_argument("--shapes-file", metavar="FILE", help="the same, one or several a line")
-    what.add_argument("--square", metavar="A..B", help="powers of two from A to B")
-    what.add_argument("--suite", help=f"comma-separated, of {', '.join(suites.SUITES)}")
-    what.add_argument("--dtype", default="bf16", choices=["fp16", "bf16", "fp32"])
-    what.add_argument("--precision", default="ieee", choices=["ieee", "tf32", "tf32x3"], help="for fp32")
+    cli.add_shapes(what)
+    what.add_argument("--dtype", default="bf16", choices=DTYPES)
+    what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
     what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
     who = parser.add_argument_group("who")
     who.add_argument("--providers", default="cutegemm", help=f"all, or comma-separated of {', '.join(NAMES)}")
@@ -280,10 +265,10 @@ def _providers(options: argparse.Namespace) -> list[Provider]:
 def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.precision != "ieee" and options.dtype != "fp32":
-        parser.error(f"--precision {options.precision} is for fp32 operands, not {options.dtype}")
+    if refused := why_precision_refused(options.dtype, options.precision):
+        parser.error(f"--{refused}")
     try:
-        shapes, providers = _shapes(options), _providers(options)
+        shapes, providers = cli.shapes(options) or suites.parse("1024,2048,4096,8192"), _providers(options)
     except (OSError, ValueError) as why:
         parser.error(str(why))
     if not torch.cuda.is_available():

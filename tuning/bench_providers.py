@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,11 +15,11 @@ from typing import Any, Protocol
 import torch
 
 import cutegemm
-from cutegemm import plan
-from cutegemm.arch import Arch
+from cutegemm.choice import plan
 from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
-from tuning.timing import Call, quick_seconds
+from cutegemm.tuner.timing import Call, quick_seconds
 
 Inputs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -82,7 +83,7 @@ class Cutegemm:
         return [] if choice.config is None else [(choice.backend, choice.config)]
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
-        precision = problem.precision if problem.dtype == "fp32" else None
+        precision = problem.precision
         try:
             choice = plan.choose(problem, arch, self._backend, self._config)
             options = {"out": out, "precision": precision, "backend": choice.backend, "config": choice.config}
@@ -110,6 +111,7 @@ class Triton:
 
         precision = _one_of(problem, {"ieee": "ieee", "tf32": "tf32", "tf32x3": "tf32x3"})
         a, b = inputs[0]
+        _tell(self.name, problem, "Triton compiles and times its configurations")
         try:
             bench_triton.matmul(a, b, out, precision)
         except Exception as why:  # whatever its compiler raises
@@ -130,8 +132,9 @@ class Quack:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
-        if problem.dtype == "fp32":
-            raise NotServed("quack multiplies 16-bit operands")
+        if problem.dtype not in ("fp16", "bf16"):
+            raise NotServed(f"quack multiplies fp16 and bf16 here, not {problem.dtype}")
+        _tell(self.name, problem, "its own tuner compiles and times its configurations")
         try:
             from quack.gemm_interface import gemm
 
@@ -159,6 +162,7 @@ class Operators:
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         _one_of(problem, {"ieee": "ieee"})
+        _tell(self.name, problem, "each of its operators is compiled and timed")
         try:
             import cutlass.operators as operators
 
@@ -184,6 +188,12 @@ class Operators:
         if best is None:
             raise NotServed(f"nvidia-cutlass-operators: none of {len(found)} ran: {'; '.join(reasons)[:300]}")
         return Prepared(best[2], best[1])
+
+
+def _tell(name: str, problem: Problem, what: str) -> None:
+    """Says on stderr what a provider does before it can be timed, as that takes up to minutes."""
+    shape = f"{problem.m}x{problem.n}x{problem.k}"
+    print(f"{name}, {shape}: {what}; the first time of a shape takes up to a minute", file=sys.stderr, flush=True)
 
 
 def _operator_call(operator: Any, arguments: Any, artefact: Any) -> Call:

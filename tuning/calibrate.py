@@ -3,8 +3,8 @@
     TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`, a
               winners store (.sqlite3); without one, the user's winners store
     --unsplit TABLE   a table too, of which rows with K split do not count: measured before the sum of parts was changed
-    --refine  begins with the package's constants instead, a few minutes less: when tables or terms have been added.
-              What comes out depends on those constants too, which only the repository's history keeps
+    --refine  begins with the package's constants instead: when tables or terms have been added. What comes out
+              depends on those constants too, which only the repository's history keeps
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
 A text table has one block a shape; `ratio` is not read:
@@ -12,19 +12,20 @@ A text table has one block a shape; `ratio` is not read:
     == 512x512x512 bf16 tn torch 3.65 us ...
        1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl       (ratio, microseconds, TFLOP/s, configuration)
 
-The fit is a coordinate search from the first-principles constants, one kernel family at a time, and deterministic. What
-it minimizes, averaged over shapes: the spread of log(model / measured) among a shape's configurations, their common
-offset (counted less: a choice depends on the order alone), and what the configurations that the model likes best lose
-to the fastest. A small pull keeps constants that the table says nothing about where they began.
+The fit is scipy's L-BFGS-B and then Powell's method over the logarithms of the constants, from the first-principles
+ones, one kernel family at a time, and deterministic. (A coordinate search found the package's constants.)
+What it minimizes, averaged over shapes: the spread of log(model / measured) among a shape's configurations, their
+common offset (counted less: a choice depends on the order alone), and what the configurations that the model likes best
+lose to the fastest. A small pull keeps constants that the table says nothing about where they began.
 
-A sweep times most configurations in short bursts, each beside torch: a time counts in units of torch's median over the
-sweep, and not at all when torch was disturbed beside it. Bursts of long launches are over before the card is at its
-power limit: the spread among them is compared with the model's times without that limit, and no offset.
+A sweep times most configurations in short bursts, and torch with each: a time counts in units of torch's median over
+the sweep, and not at all when torch's own time was disturbed. Bursts of long launches are over before the card is at
+its power limit: the spread among them is compared with the model's times without that limit, and no offset.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import math
 import re
@@ -33,20 +34,23 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from cutegemm import arch as arch_table
 from cutegemm import backend as backends
-from cutegemm import footprint
-from cutegemm.arch import Arch
-from cutegemm.cost_model import CONSTANTS, FIRST_PRINCIPLES, Model, Rates, rates
-from cutegemm.footprint import Footprint
+from cutegemm.choice.cost_model import Model
+from cutegemm.choice.cost_rates import CONSTANTS, CostFamily, Rates, rates
+from cutegemm.choice.footprint import Footprint
+from cutegemm.cute import FAMILIES
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import Problem
-from cutegemm.roofline import roofline
+from cutegemm.problem import text as problem_text
+from cutegemm.winners.rules import why_invalid
+from tuning import cli
 
 if TYPE_CHECKING:
     from cutegemm.winners import Measurement
@@ -60,6 +64,8 @@ MOST = 40
 """Configurations of a shape that the search looks at."""
 REACH = 6.0
 """A constant may leave its first value by this factor at most."""
+GRADIENT_STEP = 1e-3
+"""Share by which a constant is changed for the slope of the loss: larger than the loss's jumps are apart."""
 PULL, OFFSET, LOSS = 0.0003, 0.5, 1.0
 SHARP = 0.03
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
@@ -67,9 +73,6 @@ SHARP = 0.03
 _HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3) )?([tn]{2}) torch ([\d.]+) us")
 _LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
 _SPLIT = re.compile(r"/k\d+(/|$)")
-_STORED = re.compile(
-    r"(?:(\d+)x)??(\d+)x(\d+)x(\d+) (\w+)->(\w+)/(ieee|tf32|tf32x3)/a([km])\d+/b([kn])\d+/c\d+/d\d+/.*"
-)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def read_all(tables: Iterable[Path], unsplit: Iterable[Path], arch: Arch) -> lis
 def _from_json(text: str, arch: Arch) -> list[Sample]:
     data = json.loads(text)
     if "columns" in data:
-        from cutegemm.winners_table import load
+        from cutegemm.winners.table import load
 
         return from_measurements(load(text), arch)
     if "results" in data:
@@ -155,7 +158,8 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
             problem = Problem.of(m, n, k, head[4], majors=head[6], precision=head[5] or "ieee")
         elif row and problem is not None:
             # A tensor-core kernel multiplies fp32 as tf32, whether the block's head says so or not.
-            tf32 = problem.dtype == "fp32" and row[4].startswith(("sm90/", "sm80/"))
+            takes = FAMILIES[row[4].split("/")[0]].takes if _backend_of(row[4]) == "cute" else ()
+            tf32 = problem.signature.kind not in takes and (problem.dtype, "tf32") in takes
             meant = replace(problem, precision="tf32") if tf32 else problem
             samples.append(Sample(meant, _backend_of(row[4]), row[4], float(row[2]) * 1e-6))
     if not samples:
@@ -166,12 +170,12 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
 def from_measurements(rows: Iterable[Measurement], arch: Arch) -> list[Sample]:
     """The samples of winners' rows: right ones of that GPU, of problems that contiguous aligned tensors have.
 
-    Each in units of torch's time beside it, see the module docstring, or as it is where torch was not timed; a quick
-    row of a long product is of a burst.
+    Each in units of torch's time taken with it, see the module docstring, or as it is where torch was not timed. A
+    quick row of a long product is of a burst.
     """
     by_problem: dict[str, list[Measurement]] = {}
     for row in rows:
-        if row.verdict == "ok" and row.seconds and (row.gpu, row.sm_count) == (arch.name, arch.sm_count):
+        if row.ok and (row.gpu, row.sm_count) == (arch.name, arch.sm_count) and why_invalid(row) is None:
             by_problem.setdefault(row.problem, []).append(row)
     samples = []
     for text, found in by_problem.items():
@@ -194,12 +198,12 @@ def from_measurements(rows: Iterable[Measurement], arch: Arch) -> list[Sample]:
 
 def parse_problem(text: str) -> Problem:
     """The problem of contiguous, aligned tensors whose `str` is `text`. Raises ValueError for any other."""
-    found = _STORED.fullmatch(text)
-    if found:
-        m, n, k = (int(found[i]) for i in (2, 3, 4))
-        majors = ("t" if found[8] == "k" else "n") + ("n" if found[9] == "k" else "t")
-        batch = int(found[1] or 1)
-        problem = Problem.of(m, n, k, found[5], majors=majors, batch=batch, out_dtype=found[6], precision=found[7])
+    with contextlib.suppress(ValueError):
+        p = problem_text.parse(text)
+        problem = Problem.of(
+            p.m, p.n, p.k, p.dtype, majors=p.signature.majors, batch=p.batch, out_dtype=p.out_dtype,
+            precision=p.precision,
+        )  # fmt: skip
         if str(problem) == text:
             return problem
     raise ValueError(f"problem: {text!r} is not one of contiguous, aligned tensors without an epilogue")
@@ -207,13 +211,13 @@ def parse_problem(text: str) -> Problem:
 
 def _backend_of(config: str) -> str:
     first = config.partition("/")[0]
-    return "cute" if first in ("sm90", "sm80", "simt") else "cutlass2x" if first == "cutlass2x" else "legacy"
+    return "cute" if first in FAMILIES else "cutlass2x" if first == "cutlass2x" else "legacy"
 
 
 class Fit:
     """The samples of one kernel family, and how well constants explain them."""
 
-    def __init__(self, family: str, samples: Sequence[tuple[Sample, Footprint]], arch: Arch) -> None:
+    def __init__(self, family: CostFamily, samples: Sequence[tuple[Sample, Footprint]], arch: Arch) -> None:
         self.family, self.arch = family, arch
         self.shapes: dict[tuple[Problem, bool], list[tuple[Footprint, float]]] = {}
         for sample, shape in samples:
@@ -244,7 +248,7 @@ class Fit:
             liked = [math.exp((1 - p / cheapest) / SHARP) for p in predicted]
             lost = sum(x * math.log(s / fastest) for x, s in zip(liked, measured, strict=True)) / sum(liked)
             total += spread + (0.0 if burst else OFFSET * offset**2) + LOSS * lost
-        first = FIRST_PRINCIPLES[self.family]
+        first = self.family.first
         pulled = sum(
             math.log(getattr(constants, f.name) / getattr(first, f.name)) ** 2
             for f in fields(Rates)
@@ -263,36 +267,32 @@ class Fit:
         return fit
 
     def search(self, start: Rates | None = None) -> Rates:
-        """The best constants that coordinate searches end at: they begin beside the first principles, or at `start`."""
-        first, fit = FIRST_PRINCIPLES[self.family], self.thinned()
-        beside = (
-            replace(first, math=first.math * faster, flop_pj=first.flop_pj * energy)
-            for faster, energy in product((1.0, 1.1), (0.8, 1.0))
-        )
-        starts = beside if start is None else (start,)
-        found = min((fit._descend(one) for one in starts), key=lambda pair: pair[1])[0]
-        return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(found).items()})
+        """The constants that a search ends at which begins with the first principles, or at `start`.
 
-    def _descend(self, start: Rates) -> tuple[Rates, float]:
-        first = FIRST_PRINCIPLES[self.family]
-        names = [f.name for f in fields(Rates) if getattr(first, f.name)]
-        best, loss = start, self.loss(start)
-        for factor in (1.6, 1.25, 1.12, 1.05, 1.02):
-            improved, passes = True, 0
-            while improved and passes < 12:
-                improved, passes = False, passes + 1
-                for name in names:
-                    origin = getattr(first, name)
-                    for step in (factor, 1 / factor):
-                        value = getattr(best, name) * step
-                        if not 1 / REACH <= value / origin <= REACH:
-                            continue
-                        trial = replace(best, **{name: value})
-                        found = self.loss(trial)
-                        if found < loss - 1e-7:
-                            best, loss, improved = trial, found, True
-                            break
-        return best, loss
+        Raises RuntimeError saying what to install when scipy is missing.
+        """
+        try:
+            from scipy import optimize
+        except ImportError as why:
+            raise RuntimeError("the fit needs scipy: pip install 'cutegemm[tuning]'") from why
+        first, fit = self.family.first, self.thinned()
+        origin = {f.name: getattr(first, f.name) for f in fields(Rates) if getattr(first, f.name)}
+        begin = start or first
+
+        def constants(logs: Iterable[float]) -> Rates:
+            found = {name: value * math.exp(log) for (name, value), log in zip(origin.items(), logs, strict=True)}
+            return replace(begin, **found)
+
+        shares = (getattr(begin, name) / value for name, value in origin.items())
+        found = [math.log(min(max(share, 1 / REACH), REACH)) for share in shares]
+        bounds = [(-math.log(REACH), math.log(REACH))] * len(found)
+        # The gradient finds the valley; Powell's searches along lines, which alone end in one or another by the last
+        # bit of the arithmetic, also see beyond the jumps of the loss.
+        for method, settings in (("L-BFGS-B", {"eps": GRADIENT_STEP}), ("Powell", {})):
+            found = optimize.minimize(
+                lambda logs: fit.loss(constants(logs)), found, method=method, bounds=bounds, options=settings
+            ).x
+        return Rates(**{name: float(f"{value:.4g}") for name, value in asdict(constants(found)).items()})
 
     def report(self, constants: Rates) -> list[tuple[str, int, float, float, float, str]]:
         """(shape, configurations, mean and largest |model / measured - 1|, time lost by the model's choice, choice)."""
@@ -308,8 +308,8 @@ class Fit:
 
 
 def by_family(samples: Iterable[Sample], arch: Arch) -> Mapping[str, Fit]:
-    """The samples of each kernel family that they are of; configurations not valid today are passed over."""
-    found: dict[str, list[tuple[Sample, Footprint]]] = {}
+    """The samples by the name of their kernel family; configurations not valid today are passed over."""
+    found: dict[CostFamily, list[tuple[Sample, Footprint]]] = {}
     for sample in samples:
         backend = backends.get(sample.backend)
         try:
@@ -317,15 +317,13 @@ def by_family(samples: Iterable[Sample], arch: Arch) -> Mapping[str, Fit]:
         except ValueError:
             continue
         if backend.check(config, sample.problem, arch) is None:
-            shape = footprint.of(config, sample.backend, sample.problem.signature, arch)
+            shape = backend.footprint(config, sample.problem.signature, arch)
             found.setdefault(shape.family, []).append((sample, shape))
-    return {family: Fit(family, rows, arch) for family, rows in found.items()}
+    return {family.name: Fit(family, rows, arch) for family, rows in found.items()}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tuning.calibrate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser("calibrate", __doc__, keep_lines=True)
     parser.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
     parser.add_argument(
         "--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="rows with K split do not count"
@@ -350,24 +348,28 @@ def main(arguments: list[str] | None = None) -> int:
     if not fits:
         parser.error("no measured times of any kernel family (of that GPU)")
     families = {}
-    for family, fit in fits.items():
+    for name, fit in fits.items():
         count = sum(map(len, fit.shapes.values()))
         if count < options.least:
-            print(f"{family}: {count} times are too few to fit, at least {options.least}")
+            print(f"{name}: {count} times are too few to fit, at least {options.least}")
             continue
-        constants = fit.search(rates(family) if options.refine else None)
-        first = FIRST_PRINCIPLES[family]
-        print(f"{family}: {count} times of {len(fit.shapes)} shapes; loss {fit.loss(first):.5f} -> "
+        try:
+            constants = fit.search(rates(fit.family) if options.refine else None)
+        except RuntimeError as why:
+            print(f"{parser.prog}: {why}", file=sys.stderr)
+            return 2
+        first = fit.family.first
+        print(f"{name}: {count} times of {len(fit.shapes)} shapes; loss {fit.loss(first):.5f} -> "
               f"{fit.loss(constants):.5f}")  # fmt: skip
         print(tabulate(fit.report(constants), headers=["shape", "configs", "mean error", "largest", "choice loses",
                                                        "choice"], floatfmt=".3f"))  # fmt: skip
-        families[family] = asdict(constants)
-        print(", ".join(f"{key}={value}" for key, value in families[family].items()))
+        families[name] = {"backend": fit.family.backend, **asdict(constants)}
+        print(", ".join(f"{key}={value}" for key, value in asdict(constants).items()))
     if options.write and families:
         stored = json.loads(CONSTANTS.read_text())["families"] if CONSTANTS.exists() else {}
         command = shlex.join(["python", "-m", "tuning.calibrate", *(Path(a).name if "/" in a else a for a in given)])
-        for family, values in families.items():
-            stored[family] = {"gpu": arch.name, "command": command, **values}
+        for name, values in families.items():
+            stored[name] = {"gpu": arch.name, "command": command, **values}
         CONSTANTS.parent.mkdir(exist_ok=True)
         CONSTANTS.write_text(json.dumps({"families": dict(sorted(stored.items()))}, indent=1) + "\n")
         print(f"written to {CONSTANTS}")

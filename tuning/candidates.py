@@ -1,11 +1,11 @@
-"""Which Hopper configurations the heuristic weighs, and where: `python -m tuning.candidates TABLE... --write`.
+"""Which Hopper configurations the heuristic compares, and where: `python -m tuning.candidates TABLE... --write`.
 
 The whole space takes milliseconds to rank, a choice may take microseconds. So a few hundred configurations are picked
-here beforehand, by the cost model as it is fitted, and of these the few to weigh for sizes of each magnitude:
+here beforehand, by the cost model as it is fitted, and of these the few to compare for sizes of each magnitude:
 
     1. random shapes are drawn as in `tuning.untuned`, with seeds of their own
-    2. every tile, schedule and cluster, with the deepest ring and one that leaves room beside it, is estimated for each
-       of them, whole and with K split
+    2. every tile, schedule and cluster, with the deepest ring and with one that leaves an SM room for another CTA, is
+       estimated for each of them, whole and with K split
     3. greedily, the configuration is added that saves the most time over all shapes, large losses counting more;
        those that measurements (TABLE, as `tuning.calibrate` takes them) found best at two shapes or more come first
     4. shapes are drawn in each cell (M, N and K up to a power of two and beyond the one before); of those picked the
@@ -21,7 +21,6 @@ no part in picking them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -38,15 +37,16 @@ from pathlib import Path
 
 import numpy as np
 
-from cutegemm import arch as arch_table
-from cutegemm import footprint
-from cutegemm.arch import Arch
-from cutegemm.cost_model import Model, bounds
-from cutegemm.cute import cells, defaults
-from cutegemm.cute.hopper_config import RING_BYTES, TILES, WHOLE_RING_BYTES, HopperConfig
-from cutegemm.heuristics import Ladder
+from cutegemm.choice.cost_model import Model, bounds
+from cutegemm.choice.heuristics import SplitCandidates
+from cutegemm.cute import BACKEND
+from cutegemm.cute.hopper import candidates as hopper_candidates
+from cutegemm.cute.hopper import footprint, shortlists
+from cutegemm.cute.hopper.config import RING_BYTES, TILES, WHOLE_RING_BYTES, HopperConfig
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
-from tuning import calibrate, untuned
+from tuning import calibrate, cli, untuned
 from tuning.calibrate import Sample
 
 SEED, TEST_SEED = 1001, 1002
@@ -71,7 +71,7 @@ AS_ROUND = 0.3
 
 Shape = tuple[int, int, int]
 """(M, N, K)."""
-Cells = dict[cells.Cell, list[int]]
+Cells = dict[shortlists.Cell, list[int]]
 """Columns of `Costs.columns` by cell."""
 OTHERS = 3
 """For majors other than both along K, one configuration is picked in addition for so many picked before, and a cell's
@@ -105,7 +105,7 @@ def space(signature: Signature, arch: Arch) -> Iterator[HopperConfig]:
         found = False
         for stages in range(deepest, LEAST_STAGES - 1, -1):
             config = HopperConfig(bm, bn, bk, schedule, (cm, cn), stages, order, (*swap, *zig, "pdl"), 1, ck)
-            if config.problem(signature, arch) is not None:  # a wider epilogue leaves the ring less room
+            if config.why_invalid(signature, arch) is not None:  # a wider epilogue leaves the ring less room
                 continue
             leaves_room = _leaves_room(config, signature, arch)
             if leaves_room or not found:
@@ -116,7 +116,7 @@ def space(signature: Signature, arch: Arch) -> Iterator[HopperConfig]:
     # Side by side on an SM, for one round of tiles of a long matrix and few columns.
     for bn, stages in product((16, 32), (4, 5, 6)):
         config = HopperConfig(64, bn, 128, "coop1", (1, 1), stages, "row", ("swap", "once", "skew", "pdl"))
-        if config.problem(signature, arch) is None:
+        if config.why_invalid(signature, arch) is None:
             yield config
 
 
@@ -131,11 +131,10 @@ def estimated(
     """
     count = len(configs)
     wanted = set(range(2 * count) if columns is None else columns)
-    footprints = [footprint.of(config, "cute", signature, arch) for config in configs]
+    footprints = [footprint.of(config, signature, arch) for config in configs]
     models = [Model(shape, signature, arch) for shape in footprints]
-    outlines = [model.outline for model in models]
-    ladders = [
-        (place, Ladder(shape, config, defaults.NUMBERS, signature, arch))
+    splits = [
+        (place, SplitCandidates(shape, config, hopper_candidates.NUMBERS, signature, arch))
         for place, (shape, config) in enumerate(zip(footprints, configs, strict=True))
         if count + place in wanted and not config.ping_pong and "once" not in config.options
     ]
@@ -143,7 +142,7 @@ def estimated(
     whole = np.full((len(shapes), count), np.inf)
     split = np.full_like(whole, np.inf)
     for row, sizes in enumerate(shapes):
-        least = bounds(outlines, *sizes, 1, models[0].straddling(*sizes))
+        least = bounds(models, *sizes, 1)
         best = math.inf
         for place in sorted(places, key=least.__getitem__):
             if least[place] >= far * best:
@@ -151,8 +150,8 @@ def estimated(
             taken = models[place].seconds(*sizes)
             whole[row, place] = taken
             best = min(best, taken)
-        for place, ladder in ladders:
-            for model, _ in ladder.worth_trying(*sizes, 1):
+        for place, candidates in splits:
+            for model, _ in candidates.worth_trying(*sizes, 1):
                 if model.at_least(*sizes, 1) < far * best:
                     taken = model.seconds(*sizes)
                     split[row, place] = min(split[row, place], taken)
@@ -162,18 +161,18 @@ def estimated(
 
 
 def pick(costs: Costs, count: int, first: Sequence[int] = ()) -> list[int]:
-    """Columns of `Costs.columns`, those of `first` and others greedily: each saves the most beside those before it;
+    """Columns of `Costs.columns`, those of `first` and others greedily: each saves the most over those before it;
     fewer than `count` where none saves any."""
     columns = costs.columns
-    # What is never among the best need not be weighed.
+    # What is never among the best need not be compared.
     open_ = np.flatnonzero(columns.min(axis=0) < 0.02)
-    weighed = columns[:, open_]
+    compared = columns[:, open_]
     now = np.full(len(columns), np.log(FAR))
     chosen = list(first)
     if chosen:
         now = np.minimum(now, columns[:, chosen].min(axis=1))
     while len(chosen) < count:
-        lost = np.minimum(now[:, None], weighed)
+        lost = np.minimum(now[:, None], compared)
         score = (lost + LARGE_COUNTS * np.maximum(lost - LARGE, 0.0)).mean(axis=0)
         place = int(score.argmin())
         if chosen and np.array_equal(lost[:, place], now):
@@ -186,20 +185,21 @@ def pick(costs: Costs, count: int, first: Sequence[int] = ()) -> list[int]:
 def proven(samples: Iterable[Sample], configs: Sequence[HopperConfig], signature: Signature, arch: Arch) -> list[int]:
     """Columns of `Costs.columns` that were measured within `WON` of the fastest at `OFTEN` shapes or more, in bf16 or
     fp16 with K-major operands. A measured one stands for what differs from it by the order, launches and the ring,
-    as long as an SM has room beside both or beside neither."""
+    as long as both leave an SM room for another CTA, or neither does."""
     places = {_kind(config, signature, arch): place for place, config in enumerate(configs)}
     by_shape: dict[tuple[int, int, int], list[tuple[float, int]]] = {}
     fastest: dict[tuple[int, int, int], float] = {}
     for sample in samples:
-        problem = sample.problem
-        if (problem.dtype not in ("bf16", "fp16") or problem.batch != 1 or not sample.config.startswith("sm90/")
-                or (problem.signature.a_major, problem.signature.b_major) != ("k", "k")):  # fmt: skip
+        problem, measured = sample.problem, sample.problem.signature
+        if problem.batch != 1 or measured.majors != "tn" or not hopper_candidates.has_shortlists(measured):
+            continue
+        if not sample.config.startswith("sm90/"):
             continue
         shape = problem.m, problem.n, problem.k
         fastest[shape] = min(sample.seconds, fastest.get(shape, sample.seconds))
         config = HopperConfig.parse(sample.config)
         place = places.get(_kind(config, signature, arch))
-        if place is not None and not config.stream_k and not config.in_arrival_order:
+        if place is not None and not config.stream_k and BACKEND.only_by_name(config) is None:
             by_shape.setdefault(shape, []).append((sample.seconds, place + (config.splits > 1) * len(configs)))
     won: Counter[int] = Counter()
     for shape, rows in by_shape.items():
@@ -208,7 +208,7 @@ def proven(samples: Iterable[Sample], configs: Sequence[HopperConfig], signature
 
 
 def _leaves_room(config: HopperConfig, signature: Signature, arch: Arch) -> bool:
-    return footprint.of(config, "cute", signature, arch).beside
+    return footprint.of(config, signature, arch).leaves_room
 
 
 def _kind(config: HopperConfig, signature: Signature, arch: Arch) -> tuple[object, ...]:
@@ -216,14 +216,14 @@ def _kind(config: HopperConfig, signature: Signature, arch: Arch) -> tuple[objec
             "skew" in config.options, _leaves_room(config, signature, arch))  # fmt: skip
 
 
-def drawn(cell: cells.Cell, count: int) -> list[Shape]:
+def drawn(cell: shortlists.Cell, count: int) -> list[Shape]:
     """Random shapes of a cell. The last cell of each size is open: it has sizes of up to twice its power of two."""
     source = random.Random(f"{SEED} {cell}")
 
     def size(bits: int) -> int:
         if source.random() < AS_ROUND:
             return 1 << bits
-        last = bits + (bits == cells.MOST_BITS)
+        last = bits + (bits == shortlists.MOST_BITS)
         return untuned.STEP * math.ceil(2 ** source.uniform(bits - 1, last) / untuned.STEP)
 
     return [(size(cell[0]), size(cell[1]), size(cell[2])) for _ in range(count)]
@@ -242,14 +242,14 @@ def cover(columns: np.ndarray) -> list[int]:
     return found
 
 
-def all_cells(*m: int) -> Iterator[cells.Cell]:
+def all_cells(*m: int) -> Iterator[shortlists.Cell]:
     """Those with this log2 of M, or all."""
-    return product(m or cells.BITS, cells.BITS, cells.BITS)
+    return product(m or shortlists.BITS, shortlists.BITS, shortlists.BITS)
 
 
 def covered(
     configs: Sequence[HopperConfig], chosen: Sequence[int], signature: Signature, arch: Arch, count: int,
-    wanted: Iterable[cells.Cell] | None = None,
+    wanted: Iterable[shortlists.Cell] | None = None,
 ) -> Cells:  # fmt: skip
     """What each of the cells wanted (by default every one) gets of the chosen columns, by `count` shapes."""
     numbers = sorted({column % len(configs) for column in chosen})
@@ -270,9 +270,9 @@ def covered(
     return found
 
 
-def judged(costs: Costs, named: Mapping[cells.Cell, Sequence[int]], shapes: Sequence[Shape]) -> tuple[float, ...]:
+def judged(costs: Costs, named: Mapping[shortlists.Cell, Sequence[int]], shapes: Sequence[Shape]) -> tuple[float, ...]:
     """(mean count of columns in a shape's cell, mean and largest loss of the best of them)."""
-    own = [named[cells.cell_of(*shape)] for shape in shapes]
+    own = [named[shortlists.cell_of(*shape)] for shape in shapes]
     lost = np.expm1([row[columns].min() for row, columns in zip(costs.columns, own, strict=True)])
     return float(np.mean([len(columns) for columns in own])), float(lost.mean()), float(lost.max())
 
@@ -281,14 +281,14 @@ def covered_by_majors(
     configs: Sequence[HopperConfig], chosen: Mapping[str, Sequence[int]], arch: Arch, count: int, jobs: int
 ) -> dict[str, Cells]:
     """`covered` for each majors, of the columns chosen for it, by so many processes."""
-    parts_of = list(product(chosen, cells.BITS))
+    parts_of = list(product(chosen, shortlists.BITS))
     work = [
         (
             configs,
             chosen[majors],
             _signature(majors),
             arch,
-            count if majors == cells.MAJORS[0] else _fewer(count),
+            count if majors == shortlists.MAJORS[0] else _fewer(count),
             list(all_cells(m)),
         )
         for majors, m in parts_of
@@ -305,7 +305,7 @@ def covered_by_majors(
 
 
 def table(configs: Sequence[HopperConfig], named: Mapping[str, Cells]) -> dict[str, object]:
-    """What `cells.TABLE` has as "configurations", "split" and "cells"."""
+    """What `shortlists.TABLE` has as "configurations", "split" and "cells"."""
     columns = {column for of in named.values() for entries in of.values() for column in entries}
     rows = sorted({column % len(configs) for column in columns}, key=lambda number: _order(configs[number]))
     places = {number: place for place, number in enumerate(rows)}
@@ -319,8 +319,8 @@ def table(configs: Sequence[HopperConfig], named: Mapping[str, Cells]) -> dict[s
         "split": sorted(places[column - len(configs)] for column in columns if column >= len(configs)),
         "cells": {
             majors: {
-                f"{1 << m}x{1 << n}": [sorted(map(entry, of[m, n, k])) for k in cells.BITS]
-                for m, n in product(cells.BITS, repeat=2)
+                f"{1 << m}x{1 << n}": [sorted(map(entry, of[m, n, k])) for k in shortlists.BITS]
+                for m, n in product(shortlists.BITS, repeat=2)
             }
             for majors, of in named.items()
         },
@@ -348,9 +348,7 @@ def _order(config: HopperConfig) -> tuple[object, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(
-        prog="python -m tuning.candidates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = cli.parser("candidates", __doc__, keep_lines=True)
     made.add_argument("tables", nargs="*", type=Path, metavar="TABLE")
     made.add_argument("--unsplit", nargs="+", default=[], type=Path, metavar="TABLE", help="as in tuning.calibrate")
     made.add_argument("--arch", default="H200", help="the GPU that the cost model's constants are of")
@@ -364,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--per-cell", type=int, default=400, help="random shapes in each cell (default 400)")
     made.add_argument("--test", type=int, default=300, help="random shapes to judge by (default 300)")
     made.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
-    made.add_argument("--write", action="store_true", help=f"write {cells.TABLE.name}")
+    made.add_argument("--write", action="store_true", help=f"write {shortlists.TABLE.name}")
     given = sys.argv[1:] if arguments is None else arguments
     options = made.parse_args(given)
     if min(options.shapes, options.count, options.per_cell, options.test, options.jobs) < 1:
@@ -374,32 +372,32 @@ def main(arguments: list[str] | None = None) -> int:
         samples = calibrate.read_all(options.tables, options.unsplit, arch)
     except (OSError, ValueError) as why:
         made.error(str(why))
-    signature = _signature(cells.MAJORS[0])
+    signature = _signature(shortlists.MAJORS[0])
     configs = list(space(signature, arch))
     if not configs:
         made.error(f"no Hopper configuration is valid on {arch.name}")
     shapes = _random(options.shapes, SEED, arch)
     chosen = pick(estimated(configs, signature, shapes, arch), options.count, proven(samples, configs, signature, arch))
     in_cells = [drawn(cell, 1)[0] for cell in all_cells()]
-    others = [estimated(configs, _signature(majors), in_cells, arch) for majors in cells.MAJORS[1:]]
+    others = [estimated(configs, _signature(majors), in_cells, arch) for majors in shortlists.MAJORS[1:]]
     costs = Costs(np.concatenate([of.whole for of in others]), np.concatenate([of.split for of in others]))
     more = pick(costs, len(chosen) + _fewer(options.count), chosen)
-    chosen_for = dict.fromkeys(cells.MAJORS, more) | {cells.MAJORS[0]: chosen}
+    chosen_for = dict.fromkeys(shortlists.MAJORS, more) | {shortlists.MAJORS[0]: chosen}
     named = covered_by_majors(configs, chosen_for, arch, options.per_cell, options.jobs)
     found = table(configs, named)
     texts = found["configurations"]
     assert isinstance(texts, list)
     print(f"{len(texts)} of {len(configs)} configurations; of those in a shape's cell on average (count), the best is")
     judges = _random(options.test, TEST_SEED, arch)
-    for majors in cells.MAJORS:
+    for majors in shortlists.MAJORS:
         at = estimated(configs, _signature(majors), judges, arch)
         count, lost, most = judged(at, named[majors], judges)
         print(f"  {majors}: {lost:.2%} slower than the best of all, by the model, {most:.1%} at most ({count:.1f})")
     if options.write:
         command = shlex.join(["python", "-m", "tuning.candidates", *(Path(a).name if "/" in a else a for a in given)])
         about = {"gpu": arch.name, "sm_count": arch.sm_count, "command": command}
-        cells.TABLE.write_text(written({**about, **found}) + "\n")
-        print(f"written to {cells.TABLE}")
+        shortlists.TABLE.write_text(written({**about, **found}) + "\n")
+        print(f"written to {shortlists.TABLE}")
     return 0
 
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tuning.sweep_budget import Budget
-from tuning.sweep_candidates import Candidate
-from tuning.sweep_compile import CompilePool, Compiler, default_jobs
-from tuning.sweep_timer import GpuProcess, Timer, TimerBroken, TimerLost
-from tuning.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
+from cutegemm.problem import DTYPES
+from cutegemm.tuner.budget import Budget
+from cutegemm.tuner.compile_pool import CompilePool, Compiler, default_jobs
+from cutegemm.tuner.space import Candidate
+from cutegemm.tuner.timer import GpuProcess, Timer, TimerBroken, TimerLost
+from cutegemm.tuner.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
+from tuning import cli
 
 if TYPE_CHECKING:
     from cutegemm.problem import Problem
-    from tuning.sweep_search import Outcome
+    from cutegemm.tuner.search import Outcome
 
 Key = tuple[str, str]
 
@@ -66,12 +74,48 @@ def machine(jobs: int) -> Iterator[Machine]:
 
 def add_options(made: argparse.ArgumentParser) -> None:
     """The options that both commands have."""
+    made.add_argument("--dtype", default="bf16", choices=DTYPES)
     made.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major (default)")
+    cli.add_backends(made)
     jobs = default_jobs()
     made.add_argument(
         "--jobs", type=int, default=jobs, help=f"compile processes (here {jobs}, as cores and memory allow)"
     )
     made.add_argument("--json", metavar="FILE", help="also write the table to this file")
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    compare: Callable[[Machine, Path, threading.Event], tuple[Sequence[Any], Sequence[Missed]]],
+    table: Callable[[Sequence[Any], Sequence[Missed]], str],
+    **said: object,
+) -> int:
+    """The command `tuning.NAME`: compares on the first GPU, prints the table, writes `--json`; the exit status.
+
+    Args:
+        compare: given the machine, an empty folder and the event that Ctrl-C sets; returns the lines of the table
+            (dataclasses with a `ratio`) and what was not compared.
+        table: the text of both.
+        said: what the JSON says besides.
+    """
+    begun, stop = time.monotonic(), threading.Event()
+    try:
+        with machine(options.jobs) as m, tempfile.TemporaryDirectory() as folder:
+            lines, missed = compare(m, Path(folder), stop)
+            state = m.timer.describe()
+    except NoGpu as why:
+        print(f"tuning.{name} times kernels on a GPU: {why}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbroken off", file=sys.stderr)
+        return 130
+    print(f"{table(lines, missed)}\n{state}; {time.monotonic() - begun:.0f} s in all")
+    if options.json:
+        rows = [{**asdict(line), "ratio": line.ratio} for line in lines]
+        written = {"gpu": state, **said, "shapes": rows, "missed": [asdict(one) for one in missed]}
+        Path(options.json).write_text(json.dumps(written, indent=1) + "\n")
+    return 130 if stop.is_set() else 1 if missed else 0
 
 
 def meet(
@@ -128,11 +172,6 @@ def _right(timer: Timer, candidates: Sequence[Candidate], failed: dict[Key, str]
         if verdict != "ok":
             failed[candidate.key] = verdict
     return [candidate for candidate in candidates if candidate.key not in failed]
-
-
-def as_rows(missed: Sequence[Missed]) -> list[dict[str, str]]:
-    """For JSON."""
-    return [asdict(one) for one in missed]
 
 
 def missed_text(missed: Sequence[Missed]) -> str:

@@ -9,6 +9,7 @@ shared memory.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -53,6 +54,23 @@ class _Section:
     offset: int
     size: int
     link: int
+
+
+def code_digest(cubin: bytes) -> str:
+    """A digest of what a cubin does: instructions, constants, launch attributes, registers, stack and shared memory
+    of its kernels.
+
+    Names of kernels, symbols and line tables do not count. Raises ValueError as `usage` does.
+    """
+    digest = hashlib.sha256()
+    for kernel in usage(cubin):
+        digest.update(f"{kernel.registers} {kernel.static_smem} {kernel.stack}\n".encode())
+    for section in _sections(cubin):
+        kind = next((kind for kind in (".text.", ".nv.constant", ".nv.info.") if section.name.startswith(kind)), None)
+        if kind is not None:
+            digest.update(f"{kind} {section.size}\n".encode())
+            digest.update(cubin[section.offset : section.offset + section.size])
+    return digest.hexdigest()
 
 
 def _usage(cubin: bytes) -> list[Usage]:

@@ -14,31 +14,27 @@ winners store: no later sweep is taught by it. A shape that was not compared is 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
-import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuning import contest, suites, sweep
-from tuning.sweep_budget import MOST_HELP
-from tuning.sweep_candidates import Candidate, Frontier, enumerate_all
+from cutegemm.tuner.budget import MOST_HELP
+from cutegemm.tuner.space import Candidate, Frontier, enumerate_all
+from tuning import cli, contest, suites
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
+    from cutegemm.tuner.compile_pool import CompilePool
+    from cutegemm.tuner.report import Progress
+    from cutegemm.tuner.search import Outcome
+    from cutegemm.tuner.timer import Timer
     from cutegemm.winners import Winners
-    from tuning.sweep_compile import CompilePool
-    from tuning.sweep_report import Progress
-    from tuning.sweep_search import Outcome
-    from tuning.sweep_timer import Timer
 
 MEETING = 4
 """Of the sweep's best that are timed again among all, and of all's best that meet the sweep's choice."""
@@ -104,9 +100,9 @@ def compare(
 
     Ctrl-C sets `stop` and ends both: the lines of the problems finished by then are returned.
     """
-    from tuning import sweep_run
-    from tuning.sweep_report import Progress
-    from tuning.sweep_search import Options
+    from cutegemm.tuner import run as sweep_run
+    from cutegemm.tuner.report import Progress
+    from cutegemm.tuner.search import Options
 
     stop = stop or threading.Event()
     # All sweeps come first: what is measured exhaustively must not guide them.
@@ -172,14 +168,14 @@ def compare(
 
 
 def _untuned(problem: Problem, arch: Arch) -> list[Candidate]:
-    from cutegemm import heuristics
+    from cutegemm.choice import heuristics
 
     found = heuristics.untuned(problem, arch)
     return [] if found is None else [Candidate(found[0], found[1])]
 
 
 def _tell(what: str, progress: Progress) -> Callable[[int, str, Outcome], None]:
-    from tuning.sweep_report import took_text
+    from cutegemm.tuner.report import took_text
 
     def tell(lane: int, phase: str, outcome: Outcome) -> None:
         if phase != "finished":
@@ -220,15 +216,13 @@ def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
 def main(arguments: list[str] | None = None) -> int:
     assert __doc__ is not None
     summary, _, more = __doc__.partition("\n\n")
-    made = argparse.ArgumentParser(prog="python -m tuning.exhaustive", description=summary, epilog=more)
+    made = cli.parser("exhaustive", summary, more)
     made.add_argument("--shapes", default=SHAPES, help=f"MxNxK or one number, comma-separated (default {SHAPES})")
-    made.add_argument("--dtype", default="bf16", choices=["fp16", "bf16", "fp32"])
-    made.add_argument("--backends", default="cute", help=f"comma-separated: {', '.join(sweep.BACKENDS)} (default cute)")
     made.add_argument("--limit", type=int, default=200, help="configurations to time of each backend (default 200)")
     made.add_argument(
-        "--budget", type=sweep.seconds, default=60.0, help=f"the sweep's, for each shape (default 60s); {MOST_HELP}"
+        "--budget", type=cli.seconds, default=60.0, help=f"the sweep's, for each shape (default 60s); {MOST_HELP}"
     )
-    made.add_argument("--most", type=sweep.seconds, default=300.0, help="for timing all of a shape's (default 5m)")
+    made.add_argument("--most", type=cli.seconds, default=300.0, help="for timing all of a shape's (default 5m)")
     made.add_argument("--resume", action="store_true", help="take the winner of an earlier sweep instead of sweeping")
     made.add_argument(
         "--untaught", action="store_true", help="sweep as if the shape were new: no seeds but the heuristic's choice"
@@ -236,41 +230,28 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--store", help="the winners file; by default the user's, which gemm reads")
     contest.add_options(made)
     options = made.parse_args(arguments)
-    names = options.backends.split(",")
-    begun, stop = time.monotonic(), threading.Event()
     try:
-        if options.limit < 2 or not set(names) <= set(sweep.BACKENDS) or options.jobs < 1:
-            raise ValueError(f"--limit must be at least 2, --jobs 1, --backends of {', '.join(sweep.BACKENDS)}")
+        if options.limit < 2 or options.jobs < 1:
+            raise ValueError("--limit must be at least 2, --jobs 1")
         if options.untaught and (options.resume or options.store):
             raise ValueError("--untaught sweeps into an empty store: neither --resume nor --store goes with it")
         shapes = suites.parse(options.shapes)
     except ValueError as why:
         made.error(str(why))
-    from cutegemm.problem import Problem
-    from cutegemm.winners import Winners
 
-    problems = [Problem.of(*shape, options.dtype, majors=options.majors) for shape in dict.fromkeys(shapes)]
-    try:
-        with contest.machine(options.jobs) as m, tempfile.TemporaryDirectory() as folder:
-            store = Winners(Path(folder, "swept.sqlite3") if options.untaught else options.store)
-            lines, missed = compare(
-                problems, names, m.timer, m.pool, store, Winners(Path(folder, "winners.sqlite3")),
-                limit=options.limit, budget=options.budget, most=options.most, resume=options.resume,
-                untaught=options.untaught, stop=stop,
-            )  # fmt: skip
-            state = m.timer.describe()
-    except contest.NoGpu as why:
-        print(f"tuning.exhaustive times kernels on a GPU: {why}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbroken off", file=sys.stderr)
-        return 130
-    print(f"{table(lines, missed)}\n{state}; {time.monotonic() - begun:.0f} s in all")
-    if options.json:
-        rows = [{**asdict(line), "ratio": line.ratio} for line in lines]
-        said = {"gpu": state, "untaught": options.untaught, "shapes": rows, "missed": contest.as_rows(missed)}
-        Path(options.json).write_text(json.dumps(said, indent=1) + "\n")
-    return 130 if stop.is_set() else 1 if missed else 0
+    def compared(m: contest.Machine, folder: Path, stop: threading.Event) -> tuple[list[Line], list[contest.Missed]]:
+        from cutegemm.problem import Problem
+        from cutegemm.winners import Winners
+
+        problems = [Problem.of(*shape, options.dtype, majors=options.majors) for shape in dict.fromkeys(shapes)]
+        store = Winners(folder / "swept.sqlite3" if options.untaught else options.store)
+        return compare(
+            problems, options.backends, m.timer, m.pool, store, Winners(folder / "winners.sqlite3"),
+            limit=options.limit, budget=options.budget, most=options.most, resume=options.resume,
+            untaught=options.untaught, stop=stop,
+        )  # fmt: skip
+
+    return contest.run("exhaustive", options, compared, table, untaught=options.untaught)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,19 @@ Backward passes are issued by autograd's own thread, so that they are timed to t
 
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met: random problems
 of `tuning.untuned`, the fastest of some rounds each, after one that worked out what problems of a magnitude share.
+
+`--new-shapes` times what `gemm` takes on the host for a shape that it has not met, of a known signature (bf16, B
+K-major) and with a loaded kernel: the checks, the winners, the heuristic's choice, and binding the kernel to the sizes.
+Each shape is prepared once, which compiles or loads its kernel; then all plans, and nothing else, are forgotten before
+each round. With a GPU the launch is timed too. Without one, plans for the emulator are timed up to where it would run
+(`--arch` names the GPU, an H200 by default): this leaves out the launch and what binding a kernel asks of CUDA.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import os
+import random
 import statistics
 import sys
 import time
@@ -21,9 +28,12 @@ import torch
 from tabulate import tabulate
 
 import cutegemm
-from cutegemm import arch as arch_table
-from cutegemm import heuristics
-from tuning import timing, untuned
+from cutegemm.choice import heuristics
+from cutegemm.hardware import arch as arch_table
+from cutegemm.run import call as call_module
+from cutegemm.run.progress import Bars
+from cutegemm.tuner import timing
+from tuning import cli, untuned
 
 
 def candidates(size: int, dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
@@ -70,24 +80,6 @@ def candidates(size: int, dtype: torch.dtype) -> dict[str, tuple[Callable[[], ob
     }
 
 
-def measure(todo: dict[str, Callable[[], object]], calls: int, rounds: int) -> dict[str, float]:
-    """Host microseconds a call, the fastest round of each."""
-    best = dict.fromkeys(todo, float("inf"))
-    for call in todo.values():
-        call()
-    for _ in range(rounds):
-        for name, call in todo.items():
-            for _ in range(calls // 5):
-                call()
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            best[name] = min(best[name], (time.perf_counter() - start) / calls * 1e6)
-            torch.cuda.synchronize()
-    return best
-
-
 def choices(count: int, rounds: int) -> list[float]:
     """Host microseconds that each of `count` random bf16 problems takes to choose for on an H200, ascending."""
     arch = arch_table.get("H200")
@@ -103,12 +95,65 @@ def choices(count: int, rounds: int) -> list[float]:
     return sorted(best)
 
 
+def new_shapes(count: int, rounds: int, arch: str) -> list[float]:
+    """Host microseconds that each of `count` random shapes takes when `gemm` meets it, ascending.
+
+    On a GPU whole calls; without one `cutegemm.prepare` for the emulated GPU `arch`.
+    """
+    on_gpu = torch.cuda.is_available()
+    device, backend = ("cuda", "auto") if on_gpu else ("cpu", "cute")
+    call = cutegemm.gemm if on_gpu else cutegemm.prepare
+    memo = call_module.memo
+    before = os.environ.get("CUTEGEMM_ARCH")
+    os.environ["CUTEGEMM_ARCH"] = arch
+    bars = Bars()
+    try:
+        best = [float("inf")] * count
+        shapes = _shapes(count)
+        for turn in range(rounds + 1):
+            memo.clear()
+            for place, (m, n, k) in enumerate(shapes):
+                a = torch.empty(m, k, dtype=torch.bfloat16, device=device)
+                b = torch.empty(n, k, dtype=torch.bfloat16, device=device).t()
+                if not turn:
+                    cutegemm.prepare(a, b, backend=backend)
+                    bars.show("", f"prepared {place + 1} of {count}", place + 1, count)
+                start = time.perf_counter()
+                call(a, b, backend=backend)
+                if turn:
+                    best[place] = min(best[place], (time.perf_counter() - start) * 1e6)
+                if on_gpu:
+                    torch.cuda.synchronize()
+            if not turn:
+                bars.close()  # before the first round that counts
+                bars.say(f"prepared {count} of {count}")
+    finally:
+        bars.close()
+        if before is None:
+            del os.environ["CUTEGEMM_ARCH"]
+        else:
+            os.environ["CUTEGEMM_ARCH"] = before
+    return sorted(best)
+
+
+def _shapes(count: int) -> list[tuple[int, int, int]]:
+    """Different (M, N, K), multiples of 8, so that all operands are aligned alike and the signature is one."""
+    draw = random.Random(0)
+    found: dict[tuple[int, int, int], None] = {}
+    while len(found) < count:
+        m, n, k = (8 * round(2 ** draw.uniform(3, 9)) for _ in range(3))
+        found[m, n, k] = None
+    return list(found)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tuning.host_cost", description=__doc__.split("\n\n")[0])
+    parser = cli.parser("host_cost", __doc__.split("\n\n")[0])
     parser.add_argument("--size", type=int, default=128, help="M = N = K")
     parser.add_argument("--calls", type=int, default=100, help="calls a round")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--choice", type=int, metavar="COUNT", help="time the heuristic's choice for COUNT problems")
+    parser.add_argument("--new-shapes", type=int, metavar="COUNT", help="time COUNT new shapes of a known signature")
+    parser.add_argument("--arch", default="H200", help="the GPU that --new-shapes plans for where there is none")
     options = parser.parse_args(arguments)
     if options.choice is not None:
         if options.choice < 1 or options.rounds < 1:
@@ -117,13 +162,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"a choice of the heuristic takes {statistics.median(took):.1f} us in the median of {len(took)} random "
               f"problems, {statistics.fmean(took):.1f} on average, {took[-1]:.1f} at most")  # fmt: skip
         return 0
+    if options.new_shapes is not None:
+        if options.new_shapes < 1 or options.rounds < 1:
+            parser.error("--new-shapes and --rounds must be at least 1")
+        took = new_shapes(options.new_shapes, options.rounds, options.arch)
+        where = "a call, launch included" if torch.cuda.is_available() else "without a GPU: up to the launch"
+        print(f"a new shape of a known signature takes {statistics.median(took):.1f} us on the host in the median of "
+              f"{len(took)}, {took[-1]:.1f} at most ({where})")  # fmt: skip
+        return 0
     if not torch.cuda.is_available():
         print("tuning.host_cost times launches on a GPU, and torch sees none here")
         return 2
     print(timing.gpu_state())
     pairs = candidates(options.size, torch.float16)
     flat = {f"{name}/{who}": pair[i] for name, pair in pairs.items() for i, who in enumerate(("torch", "ours"))}
-    best = measure(flat, options.calls, options.rounds)
+    best = timing.host_us(flat, options.calls, options.rounds)
     rows = [
         (name, best[f"{name}/torch"], best[f"{name}/ours"], best[f"{name}/torch"] / best[f"{name}/ours"])
         for name in pairs

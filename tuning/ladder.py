@@ -1,8 +1,8 @@
 """`python -m tuning.ladder`: climbs a ladder of kernels, checks every rung, and says how fast each is.
 
 With a GPU every rung is checked against the float64 reference at each size and at a ragged one, timed against cuBLAS
-interleaved (`tuning.timing`), and printed beside the figures that others published. Without one the rungs run in the
-emulator on a small size,
+interleaved (`cutegemm.tuner.timing`), and printed beside the figures that others published. Without one the rungs run
+in the emulator on a small size,
 and their profiles are printed instead: instructions, shared-memory bank conflicts, global sectors, arithmetic
 intensity.
 """
@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from legacy_cuda.config import LegacyConfig, parse
-from legacy_cuda.rungs import AUTOTUNED, AUTOTUNED_BAR, ladder
+from legacy_cuda.rungs import AUTOTUNED, AUTOTUNED_BAR, LADDERS, ladder
+from tuning import cli
 from tuning.workbench import Row, Workbench, host_cost
 
 RAGGED = (261, 390, 77)
@@ -27,10 +28,10 @@ SMALL = {"fp32": (128, 128, 32), "16bit": (256, 128, 32)}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 1 when a rung is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tuning.ladder", description=__doc__.splitlines()[0])
-    parser.add_argument("--ladder", choices=("fp32", "16bit", "hopper"), default="fp32")
+    parser = cli.parser("ladder", __doc__.splitlines()[0])
+    parser.add_argument("--ladder", choices=(*LADDERS, "hopper"), default="fp32")
     parser.add_argument("--size", type=_sizes, default=None, help="square sizes, e.g. 4096,8192")
-    parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16", help="operands of the 16-bit ladder")
+    parser.add_argument("--dtype", choices=LADDERS["16bit"], default="bf16", help="operands of the 16-bit ladder")
     parser.add_argument(
         "--rung",
         type=lambda text: text.split(","),
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", default=None, metavar="PNG", help="also draw the ladder (needs matplotlib)")
     parser.add_argument("--emulate", action="store_true", help="use the emulator even where there is a GPU")
     options = parser.parse_args(argv)
-    dtype = "fp32" if options.ladder == "fp32" else options.dtype
+    taken = LADDERS.get(options.ladder, (options.dtype,))
+    dtype = options.dtype if options.dtype in taken else taken[0]
     if options.ladder == "hopper":
         return _hopper(parser, options)
     try:
@@ -113,7 +115,7 @@ def _chosen(name: str, texts: list[str] | None) -> list[LegacyConfig]:
 def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     import torch
 
-    from tuning.timing import gpu_state
+    from cutegemm.tuner.timing import gpu_state
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -145,9 +147,7 @@ def _on_gpu(chosen: list[LegacyConfig], dtype: str, options: Any) -> int:
     print(f"GPU: {gpu_state()}")
     print(table(rows))
     if options.plot:
-        from tuning.plot import plot_ladder
-
-        plot_ladder(rows, options.plot)
+        draw(rows, options.plot)
         print(f"drawn: {options.plot}")
     return 0 if all(row.verdict == "ok" for row in rows) else 1
 
@@ -181,6 +181,19 @@ def table(rows: Sequence[Row]) -> str:
     return tabulate(lines, headers=head, disable_numparse=True)
 
 
+def draw(rows: Sequence[Row], path: str) -> None:
+    """A bar per rung and size: TFLOP/s, the share of cuBLAS written on it, the bar to meet as a line.
+
+    Raises RuntimeError saying what to install when matplotlib is missing; ValueError when there is nothing to draw.
+    """
+    from tuning.plot import Bar, plot_bars
+
+    if not rows:
+        raise ValueError("rows: nothing to draw")
+    bars = [Bar(label(row), row.problem.m, row.tflops, row.ratio, row.config.spec.bar) for row in rows]
+    plot_bars(bars, "TFLOP/s, beside the bar the share of cuBLAS", "the published bar", path)
+
+
 def label(row: Row) -> str:
     """The rung, with the parameters that are not its defaults."""
     default = LegacyConfig.of(row.config.rung).parameters
@@ -191,7 +204,7 @@ def label(row: Row) -> str:
 
 def _bar(row: Row) -> str:
     bar = row.config.spec.bar
-    if row.family and row.problem.dtype == "fp32":
+    if row.family and row.problem.dtype in LADDERS["fp32"]:
         bar = AUTOTUNED_BAR
     if bar is None or row.problem.m != 8192:
         return ""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
+from cutegemm.run.arguments import Operands, Scalars
 from tuning.prebuild import compile_all
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def emulate(steps: Sequence[Step]) -> int:
     """Runs each step in the emulator; returns 1 when one is wrong."""
     from dataclasses import replace
 
-    from cutegemm import arch as arch_table
     from cutegemm.emulator.workload import Workload, build
+    from cutegemm.hardware import arch as arch_table
 
     arch = replace(arch_table.get("sm_90a"), sm_count=EMULATED_SMS)
     m, n, k = SMALL
@@ -112,7 +113,7 @@ def emulate(steps: Sequence[Step]) -> int:
 
 def climb(steps: Sequence[Step], sizes: Sequence[int], rounds: int, plot: str | None = None) -> int:
     """Compiles, checks, measures and prints the steps on this machine's GPU; returns 1 when one is wrong."""
-    from tuning.timing import gpu_state
+    from cutegemm.tuner.timing import gpu_state
 
     arch = Arch.of_device()
     wanted = [
@@ -143,7 +144,7 @@ class _Operands:
     def __init__(self, m: int, n: int, k: int, sets: int) -> None:
         import torch
 
-        from cutegemm.reference import expected
+        from cutegemm.problem.reference import expected
 
         generator = torch.Generator(device="cuda").manual_seed(m + n + k)
 
@@ -166,9 +167,9 @@ class _Operands:
         pairs = self.pairs if step.backend == "cute" else [(a, b.contiguous()) for a, b in self.pairs]
 
         def call(a: torch.Tensor, b: torch.Tensor) -> Any:
-            at = a.data_ptr(), b.data_ptr(), 0, 0, self.d.data_ptr()
+            operands, scalars = Operands(a.data_ptr(), b.data_ptr(), 0, 0, self.d.data_ptr()), Scalars()
             # The closure keeps a copied operand alive.
-            return lambda: (run(*at, 1.0, 0.0, torch.cuda.current_stream().cuda_stream), b)
+            return lambda: (run(operands, scalars, torch.cuda.current_stream().cuda_stream), b)
 
         return [call(a, b) for a, b in pairs]
 
@@ -181,7 +182,7 @@ class _Operands:
         """Of the first pair; the result is poisoned before."""
         import torch
 
-        from cutegemm.reference import check
+        from cutegemm.problem.reference import check
 
         self.d.fill_(float("nan"))
         calls[0]()
@@ -198,7 +199,7 @@ def _checked(steps: Sequence[Step], m: int, n: int, k: int, arch: Arch) -> dict[
 def _measure(steps: Sequence[Step], size: int, rounds: int, arch: Arch, ragged: dict[Step, str]) -> list[Measured]:
     import torch
 
-    from tuning.timing import interleaved, rotation
+    from cutegemm.tuner.timing import interleaved, rotation
 
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     operands = _Operands(size, size, size, rotation(3 * size * size * 2, arch.l2_bytes))
@@ -240,12 +241,11 @@ def table(rows: Sequence[Measured]) -> str:
 
 
 def draw(rows: Sequence[Measured], path: str) -> None:
-    """A bar a step and size: TFLOP/s, the share of cuBLAS beside it, the published figure as a line.
+    """A bar a step and size: TFLOP/s, the share of cuBLAS beside it, at 8192 the published figure as a line.
 
     Raises RuntimeError saying what to install when matplotlib is missing.
     """
     from tuning.plot import Bar, plot_bars
 
     bars = [Bar(row.step.idea, row.size, row.tflops, row.ratio, row.step.published) for row in rows]
-    axis = "TFLOP/s, bf16 (share of cuBLAS beside the bar; black: published on an H100 SXM at 8192\u00b3)"
-    plot_bars(bars, axis, path)
+    plot_bars(bars, "TFLOP/s, bf16, beside the bar the share of cuBLAS", "published on an H100 SXM", path)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, torch_dtype
+from cutegemm.run.arguments import Operands, Scalars
 from legacy_cuda.backend import BACKEND
 from legacy_cuda.config import LegacyConfig
 
@@ -45,7 +46,7 @@ def profile_rung(
     import torch
 
     from cutegemm.emulator.bridge import emulate
-    from cutegemm.reference import check, expected
+    from cutegemm.problem.reference import check, expected
 
     m, n, k = shape
     problem = Problem.of(m, n, k, dtype, majors="tt")
@@ -54,7 +55,7 @@ def profile_rung(
     b = torch.randn(k, n, generator=generator).to(torch_dtype(dtype))
     d = torch.full((m, n), float("nan"), dtype=a.dtype)
     kernel = BACKEND.build(problem.signature, config, arch)
-    launches = kernel.capture(problem, a.data_ptr(), b.data_ptr(), 0, 0, d.data_ptr(), 1.0, 0.0)
+    launches = kernel.capture(problem, Operands(a.data_ptr(), b.data_ptr(), 0, 0, d.data_ptr()), Scalars())
     reports = emulate(kernel.ptx, launches, {"a": a, "b": b, "d": d}, outputs={"d"}, profile=True)
     verdict = check(d, expected(a, b, tensor_cores=config.spec.tensor_cores))
     lines = [line for report in reports for line in report.lines.values()]
@@ -74,7 +75,7 @@ def profile_ladder(chosen: Sequence[LegacyConfig], dtype: str, shape: tuple[int,
     """Prints the profile of every rung; returns 1 when one is wrong."""
     from tabulate import tabulate
 
-    from cutegemm.plan import emulated_arch
+    from cutegemm.choice.plan import emulated_arch
 
     arch = emulated_arch()
     m, n, k = shape

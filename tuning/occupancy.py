@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutegemm import arch as arch_table
 from cutegemm import backend as backends
-from cutegemm.arch import Arch
 from cutegemm.errors import GemmError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
-from cutegemm.roofline import quantization, roofline
+from cutegemm.run.arguments import Operands, Scalars
+from tuning import cli
 from tuning.cubin import usage
 
 
@@ -95,7 +97,7 @@ def resources(kernel: Any, problem: Problem) -> Resources:
 
     Raises ValueError when the launch is empty or the machine code holds no such kernel.
     """
-    launches = kernel.capture(problem, *(0x10000,) * 3, 0, 0x10000, 1.0, 0.0)
+    launches = kernel.capture(problem, Operands(0x10000, 0x10000, 0x10000, 0, 0x10000), Scalars())
     main = max((launch for launch in launches if hasattr(launch, "block")), key=lambda l: l.ctas, default=None)
     if main is None:
         raise ValueError(f"problem: {problem} launches nothing")
@@ -110,7 +112,7 @@ def resources(kernel: Any, problem: Problem) -> Resources:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns 0, or 2 for what the command line or a backend refuses."""
-    parser = argparse.ArgumentParser(prog="python -m tuning.occupancy", description=__doc__.splitlines()[0])
+    parser = cli.parser("occupancy", __doc__.splitlines()[0])
     parser.add_argument(
         "--arch", default="A100,A6000,RTX 4090,H100 PCIe,H100 SXM,H200", help="names, separated by commas"
     )

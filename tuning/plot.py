@@ -5,7 +5,6 @@ python -m tuning.plot bench.json bench.png       draws what `python -m tuning.be
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,28 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cutegemm import arch as arch_table
-from cutegemm.arch import Arch
-from tuning import bench_report
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.roofline import roofline
+from cutegemm.problem import TABLE
+from cutegemm.tuner.report import shape_text, tflops
+from cutegemm.tuner.search import Outcome
+from tuning import bench_report, cli
 from tuning.bench_report import Result
-from tuning.ladder import label
-from tuning.workbench import Row
 
-
-def plot_ladder(rows: Sequence[Row], path: str | Path) -> None:
-    """A bar per rung and size: TFLOP/s, the share of cuBLAS written on it, the bar to meet as a line.
-
-    Raises RuntimeError saying what to install when matplotlib is missing; ValueError when there is nothing to draw.
-    """
-    if not rows:
-        raise ValueError("rows: nothing to draw")
-    bars = [Bar(label(row), row.problem.m, row.tflops, row.ratio, row.config.spec.bar) for row in rows]
-    plot_bars(bars, "TFLOP/s (share of cuBLAS beside the bar; black: published bar at 8192\u00b3)", path)
+MARKED = 8192
+"""The square size that the published figures are for; a mark at another size would compare what cannot be compared."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A kernel at a square size. ratio: its speed over that of cuBLAS. mark: TFLOP/s of the line to compare it with."""
+    """A kernel at a square size. ratio: its speed over that of cuBLAS. mark: TFLOP/s published at `MARKED`, or None."""
 
     name: str
     size: int
@@ -43,8 +36,11 @@ class Bar:
     mark: float | None
 
 
-def plot_bars(bars: Sequence[Bar], axis: str, path: str | Path) -> None:
-    """A group of bars a name, in the order given, and a bar a size in it; the marks are drawn at 8192 only.
+def plot_bars(bars: Sequence[Bar], axis: str, mark: str, path: str | Path) -> None:
+    """A group of bars a name, in the order given, and a bar a size in it.
+
+    Bars of the size `MARKED` have their mark as a black line, and the axis then says that it is `mark`. `axis` is what
+    the axis says first.
 
     Raises RuntimeError saying what to install when matplotlib is missing.
     """
@@ -59,11 +55,12 @@ def plot_bars(bars: Sequence[Bar], axis: str, path: str | Path) -> None:
         axes.barh(at, [bar.tflops for bar in mine], height=0.9 * height, label=f"{size}\u00b3")
         for y, bar in zip(at, mine, strict=True):
             axes.text(bar.tflops, y, f" {100 * bar.ratio:.0f} %", va="center", fontsize=7)
-            if bar.mark is not None and size == 8192:
+            if bar.mark is not None and size == MARKED:
                 axes.plot([bar.mark] * 2, [y - height / 2, y + height / 2], color="black", linewidth=1.5)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(axis)
+    marked = any(bar.mark is not None and bar.size == MARKED for bar in bars)
+    axes.set_xlabel(f"{axis}; black: {mark} at {MARKED}\u00b3" if marked else axis)
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -117,8 +114,44 @@ def plot_bench(results: Sequence[Result], arch: Arch, path: str | Path, title: s
 def _units(results: Sequence[Result]) -> set[str]:
     """The arithmetic units of the problems, as `Arch.peak` names them."""
     kinds = {(r.problem.split()[1].split("->")[0], r.problem.split("/")[1]) for r in results}
-    by_dtype = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    return {"tfloat32" if precision != "ieee" else by_dtype[dtype] for dtype, precision in kinds}
+    return {TABLE[dtype].units[precision] for dtype, precision in kinds}
+
+
+def plot_sweep(outcomes: Sequence[Outcome], arch: Arch, path: str | Path) -> None:
+    """Two panels with bars a shape for the winner and for cuBLAS: TFLOP/s with the roofline bound as a line, and the
+    share of that bound, where shapes that memory limits are as tall as those that arithmetic limits.
+
+    Raises RuntimeError saying what to install when matplotlib is missing; ValueError when there is nothing to draw.
+    """
+    drawn = [o for o in outcomes if o.winner is not None]
+    if not drawn:
+        raise ValueError("nothing was measured, so there is nothing to draw")
+    pyplot = load_pyplot()
+    figure, (speed, shares) = pyplot.subplots(2, 1, sharex=True, figsize=(max(6.0, 0.7 * len(drawn) + 2), 8))
+    for place, outcome in enumerate(drawn):
+        best, bound = outcome.winner, roofline(outcome.problem, arch)
+        assert best is not None
+        assert best.seconds is not None
+        bars = [(place - 0.2, best.seconds, "C0", "winner"), (place + 0.2, best.reference_seconds, "C7", "cuBLAS")]
+        for at, seconds, color, name in bars:
+            if seconds:
+                label = name if place == 0 else None
+                speed.bar(at, tflops(outcome, seconds), 0.4, color=color, label=label)
+                shares.bar(at, 100 * bound.share(seconds), 0.4, color=color)
+        if best.reference_seconds:
+            tallest = min(best.seconds, best.reference_seconds)
+            shares.text(place, 100 * bound.share(tallest), f"{1 / best.score:.2f}x", ha="center")
+        line = tflops(outcome, bound.bound_s)
+        speed.plot([place - 0.45, place + 0.45], [line] * 2, color="black", label=None if place else "bound")
+    shares.axhline(100, color="black", linewidth=1)
+    shares.set_xticks(range(len(drawn)), [shape_text(o) for o in drawn], rotation=45, ha="right", fontsize=8)
+    speed.set_ylabel("TFLOP/s")
+    shares.set_ylabel("% of the bound; on the bars: winner over cuBLAS")
+    speed.set_title(f"{arch.name}, {drawn[0].problem.dtype}")
+    speed.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def load_pyplot() -> Any:
@@ -136,7 +169,7 @@ def load_pyplot() -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     assert __doc__ is not None
-    made = argparse.ArgumentParser(prog="python -m tuning.plot", description=__doc__.split("\n\n")[0])
+    made = cli.parser("plot", __doc__.split("\n\n")[0])
     made.add_argument("json", help="a file that `python -m tuning.bench --json` wrote")
     made.add_argument("image", help="the file to draw into: .png, .svg, .pdf")
     options = made.parse_args(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Signature
 
 
@@ -22,8 +22,8 @@ def compile_all(
         How many were compiled, the seconds that took, and of those that failed: "CONFIG for SIGNATURE" -> why.
     """
     from cutegemm import backend
-    from tuning.sweep_candidates import Candidate
-    from tuning.sweep_compile import CompilePool
+    from cutegemm.tuner.compile_pool import CompilePool
+    from cutegemm.tuner.space import Candidate
 
     begun = time.perf_counter()
     failed: dict[str, str] = {}

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import DTYPES, ITEMSIZE, PRECISIONS, Problem, torch_dtype
-from tuning.timing import SUSTAINED_FLOPS, Timing, gpu_state, interleaved, rotation
+from cutegemm.tuner.timing import SUSTAINED_FLOPS, Timing, gpu_state, interleaved, rotation
+from tuning import cli
 
 if TYPE_CHECKING:
     from cutegemm.cutlass2x import Cutlass2xConfig
@@ -49,11 +50,15 @@ class Row:
 
 
 def configurations(dtype: str, precision: str, extra: Sequence[str], arch: Arch) -> list[Cutlass2xConfig]:
-    """The published set for 16-bit operands (none for fp32) and `extra`, without those that do not fit the GPU."""
+    """The published set, where the operands take its instruction, and `extra`, without those that do not fit the
+    GPU.
+    """
     from cutegemm.cutlass2x import BACKEND, published
+    from cutegemm.cutlass2x.config import instructions
 
-    found = [*(published() if dtype != "fp32" else ()), *map(BACKEND.parse, extra)]
     problem = Problem.of(512, 512, 512, dtype, precision=precision)
+    taken = (config for config in published() if config.instruction in instructions(problem.signature))
+    found = [*taken, *map(BACKEND.parse, extra)]
     if not found:
         found = [BACKEND.default(problem, arch)]
     fitting = []
@@ -81,7 +86,7 @@ def wrong(config: Cutlass2xConfig, dtype: str, precision: str, majors: str = "tn
     import torch
 
     import cutegemm
-    from cutegemm import reference
+    from cutegemm.problem import reference
 
     generator = torch.Generator(device="cuda").manual_seed(seed)
     for m, n, k in RAGGED:
@@ -202,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tuning.published", description=(__doc__ or "").split(":")[0])
+    parser = cli.parser("published", (__doc__ or "").split(":")[0] + ".")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
     parser.add_argument("--majors", choices=("tn", "tt", "nn", "nt"), default="tn", help="tn: A and B K-major")

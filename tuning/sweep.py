@@ -16,25 +16,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tuning import suites
-from tuning.sweep_budget import MOST_HELP
-from tuning.sweep_timer import GpuProcess, TimerBroken
+from cutegemm.problem import DTYPES, PRECISIONS
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.tuner.budget import MOST_HELP
+from cutegemm.tuner.timer import GpuProcess, TimerBroken
+from tuning import cli
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
 
-BACKENDS = ("cute", "cutlass2x", "legacy")
 NO_GPU = """\
 tuning.sweep times kernels on a GPU, and torch sees none here. Without one:
   --compile-only --arch sm_90a   compiles the candidates into the kernel store and lists them as they would be timed
@@ -42,40 +41,24 @@ tuning.sweep times kernels on a GPU, and torch sees none here. Without one:
 NOTHING_TIMED = "Nothing was timed: the order is the cost model's, and no winner was recorded."
 
 
-def seconds(text: str) -> float:
-    """`60`, `60s`, `2m`, `1h` in seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    value = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a time such as 60s, 2m or 1h")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
     assert __doc__ is not None
     summary, _, more = __doc__.partition("\n\n")
-    made = argparse.ArgumentParser(
-        prog="python -m tuning.sweep", description=summary, epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    shapes = made.add_argument_group("shapes (any of these together)")
-    shapes.add_argument("--shapes", help="MxNxK or one number, comma-separated")
-    shapes.add_argument("--shapes-file", help="a file of such shapes, one a line; # begins a comment")
-    shapes.add_argument("--square", metavar="FIRST..LAST", help="square products, powers of two")
-    shapes.add_argument("--suite", help=f"comma-separated: {', '.join(suites.SUITES)}")
+    made = cli.parser("sweep", summary, more, keep_lines=True)
+    cli.add_shapes(made.add_argument_group("shapes (any of these together)"))
     kind = made.add_argument_group("the product")
-    kind.add_argument("--dtype", default="bf16", help="fp16, bf16, fp32, comma-separated (default bf16)")
+    kind.add_argument("--dtype", default="bf16", help=f"{', '.join(DTYPES)}, comma-separated (default bf16)")
     kind.add_argument("--majors", default="tn", help="tn (both K-major, the default), tt, nn, nt, comma-separated")
-    kind.add_argument("--precision", default="ieee", choices=["ieee", "tf32", "tf32x3"], help="of fp32")
-    kind.add_argument("--out-dtype", choices=["fp16", "bf16", "fp32"], help="of D; the operands' when left out")
+    kind.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of fp32")
+    kind.add_argument("--out-dtype", choices=DTYPES, help="of D; the operands' when left out")
     kind.add_argument("--batch", type=int, default=1)
-    kind.add_argument("--activation", choices=["relu", "gelu", "gelu_tanh", "silu"])
-    kind.add_argument("--bias", metavar="DTYPE", choices=["fp16", "bf16", "fp32"], help="a bias along N is added")
-    kind.add_argument("--c", metavar="DTYPE", choices=["fp16", "bf16", "fp32"], help="beta C is added")
+    kind.add_argument("--activation", choices=ACTIVATIONS)
+    kind.add_argument("--bias", metavar="DTYPE", choices=DTYPES, help="a bias along N is added")
+    kind.add_argument("--c", metavar="DTYPE", choices=DTYPES, help="beta C is added")
     search = made.add_argument_group("the search")
-    search.add_argument("--backends", default="cute", help=f"comma-separated: {', '.join(BACKENDS)} (default cute)")
+    cli.add_backends(search)
     search.add_argument(
-        "--budget", type=seconds, default=60.0, help=f"time for each shape: 60s (the default), 2m, 1h; {MOST_HELP}"
+        "--budget", type=cli.seconds, default=60.0, help=f"time for each shape: 60s (the default), 2m, 1h; {MOST_HELP}"
     )
     search.add_argument("--candidates", type=int, help="configurations to try at most, for each shape (256)")
     search.add_argument(
@@ -100,27 +83,16 @@ def parser() -> argparse.ArgumentParser:
 
 def problems(options: argparse.Namespace) -> list[Problem]:
     """What is to be tuned. Raises ValueError naming what is wrong."""
-    from cutegemm.epilogue import Epilogue
     from cutegemm.problem import Problem
 
-    shapes: list[tuple[int, int, int]] = []
-    for given, read in (
-        (options.shapes, suites.parse),
-        (options.shapes_file, suites.read),
-        (options.square, suites.squares),
-        (options.suite, suites.suite),
-    ):
-        if given:
-            shapes += read(given)
+    shapes = cli.shapes(options)
     if not shapes:
         raise ValueError("name the shapes: --shapes 4096x4096x4096, --shapes-file F, --square 64..8192 or --suite llm")
     if options.batch < 1:
         raise ValueError(f"--batch: got {options.batch}, expected at least 1")
     dtypes = options.dtype.split(",")
-    if options.precision != "ieee" and dtypes != ["fp32"]:
-        raise ValueError(f"--precision {options.precision} is for fp32 operands, not {options.dtype}")
     epilogue = Epilogue(options.c, options.bias, "n", options.activation)
-    kinds = itertools.product(dtypes, options.majors.split(","), dict.fromkeys(shapes))
+    kinds = itertools.product(dtypes, options.majors.split(","), shapes)
     return [
         Problem.of(
             m, n, k, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
@@ -134,11 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     made = parser()
     options = made.parse_args(arguments)
     dry = options.compile_only or options.emulate
-    names = options.backends.split(",")
     try:
-        unknown = [name for name in names if name not in BACKENDS]
-        if unknown:
-            raise ValueError(f"--backends: got {unknown[0]!r}, accepted are {', '.join(BACKENDS)}")
         if (
             (options.candidates is not None and options.candidates < 1)
             or options.show < 0
@@ -150,8 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
             early = None if dry or options.gpus != "0" else stack.enter_context(_first_gpu())
             wanted = problems(options)
             if dry:
-                return _without_gpu(wanted, names, options)
-            return _on_gpus(wanted, names, options, early, stack)
+                return _without_gpu(wanted, options)
+            return _on_gpus(wanted, options, early, stack)
     except KeyboardInterrupt:
         print("\nbroken off; what was measured until now is kept", file=sys.stderr)
         return 130
@@ -160,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _limit(options: argparse.Namespace) -> int:
-    from tuning.sweep_search import Options
+    from cutegemm.tuner.search import Options
 
     return options.candidates or (10**9 if options.exhaustive else Options.limit)
 
@@ -169,16 +137,14 @@ def _first_gpu() -> GpuProcess | ExitStack:
     return GpuProcess(0) if os.path.exists("/dev/nvidiactl") else ExitStack()
 
 
-def _on_gpus(
-    wanted: list[Problem], names: list[str], options: argparse.Namespace, early: object, stack: ExitStack
-) -> int:
+def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, stack: ExitStack) -> int:
     import torch
 
+    from cutegemm.tuner import report
+    from cutegemm.tuner import run as sweep_run
+    from cutegemm.tuner.compile_pool import CompilePool
+    from cutegemm.tuner.search import Options
     from cutegemm.winners import Winners
-    from tuning import sweep_report as report
-    from tuning import sweep_run
-    from tuning.sweep_compile import CompilePool
-    from tuning.sweep_search import Options
 
     count = torch.cuda.device_count()
     if count == 0:
@@ -209,7 +175,7 @@ def _on_gpus(
     stop = threading.Event()
     pool = stack.enter_context(CompilePool(options.jobs))
     try:
-        outcomes = sweep_run.run(wanted, names, timers, pool, store, search, report=tell, stop=stop)
+        outcomes = sweep_run.run(wanted, options.backends, timers, pool, store, search, report=tell, stop=stop)
     finally:
         progress.close()
     if outcomes:
@@ -223,8 +189,10 @@ def _on_gpus(
     if options.json:
         Path(options.json).write_text(report.as_json(outcomes, arch, header))
     if options.plot:
+        from tuning.plot import plot_sweep
+
         try:
-            report.plot(outcomes, arch, options.plot)
+            plot_sweep(outcomes, arch, options.plot)
         except (RuntimeError, ValueError) as why:
             print(f"--plot: {why}", file=sys.stderr)
     if stop.is_set():
@@ -241,31 +209,30 @@ def _indices(text: str, count: int) -> list[int]:
     return indices
 
 
-def _without_gpu(wanted: list[Problem], names: Sequence[str], options: argparse.Namespace) -> int:
+def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
     from tabulate import tabulate
 
-    from cutegemm import arch as arch_table
+    from cutegemm.hardware import arch as arch_table
+    from cutegemm.run.progress import Bars
+    from cutegemm.tuner.compile_pool import CompilePool
+    from cutegemm.tuner.space import enumerate_all
     from tuning import sweep_dry
-    from tuning.sweep_candidates import enumerate_all
-    from tuning.sweep_compile import CompilePool
 
     arch: Arch = arch_table.get(options.arch)
     limit = _limit(options)
     bad = 0
     with CompilePool(options.jobs) as pool:
         for problem in wanted:
-            candidates = enumerate_all(problem, arch, names)
+            candidates = enumerate_all(problem, arch, options.backends)
             print(f"{problem} on {arch.name}: {len(candidates)} valid configurations")
-            try:
+            with Bars() as bars:
+                tell = lambda done, total, bars=bars: bars.show("", f"{done}/{total}", done, total)  # noqa: E731
                 if options.compile_only:
                     session = pool.session(problem.signature, arch)
-                    entries = sweep_dry.compile_only(candidates, session, limit, options.budget, report=_dots)
+                    entries = sweep_dry.compile_only(candidates, session, limit, options.budget, report=tell)
                 else:
                     few = min(limit, options.show or limit)
-                    entries = sweep_dry.emulate(problem, candidates, arch, few, options.budget, report=_dots)
-            finally:
-                if sys.stderr.isatty():
-                    print("\r\x1b[K", end="", file=sys.stderr)
+                    entries = sweep_dry.emulate(problem, candidates, arch, few, options.budget, report=tell)
             bad += sum(entry.outcome.startswith(("failed", "wrong")) for entry in entries)
             shown = entries if options.emulate else entries[: options.show]
             table = [
@@ -280,11 +247,6 @@ def _without_gpu(wanted: list[Problem], names: Sequence[str], options: argparse.
             print(f"{done} of {len(entries)} {what}")
     print(NOTHING_TIMED)
     return 1 if bad else 0
-
-
-def _dots(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{done}/{total}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from cutegemm.errors import GemmError
 from cutegemm.problem import Problem
-from tuning.sweep_budget import Budget
-from tuning.sweep_candidates import Candidate, Frontier
+from cutegemm.tuner.budget import Budget
+from cutegemm.tuner.space import Candidate, Frontier
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
-    from tuning.sweep_compile import Compiler
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.tuner.compile_pool import Compiler
 
 COMPILED, STORED = "compiled", "in the store"
 
@@ -38,7 +38,7 @@ def compile_only(
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Entry]:
     """Compiles the first `limit` candidates in the frontier's order into the kernel store, within `budget` seconds, as
-    `sweep_budget` counts them.
+    `cutegemm.tuner.budget` counts them.
     """
     spent = Budget(budget, clock)
     frontier = Frontier(candidates)

@@ -13,31 +13,27 @@ turns out faster than what the sweep found, the sweep erred, and the mean takes 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 import statistics
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tuning import contest, sweep
-from tuning.sweep_budget import MOST_HELP
-from tuning.sweep_candidates import Candidate
+from cutegemm.tuner.budget import MOST_HELP
+from cutegemm.tuner.space import Candidate
+from tuning import cli, contest
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
+    from cutegemm.tuner.compile_pool import CompilePool
+    from cutegemm.tuner.search import Outcome
+    from cutegemm.tuner.timer import Timer
     from cutegemm.winners import Winners
-    from tuning.sweep_compile import CompilePool
-    from tuning.sweep_search import Outcome
-    from tuning.sweep_timer import Timer
 
 SMALLEST, LARGEST, STEP = 16, 32768, 8
 MOST_SECONDS = 0.7e-3
@@ -65,8 +61,8 @@ class Line:
 
 def draw(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
     """Different random problems; see the module docstring."""
+    from cutegemm.hardware.roofline import roofline
     from cutegemm.problem import Problem
-    from cutegemm.roofline import roofline
 
     source = random.Random(seed)
     found: dict[str, Problem] = {}
@@ -89,10 +85,10 @@ def compare(
     stop: threading.Event | None = None,
 ) -> tuple[list[Line], list[contest.Missed]]:
     """A line for each problem of which both choices were timed; the others, and why. Ctrl-C sets `stop` and ends it."""
-    from cutegemm import heuristics
-    from tuning import sweep_run
-    from tuning.sweep_report import Progress, took_text
-    from tuning.sweep_search import Options
+    from cutegemm.choice import heuristics
+    from cutegemm.tuner import run as sweep_run
+    from cutegemm.tuner.report import Progress, took_text
+    from cutegemm.tuner.search import Options
 
     stop = stop or threading.Event()
     options = Options(budget)
@@ -185,41 +181,26 @@ def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
 def main(arguments: list[str] | None = None) -> int:
     assert __doc__ is not None
     summary, _, more = __doc__.partition("\n\n")
-    made = argparse.ArgumentParser(prog="python -m tuning.untuned", description=summary, epilog=more)
+    made = cli.parser("untuned", summary, more)
     made.add_argument("--count", type=int, default=12, help="shapes to draw (default 12)")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--dtype", default="bf16", choices=["fp16", "bf16", "fp32"])
-    made.add_argument("--backends", default="cute", help=f"that the sweep looks in, of {', '.join(sweep.BACKENDS)}")
     made.add_argument(
-        "--budget", type=sweep.seconds, default=10.0, help=f"the sweep's, for each shape (default 10s); {MOST_HELP}"
+        "--budget", type=cli.seconds, default=10.0, help=f"the sweep's, for each shape (default 10s); {MOST_HELP}"
     )
     made.add_argument("--store", help="keep what is measured in this winners file")
     contest.add_options(made)
     options = made.parse_args(arguments)
-    names = options.backends.split(",")
-    if options.count < 1 or not set(names) <= set(sweep.BACKENDS) or options.jobs < 1:
-        made.error(f"--count and --jobs must be at least 1, --backends of {', '.join(sweep.BACKENDS)}")
-    from cutegemm.winners import Winners
+    if options.count < 1 or options.jobs < 1:
+        made.error("--count and --jobs must be at least 1")
 
-    begun, stop = time.monotonic(), threading.Event()
-    try:
-        with contest.machine(options.jobs) as m, tempfile.TemporaryDirectory() as folder:
-            problems = draw(options.count, options.seed, options.dtype, options.majors, m.timer.arch)
-            store = Winners(options.store or Path(folder, "winners.sqlite3"))
-            lines, missed = compare(problems, names, m.timer, m.pool, store, options.budget, stop)
-            state = m.timer.describe()
-    except contest.NoGpu as why:
-        print(f"tuning.untuned times kernels on a GPU: {why}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbroken off", file=sys.stderr)
-        return 130
-    print(f"{table(lines, missed)}\n{state}; {time.monotonic() - begun:.0f} s in all")
-    if options.json:
-        rows = [{**asdict(line), "ratio": line.ratio} for line in lines]
-        said = {"gpu": state, "seed": options.seed, "shapes": rows, "missed": contest.as_rows(missed)}
-        Path(options.json).write_text(json.dumps(said, indent=1) + "\n")
-    return 130 if stop.is_set() else 1 if missed else 0
+    def compared(m: contest.Machine, folder: Path, stop: threading.Event) -> tuple[list[Line], list[contest.Missed]]:
+        from cutegemm.winners import Winners
+
+        problems = draw(options.count, options.seed, options.dtype, options.majors, m.timer.arch)
+        store = Winners(options.store or folder / "winners.sqlite3")
+        return compare(problems, options.backends, m.timer, m.pool, store, options.budget, stop)
+
+    return contest.run("untuned", options, compared, table, seed=options.seed)
 
 
 if __name__ == "__main__":

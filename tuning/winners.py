@@ -1,9 +1,10 @@
-"""The winners store from the command line: `python -m tuning.winners list|export|import|prune --help`.
+"""The winners store from the command line: `python -m tuning.winners list|export|import|prune|restamp --help`.
 
 python -m tuning.winners list --shape 4096x4096x4096          winners, with those that gemm does not trust marked
 python -m tuning.winners export --gpu H200 winners-h200.json  a table that another machine can import
 python -m tuning.winners import winners-h200.json
 python -m tuning.winners prune --stale
+python -m tuning.winners restamp TABLE.json --before CHECKOUT rows whose machine code the sources of CHECKOUT share
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from cutegemm import winners_table
+from cutegemm.problem import text as problem_text
 from cutegemm.winners import Measurement, Winners, deciding, pick, standing
-from cutegemm.winners_fingerprint import is_fresh
+from cutegemm.winners import table as winners_table
+from cutegemm.winners.fingerprint import is_fresh
+from cutegemm.winners.rules import why_invalid, why_passed_over
+from tuning import cli, machine_code
 
 STALE = "stale"
+NEVER = "never chosen: "
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -55,6 +60,9 @@ def show(store: Winners, options: argparse.Namespace) -> int:
     print(tabulate(table, headers=headers, disable_numparse=True))
     stale = sum(STALE in line[8] for line in table)
     print(f"{len(table)} rows; store {store.path or 'in memory'} holds {len(store.rows())}")
+    never = sum(NEVER in line[8] for line in table)
+    if never:
+        print(f"{never} never decide what gemm runs, for the reason under 'from'.")
     if stale:
         print(
             f"{stale} are {STALE}: kernel sources or compiler have changed since. gemm does not use the user's stale "
@@ -67,7 +75,7 @@ def export(store: Winners, options: argparse.Namespace) -> int:
     """Writes a table of the fresh winners, or of every row."""
     rows = _selected(store.rows(), options)
     if not options.all:
-        rows = winners(row for row in rows if is_fresh(row))
+        rows = winners(row for row in rows if is_fresh(row) and why_passed_over(row) is None)
     if not rows:
         raise ValueError("nothing to export: no such rows that are right, timed and made with today's kernels")
     text = winners_table.dump(_in_order(rows))
@@ -80,15 +88,25 @@ def export(store: Winners, options: argparse.Namespace) -> int:
 
 
 def take_in(store: Winners, options: argparse.Namespace) -> int:
-    """Adds a table's rows, those that the store lacks."""
+    """Adds a table's rows, those that the store lacks. Returns 1 when some were skipped, or nothing is stored."""
     text = sys.stdin.read() if options.file == "-" else Path(options.file).read_text()
-    rows = _selected(winners_table.load(text), options)
+    found, refused = winners_table.load_each(text)
+    for number, row in found.items():
+        if (why := why_invalid(row)) is not None:
+            refused[number] = f"row {number}: {why}"
+    for _, why in sorted(refused.items()):
+        print(f"skipped: {why}", file=sys.stderr)
+    rows = _selected((row for number, row in found.items() if number not in refused), options)
     known = {_identity(row) for row in store.rows()}
     new = [row for row in rows if _identity(row) not in known]
     store.record(*new)
     stale = sum(not is_fresh(row) for row in new)
-    print(f"{len(new)} rows added, {len(rows) - len(new)} known already; {stale} of the new are {STALE}")
-    return 0 if store.path is not None or not new else 1
+    skipped = f", {len(refused)} skipped" if refused else ""
+    print(f"{len(new)} rows added, {len(rows) - len(new)} known already{skipped}; {stale} of the new are {STALE}")
+    by_name = sum(why_passed_over(row) is not None for row in new)
+    if by_name:
+        print(f"{by_name} of the new never decide what gemm runs: `list --all` says why")
+    return 0 if not refused and (store.path is not None or not new) else 1
 
 
 def prune(store: Winners, options: argparse.Namespace) -> int:
@@ -97,7 +115,10 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
         raise ValueError("name what to delete: --stale, --wrong, --superseded, --older DAYS or --everything")
     rows = store.rows()
     kept = {_identity(row) for group in _by_problem(rows) for row in standing(group)}
-    limit = datetime.now(timezone.utc) - timedelta(days=options.older or 0)
+    try:
+        limit = datetime.now(timezone.utc) - timedelta(days=options.older or 0)
+    except (ValueError, OverflowError):
+        raise ValueError(f"--older: got {options.older:g}, expected a number of days, not more than 700000") from None
 
     def unwanted(row: Measurement) -> bool:
         if not _selected([row], options):
@@ -115,6 +136,35 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
         return 0
     print(f"{store.prune(unwanted)} of {len(rows)} rows deleted")
     return 0 if store.path is not None else 1
+
+
+def restamp(store: Winners, options: argparse.Namespace) -> int:
+    """Gives rows of a table, or of the store, today's fingerprint where the machine code is the same to the byte.
+
+    A row must have been fresh with the sources of the checkout `--before`. Both compile its configuration.
+    """
+    everything = winners_table.load(Path(options.file).read_text())
+    rows = _selected(everything, options)
+    requests = [(row.gpu, row.backend, row.config, row.problem) for row in rows]
+    before = machine_code.answers(Path(options.before), requests)
+    same = {}
+    for row, old, new in zip(rows, before, map(machine_code.answer, *zip(*requests, strict=True)), strict=True):
+        if is_fresh(row):
+            continue
+        why = old.get("error") or new.get("error")
+        if why is None and row.fingerprint != old["fingerprint"]:
+            why = f"it was not fresh before: its fingerprint is {row.fingerprint}, that of {options.before} "
+            why += old["fingerprint"]
+        if why is None and old["code"] != new["code"]:
+            why = "its machine code has changed"
+        if why is None:
+            same[row] = new["fingerprint"]
+        else:
+            print(f"{row.problem.split(' ')[0]} {row.config}: {why}")
+    restamped = [replace(row, fingerprint=same.get(row, row.fingerprint)) for row in everything]
+    Path(options.file).write_text(winners_table.dump(restamped))
+    print(f"{len(same)} of {len(rows)} rows restamped, {sum(map(is_fresh, restamped))} are fresh now")
+    return 0
 
 
 def winners(rows: Iterable[Measurement]) -> list[Measurement]:
@@ -138,8 +188,10 @@ def _by_problem(rows: Iterable[Measurement]) -> Iterable[list[Measurement]]:
 
 
 def trust(row: Measurement) -> str:
-    """Where a row comes from, and whether it is stale."""
-    return row.origin if is_fresh(row) else f"{row.origin}, {STALE}"
+    """Where a row comes from, whether it is stale, and why it never decides what gemm runs, if so."""
+    whence = row.origin if is_fresh(row) else f"{row.origin}, {STALE}"
+    why = why_passed_over(row) if row.ok else None
+    return whence if why is None else f"{whence}; {NEVER}{why}"
 
 
 def _selected(rows: Iterable[Measurement], options: argparse.Namespace) -> list[Measurement]:
@@ -161,14 +213,11 @@ def _identity(row: Measurement) -> Measurement:
 
 
 def _flops(row: Measurement) -> int | None:
-    """2 M N K times the batch, read from the problem's text."""
-    sizes = row.problem.split(" ")[0].split("x")
-    if not all(size.isdecimal() for size in sizes) or len(sizes) not in (3, 4):
+    """2 M N K times the batch; None for a text that is no problem's."""
+    try:
+        return problem_text.parse(row.problem).flops
+    except ValueError:
         return None
-    product = 2
-    for size in sizes:
-        product *= int(size)
-    return product
 
 
 def _when(row: Measurement) -> datetime:
@@ -181,14 +230,13 @@ def _when(row: Measurement) -> datetime:
 
 def _parser() -> argparse.ArgumentParser:
     assert __doc__ is not None
-    made = argparse.ArgumentParser(
-        prog="python -m tuning.winners", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = cli.parser("winners", __doc__, keep_lines=True)
     commands: Sequence[tuple[str, object, str]] = (
         ("list", show, "winners, or all rows"),
         ("export", export, "write a table of the fresh winners, or of all rows, as JSON"),
         ("import", take_in, "add a table's rows"),
         ("prune", prune, "delete rows"),
+        ("restamp", restamp, "mark rows of a table fresh whose machine code is that of an earlier checkout"),
     )
     under = made.add_subparsers(dest="command", required=True)
     for name, run, text in commands:
@@ -202,6 +250,9 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--all", action="store_true", help="every row, not the winners alone")
         if name == "list":
             command.add_argument("--no-shipped", action="store_true", help="leave out the shipped tables")
+        if name == "restamp":
+            command.add_argument("file", help="the table, which is rewritten")
+            command.add_argument("--before", required=True, metavar="CHECKOUT", help="where the rows are fresh")
         if name in ("export", "import"):
             command.add_argument("file", help="a path, or - for standard output or input")
         if name == "prune":

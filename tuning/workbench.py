@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, torch_dtype
+from cutegemm.run.arguments import Operands, Scalars
+from cutegemm.tuner.timing import host_us, interleaved, quick_seconds, rotation
 from legacy_cuda.backend import BACKEND
 from legacy_cuda.config import LegacyConfig
-from tuning.timing import interleaved, quick_seconds, rotation
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ class Workbench:
     def __init__(self, m: int, n: int, k: int, dtype: str, arch: Arch, seed: int | None = None) -> None:
         import torch
 
-        from cutegemm.reference import expected
+        from cutegemm.problem.reference import expected
 
         self.problem, self.arch = Problem.of(m, n, k, dtype, majors="tt"), arch
         generator = torch.Generator(device="cuda")
@@ -53,7 +54,7 @@ class Workbench:
         self.d = torch.empty(m, n, dtype=a.dtype, device="cuda")
         sets = rotation(self.problem.min_bytes, arch.l2_bytes)
         self.inputs = [(a, b)] + [(a.clone(), b.clone()) for _ in range(sets - 1)]
-        self.want = expected(a, b, tensor_cores=dtype != "fp32")
+        self.want = expected(a, b)
 
     def calls(self, config: LegacyConfig) -> list[Callable[[], None]]:
         """One launch per input set, on the current stream."""
@@ -63,7 +64,8 @@ class Workbench:
         d = self.d.data_ptr()
 
         def call(a: int, b: int) -> Callable[[], None]:
-            return lambda: run(a, b, 0, 0, d, 1.0, 0.0, torch.cuda.current_stream().cuda_stream)
+            operands, scalars = Operands(a, b, 0, 0, d), Scalars()
+            return lambda: run(operands, scalars, torch.cuda.current_stream().cuda_stream)
 
         return [call(a.data_ptr(), b.data_ptr()) for a, b in self.inputs]
 
@@ -80,7 +82,7 @@ class Workbench:
         """ "ok", or what is wrong with the result; the output is poisoned with NaN first."""
         import torch
 
-        from cutegemm.reference import check
+        from cutegemm.problem.reference import check
 
         self.d.fill_(float("nan"))
         self.calls(config)[0]()
@@ -104,16 +106,15 @@ def host_cost(dtype: str, arch: Arch, config: LegacyConfig) -> str:
     import torch
 
     import cutegemm
-    from tuning.host_cost import measure
 
     bench = Workbench(64, 64, 64, dtype, arch)
     a, b = bench.inputs[0]
     stream = torch.cuda.current_stream().cuda_stream
     run = BACKEND.build(bench.problem.signature, config, arch).bind(bench.problem)
-    at = a.data_ptr(), b.data_ptr(), bench.d.data_ptr()
+    operands, scalars = Operands(a.data_ptr(), b.data_ptr(), 0, 0, bench.d.data_ptr()), Scalars()
     calls: dict[str, Callable[[], object]] = {
-        "bound launch": lambda: run(at[0], at[1], 0, 0, at[2], 1.0, 0.0, stream),
+        "bound launch": lambda: run(operands, scalars, stream),
         "cutegemm.gemm": lambda: cutegemm.gemm(a, b, out=bench.d, backend="legacy", config=config),
         "torch.mm": lambda: torch.mm(a, b, out=bench.d),
     }
-    return ", ".join(f"{name} {us:.1f} us" for name, us in measure(calls, calls=500, rounds=6).items())
+    return ", ".join(f"{name} {us:.1f} us" for name, us in host_us(calls, calls=500, rounds=6).items())

@@ -1,11 +1,12 @@
 """Backend "cute": GEMM kernels written in the CuTe DSL.
 
-    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    kernels/hopper.py
-    sm80   tensor cores by mma.sync: fp16, bf16, tf32               kernels/ampere.py
-    simt   fp32 on CUDA cores, also with sliced K                   kernels/simt.py, simt_sliced.py
+    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    hopper/kernel.py
+    sm80   tensor cores by mma.sync: fp16, bf16, tf32               ampere/kernel.py
+    simt   fp32 on CUDA cores, also with sliced K                   simt/kernel.py, simt/sliced.py
 
-A kernel family is one row of `FAMILIES`: which problems it takes, its configuration class, its operator. The cost model
-chooses among the configurations that the automatic rows prefer (`cutegemm.heuristics`).
+A kernel family is a folder and one row of `FAMILIES`: its configurations, the kinds of products that it takes, its
+operator, candidates and footprints. Nothing else here knows a family by name. The cost model chooses among the
+candidates (`cutegemm.choice.heuristics`).
 """
 
 from __future__ import annotations
@@ -13,116 +14,211 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutegemm.cute import cells, defaults
-from cutegemm.cute.config import AmpereConfig, SimtConfig, TileConfig
-from cutegemm.cute.hopper_config import HopperConfig
-from cutegemm.problem import ITEMSIZE
+from cutegemm.backend import Backend
+from cutegemm.cute.ampere import candidates as ampere_candidates
+from cutegemm.cute.ampere import config as ampere_config
+from cutegemm.cute.ampere import footprint as ampere_footprint
+from cutegemm.cute.hopper import candidates as hopper_candidates
+from cutegemm.cute.hopper import config as hopper_config
+from cutegemm.cute.hopper import footprint as hopper_footprint
+from cutegemm.cute.simt import candidates as simt_candidates
+from cutegemm.cute.simt import config as simt_config
+from cutegemm.cute.simt import footprint as simt_footprint
+from cutegemm.problem import ITEMSIZE, work
+from cutegemm.problem.dtypes import kind_names
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
+    from cutegemm.choice.footprint import Footprint
     from cutegemm.cute.compile import CuteKernel
-    from cutegemm.problem import Problem, Signature
+    from cutegemm.cute.launch_config import LaunchedConfig
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Kind, Problem, Signature
 
 MAX_CTAS = 2**31 - 1
+_FOLDER = Path(__file__).parent
+_SHARED_SOURCES = (
+    "compile.py", "launch_config.py", "epilogue.py", "tile_order.py", "types.py", "workspace.py", "entry.py",
+    "../problem/epilogue.py", "../run/arguments.py",
+)  # fmt: skip
+"""Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
+_CHOICE_SOURCES = frozenset(("candidates.py", "shortlists.py", "footprint.py"))
+"""Files of a family's folder that decide which of its kernels is taken, not what it does."""
+
+
+def _no_splits(text: str) -> tuple[int, ...]:
+    return ()
+
+
+def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
+    return []
 
 
 @dataclass(frozen=True)
 class Family:
-    """One kernel family: `takes(signature)` says whether it is meant for such a problem, `preferred(signature)` lists
-    the configurations to choose among. One that is not `automatic` serves only calls that name a configuration."""
+    """One kernel family.
+
+    Attributes:
+        config: the class of its configurations. module, operator: the DSL operator, as `make_operator` imports it.
+        takes: the kinds of products that it is meant for. works: names of `problem.work.TABLE` that it computes.
+        candidates: of a signature that it takes, the texts of the configurations to choose among.
+        footprint: of (config, signature, arch): the cost model's view of a configuration.
+        sources: patterns of the files beside `_SHARED_SOURCES` that decide what its kernels do; `_CHOICE_SOURCES` are
+            left out.
+        splits: of a candidate's text, the splits of K that it may also have.
+        shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
+            about these sizes; all are compared where it names none.
+        capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
+        automatic: one that is not serves only calls that name a configuration.
+    """
 
     config: Any
     module: str
     operator: str
-    takes: Callable[[Signature], bool]
-    preferred: Callable[[Signature], tuple[str, ...]]
+    takes: tuple[Kind, ...]
+    candidates: Callable[[Signature], tuple[str, ...]]
+    footprint: Callable[[Any, Signature, Arch], Footprint]
+    sources: tuple[str, ...]
+    works: tuple[str, ...] = (work.DENSE,)
+    splits: Callable[[str], tuple[int, ...]] = _no_splits
+    shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
+    capability: tuple[int, int] = (8, 0)
+    forward: bool = True
     automatic: bool = True
 
-    def make_operator(self, config: TileConfig, signature: Signature) -> Any:
+    def runs_on(self, arch: Arch) -> bool:
+        return arch.capability == self.capability or (self.forward and arch.capability > self.capability)
+
+    def make_operator(self, config: Any, signature: Signature) -> Any:
         """The DSL operator; imports the DSL."""
-        module = importlib.import_module(f"cutegemm.cute.kernels.{self.module}")
+        module = importlib.import_module(f"cutegemm.cute.{self.module}")
         return getattr(module, self.operator)(config, signature)
 
 
-def _on_tensor_cores(signature: Signature) -> bool:
-    return signature.dtype != "fp32" or signature.precision == "tf32"
-
-
+# A problem goes to the first family that has a candidate for it, the fastest: WGMMA leaves mma.sync nothing to win.
 FAMILIES: dict[str, Family] = {
-    "sm90": Family(HopperConfig, "hopper", "HopperGemm", _on_tensor_cores, defaults.hopper),
+    "sm90": Family(
+        hopper_config.HopperConfig,
+        "hopper.kernel",
+        "HopperGemm",
+        hopper_config.TAKES,
+        hopper_candidates.listed,
+        hopper_footprint.of,
+        ("../hardware/residency.py", "hopper/*.py"),
+        works=hopper_config.WORKS,
+        splits=hopper_candidates.splits,
+        shortlist=hopper_candidates.shortlist,
+        capability=(9, 0),
+        forward=False,
+    ),
     "sm80": Family(
-        AmpereConfig,
-        "ampere",
+        ampere_config.AmpereConfig,
+        "ampere.kernel",
         "AmpereGemm",
-        _on_tensor_cores,
-        defaults.ampere,
+        ampere_config.TAKES,
+        ampere_candidates.listed,
+        ampere_footprint.of,
+        ("warps/*.py", "ampere/*.py"),
     ),
     "simt": Family(
-        SimtConfig,
-        "simt_sliced",
+        simt_config.SimtConfig,
+        "simt.sliced",
         "simt_gemm",
-        lambda s: s.dtype == "fp32" and s.precision == "ieee",
-        defaults.simt,
+        simt_config.TAKES,
+        simt_candidates.listed,
+        simt_footprint.of,
+        ("warps/*.py", "simt/*.py"),
     ),
 }
+_OLDEST = min(family.capability for family in FAMILIES.values())
+
+
+def _work_refused(family: str, asked: str) -> str | None:
+    takes = FAMILIES[family].works
+    return None if asked in takes else work.why_not_taken(f"{family} computes", takes, asked)
 
 
 @functools.lru_cache(maxsize=4096)
-def _invalid(config: TileConfig, signature: Signature, arch: Arch) -> str | None:
+def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
     """The validity rule's answer, remembered: a choice within microseconds has no time to ask again."""
-    return config.problem(signature, arch)
+    if refused := _work_refused(config.family, signature.work):
+        return refused
+    if 0 in astuple(config):
+        return f"{config} has a 0; every number of a configuration is at least 1"
+    return config.why_invalid(signature, arch)
 
 
 @functools.lru_cache(maxsize=256)
-def _preferred(family: Family, signature: Signature) -> tuple[TileConfig, ...]:
-    return tuple(family.config.parse(text) for text in family.preferred(signature))
+def _listed(family: str, signature: Signature) -> tuple[Any, ...]:
+    """A family's candidates for a signature that it takes."""
+    return tuple(FAMILIES[family].config.parse(text) for text in FAMILIES[family].candidates(signature))
 
 
-class CuteBackend:
+@functools.lru_cache(maxsize=256)
+def _usable(family: str, signature: Signature, arch: Arch) -> tuple[Any, ...]:
+    """Those of a family's candidates that are valid whatever the sizes."""
+    if not FAMILIES[family].runs_on(arch):
+        return ()
+    return tuple(config for config in _listed(family, signature) if _invalid(config, signature, arch) is None)
+
+
+class CuteBackend(Backend[Any]):
     """See `cutegemm.backend`."""
 
     name = "cute"
+    compiler = "nvidia-cutlass-dsl"
+    works = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.works))
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
-        if arch.capability < (8, 0):
+        if refused := self.why_work_refused(problem.signature):
+            return refused
+        if arch.capability < _OLDEST:
             return _too_old(arch)
         if any(self._serves(family, problem, arch) for family in self._automatic(problem.signature)):
             return None
-        if not any(f.takes(problem.signature) for f in FAMILIES.values()):
-            return (
-                f"no CuTe kernel multiplies {problem.dtype} with precision {problem.precision!r}; "
-                "backend 'cutlass2x' has 'tf32x3'"
-            )
+        if not any(problem.signature.kind in family.takes for family in FAMILIES.values()):
+            taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
+            hint = "; backend 'cutlass2x' has 'tf32x3'" if problem.precision == "tf32x3" else ""
+            asked = f"{problem.dtype} with precision {problem.precision!r}"
+            return f"no CuTe kernel multiplies {asked}: {taken}{hint}"
         return f"no configuration fits {arch.name}"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
         """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""
         signature = problem.signature
         for name, family in FAMILIES.items():
-            if not family.takes(signature) or (name == "sm90" and arch.capability != (9, 0)):
+            if signature.kind not in family.takes or not family.runs_on(arch):
                 continue
             if not family.automatic:
                 return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
             if self._serves(family, problem, arch):
                 return None
-            return f"not {name}, because {self.check(_preferred(family, signature)[-1], problem, arch)}"
+            return f"not {name}, because {self.check(_listed(name, signature)[-1], problem, arch)}"
         return None
 
-    def check(self, config: TileConfig, problem: Problem, arch: Arch) -> str | None:
+    def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
-        if arch.capability < (8, 0):
+        if refused := _work_refused(config.family, problem.work):
+            return refused
+        if arch.capability < _OLDEST:
             return _too_old(arch)
         invalid = _invalid(config, problem.signature, arch)
         if invalid:
             return invalid
-        ctas = _tiles(config, problem) * problem.batch * config.splits
+        ctas = _ctas(config, problem)
         return None if ctas <= MAX_CTAS else f"{ctas} CTAs; a grid has at most {MAX_CTAS}"
 
-    def configs(self, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
+    def only_by_name(self, config: LaunchedConfig) -> str | None:
+        """None when a configuration may be chosen automatically, else why only a call that names it gets it."""
+        if not FAMILIES[config.family].automatic:
+            return f"{config.family} has run in the emulator only so far"
+        return config.only_by_name()
+
+    def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
         for family in self._automatic(problem.signature):
             whole, split = family.config.space(ITEMSIZE[problem.dtype]), family.config.split_space(problem, arch)
@@ -131,59 +227,83 @@ class CuteBackend:
                 if worth_it and self.check(config, problem, arch) is None:
                     yield config
 
-    def candidates(self, signature: Signature, arch: Arch) -> list[tuple[TileConfig, tuple[int, ...]]]:
-        """(configuration, splits that it may also have) of the few that the heuristic weighs.
-
-        They are those of the first automatic family that has any: WGMMA leaves mma.sync nothing to win.
+    def candidates(self, signature: Signature, arch: Arch) -> list[tuple[Any, tuple[int, ...]]]:
+        """(configuration, splits that it may also have) of the few that the heuristic may take: those of the first
+        automatic family that has any.
         """
-        for family in self._automatic(signature):
-            configs = ((config, defaults.splits(str(config))) for config in _preferred(family, signature))
-            found = [(config, splits) for config, splits in configs if config.problem(signature, arch) is None]
-            if found:
-                return found
-        return []
+        family = self._first(signature, arch)
+        if family is None:
+            return []
+        usable = _usable(family.config.family, signature, arch)
+        return [(config, family.splits(str(config))) for config in usable]
 
-    def weighed(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
-        """The `candidates` worth weighing for about these sizes, and whether with K split; see `cells`."""
-        return cells.weighed(arch, signature.majors, m, n, k, batch) if signature.dtype != "fp32" else []
+    def shortlist(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
+        """(text, whether K is split) of the `candidates` to compare for about these sizes; none: compare all."""
+        family = self._first(signature, arch)
+        return [] if family is None else family.shortlist(signature, arch, m, n, k, batch)
 
-    def default(self, problem: Problem, arch: Arch) -> TileConfig:
-        from cutegemm import heuristics
+    def default(self, problem: Problem, arch: Arch) -> Any:
+        from cutegemm.choice import heuristics
 
         found = heuristics.choose(problem, arch, self.name)
         if found is None:
             raise ValueError(self.supports(problem, arch))
         return found[1]
 
-    def parse(self, text: str) -> TileConfig:
-        family = FAMILIES.get(text.split("/", 1)[0])
-        if family is None:
-            forms = ", ".join(family.config.form() for family in FAMILIES.values())
-            raise ValueError(f"config: got {text!r}, accepted for backend 'cute' are {forms}")
-        return family.config.parse(text)
+    def parse(self, text: str) -> Any:
+        return _family(text).config.parse(text)
 
-    def build(self, signature: Signature, config: TileConfig, arch: Arch) -> CuteKernel:
+    def sources(self, config: str) -> tuple[Path, ...]:
+        return _sources(_family(config))
+
+    def build(self, signature: Signature, config: Any, arch: Arch) -> CuteKernel:
         from cutegemm.cute import compile as compiler
 
         family = FAMILIES[config.family]
+        if refused := _work_refused(config.family, signature.work):
+            raise ValueError(f"config: {config} cannot serve {signature}: {refused}")
         return compiler.build(signature, config, arch, lambda: family.make_operator(config, signature))
 
+    def footprint(self, config: Any, signature: Signature, arch: Arch) -> Footprint:
+        return FAMILIES[config.family].footprint(config, signature, arch)
+
     def _automatic(self, signature: Signature) -> Iterator[Family]:
-        return (family for family in FAMILIES.values() if family.automatic and family.takes(signature))
+        return (family for family in FAMILIES.values() if family.automatic and signature.kind in family.takes)
+
+    def _first(self, signature: Signature, arch: Arch) -> Family | None:
+        """The first automatic family with a usable candidate."""
+        found = (family for family in self._automatic(signature) if _usable(family.config.family, signature, arch))
+        return next(found, None)
 
     def _serves(self, family: Family, problem: Problem, arch: Arch) -> bool:
-        configs = _preferred(family, problem.signature)
-        return any(self.check(config, problem, arch) is None for config in configs)
+        configs = _usable(family.config.family, problem.signature, arch)
+        return any(_ctas(config, problem) <= MAX_CTAS for config in configs)
 
 
-def _tiles(config: TileConfig, problem: Problem) -> int:
+def _family(text: str) -> Family:
+    family = FAMILIES.get(text.split("/", 1)[0])
+    if family is None:
+        forms = ", ".join(family.config.form() for family in FAMILIES.values())
+        raise ValueError(f"config: got {text!r}, accepted for backend 'cute' are {forms}")
+    return family
+
+
+@functools.cache
+def _sources(family: Family) -> tuple[Path, ...]:
+    patterns = (*_SHARED_SOURCES, *family.sources)
+    found = (path for pattern in patterns for path in sorted(_FOLDER.glob(pattern)))
+    return tuple(path for path in found if path.name not in _CHOICE_SOURCES)
+
+
+def _ctas(config: Any, problem: Problem) -> int:
     bm, bn, _ = config.tile()
-    return -(-problem.m // bm) * -(-problem.n // bn)
+    return problem.tiles(bm, bn) * config.splits
 
 
 def _too_old(arch: Arch) -> str:
     has = ".".join(map(str, arch.capability))
-    return f"the CuTe kernels need compute capability 8.0 or newer; {arch.name} has {has}"
+    oldest = ".".join(map(str, _OLDEST))
+    return f"the CuTe kernels need compute capability {oldest} or newer; {arch.name} has {has}"
 
 
 BACKEND = CuteBackend()

@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -28,17 +27,18 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutegemm import kernel_store
-from cutegemm.backend import BoundLaunch
 from cutegemm.cute import workspace
-from cutegemm.cute.hopper_config import LINE
 from cutegemm.errors import GemmError
-from cutegemm.kernel_store import Artefacts, Entry
+from cutegemm.hardware.arch import LINE
+from cutegemm.run import arguments, kernel_store
+from cutegemm.run.arguments import WORKSPACE, Addresses, BoundLaunch, Numbers, Operands
+from cutegemm.run.kernel_store import Artefacts, Entry
+from cutegemm.run.source_digest import source_digest
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
-    from cutegemm.cute.config import TileConfig
-    from cutegemm.emulator.launch import Launch
+    from cutegemm.cute.warps.config import TileConfig
+    from cutegemm.emulator.launch import Captured
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem, Signature
 
 FUNCTION = "gemm"
@@ -50,7 +50,14 @@ _compile_lock = threading.RLock()
 def source_fingerprint() -> str:
     """A digest of every source that decides what a kernel of this package does."""
     own = _SOURCES.rglob("*.py")
-    return kernel_store.fingerprint(*own, _SOURCES.parent / "problem.py", _SOURCES.parent / "epilogue.py")
+    shared = (
+        _SOURCES.parent / name
+        for name in (
+            "problem/dtypes.py", "problem/problem.py", "problem/operand.py", "problem/epilogue.py", "problem/work.py",
+            "run/arguments.py",
+        )
+    )  # fmt: skip
+    return source_digest(*own, *shared)
 
 
 @functools.cache
@@ -120,15 +127,14 @@ def _needing_the_dsl() -> Iterator[None]:
 def compile_operator(operator: Any, target: str) -> Artefacts:
     """Compiles a DSL operator for `target` ("sm_80", "sm_90a", ...). Raises GemmError with the compiler's words."""
     with _compile_lock, tempfile.TemporaryDirectory(prefix="cutegemm-") as folder:
-        cute = _import_dsl(target)
+        cute = _import_dsl()
         options = f"--gpu-arch={target} --keep-ptx --keep-cubin --enable-tvm-ffi --dump-dir={folder}"
         try:
             # Launches go through the exported object: an engine for the launcher in this process would never run.
             compiled = cute.compile(operator, *operator.fake_arguments(), options=options, no_jit_engine=True)
             compiled.export_to_c(object_file_path=f"{folder}/kernel.o", function_name=FUNCTION)
         except Exception as why:
-            config = getattr(operator, "config", operator)
-            raise GemmError(f"the CuTe DSL could not compile {config} for {target}: {why}") from why
+            raise GemmError(f"the CuTe DSL could not compile {operator.config} for {target}: {why}") from why
         files = {
             "kernel.o": Path(folder, "kernel.o").read_bytes(),
             "kernel.ptx": compiled.__ptx__.encode(),
@@ -140,9 +146,7 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
         return Artefacts(files, {"target": target})
 
 
-def _import_dsl(target: str):
-    # The DSL reads the architecture at import when it cannot ask a driver; the compile option overrides it.
-    os.environ.setdefault("CUTE_DSL_ARCH", target)
+def _import_dsl():
     with _needing_the_dsl():
         import cutlass.cute as cute
 
@@ -182,43 +186,39 @@ class CuteKernel:
         return self._entry.file("kernel.o")
 
     def bind(self, problem: Problem) -> BoundLaunch:
-        function, fixed = self._load(), self._geometry(problem)
-        words, parts = self._workspace_bytes(problem)
+        words, parts = self.config.workspace_bytes(problem, self.arch)
+        function, behind = self._load(), self._behind_the_stream(problem, words)
         take = workspace.default.take
 
-        def launch(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
-            function(a, b, c, bias, d, alpha, beta, stream, *fixed)
+        def launch(operands: Addresses, scalars: Numbers, stream: int) -> None:
+            function(*operands, *scalars, stream, *behind)
 
-        def launch_with_workspace(
-            a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int
-        ) -> None:
+        def launch_with_workspace(operands: Addresses, scalars: Numbers, stream: int) -> None:
             _held, address = take(words, parts, stream)
-            function(a, b, c, bias, d, alpha, beta, stream, *fixed, address)
+            function(*operands, *scalars, stream, address, *behind)
 
         chosen = launch_with_workspace if words else launch
         if problem.k:
             return chosen
 
-        def launch_without_operands(
-            a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int
-        ) -> None:
+        def launch_without_operands(operands: Addresses, scalars: Numbers, stream: int) -> None:
             # Empty tensors have address 0, which a TMA descriptor must not hold although nothing is read.
-            chosen(d & -16, d & -16, c, bias, d, alpha, beta, stream)
+            anything = operands[Operands._fields.index("d")] & -16
+            chosen((anything, anything, *operands[2:]), scalars, stream)
 
         return launch_without_operands
 
-    def capture(
-        self, problem: Problem, a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float
-    ) -> list[Launch]:
+    def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:
         from cutegemm.emulator.capture import HostObject
+        from cutegemm.emulator.launch import Captured
 
         with self._lock:
             if self._host is None:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
-        arguments = (a, b, c, bias, d, alpha, beta, 0, *self._geometry(problem))
-        words, parts = self._workspace_bytes(problem)
+        words, parts = self.config.workspace_bytes(problem, self.arch)
+        by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words)
         if not words:
-            return self._host.capture(*arguments)
+            return Captured(self._host.capture(*by_call, *behind))
         import torch
 
         # Parts that nobody wrote are NaN. Parts begin on lines, as in memory of a GPU, and nothing lies behind them.
@@ -226,19 +226,13 @@ class CuteKernel:
         begin = -room.data_ptr() % LINE
         scratch = room[begin : begin + words + parts]
         scratch[:words] = 0
-        captured = CapturedLaunches(self._host.capture(*arguments, scratch.data_ptr()))
-        captured.scratch = {"workspace": scratch}
-        return captured
+        launches = self._host.capture(*by_call, scratch.data_ptr(), *behind)
+        return Captured(launches, scratch={WORKSPACE: scratch})
 
-    def _workspace_bytes(self, problem: Problem) -> tuple[int, int]:
-        """Bytes of a launch's workspace that must be zero before, and of the rest."""
-        wanted = getattr(self.config, "workspace_bytes", None)
-        return wanted(problem, self.arch) if wanted is not None else (0, 0)
-
-    def _geometry(self, problem: Problem) -> tuple[int, ...]:
-        # A configuration whose grid depends on the GPU gives its host entry more than the sizes.
-        more = getattr(self.config, "launch_arguments", None)
-        return geometry(problem) + (more(problem, self.arch) if more is not None else ())
+    def _behind_the_stream(self, problem: Problem, words: int) -> tuple[int, ...]:
+        """What every launch of the problem passes behind the stream and, where it has `words`, its workspace."""
+        null = (0,) if WORKSPACE in self.config.extra_arguments and not words else ()
+        return (*null, *arguments.fixed(problem, self.config.launch_arguments(problem, self.arch)))
 
     def _load(self) -> Any:
         with self._lock:
@@ -246,20 +240,6 @@ class CuteKernel:
                 library = self._entry.file("kernel.so")
                 self._function = _open_library(library) if library.exists() else _open_object(self.object_path)
             return self._function
-
-
-class CapturedLaunches(list):
-    """Launches in order; `scratch` is the workspace they use, by name."""
-
-    scratch: dict[str, Any]
-
-
-def geometry(problem: Problem) -> tuple[int, ...]:
-    """The entry's sizes and strides in its argument order; see `kernels.base.Gemm.__call__`."""
-    p, c = problem, problem.c
-    c_strides = (c.stride_row, c.stride_col, c.stride_batch) if c is not None else (0, 0, 0)
-    strides = (p.a.leading, p.b.leading, p.d.leading, p.a.stride_batch, p.b.stride_batch, p.d.stride_batch)
-    return (p.m, p.n, p.k, p.batch, *strides, *c_strides)
 
 
 @functools.cache
@@ -284,5 +264,5 @@ def _open_library(path: Path) -> Any:
 
 
 def _open_object(path: Path) -> Any:
-    cute = _import_dsl("sm_90a")
+    cute = _import_dsl()
     return cute.runtime.load_module(str(path), enable_tvm_ffi=True)[FUNCTION]

@@ -12,15 +12,21 @@ is computed in fp32 and rounded once. Only the warp itself touches its slab: no 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute import types
-from cutegemm.cute.config import SLAB_PAD, SLAB_ROWS, TileConfig
+from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
 from cutegemm.problem import Signature
+from cutegemm.problem.epilogue import formula_of
+
+if TYPE_CHECKING:
+    from cutegemm.cute.warps.config import TileConfig
 
 
 class SlabEpilogue:
@@ -53,8 +59,8 @@ class SlabEpilogue:
     def start(self, memory, matrix, row, column, m, n, warp, lane, operands) -> None:
         """Binds to the warp tile whose first output is (row, column) of (m, n) matrix number `matrix`.
 
-        `memory` is a shared fp32 pointer with room for one slab a warp. Addresses of C and D are made here, after the
-        main loop, where registers are free again.
+        `memory` is a shared fp32 pointer with room for one slab a warp, `operands` are the kernel's arguments by name.
+        Addresses of C and D are made here, after the main loop, where registers are free again.
         """
         base = memory + warp * (SLAB_ROWS * self.pitch)
         self.slab = cute.make_tensor(base, cute.make_layout((SLAB_ROWS, self.wn), stride=(self.pitch, 1)))
@@ -106,23 +112,21 @@ class SlabEpilogue:
 
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
-        z = self._accumulated(slab_row) * self.operands.alpha
-        if cutlass.const_expr(self.epilogue.c_dtype is not None):
-            z = z + self._load_c(row).load() * self.operands.beta
-        if cutlass.const_expr(self.epilogue.bias_dtype is not None):
-            if cutlass.const_expr(self.bias is not None):
-                z = z + self.bias.load()
-            else:
-                z = z + self._element(self.operands.bias, Int64(row))
-        z = activate(z, self.epilogue.activation)
+        sums, terms = self._accumulated(slab_row), (partial(self._c_vector, row), partial(self._bias_vector, row))
         result = cute.make_rmem_tensor(self.chunk, self.out_type)
-        result.store(z.to(self.out_type))
+        result.store(finish(sums, self.epilogue, self.operands, *terms).to(self.out_type))
         target = self.d + (Int64(row) * self.operands.ldd + Int64(self.column))
         vectors = cute.logical_divide(result, cute.make_layout(self.vector))
         for v in cutlass.range_constexpr(self.chunk // self.vector):
             if self.column + v * self.vector < self.n:
                 place = aligned(target + v * self.vector, self.vector * self.out_bytes)
                 cute.autovec_copy(vectors[None, v], cute.make_tensor(place, cute.make_layout(self.vector)))
+
+    def _c_vector(self, row):
+        return self._load_c(row).load()
+
+    def _bias_vector(self, row):
+        return self._element(self.operands.bias, Int64(row)) if self.bias is None else self.bias.load()
 
     @cute.jit
     def _load_c(self, row: Int32):
@@ -150,14 +154,22 @@ def aligned(pointer, align: int):
     return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=align)
 
 
-class Operands:
-    """The run-time operands of an epilogue: pointers, strides (Int64), alpha and beta."""
+def finish(sums, epilogue, operands, c: Callable[[], Any], bias: Callable[[], Any]):
+    """act(alpha * sums + beta * C + bias): the formula of the epilogue, in fp32, for the kernels of all families.
 
-    def __init__(self, c, bias, d, alpha, beta, ldd, d_batch, c_row, c_col, c_batch) -> None:
-        self.c, self.bias, self.d = c, bias, d
-        self.alpha, self.beta = alpha, beta
-        self.ldd, self.d_batch = ldd, d_batch
-        self.c_row, self.c_col, self.c_batch = c_row, c_col, c_batch
+    Args:
+        sums: a vector of accumulators (TensorSSA).
+        epilogue: says which terms there are.
+        operands: the kernel's arguments by name.
+        c, bias: give the same elements of C and of the bias, as a vector or a number, in fp32. Each is called where the
+            sum needs it, and only if there is such a term: loads made earlier would hold registers longer.
+    """
+    z = sums * operands.alpha
+    if epilogue.c_dtype is not None:
+        z = z + c() * operands.beta
+    if epilogue.bias_dtype is not None:
+        z = z + bias()
+    return activate(z, epilogue.activation)
 
 
 def activate(z, activation: str | None):
@@ -167,19 +179,32 @@ def activate(z, activation: str | None):
     1 / (1 + 2^(-x log2(e))). gelu(z) = z/2 (1 + erf(z / sqrt(2))) takes erf from M. Abramowitz, I. Stegun, "Handbook
     of Mathematical Functions", 7.1.26, whose absolute error is 1.5e-7. With ex2.approx and rcp.approx (relative errors
     2^-22 and 2^-23, PTX ISA) no factor is further off than 8 * 2^-24.
+
+    Raises ValueError for a name that has no formula here.
     """
-    if activation is None:
-        return z
-    if activation == "relu":
-        return cute.where(z > 0.0, z, cute.where(z != z, z, cute.zeros_like(z)))
-    if activation == "silu":
-        return z * _reciprocal(1.0 + _exp2(z * -1.4426950408889634))
-    if activation == "gelu_tanh":
-        return z * _reciprocal(1.0 + _exp2(z * (z * z * -0.10294324 - 2.3022082)))
+    return formula_of(activation, _FORMULAS)(z)
+
+
+def _relu(z):
+    return cute.where(z > 0.0, z, cute.where(z != z, z, cute.zeros_like(z)))
+
+
+def _silu(z):
+    return z * _reciprocal(1.0 + _exp2(z * -1.4426950408889634))
+
+
+def _gelu_tanh(z):
+    return z * _reciprocal(1.0 + _exp2(z * (z * z * -0.10294324 - 2.3022082)))
+
+
+def _gelu(z):
     t = _reciprocal(1.0 + 0.23164189 * cute.math.abs(z))
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     tail = tail * _exp2(z * z * -0.72134752)
     return z * cute.where(z < 0.0, tail, 1.0 - tail)
+
+
+_FORMULAS = {None: lambda z: z, "relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
 
 
 def _exp2(x):

@@ -55,7 +55,7 @@ def serpentine(group: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smal
 def hilbert(levels: int, tile: Any, tiles_m: Any, tiles_n: Any, smallest: Smallest = min) -> tuple:
     """Square blocks of 2^levels tiles a side, along a serpentine; within a whole block, the Hilbert curve.
 
-    A block's curve enters at its first column and leaves at its last, beside the entry of the next block. Any stretch
+    A block's curve enters at its first column and leaves at its last, next to the entry of the next block. Any stretch
     of 4^j tiles of it lies in about 2^j x 2^j tiles, at every j: whatever the number of resident CTAs, they share rows
     and columns. A block that the edge of D cuts is walked column by column, up and down.
 

@@ -1,7 +1,11 @@
-"""Our dtype names as CuTe DSL numeric types."""
+"""Our names of element types as CuTe DSL numeric types: dtypes, and the integers of device arrays."""
 
 from __future__ import annotations
 
 import cutlass
 
-NUMERIC = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
+from cutegemm.problem import TABLE
+from cutegemm.problem.work import INTEGERS
+
+NUMERIC = {name: getattr(cutlass, row.dsl) for name, row in TABLE.items()}
+NUMERIC |= {name: getattr(cutlass, name.capitalize()) for name in INTEGERS}

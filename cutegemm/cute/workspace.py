@@ -1,4 +1,4 @@
-"""Workspaces of split-K and stream-K: one a CUDA stream, for all plans.
+"""Workspaces of split-K and stream-K: one a CUDA stream, for all plans, until `free` gives them up.
 
 Launches on a stream follow one another and leave their words zero, so that one workspace serves them all; it grows to
 the largest. A launch's words end where its parts begin, at the same place for every launch: no launch's parts lie over
@@ -6,14 +6,20 @@ another's words. Words are all that must be zero before a launch: the state word
 
     | zero ...      words of a launch | parts of a launch ...      |
 
-A graph may be replayed on any stream, beside anything, so a launch that is captured gets memory of its graph's own,
-whose words are cleared at every replay. Very large workspaces are not kept either: each launch gets memory of its own.
+The handle of the per-thread default stream means another stream in every thread, so that each thread has a workspace of
+its own for it, which goes when the thread does. It is memory of the legacy default stream, which waits for all threads'
+default streams and which they wait for: whoever uses the memory next comes after the launches that used it here.
+
+A graph may be replayed on any stream, at the same time as anything, so a launch that is captured gets memory of its
+graph's own, whose words are cleared at every replay. Very large workspaces are not kept either: each launch gets memory
+of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -25,6 +31,10 @@ PARTS_STEP = 2 * 1024 * 1024
 """Sizes are rounded up to these, in bytes, so that small differences between problems do not move a workspace."""
 MOST_KEPT = 128 * 1024 * 1024
 """Larger workspaces, in bytes, are not kept: the launch itself takes far longer than clearing words for it."""
+PER_THREAD = 2
+"""CUDA's handle of the calling thread's own default stream (cudaStreamPerThread)."""
+LEGACY_DEFAULT = 0
+"""CUDA's handle of the default stream that all threads share."""
 
 
 class _Kept(NamedTuple):
@@ -34,11 +44,20 @@ class _Kept(NamedTuple):
     parts_at: int
 
 
+_Of = dict[tuple[int, int], _Kept]
+"""Workspaces by device and handle of the stream."""
+
+
+class _Thread:
+    """Stands for a thread as long as it lives."""
+
+
 class Workspaces:
     """See the module docstring. Safe for threads."""
 
     def __init__(self) -> None:
-        self._of: dict[tuple[int, int], _Kept] = {}
+        self._of: _Of = {}
+        self._of_threads: weakref.WeakKeyDictionary[_Thread, _Of] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._this_thread = threading.local()
 
@@ -56,7 +75,8 @@ class Workspaces:
         return self._take(words, parts, device, stream)
 
     def _take(self, words: int, parts: int, device: int, stream: int) -> tuple[Any, int]:
-        kept = self._of.get((device, stream))
+        of = self._of if stream != PER_THREAD else self._of_this_thread()
+        kept = of.get((device, stream))
         if kept is not None and (kept.words < words or kept.parts < parts):
             kept = None
         if _is_capturing():
@@ -66,37 +86,59 @@ class Workspaces:
             elif kept is not None:
                 lent.append(kept.memory)
         elif kept is None and words + parts <= MOST_KEPT:
-            kept = self._grow(words, parts, device, stream)
+            kept = self._grow(of, words, parts, device, stream)
         if kept is None:
-            memory = _allocate(words, parts)
+            owner = owning_stream(stream)
+            memory = _allocate(words, parts) if owner == stream else _allocate_on(device, owner, words, parts)
             return memory, memory.data_ptr()
         return kept.memory, kept.parts_at - words
 
-    def _grow(self, words: int, parts: int, device: int, stream: int) -> _Kept:
+    def _of_this_thread(self) -> _Of:
+        """The workspaces that the calling thread has for itself."""
+        thread = getattr(self._this_thread, "thread", None)
+        if thread is None:
+            thread = self._this_thread.thread = _Thread()
+            with self._lock:
+                self._of_threads[thread] = {}
+        return self._of_threads[thread]
+
+    def _grow(self, of: _Of, words: int, parts: int, device: int, stream: int) -> _Kept:
+        owner = owning_stream(stream)
         with self._lock:
-            old = self._of.get((device, stream))
+            old = of.get((device, stream))
             words = -(-max(words, old.words if old else 0) // WORDS_STEP) * WORDS_STEP
             parts = -(-max(parts, old.parts if old else 0) // PARTS_STEP) * PARTS_STEP
             # In a thread of its own: where this one takes memory from a pool (torch.cuda.use_mem_pool, the warm-up of
             # torch.compile's graphs), that pool must not hold what outlives it.
             with ThreadPoolExecutor(1) as other:
-                memory = other.submit(_allocate_on, device, stream, words, parts).result()
-            made = self._of[device, stream] = _Kept(memory, words, parts, memory.data_ptr() + words)
+                memory = other.submit(_allocate_on, device, owner, words, parts).result()
+            made = of[device, stream] = _Kept(memory, words, parts, memory.data_ptr() + words)
             return made
 
     def clear(self) -> None:
         """Sets all words to zero, for when a faulty kernel may have left others. No launch may be under way."""
         with self._lock:
-            for (device, stream), kept in self._of.items():
-                with _on(device, stream):
-                    kept.memory[: kept.words].zero_()
+            for of in (self._of, *self._of_threads.values()):
+                for (device, stream), kept in of.items():
+                    with _on(device, owning_stream(stream)):
+                        kept.memory[: kept.words].zero_()
+
+    def free(self) -> int:
+        """Gives up all workspaces; returns their bytes. Launches under way keep theirs until they are done, because
+        torch's allocator hands memory of a stream out again on that stream only.
+        """
+        with self._lock:
+            given_up = [kept for of in (self._of, *self._of_threads.values()) for kept in of.values()]
+            for of in (self._of, *self._of_threads.values()):
+                of.clear()
+        return sum(kept.memory.nbytes for kept in given_up)
 
     @contextlib.contextmanager
     def lent_to_graphs(self) -> Iterator[list[torch.Tensor]]:
         """While this is open, launches that this thread captures use the workspace of their stream, where there is one
         that is large enough: for timing what a launch that is not captured would take.
 
-        Yields a list of what must be kept as long as the graph, which must never run beside others that use it.
+        Yields a list of what must be kept as long as the graph. Two graphs that use it must never run at the same time.
         """
         before = getattr(self._this_thread, "lent", None)
         lent: list[torch.Tensor] = []
@@ -105,6 +147,13 @@ class Workspaces:
             yield lent
         finally:
             self._this_thread.lent = before
+
+
+def owning_stream(stream: int) -> int:
+    """The stream to allocate a launch's memory on: `stream`, or for the per-thread default stream the legacy one,
+    unless it is being captured. torch's allocator takes the threads' default streams, which have one handle, for one.
+    """
+    return LEGACY_DEFAULT if stream == PER_THREAD and not _is_capturing() else stream
 
 
 def _current_device() -> int:

@@ -1,6 +1,7 @@
 """Backend "cutlass2x": CUTLASS 2.x `device::Gemm`, instantiated by CUTLASS's own Python emitter and compiled by nvcc.
 
     config    a configuration, its text form and the one rule of validity; the published tunings
+    candidates, footprint   what the heuristic chooses among, and the cost model's view of it
     emit      configuration -> C++         (`python -m cutegemm.cutlass2x --config ... --emit` prints it)
     toolkit   nvcc and the headers: a CUDA toolkit or NVIDIA's PyPI packages
     build     C++ -> libraries in the kernel store, several kernels a file, files in parallel
@@ -14,46 +15,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cutegemm.cutlass2x import emit
-from cutegemm.cutlass2x.config import FORM, Cutlass2xConfig, narrowed, published, space
+from cutegemm.backend import Backend
+from cutegemm.cutlass2x import candidates, emit, footprint
+from cutegemm.cutlass2x.config import FORM, TAKES, WORKS, Cutlass2xConfig, narrowed, published, space
 from cutegemm.errors import GemmError
+from cutegemm.problem.dtypes import why_not_taken
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
+    from cutegemm.choice.footprint import Footprint
     from cutegemm.cutlass2x.kernel import Cutlass2xKernel
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem, Signature
 
 __all__ = ["BACKEND", "FORM", "Cutlass2xConfig", "build_many", "published"]
 
 MAX_GRID_Y = 65535
 
-# Largest first; the first that is valid and gives every SM a tile is taken. Each list ends in the one that suits all.
-_TENSOR = (
-    "128x256x64/w64x64x64/s3/i16x8x16/id4",
-    "128x128x32/w64x64x32/s4/i16x8x16/id4",
-    "128x64x32/w64x32x32/s4/i16x8x16/id2",
-    "64x64x32/w32x32x32/s5/i16x8x16/id1",
-    "64x32x32/w32x32x32/s5/i16x8x16/id1",
-)
-_TF32 = (
-    "128x128x16/w64x64x16/s4/i16x8x8/id4",
-    "128x64x16/w64x32x16/s4/i16x8x8/id2",
-    "64x64x16/w32x32x16/s4/i16x8x8/id1",
-)
-_SIMT = (
-    "256x128x8/w64x64x8/s4/i1x1x1/id4",
-    "128x128x8/w32x64x8/s4/i1x1x1/id4",
-    "64x64x8/w32x32x8/s4/i1x1x1/id1",
-    "32x32x8/w16x32x8/s4/i1x1x1/id1",
-)
 
-
-class Cutlass2xBackend:
+class Cutlass2xBackend(Backend[Cutlass2xConfig]):
     """See `cutegemm.backend`."""
 
     name = "cutlass2x"
+    compiler = "nvidia-cutlass"
+    works = WORKS
 
     def supports(self, problem: Problem, arch: Arch) -> str | None:
         """None, or a sentence saying why not and what would do."""
@@ -64,13 +51,17 @@ class Cutlass2xBackend:
 
     def _refused(self, problem: Problem, arch: Arch) -> str | None:
         """Why no configuration can, whatever its tile."""
+        if refused := self.why_work_refused(problem.signature):
+            return refused
         epilogue, c = problem.epilogue, problem.c
         if arch.capability < (8, 0):
             return f"it needs compute capability 8.0 or newer; {arch.name} has {'.'.join(map(str, arch.capability))}"
+        if refused := why_not_taken("it multiplies", TAKES, problem.signature.kind):
+            return refused
         if epilogue.activation not in emit.ACTIVATIONS:
             return (
-                f"its {epilogue.activation} uses the hardware's tanh, which is too coarse for the error bound; "
-                "backend 'cute' has it, and activation 'gelu' (erf) is served here"
+                f"it has no activation {epilogue.activation!r}, only {', '.join(map(repr, emit.ACTIVATIONS))}; "
+                "backend 'cute' has it"
             )
         if epilogue.c_dtype is not None and epilogue.bias_dtype is not None:
             return "its epilogues read either C or a bias; backend 'cute' reads both"
@@ -91,7 +82,7 @@ class Cutlass2xBackend:
 
     def _unfit(self, config: Cutlass2xConfig, problem: Problem, arch: Arch) -> str | None:
         """Why `config` cannot serve a problem that another may."""
-        invalid = config.problem(problem.signature, arch)
+        invalid = config.why_invalid(problem.signature, arch)
         if invalid:
             return invalid
         if problem.batch > 1 and (config.splits > 1 or config.swizzle == "streamk"):
@@ -111,18 +102,17 @@ class Cutlass2xBackend:
         """Every valid configuration, the published ones first."""
         if self._refused(problem, arch):
             return
-        first = published() if problem.dtype != "fp32" else ()
         listed = set()
-        for config in (*first, *space(problem.signature)):
+        for config in (*published(), *space(problem.signature)):
             narrow = narrowed(config, problem.signature)
             if narrow not in listed and self._unfit(narrow, problem, arch) is None:
                 listed.add(narrow)
                 yield narrow
 
     def candidates(self, signature: Signature, arch: Arch) -> Iterator[tuple[Cutlass2xConfig, tuple[int, ...]]]:
-        """(configuration, splits that it may also have) of the few that `cutegemm.heuristics` weighs."""
-        for config in _listed(signature):
-            if config.problem(signature, arch) is None:
+        """(configuration, splits that it may also have) of the few that `cutegemm.choice.heuristics` may take."""
+        for config in candidates.listed(signature):
+            if config.why_invalid(signature, arch) is None:
                 yield config, (2, 4, 8)
 
     def missing(self) -> str | None:
@@ -164,14 +154,18 @@ class Cutlass2xBackend:
         """
         return build_many([(signature, config)], arch)[0]
 
+    def sources(self, config: str) -> tuple[Path, ...]:
+        from cutegemm.cutlass2x import build
+
+        return build.SOURCES
+
+    def footprint(self, config: Cutlass2xConfig, signature: Signature, arch: Arch) -> Footprint:
+        """What one CTA does, for the cost model."""
+        return footprint.of(config, signature, arch)
+
     def _defaults(self, problem: Problem, arch: Arch) -> Iterator[Cutlass2xConfig]:
-        configs = _listed(problem.signature)
+        configs = candidates.listed(problem.signature)
         return (config for config in configs if self._unfit(config, problem, arch) is None)
-
-
-def _listed(signature: Signature) -> Iterator[Cutlass2xConfig]:
-    texts = ({"ieee": _SIMT}.get(signature.precision, _TF32)) if signature.dtype == "fp32" else _TENSOR
-    return (narrowed(Cutlass2xConfig.parse(f"cutlass2x/{text}"), signature) for text in texts)
 
 
 def build_many(
@@ -189,7 +183,7 @@ def build_many(
     from cutegemm.cutlass2x.kernel import Cutlass2xKernel
 
     for signature, config in pairs:
-        reason = config.problem(signature, arch)
+        reason = config.why_invalid(signature, arch)
         if reason is not None:
             raise ValueError(f"config: {config} cannot serve {signature}: {reason}")
     entries = build.build_many(pairs, arch, jobs=jobs)
@@ -201,4 +195,4 @@ def _tiles(config: Cutlass2xConfig, problem: Problem) -> int:
     return -(-problem.m // bm) * -(-problem.n // bn)
 
 
-BACKEND: Any = Cutlass2xBackend()
+BACKEND = Cutlass2xBackend()

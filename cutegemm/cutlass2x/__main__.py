@@ -14,14 +14,14 @@ import os
 import sys
 import time
 
-from cutegemm import arch as arch_table
-from cutegemm.arch import Arch
 from cutegemm.cutlass2x import BACKEND, FORM, build_many, emit, published
-from cutegemm.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.cutlass2x.config import TAKES
 from cutegemm.errors import GemmError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
-
-KINDS = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32"), ("fp32", "tf32x3"))
+from cutegemm.problem.dtypes import kind_names
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.jobs is not None and options.jobs < 1:
+        raise ValueError(f"--jobs: got {options.jobs}, accepted is 1 or more")
     arch = arch_table.get(options.arch)
     problem = _problem(options, arch)
     refused = BACKEND.supports(problem, arch)
@@ -69,6 +71,8 @@ def _run(options: argparse.Namespace) -> int:
 def _problem(options: argparse.Namespace, arch: Arch) -> Problem:
     """What the options describe: of the dtypes and precisions they leave open, the first that serves --config."""
     size = options.size
+    if size < 1:
+        raise ValueError(f"--size: got {size}, accepted is 1 or more")
 
     def of(dtype: str, precision: str) -> Problem:
         out = options.out_dtype or dtype
@@ -78,9 +82,11 @@ def _problem(options: argparse.Namespace, arch: Arch) -> Problem:
             majors=options.majors, out_dtype=options.out_dtype, precision=precision, epilogue=epilogue,
         )  # fmt: skip
 
-    kinds = [kind for kind in KINDS if options.dtype in (None, kind[0]) and options.precision in (None, kind[1])]
+    kinds = [kind for kind in TAKES if options.dtype in (None, kind[0]) and options.precision in (None, kind[1])]
     if not kinds:
-        raise ValueError(f"--precision: got {options.precision!r} for {options.dtype}; it is for fp32")
+        raise ValueError(
+            f"--precision: got {options.precision!r} for {options.dtype}; accepted are {kind_names(TAKES)}"
+        )
     problems = [of(*kind) for kind in kinds]
     if options.config:
         config = BACKEND.parse(options.config)
@@ -89,7 +95,10 @@ def _problem(options: argparse.Namespace, arch: Arch) -> Problem:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m cutegemm.cutlass2x", description=(__doc__ or "").split(":")[0])
+    also = "`cutegemm emit` is the same command as `python -m cutegemm.cutlass2x`."
+    parser = argparse.ArgumentParser(
+        prog="python -m cutegemm.cutlass2x", description=f"{(__doc__ or '').split(':')[0]}. {also}"
+    )
     parser.add_argument("--config", help=f"{FORM}; the default configuration when left out")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--emit", action="store_true", help="print the C++ that is compiled")

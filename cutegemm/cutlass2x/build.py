@@ -26,14 +26,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutegemm import kernel_store
 from cutegemm.cutlass2x import emit, toolkit
 from cutegemm.cutlass2x.config import Cutlass2xConfig
 from cutegemm.errors import GemmError
-from cutegemm.kernel_store import Artefacts, Entry
+from cutegemm.run import kernel_store
+from cutegemm.run.kernel_store import Artefacts, Entry
+from cutegemm.run.source_digest import source_digest
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Signature
 
     Pair = tuple[Signature, Cutlass2xConfig]
@@ -43,6 +44,8 @@ log = logging.getLogger("cutegemm.cutlass2x")
 MOST_PER_UNIT = 5
 """Kernels in a translation unit at most: beyond, the compiler's memory and the longest file grow for little."""
 
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("emit.py", "config.py", "build.py"))
+"""The files that decide what is compiled."""
 _FILES = ("unit.o", "unit.so", "unit.ptx", "unit.cubin", "unit.cu")
 OPTIONS = (
     "-std=c++17", "-O3", "-DNDEBUG", "-w", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden",
@@ -144,8 +147,7 @@ def _base_key(arch: Arch, tools: toolkit.Toolkit) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def source_fingerprint() -> str:
     """A digest of the sources that decide what is compiled."""
-    own = Path(__file__).parent
-    return kernel_store.fingerprint(own / "emit.py", own / "config.py", own / "build.py")
+    return source_digest(*SOURCES)
 
 
 def compile_source(source: str, arch: Arch, tools: toolkit.Toolkit | None = None, tight: bool = False) -> Artefacts:

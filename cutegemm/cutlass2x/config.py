@@ -1,4 +1,4 @@
-"""Configurations of the CUTLASS 2.x kernels: frozen, printable, and valid by ONE function, `Cutlass2xConfig.problem`.
+"""Configurations of the CUTLASS 2.x kernels: frozen, printable, and valid by ONE function, `why_invalid`.
 
 The text form is `cutlass2x/BMxBNxBK/wWMxWNxWK/sSTAGES/iIMxINxIK/SWIZZLE[/kSPLITS][/aBYTES]`, for example
 `cutlass2x/128x128x32/w64x64x32/s4/i16x8x16/id4`: threadblock tile, warp tile, stages, instruction (1x1x1 is SIMT: CUDA
@@ -11,16 +11,17 @@ The rules come from compiling configurations with nvcc 13.0; `tests/compile/test
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
-from cutegemm.problem import ITEMSIZE
+from cutegemm.problem import ITEMSIZE, Kind, work
+from cutegemm.problem.dtypes import why_not_taken
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Signature
 
 FORM = "cutlass2x/BMxBNxBK/wWMxWNxWK/sSTAGES/iIMxINxIK/SWIZZLE[/kSPLITS][/aBYTES]"
@@ -32,6 +33,36 @@ MAX_SPLITS = 64
 _TEXT = re.compile(
     r"cutlass2x/(\d+)x(\d+)x(\d+)/w(\d+)x(\d+)x(\d+)/s(\d+)/i(\d+)x(\d+)x(\d+)/([a-z]+\d*)(?:/k(\d+))?(?:/a(\d+))?"
 )
+
+
+@dataclass(frozen=True)
+class Math:
+    """What the configurations of a kind of product share.
+
+    Attributes:
+        instructions: the accepted (M, N, K), the tuner's first.
+        stages: those that the tuner considers, the fewest that are accepted first.
+        depths, warp_rows: BK and WM that the tuner considers.
+    """
+
+    instructions: tuple[tuple[int, int, int], ...]
+    stages: tuple[int, ...] = (2, 3, 4, 5)
+    depths: tuple[int, ...] = (32, 64)
+    warp_rows: tuple[int, ...] = (32, 64)
+
+
+_16_BIT = Math(((16, 8, 16), (16, 8, 8)))
+_TF32 = Math(((16, 8, 8),), stages=(3, 4, 5), depths=(16, 32))
+TAKES: Mapping[Kind, Math] = {
+    ("fp16", "ieee"): _16_BIT,
+    ("bf16", "ieee"): _16_BIT,
+    ("fp32", "ieee"): Math((SIMT,), depths=(8, 16), warp_rows=(16, 32, 64)),
+    ("fp32", "tf32"): _TF32,
+    ("fp32", "tf32x3"): _TF32,
+}
+"""The kinds of products that the backend takes."""
+WORKS = (work.DENSE,)
+"""Names of `problem.work` that it takes."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +136,12 @@ class Cutlass2xConfig:
             raise ValueError(f"config: got swizzle {swizzle!r} in {text!r}, accepted are {', '.join(SWIZZLES)}")
         return cls((bm, bn, bk), (wm, wn, wk), stages, (im, in_, ik), swizzle, int(splits or 1), int(align or 16))
 
-    def problem(self, signature: Signature, arch: Arch) -> str | None:
+    def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
+        if refused := work.why_not_taken("it computes", WORKS, signature.work):
+            return refused
+        if refused := why_not_taken("it multiplies", TAKES, signature.kind):
+            return refused
         for rule in (self._instruction, self._tiles, self._pipeline, self._split):
             invalid = rule(signature)
             if invalid:
@@ -163,8 +198,9 @@ class Cutlass2xConfig:
             return f"stages is {self.stages}; accepted are 2 to 8"
         if self.align not in (2, 4, 8, 16) or self.align < ITEMSIZE[signature.dtype]:
             return f"align is {self.align} bytes; accepted are 2, 4, 8, 16, and at least one element"
-        if signature.dtype == "fp32" and not self.simt and self.stages == 2:
-            return "stages is 2; fp32 on tensor cores takes 3 and more"
+        least = TAKES[signature.kind].stages[0]
+        if self.stages < least:
+            return f"stages is {self.stages}; {signature.dtype} on tensor cores takes {least} and more"
         narrow = min(self.align, signature.align_a, signature.align_b)
         if narrow < 4 and self.stages > 2:
             return f"A or B is aligned to {narrow} bytes; cp.async copies at least 4, so such operands take 2 stages"
@@ -187,10 +223,8 @@ class Cutlass2xConfig:
 
 
 def instructions(signature: Signature) -> tuple[tuple[int, int, int], ...]:
-    """The instruction shapes that serve a signature."""
-    if signature.dtype != "fp32":
-        return (16, 8, 16), (16, 8, 8)
-    return (SIMT,) if signature.precision == "ieee" else ((16, 8, 8),)
+    """The instruction shapes that serve a signature; none where no kernel does."""
+    return TAKES[signature.kind].instructions if signature.kind in TAKES else ()
 
 
 _PUBLISHED: str = """
@@ -205,7 +239,7 @@ def published(swizzle: str = "id1", splits: int = 1) -> tuple[Cutlass2xConfig, .
     """The 20 published tunings for 16-bit operands (instruction 16x8x16), with a swizzle and split of choice.
 
     Two of them, 256x256x64 with 4 stages and (on GPUs with less than 192 KiB) with 3, need more shared memory than
-    most GPUs have: `Cutlass2xConfig.problem` says so.
+    most GPUs have: `Cutlass2xConfig.why_invalid` says so.
     """
     found = []
     for text in _PUBLISHED.split():
@@ -216,14 +250,12 @@ def published(swizzle: str = "id1", splits: int = 1) -> tuple[Cutlass2xConfig, .
 
 def space(signature: Signature) -> Iterator[Cutlass2xConfig]:
     """Every configuration the tuner may consider, before the validity rule."""
-    simt = signature.dtype == "fp32" and signature.precision == "ieee"
-    if simt:
-        tiles = product((32, 64, 128, 256), (32, 64, 128, 256), (8, 16), (16, 32, 64), (32, 64), (2, 3, 4, 5))
-    elif signature.dtype == "fp32":
-        tiles = product((32, 64, 128, 256), (32, 64, 128, 256), (16, 32), (32, 64), (32, 64), (3, 4, 5))
-    else:
-        tiles = product((32, 64, 128, 256), (32, 64, 128, 256), (32, 64), (32, 64), (32, 64), (2, 3, 4, 5))
-    instruction = instructions(signature)[0]
+    math = TAKES.get(signature.kind)
+    if math is None:
+        return
+    extents = (32, 64, 128, 256)
+    tiles = product(extents, extents, math.depths, math.warp_rows, (32, 64), math.stages)
+    instruction = math.instructions[0]
     schedules = [(swizzle, 1) for swizzle in SWIZZLES] + [("id1", splits) for splits in (2, 4, 8)]
     for bm, bn, bk, wm, wn, stages in tiles:
         for swizzle, splits in schedules:

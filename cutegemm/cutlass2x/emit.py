@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm.cutlass2x.config import Cutlass2xConfig
 from cutegemm.errors import GemmError
+from cutegemm.problem import ITEMSIZE, TABLE
 
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
@@ -211,9 +212,8 @@ def translation_unit(kernels: Iterable[tuple[Signature, Cutlass2xConfig]]) -> st
 def kernel_source(signature: Signature, config: Cutlass2xConfig) -> str:
     """The types and the C function of one kernel."""
     name = function_name(signature, config)
-    sizes = {"fp16": 2, "bf16": 2, "fp32": 4}
     a, b, c = config.access(signature)
-    size, out = sizes[signature.dtype], sizes[signature.out_dtype]
+    size, out = ITEMSIZE[signature.dtype], ITEMSIZE[signature.out_dtype]
     if config.swizzle == "streamk":
         types, body = [_universal(signature, config)], _UNIVERSAL
     elif config.splits > 1 and in_parallel(signature):
@@ -231,10 +231,11 @@ def kernel_source(signature: Signature, config: Cutlass2xConfig) -> str:
 def in_parallel(signature: Signature) -> bool:
     """Whether split-K sums its slices in a kernel of its own instead of in turn.
 
-    In turn, D would round a 16-bit sum after every slice; and LinearCombinationRelu switches itself off for all slices
-    but the last by a NaN threshold, which its NaN-propagating maximum makes the result (CUTLASS 4.2.0).
+    In turn, a D narrower than the accumulators would round the sum after every slice; and LinearCombinationRelu
+    switches itself off for all slices but the last by a NaN threshold, which its NaN-propagating maximum makes the
+    result (CUTLASS 4.2.0).
     """
-    return signature.out_dtype != "fp32" or signature.epilogue.activation == "relu"
+    return signature.out_dtype != TABLE[signature.dtype].accumulator or signature.epilogue.activation == "relu"
 
 
 def _library() -> Any:
@@ -330,4 +331,4 @@ def _emitted(signature: Signature, config: Cutlass2xConfig, kind: Any) -> tuple[
 
 
 def _element(library: Any, dtype: str) -> Any:
-    return {"fp16": library.DataType.f16, "bf16": library.DataType.bf16, "fp32": library.DataType.f32}[dtype]
+    return library.DataType[TABLE[dtype].cutlass]

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from cutegemm.cutlass2x import emit
 from cutegemm.cutlass2x.config import Cutlass2xConfig
 from cutegemm.errors import GemmError
-from cutegemm.kernel_store import Entry
+from cutegemm.run.kernel_store import Entry
 
 if TYPE_CHECKING:
-    from cutegemm.arch import Arch
-    from cutegemm.backend import BoundLaunch
+    from cutegemm.emulator.launch import Captured
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem, Signature
+    from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers
 
 _STATUS = {
     1: "misaligned operand", 2: "invalid data type", 3: "invalid layout", 4: "invalid problem", 5: "not supported",
@@ -35,13 +36,6 @@ class Call(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("beta", ctypes.c_float),
     )
-
-
-class Captured(list[Any]):
-    """Launches and clears in order; `scratch` is the workspace they use, `checks` what the emulator shall check."""
-
-    scratch: dict[str, Any]
-    checks: Any
 
 
 class Cutlass2xKernel:
@@ -72,6 +66,8 @@ class Cutlass2xKernel:
 
     def bind(self, problem: Problem) -> BoundLaunch:
         """The launch with the problem's sizes and strides filled in; asks the library for the workspace it needs."""
+        from cutegemm.cute.workspace import owning_stream
+
         function = self._load()
         call = self._geometry(problem)
         address = ctypes.addressof(call)
@@ -80,26 +76,24 @@ class Cutlass2xKernel:
         has_bias = self.signature.epilogue.bias_dtype is not None
         lock = threading.Lock()
 
-        def launch(a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int) -> None:
+        def launch(operands: Addresses, scalars: Numbers, stream: int) -> None:
             with lock:  # the library copies what it needs of `call` before it returns
-                call.a, call.b, call.d, call.stream, call.alpha = a, b, d, stream, alpha
-                call.c, call.beta = (bias, 1.0) if has_bias else (c, beta)
+                _fill(call, operands, scalars, has_bias)
+                call.stream = stream
                 status = function(address, 0)
             if status:
                 self._check(status, problem)
 
-        def launch_with_workspace(
-            a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float, stream: int
-        ) -> None:
+        def launch_with_workspace(operands: Addresses, scalars: Numbers, stream: int) -> None:
             from torch.cuda import caching_allocator_alloc, caching_allocator_delete
 
             # Freed in stream order: the allocator hands the block out again on this stream only.
-            workspace = caching_allocator_alloc(workspace_bytes, stream=stream)
+            workspace = caching_allocator_alloc(workspace_bytes, stream=owning_stream(stream))
             try:
                 with lock:
                     call.workspace = workspace
-                    call.a, call.b, call.d, call.stream, call.alpha = a, b, d, stream, alpha
-                    call.c, call.beta = (bias, 1.0) if has_bias else (c, beta)
+                    _fill(call, operands, scalars, has_bias)
+                    call.stream = stream
                     status = function(address, 0)
             finally:
                 caching_allocator_delete(workspace)
@@ -110,15 +104,14 @@ class Cutlass2xKernel:
         run.keep = call
         return run
 
-    def capture(
-        self, problem: Problem, a: int, b: int, c: int, bias: int, d: int, alpha: float, beta: float
-    ) -> Captured:
+    def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:
         """The launches and clears that `bind(problem)` would ask of the CUDA runtime, from the same host code.
 
         Each call has a workspace of its own, filled with NaN.
         """
         import torch
 
+        from cutegemm.emulator.launch import Captured
         from cutegemm.emulator.nvcc_capture import NvccObject
         from cutegemm.emulator.report import Checks
 
@@ -131,17 +124,14 @@ class Cutlass2xKernel:
         status, _ = self._host.capture(self.function, pointer, ctypes.c_int(1))
         self._check(status, problem)
         workspace = torch.full((call.workspace_bytes + 16,), -1, dtype=torch.int8)
-        call.a, call.b, call.d, call.alpha = a, b, d, alpha
-        call.c, call.beta = (bias, 1.0) if self.signature.epilogue.bias_dtype else (c, beta)
+        _fill(call, operands, scalars, self.signature.epilogue.bias_dtype is not None)
         call.workspace = workspace.data_ptr() if call.workspace_bytes else None
         status, operations = self._host.capture(self.function, pointer, ctypes.c_int(0))
         self._check(status, problem)
-        captured = Captured(operations)
-        captured.scratch = {"workspace": workspace} if call.workspace_bytes else {}
         # The main loop skips the copy of rows beyond M and N and multiplies whatever the stage held; those outputs are
         # never stored.
-        captured.checks = Checks(uninitialized=False)
-        return captured
+        scratch = {"workspace": workspace} if call.workspace_bytes else {}
+        return Captured(operations, scratch, Checks(uninitialized=False))
 
     def _geometry(self, problem: Problem) -> Call:
         if problem.signature != self.signature:
@@ -173,6 +163,13 @@ class Cutlass2xKernel:
             raise GemmError(
                 f"backend 'cutlass2x': {self.config} for {problem} failed: {describe(status, self.signature)}"
             )
+
+
+def _fill(call: Call, operands: Addresses, scalars: Numbers, has_bias: bool) -> None:
+    """Writes what a call brings. CUTLASS adds a bias as a C of stride 0, with beta = 1."""
+    call.a, call.b, c, bias, call.d = operands
+    call.alpha, beta = scalars
+    call.c, call.beta = (bias, 1.0) if has_bias else (c, beta)
 
 
 def slices(config: Cutlass2xConfig, k: int) -> int:

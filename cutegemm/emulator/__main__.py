@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Runs the compiled PTX of a kernel in the emulator: no GPU is needed. The result is compared with the float64
 reference, every check is on (races, uninitialized reads, missing fences, bounds), and the profile counts what
-the kernel did: instructions by class, shared-memory bank conflicts and global sectors by PTX line, bytes moved."""
+the kernel did: instructions by class, shared-memory bank conflicts and global sectors by PTX line, bytes moved.
+
+`cutegemm emulate` is the same command as `python -m cutegemm.emulator`."""
 
 EXAMPLES = """\
 examples:
@@ -40,8 +42,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = [name for name in backend.NAMES if name not in ("auto", "torch")]
-    out.add_argument("--backend", default="cute", choices=names)
+    out.add_argument("--backend", default="cute", choices=backend.WITH_KERNELS)
     out.add_argument("--dtype", default="fp16", choices=problem.DTYPES, help="of A and B (default: fp16)")
     out.add_argument("--out-dtype", choices=problem.DTYPES, help="of D (default: that of A and B)")
     out.add_argument("--precision", default="ieee", choices=problem.PRECISIONS, help="tf32: fp32 on tensor cores")
@@ -82,15 +83,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _emulate(options: argparse.Namespace) -> int:
-    from cutegemm import arch as arch_table
-    from cutegemm import plan
+    from cutegemm.choice import plan
     from cutegemm.emulator import Checks
     from cutegemm.emulator.workload import Workload, build, parse_shape
+    from cutegemm.hardware import arch as arch_table
     from cutegemm.problem import Problem
 
+    shape = parse_shape(options.shape)
+    if 0 in shape[:2]:
+        raise ValueError(f"--shape: got {options.shape!r}; M and N are at least 1, as an empty D needs no kernel")
+    for name, least in (("batch", 1), ("lines", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name}: got {getattr(options, name)}, accepted is {least} or more")
     arch = arch_table.get(options.arch) if options.arch else plan.emulated_arch()
     problem = Problem.of(
-        *parse_shape(options.shape),
+        *shape,
         options.dtype,
         majors=options.majors,
         batch=options.batch,
@@ -207,14 +214,14 @@ def _as_json(options: argparse.Namespace, work: Workload, verdict: Any, reports:
 
 def inspect(path: Path) -> int:
     """Prints what a PTX file holds: entries, opcodes, synchronization; and what of it the emulator cannot run."""
-    from cutegemm.emulator import EmulationError, Module
+    from cutegemm.emulator import EmulationError, parse_module
     from cutegemm.emulator.entries import CaptureError, ptx_entries
     from cutegemm.emulator.mutate import mutations
 
     try:
         text = path.read_text()
         entries = ptx_entries(text)
-        module = Module.parse(text)
+        module = parse_module(text)
     except (OSError, UnicodeDecodeError, CaptureError, EmulationError) as error:
         print(f"error: {path}: {error}", file=sys.stderr)
         return 2

@@ -3,7 +3,7 @@
 A backend hands over the PTX of a kernel, what its host code launched (captured by `capture.py` or `nvcc_capture.py`, or
 packed here for a kernel of NVRTC), and the tensors that those launches may touch:
 
-    launches = kernel.capture(problem, a.data_ptr(), ...)
+    launches = kernel.capture(problem, Operands(a.data_ptr(), ...), Scalars())
     emulate(kernel.ptx, launches, {"a": a, "b": b, "d": d}, outputs={"d"}, flops=problem.flops)
 
 Addresses in the launches are host addresses, so nothing is copied. Each tensor's bounds are those of the elements that
@@ -17,8 +17,6 @@ import functools
 import logging
 import os
 import struct
-import sys
-import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ import torch
 
 from cutegemm.emulator.entries import Entry, ptx_entries
 from cutegemm.emulator.launch import Launch, Memset
+from cutegemm.run.progress import Bars
 
 if TYPE_CHECKING:
     from cutegemm.emulator import Checks, Memory, Module, Report
@@ -203,66 +202,61 @@ def _raw(argument: Any, size: int) -> bytes | None:
 
 @functools.lru_cache(maxsize=32)
 def _module(ptx: str) -> Module:
-    from cutegemm.emulator import Module
+    from cutegemm.emulator import parse_module
 
-    return Module.parse(ptx)
+    return parse_module(ptx)
 
 
 class Progress:
     """Shows on stderr how far a run is and how long it will still take, once it has taken a few seconds.
 
     Used as a context and called with (CTAs done, CTAs in all) after every wave of CTAs. A grid of one wave reports
-    nothing before its end: until the first report a thread shows the time against the estimate.
+    nothing before its end: a run that is expected to take long shows its time and the estimate from the beginning.
+
+    Args:
+        what: names the run.
+        wanted: whether to show anything; None for where a bar can be drawn, on a terminal or in a notebook.
+        expected: how long the run is expected to take [s].
     """
 
     QUIET_SECONDS = 3.0
-    TICK_SECONDS = 1.0
 
     def __init__(self, what: str, wanted: bool | None, expected: float = 0.0) -> None:
-        self.what, self.expected = what, expected
-        self.wanted = sys.stderr.isatty() if wanted is None else wanted
+        self.what, self.wanted, self.expected = what, wanted, expected
         self.started = time.monotonic()
         self.announced = expected > ANNOUNCE_SECONDS
-        self.shown = 0.0
-        self.counted = False
-        self._stop = threading.Event()
-        self._ticker: threading.Thread | None = None
+        self._bars: Bars | None = None
 
     def __enter__(self) -> Progress:
-        if self.wanted and self.expected > self.QUIET_SECONDS:
-            self._ticker = threading.Thread(target=self._tick, name="emulator progress", daemon=True)
-            self._ticker.start()
+        if self.expected > self.QUIET_SECONDS:
+            self._show(f"about {_duration(self.expected)}", 0, None)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        if self._ticker is not None:
-            self._ticker.join()
-        if self.shown:
-            print(f"\r{self.what}: ended after {_duration(time.monotonic() - self.started)}{' ' * 20}", file=sys.stderr)
+        if self._bars is not None:
+            self._bars.close()
+            self._bars.say(f"{self.what}: ended after {_duration(time.monotonic() - self.started)}")
 
     def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        elapsed = now - self.started
+        elapsed = time.monotonic() - self.started
         if elapsed < self.QUIET_SECONDS or not done or done == total:
             return
-        self.counted = True
         left = elapsed * (total - done) / done
         if not self.announced and elapsed + left > ANNOUNCE_SECONDS:
             self.announced = True
             log.warning("%s: %d of %d CTAs emulated, about %s to go", self.what, done, total, _duration(left))
-        if self.wanted and now - self.shown > self.TICK_SECONDS / 2:
-            self._show(f"{done}/{total} CTAs, {_duration(left)} to go")
+        self._show(f"{done}/{total} CTAs, {_duration(left)} to go", done, total)
 
-    def _tick(self) -> None:
-        while not self._stop.wait(self.TICK_SECONDS):
-            elapsed = time.monotonic() - self.started
-            if not self.counted and elapsed >= self.QUIET_SECONDS:
-                self._show(f"{_duration(elapsed)} of about {_duration(self.expected)}")
-
-    def _show(self, text: str) -> None:
-        self.shown = time.monotonic()
-        print(f"\r{self.what}: {text}    ", end="", file=sys.stderr, flush=True)
+    def _show(self, text: str, done: int, total: int | None) -> None:
+        if self.wanted is False:
+            return
+        if self._bars is None:
+            bars = Bars()
+            self.wanted = self.wanted or bars.live
+            if not self.wanted:
+                return
+            self._bars = bars
+        self._bars.show("", f"{self.what}: {text}", done, total)
 
 
 def _duration(seconds: float) -> str:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from cutegemm.arch import Arch
 from cutegemm.emulator.entries import CaptureError
 from cutegemm.emulator.host_linker import ObjectFile, callbacks, link, process_symbol, resolve
 from cutegemm.emulator.launch import Launch
@@ -39,6 +38,7 @@ from cutegemm.emulator.recorder import (
     recording,
     set_function_attribute,
 )
+from cutegemm.hardware.arch import Arch
 
 _CUDA_DEVICE = 2  # kDLCUDA
 _NONE, _INT, _BOOL, _FLOAT, _OPAQUE, _TENSOR = 0, 1, 2, 3, 4, 7  # TVMFFITypeIndex
@@ -172,7 +172,7 @@ def capture(
 ) -> list[Launch]:
     """The launches of one call of the function exported in an object file, as `HostObject.capture` gives them.
 
-    The linked object is kept for later calls. ptx: the kernels' PTX; by default the ``.ptx`` file beside the object.
+    The linked object is kept for later calls. ptx: the kernels' PTX; by default the ``.ptx`` file next to the object.
     """
     where = Path(path)
     status = where.stat()

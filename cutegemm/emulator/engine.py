@@ -50,8 +50,9 @@ class Translation:
         self.uses: set[str] = set()
         self.variable_arrays: dict[str, np.ndarray] = {}
         self.allocate_variables()
-        from cutegemm.emulator.ops import wgmma
+        from cutegemm.emulator.ops import register_pool, wgmma
 
+        register_pool.prepare(kernel)
         wgmma.prepare(self, kernel)
         self.program = Program(module, kernel, self)
 
@@ -115,6 +116,7 @@ class Env:
         self._copies: Any = None
         self._tma: Any = None
         self._wgmma: Any = None
+        self._registers: Any = None
         self.wave: Wave | None = None
 
     # -- parts of a wave, made when first used ------------------------------------------------------------------
@@ -122,7 +124,7 @@ class Env:
         from cutegemm.emulator.happens_before import HappensBefore
 
         self.wave = wave
-        self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = None
+        self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = self._registers = None
         self.hb = HappensBefore(wave, self) if self.checks.shared_memory and wave.smem_bytes > 0 else None
         self.events = False
 
@@ -135,7 +137,7 @@ class Env:
         if self.hb is not None:
             self.hb.lanes = None
         self.wave = self.hb = None
-        self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = None
+        self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = self._registers = None
 
     def barriers(self, wave):
         if self._barriers is None:
@@ -176,6 +178,14 @@ class Env:
             self._wgmma = Warpgroups(self.wave)
         return self._wgmma
 
+    @property
+    def registers(self):
+        if self._registers is None:
+            from cutegemm.emulator.ops.register_pool import RegisterPool
+
+            self._registers = RegisterPool(self.wave)
+        return self._registers
+
     # -- values -----------------------------------------------------------------------------------------------
     def param(self, offset: int, code: str):
         return np.frombuffer(self.params, DTYPES[code], 1, offset)[0]
@@ -215,6 +225,8 @@ class Env:
             wave.any_gone = True
             if self._tma is not None:
                 self._tma.check_exit(wave.gone)
+        if self._registers is not None:
+            self._registers.check_exit(box)
         if self._barriers is not None:
             from cutegemm.emulator.ops.barrier import after_exit
 
@@ -235,6 +247,10 @@ class Env:
     def waits_for(self, wave, c: int, w: int, pc: int) -> str:
         if self._mbarriers is not None:
             told = self._mbarriers.describe_wait(c, w)
+            if told:
+                return told
+        if self._registers is not None:
+            told = self._registers.describe_wait(c, w)
             if told:
                 return told
         b = self._barriers

@@ -6,9 +6,9 @@ import math
 import re
 from dataclasses import dataclass
 
-from cutegemm.arch import Arch
-from cutegemm.arch import get as get_arch
 from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.arch import get as get_arch
 
 
 class CaptureError(GemmError):

@@ -67,6 +67,10 @@ class BarrierMisuse(EmulationError):
     """A named or cluster barrier used with counts that do not agree, or by exited warps."""
 
 
+class RegisterMisuse(EmulationError):
+    """A setmaxnreg with an illegal count, or one that not all warps of a warpgroup execute alike."""
+
+
 class ExitTooEarly(EmulationError):
     """A CTA exits while a bulk store may still read its shared memory, or its cluster uses it after it has exited."""
 

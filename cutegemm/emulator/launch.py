@@ -1,9 +1,16 @@
-"""One kernel launch, as the host code asked for it: the only thing the engine needs to know besides the PTX."""
+"""What host code asks of the GPU: kernel launches and clears, all that the engine needs to know besides the PTX."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from cutegemm.emulator.report import Checks
 
 Dim3 = tuple[int, int, int]
 
@@ -77,3 +84,19 @@ class Memset:
     def __post_init__(self) -> None:
         if not 0 <= self.value <= 255 or self.count < 0:
             raise ValueError(f"memset of {self.count} bytes to {self.value}: needs count >= 0 and a value of 0 to 255")
+
+
+class Captured(list[Launch | Memset]):
+    """The launches and clears of one call, in order.
+
+    scratch: the workspaces that they use, by name. checks: what the emulator shall check; None: everything.
+    """
+
+    def __init__(
+        self,
+        operations: Iterable[Launch | Memset],
+        scratch: dict[str, torch.Tensor] | None = None,
+        checks: Checks | None = None,
+    ) -> None:
+        super().__init__(operations)
+        self.scratch, self.checks = scratch or {}, checks

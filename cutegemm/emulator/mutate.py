@@ -19,7 +19,7 @@ from typing import Any
 
 _STATEMENT = re.compile(
     r"(?<![\w$.%])(?P<guard>@!?%?[\w$]+\s+)?"
-    r"(?P<op>(?:bar|barrier|mbarrier|cp|fence|membar|wgmma|griddepcontrol|ld|st|red|atom)(?:\.[\w:]+)+)"
+    r"(?P<op>(?:bar|barrier|mbarrier|cp|fence|membar|wgmma|griddepcontrol|setmaxnreg|ld|st|red|atom)(?:\.[\w:]+)+)"
     r"(?P<arguments>[^;]*);"
 )
 _ONLY_DELETED = ("bar", "barrier", "membar", "fence", "griddepcontrol")
@@ -84,6 +84,16 @@ def _changes(op: str, arguments: str, guard: str) -> Iterator[tuple[str, str]]:
         if "arrive" in parts and "relaxed" not in parts:
             kept = [part for part in parts if part != "release"]
             yield "relaxed", f"{guard}{'.'.join([*kept[:3], 'relaxed', *kept[3:]])};"
+    elif parts[0] == "setmaxnreg":
+        yield "delete", ""
+        yield "8 registers more", f"{guard}{op} {int(operands[0], 0) + 8};"
+        if not guard:
+            # Warps of a one-dimensional block: threads 0 to 31 of each 128.
+            yield (
+                "not in the first warp",
+                "{ .reg .pred %mutant; .reg .b32 %place; mov.u32 %place, %tid.x; and.b32 %place, %place, 96; "
+                f"setp.ne.u32 %mutant, %place, 0; @%mutant {op} {arguments}; }}",
+            )
     elif parts[0] in _ONLY_DELETED or family in ("wgmma.fence", "wgmma.commit_group"):
         yield "delete", ""
     elif family == "wgmma.wait_group" or (parts[0] == "cp" and "wait_group" in parts):

@@ -244,3 +244,29 @@ def flush(x: np.ndarray) -> np.ndarray:
     """.ftz: subnormal fp32 becomes a zero of the same sign."""
     small = (np.abs(x) < F4(1.17549435e-38)) & (x != 0)
     return np.where(small, np.copysign(F4(0), x), x) if small.any() else x
+
+
+def select(a, b, c, nan, xorsign, smaller):
+    """min / max: the number where only one is a NaN (with .NaN: a NaN); -0 is smaller than +0."""
+    a, b = np.broadcast_arrays(a, b)
+    sign = np.signbit(a) ^ np.signbit(b)
+    if xorsign:
+        a, b = np.abs(a), np.abs(b)
+    out = np.fmin(a, b) if smaller else np.fmax(a, b)
+    zeros = (a == 0) & (b == 0)
+    if zeros.any():
+        negative = (np.signbit(a) | np.signbit(b)) if smaller else (np.signbit(a) & np.signbit(b))
+        out = np.where(zeros, np.where(negative, a.dtype.type(-0.0), a.dtype.type(0.0)), out)
+    if xorsign:
+        out = np.where(sign, -out, out)
+    isnan = (a != a) | (b != b) if nan else (a != a) & (b != b)
+    if isnan.any():
+        canonical = (
+            np.array(0x7FFFFFFF, np.uint32).view(np.float32)
+            if a.dtype == np.float32
+            else np.array(0x7FFFFFFFFFFFFFFF, np.uint64).view(np.float64)
+        )
+        out = np.where(isnan, canonical, out)
+    if c is not None:
+        return select(out, c, None, nan, xorsign, smaller)
+    return out

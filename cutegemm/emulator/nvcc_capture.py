@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cutegemm.arch import Arch
 from cutegemm.emulator.entries import CaptureError, ptx_arch
 from cutegemm.emulator.host_linker import ObjectFile, callbacks, link, resolve
 from cutegemm.emulator.launch import Launch, Memset
@@ -38,6 +37,7 @@ from cutegemm.emulator.recorder import (
     resident_ctas,
     set_function_attribute,
 )
+from cutegemm.hardware.arch import Arch
 
 _FATBIN_MAGIC = 0xBA55ED50
 _FATBIN_PTX = 1

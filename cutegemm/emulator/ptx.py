@@ -1,6 +1,6 @@
 """PTX as data: modules, kernels, instructions and their operands.
 
-Accepts the PTX of NVRTC, nvcc and the CuTe DSL. ``Module.parse`` gives the kernels (``entries``), their
+Accepts the PTX of NVRTC, nvcc and the CuTe DSL. ``ptx_parser.parse_module`` gives the kernels (``entries``), their
 parameter layout, their registers (one dense index per register class) and their instructions with resolved
 operands and labels. Scopes ``{ }`` inside a body have registers and labels of their own.
 """
@@ -179,12 +179,3 @@ class Module:
     @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines()
-
-    @staticmethod
-    def parse(ptx_text: str | bytes) -> Module:
-        """Parse PTX text (str, or bytes with an optional trailing NUL). Raises PtxError with the line."""
-        if isinstance(ptx_text, bytes):
-            ptx_text = ptx_text.decode()
-        from cutegemm.emulator.ptx_parser import ModuleParser
-
-        return ModuleParser(ptx_text.rstrip("\0")).module

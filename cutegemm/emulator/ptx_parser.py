@@ -69,6 +69,13 @@ class _Scope:
         return None
 
 
+def parse_module(ptx_text: str | bytes) -> Module:
+    """Parse PTX text (str, or bytes with an optional trailing NUL). Raises PtxError with the line."""
+    if isinstance(ptx_text, bytes):
+        ptx_text = ptx_text.decode()
+    return ModuleParser(ptx_text.rstrip("\0")).module
+
+
 class ModuleParser:
     def __init__(self, text: str) -> None:
         self.source = text

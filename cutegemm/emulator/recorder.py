@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from cutegemm.arch import Arch
 from cutegemm.emulator.entries import CaptureError, Entry, ptx_arch, ptx_entries
 from cutegemm.emulator.launch import Launch, Memset
+from cutegemm.hardware.arch import Arch
 
 SUCCESS, INVALID_VALUE, INVALID_CONFIGURATION, INVALID_FUNCTION, NOT_SUPPORTED, UNKNOWN = (
     0,
@@ -298,7 +298,7 @@ def set_function_attribute(handle: int | None, attribute: int, value: int) -> No
             raise Refusal(
                 INVALID_VALUE,
                 f"{value} B of dynamic shared memory for {function.entry.name}: "
-                f"{module.arch.name} has {limit} B beside its static ones",
+                f"{module.arch.name} has {limit} B besides its static ones",
             )
         function.max_dynamic_smem = value
     elif attribute == _NON_PORTABLE_CLUSTER:

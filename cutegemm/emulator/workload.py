@@ -16,7 +16,8 @@ from cutegemm.backend import Kernel
 from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.problem import Matrix, Problem, torch_dtype
-from cutegemm.reference import Expected, Verdict, check, expected
+from cutegemm.problem.reference import Expected, Verdict, check, expected
+from cutegemm.run.arguments import Operands, Scalars
 
 if TYPE_CHECKING:
     from cutegemm.emulator import Checks, Report
@@ -75,10 +76,9 @@ class Workload:
             out_dtype=torch_dtype(problem.out_dtype),
             precision=problem.precision,
         )
-        a, b, c, add, d = (tensors[name].data_ptr() if name in tensors else 0 for name in ("a", "b", "c", "bias", "d"))
-        operations = kernel.capture(problem, a, b, c, add, d, alpha, beta)
-        scratch, checks = getattr(operations, "scratch", {}), getattr(operations, "checks", None)
-        return cls(problem, kernel, tensors, alpha, beta, want, [*operations], scratch, checks)
+        addresses = (tensors[name].data_ptr() if name in tensors else 0 for name in Operands._fields)
+        captured = kernel.capture(problem, Operands(*addresses), Scalars(alpha, beta))
+        return cls(problem, kernel, tensors, alpha, beta, want, [*captured], captured.scratch, captured.checks)
 
     def run(
         self,
@@ -127,7 +127,7 @@ def build(backend: str, problem: Problem, arch: Any, config: str | None = None) 
     Raises ValueError for an unknown backend or configuration, UnsupportedError when it cannot serve the problem.
     """
     from cutegemm import backend as backends
-    from cutegemm import plan
+    from cutegemm.choice import plan
 
     choice = plan.choose(problem, arch, backend, config)
     return backends.get(choice.backend).build(problem.signature, choice.config, arch)

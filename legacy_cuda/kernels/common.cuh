@@ -12,7 +12,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-struct GemmArgs {  // packed by legacy_cuda/launch.py in this order
+struct GemmArgs {  // packed by legacy_cuda/kernel.py in this order
     const void* a;
     const void* b;
     const void* c;

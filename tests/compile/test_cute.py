@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 from itertools import product
 
 import pytest
 
-from cutegemm import arch, backend
-from cutegemm.cute.config import SimtConfig
-from cutegemm.epilogue import Epilogue
+from cutegemm import backend
+from cutegemm.cute.simt.config import SimtConfig
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
 from tests.sass import opcodes, resources
 
 CUTE = backend.get("cute")
@@ -52,6 +54,7 @@ def test_defaults_on_every_architecture(target, dtype, precision, needed):
 
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(("dtype", "precision"), [("fp16", "ieee"), ("fp32", "tf32"), ("fp32", "ieee")])
+@pytest.mark.product(keep=6)
 def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precision):
     problem = Problem.of(4096, 4096, 4096, dtype, majors=majors, precision=precision, epilogue=FULL)
     kernel = build(problem, None, "sm_80")
@@ -179,6 +182,23 @@ def test_a_stored_kernel_opens_without_the_dsl():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Function" in done.stdout
+
+
+def test_compiling_for_other_architectures_leaves_the_environment_as_it_was(store_root, monkeypatch):
+    """Also where it fails, and whatever architecture the user's environment names for the DSL."""
+    problem = Problem.of(64, 64, 64, "fp16")
+    for named in (None, "sm_120a"):
+        monkeypatch.delenv("CUTE_DSL_ARCH", raising=False)
+        if named is not None:
+            monkeypatch.setenv("CUTE_DSL_ARCH", named)
+        before = dict(os.environ)
+        for number, target in enumerate(("sm_90a", "sm_80")):
+            stages = 3 + number + 2 * (named is None)
+            kernel = build(problem, f"sm80/32x32x32/w16x16/s{stages}/g8", target)
+            assert f".target {target}" in kernel.ptx
+            assert dict(os.environ) == before
+        test_a_kernel_that_does_not_compile_says_which(store_root)
+        assert dict(os.environ) == before
 
 
 def test_a_kernel_that_does_not_compile_says_which(store_root):

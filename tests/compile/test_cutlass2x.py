@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cutegemm import arch
 from cutegemm.cutlass2x import BACKEND, build, build_many, emit, published, toolkit
 from cutegemm.cutlass2x.config import Cutlass2xConfig
 from cutegemm.errors import GemmError
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem, Signature
 from tests.problems import MAJORS
 from tuning.cubin import usage
@@ -56,7 +56,7 @@ def said_by_nvcc(tools: toolkit.Toolkit, pairs: list[tuple[Signature, Cutlass2xC
 @pytest.mark.parametrize(("signature", "text"), REFUSED, ids=[text for _, text in REFUSED])
 def test_nvcc_refuses_what_the_rule_refuses(tools, tmp_path, signature, text):
     config = BACKEND.parse(f"cutlass2x/{text}")
-    assert config.problem(signature, H200)
+    assert config.why_invalid(signature, H200)
     assert "static assertion failed" in said_by_nvcc(tools, [(signature, config)], tmp_path)
 
 

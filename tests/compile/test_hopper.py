@@ -6,10 +6,15 @@ import re
 
 import pytest
 
-from cutegemm import arch, backend
-from cutegemm.cute.hopper_config import K_CLUSTERS, SPLITS, TEACHING, HopperConfig
-from cutegemm.epilogue import Epilogue
+from cutegemm import backend
+from cutegemm.cute.hopper.config import K_CLUSTERS, SPLITS, HopperConfig
+from cutegemm.cute.hopper.options import OPTIONS
+from cutegemm.emulator import parse_module
+from cutegemm.emulator.ops.register_pool import registers_at_launch
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from tests.problems import Case
 from tests.sass import opcodes, resources
 from tuning.ladder_hopper import STEPS
 
@@ -45,8 +50,28 @@ def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None, dty
     ],
 )
 @pytest.mark.parametrize("epilogue", [None, FULL], ids=["plain", "full"])
+@pytest.mark.product(keep=12)
 def test_instructions(config, majors, epilogue):
     check_instructions(build(config, majors, epilogue))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x256x64/coop2/c2x1/s4/g8",
+        "256x192x64/coop2/c2x1/s3/g8",
+        "128x192x64/pp/c2x1/s4/g8",
+        "192x128x64/coop3/c1x1/s4/g8",
+    ],
+)
+def test_the_emulator_starts_with_the_registers_that_ptxas_allocates(config):
+    """setmaxnreg deals out what the machine code has at the launch, and the emulator derives that from the PTX."""
+    kernel = build(f"sm90/{config}")
+    (entry,) = parse_module(kernel.ptx).kernels.values()
+    launched = registers_at_launch(entry)
+    assert launched == resources(kernel.cubin)["REG"]
+    given, taken = kernel.config.registers
+    assert given + kernel.config.consumers * taken <= (1 + kernel.config.consumers) * launched
 
 
 def check_instructions(kernel) -> None:
@@ -192,7 +217,7 @@ def test_the_ladder(step):
     """Every step compiles to what it teaches; none is in the tuner's space."""
     kernel = build(step.config)
     check_instructions(kernel)
-    lessons = set(kernel.config.options) & set(TEACHING)
+    lessons = set(kernel.config.options) & {option.name for option in OPTIONS if option.lesson}
     assert not lessons & {option for config in HopperConfig.space() for option in config.options}
     assert kernel.config.threads == (128 if kernel.config.solo else 128 * (kernel.config.consumers + 1))
 
@@ -258,7 +283,7 @@ def test_text_that_is_no_configuration(text):
         ("sm90/64x64x64/solo/c1x1x2/s1/row", "lessons for clusters of one CTA"),
         ("sm90/128x128x64/coop2/c2x1x3/s4/row", "6 CTAs, 3 along K; accepted are up to 8, and 1, 2, 4 along K"),
         ("sm90/128x128x64/coop2/c2x2x4/s4/row", "16 CTAs, 4 along K"),
-        ("sm90/128x128x64/coop2/c1x1x0/s4/row", "0 along K"),
+        ("sm90/128x128x64/coop2/c1x1x0/s4/row", "has a 0; every number of a configuration is at least 1"),
         ("sm90/128x128x64/pp/c1x1x2/s4/row", "cooperative schedule"),
         ("sm90/256x192x64/coop2/c1x1x2/s3/row", "more than 128 spill"),
         ("sm90/128x128x64/coop2/c1x1x2/s4/row/streamk", "no streamk"),
@@ -275,7 +300,7 @@ def test_invalid_configurations(config, reason):
 def test_what_the_kernel_does_not_take():
     config = CUTE.parse("sm90/128x128x64/coop2/c1x1/s4/row")
     assert "capability 9.0" in CUTE.check(config, Problem.of(256, 256, 256, "bf16"), arch.get("A100"))
-    assert "only as tf32" in CUTE.check(config, Problem.of(256, 256, 256, "fp32"), HOPPER)
+    assert "fp32 as tf32; these operands are fp32" in CUTE.check(config, Problem.of(256, 256, 256, "fp32"), HOPPER)
     for majors, name in (("nt", "A is M-major"), ("tt", "B is N-major")):
         problem = Problem.of(256, 256, 256, "fp32", majors=majors, precision="tf32")
         assert f"K-major only; {name}" in CUTE.check(config, problem, HOPPER)
@@ -311,7 +336,7 @@ def test_a_cluster_along_k_computes_one_tile_and_leaves_less_in_the_workspace():
     assert alone.persistent
     assert not paired.persistent
     assert alone.works(problem) == paired.works(problem) == 30
-    assert paired.launch_arguments(problem, HOPPER) == (30,)
+    assert paired.launch_arguments(problem, HOPPER) == {"clusters": 30}
     # A pair's CTAs leave half of a tile each: the words double, the parts do not.
     many = Problem.of(1024, 1024, 65536, "bf16")
     words, parts = alone.workspace_bytes(many, HOPPER)
@@ -319,5 +344,21 @@ def test_a_cluster_along_k_computes_one_tile_and_leaves_less_in_the_workspace():
     # Few words take a line of the L2 cache all the same, so that parts begin on one.
     assert alone.workspace_bytes(problem, HOPPER)[0] == paired.workspace_bytes(problem, HOPPER)[0] == 128
     whole = CUTE.parse("sm90/128x128x64/coop2/c2x1x2/s6/row")
-    assert whole.launch_arguments(problem, HOPPER) == (2, 0)
+    assert whole.launch_arguments(problem, HOPPER) == {"clusters": 2}
     assert whole.workspace_bytes(problem, HOPPER) == (0, 0)
+
+
+@pytest.mark.parametrize(("dtype", "precision", "step"), [("bf16", None, 8), ("fp16", None, 8), ("fp32", "tf32", 4)])
+def test_contiguous_extents_are_multiples_of_16_bytes(dtype, precision, step):
+    """K is contiguous here. TMA refuses a ragged one even where rows begin at multiples of 16 bytes."""
+    chosen = CUTE.parse("sm90/64x64x32/coop1/c1x1/s3/row")
+
+    def refused(k: int, pad: int) -> str | None:
+        problem = Case.random(64, 64, k, dtype, seed=1, pad=pad, precision=precision).problem()
+        assert problem.a.stride_row % step == 0
+        return CUTE.check(chosen, problem, HOPPER)
+
+    assert refused(13 * step, 0) is None
+    assert refused(13 * step, step) is None
+    assert "16" in refused(13 * step - 1, 1)
+    assert "16" in refused(13 * step - 2, 2)

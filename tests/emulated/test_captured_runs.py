@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutegemm import reference
 from cutegemm.emulator import Checks, EmulationError
 from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.capture import HostObject
 from cutegemm.emulator.errors import OutOfBounds, ReadOnlyWrite
 from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.emulator.nvcc_capture import NvccObject
+from cutegemm.problem import reference
 
 pytest.importorskip("llvmlite")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the path")

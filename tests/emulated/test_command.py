@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from cutegemm import arch
 from cutegemm.emulator.__main__ import main
 from cutegemm.emulator.workload import Workload, build, parse_shape
-from cutegemm.epilogue import Epilogue
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
 
 pytest.importorskip("llvmlite")
 LEGACY = ["--backend", "legacy", "--dtype", "fp32", "--majors", "tt", "--config", "block_tile"]
@@ -59,8 +59,15 @@ def test_json_and_the_dumped_ptx_agree_with_the_tables(capsys, tmp_path):
         (["--shape", "12x"], "shape: got '12x'"),
         (["--shape", "16", "--config", "nonsense"], "config"),
         (["--shape", "16", "--arch", "sm_70"], "sm_70"),
-        (["--shape", "16", "--precision", "tf32", "--dtype", "fp16", "--config", "simt/64x64x8/w32x32/s3/g8"], "simt"),
+        (
+            ["--shape", "16", "--precision", "tf32", "--dtype", "fp16", "--config", "simt/64x64x8/w32x32/s3/g8"],
+            "precision",
+        ),
         (["--ptx", "/does/not/exist.ptx"], "exist.ptx"),
+        (["--shape", "0"], "--shape: got '0'; M and N are at least 1"),
+        (["--shape", "16x0x16"], "--shape: got '16x0x16'"),
+        (["--shape", "16", "--batch", "0"], "--batch: got 0, accepted is 1 or more"),
+        (["--shape", "16", "--lines", "-3"], "--lines: got -3, accepted is 0 or more"),
     ],
 )
 def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):

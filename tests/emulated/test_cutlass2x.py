@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import plan
+from cutegemm.choice import plan
 from cutegemm.cutlass2x import BACKEND, build_many
 from cutegemm.errors import GemmError
 from tests import needs

@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cutegemm import arch as arch_table
-from cutegemm import backend, plan
+from cutegemm import backend
+from cutegemm.choice import plan
 from cutegemm.emulator.workload import Workload
-from cutegemm.epilogue import Epilogue
+from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
 from tests.problems import Case
 
 pytest.importorskip("llvmlite")

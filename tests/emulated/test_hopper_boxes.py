@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cutegemm import arch as arch_table
-from cutegemm import backend, footprint, plan
-from cutegemm.cute.hopper_config import LINE
+from cutegemm import backend
+from cutegemm.choice import plan
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import LINE
 from tests.problems import Case
 
 pytest.importorskip("llvmlite")
@@ -53,5 +54,5 @@ def test_rows_of_the_boxes_are_as_wide_as_the_cost_model_thinks(text, dtype, maj
         (along_n, cm, width_a if config.swapped else width_b),
     ]
     taken = sum(extent * (sharers if width < LINE else 1) / width for extent, sharers, width in operands)
-    narrow = footprint.of(config, "cute", case.problem().signature, arch_table.get("H200")).narrow
+    narrow = backend.get("cute").footprint(config, case.problem().signature, arch_table.get("H200")).narrow
     assert narrow == pytest.approx(taken / ((along_m + along_n) / LINE))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import arch as arch_table
-from cutegemm import plan
-from cutegemm.cute.hopper_config import HopperConfig, whole_tiles
+from cutegemm.choice import plan
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.work_count import whole_tiles
+from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from tests.problems import Case
 

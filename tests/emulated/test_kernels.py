@@ -37,6 +37,7 @@ def options(dtype: str, precision: str) -> dict[str, str]:
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [ALIGNED, ODD], ids=["aligned", "odd"])
 @pytest.mark.parametrize(("dtype", "precision"), CUTE)
+@pytest.mark.product(keep=14)
 def test_cute(dtype, precision, majors, shape, seed):
     case = Case.random(*shape, dtype, seed=seed, majors=majors, **options(dtype, precision))
     case.run(backend="cute", config=CONFIGS[dtype, precision])
@@ -59,6 +60,7 @@ def test_cute_default_configuration_of_tiny_problems(dtype, precision, seed):
     ],
     ids=["c", "bias-relu", "c-bias-gelu", "fp32-silu"],
 )
+@pytest.mark.product(keep=8)
 def test_cute_epilogues(dtype, precision, epilogue, seed):
     Case.random(40, 72, 48, dtype, seed=seed, **options(dtype, precision), **epilogue).run(backend="cute")
 

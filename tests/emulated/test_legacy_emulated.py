@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cutegemm import arch as arch_table
 from cutegemm.emulator import EmulationError
 from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.mutate import mutations
+from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
-from cutegemm.reference import check, expected
+from cutegemm.problem.reference import check, expected
+from cutegemm.run.arguments import Operands, Scalars
 from legacy_cuda.backend import BACKEND
 from legacy_cuda.config import LegacyConfig, parse
 from legacy_cuda.rungs import RUNGS
@@ -24,6 +25,7 @@ SMALLER = {"wmma_warp_tile": "bm64/bn32/warps_m2/warps_n2", "wmma_double_buffer"
 
 
 @pytest.mark.parametrize(("rung", "dtype"), CASES)
+@pytest.mark.product(keep=20)
 def test_whole_tiles_and_c(rung, dtype, seed):
     """Aligned operands: the vector instantiation, its tiles all whole; C in the other dtype as well."""
     bm, bn, bk = LegacyConfig.of(rung).tile()
@@ -35,6 +37,7 @@ def test_whole_tiles_and_c(rung, dtype, seed):
 
 @pytest.mark.parametrize(("rung", "dtype"), ONE_DTYPE)
 @pytest.mark.parametrize("majors", ["tt", "tn", "nt", "nn"])
+@pytest.mark.product(keep=24)
 def test_ragged_edges_of_all_majors(rung, dtype, majors, seed):
     """One element over or short of a tile along every axis, odd leading dimensions: the scalar instantiation."""
     bm, bn, bk = LegacyConfig.of(rung).tile()
@@ -44,6 +47,7 @@ def test_ragged_edges_of_all_majors(rung, dtype, majors, seed):
 
 @pytest.mark.parametrize(("rung", "dtype"), ONE_DTYPE)
 @pytest.mark.parametrize("majors", ["tt", "nn"])
+@pytest.mark.product(keep=14)
 def test_vectors_at_the_edges(rung, dtype, majors, seed):
     """Aligned, but no multiple of a tile: vectors are whole or absent, C and a batch of two beside them."""
     case = Case.random(72, 40, 24, dtype, majors=majors, seed=seed, batch=2, pad=8, c=True, beta=0.5)
@@ -118,7 +122,7 @@ def _right(kernel, problem, ptx, seed) -> bool:
     a = torch.randn(problem.m, problem.k, generator=generator).to(dtype)
     b = torch.randn(problem.k, problem.n, generator=generator).to(dtype)
     d = torch.full((problem.m, problem.n), float("nan"), dtype=dtype)
-    launches = kernel.capture(problem, a.data_ptr(), b.data_ptr(), 0, 0, d.data_ptr(), 1.0, 0.0)
+    launches = kernel.capture(problem, Operands(a.data_ptr(), b.data_ptr(), 0, 0, d.data_ptr()), Scalars())
     try:
         emulate(ptx, launches, {"a": a, "b": b, "d": d}, outputs={"d"}, seed=seed)
     except EmulationError:

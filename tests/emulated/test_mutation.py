@@ -19,6 +19,22 @@ def test_every_broken_synchronization_is_noticed_or_explained(spec):
     assert any(outcome.killed for outcome in outcomes)
 
 
+@pytest.mark.parametrize("name", ["cute-sm90-coop-cluster", "cute-sm90-pp-cluster", "cute-sm90-pp-epilogue"])
+def test_every_broken_exchange_of_registers_is_noticed_or_explained(name):
+    """These cases are too long for CI as a whole; their setmaxnreg alone are not."""
+    pytest.importorskip("llvmlite")
+    (spec,) = mutation.specs(name)
+    outcomes = mutation.score_spec(spec, choose=lambda mutation: "setmaxnreg" in mutation.site)
+    from cutegemm.emulator.mutate import compare
+
+    rows = [row for row in mutation.survivors() if "setmaxnreg" in row.site]
+    problems = compare(outcomes, rows)
+    assert not problems, "\n".join(problems)
+    killed = {(outcome.mutation.site.split(".")[1], outcome.mutation.change) for outcome in outcomes if outcome.killed}
+    changes = ("8 registers more", "not in the first warp")
+    assert killed == {("dec", "delete"), *((action, change) for action in ("dec", "inc") for change in changes)}
+
+
 def test_the_table_names_only_cases_that_exist():
     names = [spec.name for spec in mutation.SPECS]
     for row in mutation.survivors():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 
-from cutegemm import plan
+from cutegemm.choice import plan
 from cutegemm.cute import FAMILIES
 from cutegemm.problem import Problem
 from tests.fuzz_draw import Limits, Pair, Template, draw
@@ -66,7 +66,7 @@ def test_the_threads_of_every_configuration_load_every_element_once(family):
     """Of both operands, either major, every alignment class: the loaders' arithmetic, without a compiler."""
     import cutlass
 
-    from cutegemm.cute.tile_load import TileLoader, TransposingLoader
+    from cutegemm.cute.warps.tile_load import TileLoader, TransposingLoader
 
     arch = plan.emulated_arch()
     kinds = {"simt": [("fp32", "ieee", cutlass.Float32)], "sm80": [("fp16", "ieee", cutlass.Float16),
@@ -75,7 +75,7 @@ def test_the_threads_of_every_configuration_load_every_element_once(family):
     for dtype, precision, numeric in kinds[family]:
         signature = Problem.of(64, 64, 64, dtype, precision=precision).signature
         for config in FAMILIES[family].config.space():
-            if config.problem(signature, arch) is None:
+            if config.why_invalid(signature, arch) is None:
                 transposing = family == "simt" and config.slices == 1
                 shapes |= {
                     (numeric, extent, config.bk, config.threads, transposing) for extent in (config.bm, config.bn)

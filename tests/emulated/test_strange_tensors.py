@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import reference
+from cutegemm.problem import reference
 from tests.problems import Case
 
 pytest.importorskip("llvmlite")
@@ -90,13 +90,15 @@ def test_a_remembered_call_is_checked_like_the_first(seed, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-def test_forward_mode_tangents_are_refused_not_dropped(seed):
+def test_the_tangent_of_a_remembered_call_is_not_dropped(seed):
     from torch.autograd import forward_ad
 
     a, b, _ = operands(seed)
     cutegemm.gemm(a, b, backend="cute")
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="a: it carries a forward-mode tangent"):
-        cutegemm.gemm(forward_ad.make_dual(a, torch.ones_like(a)), b, backend="cute")
+    tangent = torch.ones_like(a)
+    with forward_ad.dual_level():
+        d = cutegemm.gemm(forward_ad.make_dual(a, tangent), b, backend="cute")
+        assert torch.equal(forward_ad.unpack_dual(d).tangent, cutegemm.gemm(tangent, b, backend="cute"))
 
 
 def test_configurations_of_another_kind_are_named(seed):

@@ -8,6 +8,7 @@ from torch.library import opcheck
 
 import cutegemm
 from tests import opinfo, transformer
+from tests.unit import test_torch_forward as tangent
 from tests.unit.test_torch_gradients import draw, run
 
 pytest.importorskip("llvmlite")
@@ -29,6 +30,27 @@ def test_gradients_of_broadcast_batches(seed):
 def test_a_legacy_kernel_trains_too(seed):
     a, b, grad = draw(seed, (9, 7), (7, 5), (9, 5))
     run(a, b, grad, backend="legacy")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_tangents_by_the_kernels(activation, seed):
+    shapes = {"a": (24, 16), "b": (16, 40), "c": (24, 40), "bias": (40,)}
+    tensors, tangents = (
+        dict(zip(shapes, draw(s, *shapes.values(), dtype=torch.bfloat16), strict=True)) for s in (seed, seed + 1)
+    )
+    options = {"alpha": 0.75, "beta": -1.5, "activation": activation, "backend": "cute"}
+    tangent.run(cutegemm.gemm, tensors, tangents, **options)
+    tangent.run(cutegemm.gemm, tensors, {"a": tangents["a"]}, **options)
+
+
+def test_batched_gradients_by_the_kernels(seed):
+    a, b, grads = draw(seed, (9, 7), (7, 5), (2, 9, 5))
+    a.requires_grad_()
+    d = cutegemm.gemm(a, b, activation="silu", backend="cute")
+    (got,) = torch.autograd.grad(d, a, grads, is_grads_batched=True, retain_graph=True)
+    want = [torch.autograd.grad(d, a, grad, retain_graph=True)[0] for grad in grads]
+    torch.testing.assert_close(got, torch.stack(want))
 
 
 def test_operator_of_a_named_backend(seed):

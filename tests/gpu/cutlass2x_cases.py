@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from cutegemm.arch import Arch
 from cutegemm.cutlass2x import BACKEND, Cutlass2xConfig, build_many, published
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
 from tests.problems import MAJORS, Case
 
@@ -53,7 +53,7 @@ def specs(arch: Arch, sample: int = 5) -> dict[str, list[Spec]]:
             Spec(shape, dtype, str(config))
             for dtype in ("fp16", "bf16")
             for config in published()
-            if config.problem(Problem.of(8, 8, 8, dtype).signature, arch) is None
+            if config.why_invalid(Problem.of(8, 8, 8, dtype).signature, arch) is None
             for shape in RAGGED
         ],
         "space": [],
@@ -62,6 +62,7 @@ def specs(arch: Arch, sample: int = 5) -> dict[str, list[Spec]]:
         "epilogue": [],
         "batch": [],
         "split": [],
+        "exact": [],
     }
     choose = random.Random(6)
     for dtype, precision in KINDS:
@@ -89,6 +90,11 @@ def specs(arch: Arch, sample: int = 5) -> dict[str, list[Spec]]:
         for schedule in ("id1/k3", "id4/k8", "streamk", "h"):
             for shape in ((136, 264, 1032), (64, 64, 4096), (1032, 904, 72)):
                 groups["split"].append(Spec(shape, dtype, f"{base}/{schedule}", {**options, "c": True, "beta": 0.5}))
+        for schedule in ("id1", "id1/k3", "id4/k8", "streamk", "h"):
+            for shape in ((136, 264, 4104), (72, 72, 50_000)):
+                groups["exact"].append(
+                    Spec(shape, dtype, f"{base}/{schedule}", {**options, "out_dtype": torch.float32})
+                )
     return groups
 
 
@@ -105,7 +111,7 @@ def smallest(arch: Arch) -> list[Spec]:
     found = [
         Spec(shape(config), "fp16", str(config))
         for config in published()
-        if config.problem(Problem.of(8, 8, 8, "fp16").signature, arch) is None
+        if config.why_invalid(Problem.of(8, 8, 8, "fp16").signature, arch) is None
     ]
     for dtype, precision in KINDS:
         options: dict[str, Any] = {"precision": precision}

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from cutegemm import arch as arch_table
 from cutegemm import backend
-from cutegemm.arch import Arch
-from cutegemm.cute.hopper_config import CLUSTERS
+from cutegemm.cute.hopper.config import CLUSTERS
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
 from tests.problems import Case
 
 CONFIGS = {

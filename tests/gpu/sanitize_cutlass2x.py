@@ -26,8 +26,9 @@ from collections.abc import Sequence
 import torch
 
 import cutegemm
-from cutegemm import plan, reference
-from cutegemm.arch import Arch
+from cutegemm.choice import plan
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import reference
 from tests.gpu import cutlass2x_cases
 from tests.gpu.cutlass2x_cases import Spec
 

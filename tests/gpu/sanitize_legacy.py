@@ -16,7 +16,7 @@ import sys
 import torch
 
 import cutegemm
-from cutegemm.reference import check, expected
+from cutegemm.problem.reference import check, expected
 from legacy_cuda.rungs import RUNGS
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

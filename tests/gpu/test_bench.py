@@ -27,7 +27,7 @@ def test_what_is_installed_beside_is_right(name):
     """Their results pass our check at a shape that tiles do not divide."""
     if not bench_providers.installed(name):
         pytest.skip(f"{name} is not installed")
-    from cutegemm.arch import Arch
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
 
     found = bench.bench_shape(
@@ -38,7 +38,7 @@ def test_what_is_installed_beside_is_right(name):
 
 def test_what_the_heuristic_chooses_is_right(monkeypatch):
     """The cost model's choice at every shape of the suites up to 1e10 flop runs and passes the check."""
-    from cutegemm.arch import Arch
+    from cutegemm.hardware.arch import Arch
     from tuning import suites
 
     monkeypatch.setenv("CUTEGEMM_WINNERS", "off")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm.arch import Arch
 from cutegemm.errors import GemmError, UnsupportedError
-from tests import needs
+from cutegemm.hardware.arch import Arch
+from tests import exact, needs
 from tests.gpu import cutlass2x_cases
 from tests.problems import Case
 
@@ -34,6 +34,14 @@ def test_right(groups, name, seed):
             spec.run(seed)
         except AssertionError as why:
             raise AssertionError(f"{spec}: {why}") from why
+
+
+def test_integers_are_exact_at_a_large_k(groups, seed):
+    assert groups["exact"]
+    for spec in groups["exact"]:
+        precision = spec.options["precision"]
+        problem = exact.case(*spec.shape, spec.dtype, seed=seed, device="cuda", precision=precision)
+        exact.run(problem, backend="cutlass2x", config=spec.config)
 
 
 def test_infinities_and_nans_go_where_the_reference_puts_them(groups, seed):
@@ -90,5 +98,5 @@ def test_what_it_cannot_serve_is_refused():
     a = torch.randn(64, 64, device="cuda")
     with pytest.raises(UnsupportedError, match="'cute' reads both"):
         cutegemm.gemm(a, a, a, beta=1.0, bias=a[0], backend="cutlass2x")
-    with pytest.raises(UnsupportedError, match="hardware's tanh"):
+    with pytest.raises(UnsupportedError, match="no activation 'gelu_tanh'"):
         cutegemm.gemm(a, a, activation="gelu_tanh", backend="cutlass2x")

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import reference
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, reference
 from tests import needs
 from tests.problems import MAJORS, Case
 from tuning.ladder_hopper import STEPS
@@ -280,7 +279,8 @@ def test_a_chain_of_dependent_launches_reads_finished_results(seed):
 
 
 def test_what_tma_cannot_load_is_left_to_ampere(seed):
-    from cutegemm import arch, plan
+    from cutegemm.choice import plan
+    from cutegemm.hardware import arch
 
     here = arch.Arch.of_device()
     assert str(plan.choose(Problem.of(512, 512, 500, "bf16"), here, "cute").config).startswith("sm80/")

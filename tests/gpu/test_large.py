@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import reference
+from cutegemm.problem import reference
 from tests import needs
 from tests.problems import DTYPES
 

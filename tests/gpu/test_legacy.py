@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm.reference import check, expected
+from cutegemm.problem.reference import check, expected
 from legacy_cuda.config import LegacyConfig
 from legacy_cuda.rungs import RUNGS
 

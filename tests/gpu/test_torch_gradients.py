@@ -8,6 +8,7 @@ import torch
 import cutegemm
 from tests import gradients, opinfo
 from tests.problems import DTYPES
+from tests.unit import test_torch_forward as tangent
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +50,30 @@ def test_every_operand_and_activation(dtype, activation, seed):
     shapes = ((264, 72), (72, 136), (264, 136), (136,), (264, 136))
     a, b, c, bias, grad = draw(seed, *shapes, dtype=DTYPES[dtype])
     run(a, b, grad, c, bias, alpha=0.75, beta=-1.5, activation=activation, backend="cute")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
+def test_tangents(dtype, activation, seed):
+    shapes = {"a": (264, 72), "b": (72, 136), "c": (264, 136), "bias": (136,)}
+    tensors, tangents = (
+        dict(zip(shapes, draw(s, *shapes.values(), dtype=DTYPES[dtype]), strict=True)) for s in (seed, seed + 1)
+    )
+    options = {"alpha": 0.75, "beta": -1.5, "activation": activation, "backend": "cute"}
+    for names in (("a", "b", "c", "bias"), ("a",), ("b",), ("c", "bias")):
+        tangent.run(cutegemm.gemm, tensors, {name: tangents[name] for name in names}, **options)
+
+
+def test_batched_gradients(seed):
+    """Autograd runs them in a thread of its own on a GPU."""
+    a, b, grads = draw(seed, (264, 72), (72, 136), (3, 264, 136), dtype=torch.bfloat16)
+    a, b = a.requires_grad_(), b.requires_grad_()
+    d = cutegemm.gemm(a, b, activation="silu")
+    got = torch.autograd.grad(d, (a, b), grads, is_grads_batched=True, retain_graph=True)
+    want = [torch.autograd.grad(d, (a, b), grad, retain_graph=True) for grad in grads]
+    for x, y in zip(got, zip(*want, strict=True), strict=True):
+        torch.testing.assert_close(x, torch.stack(y))
 
 
 @pytest.mark.parametrize("shapes", [((130, 70), (3, 70, 50)), ((3, 130, 70), (70, 50)), ((3, 130, 70), (3, 70, 50))])

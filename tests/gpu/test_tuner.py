@@ -9,16 +9,17 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import plan, winners
-from cutegemm.arch import Arch
+from cutegemm import winners
+from cutegemm.choice import plan
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
-from cutegemm.winners_fingerprint import is_fresh
+from cutegemm.tuner.compile_pool import CompilePool
+from cutegemm.tuner.gpu_process import Bench
+from cutegemm.tuner.space import Candidate
+from cutegemm.tuner.timer import TORCH, GpuProcess
+from cutegemm.winners.fingerprint import is_fresh
 from tests.problems import Case
 from tuning import exhaustive, sweep, untuned
-from tuning.sweep_candidates import Candidate
-from tuning.sweep_compile import CompilePool
-from tuning.sweep_gpu import Bench
-from tuning.sweep_timer import TORCH, GpuProcess
 
 pytestmark = pytest.mark.gpu
 
@@ -26,9 +27,11 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def store(tmp_path, monkeypatch) -> winners.Winners:
     """An empty winners store; kernels are compiled into, and taken from, the tests' own kernel store."""
-    from cutegemm import kernel_store
+    from cutegemm.run import kernel_store
 
-    monkeypatch.setattr(winners, "default_path", lambda: tmp_path / "winners.sqlite3")
+    for module in (winners.reader, winners.store):
+        monkeypatch.setattr(module, "default_path", lambda: tmp_path / "winners.sqlite3")
+    monkeypatch.setattr(winners.reader, "_path_for", lambda named: tmp_path / "winners.sqlite3")
     assert kernel_store.default_store().root.name == "kernels"
     return winners.Winners()
 
@@ -84,7 +87,7 @@ def test_the_bench_times_as_the_benchmark_does(seed):
     """A candidate timed twice differs by noise only; an output spoilt behind the kernel's back is found."""
     problem, arch = Problem.of(1024, 1024, 1024, "fp16"), Arch.of_device()
     bench = Bench(problem, arch, seed)
-    key = ("cute", str(cutegemm.plan.backends.get("cute").default(problem, arch)))
+    key = ("cute", str(cutegemm.choice.plan.backends.get("cute").default(problem, arch)))
     assert bench.check(*key)[0] == "ok"
     first, second = (bench.time([key], 7, 0.0) for _ in range(2))
     assert first[key] == pytest.approx(second[key], rel=0.5)
@@ -111,7 +114,7 @@ def test_the_gpu_process_checks_and_times(gpu):
     arch = gpu.arch
     assert arch == Arch.of_device()
     gpu.open(problem)
-    candidate = Candidate("cute", cutegemm.plan.backends.get("cute").default(problem, arch))
+    candidate = Candidate("cute", cutegemm.choice.plan.backends.get("cute").default(problem, arch))
     assert gpu.check(candidate, 60.0).verdict == "ok"
     nonsense = Candidate("cute", "sm80/7x7x7/w7x7/s2/g1")
     assert gpu.check(nonsense, 60.0).verdict.startswith("failed to run")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -81,3 +83,54 @@ def test_one_workspace_for_all_shapes_of_a_stream(seed):
     torch.cuda.synchronize()
     # 4 tiles, 16 parts of 64 KiB each, at most: 4 MiB and the words.
     assert torch.cuda.memory_allocated() - before < 8 * 2**20
+
+
+@pytest.mark.parametrize("config", [SPLIT, STREAM])
+def test_workspaces_are_freed_between_launches_under_way_and_beside_graphs(config, seed):
+    case = Case.random(*PROBLEMS[config], "bf16", seed=seed, device="cuda")
+    want = cutegemm.gemm(case.a, case.b, backend="cute", config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cutegemm.gemm(case.a, case.b, backend="cute", config=config)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(cutegemm.gemm(case.a, case.b, backend="cute", config=config))
+        assert cutegemm.clear_workspaces() > 0
+        # Whatever else torch's allocator gives that memory to must not disturb the launches, nor they it.
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.full((1 << 20,), -1, dtype=torch.int8, device="cuda")
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, want)
+    assert all(torch.equal(out, want) for out in outs)
+    cutegemm.clear_workspaces()
+    assert cutegemm.clear_workspaces() == 0
+
+
+@pytest.mark.parametrize("config", [SPLIT, STREAM])
+def test_threads_on_their_own_default_streams(config, seed):
+    """Every thread's stream has the handle 2; the launches of several run beside each other."""
+    case = Case.random(*PROBLEMS[config], "bf16", seed=seed, device="cuda")
+    want = cutegemm.gemm(case.a, case.b, backend="cute", config=config)
+    outs = [torch.empty_like(want) for _ in range(4)]
+    want = want.cpu()
+    torch.cuda.synchronize()
+
+    def work(out: torch.Tensor) -> bool:
+        own = torch.cuda.ExternalStream(2)
+        right = True
+        with torch.cuda.stream(own):
+            for _ in range(50):
+                cutegemm.gemm(case.a, case.b, out=out, backend="cute", config=config)
+                # Compared on the CPU: torch's allocator takes the streams of all threads for one, so that temporary
+                # tensors of a comparison on the GPU could be shared by two threads.
+                right = right and torch.equal(out.cpu(), want)
+        return right
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, outs))

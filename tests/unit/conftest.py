@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cutegemm import heuristics, winners, winners_table
+from cutegemm import winners
+from cutegemm.choice import heuristics
+from cutegemm.winners import table as winners_table
 
 SHIPPED = winners_table.DATA
 
@@ -13,7 +15,7 @@ SHIPPED = winners_table.DATA
 def no_shipped_table(tmp_path_factory, monkeypatch):
     """Nor does a test know the winners that an earlier one has looked up."""
     monkeypatch.setattr(winners_table, "DATA", tmp_path_factory.getbasetemp())
-    monkeypatch.setattr(winners, "_current", None)
+    monkeypatch.setattr(winners.reader, "_current", None)
     heuristics.forget()
 
 

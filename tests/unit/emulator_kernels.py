@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from cutegemm.emulator import Checks, Launch, Memory, Module, Report, run
+from cutegemm.emulator import Checks, Launch, Memory, Report, parse_module, run
 
 REGISTERS = (".reg .pred %p<16>; .reg .b16 %h<32>; .reg .b32 %r<320>; .reg .f32 %f<64>; .reg .b64 %d<48>;"
              " .reg .b32 tid, lane, warp, s;")  # fmt: skip
@@ -41,7 +41,7 @@ def launch(text: str, *arrays: np.ndarray, threads: int = 64, grid: int = 1, clu
         memory.map(a, name=f"array {n}")
     params = b"".join(struct.pack("<Q", a.ctypes.data) for a in arrays) + extra
     shape = Launch("k", (grid, 1, 1), (threads, 1, 1), (cluster, 1, 1), params=params)
-    return run(Module.parse(text), shape, memory, seed=seed, checks=checks, profile=profile)
+    return run(parse_module(text), shape, memory, seed=seed, checks=checks, profile=profile)
 
 
 def output(n: int = 64, dtype=np.uint32) -> np.ndarray:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
+import types
 
 import pytest
 import torch
 
-from cutegemm import arch
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.tuner.timing import Timing
 from tuning import bench, bench_providers, bench_report, calibrate
 from tuning.bench_providers import NotServed, Prepared
 from tuning.bench_report import Result
-from tuning.timing import Timing
 
 H200 = arch.get("H200")
 
@@ -234,7 +236,7 @@ def test_inputs_lie_as_the_problem_says():
 
 def test_what_is_compiled_ahead(monkeypatch):
     """Every kernel of ours once, none that is stored."""
-    from tuning import sweep_compile
+    from cutegemm.tuner import compile_pool as sweep_compile
 
     class Pool:
         submitted: list = []  # noqa: RUF012
@@ -281,7 +283,7 @@ def test_what_is_compiled_ahead(monkeypatch):
         (["--suite", "huge"], "accepted are square"),
         (["--square", "8"], "FIRST..LAST"),
         (["--providers", "cublas"], "accepted are all"),
-        (["--precision", "tf32"], "for fp32 operands"),
+        (["--precision", "tf32"], "for bf16 operands"),
         (["--shapes-file", "no-such-file"], "no-such-file"),
     ],
 )
@@ -303,3 +305,21 @@ def test_monitor_takes_the_busier_half():
     assert monitor.typical() == (None, None)
     monitor._samples += [(1980, 100), (1400, 690), (1410, 680), (1980, 90)]
     assert monitor.typical() == (1405, 685)
+
+
+def test_a_provider_that_tunes_itself_says_so_before(monkeypatch, capsys):
+    """quack's first call of a shape takes a minute: what goes on is on stderr while it does."""
+    told = []
+
+    def gemm(a, b, out, tuned):
+        told.append(capsys.readouterr())
+        out.copy_(a @ b)
+
+    for name in ("quack", "quack.gemm_interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["quack.gemm_interface"], "gemm", gemm, raising=False)
+    problem = Problem.of(64, 48, 32, "bf16")
+    inputs = [bench.operands(problem, 0, "cpu")]
+    bench_providers.Quack().prepare(problem, H200, inputs, torch.empty(64, 48, dtype=torch.bfloat16))
+    assert told[0].err.startswith("quack, 64x48x32: its own tuner compiles and times its configurations")
+    assert told[0].out == ""

@@ -1,9 +1,11 @@
 """The bridge's own parts: bounds of tensors, packing of parameters, estimate and progress."""
 
 import ctypes
+import io
 import logging
 import struct
-import threading
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from cutegemm.emulator import bridge
 from cutegemm.emulator.bridge import Progress, estimate, map_tensors, pack_launch, span
 from cutegemm.emulator.errors import OutOfBounds, ReadOnlyWrite
 from cutegemm.emulator.memory import Memory
+from cutegemm.run import progress
+from tests.terminal import terminal
 from tests.waiting import wait_until
 
 PTX = """
@@ -105,13 +109,14 @@ class Clock:
         return self.now
 
 
-def test_progress_is_quiet_when_short_and_tells_the_rest_when_long(monkeypatch, capsys, caplog):
-    clock = Clock()
+def test_progress_is_quiet_when_short_and_tells_the_rest_when_long(monkeypatch, caplog):
+    clock, screen = Clock(), terminal(monkeypatch)
     monkeypatch.setattr(bridge, "time", clock)
+    monkeypatch.setattr(sys, "stderr", screen)
     with Progress("launch 1 of 1", True) as shown:
         clock.now += 1
         shown(1, 100)
-        assert capsys.readouterr().err == ""
+        assert screen.getvalue() == ""
         with caplog.at_level(logging.WARNING, logger="cutegemm.emulator"):
             clock.now += 9
             shown(10, 100)
@@ -119,24 +124,38 @@ def test_progress_is_quiet_when_short_and_tells_the_rest_when_long(monkeypatch, 
             shown(20, 100)
         assert "90 s to go" in caplog.text
         assert len(caplog.records) == 1, "the estimate is logged once"
-        assert "20/100 CTAs, 80 s to go" in capsys.readouterr().err
-    assert capsys.readouterr().err.rstrip().endswith("ended after 20 s")
-    with Progress("launch 1 of 1", False, expected=1000) as silent:
+        wait_until(lambda: "launch 1 of 1: 20/100 CTAs, 80 s to go" in screen.getvalue())
+    assert screen.getvalue().rstrip().endswith("launch 1 of 1: ended after 20 s")
+
+
+@pytest.mark.parametrize("wanted", [False, None])
+def test_progress_that_is_not_wanted_or_cannot_be_drawn(wanted, monkeypatch, capsys):
+    clock = Clock()
+    monkeypatch.setattr(bridge, "time", clock)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.001)
+    with Progress("launch 1 of 1", wanted, expected=1000) as silent:
         clock.now += 50
         silent(50, 100)
+        time.sleep(0.05)
     assert capsys.readouterr().err == ""
 
 
-def test_a_grid_of_one_wave_shows_the_time_against_the_estimate(monkeypatch, capsys):
-    monkeypatch.setattr(Progress, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(Progress, "TICK_SECONDS", 0.01)
+def test_a_grid_of_one_wave_shows_the_estimate_from_the_beginning(monkeypatch):
+    screen = terminal(monkeypatch)
     monkeypatch.setattr(bridge, "time", Clock())
-    with Progress("launch 1 of 2", True, expected=80.0) as shown:
-        wait_until(lambda: shown.shown)
-    text = capsys.readouterr().err
-    assert "launch 1 of 2: 0 s of about 80 s" in text
-    assert text.rstrip().endswith("ended after 0 s")
-    assert not [thread for thread in threading.enumerate() if thread.name == "emulator progress"]
+    monkeypatch.setattr(sys, "stderr", screen)
+    with Progress("launch 1 of 2", None, expected=80.0):
+        wait_until(lambda: "launch 1 of 2: about 80 s" in screen.getvalue())
+    assert screen.getvalue().rstrip().endswith("ended after 0 s")
+
+
+def test_progress_that_is_wanted_goes_to_a_log_too(monkeypatch):
+    log = io.StringIO()
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(sys, "stderr", log)
+    with Progress("launch 1 of 2", True, expected=80.0):
+        wait_until(lambda: "launch 1 of 2: about 80 s (0 s)\n" in log.getvalue())
+    assert log.getvalue().endswith("launch 1 of 2: ended after 0 s\n")
 
 
 def test_host_addresses_are_used_as_they_are():

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import pytest
 
-from cutegemm import arch, backend, cost_model, footprint
-from cutegemm.cost_model import FIRST_PRINCIPLES, Model
+from cutegemm import backend
+from cutegemm.choice import cost_rates
+from cutegemm.choice.cost_model import Model
+from cutegemm.cute.ampere.footprint import SM80
+from cutegemm.cute.simt.footprint import SIMT
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement, Winners
-from cutegemm.winners_table import dump
+from cutegemm.winners.table import dump
 from tuning import calibrate
 
 H200 = arch.get("H200")
@@ -28,7 +33,7 @@ CONFIGS = (
     "sm80/64x64x64/w32x32/s4/g8", "sm80/32x32x64/w16x16/s4/g8",
 )  # fmt: skip
 SHAPES = ((256, 256, 256), (1024, 1024, 1024), (4096, 4096, 4096), (16, 4096, 4096), (512, 512, 8192))
-TRUTH = dataclasses.replace(FIRST_PRINCIPLES["sm80"], math=0.5, launch=4.0, step=60.0)
+TRUTH = dataclasses.replace(SM80.first, math=0.5, launch=4.0, step=60.0)
 
 
 def synthetic() -> list[calibrate.Sample]:
@@ -38,7 +43,7 @@ def synthetic() -> list[calibrate.Sample]:
         problem = Problem.of(*shape, "fp16")
         for text in CONFIGS:
             config = backend.get("cute").parse(text)
-            cost = Model(footprint.of(config, "cute", problem.signature, H200), problem.signature, H200, TRUTH)
+            cost = Model(backend.get("cute").footprint(config, problem.signature, H200), problem.signature, H200, TRUTH)
             samples.append(calibrate.Sample(problem, "cute", text, cost.seconds(*shape)))
     return samples
 
@@ -191,7 +196,7 @@ def test_bursts_tell_nothing_of_power():
 def test_known_constants_are_found_again():
     fit = calibrate.by_family(synthetic(), H200)["sm80"]
     found = fit.search()
-    assert fit.loss(found) < fit.loss(FIRST_PRINCIPLES["sm80"]) / 5
+    assert fit.loss(found) < fit.loss(SM80.first) / 5
     assert fit.search() == found
     assert fit.loss(fit.search(found)) <= fit.loss(found)  # --refine begins there
     for _, count, mean_error, largest, lost, _ in fit.report(found):
@@ -201,6 +206,30 @@ def test_known_constants_are_found_again():
         assert lost < 0.02
     assert found.launch == pytest.approx(TRUTH.launch, rel=0.25)
     assert found.math == pytest.approx(TRUTH.math, rel=0.25)
+
+
+def test_no_constant_leaves_its_reach():
+    """The times are a tenth of the model's: rates would go further up than they may."""
+    faster = [dataclasses.replace(sample, seconds=sample.seconds / 10) for sample in synthetic()]
+    fit = calibrate.by_family(faster, H200)["sm80"]
+    found, reach = fit.search(), calibrate.REACH * 1.001
+    shares = [
+        getattr(found, field.name) / getattr(SM80.first, field.name)
+        for field in dataclasses.fields(found)
+        if getattr(SM80.first, field.name)
+    ]
+    assert all(1 / reach <= share <= reach for share in shares)
+    assert max(shares) > 2
+    beyond = dataclasses.replace(SM80.first, launch=SM80.first.launch * 100)
+    assert fit.search(beyond).launch <= SM80.first.launch * reach
+
+
+def test_without_scipy_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    table = tmp_path / "table.txt"
+    table.write_text(TABLE)
+    assert calibrate.main([str(table), "--family", "sm90", "--least", "1"]) == 2
+    assert "pip install 'cutegemm[tuning]'" in capsys.readouterr().err
 
 
 def test_configurations_not_valid_today_are_passed_over():
@@ -226,17 +255,18 @@ def test_command(tmp_path, monkeypatch, capsys):
     stored = json.loads(constants.read_text())["families"]["sm80"]
     assert stored["math"] == TRUTH.math
     assert stored["gpu"] == "H200"
+    assert stored["backend"] == "cute"
     assert stored["command"] == "python -m tuning.calibrate table.txt --write"
-    monkeypatch.setattr(cost_model, "CONSTANTS", constants)
-    cost_model._stored.cache_clear()
-    cost_model.rates.cache_clear()
+    monkeypatch.setattr(cost_rates, "CONSTANTS", constants)
+    cost_rates.forget()
     try:
-        assert cost_model.rates("sm80") == TRUTH
-        assert cost_model.fitted("sm80")
-        assert not cost_model.fitted("simt")
+        assert cost_rates.rates(SM80) == TRUTH
+        assert cost_rates.fitted(SM80)
+        assert not cost_rates.fitted(SIMT)
+        assert cost_rates.fitted_any("cute")
+        assert not cost_rates.fitted_any("legacy")
     finally:
-        cost_model._stored.cache_clear()
-        cost_model.rates.cache_clear()
+        cost_rates.forget()
     assert calibrate.main([str(table), "--least", "26"]) == 0
     assert "too few to fit" in capsys.readouterr().out
 

@@ -8,9 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from cutegemm import arch, heuristics
-from cutegemm.cute import cells, defaults
-from cutegemm.cute.hopper_config import HopperConfig
+from cutegemm.choice import heuristics
+from cutegemm.cute.hopper import candidates as hopper_candidates
+from cutegemm.cute.hopper import shortlists
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from tuning import candidates, untuned
 from tuning.calibrate import Sample
@@ -33,7 +35,7 @@ def shapes():
 def test_the_space_is_valid_and_without_repetition():
     found = list(candidates.space(SIGNATURE, H200))
     assert len({str(config) for config in found}) == len(found) > 1500
-    assert all(config.problem(SIGNATURE, H200) is None for config in found)
+    assert all(config.why_invalid(SIGNATURE, H200) is None for config in found)
     shapes = {(c.bm, c.bn, c.schedule) for c in found}
     assert {(128, 192, "pp"), (256, 208, "coop2"), (64, 16, "coop1")} <= shapes
     assert not list(candidates.space(SIGNATURE, arch.get("A100")))
@@ -78,14 +80,14 @@ def test_greedy_picks_cover_and_never_lose(some, shapes):
 @pytest.mark.parametrize("cell", [(4, 4, 4), (5, 12, 15), (15, 8, 10)])
 def test_shapes_of_a_cell_are_drawn_in_it(cell):
     found = candidates.drawn(cell, 200)
-    assert {cells.cell_of(*shape) for shape in found} == {cell}
+    assert {shortlists.cell_of(*shape) for shape in found} == {cell}
     assert found[:20] == candidates.drawn(cell, 20)
     assert all(size % untuned.STEP == 0 for shape in found for size in shape)
     for place, bits in enumerate(cell):
         sizes = [shape[place] for shape in found]
         assert sum(size == 1 << bits for size in sizes) >= 0.2 * len(sizes)
         assert min(sizes) < 1.2 * (1 << bits - 1) + untuned.STEP
-        assert (max(sizes) > 1 << bits) == (bits == cells.MOST_BITS)
+        assert (max(sizes) > 1 << bits) == (bits == shortlists.MOST_BITS)
 
 
 def test_few_columns_cover_what_is_near():
@@ -97,7 +99,7 @@ def test_few_columns_cover_what_is_near():
 
 
 def test_cells_have_what_is_near(some, monkeypatch):
-    monkeypatch.setattr(cells, "BITS", range(7, 9))
+    monkeypatch.setattr(shortlists, "BITS", range(7, 9))
     chosen = [column for start in (0, len(some)) for column in range(start, start + len(some), 7)]
     named = candidates.covered(some, chosen, SIGNATURE, H200, 6)
     assert list(named) == list(itertools.product((7, 8), repeat=3)) == list(candidates.all_cells())
@@ -131,7 +133,7 @@ def test_what_won_twice_is_proven(some):
 
 def test_processes_find_the_same(some, monkeypatch):
     """A process imports anew: it is told which cells to cover."""
-    monkeypatch.setattr(cells, "BITS", range(7, 9))
+    monkeypatch.setattr(shortlists, "BITS", range(7, 9))
     chosen = {"tn": range(0, len(some), 7), "nt": range(0, len(some), 5)}
     one, two = (candidates.covered_by_majors(some, chosen, H200, 3, jobs) for jobs in (1, 2))
     assert one == two
@@ -140,35 +142,35 @@ def test_processes_find_the_same(some, monkeypatch):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys, some):
-    monkeypatch.setattr(cells, "TABLE", tmp_path / "candidates.json")
+    monkeypatch.setattr(shortlists, "TABLE", tmp_path / "candidates.json")
     monkeypatch.setattr(candidates, "space", lambda *where: iter(some))
-    cells._table.cache_clear()
-    cells._cells.cache_clear()
-    monkeypatch.setattr(cells, "BITS", range(cells.LEAST_BITS, cells.LEAST_BITS + 3))
-    monkeypatch.setattr(cells, "MOST_BITS", cells.LEAST_BITS + 2)
+    shortlists._table.cache_clear()
+    shortlists._cells.cache_clear()
+    monkeypatch.setattr(shortlists, "BITS", range(shortlists.LEAST_BITS, shortlists.LEAST_BITS + 3))
+    monkeypatch.setattr(shortlists, "MOST_BITS", shortlists.LEAST_BITS + 2)
     arguments = ["--shapes", "40", "--test", "10", "--count", "9", "--per-cell", "4", "--jobs", "1", "--write"]
     try:
         assert candidates.main(arguments) == 0
-        first = cells.TABLE.read_text()
+        first = shortlists.TABLE.read_text()
         assert candidates.main(arguments) == 0
-        assert cells.TABLE.read_text() == first  # the same each time
+        assert shortlists.TABLE.read_text() == first  # the same each time
         data = json.loads(first)
         assert data["command"] == "python -m tuning.candidates " + " ".join(arguments)
-        assert tuple(data["configurations"]) == defaults.hopper(SIGNATURE)
+        assert tuple(data["configurations"]) == hopper_candidates.listed(SIGNATURE)
         assert 1 <= len(data["configurations"]) <= 9 + 3
-        assert list(data["cells"]) == list(cells.MAJORS)
+        assert list(data["cells"]) == list(shortlists.MAJORS)
         split = set()
         for majors, rows in data["cells"].items():
             assert list(rows)[:2] == ["16x16", "16x32"]
             for (m, n), k in itertools.product(itertools.product((16, 32, 64), repeat=2), (16, 32, 64)):
                 row = rows[f"{m}x{n}"][k.bit_length() - 5]
                 named = [(data["configurations"][entry // 2], bool(entry % 2)) for entry in row]
-                assert cells.cell(majors, m, n, k) == named != []
+                assert shortlists.cell(majors, m, n, k) == named != []
                 split |= {entry // 2 for entry in row if entry % 2}
         assert data["split"] == sorted(split)
     finally:
-        cells._table.cache_clear()
-        cells._cells.cache_clear()
+        shortlists._table.cache_clear()
+        shortlists._cells.cache_clear()
     assert "slower than the best of all" in capsys.readouterr().out
     for wrong in (["--shapes", "0"], ["--per-cell", "0"], ["--jobs", "0"], ["no such file"], ["--arch", "no such GPU"]):
         with pytest.raises(SystemExit):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutegemm import arch
 from cutegemm.emulator.entries import CaptureError
 from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.emulator.nvcc_capture import NvccObject, embedded_ptx
+from cutegemm.hardware import arch
 
 pytest.importorskip("llvmlite")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on the path")

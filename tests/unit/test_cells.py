@@ -9,8 +9,11 @@ import statistics
 
 import pytest
 
-from cutegemm import arch, backend, heuristics
-from cutegemm.cute import cells, defaults
+from cutegemm import backend
+from cutegemm.choice import heuristics
+from cutegemm.cute.hopper import candidates as hopper_candidates
+from cutegemm.cute.hopper import shortlists
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from tests.choices import least_seconds, looked_at
 from tuning import untuned
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_winners")
 
 def lost(problem, where=H200):
     """By how much the choice is behind the best of all candidates and their splits."""
-    candidates = heuristics._candidates("cute", problem.signature, where)
+    candidates = heuristics._candidates("cute", problem.signature, where, "off")
     best = least_seconds(problem, candidates._whole, candidates._splits.values())
     return candidates.cheapest(problem)[0] / best - 1
 
@@ -69,16 +72,16 @@ def test_smaller_gpus_lose_little(sms):
 
 def test_which_candidates_are_looked_at():
     """Those of the cell: one list serves all sizes that round up to the same powers of two."""
-    candidates = heuristics._candidates("cute", SIGNATURE, H200)
+    candidates = heuristics._candidates("cute", SIGNATURE, H200, "off")
     seen = set()
     for sizes in itertools.product((16, 40, 130, 1000, 8192, 10**6), repeat=3):
-        entries, ladders = looked_at(candidates, Problem.of(*sizes, "bf16"))
-        named = cells.cell("tn", *sizes)
+        entries, splits = looked_at(candidates, Problem.of(*sizes, "bf16"))
+        named = shortlists.cell("tn", *sizes)
         assert [str(config) for _, config in entries] == [text for text, split in named if not split]
-        assert ladders == [candidates._splits[text] for text, split in named if split]
+        assert splits == [candidates._splits[text] for text, split in named if split]
         seen |= {text for text, _ in named}
         rounded = looked_at(candidates, Problem.of(*(1 << (size - 1).bit_length() for size in sizes), "bf16"))
-        assert (entries, ladders) == rounded
+        assert (entries, splits) == rounded
     assert len(seen) > len(candidates._entries) / 2
 
 
@@ -91,14 +94,16 @@ def test_which_candidates_are_looked_at():
     ids=["fp32", "tf32", "not aligned"],
 )  # fmt: skip
 def test_other_kernels_have_no_cells(problem, monkeypatch):
-    everything = [(text, False) for text in defaults.hopper(SIGNATURE)]
-    monkeypatch.setattr(cells, "weighed", lambda *about: everything)  # some of TF32's configurations are among them
-    candidates = heuristics._candidates("cute", problem.signature, H200)
+    everything = [(text, False) for text in hopper_candidates.listed(SIGNATURE)]
+    monkeypatch.setattr(
+        shortlists, "shortlist", lambda *about: everything
+    )  # some of TF32's configurations are among them
+    candidates = heuristics._candidates("cute", problem.signature, H200, "off")
     assert looked_at(candidates, problem) == (candidates._whole, list(candidates._splits.values()))
 
 
 def test_a_batch_is_looked_up_as_a_larger_matrix_too():
-    candidates = heuristics._candidates("cute", SIGNATURE, H200)
+    candidates = heuristics._candidates("cute", SIGNATURE, H200, "off")
     one, many, tall, wide = (
         {str(config) for _, config in looked_at(candidates, Problem.of(*sizes, "bf16", batch=batch))[0]}
         for sizes, batch in (
@@ -111,45 +116,49 @@ def test_a_batch_is_looked_up_as_a_larger_matrix_too():
 
 def test_a_smaller_gpu_is_looked_up_as_a_batch():
     about = 256, 256, 512
-    for majors in cells.MAJORS:
-        assert cells.weighed(H200, majors, *about, 1) == cells.weighed(part_of_the_gpu(114), majors, *about, 1)
-        assert cells.weighed(part_of_the_gpu(33), majors, *about, 2) == cells.weighed(H200, majors, *about, 8)
-        for names in (cells.weighed(H200, majors, *about, batch) for batch in (1, 2, 1000)):
+    for majors in shortlists.MAJORS:
+        assert shortlists.shortlist(H200, majors, *about, 1) == shortlists.shortlist(
+            part_of_the_gpu(114), majors, *about, 1
+        )
+        assert shortlists.shortlist(part_of_the_gpu(33), majors, *about, 2) == shortlists.shortlist(
+            H200, majors, *about, 8
+        )
+        for names in (shortlists.shortlist(H200, majors, *about, batch) for batch in (1, 2, 1000)):
             assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("majors", cells.MAJORS)
+@pytest.mark.parametrize("majors", shortlists.MAJORS)
 def test_each_majors_has_cells_of_its_own(majors, monkeypatch):
     problem = Problem.of(512, 512, 512, "bf16", majors=majors)
     assert problem.signature.majors == majors
-    only = [entry for entry in cells.cell(majors, 512, 512, 512) if not entry[1]][:1]
-    monkeypatch.setattr(cells, "cell", lambda asked, m, n, k: only if asked == majors else [])
-    entries, ladders = looked_at(heuristics.Candidates(backend.get("cute"), problem.signature, H200, []), problem)
+    only = [entry for entry in shortlists.cell(majors, 512, 512, 512) if not entry[1]][:1]
+    monkeypatch.setattr(shortlists, "cell", lambda asked, m, n, k: only if asked == majors else [])
+    entries, splits = looked_at(heuristics.Candidates(backend.get("cute"), problem.signature, H200, []), problem)
     assert [str(config) for _, config in entries] == [only[0][0]]
-    assert not ladders
+    assert not splits
 
 
 def test_the_table():
-    texts = cells.configurations()
-    assert texts == defaults.hopper(SIGNATURE)
+    texts = shortlists.configurations()
+    assert texts == hopper_candidates.listed(SIGNATURE)
     assert len(set(texts)) == len(texts)
-    assert all(backend.get("cute").parse(text).problem(SIGNATURE, H200) is None for text in texts)
+    assert all(backend.get("cute").parse(text).why_invalid(SIGNATURE, H200) is None for text in texts)
     everywhere = []
-    wide = {majors: cells.cell(majors, 128, 4096, 4096) for majors in cells.MAJORS}
+    wide = {majors: shortlists.cell(majors, 128, 4096, 4096) for majors in shortlists.MAJORS}
     assert wide["tn"] != wide["tt"], "rows of a row-major B are as wide as its tile"
-    for majors in cells.MAJORS:
+    for majors in shortlists.MAJORS:
         found = {
-            sizes: cells.cell(majors, *(1 << bits for bits in sizes))
-            for sizes in itertools.product(cells.BITS, repeat=3)
+            sizes: shortlists.cell(majors, *(1 << bits for bits in sizes))
+            for sizes in itertools.product(shortlists.BITS, repeat=3)
         }
         assert all(len(set(named)) == len(named) for named in found.values())
         assert all(any(not split for _, split in named) for named in found.values())
         for sizes in ((1, 10**6, 0), (17, 32767, 513)):
-            assert cells.cell(majors, *sizes) == found[cells.cell_of(*sizes)]
+            assert shortlists.cell(majors, *sizes) == found[shortlists.cell_of(*sizes)]
         assert sum(map(len, found.values())) < 18 * len(found), "a choice may take microseconds"
         everywhere += [entry for named in found.values() for entry in named]
     assert {text for text, _ in everywhere} == set(texts)
     split = {text for text, wanted in everywhere if wanted}
-    assert split == {text for text in texts if defaults.splits(text)}
-    assert [cells.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]
-    assert cells.TABLE.stat().st_size < 500_000
+    assert split == {text for text in texts if hopper_candidates.splits(text)}
+    assert [shortlists.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]
+    assert shortlists.TABLE.stat().st_size < 500_000

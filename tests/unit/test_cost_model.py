@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutegemm import arch, backend, footprint
-from cutegemm.cost_model import FIRST_PRINCIPLES, LINE, STRADDLING, Model, Rates
+from cutegemm import backend
+from cutegemm.choice import cost_model, cost_rates, footprint, heuristics
+from cutegemm.choice.cost_model import STRADDLING, Model, Terms, bounds, launch_seconds, tiles_seconds
+from cutegemm.choice.cost_rates import Rates
+from cutegemm.cute.hopper.footprint import SM90
+from cutegemm.hardware import arch
+from cutegemm.hardware.arch import LINE
 from cutegemm.problem import Problem
 
 H200 = arch.get("H200")
 NOTHING = dataclasses.replace(
-    FIRST_PRINCIPLES["sm90"], crew=0.0, tail=0.0, lines=0.0, writes=0.0, sectors=0.0, seams=0.0, turned=0.0,
-    outside=0.0, drains=0.0, beside=0.0,
+    SM90.first, crew=0.0, tail=0.0, lines=0.0, writes=0.0, sectors=0.0, seams=0.0, swapped=0.0,
+    outside=0.0, drains=0.0, early=0.0,
 )  # fmt: skip
 PLAIN = "sm90/128x128x64/coop2/c1x1/s6/row"
 FOLDED = "sm90/64x64x64/coop1/c1x1/s4/row/once"
@@ -30,7 +38,7 @@ TEXTS = (
 def model(text: str = PLAIN, majors: str = "tn", out_dtype: str | None = None, **constants: float) -> Model:
     """A model in which only the constants named differ from `NOTHING`."""
     signature = Problem.of(64, 64, 64, "bf16", majors=majors, out_dtype=out_dtype).signature
-    shape = footprint.of(backend.get("cute").parse(text), "cute", signature, H200)
+    shape = backend.get("cute").footprint(backend.get("cute").parse(text), signature, H200)
     return Model(shape, signature, H200, dataclasses.replace(NOTHING, **constants))
 
 
@@ -42,7 +50,7 @@ def costs(sizes: tuple[int, int, int], text: str = PLAIN, majors: str = "tn", **
 
 
 def memory(cost: Model, *sizes: int) -> float:
-    return cost.terms(*sizes, 1)[4]
+    return cost.terms(*sizes, 1).memory
 
 
 # -- loads
@@ -76,8 +84,7 @@ def test_an_operand_counts_by_its_share_of_the_tile():
     sizes = {"neither": (8192, 8192), "a": (8200, 8192), "b": (8192, 8200), "both": (8200, 8200)}
     longer = {}
     for name, (m, n) in sizes.items():
-        (_, _, _, slow, *_), (_, _, _, fast, *_) = lines.terms(m, n, 64000, 1), plain.terms(m, n, 64000, 1)
-        longer[name] = slow / fast - 1
+        longer[name] = lines.terms(m, n, 64000).tiles / plain.terms(m, n, 64000).tiles - 1
     assert longer["neither"] == 0
     assert longer["a"] == pytest.approx(7 / 8 * 256 / 304, rel=0.01)
     assert longer["b"] == pytest.approx(7 / 8 * 48 / 304, rel=0.01)
@@ -116,13 +123,13 @@ def test_a_narrow_row_of_a_box_takes_the_port_as_long_as_a_line(text, majors, ro
     extent_a, extent_b = (config.bn, config.bm) if config.swapped else (config.bm, config.bn)
     narrow = (extent_a * rows_a + extent_b * rows_b) / (extent_a + extent_b)
     signature = Problem.of(64, 64, 64, "bf16", majors=majors).signature
-    shape = footprint.of(config, "cute", signature, H200)
+    shape = backend.get("cute").footprint(config, signature, H200)
     assert shape.narrow == narrow  # of the compiled kernel's boxes: tests/emulated/test_hopper_boxes.py
     only = {"port": 1.0, "overlap": 0.0, "within": 0.0, "step": 0.0, "tile": 0.0, "sync": 0.0, "quad": 0.0}
     sizes = 64, 64, 64000
     rates = dataclasses.replace(NOTHING, **only)
     taken, wide = (Model(one, signature, H200, rates) for one in (shape, dataclasses.replace(shape, narrow=1.0)))
-    assert taken.terms(*sizes, 1)[3] / wide.terms(*sizes, 1)[3] == pytest.approx(narrow, rel=0.01)
+    assert taken.terms(*sizes, 1).tiles / wide.terms(*sizes, 1).tiles == pytest.approx(narrow, rel=0.01)
 
 
 def test_a_ragged_end_of_k_costs_operands_along_k_alone():
@@ -130,8 +137,8 @@ def test_a_ragged_end_of_k_costs_operands_along_k_alone():
     rates = {"tail": 0.3, "outside": 11.0}
 
     def extra(sizes, majors):
-        slow = model(PLAIN, majors, lines=1e-9, **rates).terms(*sizes, 1)[3]
-        return slow - model(PLAIN, majors, lines=1e-9, outside=11.0).terms(*sizes, 1)[3]
+        slow = model(PLAIN, majors, lines=1e-9, **rates).terms(*sizes, 1).tiles
+        return slow - model(PLAIN, majors, lines=1e-9, outside=11.0).terms(*sizes, 1).tiles
 
     assert extra(even, "tn") == extra(ragged, "nt") == 0
     both = extra(ragged, "tn")
@@ -180,17 +187,17 @@ def test_tiles_of_d_that_end_within_lines(tile, out_dtype, seams):
     assert (ratio > 1) == seams
 
 
-def test_exchanged_operands_end_within_lines_by_the_rows_of_their_tile():
-    """With operands exchanged the tile's M lies along D's rows: 128 x 96 is stored as 96 rows of 128."""
+def test_swapped_operands_end_within_lines_by_the_rows_of_their_tile():
+    """With swapped operands the tile's M lies along D's rows: 128 x 96 is stored as 96 rows of 128."""
     assert not costs((4096, 4096, 64), "sm90/128x96x64/coop2/c1x1/s5/row/swap", seams=5.0)
     assert costs((4096, 4096, 64), "sm90/128x96x64/coop2/c1x1/s5/row", seams=5.0)
 
 
-def test_exchanged_operands_write_dearer():
+def test_swapped_operands_write_dearer():
     sizes = (4096, 4096, 64)
-    straight, turned = PLAIN, PLAIN + "/swap"
-    assert not costs(sizes, straight, turned=0.5)
-    assert memory(model(turned, turned=0.5), *sizes) == pytest.approx(1.5 * memory(model(turned), *sizes), rel=0.05)
+    straight, swapped = PLAIN, PLAIN + "/swap"
+    assert not costs(sizes, straight, swapped=0.5)
+    assert memory(model(swapped, swapped=0.5), *sizes) == pytest.approx(1.5 * memory(model(swapped), *sizes), rel=0.05)
 
 
 # -- launches
@@ -202,7 +209,7 @@ def test_exchanged_operands_write_dearer():
 ])  # fmt: skip
 def test_warpgroups_beyond_two_take_longer_to_launch(text, beyond):
     """The producer's is one of them."""
-    gained = model(text, crew=1.0).terms(64, 64, 64, 1)[6] - model(text).terms(64, 64, 64, 1)[6]
+    gained = model(text, crew=1.0).terms(64, 64, 64, 1).fixed - model(text).terms(64, 64, 64, 1).fixed
     assert gained == pytest.approx(beyond * 1e-6)
 
 
@@ -218,7 +225,7 @@ def test_warpgroups_beyond_two_take_longer_to_launch(text, beyond):
     ("sm90/64x128x64/coop1/c2x1/s6/row/pdl", (128 * 34, 128, 512), False),
 ])  # fmt: skip
 def test_the_next_launch_starts_early_where_it_finds_room(text, sizes, early):
-    gained = model(text).seconds(*sizes) - model(text, beside=0.4).seconds(*sizes)
+    gained = model(text).seconds(*sizes) - model(text, early=0.4).seconds(*sizes)
     assert gained == pytest.approx(0.4e-6 * early, abs=1e-12)
 
 
@@ -227,14 +234,14 @@ def test_the_last_stores_drain_once_a_launch(text):
     """However many tiles there are, and by the tile's bytes."""
 
     def drained(*sizes):
-        return model(text, drains=3.0).terms(*sizes, 1)[3] - model(text).terms(*sizes, 1)[3]
+        return model(text, drains=3.0).terms(*sizes, 1).tiles - model(text).terms(*sizes, 1).tiles
 
     once = drained(64, 64, 4096)
     assert once > 0
     assert drained(8192, 8192, 4096) == pytest.approx(once)
     assert drained(0, 64, 64) == 0
-    wide = model(text, out_dtype="fp32", drains=3.0).terms(64, 64, 4096, 1)[3]
-    assert wide - model(text, out_dtype="fp32").terms(64, 64, 4096, 1)[3] == pytest.approx(2 * once)
+    wide = model(text, out_dtype="fp32", drains=3.0).terms(64, 64, 4096, 1).tiles
+    assert wide - model(text, out_dtype="fp32").terms(64, 64, 4096, 1).tiles == pytest.approx(2 * once)
 
 
 def test_the_last_epilogue_of_ping_pong_is_not_hidden():
@@ -243,7 +250,7 @@ def test_the_last_epilogue_of_ping_pong_is_not_hidden():
     one, ten = (128, 128, 8192), (128 * 132 * 10, 128, 8192)
 
     def longer(text, sizes):
-        return model(text, tile=9000.0).terms(*sizes, 1)[3] - model(text, tile=1000.0).terms(*sizes, 1)[3]
+        return model(text, tile=9000.0).terms(*sizes, 1).tiles - model(text, tile=1000.0).terms(*sizes, 1).tiles
 
     once = longer(alone, one)
     assert longer(ping, one) == pytest.approx(once)
@@ -256,9 +263,89 @@ def test_large_clusters_cost_from_the_second_round_on():
     one, two = (256 * 30, 256, 4096), (256 * 31, 256, 4096)
     assert not costs(one, text, quad=0.3)
     assert not costs(two, text, quad=NOTHING.quad)
-    assert model(text, quad=0.3).terms(*two, 1)[3] == pytest.approx(
-        1.3 / (1 + NOTHING.quad) * model(text).terms(*two, 1)[3]
+    assert model(text, quad=0.3).terms(*two, 1).tiles == pytest.approx(
+        1.3 / (1 + NOTHING.quad) * model(text).terms(*two, 1).tiles
     )
+
+
+# -- the formula and its terms
+
+TIMES = st.floats(0, 1e-3)
+
+
+@given(st.integers(1, 50), st.integers(1, 500), TIMES, TIMES, st.integers(1, 16), TIMES, TIMES)
+def test_rounds_of_tiles_take_longer_with_every_term(rounds, steps, step, latency, stages, epilogue, more):
+    """From this and the next test it follows that less in any term makes a lower bound. Rounding may lose 1e-12 s."""
+    least = tiles_seconds(rounds, steps, step, latency, stages, epilogue) * (1 - 1e-9) - 1e-12
+    assert tiles_seconds(rounds + 1, steps, step, latency, stages, epilogue) >= least
+    assert tiles_seconds(rounds, steps + 1, step, latency, stages, epilogue) >= least
+    assert tiles_seconds(rounds, steps, step + more, latency, stages, epilogue) >= least
+    assert tiles_seconds(rounds, steps, step, latency + more, stages, epilogue) >= least
+    assert tiles_seconds(rounds, steps, step, latency, stages, epilogue + more) >= least
+    assert tiles_seconds(rounds, steps, step, latency, stages, epilogue, more) >= least
+
+
+@given(TIMES, TIMES, TIMES, st.floats(-1e-3, 1e-3), st.floats(0, 1), TIMES, st.floats(0, 1))
+def test_a_launch_takes_longer_with_every_term(tiles, memory, fixed, power, overlap, more, counted):
+    least = launch_seconds(tiles, memory, fixed, power, overlap) * (1 - 1e-9)
+    assert launch_seconds(tiles + more, memory, fixed, power, overlap) >= least
+    assert launch_seconds(tiles, memory + more, fixed, power, overlap) >= least
+    assert launch_seconds(tiles, memory, fixed + more, power, overlap) >= least
+    assert launch_seconds(tiles, memory, fixed, power + more, overlap) >= least
+    assert launch_seconds(tiles, memory, fixed, power, overlap, counted) * (1 - 1e-9) <= least / (1 - 1e-9)
+
+
+def test_an_estimate_is_made_of_its_terms():
+    cost = model(latency=3.0, tail=0.3, outside=11.0)
+    terms = cost.terms(8200, 4096, 4104, 3)
+    assert terms.seconds == cost.seconds(8200, 4096, 4104, 3)
+    assert terms.seconds == launch_seconds(terms.tiles, terms.memory, terms.fixed, terms.power, NOTHING.overlap)
+    for longer in ("tiles", "memory", "fixed"):
+        assert 0 < getattr(terms, longer) < terms.seconds
+    assert terms.step >= max(terms.multiply, terms.shared, terms.port, terms.l2)
+    assert terms.tiles > terms.rounds * (terms.steps * terms.step + terms.epilogue)
+    assert cost.terms(128, 128, 4096).latency == pytest.approx((3e-6 + terms.port) / 5)  # six stages, one held
+
+
+def test_terms_are_printed_by_name_in_microseconds():
+    problem = Problem.of(4096, 4096, 4096, "bf16")
+    terms = heuristics.terms(problem, PLAIN, "cute", H200)
+    lines = [line.split(maxsplit=3) for line in terms.table().splitlines()]
+    assert [line[0] for line in lines] == list(Terms._fields)
+    for (_, number, unit, meaning), value in zip(lines, terms, strict=True):
+        if isinstance(value, int):
+            assert int(number) == value
+            continue
+        assert unit == "us"
+        assert float(number) == pytest.approx(value * 1e6, abs=5e-4)
+        assert len(meaning) > 10
+    assert terms.seconds == heuristics.estimate(problem, PLAIN, "cute", H200)
+
+
+@pytest.mark.parametrize("module", [cost_model, cost_rates, footprint, heuristics])
+def test_nothing_central_asks_for_a_family_by_name(module):
+    """A new family adds nothing there: its backend says what it is like."""
+    code = ast.parse(inspect.getsource(module))
+    texts = {node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    families = {"sm90", "sm80", "simt", "tf32", "cutlass2x", "legacy", "wmma"}
+    assert not {word for text in texts if "\n" not in text for word in re.findall(r"\w+", text)} & families
+
+
+def test_power_is_that_of_the_gpu():
+    signature, config = Problem.of(64, 64, 64, "bf16").signature, backend.get("cute").parse(PLAIN)
+    halved = dataclasses.replace(H200, watts_per_sm=H200.watts_per_sm / 2)
+    whole, half = (heuristics.model(config, "cute", signature, gpu).terms(8192, 8192, 8192) for gpu in (H200, halved))
+    rest = cost_rates.rates(SM90).rest * 1e-6
+    assert half.power + rest == pytest.approx(2 * (whole.power + rest))
+    assert half.seconds > 1.3 * whole.seconds
+
+
+def test_every_constant_has_a_line_with_its_unit():
+    lines = [line.strip() for line in Rates.__doc__.splitlines() if line.strip().endswith("]")]
+    names = [line.partition(":")[0] for line in lines]
+    assert names == [field.name for field in dataclasses.fields(Rates)]
+    units = {line.rpartition("[")[2].rstrip("]") for line in lines}
+    assert units == {"us", "clocks", "bytes/clock", "share", "pJ", "stages", "warps", "multiple of their time"}
 
 
 # -- the quick bound
@@ -273,14 +360,21 @@ SIZES = st.one_of(st.sampled_from([0, 1, 2, 64, 65, 128, 129, 4096, 4104, 28672]
     st.sampled_from([1.0, 48.0]),
 )  # fmt: skip
 def test_the_bound_holds_for_any_constants(m, n, k, batch, text, majors, out_dtype, rate, burst, l2):
-    extra = dict.fromkeys(("crew", "tail", "lines", "writes", "sectors", "seams", "turned", "drains"), rate)
+    extra = dict.fromkeys(("crew", "tail", "lines", "writes", "sectors", "seams", "swapped", "drains"), rate)
     assert model(FOLDED)._fold > 1  # CTAs that share an SM are among them
     cost = model(
-        text, majors, out_dtype, outside=11.0, l2=l2, burst=burst, latency=0.1 + burst / 10, beside=0.3, **extra
+        text, majors, out_dtype, outside=11.0, l2=l2, burst=burst, latency=0.1 + burst / 10, early=0.3, **extra
     )
     seconds = cost.seconds(m, n, k, batch)
     assert cost.at_least(m, n, k, batch) <= seconds * (1 + 1e-9)
     assert 0 < seconds < float("inf")
+
+
+def test_bounds_of_many_models_are_those_of_each():
+    models = [model(text, "tt", lines=0.5, outside=11.0, tail=0.3) for text in TEXTS]
+    sizes = 4104, 200, 1000, 2
+    assert bounds(models, *sizes) == [cost.at_least(*sizes) for cost in models]
+    assert bounds([], *sizes) == []
 
 
 @pytest.mark.parametrize(
@@ -288,16 +382,16 @@ def test_the_bound_holds_for_any_constants(m, n, k, batch, text, majors, out_dty
 )
 def test_nothing_to_do_costs_little_more_than_a_launch(m, n, k, batch):
     for text in TEXTS:
-        seconds, rounds, *_ = model(text, lines=1.0, tail=0.3, outside=11.0).terms(m, n, k, batch)
-        assert (rounds > 0) == (m * n * batch > 0)
-        assert 0 < seconds < 30e-6
+        terms = model(text, lines=1.0, tail=0.3, outside=11.0).terms(m, n, k, batch)
+        assert (terms.rounds > 0) == (m * n * batch > 0)
+        assert 0 < terms.seconds < 30e-6
 
 
 def test_every_constant_counts_somewhere():
     """No constant of `Rates` is without effect on some configuration and shape."""
     shapes = ((16, 28672, 4104), (8200, 8200, 8200), (256, 256, 65536), (300, 40, 72), (4096, 4100, 64))
     texts = (*TEXTS, "sm90/128x128x64/coop1/c1x2/s5/hilbert", "sm90/128x128x64/pp/c2x1x2/s4/row")
-    rates = FIRST_PRINCIPLES["sm90"]
+    rates = SM90.first
     for field in dataclasses.fields(Rates):
         changed = {**dataclasses.asdict(rates), field.name: getattr(rates, field.name) * 1.5 + 0.1}
         assert any(

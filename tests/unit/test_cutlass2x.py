@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import arch, kernel_store
 from cutegemm.cutlass2x import BACKEND, __main__, build, emit, kernel, toolkit
 from cutegemm.cutlass2x.config import SWIZZLES, Cutlass2xConfig, published, space
-from cutegemm.epilogue import Epilogue
 from cutegemm.errors import GemmError, UnsupportedError
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.run import kernel_store
 from tests.gpu import cutlass2x_cases, sanitize_cutlass2x
 from tests.problems import matrix
 
@@ -80,7 +81,7 @@ INVALID = [
 @pytest.mark.parametrize(("text", "problem", "reason"), INVALID, ids=[row[0] for row in INVALID])
 def test_invalid(text, problem, reason):
     config = BACKEND.parse(f"cutlass2x/{text}")
-    assert reason in (config.problem(problem.signature, A100) or "")
+    assert reason in (config.why_invalid(problem.signature, A100) or "")
     assert BACKEND.check(config, problem, A100) is not None
     with pytest.raises(ValueError, match="cannot serve"):
         BACKEND.build(problem.signature, config, A100)
@@ -89,11 +90,11 @@ def test_invalid(text, problem, reason):
 def test_the_published_set_is_valid_where_its_shared_memory_fits():
     assert len(set(published())) == 20
     for swizzle in SWIZZLES:
-        assert all(config.problem(FP16.signature, H200) is None for config in published(swizzle)[:11])
-    fails = [config for config in published() if config.problem(FP16.signature, H200)]
+        assert all(config.why_invalid(FP16.signature, H200) is None for config in published(swizzle)[:11])
+    fails = [config for config in published() if config.why_invalid(FP16.signature, H200)]
     assert [str(config) for config in fails] == ["cutlass2x/256x256x64/w64x64x64/s4/i16x8x16/id1"]
-    assert "shared memory" in fails[0].problem(FP16.signature, H200)
-    assert sum(config.problem(FP16.signature, ADA) is None for config in published()) < 20
+    assert "shared memory" in fails[0].why_invalid(FP16.signature, H200)
+    assert sum(config.why_invalid(FP16.signature, ADA) is None for config in published()) < 20
 
 
 @pytest.mark.parametrize(("dtype", "precision"), KINDS)
@@ -305,12 +306,12 @@ def test_statuses_are_described(status, said):
 
 def test_the_small_problems_of_the_sanitizer_reach_every_kind_of_kernel():
     specs = cutlass2x_cases.smallest(H200)
-    fitting = {str(config) for config in published() if config.problem(FP16.signature, H200) is None}
+    fitting = {str(config) for config in published() if config.why_invalid(FP16.signature, H200) is None}
     assert fitting <= {spec.config for spec in specs}
     assert {(spec.dtype, spec.options.get("precision")) for spec in specs} == set(cutlass2x_cases.KINDS)
     for spec in specs:
         signature, config = spec.kernel(H200)
-        assert config.problem(signature, H200) is None
+        assert config.why_invalid(signature, H200) is None
         bm, bn, bk = config.threadblock
         if spec.config:  # more than a tile along M, and K comes round to the first stage
             assert spec.shape[0] > bm
@@ -390,3 +391,20 @@ def test_tf32x3_is_accepted_and_refused_clearly():
         with pytest.raises(UnsupportedError, match=r"tf32x3|TF32"):
             cutegemm.gemm(a, a, precision="tf32x3", backend=backend)
     assert Cutlass2xConfig.parse(GOOD).tile() == (128, 128, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--emit", "--size", "-5"], "--size: got -5, accepted is 1 or more"),
+        (["--list", "--size", "0"], "--size: got 0"),
+        (["--jobs", "0"], "--jobs: got 0, accepted is 1 or more"),
+    ],
+)
+def test_the_command_refuses_a_number_that_is_none(arguments, said, capsys):
+    from cutegemm.cutlass2x.__main__ import main
+
+    assert main(arguments) == 2
+    taken = capsys.readouterr()
+    assert said in taken.err
+    assert taken.out == ""

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from cutegemm.emulator import Checks, EmulationError, Launch, Memory, Module, run
+from cutegemm.emulator import Checks, EmulationError, Launch, Memory, parse_module, run
 from cutegemm.emulator import errors as e
 from tests.unit.emulator_kernels import OWN_WORD, STORE, kernel, launch, output
 
@@ -50,7 +50,7 @@ def test_global_read_only():
 
     with pytest.raises(e.ReadOnlyWrite, match="weights"):
         run(
-            Module.parse(kernel("mov.u32 %r9, tid;" + STORE)),
+            parse_module(kernel("mov.u32 %r9, tid;" + STORE)),
             Launch("k", (1, 1, 1), (64, 1, 1), params=struct.pack("<Q", out.ctypes.data)),
             memory,
         )
@@ -293,7 +293,7 @@ def test_the_launch_must_fit():
     with pytest.raises(e.LaunchError, match="takes 8 bytes"):
         launch(kernel(""), threads=32)
     with pytest.raises(e.LaunchError, match="no entry named 'nope'"):
-        Module.parse(text).kernel("nope")
+        parse_module(text).kernel("nope")
 
 
 def test_checks_can_be_switched_off():

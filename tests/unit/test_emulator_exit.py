@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cutegemm.emulator import Launch, Memory, Module, run
+from cutegemm.emulator import Launch, Memory, parse_module, run
 from cutegemm.emulator.errors import ExitTooEarly
 
 STORE = """
@@ -40,7 +40,7 @@ def test_a_bulk_store_that_was_waited_for(wait):
     address = memory.map(out, name="out")
     launch = Launch("k", (1, 1, 1), (32, 1, 1), params=address.to_bytes(8, "little"))
     for seed in range(5):
-        run(Module.parse(STORE.format(wait=wait)), launch, memory, seed=seed)
+        run(parse_module(STORE.format(wait=wait)), launch, memory, seed=seed)
         assert (out == np.arange(32)).all()
 
 
@@ -50,7 +50,7 @@ def test_a_bulk_store_that_nothing_waits_for(wait):
     address = memory.map(np.zeros(32, np.uint32), name="out")
     launch = Launch("k", (1, 1, 1), (32, 1, 1), params=address.to_bytes(8, "little"))
     with pytest.raises(ExitTooEarly, match=r"wait_group.*is missing[\s\S]*cp.async.bulk.global") as found:
-        run(Module.parse(STORE.format(wait=wait)), launch, memory, seed=0)
+        run(parse_module(STORE.format(wait=wait)), launch, memory, seed=0)
     assert found.value.line == 19
 
 
@@ -82,11 +82,11 @@ CLUSTER_BARRIER = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
 def test_a_cluster_that_leaves_together():
     for seed in range(10):
         launch = Launch("k", (2, 1, 1), (32, 1, 1), (2, 1, 1))
-        run(Module.parse(REMOTE.format(end=CLUSTER_BARRIER)), launch, Memory(), seed=seed)
+        run(parse_module(REMOTE.format(end=CLUSTER_BARRIER)), launch, Memory(), seed=seed)
 
 
 def test_a_cta_that_leaves_while_its_cluster_writes_into_it():
-    module, launch = Module.parse(REMOTE.format(end="")), Launch("k", (2, 1, 1), (32, 1, 1), (2, 1, 1))
+    module, launch = parse_module(REMOTE.format(end="")), Launch("k", (2, 1, 1), (32, 1, 1), (2, 1, 1))
 
     def under_many_orders():
         for seed in range(40):

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from cutegemm.emulator import Checks, Launch, Memory, Module, engine, run
+from cutegemm.emulator import Checks, Launch, Memory, engine, parse_module, run
 from cutegemm.emulator import errors as e
 from cutegemm.emulator.ptx import Imm
 from tests.ptx_snippet_table import SNIPPETS
@@ -287,7 +287,7 @@ def test_parser_reads_scopes_labels_and_literals():
         "mov.f32 %f1, 0f40000000; mov.f64 %d2, 0d3FF0000000000000; mov.b32 %r2, 017; mov.b32 %r3, 0b11; "
         "cvt.rzi.s32.f32 %r4, %f1; add.s32 %r9, %r1, %r4; add.s32 %r9, %r9, %r2; add.s32 %r9, %r9, %r3;" + STORE
     )
-    module = Module.parse(text)
+    module = parse_module(text)
     names = module.kernel("k").register_names
     assert {"t#1", "t#2", "q#1"} <= set(names)
     assert names["t#1"].index != names["t#2"].index
@@ -302,7 +302,7 @@ def test_parameter_layout_follows_alignment():
         ".version 8.4\n.target sm_80\n.address_size 64\n.visible .entry f(.param .u8 a, .param .align 64 .b8 "
         "map[128], .param .u32 b, .param .u64 .ptr .global .align 16 c) .maxntid 128, 1, 1 .minnctapersm 2 { ret; }"
     )
-    module = Module.parse(text)
+    module = parse_module(text)
     assert [(p.offset, p.size) for p in module.param_layout("f")] == [(0, 1), (64, 128), (192, 4), (200, 8)]
     assert module.entries == ["f"]
     assert module.reqntid("f") is None
@@ -315,7 +315,7 @@ def test_parameter_layout_follows_alignment():
 )
 def test_parser_names_the_line(text, message):
     with pytest.raises(e.PtxError, match=message):
-        Module.parse(text)
+        parse_module(text)
 
 
 # -- profile and memory -----------------------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_a_grid_larger_than_a_wave_and_its_progress():
     )
     shape = Launch("k", (40, 1, 1), (64, 1, 1), params=struct.pack("<Q", out.ctypes.data))
     run(
-        Module.parse(text),
+        parse_module(text),
         shape,
         memory,
         wave_ctas=16,
@@ -393,7 +393,7 @@ def test_a_wave_is_let_go_before_the_next_one(monkeypatch):
     enabled = gc.isenabled()
     gc.disable()
     try:
-        run(Module.parse(kernel(OWN_WORD)), shape, memory, wave_ctas=2)
+        run(parse_module(kernel(OWN_WORD)), shape, memory, wave_ctas=2)
     finally:
         if enabled:
             gc.enable()

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from cutegemm.emulator import Checks, workload
+from cutegemm.emulator.launch import Captured
 from cutegemm.emulator.workload import Workload
 from cutegemm.problem import Problem
-
-
-class Launches(list):
-    """What a backend's `capture` may return: launches with attributes."""
 
 
 @pytest.fixture
@@ -31,8 +28,7 @@ def kernel(launches):
 
 
 def test_workspaces_and_checks_of_a_backend_reach_the_emulator(emulated):
-    launches = Launches(["a launch"])
-    launches.scratch, launches.checks = {"workspace": torch.zeros(16)}, Checks(uninitialized=False)
+    launches = Captured(["a launch"], {"workspace": torch.zeros(16)}, Checks(uninitialized=False))
     work = Workload.of(Problem.of(4, 4, 4, "fp32"), kernel(launches))
     verdict, _ = work.run(seed=3)
     assert not verdict.ok  # nothing computed anything
@@ -46,7 +42,7 @@ def test_workspaces_and_checks_of_a_backend_reach_the_emulator(emulated):
 
 
 def test_without_a_word_from_the_backend_everything_is_checked(emulated):
-    work = Workload.of(Problem.of(4, 4, 4, "fp32"), kernel(["a launch"]))
+    work = Workload.of(Problem.of(4, 4, 4, "fp32"), kernel(Captured(["a launch"])))
     work.run()
     assert set(emulated[0][2]) == {"a", "b", "d"}
     assert emulated[0][3]["outputs"] == {"d"}

@@ -88,11 +88,18 @@ CASES = [
         r"config: got 'simt/1x2', accepted is simt/BM",
     ),
     (
+        "config of CPU tensors without a backend",
+        (A, B),
+        {"config": "simt/64x64x8/w16x32/s4/g8"},
+        ValueError,
+        r"^config: got 'simt/64x64x8/w16x32/s4/g8' with backend='auto', .* CPU .*; name backend='cute' to run",
+    ),
+    (
         "config of another dtype",
         (A, B),
         {"backend": "cute", "config": "sm80/128x128x32/w64x64/s4/g8"},
         UnsupportedError,
-        r"cannot serve .* fp32 only as tf32",
+        r"cannot serve .* fp32 as tf32; these operands are fp32 with precision 'ieee'",
     ),
     (
         "config too large",

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import arch as arch_table
+from cutegemm.hardware import arch as arch_table
 from tests import fuzz, fuzz_kernels
 from tests.fuzz_draw import CPU, CUDA, Pair, draw, resolve
 from tests.fuzz_kernels import Slot
-from tests.fuzz_spec import GUARD, Layout, Spec
+from tests.fuzz_spec import EXACT, GUARD, Layout, Spec
 
 H200 = arch_table.get("H200")
 SPEC = Spec(
@@ -99,6 +99,25 @@ def test_it_finds(broken, poison, monkeypatch):
         dataclasses.replace(SPEC, poison=poison).check()
 
 
+@pytest.mark.parametrize("seed", [4, 5])
+def test_it_finds_a_sum_of_integers_that_is_not_exact(seed, monkeypatch):
+    """A last bit that the bound lets pass."""
+    spec = dataclasses.replace(SPEC, seed=seed, values=EXACT, beta=-1.0, activation="relu")
+    assert spec.check() <= 1
+    assert dataclasses.replace(spec, c=None, c_is_out=True, alpha=-1.0).check() <= 1
+    real = cutegemm.gemm
+
+    def gemm(*operands, **options):
+        d = real(*operands, **options)
+        d[3, 4] = torch.nextafter(d[3, 4], torch.tensor(float("inf")))
+        return d
+
+    monkeypatch.setattr(cutegemm, "gemm", gemm)
+    assert dataclasses.replace(spec, values="integers").check() <= 1
+    with pytest.raises(AssertionError, match=r"1 of 77 sums of integers are not exact; the first at \(3, 4\)"):
+        spec.check()
+
+
 def test_it_finds_bits_that_change_from_run_to_run(monkeypatch):
     real, calls = cutegemm.gemm, []
 
@@ -168,6 +187,11 @@ def test_the_whole_space_is_drawn():
     some(*(s.c is not None and len(s.c.shape) < 2 for s in specs))
     some(*(bool(s.specials) for s in specs))
     some(*(s.alpha == 0 for s in specs))
+    exact = [s for s in specs if s.values == EXACT]
+    assert 0.05 < len(exact) / len(specs) < 0.4
+    some(*(s.a.shape[-1] > 1000 for s in exact))
+    some(*(s.c is not None or s.c_is_out for s in exact))
+    assert all({abs(s.alpha), abs(s.beta)} <= {0.0, 1.0} and not s.specials for s in exact)
     for name in ("majors", "order", "dtype", "out_dtype", "precision", "activation", "c", "c_dtype", "bias"):
         assert len({getattr(slot.template, name) for slot in slots}) > 1
     for align in (2, 4, 8, 16):

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutegemm import arch, backend, cost_model, cute, footprint, heuristics, neighbours, plan, winners, winners_table
-from cutegemm.cost_model import FIRST_PRINCIPLES, Model, Rates
-from cutegemm.epilogue import Epilogue
+from cutegemm import backend, cute, winners
+from cutegemm.choice import cost_model, cost_rates, heuristics, plan
+from cutegemm.choice.cost_model import Model
+from cutegemm.choice.cost_rates import CostFamily
+from cutegemm.cute.ampere import footprint as ampere_footprint
+from cutegemm.cute.ampere.footprint import SM80, SM80_TF32
+from cutegemm.cute.hopper import footprint as hopper_footprint
+from cutegemm.cute.hopper.footprint import SM90, SM90_TF32
+from cutegemm.cute.simt import footprint as simt_footprint
+from cutegemm.cute.simt.footprint import SIMT
+from cutegemm.cutlass2x import footprint as cutlass2x_footprint
 from cutegemm.errors import UnsupportedError
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
-from cutegemm.winners import Measurement
-from cutegemm.winners_fingerprint import fingerprint
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.winners import Measurement, neighbours
+from cutegemm.winners import table as winners_table
+from cutegemm.winners.fingerprint import fingerprint
+from legacy_cuda import footprint as legacy_footprint
 from tests.choices import least_seconds, looked_at
 from tuning import host_cost, suites
 
@@ -68,7 +81,7 @@ EPILOGUES = [None, FULL, Epilogue(activation="gelu_tanh"), Epilogue(bias_dtype="
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([1, 7]), st.sampled_from(["fp16", "bf16", "fp32"]),
     st.sampled_from(["ieee", "tf32", "tf32x3"]), st.sampled_from(["tn", "nt"]), st.sampled_from(EPILOGUES),
-    st.sampled_from([*ARCHS, OLD]), st.sampled_from(backend.AUTO_ORDER),
+    st.sampled_from([*ARCHS, OLD]), st.sampled_from(backend.WITH_KERNELS),
 )  # fmt: skip
 def test_what_a_backend_refuses_no_configuration_can_serve(
     m, n, k, batch, dtype, precision, majors, epilogue, where, name
@@ -126,12 +139,12 @@ def test_other_backends_are_estimated_too(name, dtype):
     chosen = config(problem, H200, name)
     assert backend.get(name).check(chosen, problem, H200) is None
     with pytest.raises(ValueError, match="accepted are"):
-        footprint.of(chosen, "torch", problem.signature, H200)
+        heuristics.estimate(problem, chosen, "torch", H200)
 
 
 def test_no_estimate_beats_the_roofline_by_much():
     """The model may err, but not below what the data sheet allows: it counts bytes and flops itself."""
-    from cutegemm.roofline import roofline
+    from cutegemm.hardware.roofline import roofline
 
     for shape in suites.suite("square,llm,deep"):
         for dtype in ("bf16", "fp32"):
@@ -156,15 +169,15 @@ def test_more_work_never_costs_less():
 def model(text, rates=None, problem=None):
     problem = problem or Problem.of(64, 64, 64, "bf16")
     chosen = backend.get("cute").parse(text)
-    shape = footprint.of(chosen, "cute", problem.signature, H200)
-    return Model(shape, problem.signature, H200, rates or FIRST_PRINCIPLES[shape.family])
+    shape = backend.get("cute").footprint(chosen, problem.signature, H200)
+    return Model(shape, problem.signature, H200, rates or shape.family.first)
 
 
 @settings(max_examples=200)
 @given(SIZES, SIZES, SIZES, st.sampled_from([1, 5]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 10**6))
 def test_the_quick_bound_is_a_bound(m, n, k, batch, dtype, pick):
     problem = Problem.of(m, n, k, dtype, batch=batch)
-    listed = [*cute.FAMILIES["sm90" if dtype == "bf16" else "simt"].preferred(problem.signature)]
+    listed = [*cute.FAMILIES["sm90" if dtype == "bf16" else "simt"].candidates(problem.signature)]
     listed += [
         "sm90/128x128x64/coop2/c1x1/s5/row/k32",
         "sm90/64x64x64/coop1/c2x2/s8/row/once",
@@ -181,16 +194,16 @@ def test_wave_quantization_is_counted():
     full = cost.terms(128 * 132, 256, 4096, 1)
     one_more = cost.terms(128 * 133, 256, 4096, 1)
     third = cost.terms(128 * 265, 256, 4096, 1)
-    assert (full[1], one_more[1], third[1]) == (1, 2, 3)
-    assert one_more[3] - full[3] == pytest.approx(third[3] - one_more[3])
-    assert one_more[3] == pytest.approx(2 * full[3], rel=0.02)  # the last stores drain once
+    assert (full.rounds, one_more.rounds, third.rounds) == (1, 2, 3)
+    assert one_more.tiles - full.tiles == pytest.approx(third.tiles - one_more.tiles)
+    assert one_more.tiles == pytest.approx(2 * full.tiles, rel=0.02)  # the last stores drain once
     pairs = model("sm90/128x256x64/coop2/c2x1/s4/serp8")
-    assert pairs.terms(128 * 133, 256, 4096, 1)[1] == 2
+    assert pairs.terms(128 * 133, 256, 4096, 1).rounds == 2
 
 
 def test_splits_shorten_the_sum_and_cost_a_meeting():
     whole, split = model("sm90/128x128x64/coop2/c1x1/s5/row"), model("sm90/128x128x64/coop2/c1x1/s5/row/k32")
-    assert split.terms(256, 256, 65536, 1)[2] * 32 == whole.terms(256, 256, 65536, 1)[2] == 1024
+    assert split.terms(256, 256, 65536, 1).steps * 32 == whole.terms(256, 256, 65536, 1).steps == 1024
     assert split.seconds(256, 256, 65536) < whole.seconds(256, 256, 65536) / 4
     assert split.seconds(8192, 8192, 512) > whole.seconds(8192, 8192, 512)
 
@@ -208,11 +221,9 @@ def test_clusters_along_k_shorten_the_sum_and_keep_its_parts_on_chip():
         model(f"sm90/128x128x64/coop2/{rest}") for rest in ("c1x1/s5/row", "c1x1/s5/row/k4", "c1x1x4/s5/row")
     )
     sizes = (1024, 1024, 8192, 1)
-    (_, _, steps, *_), (_, _, split_steps, _, split_memory, *_) = whole.terms(*sizes), split.terms(*sizes)
-    _, rounds, paired_steps, _, memory, *_ = paired.terms(*sizes)
-    assert steps == 4 * split_steps == 4 * paired_steps
-    assert rounds > 1  # 64 clusters of four
-    assert memory < split_memory
+    assert whole.terms(*sizes).steps == 4 * split.terms(*sizes).steps == 4 * paired.terms(*sizes).steps
+    assert paired.terms(*sizes).rounds > 1  # 64 clusters of four
+    assert paired.terms(*sizes).memory < split.terms(*sizes).memory
     assert paired.at_least(*sizes) <= paired.seconds(*sizes)
     assert paired.seconds(512, 512, 8192) < whole.seconds(512, 512, 8192)
 
@@ -221,13 +232,13 @@ def test_rows_beyond_the_matrix_are_slower_than_rows_of_it():
     narrow, wide = model("sm90/64x32x128/coop1/c1x1/s8/row/swap"), model("sm90/64x96x128/coop1/c1x1/s5/row/swap")
     assert wide.seconds(16, 28672, 4096) > 1.5 * narrow.seconds(16, 28672, 4096)
     assert wide.seconds(96, 28672, 4096) < narrow.seconds(96, 28672, 4096)
-    free = model("sm90/64x96x128/coop1/c1x1/s5/row/swap", dataclasses.replace(FIRST_PRINCIPLES["sm90"], outside=0.0))
+    free = model("sm90/64x96x128/coop1/c1x1/s5/row/swap", dataclasses.replace(SM90.first, outside=0.0))
     assert free.seconds(16, 28672, 4096) < wide.seconds(16, 28672, 4096)
 
 
 def test_nothing_hides_the_last_sums():
     """In a kernel bound by memory, where multiplications cost nothing more, the parts of K still must meet."""
-    rates = FIRST_PRINCIPLES["sm90"]
+    rates = SM90.first
     text, sizes = "sm90/64x16x128/coop1/c1x1/s8/row/k2/swap", (16, 4096, 4096)
     slower = dataclasses.replace(rates, split=rates.split + 1)
     assert model(text, slower).seconds(*sizes) == pytest.approx(model(text, rates).seconds(*sizes) + 1e-6)
@@ -235,8 +246,8 @@ def test_nothing_hides_the_last_sums():
 
 def test_no_more_clusters_count_than_the_gpu_holds():
     fours, eights = model("sm90/128x128x64/coop2/c2x2/s6/row"), model("sm90/128x128x64/coop2/c2x2x2/s7/row")
-    assert [fours.terms(256 * tiles, 256, 512, 1)[1] for tiles in (30, 31)] == [1, 2]
-    assert [eights.terms(256 * tiles, 256, 512, 1)[1] for tiles in (15, 16)] == [1, 2]
+    assert [fours.terms(256 * tiles, 256, 512, 1).rounds for tiles in (30, 31)] == [1, 2]
+    assert [eights.terms(256 * tiles, 256, 512, 1).rounds for tiles in (15, 16)] == [1, 2]
 
 
 def close(found, least):
@@ -249,7 +260,7 @@ def close(found, least):
 def test_bounds_lose_no_candidate(m, n, k, batch):
     """The choice is the cheapest of the candidates of the cell, splits worth trying included."""
     problem = Problem.of(8 * m, 8 * n, 8 * k, "bf16", batch=batch)
-    candidates = heuristics._candidates("cute", problem.signature, H200)
+    candidates = heuristics._candidates("cute", problem.signature, H200, "off")
     assert close(candidates.cheapest(problem)[0], least_seconds(problem, *looked_at(candidates, problem)))
 
 
@@ -267,8 +278,8 @@ def test_the_time_of_a_choice_is_told(capsys):
 
 def test_splits_that_fill_the_gpu_are_tried():
     problem = Problem.of(256, 256, 65536, "bf16")
-    candidates = heuristics._candidates("cute", problem.signature, H200)
-    tried = [c for ladder in candidates._splits.values() for _, c in ladder.worth_trying(256, 256, 65536, 1)]
+    candidates = heuristics._candidates("cute", problem.signature, H200, "off")
+    tried = [c for one in candidates._splits.values() for _, c in one.worth_trying(256, 256, 65536, 1)]
     assert len(tried) > len(candidates._splits)
     for config in tried:
         places = cost_model.clusters(H200, config.cluster_ctas) * config.splits // config.works(problem)
@@ -276,17 +287,17 @@ def test_splits_that_fill_the_gpu_are_tried():
     assert any(candidates.cheapest(problem)[1] == config for config in tried)
 
 
-def test_exchanged_operands_turn_tile_and_cluster():
+def test_swapped_operands_turn_tile_and_cluster():
     signature = Problem.of(64, 64, 64, "bf16").signature
     chosen = backend.get("cute").parse("sm90/128x16x64/coop2/c2x1/s6/row/swap")
-    shape = footprint.of(chosen, "cute", signature, H200)
+    shape = backend.get("cute").footprint(chosen, signature, H200)
     assert (shape.bm, shape.bn, shape.cluster) == (16, 128, (1, 2))
 
 
 def test_narrow_operands_cost_more():
     text = "sm80/128x128x32/w64x64/s4/g8"
     wide, narrow = (Problem.of(1024, 1024, k, "fp16") for k in (1024, 1026))
-    assert footprint.of(backend.get("cute").parse(text), "cute", narrow.signature, H200).copies == 4
+    assert backend.get("cute").footprint(backend.get("cute").parse(text), narrow.signature, H200).copies == 4
     assert heuristics.estimate(narrow, text, "cute", H200) > heuristics.estimate(wide, text, "cute", H200)
 
 
@@ -299,12 +310,34 @@ def test_shapes_get_what_suits_them():
     assert config(Problem.of(8192, 8192, 512)).ping_pong
 
 
-def test_first_principles_of_every_family_are_complete():
-    assert cost_model._stored().keys() <= FIRST_PRINCIPLES.keys()
-    for family, first in FIRST_PRINCIPLES.items():
-        assert cost_model.rates(family).math > 0
-        assert all(value >= 0 for value in dataclasses.asdict(first).values())
-    assert isinstance(cost_model.rates("sm90"), Rates)
+def families():
+    """What the backends declare."""
+    modules = ampere_footprint, hopper_footprint, simt_footprint, legacy_footprint
+    declared = [value for module in modules for value in vars(module).values()]
+    found = [family for family in declared if isinstance(family, CostFamily)]
+    return [*found, *dict.fromkeys(cutlass2x_footprint.FAMILIES.values())]
+
+
+def test_constants_of_every_family_are_complete():
+    by_name = {family.name: family for family in families()}
+    assert len(by_name) == len(families()) == 11
+    for name, stored in cost_rates._stored().items():
+        assert stored["backend"] == by_name[name].backend
+        assert cost_rates.fitted(by_name[name])
+        assert cost_rates.rates(by_name[name]).math == stored["math"]
+        assert stored.keys() - {"backend", "gpu", "command"} <= dataclasses.asdict(SIMT.first).keys()
+    for family in by_name.values():
+        assert cost_rates.rates(family).math > 0
+        assert all(value >= 0 for value in dataclasses.asdict(family.first).values())
+
+
+def test_a_family_without_a_fit_takes_that_of_the_one_like_it():
+    assert cost_rates.fitted(SM90)
+    assert not cost_rates.fitted(SM90_TF32)
+    fit = cost_rates.rates(SM90)
+    assert cost_rates.rates(SM90_TF32) == dataclasses.replace(fit, flop_pj=SM90_TF32.first.flop_pj) != fit
+    assert not cost_rates.fitted(SM80)
+    assert cost_rates.rates(SM80_TF32) == SM80_TF32.first
 
 
 def test_explain_adds_up():
@@ -419,19 +452,23 @@ def test_another_backend_serves_what_the_first_cannot(monkeypatch):
         plan.choose(problem, H200)
 
 
-def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch):
+def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_path):
     problem = Problem.of(4096, 4096, 4096, "fp32")
-    fast = dataclasses.replace(FIRST_PRINCIPLES["legacy"], math=30.0, smem=9999.0, port=9999.0, l2=9999.0, step=0.1)
-    monkeypatch.setattr(cost_model, "_stored", lambda: {"legacy": fast})
-    cost_model.rates.cache_clear()
-    heuristics.forget()
+    fast = {"backend": "legacy", "math": 30.0, "smem": 9999.0, "port": 9999.0, "l2": 9999.0, "step": 0.1}
+    monkeypatch.setattr(cost_rates, "CONSTANTS", tmp_path / "cost_model.json")
+
+    def fit(**families):
+        cost_rates.CONSTANTS.write_text(json.dumps({"families": families}))
+        cost_rates.forget()
+        heuristics.forget()
+
+    fit(legacy=fast)
     assert heuristics.choose(problem, H200)[0] == "cute"  # simt is not calibrated
-    monkeypatch.setattr(cost_model, "_stored", lambda: {"legacy": fast, "simt": FIRST_PRINCIPLES["simt"]})
-    cost_model.rates.cache_clear()
-    heuristics.forget()
+    fit(legacy=fast, simt={"backend": "cute"})
     try:
         assert heuristics.choose(problem, H200)[0] == "legacy"
         assert heuristics.choose(problem, H200, "cute")[0] == "cute"
     finally:
         monkeypatch.undo()
-        cost_model.rates.cache_clear()
+        cost_rates.forget()
+        heuristics.forget()

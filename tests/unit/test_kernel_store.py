@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from cutegemm import kernel_store as module
+from cutegemm import winners
 from cutegemm.errors import GemmError
-from cutegemm.kernel_store import Artefacts, KernelStore, StoreWarning, default_root, default_store, fingerprint
+from cutegemm.run import kernel_store as module
+from cutegemm.run.kernel_store import Artefacts, KernelStore, StoreWarning, default_root, default_store
 from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -286,7 +287,7 @@ def _no_space(*args, **kwargs):
 _FORKS = """
 import gc, os, sys, warnings
 from pathlib import Path
-from cutegemm.kernel_store import KernelStore
+from cutegemm.run.kernel_store import KernelStore
 from tests.unit.test_kernel_store import KEY, make
 
 warnings.simplefilter("ignore", UserWarning)
@@ -388,10 +389,8 @@ def test_the_default_root_follows_the_environment(tmp_path, monkeypatch):
     assert default_store().root == tmp_path / "kernels"
 
 
-def test_fingerprint_sees_every_change(tmp_path):
-    source = tmp_path / "a.py"
-    source.write_text("x = 1")
-    first = fingerprint(source)
-    source.write_text("x = 2")
-    assert fingerprint(source) != first
-    assert fingerprint(Path(source)) == fingerprint(source)
+def test_a_cache_directory_of_an_unknown_user_is_named(monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", "~no such user/x")
+    for ask in (default_root, default_store, winners.default_path):
+        with pytest.raises(ValueError, match=r"CUTEGEMM_CACHE_DIR: got '~no such user/x', .* give an absolute path"):
+            ask()

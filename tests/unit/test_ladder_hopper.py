@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from cutegemm import arch, backend
+from cutegemm import backend
+from cutegemm.hardware import arch
 from tuning import ladder, ladder_hopper
 from tuning.ladder_hopper import RAGGED, STEPS, Measured, chosen, draw, table
 
@@ -71,6 +74,22 @@ def test_the_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     draw(_rows(), str(tmp_path / "ladder.png"))
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("size", [4096, 8192])
+def test_the_plot_has_marks_where_its_label_says_so(size, tmp_path, monkeypatch):
+    """Figures are published at 8192; a plot of another size has no marks, and its axis does not speak of any."""
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    draw([replace(row, size=size) for row in _rows()], str(tmp_path / "ladder.png"))
+    (axes,) = figures[0].axes
+    published = [step for step in STEPS if step.published is not None]
+    assert len(axes.lines) == (len(published) if size == 8192 else 0)
+    assert ("black: published on an H100 SXM at 8192" in axes.get_xlabel()) == (size == 8192)
+    assert "share of cuBLAS" in axes.get_xlabel()
 
 
 def test_a_step_that_is_wrong_fails_the_command(monkeypatch, capsys):

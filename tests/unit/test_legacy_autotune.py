@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from cutegemm import arch as arch_table
 from cutegemm.errors import GemmError
+from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.winners import Winners
-from cutegemm.winners_fingerprint import fingerprint
+from cutegemm.winners.fingerprint import fingerprint
 from legacy_cuda.config import LegacyConfig, parse
 from tests.tuning_fakes import Clock
 from tuning import autotune as search

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutegemm import arch as arch_table
-from cutegemm.epilogue import Epilogue
 from cutegemm.errors import GemmError
+from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.run.arguments import Operands, Scalars
 from legacy_cuda import build, space
 from legacy_cuda.backend import BACKEND, MAX_EXTENT
 from legacy_cuda.config import MAX_ACCUMULATORS, LegacyConfig, parse, why_invalid
@@ -237,7 +238,7 @@ class TestGeometry:
         assert (geometry.grid_x, geometry.block, geometry.chunks) == (2 * 3, 128, ((0, 3),))
         assert geometry.strides == (19, 19, 257, 257, 1, 130 * 19, 19 * 257, 130 * 257, 130 * 257)
         assert geometry.extents == (130, 257, 19, 2, 3)
-        ((count, params),) = geometry.launches(1 << 40, 2, 3, 4, 0.5, 2.0)
+        ((count, params),) = geometry.launches(Operands(1 << 40, 2, 3, 0, 4), Scalars(0.5, 2.0))
         assert count == 3
         fields = _ARGS.unpack(params)
         assert fields[:4] == (1 << 40, 2, 3, 4)
@@ -259,11 +260,13 @@ class TestGeometry:
         monkeypatch.setattr(driver, "cuLaunchKernel", launch)
         monkeypatch.setattr(kernel, "_function", lambda smem: "function")
         run = kernel.bind(problem)
-        for call in ((1 << 47, 2, 3, 0, 5, 0.5, -2.0, 77), (10, 20, 30, 0, 50, 1.0, 0.0, 78)):
+        for operands, scalars, stream in (
+            (Operands(1 << 47, 2, 3, 0, 5), Scalars(0.5, -2.0), 77),
+            (Operands(10, 20, 30, 0, 50), Scalars(1.0, 0.0), 78),
+        ):
             seen.clear()
-            run(*call)
-            *operands, stream = call
-            wanted = kernel.capture(problem, *operands)
+            run(operands, scalars, stream)
+            wanted = kernel.capture(problem, operands, scalars)
             assert [("function", w.grid, w.block, w.dynamic_smem, stream, w.params) for w in wanted] == seen
 
     def test_a_failing_launch_says_which_kernel(self, monkeypatch):
@@ -274,18 +277,20 @@ class TestGeometry:
         monkeypatch.setattr(driver, "cuGetErrorString", lambda status: (0, b"invalid argument"))
         monkeypatch.setattr(kernel, "_function", lambda smem: "function")
         with pytest.raises(GemmError, match=r"launching naive/bm32/bn32 failed: .*invalid argument"):
-            kernel.bind(problem)(1, 2, 0, 0, 3, 1.0, 0.0, 0)
+            kernel.bind(problem)(Operands(1, 2, 0, 0, 3), Scalars(), 0)
 
     def test_another_problem_is_refused(self):
         problem = Problem.of(8, 8, 8, "fp32", majors="tt")
         kernel = BACKEND.build(problem.signature, parse("naive"), H200)
         with pytest.raises(ValueError, match="cannot run"):
-            kernel.capture(Problem.of(8, 8, 8, "fp32", majors="nn"), 1, 2, 0, 0, 3, 1.0, 0.0)
+            kernel.capture(Problem.of(8, 8, 8, "fp32", majors="nn"), Operands(1, 2, 0, 0, 3), Scalars())
 
     def test_batches_beyond_the_grid_limit_are_split(self):
         problem = Problem.of(2, 2, 2, "fp16", batch=2 * MAX_GRID_Z + 5)
         geometry = Geometry.of(problem, parse("wmma_naive"))
-        launches = [(count, _ARGS.unpack(p)[0]) for count, p in geometry.launches(1000, 0, 0, 0, 1.0, 0.0)]
+        launches = [
+            (count, _ARGS.unpack(p)[0]) for count, p in geometry.launches(Operands(1000, 0, 0, 0, 0), Scalars())
+        ]
         assert launches == [(MAX_GRID_Z, 1000), (MAX_GRID_Z, 1000 + MAX_GRID_Z * 8), (5, 1000 + 2 * MAX_GRID_Z * 8)]
 
     @pytest.mark.parametrize("shape", [(0, 5, 5), (5, 0, 5)])

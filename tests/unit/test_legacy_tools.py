@@ -37,13 +37,11 @@ def test_table_shows_measured_beside_published():
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    from tuning.plot import plot_ladder
-
     path = tmp_path / "ladder.png"
-    plot_ladder(rows(), path)
+    ladder.draw(rows(), path)
     assert path.read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(ValueError, match="nothing to draw"):
-        plot_ladder([], path)
+        ladder.draw([], path)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import plan
-from cutegemm.arch import Arch
+from cutegemm.choice import plan
 from cutegemm.errors import GemmError, UnsupportedError
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
+from cutegemm.run import call as call_module
 
 A, B = torch.ones(4, 6), torch.ones(6, 5)
 KERNELS = {"cute": "simt/32x32x8/w16x32/s4/g8", "legacy": "naive", "cutlass2x": None}
@@ -26,7 +27,7 @@ KERNELS = {"cute": "simt/32x32x8/w16x32/s4/g8", "legacy": "naive", "cutlass2x": 
 @pytest.fixture(autouse=True)
 def no_plan_remembered(store_root, monkeypatch):
     """Each test begins with an empty store, and plans anew."""
-    memo = sys.modules["cutegemm.gemm"]._memo
+    memo = call_module.memo
     memo.clear()
     yield
     memo.clear()
@@ -65,7 +66,7 @@ assert threading.active_count() == before
 assert not [name for name in sys.modules if name.split(".")[0] in heavy], sys.modules
 a = torch.ones(3, 4)
 assert torch.equal(cutegemm.gemm(a, a.t()), a @ a.t())
-from cutegemm.arch import Arch
+from cutegemm.hardware.arch import Arch
 assert Arch.of_device().capability == (7, 5)
 print("fine")
 """
@@ -81,7 +82,7 @@ def test_without_a_driver(monkeypatch):
 
 
 def turing(monkeypatch):
-    from cutegemm import arch as table
+    from cutegemm.hardware import arch as table
 
     properties = SimpleNamespace(name="Tesla T4", major=7, minor=5, multi_processor_count=40)
     monkeypatch.setattr(table, "_OF_DEVICE", {})

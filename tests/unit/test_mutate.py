@@ -40,6 +40,7 @@ PTX = """
     wgmma.wait_group.sync.aligned 1;
     barrier.cluster.arrive.aligned;
     griddepcontrol.wait;
+    setmaxnreg.inc.sync.aligned.u32 \t232;
     ld.global.acquire.gpu.b32 %r1, [%rd2];
     st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5};
 }
@@ -95,6 +96,14 @@ def test_every_way_of_breaking_a_kernel():
         ("barrier.cluster.arrive.aligned #1", "delete", ""),
         ("barrier.cluster.arrive.aligned #1", "relaxed", "barrier.cluster.arrive.relaxed.aligned;"),
         ("griddepcontrol.wait #1", "delete", ""),
+        ("setmaxnreg.inc.sync.aligned.u32 232 #1", "delete", ""),
+        ("setmaxnreg.inc.sync.aligned.u32 232 #1", "8 registers more", "setmaxnreg.inc.sync.aligned.u32 240;"),
+        (
+            "setmaxnreg.inc.sync.aligned.u32 232 #1",
+            "not in the first warp",
+            "{ .reg .pred %mutant; .reg .b32 %place; mov.u32 %place, %tid.x; and.b32 %place, %place, 96; "
+            "setp.ne.u32 %mutant, %place, 0; @%mutant setmaxnreg.inc.sync.aligned.u32 232; }",
+        ),
         ("ld.global.acquire.gpu.b32 %, [%] #1", "relaxed", "ld.global.relaxed.gpu.b32 %r1, [%rd2];"),
     ]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cutegemm import arch as arch_table
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
-from cutegemm.roofline import quantization, roofline
 from tuning import occupancy as tool
 from tuning.cubin import usage
 from tuning.occupancy import occupancy, resources

@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cutegemm
-from cutegemm import arch, backend, plan
-from cutegemm.cute.config import AmpereConfig, SimtConfig
+from cutegemm import backend
+from cutegemm.choice import plan
+from cutegemm.cute.ampere.config import AmpereConfig
+from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.errors import UnsupportedError
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 
 H200 = arch.get("H200")
@@ -185,3 +188,10 @@ def test_importing_starts_nothing_heavy():
             break
     assert best is not None
     assert best.returncode == 0, best.stderr
+
+
+@pytest.mark.parametrize("config", ["simt/32x32x64/w32x32/s3/g8/x0", "sm90/128x128x64/coop2/c1x1x0/s4/serp8"])
+def test_a_configuration_with_a_zero_is_refused(config):
+    problem = Problem.of(64, 64, 64, "fp32" if config.startswith("simt") else "bf16")
+    with pytest.raises(UnsupportedError, match="has a 0; every number of a configuration is at least 1"):
+        plan.choose(problem, arch.get("H200"), config=config)

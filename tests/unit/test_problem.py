@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutegemm import request
-from cutegemm.epilogue import Epilogue
-from cutegemm.problem import Problem, alignment
+from cutegemm.problem import Problem, alignment, request
+from cutegemm.problem.epilogue import Epilogue
 
 
 def describe(a, b, c=None, **options):
@@ -94,3 +93,10 @@ def test_alignment_class_counts_base_leading_batch_and_extent():
 def test_text_forms_are_stable():
     problem = Problem.of(64, 32, 16, "fp16", epilogue=Epilogue(bias_dtype="fp16", activation="gelu"))
     assert str(problem) == "64x32x16 fp16->fp16/ieee/ak16/bk16/c0/d16/gelu(alpha*acc+bias_n[fp16])"
+
+
+@pytest.mark.parametrize("name", ["m", "n", "k", "batch"])
+@pytest.mark.parametrize("value", [-3, -1, 2.0, "8", None])
+def test_extents_are_checked(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: got {value!r}, expected a Python int that is not negative"):
+        Problem.of(**{"m": 8, "n": 8, "k": 8, "batch": 1, name: value})

@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 
-from cutegemm import reference
-
-ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu"]
+from cutegemm.problem import reference
+from cutegemm.problem.epilogue import ACTIVATIONS
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_fp32_arithmetic_is_within_the_bound(dtype, activation, seed):
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(37, 301, generator=generator).to(dtype)
@@ -135,3 +134,20 @@ def test_c_is_read_unless_beta_is_zero_as_given():
     assert reference.expected(a, b, c, beta=0.0).value.tolist() == [[3.0, 3.0], [3.0, 3.0]]
     tiny = reference.expected(a, b, c, beta=1e-60).value
     assert tiny.isnan().tolist() == [[True, False], [True, False]]
+
+
+def test_each_activation_has_a_formula_wherever_one_is_needed_and_no_other_name_gets_one():
+    from cutegemm.cute import epilogue as device
+    from cutegemm.pytorch import autograd
+
+    assert set(reference._FORMULAS) == set(reference._LIPSCHITZ) == set(device._FORMULAS) == {None, *ACTIVATIONS}
+    assert set(autograd._TIMES_SLOPE) == {*ACTIVATIONS} - {"relu"}
+    z = torch.ones(1)
+    settings = autograd.Settings(1.0, 0.0, "quick_gelu", None, "torch")
+    for ask in (
+        lambda: reference.activate(z, "quick_gelu"),
+        lambda: device.activate(None, "quick_gelu"),
+        lambda: autograd._times_slope(z, z, z, None, None, None, settings),
+    ):
+        with pytest.raises(ValueError, match=r"activation: got 'quick_gelu', which has no formula here; .*'gelu_tanh'"):
+            ask()

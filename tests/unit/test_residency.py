@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cutegemm import arch as arch_table
-from cutegemm.cute import residency
-from cutegemm.cute.hopper_config import HopperConfig
-from cutegemm.cute.residency import resident_clusters
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware import residency
+from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import Problem
 
 H200 = arch_table.get("H200")
@@ -54,4 +54,4 @@ def test_a_launch_has_as_many_clusters_as_run_at_a_time(unused):
         ("128x128x64/coop2/c2x1x2/s4/serp8/k2", 2 * 32 * 64),
     ):
         config = HopperConfig.parse(f"sm90/{text}")
-        assert config.launch_arguments(problem, H200)[0] == clusters, text
+        assert config.launch_arguments(problem, H200) == {"clusters": clusters}, text

@@ -6,8 +6,11 @@ import re
 
 import pytest
 
-from cutegemm import arch, backend, heuristics, plan, winners_table
+from cutegemm import backend
+from cutegemm.choice import heuristics, plan
+from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.winners import table as winners_table
 from tests.unit.conftest import SHIPPED
 
 TABLES = sorted(SHIPPED.glob("winners-*.json"))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from cutegemm import backend as backends
-from cutegemm import reference
-from cutegemm.epilogue import Epilogue
 from cutegemm.errors import GemmError
-from cutegemm.problem import Matrix, Problem, torch_dtype
+from cutegemm.problem import Matrix, Problem, reference, torch_dtype
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.tuner.gpu_process import GUARD, Bench
+from tests.fake_backend import FakeBackend
 from tests.tuning_fakes import H200
-from tuning.sweep_gpu import GUARD, Bench
 
 ODD = Matrix(5, 24, 40, 1, 5 * 40, 16)
 
@@ -22,7 +22,8 @@ def bench_of(problem: Problem, monkeypatch, seed: int, spoil=lambda bench: None)
     """A bench whose only kernel multiplies in float64 with torch, then calls `spoil`."""
     bench = Bench(problem, SimpleNamespace(**{**vars(H200), "l2_bytes": 1000}), seed, device="cpu")
 
-    def run(a, b, c, bias, d, alpha, beta, stream) -> None:
+    def run(operands, scalars, stream) -> None:
+        (a, b, c, _, d), (alpha, beta) = operands, scalars
         by_address = {x.data_ptr(): (x, y) for x, y in bench._inputs}
         x, y = by_address[a]
         assert (b, d, alpha, stream) == (y.data_ptr(), bench._d.data_ptr(), 1.0, 0)
@@ -37,8 +38,7 @@ def bench_of(problem: Problem, monkeypatch, seed: int, spoil=lambda bench: None)
         spoil(bench)
 
     kernel = SimpleNamespace(bind=lambda of: run if of == problem else None)
-    fake = SimpleNamespace(parse=lambda text: text, build=lambda signature, config, arch: kernel)
-    monkeypatch.setattr(backends, "get", lambda name: fake)
+    monkeypatch.setattr(backends, "get", lambda name: FakeBackend(kernel))
     return bench
 
 
@@ -116,6 +116,5 @@ def test_what_an_earlier_kernel_left_is_not_mistaken_for_a_result(monkeypatch, s
     bench = bench_of(PROBLEMS[0], monkeypatch, seed)
     assert bench.check("cute", "right")[0] == "ok"
     lazy = SimpleNamespace(bind=lambda of: lambda *arguments: None)
-    fake = SimpleNamespace(parse=lambda text: text, build=lambda signature, config, arch: lazy)
-    monkeypatch.setattr(backends, "get", lambda name: fake)
+    monkeypatch.setattr(backends, "get", lambda name: FakeBackend(lazy))
     assert bench.check("cute", "lazy")[0].startswith("wrong:")

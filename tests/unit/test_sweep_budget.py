@@ -10,11 +10,14 @@ import time
 import pytest
 
 from cutegemm.problem import Problem
+from cutegemm.tuner import report as sweep_report
+from cutegemm.tuner import run as sweep_run
+from cutegemm.tuner import search as sweep_search
+from cutegemm.tuner.budget import MOST_WAITED
+from cutegemm.tuner.search import STARTING, Options, Outcome, Search
 from cutegemm.winners import Winners
 from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, space
-from tuning import sweep, sweep_dry, sweep_report, sweep_run, sweep_search
-from tuning.sweep_budget import MOST_WAITED
-from tuning.sweep_search import STARTING, Options, Outcome, Search
+from tuning import sweep, sweep_dry
 
 
 @pytest.fixture
@@ -192,6 +195,7 @@ def test_the_wait_is_shown(capsys):
     progress = sweep_report.Progress(1, 160, screen)
     outcome = Outcome(PROBLEM, 300, elapsed=12.0, waited=5.04)
     progress.finished(0, outcome)
+    progress.close()
     assert "in 12.0 s, 5.0 s of them for the compile workers\n" in screen.getvalue()
     assert json.loads(sweep_report.as_json([outcome], H200, {}))["shapes"][0]["waited"] == 5.04
     gone = Outcome(PROBLEM, 300, ended="no compile worker comes up: " + "its last words " * 20)

@@ -14,18 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from cutegemm import arch as arch_table
 from cutegemm import backend as backends
-from cutegemm.epilogue import Epilogue
 from cutegemm.errors import GemmError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.run import progress as bars
+from cutegemm.tuner import report as sweep_report
+from cutegemm.tuner import run as sweep_run
+from cutegemm.tuner.search import Options, Outcome, Result
+from cutegemm.tuner.space import Candidate, enumerate_all
 from cutegemm.winners import Measurement, Winners
-from cutegemm.winners_fingerprint import fingerprint
+from cutegemm.winners.fingerprint import fingerprint
+from tests.terminal import terminal
 from tests.tuning_fakes import H200, PROBLEM, FakeCompiler, FakeTimer, candidate, space
-from tests.waiting import PATIENCE
-from tuning import sweep, sweep_dry, sweep_report, sweep_run
-from tuning.sweep_candidates import Candidate, enumerate_all
-from tuning.sweep_search import Options, Outcome, Result
+from tests.waiting import PATIENCE, wait_until
+from tuning import cli, plot, sweep, sweep_dry
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -46,7 +51,7 @@ def test_what_is_asked():
     (fused,) = sweep.problems(options("--shapes", "64", "--activation", "relu", "--bias", "fp32", "--c", "bf16"))
     assert fused.epilogue == Epilogue("bf16", "fp32", "n", "relu")
     for text, value in (("60s", 60), ("90", 90), ("2m", 120), ("0.5h", 1800)):
-        assert sweep.seconds(text) == value
+        assert cli.seconds(text) == value
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,7 @@ def fake_gpus(monkeypatch, timers: list[FakeTimer], candidates: list[Candidate],
 
         def __exit__(self, *error) -> None: ...
 
-    from tuning import sweep_compile
+    from cutegemm.tuner import compile_pool as sweep_compile
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(timers))
     monkeypatch.setattr(sweep.os.path, "exists", lambda path: False)
@@ -359,33 +364,66 @@ def test_the_summary(tmp_path):
     assert data["shapes"][1]["winner"] is None
     drawn = tmp_path / "plot.png"
     pytest.importorskip("matplotlib")
-    sweep_report.plot([done, empty], H200, drawn)
+    plot.plot_sweep([done, empty], H200, drawn)
     assert drawn.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing"):
-        sweep_report.plot([empty], H200, drawn)
+        plot.plot_sweep([empty], H200, drawn)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+def test_the_plot_shows_a_shape_that_memory_limits(tmp_path, monkeypatch):
+    """Its TFLOP/s are a sliver beside a square's; its share of the bound is not."""
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    def outcome(problem, share, slower):
+        seconds = roofline(problem, H200).bound_s / share
+        one = candidate("sm90/one")
+        return Outcome(problem, 1, {one.key: Result(one, "ok", seconds, slower * seconds, "final")}, seconds, 1.0)
+
+    found = [outcome(Problem.of(8192, 8192, 8192), 0.8, 1.25), outcome(Problem.of(8, 8192, 8192), 0.6, 2.0)]
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    plot.plot_sweep(found, H200, tmp_path / "plot.png")
+    speed, shares = figures[0].axes
+    tall, sliver = (speed.patches[place].get_height() for place in (0, 2))
+    assert sliver < 0.05 * tall
+    assert [round(bar.get_height(), 3) for bar in shares.patches] == [80.0, 64.0, 60.0, 30.0]
+    assert [text.get_text() for text in shares.texts] == ["1.25x", "2.00x"]
 
 
-def test_progress():
+def test_progress(monkeypatch):
     outcome = Outcome(PROBLEM, 300, {("cute", "x"): Result(candidate("sm90/x"), "ok", 4e-6, 5e-6)}, elapsed=3.0)
-    screen = Terminal()
+    screen = terminal(monkeypatch)
     progress = sweep_report.Progress(2, 160, screen)
     progress.update(0, "exploring", outcome)
+    progress.update(1, "halving", outcome)
+    wait_until(lambda: "halving" in screen.getvalue())
     assert "0/2 shapes" in screen.getvalue()
-    assert "1/160 of 300" in screen.getvalue()
+    assert "1024x1024x1024 exploring 1/160 of 300  best 536.9 TFLOP/s 1.250x cuBLAS sm90/x" in screen.getvalue()
     progress.finished(0, outcome)
-    assert "best 536.9 TFLOP/s 1.250x cuBLAS sm90/x in 3.0 s\n" in screen.getvalue()
+    wait_until(lambda: "1/2 shapes" in screen.getvalue())
+    assert "1024x1024x1024: best 536.9 TFLOP/s 1.250x cuBLAS sm90/x in 3.0 s\n" in screen.getvalue()
     progress.close()
     plain = io.StringIO()
     progress = sweep_report.Progress(2, 160, plain)
     progress.update(0, "exploring", outcome)
-    assert plain.getvalue() == ""
     progress.finished(0, Outcome(PROBLEM, 3, ended="budget", elapsed=1.0))
+    progress.close()
     assert plain.getvalue() == "1024x1024x1024: nothing right was measured in 1.0 s (budget)\n"
+
+
+def test_progress_in_a_log(monkeypatch):
+    monkeypatch.setattr(bars, "QUIET_SECONDS", 0.01)
+    outcome = Outcome(PROBLEM, 300, {("cute", "x"): Result(candidate("sm90/x"), "ok", 4e-6, 5e-6)}, elapsed=3.0)
+    log = io.StringIO()
+    progress = sweep_report.Progress(2, 160, log)
+    progress.update(0, "exploring", outcome)
+    progress.update(1, "halving", outcome)
+    wait_until(lambda: "halving" in log.getvalue())
+    progress.close()
+    line = next(line for line in log.getvalue().splitlines() if "halving" in line)
+    assert line.startswith("0/2 shapes (0 s) | 1024x1024x1024 exploring 1/160 of 300  best 536.9 TFLOP/s")
+    assert line.count("sm90/x") == 2
 
 
 def test_compile_only_lists_and_says_that_nothing_was_timed(store_root, capsys):
@@ -442,7 +480,7 @@ def test_emulate_finds_right_and_wrong(capsys, monkeypatch):
     problem = Problem.of(300, 520, 264, "fp32")
     found = enumerate_all(problem, arch_table.get("sm_80"), ["legacy"])[:1]
     from cutegemm.emulator.workload import Workload
-    from cutegemm.reference import Verdict
+    from cutegemm.problem.reference import Verdict
 
     monkeypatch.setattr(Workload, "run", lambda self, **rest: (Verdict(False, 2.0, "9 elements outside"), []))
     (entry,) = sweep_dry.emulate(problem, found, arch_table.get("sm_80"), 1, 60.0)

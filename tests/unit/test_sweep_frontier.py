@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cutegemm.tuner.space import Frontier
 from tests.tuning_fakes import candidate, space
-from tuning.sweep_candidates import Frontier
 
 
 def test_the_frontier_gives_each_once():

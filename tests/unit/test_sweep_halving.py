@@ -7,11 +7,11 @@ import random
 import pytest
 
 from cutegemm.problem import Problem
+from cutegemm.tuner.search import HEAT_BLOCK_SECONDS, Options, Plan
+from cutegemm.tuner.timer import TORCH, TimerLost
+from cutegemm.tuner.timing import BLOCK_SECONDS
 from cutegemm.winners import Winners
 from tests.tuning_fakes import PROBLEM, Clock, FakeCompiler, FakeTimer, search, space
-from tuning.sweep_search import HEAT_BLOCK_SECONDS, Options, Plan
-from tuning.sweep_timer import TORCH, TimerLost
-from tuning.timing import BLOCK_SECONDS
 
 LARGE = Problem.of(8192, 8192, 8192)
 

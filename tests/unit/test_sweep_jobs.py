@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tuning import sweep_compile
-from tuning.sweep_compile import available_bytes, default_jobs
+from cutegemm.tuner import compile_pool as sweep_compile
+from cutegemm.tuner.compile_pool import available_bytes, default_jobs
 
 
 def test_the_number_of_workers_follows_cores_and_memory(monkeypatch):

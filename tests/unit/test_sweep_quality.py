@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from cutegemm import heuristics
+from cutegemm.choice import heuristics
 from cutegemm.problem import Problem
+from cutegemm.tuner.search import Options, Outcome, Search
+from cutegemm.tuner.space import Candidate, Frontier, enumerate_all
 from cutegemm.winners import Winners
 from tests.tuning_fakes import H200, Clock, FakeCompiler, FakeTimer
-from tuning.sweep_candidates import Candidate, Frontier, enumerate_all
-from tuning.sweep_search import Options, Outcome, Search
 
 WORLDS = 2
 ERRORS = {

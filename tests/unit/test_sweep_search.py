@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cutegemm.problem import Problem
+from cutegemm.tuner.search import Options
+from cutegemm.tuner.timer import TimerBroken, TimerLost
 from cutegemm.winners import Measurement, Winners
-from cutegemm.winners_fingerprint import fingerprint
+from cutegemm.winners.fingerprint import fingerprint
 from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, candidate, search, space
-from tuning.sweep_search import Options
-from tuning.sweep_timer import TimerBroken, TimerLost
 
 
 @pytest.fixture

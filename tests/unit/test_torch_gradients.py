@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import reference
+from cutegemm.problem import reference
 from tests import gradients, opinfo
 from tests.problems import DTYPES, matrix
 

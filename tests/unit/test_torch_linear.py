@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import cutegemm
-from cutegemm import reference
+from cutegemm.problem import reference
 from tests import gradients
 from tests.problems import DTYPES
 
@@ -120,6 +120,28 @@ def test_a_linear_is_a_drop_in(seed):
         assert (type(again), again.activation) == (cutegemm.nn.Linear, "relu")
     with pytest.raises(ValueError, match="activation: got 'gelu_erf', accepted are None, 'relu'"):
         cutegemm.nn.Linear(7, 5, activation="gelu_erf")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backend": "foo"}, "^backend: got 'foo', accepted are 'auto', 'cute', 'cutlass2x', 'legacy', 'torch'"),
+        ({"backend": None}, "^backend: got None, accepted are"),
+        ({"precision": "fp64"}, "^precision: got 'fp64', accepted are None, 'ieee', 'tf32', 'tf32x3'"),
+        ({"precision": ["tf32"]}, r"^precision: got \['tf32'\], accepted are"),
+        ({"activation": torch.relu}, "^activation: got <.*, accepted are None, 'relu'"),
+        ({"activation": torch.ones(2)}, "^activation: got a Tensor, accepted are None, 'relu'"),
+    ],
+    ids=["unknown backend", "no backend", "precision", "list of precisions", "function", "tensor"],
+)
+def test_a_linear_refuses_bad_choices_when_it_is_made(given, message):
+    with pytest.raises(ValueError, match=message):
+        cutegemm.nn.Linear(7, 5, **given)
+    with pytest.raises(ValueError, match=message):
+        cutegemm.nn.Linear.from_linear(torch.nn.Linear(7, 5), **given)
+    if "activation" not in given:
+        with pytest.raises(ValueError, match=message):
+            cutegemm.nn.replace_linears(torch.nn.Sequential(torch.nn.ReLU()), **given)
 
 
 def test_from_linear_shares_parameters_hooks_and_mode(seed):

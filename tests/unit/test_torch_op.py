@@ -178,6 +178,28 @@ def test_subclasses_of_tensor(seed):
         assert torch.equal(got.as_subclass(torch.Tensor), want)
 
 
+@pytest.mark.parametrize("name", ["a", "b", "c", "bias", "out"])
+def test_a_subclass_is_dispatched_every_time(name, seed):
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func in (OP, torch.ops.cutegemm.gemm, torch.ops.cutegemm.gemm_out):
+                seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    seen: list[object] = []
+    given = dict(zip(("a", "b", "c", "bias", "out"), draw(seed, *[(8, 8)] * 3, (8,), (8, 8)), strict=True))
+    if name != "out":
+        del given["out"]
+    a, b, c = (given[n].as_subclass(Counted) if n == name else given[n] for n in "abc")
+    rest = {n: t.as_subclass(Counted) if n == name else t for n, t in given.items() if n not in "abc"}
+    with torch._C.DisableTorchFunctionSubclass():  # planned and remembered where nothing handles the subclass
+        cutegemm.gemm(a, b, c, beta=1.0, **rest)
+    for times in (1, 2, 3):
+        got = cutegemm.gemm(a, b, c, beta=1.0, **rest)
+        assert (len(seen), type(got)) == (times, Counted)
+
+
 def test_a_dispatch_mode_sees_the_operator(seed):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,11 +266,81 @@ def test_vmap_of_gradients_and_gradients_of_vmap(seed):
         torch.testing.assert_close(function(ours), function(theirs), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("backend", ["auto", "torch", "legacy"])
+def test_traced_by_jit(backend, seed):
+    a, b, c = draw(seed, (8, 8), (8, 8), (8, 8))
+    traced = torch.jit.trace(lambda a, b: cutegemm.gemm(a, b, alpha=0.5, backend=backend), (a, b))
+    assert "cutegemm::gemm" in str(traced.graph)
+    wide = torch.cat((a, c))  # other values in another shape than those traced
+    torch.testing.assert_close(traced(wide, b), 0.5 * wide @ b)
+    traced = torch.jit.trace(
+        lambda a, b, c: cutegemm.gemm(a, b, c, beta=1.0, backend=backend, out=c), (a, b, c.clone())
+    )
+    out = c.clone()
+    assert traced(a, b, out) is out
+    torch.testing.assert_close(out, torch.addmm(c, a, b))
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "bias", "out"])
+def test_a_tensor_that_escaped_from_vmap_is_named(name, seed):
+    given = dict(zip(("a", "b", "c", "bias", "out"), draw(seed, *[(8, 8)] * 3, (8,), (8, 8)), strict=True))
+
+    def call(kept):
+        arguments = {**given, name: kept}
+        return cutegemm.gemm(arguments.pop("a"), arguments.pop("b"), arguments.pop("c"), beta=1.0, **arguments)
+
+    def mapped(tensor):
+        kept = []
+        torch.vmap(lambda x: kept.append(x) or x)(tensor)
+        return call(kept[0])
+
+    several = given[name].expand(3, *given[name].shape).clone()
+    message = f"^{name}: got a tensor that escaped from a function mapped by torch.vmap"
+    with pytest.raises(ValueError, match=message):
+        mapped(several)
+    with pytest.raises(ValueError, match=message):  # of an inner vmap, within an outer one
+        torch.vmap(mapped)(several.expand(2, *several.shape).clone())
+
+
+COMPILED = [
+    ("alpha", lambda a, b: cutegemm.gemm(a, b, alpha=True), TypeError, "alpha: got bool, expected a Python float"),
+    ("beta", lambda a, b: cutegemm.gemm(a, b, a, beta=False), TypeError, "beta: got bool, expected a Python float"),
+    ("large", lambda a, b: cutegemm.gemm(a, b, alpha=1e39), ValueError, r"alpha: got 1e\+39, which fp32 cannot hold"),
+    ("out is a", lambda a, b: cutegemm.gemm(a, b, out=a), ValueError, "out: it overlaps a in memory"),
+    ("out is b", lambda a, b: cutegemm.gemm(a, b, out=b), ValueError, "out: it overlaps b in memory"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), [c[1:] for c in COMPILED], ids=[c[0] for c in COMPILED])
+def test_compiled_code_refuses_what_eager_code_refuses(call, error, message, seed):
+    a, b = draw(seed, (8, 8), (8, 8))
+    with pytest.raises(error, match=f"^{message}"):
+        call(a, b)
+    torch._dynamo.reset()
+    with pytest.raises(error, match=f"^{message}"):
+        torch.compile(call, backend="aot_eager")(a, b)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        compiled(call)(a, b)
+
+
+@pytest.mark.parametrize("value", [1e300, -1e300])
+def test_the_operator_checks_numbers_on_every_call(value, seed):
+    a, b, c = draw(seed, (8, 8), (8, 8), (8, 8))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^alpha: got -?1e\+300, which fp32 cannot hold"):
+            OP(a, b, None, value)
+        with pytest.raises(ValueError, match=r"^beta: got -?1e\+300, which fp32 cannot hold"):
+            OP(a, b, c, 1.0, value)
+        with pytest.raises(ValueError, match=r"^alpha: got -?1e\+300, which fp32 cannot hold"):
+            torch.ops.cutegemm.gemm_out(a, b, None, value, 0.0, None, None, None, "auto", None, torch.empty(8, 8))
+        OP(a, b)  # remembered from here on
+        OP(a, b, c, 1.0, 2.0)
+        torch.ops.cutegemm.gemm_out(a, b, None, 1.0, 0.0, None, None, None, "auto", None, torch.empty(8, 8))
+
+
 def test_transforms_that_cannot_be_right_are_refused(seed):
     a, b = draw(seed, (4, 6), (6, 5))
-    with pytest.raises(ValueError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: cutegemm.gemm(x, b), (a,), (a,))
     with pytest.raises(ValueError, match="out: got a tensor under vmap"):
         torch.vmap(lambda x: cutegemm.gemm(x, b, out=torch.empty(4, 5)))(a.expand(2, 4, 6))
     with pytest.raises(ValueError, match="a: got 1 dimensions"):

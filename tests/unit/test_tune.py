@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import cutegemm
-from cutegemm import runner, winners
-from cutegemm.arch import Arch
+from cutegemm import winners
 from cutegemm.errors import GemmError, UnsupportedError
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
+from cutegemm.run import call, runner
+from cutegemm.tuner import on_demand
 from cutegemm.winners import Winners
+from tests.fake_backend import uncompiled
 from tests.tuning_fakes import H200, FakeCompiler, FakeTimer
 
-tuning = importlib.import_module("cutegemm.tune")
 PROBLEM = Problem.of(256, 256, 256, "bf16")
 
 
 @pytest.fixture(autouse=True)
 def own_store(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning, "_met", set())
+    monkeypatch.setattr(on_demand, "_met", set())
 
 
 def fakes(timer: FakeTimer | None = None) -> dict:
@@ -31,28 +32,28 @@ def fakes(timer: FakeTimer | None = None) -> dict:
 
 
 def test_the_winner_is_recorded_and_used():
-    found = tuning.search(PROBLEM, H200, 0, budget=600, **fakes())
+    found = on_demand.search(PROBLEM, H200, 0, budget=600, **fakes())
     assert found.backend == "cute"
     assert found.ratio == pytest.approx(1e-3 / found.seconds)
     assert 0 < found.tried <= found.enumerated
     row = winners.lookup(PROBLEM, H200)
     assert (row.config, row.seconds) == (found.config, found.seconds)
-    choice = cutegemm.plan.choose(PROBLEM, H200)
+    choice = cutegemm.choice.plan.choose(PROBLEM, H200)
     assert str(choice.config) == found.config
     assert "tuned winner, own" in choice.why
 
 
 def test_what_cannot_be_tuned_is_said():
     with pytest.raises(UnsupportedError, match="empty"):
-        tuning.search(Problem.of(0, 64, 64), H200, 0, **fakes())
+        on_demand.search(Problem.of(0, 64, 64), H200, 0, **fakes())
     with pytest.raises(ValueError, match="budget: got 0"):
-        tuning.search(PROBLEM, H200, 0, budget=0, **fakes())
+        on_demand.search(PROBLEM, H200, 0, budget=0, **fakes())
     with pytest.raises(GemmError, match="out of memory"):
-        tuning.search(PROBLEM, H200, 0, **fakes(FakeTimer({}, open_fails="out of memory")))
+        on_demand.search(PROBLEM, H200, 0, **fakes(FakeTimer({}, open_fails="out of memory")))
     wrong = FakeTimer({})
     wrong.check = lambda candidate, timeout: SimpleNamespace(verdict="wrong: all", seconds=float("inf"))  # type: ignore
     with pytest.raises(GemmError, match=r"nothing right was measured .*wrong"):
-        tuning.search(PROBLEM, H200, 0, budget=600, **fakes(wrong))
+        on_demand.search(PROBLEM, H200, 0, budget=600, **fakes(wrong))
     assert Winners().best("H200", 132, str(PROBLEM)) is None
 
 
@@ -65,7 +66,7 @@ def test_ctrl_c_goes_through_with_everything_kept():
 
     timer.after_check = interrupt
     with pytest.raises(KeyboardInterrupt):
-        tuning.search(PROBLEM, H200, 0, **fakes(timer))
+        on_demand.search(PROBLEM, H200, 0, **fakes(timer))
     assert len(Winners().rows()) >= 6
 
 
@@ -91,28 +92,17 @@ def cuda(monkeypatch) -> SimpleNamespace:
     state.call = runner.Call(request, "auto", None)  # type: ignore[arg-type]
     monkeypatch.setattr(Arch, "of_device", staticmethod(lambda index=None: H200))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(runner.backends, "get", lambda name, real=runner.backends.get: _Uncompiled(real(name)))
-    real = tuning.search
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    build = lambda signature, config, arch: SimpleNamespace(config=config)  # noqa: E731
+    monkeypatch.setattr(runner.backends, "get", lambda name, get=runner.backends.get: uncompiled(get(name), build))
+    real = on_demand.search
 
     def search(problem, arch, device, **more):
         state.tuned.append((problem, device, more.get("budget")))
         return real(problem, arch, device, **{**more, **fakes(), "progress": False})
 
-    monkeypatch.setattr(tuning, "search", search)
+    monkeypatch.setattr(on_demand, "search", search)
     return state
-
-
-class _Uncompiled:
-    """A backend that compiles nothing."""
-
-    def __init__(self, backend) -> None:
-        self._backend = backend
-
-    def __getattr__(self, name: str):
-        return getattr(self._backend, name)
-
-    def build(self, signature, config, arch):
-        return SimpleNamespace(config=config)
 
 
 def test_gemm_never_tunes_unasked(cuda, monkeypatch):
@@ -136,7 +126,7 @@ def test_asked_it_tunes_a_problem_once(cuda, monkeypatch):
     cuda.call.plan()
     assert len(cuda.tuned) == 1
     # In a later process the winner is there.
-    tuning._met.clear()
+    on_demand._met.clear()
     cuda.call.plan()
     assert len(cuda.tuned) == 1
 
@@ -158,19 +148,21 @@ def test_a_search_that_finds_nothing_is_a_warning(cuda, monkeypatch):
     def fail(*rest, **more):
         raise GemmError("nothing right was measured")
 
-    monkeypatch.setattr(tuning, "search", fail)
+    monkeypatch.setattr(on_demand, "search", fail)
     with pytest.warns(RuntimeWarning, match="CUTEGEMM_TUNE: nothing right was measured"):
         plan = cuda.call.plan()
     assert plan.choice.backend == "cute"
-    monkeypatch.setattr(tuning, "_met", set())
-    monkeypatch.setenv("CUTEGEMM_TUNE_BUDGET", "long")
-    with pytest.raises(ValueError, match="CUTEGEMM_TUNE_BUDGET: got 'long'"):
-        cuda.call.plan()
+    monkeypatch.setattr(on_demand, "_met", set())
+    for text in ("long", "-1", "nan"):
+        monkeypatch.setenv("CUTEGEMM_TUNE_BUDGET", text)
+        for _ in range(2):  # not the first time alone
+            with pytest.raises(ValueError, match=f"CUTEGEMM_TUNE_BUDGET: got '{text}'"):
+                cuda.call.plan()
 
 
 def test_tune_refuses_during_capture_and_forgets_old_plans(cuda, monkeypatch):
     monkeypatch.setattr(runner.Call, "of", classmethod(lambda cls, a, b, c, options: cuda.call))
-    memo = importlib.import_module("cutegemm.gemm")._memo
+    memo = call.memo
     memo.put("a call", "its old kernel")
     cuda.capturing = True
     with pytest.raises(GemmError, match="captured"):

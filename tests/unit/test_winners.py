@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cutegemm import winners_file
 from cutegemm.winners import Measurement, Winners, WinnersWarning, default_path, pick, standing
+from cutegemm.winners import file as winners_file
 from tests.waiting import PATIENCE
 
 

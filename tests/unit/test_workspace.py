@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+import cutegemm
 from cutegemm.cute import workspace
 from cutegemm.cute.workspace import MOST_KEPT, PARTS_STEP, WORDS_STEP, Workspaces
 
@@ -137,6 +140,88 @@ def test_clear_zeroes_what_a_faulty_kernel_left(driver):
     spaces.clear()
     assert not memory[place : place + 16].any()
     assert memory[place + 16 :].eq(-1).all()
+
+
+def in_a_thread(work):
+    """What `work()` returns in a thread of its own, which has ended."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_freed_workspaces_are_made_anew(driver, monkeypatch):
+    spaces = Workspaces()
+    monkeypatch.setattr(workspace, "default", spaces)
+    assert cutegemm.clear_workspaces() == 0
+    under_way, _ = spaces.take(16, 1024, 0)
+    other, _ = spaces.take(16, 1024, 3)
+    driver.capturing = True
+    with spaces.lent_to_graphs() as lent:
+        spaces.take(16, 1024, 0)
+    graph, _ = spaces.take(16, 1024, 0)
+    driver.capturing = False
+    gone = weakref.ref(other)
+    bytes_kept = under_way.nbytes + other.nbytes
+    del other
+    driver.made.clear()
+    assert cutegemm.clear_workspaces() == bytes_kept
+    assert gone() is None, "nobody uses it any more"
+    assert lent[0] is under_way, "a timed graph keeps what it was lent"
+    assert graph.numel(), "a captured graph has memory of its own"
+    again, address = spaces.take(16, 1024, 0)
+    place = address - again.data_ptr()
+    assert again is not under_way
+    assert not again[place : place + 16].any()
+    assert cutegemm.clear_workspaces() == again.nbytes
+
+
+def test_workspaces_are_freed_while_other_threads_launch(driver):
+    spaces = Workspaces()
+    stop = threading.Event()
+
+    def launch(stream: int) -> int:
+        count = 0
+        while not stop.is_set():
+            memory, address = spaces.take(16, 1024, stream)
+            assert memory.data_ptr() <= address < memory.data_ptr() + memory.nbytes
+            driver.made.clear()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(launch, stream) for stream in (0, 1, workspace.PER_THREAD)]
+        for _ in range(50):
+            spaces.free()
+        stop.set()
+        assert all(found.result() for found in running)
+    spaces.free()
+    assert spaces.free() == 0
+
+
+def test_threads_share_no_workspace_on_their_own_default_streams(driver):
+    """Their handle is the same in all; what one thread leaves in its workspace is another's to find."""
+    spaces = Workspaces()
+    mine, address = spaces.take(16, 1024, workspace.PER_THREAD)
+    assert spaces.take(16, 1024, workspace.PER_THREAD) == (mine, address)
+    theirs, _ = in_a_thread(lambda: spaces.take(16, 1024, workspace.PER_THREAD))
+    assert theirs is not mine
+    assert in_a_thread(lambda: spaces.take(16, 1024, 5)[0]) is spaces.take(16, 1024, 5)[0], "another stream is shared"
+    assert spaces.free() == mine.nbytes + spaces.take(16, 1024, 5)[0].nbytes, "that of the thread that ended is gone"
+
+
+def test_memory_of_per_thread_default_streams_belongs_to_the_legacy_one(driver, monkeypatch):
+    """torch's allocator would hand it to another thread, whose stream of that handle does not wait for this one."""
+    owners = []
+    allocate = driver.allocate
+    monkeypatch.setattr(workspace, "_allocate", lambda *sizes: owners.append(driver.stream) or allocate(*sizes))
+    driver.stream = workspace.PER_THREAD
+    spaces = Workspaces()
+    spaces.take(16, 1024, workspace.PER_THREAD)
+    spaces.take(16, MOST_KEPT, workspace.PER_THREAD)
+    spaces.clear()
+    assert owners == [workspace.LEGACY_DEFAULT] * 2
+    driver.capturing = True
+    spaces.take(16, 1024, workspace.PER_THREAD)
+    assert owners[2:] == [workspace.PER_THREAD], "a graph's memory comes from the pool of its capture"
 
 
 def test_no_memory_is_an_error_of_the_caller(driver, monkeypatch):

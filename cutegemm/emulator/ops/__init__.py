@@ -4,7 +4,7 @@ from importlib import import_module
 
 FAMILIES = (
     "integer", "bits", "floating", "half", "convert", "loadstore", "atomic", "warp", "misc", "barrier", "async_copy",
-    "matrix", "mma", "mbarrier", "tma", "remote_store", "wgmma",
+    "register_pool", "matrix", "mma", "mbarrier", "tma", "remote_store", "wgmma",
 )  # fmt: skip
 
 for _family in FAMILIES:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cutegemm.emulator import numerics
+from cutegemm.emulator.ops import half
 from cutegemm.emulator.ptx import Instr, Reg
 from cutegemm.emulator.translate import RUNTIME, Gen, emits, runtime
 
@@ -101,44 +102,18 @@ def directed_multiply(a, b, mode):
 
 @runtime
 def float_min(a, b, c=None, *, nan=False, by_magnitude=False):
-    return _select(a, b, c, nan, by_magnitude, smaller=True)
+    return numerics.select(a, b, c, nan, by_magnitude, smaller=True)
 
 
 @runtime
 def float_max(a, b, c=None, *, nan=False, by_magnitude=False):
-    return _select(a, b, c, nan, by_magnitude, smaller=False)
-
-
-def _select(a, b, c, nan, xorsign, smaller):
-    """min / max: the number where only one is a NaN (with .NaN: a NaN); -0 is smaller than +0."""
-    a, b = np.broadcast_arrays(a, b)
-    sign = np.signbit(a) ^ np.signbit(b)
-    if xorsign:
-        a, b = np.abs(a), np.abs(b)
-    out = np.fmin(a, b) if smaller else np.fmax(a, b)
-    zeros = (a == 0) & (b == 0)
-    if zeros.any():
-        negative = (np.signbit(a) | np.signbit(b)) if smaller else (np.signbit(a) & np.signbit(b))
-        out = np.where(zeros, np.where(negative, a.dtype.type(-0.0), a.dtype.type(0.0)), out)
-    if xorsign:
-        out = np.where(sign, -out, out)
-    isnan = (a != a) | (b != b) if nan else (a != a) & (b != b)
-    if isnan.any():
-        canonical = (
-            np.array(0x7FFFFFFF, U4).view(F4) if a.dtype == F4 else np.array(0x7FFFFFFFFFFFFFFF, np.uint64).view(F8)
-        )
-        out = np.where(isnan, canonical, out)
-    if c is not None:
-        return _select(out, c, None, nan, xorsign, smaller)
-    return out
+    return numerics.select(a, b, c, nan, by_magnitude, smaller=False)
 
 
 @emits("fma")
 def fma(g: Gen, i: Instr) -> None:
     t = i.parts[-1]
     if t in ("f16", "f16x2", "bf16", "bf16x2"):
-        from cutegemm.emulator.ops import half
-
         half.arithmetic(g, i)
         return
     code = "f4" if t == "f32" else "f8"
@@ -256,8 +231,6 @@ def tanh(g: Gen, i: Instr) -> None:
 
 def _half_or_single(g: Gen, i: Instr, function: str) -> None:
     if i.parts[-1] in ("f16", "f16x2", "bf16", "bf16x2"):
-        from cutegemm.emulator.ops import half
-
         half.unary(g, i, function)
         return
     _unary(g, i, f"via_f64({function}, {{a}})")

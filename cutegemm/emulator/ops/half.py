@@ -70,9 +70,9 @@ def half_op(name, kind, flags, *args):
     elif name == "fma":
         out, residue = numerics.two_sum(x[0] * x[1], x[2])
     elif name in ("min", "max"):
-        from cutegemm.emulator.ops.floating import _select
-
-        out = _select(x[0], x[1], x[2] if len(x) > 2 else None, "NaN" in flags, "xorsign" in flags, name == "min")
+        out = numerics.select(
+            x[0], x[1], x[2] if len(x) > 2 else None, "NaN" in flags, "xorsign" in flags, name == "min"
+        )
     else:
         out = {"np.exp2": np.exp2, "np.tanh": np.tanh, "np.log2": np.log2, "np.sin": np.sin, "np.cos": np.cos}[name](
             x[0]

@@ -89,11 +89,6 @@ def known_param(g: Gen, items, code: str, size: int, addr: Any) -> None:
 
 @emits("st")
 def st(g: Gen, i: Instr) -> None:
-    if i.has("async"):
-        from cutegemm.emulator.ops import remote_store
-
-        remote_store.st_async(g, i)
-        return
     addr, value = i.operands
     items, code, size = _shape(g, i, value)
     space = space_of(g, i)

@@ -1,9 +1,8 @@
 """mbarrier objects: init, inval, arrive in all forms, expect_tx, complete_tx, test_wait, try_wait, pending_count.
 
-State is kept beside shared memory, per (CTA, slot): the bytes of the object itself are not modelled. try_wait
-blocks until
-its phase is complete; with a seed it sometimes gives up early, as its time limit allows. The state that arrive returns
-is the number of the phase.
+State is kept apart from shared memory, per (CTA, slot): the bytes of the object itself are not modelled. try_wait
+blocks until its phase is complete; with a seed it sometimes gives up early, as its time limit allows. The state
+that arrive returns is the number of the phase.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fences, launch control, register reallocation, traps and other instructions with little or no effect on values."""
+"""Fences, launch control, traps and other instructions with little or no effect on values."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ from cutegemm.emulator.ptx import Instr
 from cutegemm.emulator.translate import Gen, emits, runtime
 
 
-@emits("membar", "nanosleep", "pmevent", "griddepcontrol", "setmaxnreg", "brkpt")
+@emits("membar", "nanosleep", "pmevent", "griddepcontrol", "brkpt")
 def nothing(g: Gen, i: Instr) -> None:
-    """No effect here: one kernel runs at a time, memory is sequentially consistent, registers are plentiful.
-
-    setmaxnreg is checked for a legal count only.
-    """
-    if i.name == "setmaxnreg":
-        count = i.operands[0].value
-        if not 24 <= count <= 256 or count % 8:
-            raise g.unsupported(f"setmaxnreg takes a multiple of 8 from 24 to 256, got {count}")
+    """No effect here: one kernel runs at a time, and memory is sequentially consistent."""
 
 
 @emits("fence")

@@ -13,12 +13,13 @@ from cutegemm.emulator.ops.loadstore import _rows, _scatter, active, fail, share
 from cutegemm.emulator.ops.mbarrier import MBARRIERS
 from cutegemm.emulator.ops.tma import _issue
 from cutegemm.emulator.ptx import TYPE_BYTES, Instr, Vec
-from cutegemm.emulator.translate import PTX_CODE, Gen, runtime
+from cutegemm.emulator.translate import PTX_CODE, Gen, emits, runtime
 
 QUALIFIERS = ("weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4")
 TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64")
 
 
+@emits("st.async")
 def st_async(g: Gen, i: Instr) -> None:
     *qualifiers, kind = i.parts[2:]
     for p in qualifiers:

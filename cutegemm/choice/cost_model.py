@@ -1,0 +1,389 @@
+"""How long a configuration takes for a problem, from what the kernel must do: a model, no measurement.
+
+A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The estimate is one formula of few terms,
+`tiles_seconds` and `launch_seconds`:
+
+    tiles     rounds = ceil(tiles / places) tiles follow one another on the busiest SM (a part-filled last round costs a
+              whole one). Each takes its k steps and what is not hidden of its epilogue
+    memory    the bytes that must be read and written, and what the tile order reads again, over the bandwidth
+    fixed     launch, pipeline fill, and the last sums of parts of K
+    power     the energy of multiply-adds and of bytes moved, over what the card may draw for long
+
+The formula grows with each term. So a lower bound of the estimate is the same formula with less in its terms: `bounds`
+leaves out of each what takes long to work out. `Model.terms` gives the terms of an estimate by name, and
+`Terms.table` prints them in microseconds.
+
+What the terms count:
+
+    step      the slowest of: multiplying, reading and writing shared memory, loading (an SM's own port; all SMs' share
+              of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
+    epilogue  ping-pong hides it under the other tile, as far as that takes long enough. The last tile's epilogue is
+              hidden by nothing, and the kernel ends only when its stores have drained
+    outside   rows of a tile outside the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
+              bytes a clock, over all SMs of an H200 where it was measured)
+    lines     rows of A or B that do not begin on a line of 128 bytes: each 128-byte row of a load touches two lines
+              (up to 1.6 times as long where loads bound the time: 7712x15616x168 against x192 on an H200, 128x128
+              tiles)
+    narrow    rows of TMA boxes narrower than a line: of operands along M or N whose tile is no multiple of 64 elements
+              of 16 bits, and of k steps of 32. Each takes an SM's port as long as a line, once for each CTA that loads
+              it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32
+              bytes, 27 with 128x128)
+    writes    more for what is written to parts of sectors (32 bytes) and lines
+    split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
+              round. CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last
+              sums
+    power     a fourth-power mean joins it to the time at full clock: near the limit the clock gives way by degrees
+    launch    less where the next launch finds room on the SMs early, with programmatic dependent launch: two CTAs fit
+              an SM, or half of the SMs are free (0.35 us of 4 on an H200)
+
+The constants that no data sheet gives are in `cost_rates`. A configuration enters through its `Footprint`, which its
+backend fills in.
+
+Sources of the structure: NVIDIA, "Matrix Multiplication Background" (tile and wave quantization); Williams et al.,
+"Roofline", CACM 2009; the 128 bytes a clock of shared memory and 4096 flop a clock of an SM's tensor cores: NVIDIA
+H100 white paper.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cutegemm.choice.cost_rates import Rates, rates
+from cutegemm.hardware.arch import LINE, SECTOR
+from cutegemm.hardware.residency import resident_clusters
+from cutegemm.problem import ITEMSIZE
+
+if TYPE_CHECKING:
+    from cutegemm.choice.footprint import Footprint
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Signature
+
+STRADDLING = tuple(1 - math.gcd(rest, LINE) / LINE for rest in range(LINE))
+"""Share of the rows of a matrix that begin within a line, by the remainder of the rows' distance in bytes by `LINE`."""
+L2_FILLED = 0.6
+"""Share of the L2 up to which B still lies there when the tile order comes back to it."""
+ZIG_REREADS = 0.5
+"""Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
+COUNTED_HEAT = 0.5
+"""`bounds` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
+
+
+@functools.lru_cache(maxsize=256)
+def clusters(arch: Arch, size: int) -> int:
+    """Clusters of `size` CTAs that the GPU holds, at least 1, an SM a CTA."""
+    return resident_clusters(arch, size)
+
+
+class Terms(NamedTuple):
+    """An estimate and what it is made of, see `MEANINGS`. Times in seconds; those of a step and an epilogue are of one
+    CTA. The estimate is `launch_seconds` of `tiles`, `memory`, `fixed` and `power`.
+    """
+
+    seconds: float
+    tiles: float
+    memory: float
+    fixed: float
+    power: float
+    rounds: int
+    steps: int
+    step: float
+    port: float
+    l2: float
+    latency: float
+    multiply: float
+    shared: float
+    epilogue: float
+    end: float
+
+    def table(self) -> str:
+        """A line for each term: its name, microseconds (or a count), and what it is."""
+        lines = []
+        for name, value in zip(self._fields, self, strict=True):
+            number = f"{value}" if isinstance(value, int) else f"{value * 1e6:.3f} us"
+            lines.append(f"{name:<10}{number:>14}  {MEANINGS[name]}")
+        return "\n".join(lines)
+
+
+MEANINGS = {
+    "seconds": "the estimate, of the next four",
+    "tiles": "all rounds of tiles",
+    "memory": "bytes from and to memory",
+    "fixed": "launch, pipeline fill and last sums",
+    "power": "energy at the power limit, less what the card saved before; counts above 0",
+    "rounds": "tiles one after another on the busiest SM",
+    "steps": "k steps of a tile",
+    "step": "a k step: the slowest of its parts, some of the others, and a fixed cost",
+    "port": "a k step's loads through the SM's port",
+    "l2": "a k step's loads from the L2, all SMs loading",
+    "latency": "a k step's wait for its loads, over the stages in flight",
+    "multiply": "a k step's multiplications",
+    "shared": "a k step's reads and writes of shared memory",
+    "epilogue": "what is not hidden of a tile's epilogue",
+    "end": "the rest of the last epilogue, until its stores have drained",
+}
+"""What each of `Terms` is."""
+
+
+def tiles_seconds(
+    rounds: float, steps: int, step: float, latency: float, stages: int, epilogue: float, partial: float = 0.0
+) -> float:
+    """Seconds of rounds of tiles: each k step takes `step`, or `latency` where the wait for its loads is longer.
+
+    The first `stages` loads are all under way before a stage is needed again, so that they wait only once. From one
+    round on, the result grows with every argument but `stages`.
+
+    Args:
+        epilogue: what is not hidden of it, in each round. partial: seconds of a last round of fewer CTAs an SM.
+    """
+    if latency > step:
+        overlapped = (latency - step) * (steps if steps < stages else stages)
+        return rounds * (steps * latency + epilogue) + partial - overlapped
+    return rounds * (steps * step + epilogue) + partial
+
+
+def launch_seconds(
+    tiles: float, memory: float, fixed: float, power: float, overlap: float, counted: float = 0.0, early: float = 0.0
+) -> float:
+    """Seconds of a launch from its terms, each in seconds: the longer of tiles and memory hides most of the other.
+
+    Args:
+        overlap: share that is not hidden. counted: share of the time up to which the power limit is left out.
+        early: seconds that an early start saves, where `fixed` is without them.
+    """
+    time = (tiles + overlap * memory if tiles > memory else memory + overlap * tiles) + fixed - early
+    if power > counted * time:
+        time = math.sqrt(math.sqrt(time**4 + power**4))
+    return time
+
+
+class Model:
+    """A footprint with everything worked out that does not depend on the sizes: `seconds(m, n, k, batch)` is quick.
+
+    Args:
+        constants: overrides the family's `rates` (for fitting).
+    """
+
+    __slots__ = (
+        "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_early",
+        "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
+        "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
+        "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
+        "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_rereads", "_rest", "_sectors",
+        "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
+        "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_wave", "_within", "_writes",
+    )  # fmt: skip
+
+    def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
+        f, r = footprint, constants or rates(footprint.family)
+        clock = arch.clock_mhz * 1e6
+        size, out = ITEMSIZE[signature.dtype], ITEMSIZE[signature.out_dtype]
+        sharers = f.cluster[0] * f.cluster[1]
+        ctas = f.cluster_ctas
+        self._itemsize, self._out_size, self._overlap, self._within = size, out, r.overlap, r.within
+        self._tile_m, self._tile_n = rows_a, rows_b = f.cluster_tile
+        self._bk, self._splits = f.bk, f.splits
+        self._places = clusters(arch, ctas)
+        self._parts = f.splits * f.parts
+
+        # -- a k step
+        flops, stage = 2 * f.bm * f.bn * f.bk, (f.bm + f.bn) * f.bk * size
+        # Of the CTAs that share loads, each byte once.
+        from_l2 = (rows_a + rows_b) * f.bk * size
+        self._multiply = multiply = flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
+        self._smem = smem = (f.smem_step + stage * f.copies) / (r.smem * clock)
+        port = stage * f.narrow / (r.port * clock)
+        self._port, self._busiest, self._busy = port, max(multiply, smem), multiply + smem
+        self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
+        self._outside = f.parts * f.bk * size / (r.outside * clock * arch.sm_count) if r.outside else 0.0
+        self._a_by_k, self._b_by_k = signature.a_major == "k", signature.b_major == "k"
+        self._lines = r.lines
+        self._lines_a, self._lines_b = r.lines * rows_a / (rows_a + rows_b), r.lines * rows_b / (rows_a + rows_b)
+        self._tail = r.tail * self._outside * (rows_a * self._a_by_k + rows_b * self._b_by_k) / f.parts
+        self._step_fixed = (r.step + r.sync * (ctas > 1)) / clock
+        self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
+        self._stages, ahead = f.stages, max(f.stages - r.held, 0.5)
+        self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
+        # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
+        self._fold, warps = f.ctas, f.threads / 32
+        self._wave = [i + r.warps / warps if i else 0.0 for i in range(f.ctas + 1)]
+
+        # -- an epilogue
+        moved = f.bm * f.bn * (out + (ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0))
+        epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment) / clock
+        self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
+        self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
+        self._last = epilogue - self._epilogue + r.drains * f.bm * f.bn * out / (r.store * clock)
+
+        # -- a launch, and sums of parts of K
+        launch = r.launch - r.pdl * f.pdl + r.alone * (ctas == 1) + r.crew * max(f.threads // 128 - 2, 0)
+        self._leaves_room, self._early = f.leaves_room, r.early * f.pdl * 1e-6
+        self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
+        # Each sends what it does not own, then adds as much.
+        self._sums = 0.0
+        if f.parts > 1:
+            self._sums = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
+        self._balanced = f.balanced
+        self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
+        if f.splits > 1:
+            self._sums += self._split_fixed + (f.splits if f.serial else 1) * self._split_part
+        self._fixed = (launch + r.curve * f.curve) * 1e-6 + self._sums
+
+        # -- memory and power
+        self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1) + r.swapped * f.swapped
+        self._rereads = ZIG_REREADS if f.zig else 1.0
+        self._group_rows = f.group * self._tile_m
+        self._l2 = L2_FILLED * arch.l2_bytes
+        self._again, self._idle = r.again, r.idle
+        self._bandwidth = arch.hbm_bytes_per_s * r.hbm
+        watts = arch.watts_per_sm * arch.sm_count
+        self._energy_step = (
+            (sharers * flops * r.flop_pj + from_l2 * r.load_pj + sharers * f.smem_step * r.smem_pj) * 1e-12 / watts
+        )
+        self._energy_byte = r.hbm_pj * 1e-12 / watts
+        self._rest = r.rest * 1e-6
+
+        # -- what `bounds` counts: a step without the loads of other SMs, these alone, a wait, compulsory bytes
+        slowest = max(self._busiest, port)
+        self._least_step = slowest + r.within * (self._busy + port - slowest) + self._step_fixed
+        self._least_load = self._least_outside = self._least_latency = self._least_latency_lines = 0.0
+        self._least_tail = 0.0
+        if f.ctas == 1:  # CTAs that share an SM hide more
+            one = self._wave[1]
+            self._least_step *= one
+            self._least_load, self._least_outside = self._load_chip * one, self._outside * one
+            self._least_latency, self._least_latency_lines = self._waits, self._waits_port * r.lines
+            self._least_tail = self._tail
+        self._least_read, self._least_written = size / self._bandwidth, out * (1 + self._writes) / self._bandwidth
+
+    def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """Seconds of one launch for D (m, n) with a sum over k, `batch` times."""
+        return self.values(m, n, k, batch)[0]
+
+    def terms(self, m: int, n: int, k: int, batch: int = 1) -> Terms:
+        """The same, and what it is made of."""
+        values = self.values(m, n, k, batch)
+        return Terms._make((*values, self._multiply, self._smem, self._epilogue, self._last))
+
+    def at_least(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """A quick lower bound of `seconds`, see `bounds`."""
+        return bounds((self,), m, n, k, batch)[0]
+
+    def straddling(self, m: int, n: int, k: int) -> float:
+        """The share of A's rows or of B's, the lesser, that begin within a line; the same for all of a signature."""
+        a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
+        return min(STRADDLING[a_row * self._itemsize % LINE], STRADDLING[b_row * self._itemsize % LINE])
+
+    def values(self, m: int, n: int, k: int, batch: int) -> tuple[Any, ...]:
+        """The first fields of `Terms`, in a plain tuple: a choice reads `seconds` alone and would pay for the names."""
+        splits, places, within = self._splits, self._places, self._within
+        rows, columns = -(-m // self._tile_m), -(-n // self._tile_n)
+        tiles = rows * columns * batch
+        all_steps = -(-k // self._bk) or 1
+        steps = -(-all_steps // self._parts)
+        works = tiles * splits
+        rounds = -(-works // places)
+
+        load = self._load_chip
+        size, tail, port, waits = self._itemsize, 0.0, self._port, self._waits
+        if tiles:
+            load += self._outside * (self._tile_m - m / rows + self._tile_n - n / columns)
+            if self._lines_a:
+                a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
+                more = self._lines_a * STRADDLING[a_row * size % LINE] + self._lines_b * STRADDLING[b_row * size % LINE]
+                load += self._load_chip * more
+                port += port * more
+                waits += self._waits_port * more
+            if self._tail and k % self._bk:  # one split has the end of K
+                tail = self._tail * (tiles if tiles < places else places)
+        busy = self._busiest if self._busiest > port else port
+        busy += within * (self._busy + port - busy)
+        load *= works if works < places else places
+        step = self._step_fixed + (busy + within * load if busy > load else load + within * busy)
+
+        busy_rounds = 0.0
+        if rounds:
+            full, rest = divmod(rounds, self._fold)
+            partial, wave = 0.0, step * self._wave[-1]
+            if rest:
+                narrow = step * self._wave[rest]
+                partial = steps * (narrow if narrow > waits else waits) + rest * self._epilogue
+            busy_rounds = tiles_seconds(
+                full, steps, wave, waits, self._stages, self._fold * self._epilogue, partial
+            ) + rounds * tail  # fmt: skip
+            if rounds > 1:
+                late = self._alternate - 0.5 * steps * (wave if wave > waits else waits)
+                if late > 0:  # of two warpgroups that take turns, each is busy with its tile, epilogue and all
+                    busy_rounds += (rounds - 1) * late
+                busy_rounds *= self._slower
+            if self._balanced and works > places and works % places:
+                busy_rounds *= works / (places * rounds) * self._uneven
+                busy_rounds += self._split_fixed + self._split_part
+            busy_rounds += (rounds - 1) * self._sums + self._last
+
+        a, b = m * k * batch * size, n * k * batch * size
+        d = m * n * batch * self._out_size
+        moved: float = a + b + d
+        if b > self._l2 and m > self._group_rows:
+            moved += b * (m / self._group_rows - 1) * self._rereads
+        held = (b if m > self._tile_m else 0) + (a if n > self._tile_n else 0)
+        if splits > 1:
+            held += 8 * splits * m * n * batch  # the parts, fp32, written and read
+        memory = moved + self._again * held + d * self._writes
+        if n * self._out_size % SECTOR:
+            memory += d * self._sectors
+        if works:
+            memory *= 1 + self._idle * (places / works - 1 / rounds)
+        memory /= self._bandwidth
+
+        fixed = self._fixed
+        if self._leaves_room or 2 * works <= places:
+            fixed -= self._early
+        power = tiles * all_steps * self._energy_step + moved * self._energy_byte - self._rest
+        return (
+            launch_seconds(busy_rounds, memory, fixed, power, self._overlap), busy_rounds, memory, fixed, power,
+            rounds, steps, step, port, load, waits,
+        )  # fmt: skip
+
+
+def bounds(models: Sequence[Model], m: int, n: int, k: int, batch: int) -> list[float]:
+    """A lower bound of `Model.seconds` for each of many models of one signature: the formula with less in its terms.
+
+    A step counts either its own work or the loads of all SMs, memory counts the compulsory bytes, and the power limit
+    counts the energy of the k steps. Waits for loads and epilogues count in full. One loop serves all models, because a
+    choice asks for the bounds of all its candidates.
+    """
+    if not m * n * batch:
+        return [model._fixed - model._early for model in models]  # what every launch costs
+    found: list[float] = []
+    straddling = models[0].straddling(m, n, k) if models else 0.0
+    read, written = (m + n) * k * batch, m * n * batch
+    for model in models:
+        places = model._places
+        tile_m, tile_n = model._tile_m, model._tile_n
+        rows, columns = (m - 1) // tile_m + 1, (n - 1) // tile_n + 1
+        tiles = rows * columns * batch
+        steps = all_steps = (k - 1) // model._bk + 1 or 1
+        if model._parts != 1:
+            steps = -(-steps // model._parts)
+        works = tiles * model._splits
+        step, load, latency = model._least_step, model._least_load, model._least_latency
+        if straddling:
+            load *= 1 + model._lines * straddling
+            latency += model._least_latency_lines * straddling
+        if model._least_outside:
+            load += model._least_outside * (tile_m - m / rows + tile_n - n / columns)
+        load *= works if works < places else places
+        rounds = tiles / places if model._balanced else (works - 1) // places + 1
+        busy = tiles_seconds(rounds, steps, load if load > step else step, latency, model._stages, model._epilogue)
+        busy += model._last
+        if model._least_tail and k % model._bk:
+            busy += rounds * model._least_tail * (tiles if tiles < places else places)
+        found.append(launch_seconds(
+            busy, read * model._least_read + written * model._least_written, model._fixed,
+            tiles * all_steps * model._energy_step - model._rest, model._overlap, COUNTED_HEAT,
+            model._early if model._leaves_room or 2 * works <= places else 0.0,
+        ))  # fmt: skip
+    return found

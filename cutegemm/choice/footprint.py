@@ -1,0 +1,128 @@
+"""What one CTA of a configuration does, in terms that every kernel family has: the cost model's view of it.
+
+Each backend fills in the footprints of its own configurations (`Backend.footprint`); `of_warps` serves those whose
+warps read their fragments from shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cutegemm.hardware.arch import LINE
+from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.dtypes import CUDA_CORES
+
+if TYPE_CHECKING:
+    from cutegemm.choice.cost_rates import CostFamily
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Signature
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One CTA of a configuration.
+
+    family: whose fitted constants apply.
+    bm, bn, bk: CTA tile in D's orientation [elements].
+    stages: of the ring of operand tiles.
+    smem_step: shared memory that all warps read in a k step [bytes].
+    threads: of a CTA. ctas: CTAs resident on an SM.
+    cluster: CTAs along M and N that share loads. parts: CTAs of a cluster that sum a part of K each and add up on chip.
+    splits: parts of K among clusters. serial: one CTA adds up all splits of a tile; else its CTAs share them out.
+    balanced: tiles that fill no round of all SMs are cut along K (stream-K).
+    group: tile rows that the tile order walks together. curve: the tile order is a Hilbert curve.
+    zig: every other wave of tiles walks K backwards.
+    overlapped: the epilogue runs under the next tile's multiplications.
+    pdl: programmatic dependent launch. leaves_room: a CTA of the next launch, which may start early, fits the SM too.
+    copies: load instructions relative to loads of 16 bytes; 1.0 means none narrower.
+    narrow: slowdown of a stage's TMA loads relative to boxes with rows of whole lines; 1.0 means none.
+    segment: part of a row of D that the epilogue stores as one, at most a line [bytes].
+    swapped: the kernel multiplies D^T = B^T A^T and stores D transposed.
+    """
+
+    family: CostFamily
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    smem_step: int
+    threads: int
+    ctas: int = 1
+    cluster: tuple[int, int] = (1, 1)
+    parts: int = 1
+    splits: int = 1
+    group: int = 8
+    overlapped: bool = False
+    serial: bool = True
+    balanced: bool = False
+    pdl: bool = False
+    copies: float = 1.0
+    narrow: float = 1.0
+    curve: bool = False
+    zig: bool = False
+    segment: int = LINE
+    swapped: bool = False
+    leaves_room: bool = False
+
+    @property
+    def cluster_tile(self) -> tuple[int, int]:
+        """Rows and columns of D that a cluster computes together."""
+        return self.bm * self.cluster[0], self.bn * self.cluster[1]
+
+    @property
+    def cluster_ctas(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.parts
+
+
+def of_warps(
+    family: CostFamily,
+    tile: tuple[int, int, int],
+    warp: tuple[int, int],
+    stages: int,
+    smem_bytes: int,
+    signature: Signature,
+    arch: Arch,
+    *,
+    group: int,
+    splits: int = 1,
+    slices: int = 1,
+) -> Footprint:
+    """The footprint of a kernel whose warps each read their own fragments of A and B from shared memory.
+
+    Args:
+        tile: (M, N, K) of the CTA tile. warp: (M, N) of the warp tile. smem_bytes: shared memory of a CTA.
+        group, splits: as in `Footprint`.
+        slices: groups of warps that share the warp tiles, each reading its part of a stage's depth.
+    """
+    (bm, bn, bk), (wm, wn), size = tile, warp, ITEMSIZE[signature.dtype]
+    warps = max(bm * bn // (wm * wn), 1)
+    threads = 32 * warps * slices
+    # Accumulators, double-buffered fragments, addresses; FFMA kernels hold longer fragments.
+    accumulators = wm * wn // 32
+    held = 2 * accumulators + 40 if signature.unit == CUDA_CORES else (wm + wn) // 2 + 40
+    registers = min(accumulators + held, arch.registers_per_thread)
+    if slices > 1:
+        # The compiler loads ahead into whatever one CTA may have.
+        registers = min(224, arch.registers_per_sm // threads)
+    narrowest = min(signature.align_a, signature.align_b)
+    return Footprint(
+        family,
+        bm,
+        bn,
+        bk,
+        stages,
+        warps * (wm + wn) * bk * size,
+        threads,
+        ctas=resident(arch, smem_bytes, threads, registers),
+        splits=splits,
+        group=group,
+        copies=16 / narrowest,
+    )
+
+
+def resident(arch: Arch, smem_bytes: int, threads: int, registers: int) -> int:
+    """CTAs resident on an SM, at least 1: by shared memory, registers and threads."""
+    by_smem = arch.smem_per_sm // (smem_bytes + arch.smem_reserved_per_cta)
+    by_registers = arch.registers_per_sm // (threads * (-(-registers // 8) * 8))
+    return max(1, min(by_smem, by_registers, arch.threads_per_sm // threads, arch.ctas_per_sm))

@@ -1,0 +1,337 @@
+"""The choice for a problem that nobody measured: the cheapest of a few candidates by the cost model.
+
+`estimate` gives the model's seconds for any configuration, `terms` what they are made of, `ranked` orders a backend's
+whole space for the tuner, and `choose` picks one within microseconds. A candidate is a configuration that a choice may
+take; a backend's candidates are worked out once for each signature and GPU (`cost_model.Model`), so that a choice is
+arithmetic alone. The candidates compared for matrices of about one size are a shortlist.
+
+Winners measured at nearby shapes take part: where the measurement ranked a winner above what the model had preferred
+there, the model's preference is corrected by as much.
+Winners written by another process are noticed at the next choice.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cutegemm import backend as backends
+from cutegemm import winners
+from cutegemm.choice.cost_model import Model, Terms, bounds, clusters
+from cutegemm.choice.cost_rates import fitted, fitted_any
+from cutegemm.winners import neighbours
+
+if TYPE_CHECKING:
+    from cutegemm.backend import Backend, SplitConfig
+    from cutegemm.choice.footprint import Footprint
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Problem, Signature
+
+ANOTHER_BACKEND_GAINS = 0.95
+"""Another backend than the first must be estimated this much faster: estimates of different kernels compare less well
+than estimates of one kernel's configurations."""
+NEAR = 1.5
+"""Distance up to which a winner counts: the sum of |log2| of the ratios of M, N and K."""
+WON = 0.03
+"""Bonus of a measured winner at its own shape, as a share of its estimated time."""
+LEAST_STEPS = 2
+"""The fewest k steps of a part of K."""
+CLOSE = 0.99
+"""A candidate whose bound is above this share of the best estimate so far is not estimated: the model errs by far more
+than 1 %."""
+
+
+def estimate(problem: Problem, config: Any, backend: str, arch: Arch) -> float:
+    """Seconds of one launch by the cost model.
+
+    Args:
+        config: a configuration of `backend`, or its text.
+
+    Raises:
+        ValueError: no such backend or configuration.
+    """
+    return terms(problem, config, backend, arch).seconds
+
+
+def terms(problem: Problem, config: Any, backend: str, arch: Arch) -> Terms:
+    """What the estimate of a configuration is made of, by name; `print(terms(...).table())` shows it in microseconds.
+
+    Args and errors as for `estimate`.
+    """
+    parsed = backends.get(backend).parse(config) if isinstance(config, str) else config
+    return model(parsed, backend, problem.signature, arch).terms(*problem.evened)
+
+
+def model(config: Any, backend: str, signature: Signature, arch: Arch) -> Model:
+    """The cost model of one configuration."""
+    return Model(backends.get(backend).footprint(config, signature, arch), signature, arch)
+
+
+def ranked(problem: Problem, arch: Arch, backend: str = "cute", count: int | None = None) -> list[tuple[float, Any]]:
+    """(seconds, configuration) of every valid configuration of a backend, cheapest first; the first `count` of them.
+
+    Configurations with equal estimates stand in the order in which the backend lists them.
+    """
+    signature, sizes = problem.signature, problem.evened
+    configs = list(backends.get(backend).configs(problem, arch))
+    found = [(model(c, backend, signature, arch).seconds(*sizes), number) for number, c in enumerate(configs)]
+    cheapest = sorted(found) if count is None else heapq.nsmallest(count, found)
+    return [(seconds, configs[number]) for seconds, number in cheapest]
+
+
+def choose(
+    problem: Problem, arch: Arch, backend: str | None = None, state: object = None
+) -> tuple[str, Any, str] | None:
+    """(backend, configuration, why) of the cheapest candidate, or None when no candidate can serve the problem.
+
+    Args:
+        backend: the one to choose in. None asks those of `backends.WITH_KERNELS`: a later one is taken when the earlier
+            have no candidate, or when both are calibrated and it is clearly faster.
+        state: `winners.state()`, from a caller who has just asked for it.
+    """
+    now = winners.state() if state is None else state
+    return _cheapest(problem, arch, backend, lambda name, signature, arch: _candidates(name, signature, arch, now))
+
+
+def untuned(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[str, Any, str] | None:
+    """`choose` as it would be if the user had measured nothing and the shipped table lacked this shape: to judge it by.
+
+    Nothing is remembered, so that it takes milliseconds.
+    """
+    here = (problem.m, problem.n, problem.k)
+
+    def candidates(name: str, signature: Signature, arch: Arch) -> Candidates:
+        known = neighbours.winners_of(signature, arch, name, shipped_only=True, without={here})
+        return Candidates(backends.get(name), signature, arch, known)
+
+    return _cheapest(problem, arch, backend, candidates)
+
+
+def _cheapest(
+    problem: Problem, arch: Arch, backend: str | None, candidates_of: Callable[[str, Signature, Arch], Candidates]
+) -> tuple[str, Any, str] | None:
+    if not arch.peaks:  # older than every kernel
+        return None
+    signature = problem.signature
+    best: tuple[float, str, Any, str] | None = None
+    comparable = True
+    for name in backends.WITH_KERNELS if backend is None else (backend,):
+        if best is not None and not (comparable and fitted_any(name)):
+            continue
+        candidates = candidates_of(name, signature, arch)
+        found = candidates.cheapest(problem)
+        if found is None or (best is not None and found[0] > best[0] * ANOTHER_BACKEND_GAINS):
+            continue
+        if backend is None and candidates.backend.missing():
+            continue
+        best, comparable = (found[0], name, *found[1:]), candidates.fitted
+    if best is None:
+        return None
+    seconds, name, config, remark = best
+    return name, config, f"heuristic: {seconds * 1e6:.1f} us by the cost model{remark and ', ' + remark}"
+
+
+def explain(problem: Problem, config: Any, backend: str, arch: Arch) -> str:
+    """A line that says how the estimate of a configuration comes about."""
+    t = terms(problem, config, backend, arch)
+    rounds_of = f"{t.rounds} round{'s' * (t.rounds != 1)} of {t.steps} k steps"
+    parts = f"{t.tiles * 1e6:.1f} in {rounds_of}, {t.memory * 1e6:.1f} for memory traffic"
+    power = f"; {t.power * 1e6:.1f} by the energy at the power limit" if t.power > 0.7 * t.seconds else ""
+    fixed = f"{t.fixed * 1e6:.1f} for launch, fill and last sums"
+    return f"{t.seconds * 1e6:.1f} us by the cost model: {parts}, {fixed}{power}"
+
+
+class Candidates:
+    """The candidates of one backend for a signature on a GPU, with everything that the sizes do not change.
+
+    Args:
+        known: (M, N, K) and text of the winners measured; by default those of `neighbours.winners_of`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend[Any],
+        signature: Signature,
+        arch: Arch,
+        known: Iterable[tuple[neighbours.Sizes, str]] | None = None,
+    ) -> None:
+        self.backend, self._signature, self._arch = backend, signature, arch
+        self._entries: dict[str, tuple[Model, Any]] = {}
+        self._splits: dict[str, SplitCandidates] = {}
+        self.fitted = True
+        for config, splits in backend.candidates(signature, arch):
+            shape = backend.footprint(config, signature, arch)
+            self.fitted = self.fitted and fitted(shape.family)
+            self._entries[str(config)] = Model(shape, signature, arch), config
+            if splits:
+                self._splits[str(config)] = SplitCandidates(shape, config, splits, signature, arch)
+        self._whole = list(self._entries.values())
+        self._shortlists: dict[tuple[int, int, int, int], Shortlist] = {}
+        self.learn(neighbours.winners_of(signature, arch, backend.name) if known is None else known)
+
+    def learn(self, known: Iterable[tuple[neighbours.Sizes, str]]) -> None:
+        """Takes these for the winners measured, instead of those known before."""
+        about = self._signature, self._arch
+        found = [
+            (*sizes, Model(self.backend.footprint(config, *about), *about), config, preferred)
+            for sizes, config, preferred in self._corrections(known)
+        ]
+        self._neighbours = [neighbour[0] for neighbour in found], found  # at once: another thread may be choosing
+
+    def cheapest(self, problem: Problem) -> tuple[float, Any, str] | None:
+        """(seconds, configuration, why) of the cheapest candidate; None when none can serve the problem."""
+        m, n, k, batch = problem.evened
+        seconds, chosen = self._modelled(m, n, k, batch)
+        why = ""
+        if self._neighbours[1] and batch == 1 and m and n and k:
+            seconds, chosen, why = self._corrected(m, n, k, seconds, chosen)
+        if chosen is None:
+            return None
+        if self.backend.check(chosen, problem, self._arch) is not None:
+            return self._first_valid(problem)
+        return seconds, chosen, why
+
+    def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
+        """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
+        bucket = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), (batch - 1).bit_length()
+        entries, models, splits = self._shortlists.get(bucket) or self._shortlist(bucket)
+        split = [pair for one in splits for pair in one.worth_trying(m, n, k, batch)]
+        if split:
+            entries, models = entries + split, models + [cost for cost, _ in split]
+        if not entries:
+            return math.inf, None
+        # The most promising first: its time is under the bound of most others.
+        least = bounds(models, m, n, k, batch)
+        seconds, chosen = math.inf, None
+        for number in sorted(range(len(least)), key=least.__getitem__):
+            if least[number] >= CLOSE * seconds:
+                break
+            cost, config = entries[number]
+            taken = cost.values(m, n, k, batch)[0]
+            if taken < seconds:
+                seconds, chosen = taken, config
+        return seconds, chosen
+
+    def _shortlist(self, bucket: tuple[int, int, int, int]) -> Shortlist:
+        """The candidates to compare for matrices of up to 2^bucket."""
+        m, n, k, batch = bucket
+        named = list(self.backend.shortlist(self._signature, self._arch, 1 << m, 1 << n, 1 << k, 1 << batch))
+        entries = [self._entries[text] for text, split in named if not split and text in self._entries]
+        splits = [self._splits[text] for text, split in named if split and text in self._splits]
+        if not entries:  # it named none, or other kernels
+            entries, splits = self._whole, list(self._splits.values())
+        found = self._shortlists[bucket] = entries, [cost for cost, _ in entries], splits
+        return found
+
+    def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:
+        sizes = problem.evened
+        for cost, config in sorted(self._whole, key=lambda entry: entry[0].seconds(*sizes)):
+            if self.backend.check(config, problem, self._arch) is None:
+                return cost.seconds(*sizes), config, ""
+        return None
+
+    def _corrected(self, m: int, n: int, k: int, seconds: float, chosen: Any) -> tuple[float, Any, str]:
+        """The cheapest again, with winners of nearby shapes made cheaper by what the model misjudged there."""
+        x, y, z = math.log2(m), math.log2(n), math.log2(k)
+        best, why = seconds, ""
+        ascending, known = self._neighbours
+        near = []
+        for entry in known[bisect.bisect(ascending, x - NEAR) : bisect.bisect(ascending, x + NEAR)]:
+            distance = abs(entry[0] - x) + abs(entry[1] - y) + abs(entry[2] - z)
+            if distance < NEAR:
+                weight = 1 - (distance / NEAR) ** 2
+                near.append((entry[5] ** weight * (1 - WON * weight), entry))
+        if not near:
+            return best, chosen, why
+        least = bounds([entry[3] for _, entry in near], m, n, k, 1)
+        for at_least, (factor, (nx, ny, nz, cost, config, _)) in zip(least, near, strict=True):
+            if at_least * factor >= best:
+                continue
+            taken = cost.values(m, n, k, 1)[0] * factor
+            if taken < best:
+                best, chosen = taken, config
+                why = f"winner at {2**nx:.0f}x{2**ny:.0f}x{2**nz:.0f} nearby"
+        return best, chosen, why
+
+    def _corrections(
+        self, known: Iterable[tuple[neighbours.Sizes, str]]
+    ) -> Iterator[tuple[tuple[float, float, float], Any, float]]:
+        """(log2 of M, N, K), configuration, and how much the model's own choice seemed cheaper there (at most 1)."""
+        for (m, n, k), text in sorted(known):
+            try:
+                config = self.backend.parse(text)
+                shape = self.backend.footprint(config, self._signature, self._arch)
+            except ValueError:  # written by a version with other configurations
+                continue
+            seen = Model(shape, self._signature, self._arch).seconds(m, n, k)
+            own = self._modelled(m, n, k, 1)[0]
+            yield (math.log2(m), math.log2(n), math.log2(k)), config, min(1.0, own / seen)
+
+
+class SplitCandidates:
+    """One candidate with K split, made when first wanted: `numbers` are the splits that it may have, ascending."""
+
+    def __init__(
+        self, shape: Footprint, config: SplitConfig, numbers: tuple[int, ...], signature: Signature, arch: Arch
+    ) -> None:
+        self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
+        self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
+        self._cluster_tile, self._places = shape.cluster_tile, clusters(arch, shape.cluster_ctas)
+        self._made: dict[int, list[tuple[Model, Any]]] = {}
+
+    def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
+        """As many splits as fit the GPU at once, and half as many."""
+        tile_m, tile_n = self._cluster_tile
+        tiles = -(-m // tile_m) * -(-n // tile_n) * batch
+        if not 0 < 2 * tiles <= self._places:
+            return []
+        most = min(self._places // tiles, k // self._least_k)
+        made = self._made.get(most)
+        if made is None:
+            places = {bisect.bisect_right(self._numbers, number) for number in (most, (most + 1) // 2)} - {0}
+            wanted = (self._make(self._numbers[place - 1]) for place in sorted(places))
+            made = self._made[most] = [pair for pair in wanted if pair is not None]
+        return made
+
+    def _make(self, number: int) -> tuple[Model, Any] | None:
+        config = replace(self._config, splits=number)
+        if config.why_invalid(self._signature, self._arch) is not None:
+            return None
+        return Model(replace(self._shape, splits=number), self._signature, self._arch), config
+
+
+Shortlist = tuple[list[tuple[Model, Any]], list[Model], list[SplitCandidates]]
+"""Candidates with their models, the models alone, and candidates with K split."""
+
+
+def _candidates(backend: str, signature: Signature, arch: Arch, state: object) -> Candidates:
+    """The candidates of a signature, which know the winners as they are in this `winners.state()`."""
+    entry = _remembered(backend, signature, arch)
+    if state != entry.state:
+        entry.candidates.learn(neighbours.winners_of(signature, arch, backend))
+        entry.state = state
+    return entry.candidates
+
+
+@dataclass
+class _Remembered:
+    """Candidates, and the `winners.state()` that they know."""
+
+    candidates: Candidates
+    state: object
+
+
+@functools.lru_cache(maxsize=256)
+def _remembered(backend: str, signature: Signature, arch: Arch) -> _Remembered:
+    state = winners.state()  # before the winners are read: what is written in between is read again
+    return _Remembered(Candidates(backends.get(backend), signature, arch), state)
+
+
+def forget() -> None:
+    """Lets the next choice work out its candidates anew; choices made before are not changed."""
+    _remembered.cache_clear()

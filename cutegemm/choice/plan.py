@@ -1,0 +1,302 @@
+"""Which kernel serves a problem: asked for > tuned winner > heuristic; and the plan that runs it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple
+
+from cutegemm import backend as backends
+from cutegemm.backend import Backend, Kernel
+from cutegemm.errors import UnsupportedError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.roofline import quantization, roofline
+from cutegemm.problem import Problem
+
+DEFAULT_EMULATED_ARCH = "sm_90a"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend and configuration for a problem, and the reason. `config` is None for a backend without kernels."""
+
+    backend: str
+    config: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem bound to a kernel.
+
+    Attributes:
+        problem: in the canonical form the kernel sees; `swapped` says that it is the transposed one.
+        choice, arch: what was chosen, and for which GPU. kernel: None for torch, and in a plan that is only described.
+        copies: for each operand that must be copied first, its name and why.
+    """
+
+    problem: Problem
+    choice: Choice
+    arch: Arch | None
+    kernel: Kernel | None
+    swapped: bool = False
+    copies: tuple[tuple[str, str], ...] = ()
+    emulated: bool = False
+
+
+def emulated_arch() -> Arch:
+    """The architecture that CPU tensors are computed for: `CUTEGEMM_ARCH`, by default sm_90a."""
+    name = os.environ.get("CUTEGEMM_ARCH", DEFAULT_EMULATED_ARCH)
+    try:
+        return _arch_named(name)
+    except (KeyError, ValueError) as why:
+        raise ValueError(f"CUTEGEMM_ARCH: got {name!r}: {why}") from None
+
+
+_arch_named = functools.lru_cache(maxsize=16)(arch_table.get)
+
+
+def choose(
+    problem: Problem, arch: Arch | None, backend: str = "auto", config: str | Any | None = None, known: object = None
+) -> Choice:
+    """Picks backend and configuration.
+
+    Args:
+        problem: what is asked, in canonical form.
+        arch: the GPU, or None when there is none: then only torch can be chosen automatically.
+        backend: one of `cutegemm.backend.NAMES`.
+        config: a configuration of that backend or its text; with "auto" its text tells the backend.
+        known: `winners.state()`, from a caller who has just asked for it.
+
+    Raises:
+        UnsupportedError: the backend asked for cannot serve the problem; the message says why.
+        ValueError: no such backend or configuration.
+    """
+    backends.check_name(backend)
+    if backend == "auto" and config is not None:
+        backend = _backend_of(str(config))
+        if arch is None:
+            raise ValueError(
+                f"config: got {str(config)!r} with backend='auto', which computes CPU tensors by torch; "
+                f"name backend={backend!r} to run this configuration in the emulator"
+            )
+    if backend != "auto":
+        asked = backends.get(backend)
+        if isinstance(asked, backends.OnTensors):
+            if config is not None:
+                asked.read(config)  # which refuses it
+            return _on_tensors(asked, problem, "asked for")
+        if arch is None:
+            raise UnsupportedError(f"backend {backend!r} needs a GPU or an emulated architecture")
+        return _choose_in(asked, problem, arch, config, known)
+    if arch is None:
+        return _last_resort(problem, "the tensors are on the CPU; name a backend to run its kernel in the emulator")
+    found = _best_known(problem, arch, None, known)
+    if found is not None:
+        return _with_remark(Choice(*found), problem, arch)
+    reasons = (
+        f"backend {name!r} cannot: {backends.get(name).unavailable(problem, arch)}" for name in backends.WITH_KERNELS
+    )
+    return _last_resort(problem, "no kernel of ours serves it: " + "; ".join(reasons))
+
+
+def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
+    """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one."""
+    # Imported when a kernel is first chosen: importing cutegemm is cheap. From modules: packages take a microsecond.
+    import cutegemm.choice.heuristics as heuristics
+    from cutegemm.winners.reader import noticed
+
+    return _tuned(problem, arch, backend, known) or heuristics.choose(problem, arch, backend, noticed())
+
+
+def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
+    """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today; of the
+    same in the other 16-bit type where it has none that can.
+    """
+    from cutegemm.winners.reader import lookup_both
+
+    rows = lookup_both(problem, arch, known)
+    if rows == (None, None):
+        return None
+    for whose, row in zip(("tuned winner", "tuned winner of the other 16-bit type"), rows, strict=True):
+        if row is None or row.seconds is None or backend not in (None, row.backend):
+            continue
+        serves = backends.get(row.backend)
+        try:
+            config = serves.parse(row.config)
+        except ValueError:  # written by a version with other configurations
+            continue
+        if serves.missing() or serves.check(config, problem, arch):
+            continue
+        ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
+        return row.backend, config, f"{whose}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
+    return None
+
+
+def _with_remark(choice: Choice, problem: Problem, arch: Arch) -> Choice:
+    """The choice, with a word on the faster kernels that cannot serve the problem."""
+    passed_over = backends.get(choice.backend).passed_over(problem, arch)
+    return replace(choice, why=f"{choice.why}; {passed_over}") if passed_over else choice
+
+
+def _last_resort(problem: Problem, why: str) -> Choice:
+    return _on_tensors(backends.last_resort(), problem, why)
+
+
+def _on_tensors(backend: backends.OnTensors, problem: Problem, why: str) -> Choice:
+    unsupported = backend.supports(problem)
+    if unsupported:
+        raise UnsupportedError(unsupported)
+    return Choice(backend.name, None, why)
+
+
+def _backend_of(config: str) -> str:
+    """The backend whose `parse` takes this text. Raises ValueError with what each accepts."""
+    refusals = []
+    for name in backends.WITH_KERNELS:
+        try:
+            backends.get(name).parse(config)
+        except ValueError as why:
+            refusals.append(str(why))
+        else:
+            return name
+    raise ValueError("; or ".join(refusals))
+
+
+def _choose_in(backend: Backend[Any], problem: Problem, arch: Arch, config: Any, known: object) -> Choice:
+    name = backend.name
+    if config is None:
+        found = _best_known(problem, arch, name, known)
+        if found:  # its configuration was checked, and what `supports` refuses none can serve
+            return _with_remark(Choice(*found), problem, arch)
+    unsupported = backend.supports(problem, arch)
+    if unsupported:
+        raise UnsupportedError(f"backend {name!r} cannot serve {problem}: {unsupported}")
+    if config is None:
+        return _with_remark(Choice(name, backend.default(problem, arch), "heuristic"), problem, arch)
+    parsed = backend.read(config)
+    invalid = backend.check(parsed, problem, arch)
+    if invalid:
+        raise UnsupportedError(f"config {parsed} cannot serve {problem}: {invalid}")
+    return Choice(name, parsed, "asked for")
+
+
+def describe(plan: Plan) -> str:
+    """The text that `cutegemm.explain` prints."""
+    p, choice = plan.problem, plan.choice
+    size = f"{p.batch} x " if p.batch != 1 else ""
+    rows = [
+        ("problem", f"{size}M={p.m} N={p.n} K={p.k}, {p.dtype} -> {p.out_dtype}, precision {p.precision}"),
+        ("operands", f"A {_layout(p.a)}, B {_layout(p.b)}, D {_layout(p.d)}"),
+        ("epilogue", str(p.epilogue)),
+        ("backend", f"{choice.backend} ({choice.why})"),
+    ]
+    if plan.swapped:
+        rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
+    rows += [(f"copied first: {name}", why) for name, why in plan.copies]
+    if choice.config is not None and plan.arch is not None:
+        from cutegemm import winners
+        from cutegemm.choice import heuristics
+
+        bm, bn, _ = choice.config.tile()
+        m, n, _, batch = p.evened
+        grid = quantization(m, n, bm, bn, plan.arch.sm_count, batch)
+        bound = roofline(p, plan.arch)
+        where = "in the emulator, as on" if plan.emulated else "on"
+        needs = f"{p.flops:.3g} flop, {p.min_bytes:.3g} bytes at least"
+        rows += [
+            ("configuration", str(choice.config)),
+            ("estimate", heuristics.explain(p, choice.config, choice.backend, plan.arch)),
+            ("runs", f"{where} {plan.arch.name} ({plan.arch.sm_count} SMs)"),
+            *((("GPU", plan.arch.remark),) if plan.arch.remark else ()),
+            ("tiles", f"{grid.tiles} = {grid.waves:.2f} waves; {grid.tile_share:.1%} of their area is in D"),
+            ("bound", f"{bound.bound_s * 1e6:.2f} us by {bound.limit} ({needs})"),
+        ]
+        for row, why in winners.passed_over(p, plan.arch)[:3]:
+            if row.config != str(choice.config):
+                rows.append(("passed over", f"{row.config}, {row.origin}, {(row.seconds or 0.0) * 1e6:.1f} us: {why}"))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _layout(matrix: Any) -> str:
+    order = "row-major" if matrix.row_major else "column-major"
+    return f"{matrix.rows}x{matrix.cols} {order} ld {matrix.leading} align {matrix.align}"
+
+
+class Memo:
+    """A bounded mapping that a reader never waits for: `get` is a dictionary's own.
+
+    When it is full, a new entry takes the place of some of the oldest, a 64th of all at a time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: dict[Any, Any] = {}
+        self._lock = threading.Lock()
+        self.get: Callable[[Any], Any] = self._entries.get
+
+    def put(self, key: Any, value: Any) -> None:
+        with self._lock:
+            entries = self._entries
+            if len(entries) >= self._limit and key not in entries:
+                for old in list(islice(entries, max(1, self._limit // 64))):
+                    del entries[old]
+            entries[key] = value
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+
+
+class PlanMemo:
+    """Call description -> what runs it, for repeated calls, and the plan behind it, for `explain`.
+
+    All that is remembered was planned in one `state()`: what is measured, and whether `gemm` tunes. `keep_up` compares
+    it with the present one, and forgets everything when they differ.
+    """
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._runners, self._plans = Memo(limit), Memo(limit)
+        self._state: object = None
+        self.get = self._runners.get
+        self.plan = self._plans.get
+
+    def put(self, key: Any, runner: Any, plan: Plan | None = None) -> None:
+        self._plans.put(key, plan)
+        self._runners.put(key, runner)
+
+    def clear(self) -> None:
+        self._runners.clear()
+        self._plans.clear()
+
+    def keep_up(self) -> State:
+        """Forgets all plans when the state has changed since they were made. Returns the present state."""
+        now = state()
+        if now != self._state:
+            self.clear()
+            self._state = now
+        return now
+
+
+class State(NamedTuple):
+    """What a choice depends on beside the call: `winners.state()`, and what `CUTEGEMM_TUNE` says."""
+
+    winners: object
+    tune: str | None
+
+
+def state() -> State:
+    """What a choice depends on beside the call: a value that differs from the one before when something has changed.
+
+    It covers the winners store (whoever writes to it) and the environment variables `CUTEGEMM_WINNERS`,
+    `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`.
+    """
+    import cutegemm.winners.reader as reader
+
+    return State(reader.state(), os.environ.get("CUTEGEMM_TUNE"))

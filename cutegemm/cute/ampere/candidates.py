@@ -1,0 +1,41 @@
+"""The candidates of the family sm80: what the cost model chooses among when nothing was measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutegemm.problem import Signature
+
+_16_BIT = (
+    "sm80/128x256x64/w64x64/s3/g8",
+    "sm80/256x128x32/w64x64/s4/g8",
+    "sm80/128x128x64/w64x64/s3/g8",
+    "sm80/128x128x32/w64x64/s4/g8",
+    "sm80/128x128x64/w64x32/s3/g8",
+    "sm80/128x64x64/w64x32/s3/g8",
+    "sm80/128x64x32/w64x32/s4/g8",
+    "sm80/64x128x64/w32x64/s3/g8",
+    "sm80/64x64x64/w32x32/s4/g8",
+    "sm80/64x64x32/w32x32/s5/g8",
+    "sm80/64x32x64/w32x16/s4/g8",
+    "sm80/32x64x64/w16x32/s4/g8",
+    "sm80/64x32x32/w32x16/s5/g8",
+    "sm80/32x32x64/w16x16/s4/g8",
+    "sm80/32x32x32/w16x16/s5/g8",
+)
+_TF32 = (
+    "sm80/128x128x32/w64x32/s4/g8",
+    "sm80/128x128x16/w64x32/s3/g8",
+    "sm80/128x64x32/w64x32/s3/g8",
+    "sm80/64x128x32/w32x64/s3/g8",
+    "sm80/64x64x32/w32x32/s3/g8",
+    "sm80/64x32x32/w32x16/s4/g8",
+    "sm80/32x32x32/w16x16/s5/g8",
+)
+_BY_UNIT = {"float16": _16_BIT, "bfloat16": _16_BIT, "tfloat32": _TF32}
+
+
+def listed(signature: Signature) -> tuple[str, ...]:
+    """The candidates for a signature that the family takes."""
+    return _BY_UNIT[signature.unit]

@@ -1,0 +1,153 @@
+"""GEMM on Ampere-class tensor cores: cp.async ring -> ldmatrix -> mma.sync (fp16, bf16, tf32).
+
+Every warp does everything; what overlaps is asynchronous. A CTA holds `stages` k tiles of A and B in shared memory:
+
+    global memory --cp.async--> ring of stages --ldmatrix--> registers (2 k-steps) --mma.sync--> accumulators
+
+Timeline of one k tile (4 k-steps of 16, three stages); each line runs beside the others:
+
+    cp.async   | tile t+2 -> the stage that tile t-1 has left |
+    ldmatrix   | step 1 | step 2 | step 3 | wait for tile t+1; its step 0 |
+    mma.sync   | step 0 | step 1 | step 2 | step 3                       |
+
+So a fragment is loaded one k-step before it is used, and a tile stages-1 tiles before. One barrier a k tile does both
+jobs: it publishes tile t+1 (each thread has waited for its own copies) and it says that no warp reads tile t-1 any
+more. Shared tiles are XOR-swizzled so that the eight rows of an ldmatrix lie in different banks (`swizzle_of`).
+
+A CTA tile is cut into warp tiles, a warp tile into m16n8k16 (tf32: m16n8k8) instructions. The arithmetic intensity at
+shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64 *
+64 flops each k, 32 flops a byte.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warp as warp_ops
+
+from cutegemm.cute.ampere.config import AmpereConfig
+from cutegemm.cute.entry import Gemm
+from cutegemm.cute.launch_config import SLAB_ROWS
+from cutegemm.cute.warps.copy_ring import CopyRing
+from cutegemm.cute.warps.tile_load import TileLoader
+from cutegemm.problem import Signature
+
+
+def swizzle_of(dtype_width: int, inner: int, ldmatrix: bool) -> tuple[int, int, int]:
+    """(bits, base, shift): byte offset bits [base, base+bits) are XORed with bits [base+shift, base+shift+bits).
+
+    `inner` is the contiguous extent of the tile. With ldmatrix the 16-byte pieces of 8 successive rows must differ in
+    their bank group: rows of 128 bytes XOR their number into the three bits above a piece; rows of 64 bytes need
+    only two, the third bit already alternates. A tf32 operand that is not K-major is read by 32-bit loads of 8
+    neighbours in 4 rows, so there whole 32-byte pieces move.
+    """
+    if not ldmatrix:
+        return (2, 5, 2)
+    return (3, 4, 3) if inner * dtype_width >= 1024 else (2, 4, 3)
+
+
+class AmpereGemm(Gemm):
+    """See the module docstring."""
+
+    def __init__(self, config: AmpereConfig, signature: Signature) -> None:
+        super().__init__(config, signature)
+        self.tf32 = signature.precision == "tf32"
+        if self.tf32:
+            self.mma_op = warp_ops.MmaTF32Op((16, 8, 8))
+            self.ab_type = cutlass.TFloat32
+        else:
+            self.mma_op = warp_ops.MmaF16BF16Op(self.ab_type, Float32, (16, 8, 16))  # refuses other types
+        self.k_step = 256 // self.ab_type.width
+        self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
+        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
+        self.ring = CopyRing(self.a, self.b, config.stages)
+
+    def _operand(self, k_major: bool, extent: int, align: int) -> TileLoader:
+        bk = self.config.bk
+        swizzle = swizzle_of(self.ab_type.width, bk if k_major else extent, k_major or not self.tf32)
+        return TileLoader(self.ab_type, extent, bk, k_major, align, self.config.threads, swizzle=swizzle)
+
+    def _shared_to_registers(self, loader: TileLoader):
+        """The copy atom of one operand: ldmatrix, transposing unless K-major; 32-bit loads where it cannot."""
+        if self.tf32 and not loader.k_major:
+            return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.ab_type, num_bits_per_copy=32)
+        return cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(not loader.k_major, 4), self.ab_type)
+
+    @cute.jit
+    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
+        config = self.config
+        tid = cute.arch.thread_idx()[0]
+        lane = tid % 32
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
+
+        memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
+
+        # This warp's part of the ring, and its fragments.
+        ring_a, ring_b = self.ring.tensors()
+        ring_a = cute.local_tile(ring_a, (config.wm, config.bk), (warp_m, 0, None))
+        ring_b = cute.local_tile(ring_b, (config.wn, config.bk), (warp_n, 0, None))
+        mma = cute.make_tiled_mma(self.mma_op, permutation_mnk=(16, 16, self.k_step))
+        thread_mma = mma.get_slice(lane)
+        fragment_a = mma.make_fragment_A(thread_mma.partition_A(ring_a[None, None, 0]))
+        fragment_b = mma.make_fragment_B(thread_mma.partition_B(ring_b[None, None, 0]))
+        accumulators = mma.make_fragment_C(thread_mma.partition_shape_C((config.wm, config.wn)))
+        accumulators.fill(0.0)
+        load_a = cute.make_tiled_copy_A(self._shared_to_registers(self.a), mma)
+        load_b = cute.make_tiled_copy_B(self._shared_to_registers(self.b), mma)
+        source_a = load_a.get_slice(lane).partition_S(ring_a)
+        source_b = load_b.get_slice(lane).partition_S(ring_b)
+        target_a = load_a.get_slice(lane).retile(fragment_a)
+        target_b = load_b.get_slice(lane).retile(fragment_b)
+        steps = cute.size(fragment_a, mode=[2])
+        # The copies of the tile ahead are spread over the first half of the k-steps, between the mma.
+        copy_steps = steps // 2
+
+        cute.arch.cp_async_wait_group(config.stages - 2)
+        cute.arch.sync_threads()
+        read, write = Int32(0), Int32(config.stages - 1)
+        cute.copy(load_a, source_a[None, None, 0, read], target_a[None, None, 0])
+        cute.copy(load_b, source_b[None, None, 0, read], target_b[None, None, 0])
+
+        for k_tile in cutlass.range(self.ring.k_tiles, unroll=1):
+            for step in cutlass.range_constexpr(steps):
+                if cutlass.const_expr(step == steps - 1):
+                    read = read + 1
+                    if read == config.stages:
+                        read = Int32(0)
+                    cute.arch.cp_async_wait_group(config.stages - 2)
+                    cute.arch.sync_threads()
+                following = (step + 1) % steps
+                cute.copy(load_a, source_a[None, None, following, read], target_a[None, None, following])
+                cute.copy(load_b, source_b[None, None, following, read], target_b[None, None, following])
+                if cutlass.const_expr(step < copy_steps):
+                    self.ring.copy(k_tile + config.stages - 1, write, step, copy_steps)
+                if cutlass.const_expr(step == copy_steps - 1):
+                    cute.arch.cp_async_commit_group()
+                    write = write + 1
+                    if write == config.stages:
+                        write = Int32(0)
+                if cutlass.const_expr(self.tf32):
+                    round_to_tf32(fragment_a[None, None, step])
+                    round_to_tf32(fragment_b[None, None, step])
+                cute.gemm(mma, accumulators, fragment_a[None, None, step], fragment_b[None, None, step], accumulators)
+
+        # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        self.start_epilogue(memory, warp_m, warp_n, warp, lane)
+        slab = thread_mma.partition_C(self.epilogue.slab)
+        for i in cutlass.range_constexpr(config.wm // SLAB_ROWS):
+            cute.autovec_copy(accumulators[None, i, None], slab[None, 0, None])
+            self.epilogue.store_rows(i * SLAB_ROWS)
+
+
+@cute.jit
+def round_to_tf32(fragment: cute.Tensor):
+    """Rounds fp32 bits to the nearest tf32 (10 mantissa bits); mma.sync alone would cut the low bits off."""
+    values = cute.recast_tensor(fragment, Float32)
+    bits = cute.recast_tensor(fragment, Int32)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        bits[i] = Int32(cute.arch.cvt_f32_tf32(values[i]))

@@ -1,0 +1,101 @@
+"""What every kernel of this package shares: the host entry, its arguments, and the CTA's place in the problem.
+
+The host entry takes plain addresses, sizes and 64-bit strides, no tensors: a call then needs no views, and nothing
+about a tensor is promised to the compiler beyond its alignment class, which the plan has checked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_ptr
+
+from cutegemm.cute import types
+from cutegemm.cute.epilogue import SlabEpilogue
+from cutegemm.cute.tile_order import Grouped
+from cutegemm.problem import Signature
+from cutegemm.run import arguments
+
+if TYPE_CHECKING:
+    from cutegemm.cute.warps.config import TileConfig
+
+_NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32}
+
+
+class Gemm:
+    """Host entry and per-CTA set-up of a GEMM kernel; a family implements `compute_tile`.
+
+    The grid is one-dimensional: batch x tile rows x tile columns, in the tile order. Every CTA computes one tile.
+    """
+
+    def __init__(self, config: TileConfig, signature: Signature) -> None:
+        self.config: Any = config
+        self.signature = signature
+        self.ab_type = types.NUMERIC[signature.dtype]
+        self.order = Grouped(config.group)
+        self.epilogue = SlabEpilogue(config, signature)
+
+    def arguments(self) -> tuple[arguments.Argument, ...]:
+        """The host entry's arguments in order."""
+        return arguments.host(self.signature, self.config.extra_arguments)
+
+    def fake_arguments(self) -> tuple:
+        """Stand-ins that give `cute.compile` the types of the entry's arguments, and the alignment it may assume."""
+        return tuple(_stand_in(argument.type) for argument in self.arguments())
+
+    @cute.jit
+    def __call__(self, *values):
+        """D = act(alpha A B + beta C + bias) for (m, n, k) and `batch` matrices; strides in elements."""
+        self.launch(arguments.named([argument.name for argument in self.arguments()], values))
+
+    def launch(self, args) -> None:
+        """Launches the kernel. `args`: the host entry's arguments by name."""
+        tiles_m = cute.ceil_div(args.m, self.config.bm)
+        tiles_n = cute.ceil_div(args.n, self.config.bn)
+        self.kernel(arguments.device(args, host_only=("stream", "batch"), tiles_m=tiles_m, tiles_n=tiles_n)).launch(
+            grid=(tiles_m * tiles_n * args.batch, 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=args.stream,
+        )
+
+    @cute.kernel
+    def kernel(self, args):
+        """One CTA: find its tile, then load, multiply and store it."""
+        matrix, row, column = self._place(cute.arch.block_idx()[0], args.tiles_m, args.tiles_n)
+        self.args = args
+        a = args.a + Int64(matrix) * args.a_batch
+        b = args.b + Int64(matrix) * args.b_batch
+        self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, args.k, row, column)
+
+    def _place(self, block, tiles_m, tiles_n):
+        """(matrix of the batch, first row, first column) of the tile of CTA number `block`."""
+        tiles = tiles_m * tiles_n
+        matrix = block // tiles
+        tile_m, tile_n = self.order.coordinates(block - matrix * tiles, tiles_m, tiles_n)
+        return matrix, tile_m * self.config.bm, tile_n * self.config.bn
+
+    def start_epilogue(self, memory, warp_m, warp_n, warp, lane) -> None:
+        """Binds the epilogue to this warp's part of the tile; `memory` is the ring, which is free by now.
+
+        The tile's place is computed a second time, from the CTA's number behind a move that the compiler cannot
+        see through: kept since the start, it would take registers from the main loop, which uses every one.
+        """
+        number = cute.arch.block_idx()[0]
+        block = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])
+        matrix, row, column = self._place(block, self.args.tiles_m, self.args.tiles_n)
+        row, column = row + warp_m * self.config.wm, column + warp_n * self.config.wn
+        slab = cute.recast_ptr(memory, dtype=Float32)
+        self.epilogue.start(slab, matrix, row, column, self.args.m, self.args.n, warp, lane, self.args)
+
+    def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
+        """Computes and stores the tile whose first output is (row, column)."""
+        raise TypeError(f"{type(self).__name__} does not implement compute_tile")
+
+
+def _stand_in(kind: str | arguments.Pointer) -> Any:
+    if isinstance(kind, arguments.Pointer):
+        return make_ptr(types.NUMERIC[kind.dtype], 16, cute.AddressSpace.gmem, assumed_align=kind.align)
+    return make_fake_stream() if kind == "stream" else _NUMBERS[kind](1)

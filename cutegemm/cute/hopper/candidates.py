@@ -1,0 +1,73 @@
+"""The candidates of the Hopper kernel: what the cost model chooses among when nothing was measured.
+
+There are few of them, so that a choice costs microseconds. They differ in the tile and the cluster, and with these in
+how a small problem fills the SMs. In 16 bits there are more than a choice can compare: `shortlists` lists them, with a
+shortlist for each size. `splits` says which may have K split.
+tests/compile builds one for each tile, schedule and order of operands, without C and bias: none spills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cutegemm.cute.hopper import shortlists
+
+if TYPE_CHECKING:
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Signature
+
+_TF32 = (
+    "sm90/128x256x32/coop2/c2x1/s4/serp8/zig/pdl",
+    "sm90/128x256x32/coop2/c1x1/s4/serp8/pdl",
+    "sm90/256x128x32/coop2/c1x2/s4/serp8/zig/pdl",
+    "sm90/256x192x32/coop2/c1x2/s3/serp8/zig/pdl",
+    "sm90/128x192x32/pp/c2x1/s4/serp8/pdl",
+    "sm90/128x128x32/pp/c2x1/s6/serp8/pdl",
+    "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
+    "sm90/64x128x32/coop1/c1x1/s8/serp8/pdl",
+    "sm90/128x64x32/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
+    "sm90/64x32x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x16x64/coop1/c1x1/s8/serp8/pdl",
+    "sm90/64x32x64/coop1/c1x1/s8/serp8/swap/pdl",
+    "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
+)
+_SPLIT_TF32 = frozenset(
+    (
+        "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
+        "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
+        "sm90/64x32x64/coop1/c1x1/s8/serp8/pdl",
+        "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
+    )
+)
+NUMBERS = tuple(range(2, 33))
+"""The numbers of parts that a candidate may split K into."""
+_BY_UNIT: dict[str, Callable[[], tuple[str, ...]]] = {
+    "float16": shortlists.configurations,
+    "bfloat16": shortlists.configurations,
+    "tfloat32": lambda: _TF32,
+}
+_WITH_SHORTLISTS = ("float16", "bfloat16")
+
+
+def listed(signature: Signature) -> tuple[str, ...]:
+    """The candidates for a signature that the family takes."""
+    return _BY_UNIT[signature.unit]()
+
+
+def has_shortlists(signature: Signature) -> bool:
+    """Whether the table of `shortlists` was made for such products."""
+    return signature.unit in _WITH_SHORTLISTS
+
+
+def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
+    """Those to compare for about these sizes, and whether with K split; none where all are compared."""
+    if not has_shortlists(signature):
+        return []
+    return shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+
+
+def splits(text: str) -> tuple[int, ...]:
+    """The splits of K, ascending, that a candidate may have as well as none."""
+    return NUMBERS if text in _SPLIT_TF32 or shortlists.may_split(text) else ()

@@ -1,0 +1,391 @@
+"""Configurations of the Hopper kernel: frozen, printable, valid by ONE function.
+
+The text form is `sm90/BMxBNxBK/SCHEDULE/cCMxCN[xCK]/sSTAGES/ORDER[/kS][/OPTION...]`, for example
+
+    sm90/128x256x64/coop2/c2x1/s4/hilbert
+    sm90/128x192x64/pp/c1x2/s4/g8/pdl
+
+    BMxBNxBK   CTA tile in elements; BN is the n of the WGMMA instruction
+    SCHEDULE   coopW: W consumer warpgroups share a tile by rows; pp: two warpgroups take tiles in turn (ping-pong);
+               solo: one warpgroup loads and multiplies by itself, a lesson
+    cCMxCN     cluster: CM x CN CTAs, neighbours along M and N, that share their loads by multicast
+    cCMxCNxCK  the same CK times, each for a part of K; what they sum is added up through distributed shared memory. A
+               CTA then computes one tile
+    sSTAGES    depth of the ring of operand tiles
+    ORDER      row, col, gN (grouped), serpN (serpentine) or hilbert, see `tile_order`
+    kS         split-K: S CTAs sum a part of K each and share out adding the parts up, in their order
+    OPTION     any of those below, in this order; `options` has a table of them
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+from cutegemm.cute import tile_order
+from cutegemm.cute.hopper import options as option_table
+from cutegemm.cute.hopper import work_count
+from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig
+from cutegemm.hardware.arch import LINE, Arch
+from cutegemm.hardware.residency import resident_clusters
+from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
+from cutegemm.problem.dtypes import why_not_taken
+from cutegemm.problem.work import DENSE
+
+TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"))
+WORKS = (DENSE,)
+"""Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
+WARPGROUP = 128
+BLOCK_ROWS = 64
+"""Rows of one WGMMA, and of D that a warpgroup stores at a time."""
+CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
+CLUSTER_PARTS = (1, 2, 4)
+"""Accepted numbers of CTAs of a cluster along K."""
+CLUSTER_CTAS = 8
+"""Most CTAs of a cluster; more are not portable between GPUs of compute capability 9.0."""
+K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2))
+"""Clusters along K that the tuner considers."""
+BARRIER_BYTES = 1024
+"""Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""
+SPLITS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Splits of K that the tuner tries whatever the problem. Every number up to 32 is valid, and the heuristic weighs each
+(`candidates.splits`).
+"""
+
+TILES = (
+    *((64, n) for n in (16, 32, 48, 64, 96, 128, 144, 192, 224, 256)),
+    *((128, n) for n in (16, 32, 64, 96, 112, 128, 144, 160, 176, 192, 208, 224, 256)),
+    *((192, n) for n in (16, 64, 96, 128, 160, 192)),
+    *((256, n) for n in (16, 32, 64, 96, 128, 160, 176, 192, 208)),
+)
+"""(BM, BN) that the tuner considers."""
+RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
+"""Shared memory that the smallest epilogue leaves for the ring."""
+WHOLE_RING_BYTES = 227 * 1024 - BARRIER_BYTES
+"""Shared memory for the ring where parts of K are added up: those epilogues need none of their own."""
+
+_FORM = re.compile(
+    r"sm90/(\d+)x(\d+)x(\d+)/(coop[1-3]|pp|solo)/c(\d+)x(\d+)(?:x(\d+))?/s(\d+)/([a-z]+\d*)(?:/k(\d+))?((?:/[a-z]+)*)"
+)
+_ACCEPTED = (
+    "sm90/BMxBNxBK/coop1|coop2|coop3|pp|solo/cCMxCN[xCK]/sSTAGES/row|col|gN|serpN|hilbert[/kS][/OPTION...], "
+    f"options {', '.join(option_table.NAMES)}"
+)
+
+__doc__ = f"{__doc__}\n{option_table.explained()}\n"
+
+
+def word_bytes(shares: Any) -> Any:
+    """Bytes of the state words of so many shares in a workspace, in whole lines; for plain or device integers."""
+    return (shares * 8 + LINE - 1) // LINE * LINE
+
+
+@dataclass(frozen=True)
+class HopperConfig(LaunchedConfig):
+    """A configuration of the Hopper kernel (`kernel`); the module docstring explains the attributes."""
+
+    bm: int
+    bn: int
+    bk: int
+    schedule: str
+    cluster: tuple[int, int]
+    stages: int
+    order: str
+    options: tuple[str, ...] = ()
+    splits: int = 1
+    cluster_k: int = 1
+
+    family: ClassVar[str] = "sm90"
+    extra_arguments: ClassVar[tuple[str, ...]] = ("clusters", "workspace")
+
+    @property
+    def ping_pong(self) -> bool:
+        return self.schedule == "pp"
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups of a CTA."""
+        return {"pp": 2, "solo": 1}.get(self.schedule) or int(self.schedule[4:])
+
+    @property
+    def solo(self) -> bool:
+        return self.schedule == "solo"
+
+    @property
+    def store_buffers(self) -> int:
+        """Staging buffers of a warpgroup's epilogue: with two, one is filled while TMA reads the other."""
+        return 1 if "onebuf" in self.options else 2
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of the tile that one warpgroup computes."""
+        return self.bm if self.ping_pong else self.bm // self.consumers
+
+    @property
+    def block_step(self) -> int:
+        """Rows from one block of 64 rows of a warpgroup to its next: the other consumers' blocks lie between."""
+        return BLOCK_ROWS if self.ping_pong else BLOCK_ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (self.consumers + (0 if self.solo else 1))
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
+        if "even" in self.options:
+            return None
+        if self.consumers == 2 and (self.accumulators >= 192 or self.parts > 1):
+            return 24, 240
+        return {1: None, 2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 accumulators of a consumer thread."""
+        return self.group_rows * self.bn // WARPGROUP
+
+    @property
+    def cluster_ctas(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster[0] * self.cluster[1] * self.cluster_k
+
+    @property
+    def parts(self) -> int:
+        """Parts of K that different CTAs sum."""
+        return self.splits * self.cluster_k
+
+    @property
+    def owned_vectors(self) -> int:
+        """Upper bound on the 4-accumulator vectors that a consumer thread finishes after a cluster sum."""
+        return -(-self.accumulators // (4 * self.cluster_k))
+
+    @property
+    def owned_bytes(self) -> int:
+        """Bytes of `owned_vectors` of a warpgroup, in fp32."""
+        return self.owned_vectors * WARPGROUP * 16
+
+    @property
+    def persistent(self) -> bool:
+        return "once" not in self.options and self.cluster_k == 1
+
+    @property
+    def stream_k(self) -> bool:
+        return "streamk" in self.options
+
+    @property
+    def in_arrival_order(self) -> bool:
+        """Whether splits of K are added up as they come, so that a result's last bits vary."""
+        return "arrival" in self.options
+
+    @property
+    def swapped(self) -> bool:
+        return "swap" in self.options
+
+    def tile(self) -> tuple[int, int, int]:
+        """(M, N, K) of the part of D that a CTA computes."""
+        return (self.bn, self.bm, self.bk) if self.swapped else (self.bm, self.bn, self.bk)
+
+    def store_columns(self, itemsize: int) -> int:
+        """Columns of D that one TMA store moves: the widest swizzle span that divides the tile."""
+        return next(width for width in (128 // itemsize, 64 // itemsize, 32 // itemsize) if self.bn % width == 0)
+
+    @property
+    def slab_columns(self) -> int:
+        """Columns that a warp stages at a time in the general epilogue."""
+        return 32 if self.bn % 32 == 0 and not self.swapped else 16
+
+    def uses_tma_store(self, signature: Signature) -> bool:
+        """Whether D goes through shared memory and TMA: it is aligned, and C, if there is one, lies in aligned rows.
+
+        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. C needs
+        registers, most of all as fragments straight from global memory, which many accumulators leave no room for.
+        """
+        c_dtype = signature.epilogue.c_dtype
+        most = 192 if self.stages_c(signature) else 160
+        return (
+            "slab" not in self.options
+            and self.parts == 1
+            and signature.align_d >= 16
+            and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
+            and (c_dtype is None or (signature.align_c >= 16 and self.accumulators <= most))
+        )
+
+    def stages_c(self, signature: Signature) -> bool:
+        """Whether C comes through the staging buffers of D, if both go through shared memory."""
+        c_dtype = signature.epilogue.c_dtype
+        return c_dtype is not None and ITEMSIZE[c_dtype] == ITEMSIZE[signature.out_dtype] == 2
+
+    def bias_bytes(self, signature: Signature) -> int:
+        """Shared memory for the bias of the tile's columns: fp32, a row a warpgroup. TMA stores alone need it."""
+        epilogue = signature.epilogue
+        if epilogue.bias_dtype is None or (epilogue.bias_axis == "n") == self.swapped:
+            return 0
+        return self.consumers * self.bn * 4
+
+    def stage_bytes(self, signature: Signature) -> int:
+        return (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
+
+    def epilogue_bytes(self, signature: Signature) -> int:
+        """Shared memory of the epilogue, apart from the ring: the next tile's loads run under the stores.
+
+        Sums of parts of K need none: they are stored straight from registers.
+        """
+        if self.parts > 1:
+            return 0
+        if self.uses_tma_store(signature):
+            itemsize = ITEMSIZE[signature.out_dtype]
+            buffers = self.consumers * self.store_buffers * BLOCK_ROWS * self.store_columns(itemsize) * itemsize
+            return buffers + self.bias_bytes(signature)
+        return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
+
+    def smem_bytes(self, signature: Signature) -> int:
+        """Dynamic shared memory of a CTA in bytes."""
+        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
+
+    def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
+        """The number of clusters to launch."""
+        return {"clusters": work_count.clusters(self, problem, arch)}
+
+    def works(self, problem: Problem) -> int:
+        """Cluster tiles of all matrices of the batch, times the splits of K."""
+        return work_count.works(self, problem)
+
+    def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
+        """(bytes that a launch takes and leaves zero, bytes of anything); (0, 0) where no tile's K is divided.
+
+        A warpgroup's part of a divided tile has a state word, which must be 0 and is again 0 after each launch, and
+        room in fp32 for each split, or with stream-K for two. In the order of arrival there is room for one, which
+        must be 0 as the words must.
+        """
+        shares, parts = work_count.shares(self, problem, arch)
+        words, part = word_bytes(shares), shares * self.owned_bytes
+        return (words + part, 0) if self.in_arrival_order else (words, parts * part)
+
+    def only_by_name(self) -> str | None:
+        """None when this configuration may be chosen automatically, else why only a call that names it gets it."""
+        return option_table.why_only_by_name(self)
+
+    def __str__(self) -> str:
+        cluster = "x".join(map(str, (*self.cluster, self.cluster_k)[: 2 if self.cluster_k == 1 else 3]))
+        text = f"sm90/{self.bm}x{self.bn}x{self.bk}/{self.schedule}/c{cluster}/s{self.stages}/{self.order}"
+        return "/".join((text, *((f"k{self.splits}",) if self.splits > 1 else ()), *self.options))
+
+    @classmethod
+    def form(cls) -> str:
+        """The text form, for messages."""
+        return _ACCEPTED
+
+    @classmethod
+    def parse(cls, text: str) -> HopperConfig:
+        """The configuration of a text form; ValueError when the text is not one."""
+        found = _FORM.fullmatch(text)
+        options = option_table.read(found[11].split("/")[1:]) if found else None
+        if not found or options is None:
+            raise ValueError(f"config: got {text!r}, accepted is {_ACCEPTED}")
+        bm, bn, bk, cm, cn, stages = (int(found[i]) for i in (1, 2, 3, 5, 6, 8))
+        try:
+            tile_order.parse(found[9])
+        except ValueError as why:
+            raise ValueError(f"config: {text!r} has no such {why}") from None
+        parts = int(found[10] or 1), int(found[7] or 1)
+        return cls(bm, bn, bk, found[4], (cm, cn), stages, found[9], options, *parts)
+
+    def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
+        """None when this configuration is valid for the signature on that architecture, else why not."""
+        if arch.capability != (9, 0):
+            return f"WGMMA and its TMA ring exist on compute capability 9.0 only; {arch.name} has another"
+        if refused := why_not_taken("the WGMMA kernel multiplies", TAKES, signature.kind):
+            return refused
+        if ITEMSIZE[signature.dtype] != 2:  # it transposes elements of 16 bits
+            element = signature.dtype if signature.precision == "ieee" else signature.precision
+            for name, major in (("A", signature.a_major), ("B", signature.b_major)):
+                if major != "k":
+                    return f"WGMMA takes {element} operands K-major only; {name} is {major.upper()}-major"
+        for name, align in (("A", signature.align_a), ("B", signature.align_b)):
+            if align < 16:
+                return (
+                    f"TMA cannot load {name}: address, strides and contiguous extent need 16 bytes, they have {align}"
+                )
+        return self._why_tile_invalid() or self._why_resource_invalid(signature, arch)
+
+    def _why_tile_invalid(self) -> str | None:
+        groups = 1 if self.ping_pong else self.consumers
+        if self.bm % (BLOCK_ROWS * groups) or not BLOCK_ROWS <= self.bm <= 256:
+            return f"bm is {self.bm}; accepted are multiples of 64 a warpgroup, up to 256"
+        if self.bn % 16 or not 16 <= self.bn <= 256:
+            return f"bn is {self.bn}; accepted are multiples of 16 from 16 to 256 (the n of a WGMMA)"
+        if self.bk not in (32, 64, 128, 256):
+            return f"bk is {self.bk}; accepted are 32, 64, 128 and 256"
+        if self.cluster not in CLUSTERS:
+            return f"cluster is {self.cluster}; accepted are {', '.join(f'{m}x{n}' for m, n in CLUSTERS)}"
+        if not 1 <= self.splits <= 32 or (self.splits > 1 and self.ping_pong):
+            return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
+        if self.cluster_k not in CLUSTER_PARTS or self.cluster_ctas > CLUSTER_CTAS:
+            return (
+                f"a cluster has {self.cluster_ctas} CTAs, {self.cluster_k} along K; accepted are up to {CLUSTER_CTAS}, "
+                f"and {', '.join(map(str, CLUSTER_PARTS))} along K"
+            )
+        if why := option_table.why_excluded(self):
+            return why
+        if self.bm // self.cluster[1] % 8 or self.bn // self.cluster[0] % 8:
+            return f"tile {self.bm}x{self.bn} cannot be loaded in shares of whole 8 rows by a {self.cluster} cluster"
+        return None
+
+    def _why_resource_invalid(self, signature: Signature, arch: Arch) -> str | None:
+        # A tile that is shared out over a cluster is stored by more addresses at a time than TMA takes.
+        most = (208, 96) if self.cluster_k == 1 else (128, 72)
+        limit = most[self.consumers == 3]
+        if self.accumulators > limit:
+            return f"{self.accumulators} accumulators a thread; more than {limit} spill"
+        if not (1 if self.solo else 2) <= self.stages <= 16:
+            return f"stages is {self.stages}; accepted are 2 to 16, in solo 1 to 16"
+        received = (self.cluster_k - 1) * self.consumers * self.owned_bytes
+        if received > self.stages * self.stage_bytes(signature):
+            ring = self.stages * self.stage_bytes(signature)
+            return f"{received} B of a tile's sums from the other CTAs along K do not fit into the ring of {ring} B"
+        if self.smem_bytes(signature) > arch.smem_per_cta:
+            return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
+        return None
+
+    @classmethod
+    def space(cls, itemsize: int = 2) -> Iterator[HopperConfig]:
+        """Every configuration the tuner may consider for operands of `itemsize` bytes, before the validity rule.
+
+        Rings are as deep as shared memory allows, one stage less (a wider epilogue needs the room) and half as deep.
+        Clusters along K and exchanged operands, which serve few tiles and a small M, come with one tile order.
+        """
+        depths = (128 // itemsize, 256 // itemsize)
+        for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3", "pp")):
+            deepest = min(8, (RING_BYTES - 2 * bn) // ((bm + bn) * bk * itemsize))
+            rings = sorted({deepest, deepest - 1, deepest // 2}, reverse=True)
+            for trial, sets in option_table.trials(option_table.TRIALS, bm, bn):
+                for cluster, stages, options, order in product(
+                    CLUSTERS[: trial.clusters], rings[: trial.rings], sets, trial.orders
+                ):
+                    yield cls(bm, bn, bk, schedule, cluster, stages, order, options)
+            if schedule != "pp":
+                whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
+                sets = option_table.part_sets(bm, bn)
+                for stages, (cm, cn, ck), options in product((whole, whole // 2), K_CLUSTERS, sets):
+                    yield cls(bm, bn, bk, schedule, (cm, cn), stages, "row", options, 1, ck)
+
+    @classmethod
+    def split_space(cls, problem: Problem, arch: Arch) -> Iterator[HopperConfig]:
+        """The same with splits of K: as many as fill the GPU once or twice, and in small clusters those of `SPLITS`."""
+        itemsize = ITEMSIZE[problem.dtype]
+        depths = (128 // itemsize, 256 // itemsize)
+        clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)
+        for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3")):
+            whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
+            for (cm, cn, ck), options in product(clusters, option_table.part_sets(bm, bn)):
+                one = cls(bm, bn, bk, schedule, (cm, cn), whole, "row", options, 1, ck)
+                fill = resident_clusters(arch, one.cluster_ctas) // max(one.works(problem), 1)
+                numbers = {fill, 2 * fill, *(SPLITS if cm * cn <= 2 and ck == 1 else ())}
+                for splits in sorted(number for number in numbers if 2 <= number <= 32):
+                    yield replace(one, splits=splits)
+                    if splits == fill:
+                        yield replace(one, splits=splits, stages=whole - 1)
+                        yield replace(one, splits=splits, stages=whole // 2)

@@ -1,0 +1,47 @@
+"""A consumer warpgroup of the Hopper kernel: it multiplies what the producer brings, and finishes its rows of D."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.mma import Products
+from cutegemm.cute.hopper.pipeline import Turns, skip
+from cutegemm.cute.hopper.sums import Sums
+from cutegemm.cute.hopper.work import Work
+
+
+class Consumer:
+    """Warpgroup `group`: for each of its works, the products of the k tiles, then the settlement of the sum.
+
+    `work` is its own (`Work.of_warpgroup`); `products` and `sums` have been started. In ping-pong the warpgroup waits
+    for its turn, and skips those stages of the ring that the other one reads.
+    """
+
+    def __init__(
+        self, config: HopperConfig, group: Any, work: Work, turns: Turns, products: Products, sums: Sums
+    ) -> None:
+        self.config, self.group, self.work = config, group, work
+        self.turns, self.products, self.sums = turns, products, sums
+
+    @cute.jit
+    def run(self):
+        """All works of this warpgroup."""
+        config = self.config
+        stage, phase, done = Int32(0), Int32(0), Int32(0)
+        if cutlass.const_expr(config.ping_pong):
+            stage, phase = skip(stage, phase, self.work.k_tiles_before(self.group), config.stages)
+        for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
+            tile = self.work.at(number)
+            if cutlass.const_expr(config.ping_pong):
+                self.turns.wait(self.group, done)
+            stage, phase = self.products.add_up(stage, phase, tile)
+            if cutlass.const_expr(config.ping_pong):
+                stage, phase = skip(stage, phase, self.work.k_tiles_after(tile), config.stages)
+                done = done + 1
+            self.sums.finish(self.products.accumulators, tile, self.work)
+        self.sums.end()

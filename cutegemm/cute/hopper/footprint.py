@@ -1,0 +1,92 @@
+"""The cost model's view of the Hopper kernel: its footprints, and the constants that the fits begin with."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cutegemm.choice.cost_rates import CostFamily, Rates
+from cutegemm.choice.footprint import Footprint, resident
+from cutegemm.cute.hopper import options
+from cutegemm.cute.hopper.config import BLOCK_ROWS
+from cutegemm.cute.tile_order import HILBERT_LEVELS
+from cutegemm.hardware.arch import LINE
+from cutegemm.problem import ITEMSIZE
+
+if TYPE_CHECKING:
+    from cutegemm.cute.hopper.config import HopperConfig
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Signature
+
+_SM90 = Rates(
+    alone=0.06, early=0.3, sync=8.0, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.2,
+    swapped=0.1, rows=0.5, drains=2.0,
+)  # fmt: skip
+SM90 = CostFamily("sm90", "cute", _SM90)
+SM90_TF32 = CostFamily("sm90/tf32", "cute", replace(_SM90, flop_pj=1.2), SM90)
+_FAMILIES = {"float16": SM90, "bfloat16": SM90, "tfloat32": SM90_TF32}
+"""By arithmetic unit."""
+
+
+def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
+    """One CTA of the Hopper kernel."""
+    bm, bn, bk = config.tile()
+    size = ITEMSIZE[signature.dtype]
+    # Each WGMMA reads its 64 rows of A and all of B.
+    smem = config.bm // BLOCK_ROWS * (BLOCK_ROWS + config.bn) * bk * size
+    cluster = config.cluster[::-1] if config.swapped else config.cluster
+    # One consumer warpgroup keeps the registers it was compiled to, its accumulators and about 32 more; with several,
+    # setmaxnreg deals out all.
+    registers = min(config.accumulators + 32, 255) if config.consumers == 1 else 168
+    ctas = resident(arch, config.smem_bytes(signature), config.threads, registers)
+    flags = options.footprint_flags(config)
+    # A store of swapped operands is 64 columns wide, whatever the tile.
+    out = ITEMSIZE[signature.out_dtype]
+    columns = BLOCK_ROWS if config.swapped else config.store_columns(out)
+    return Footprint(
+        _FAMILIES[signature.unit],
+        bm,
+        bn,
+        bk,
+        config.stages,
+        smem,
+        config.threads,
+        ctas=1 if config.persistent else ctas,
+        cluster=cluster,
+        parts=config.cluster_k,
+        splits=config.splits,
+        serial=False,
+        group=order_rows(config.order),
+        overlapped=config.ping_pong,
+        curve=config.order == "hilbert",
+        segment=min(columns * out, LINE),
+        narrow=_narrow(config, signature),
+        leaves_room=flags["pdl"] and ctas > 1,
+        **flags,
+    )
+
+
+def order_rows(order: str) -> int:
+    """Tile rows that a tile order walks together; see `cute.tile_order`."""
+    found = re.fullmatch(r"(?:g|serp)(\d+)", order)
+    if found:
+        return int(found[1])
+    return {"row": 1, "hilbert": 1 << HILBERT_LEVELS}.get(order, 64)
+
+
+def _narrow(config: HopperConfig, signature: Signature) -> float:
+    """`Footprint.narrow`: a row of a box is what divides both a line and the tile, along the operand's major.
+
+    What is narrower than a line takes as many times as long as there are CTAs that load it in common (row-major B on an
+    H200; whole lines do not).
+    """
+    size, (cm, cn) = ITEMSIZE[signature.dtype], config.cluster
+    majors = (signature.a_major, signature.b_major)[:: -1 if config.swapped else 1]
+    rows = lines = 0.0
+    for extent, sharers, major in zip((config.bm, config.bn), (cn, cm), majors, strict=True):
+        width = math.gcd((config.bk if major == "k" else extent) * size, LINE)
+        rows += extent * (1 if width == LINE else sharers) / width
+        lines += extent / LINE
+    return rows / lines

@@ -1,0 +1,167 @@
+"""GEMM on Hopper: TMA -> ring of shared tiles -> WGMMA, by warps with roles (fp16, bf16, tf32).
+
+    warpgroup W (last)   one warp of it loads: TMA brings k tiles of A and B into the ring     `producer`
+    warpgroups 0 .. W-1  multiply (WGMMA reads shared memory itself) and store their rows      `consumer`
+
+A CTA stays and computes tile after tile. Both roles walk the same works (`work`) in the same order and meet only at the
+barriers of the ring (`pipeline`), so that the loads of the next tile run under the last multiplications and the
+epilogue of this one:
+
+    producer     | load tile 0 .......... | load tile 1 ..........      | load tile 2 ...
+    cooperative    | WGMMA tile 0 ......... | store | WGMMA tile 1 .........| store |
+    ping-pong  0   | WGMMA tile 0 | store          | WGMMA tile 2 | store
+               1                  | WGMMA tile 1 | store            | WGMMA tile 3 |
+
+Cooperative warpgroups share a tile by blocks of 64 rows. In ping-pong each has a tile of its own, and one stores while
+the other multiplies. One WGMMA group is kept in flight: a stage is released when the group of the next one has been
+issued (`mma`). The first WGMMA of a tile overwrites the accumulators.
+
+In a cluster of CM x CN CTAs the CTAs of a row need the same tile of A: each loads a share and multicasts it to the
+row, and likewise B along the columns (`operand`). So every CTA's full barrier counts whole tiles, whoever sent them.
+
+Where K is divided among CTAs, `sums` says how they add up their parts: through a workspace or through distributed
+shared memory. The epilogue adds C and the bias in registers and stores by TMA wherever D allows (`store`).
+
+Edges: TMA writes zeros for what lies beyond the operands; the epilogue stores what lies in D. K = 0: a k tile beyond K.
+
+docs/hopper.md follows a tile from one end to the other: roles, barriers, phases, timeline.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from cutegemm.cute import types
+from cutegemm.cute.entry import Gemm
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.consumer import Consumer
+from cutegemm.cute.hopper.memory import SharedMemory
+from cutegemm.cute.hopper.mma import Products
+from cutegemm.cute.hopper.operand import Operand, loaders
+from cutegemm.cute.hopper.output import Output
+from cutegemm.cute.hopper.pipeline import Ring, Turns
+from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.hopper.producer import Producer
+from cutegemm.cute.hopper.solo import Solo
+from cutegemm.cute.hopper.store import make_store
+from cutegemm.cute.hopper.sums import make_sums
+from cutegemm.cute.hopper.work import make_work
+from cutegemm.problem import Signature
+from cutegemm.run import arguments
+
+
+class HopperGemm(Gemm):
+    """See the module docstring."""
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self.config = config
+        self.signature = signature
+        # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
+        k_major = (signature.a_major == "k", signature.b_major == "k")
+        a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
+        dtype = types.NUMERIC[signature.dtype]
+        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major)
+        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major)
+        self.work = make_work(config, signature)
+        self.ring = Ring(config, signature)
+        self.turns = Turns()
+        self.products = Products(config, self.ring, self.turns)
+        self.store = make_store(config, signature)
+        self.sums = make_sums(config, self.store)
+
+    # -- host -------------------------------------------------------------------------------------------------------
+    def launch(self, args) -> None:
+        """Launches the kernel. `args`: the host entry's arguments by name."""
+        config = self.config
+        cm, cn = config.cluster
+        left = (args.a, args.m, args.lda, args.a_batch)
+        right = (args.b, args.n, args.ldb, args.b_batch)
+        (a, rows, lda, a_batch), (b, columns, ldb, b_batch) = (right, left) if config.swapped else (left, right)
+        atom_a, tensor_a = self.a.load_atom(a, rows, args.k, lda, a_batch, args.batch)
+        atom_b, tensor_b = self.b.load_atom(b, columns, args.k, ldb, b_batch, args.batch)
+        atom_d, tensor_d = self.store.make_atom(args.d, args.m, args.n, args.ldd, args.d_batch, args.batch)
+        on_device = arguments.device(
+            args,
+            host_only=("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch"),
+            tiles_m=cute.ceil_div(rows, config.bm * cm),
+            tiles_n=cute.ceil_div(columns, config.bn * cn),
+            wgmma_a_batch=a_batch,
+            wgmma_b_batch=b_batch,
+        )
+        self.kernel(atom_a, tensor_a, atom_b, tensor_b, atom_d, tensor_d, on_device).launch(
+            grid=(args.clusters * config.cluster_ctas, 1, 1),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster_ctas, 1, 1),
+            min_blocks_per_mp=1,
+            stream=args.stream,
+            use_pdl="pdl" in config.options,
+        )
+
+    # -- device -----------------------------------------------------------------------------------------------------
+    @cute.kernel
+    def kernel(
+        self,
+        atom_a: cute.CopyAtom,
+        tensor_a: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        tensor_b: cute.Tensor,
+        atom_d: cute.CopyAtom | None,
+        tensor_d: cute.Tensor | None,
+        args,
+    ):
+        """One CTA: set up the barriers, then take a role."""
+        config = self.config
+        position = Position.here(config)
+        self.work.start(position, args)
+        output = Output(args, atom_d, tensor_d)
+
+        memory = SharedMemory(config, self.signature)
+        self.ring.start(memory.barriers, position)
+        self.turns.start(memory.turns)
+        self.a.start(atom_a, tensor_a, args.wgmma_a_batch, memory.ring)
+        self.b.start(atom_b, tensor_b, args.wgmma_b_batch, memory.ring + self.a.ring_bytes)
+        if position.warp == 0:
+            self.a.prefetch()
+            self.b.prefetch()
+            with cute.arch.elect_one():
+                self.ring.initialize()
+                if cutlass.const_expr(config.ping_pong):
+                    self.turns.initialize()
+                self.sums.initialize(memory)
+            cute.arch.mbarrier_init_fence()
+        self._meet()
+        if cutlass.const_expr("pdl" in config.options):
+            # Nothing before this line reads or writes what an earlier kernel may still be working on.
+            cute.arch.griddepcontrol_wait()
+            # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
+            cute.arch.griddepcontrol_launch_dependents()
+
+        if cutlass.const_expr(config.solo):
+            self.sums.start(output, memory, position, self.work)
+            self.products.start(self.a, self.b, position)
+            load_a, load_b = loaders(config, position, self.a, self.b)
+            Solo(position, self.ring, self.work, load_a, load_b, self.products, self.sums).run()
+        else:
+            if position.group == config.consumers:
+                if cutlass.const_expr(config.registers is not None):
+                    cute.arch.setmaxregister_decrease(config.registers[0])
+                if position.warp == config.consumers * 4:
+                    load_a, load_b = loaders(config, position, self.a, self.b)
+                    Producer(self.ring, self.work, load_a, load_b).run()
+            else:
+                if cutlass.const_expr(config.registers is not None):
+                    cute.arch.setmaxregister_increase(config.registers[1])
+                self.sums.start(output, memory, position, self.work)
+                self.products.start(self.a, self.b, position)
+                work = self.work.of_warpgroup(position.group)
+                Consumer(config, position.group, work, self.turns, self.products, self.sums).run()
+
+    def _meet(self) -> None:
+        """All threads of the cluster see the barriers initialized."""
+        if self.config.cluster_ctas > 1:
+            # What a relaxed arrival leaves out, the fence of the initialization has done.
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

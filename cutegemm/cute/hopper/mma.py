@@ -1,0 +1,130 @@
+"""WGMMA: the instruction for each kind of operand, and the main loop of a consumer warpgroup.
+
+    fp16, bf16    m64nNk16, either major of both operands
+    tf32          m64nNk8, K-major operands only. It ignores the low 13 bits of fp32 words, which `operand` has rounded
+                  before. The DSL itself does not offer this instruction.
+
+Either way one instruction multiplies 32 bytes of K.
+
+`Products` is how products are formed and accumulated: the tensor cores add every k tile to the same fp32 accumulators.
+Another way, for example partial sums that are scaled and promoted every few k tiles, is another class with these
+methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float16, Float32, TFloat32
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.atom import make_atom
+from cutlass.cute.core import _pack_shape
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup.mma import MmaTraits
+
+from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
+from cutegemm.cute.hopper.operand import Operand
+from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
+from cutegemm.cute.hopper.position import Position
+
+K_BYTES = 32
+"""Bytes of K that one WGMMA reads of each row of an operand."""
+
+
+class _Tf32Traits(MmaTraits):
+    """The run-time state of a tf32 WGMMA: whether it accumulates."""
+
+
+@dataclass(frozen=True)
+class MmaTf32Op(warpgroup.MmaOp):
+    """m64nNk8, tf32 operands in shared memory, fp32 accumulators."""
+
+    descriptive_name = "warpgroup tf32 MMA operation"
+
+    def _make_trait(self, *, loc: Any = None, ip: Any = None, **_: Any) -> MmaTraits:
+        atom = cute_nvgpu.MmaAtomSM90Type.get(
+            _pack_shape(self.shape_mnk, loc=loc, ip=ip).type.attribute,
+            self.a_major_mode._to_ir(),
+            self.b_major_mode._to_ir(),
+            self.a_dtype.mlir_type,
+            self.b_dtype.mlir_type,
+            self.acc_dtype.mlir_type,
+            self.a_src._to_ir(),
+        )
+        return _Tf32Traits(make_atom(atom, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
+
+
+def operation(dtype: type[cutlass.Numeric], n: int, a_k_major: bool, b_k_major: bool) -> warpgroup.MmaOp:
+    """The WGMMA of 64 x n outputs for operands of `operand_type(dtype)`, both in shared memory."""
+    source = warpgroup.OperandSource.SMEM
+    majors = [OperandMajorMode.K if k_major else OperandMajorMode.MN for k_major in (a_k_major, b_k_major)]
+    shape = (BLOCK_ROWS, n, K_BYTES * 8 // dtype.width)
+    if dtype in (Float16, BFloat16):
+        return warpgroup.MmaF16BF16Op(dtype, Float32, shape, source, *majors)
+    if dtype is Float32:
+        return MmaTf32Op(TFloat32, TFloat32, Float32, shape, source, *majors)
+    raise TypeError(f"dtype: got {dtype}, expected Float16, BFloat16 or Float32")
+
+
+class Products:
+    """The products of a consumer warpgroup; `start` binds it to the operands' stages, `accumulators` holds the sums."""
+
+    def __init__(self, config: HopperConfig, ring: Ring, turns: Turns) -> None:
+        self.config, self.ring, self.turns = config, ring, turns
+
+    def start(self, a: Operand, b: Operand, position: Position) -> None:
+        """For the warpgroup at that position, and operands that have been started."""
+        config, self.group, self.lane = self.config, position.group, position.lane
+        # A warpgroup's slice of a tiled MMA begins at its first thread; its descriptors are the same for all threads.
+        first_thread = 0 if config.solo or config.ping_pong else position.group * WARPGROUP
+        op = operation(a.dtype, config.bn, a.k_major, b.k_major)
+        sharers = 1 if config.ping_pong else config.consumers
+        self.mma = cute.make_tiled_mma(cute.make_mma_atom(op), (sharers, 1, 1))
+        part = self.mma.get_slice(first_thread)
+        self.fragment_a = self.mma.make_fragment_A(part.partition_A(a.shared))
+        self.fragment_b = self.mma.make_fragment_B(part.partition_B(b.shared))
+        self.accumulators = self.mma.make_fragment_C(part.partition_shape_C((config.bm, config.bn)))
+
+    def clear(self) -> None:
+        """Zeros for the accumulators."""
+        self.accumulators.fill(0.0)
+
+    @cute.jit
+    def add_up(self, stage, phase, tile):
+        """The sum over the k tiles of `tile`, which begin at that stage of the ring; returns where the ring goes on.
+
+        One WGMMA group stays in flight: a stage is released when the group of the next one has been issued and its own
+        is done. In ping-pong the other warpgroup gets its turn when the last group has been issued.
+        """
+        overwrite = True
+        if cutlass.const_expr("zero" in self.config.options):
+            overwrite = False
+            self.clear()
+        self.ring.wait(stage, phase)
+        warpgroup.fence()
+        self.issue(stage, overwrite)
+        before = stage
+        stage, phase = advance(stage, phase, self.ring.stages)
+        for _ in cutlass.range(tile.k_tiles - 1, unroll=1):
+            self.ring.wait(stage, phase)
+            self.issue(stage, False)
+            warpgroup.wait_group(1)
+            self.ring.release(before, self.lane)
+            before = stage
+            stage, phase = advance(stage, phase, self.ring.stages)
+        if cutlass.const_expr(self.config.ping_pong):
+            self.turns.hand_over(self.group, self.lane)
+        warpgroup.wait_group(0)
+        self.ring.release(before, self.lane)
+        return stage, phase
+
+    def issue(self, stage, overwrite: bool) -> None:
+        """One k tile's WGMMA as a group; the first of a tile may overwrite the accumulators."""
+        for step in range(cute.size(self.fragment_a, mode=[2])):
+            self.mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
+            place = (None, None, step, stage)
+            cute.gemm(self.mma, self.accumulators, self.fragment_a[place], self.fragment_b[place], self.accumulators)
+        warpgroup.commit_group()

@@ -1,0 +1,160 @@
+"""An operand of the Hopper kernel: its k tiles on their way from global memory through TMA into the ring.
+
+On the host `Operand` makes the tensor map, on the device it holds the operand's part of the ring, and a `Loader` asks
+TMA for tiles. In a cluster of CM x CN CTAs those of a row need the same tile of A, those of a column the same tile of
+B. Each of the sharers loads a part of the tile and multicasts it to all of them.
+
+tf32: WGMMA reads fp32 words and ignores their low 13 bits. Truncated operands would be biased and twice as far off as
+rounded ones. So the tensor maps have the element type TFLOAT32, with which TMA rounds fp32 to the nearest tf32 on the
+way into shared memory. The DSL itself does not offer such loads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, TFloat32
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.cpasync.copy import (
+    CopyBulkTensorTileG2SMulticastNonExecTrait,
+    CopyBulkTensorTileG2SNonExecTrait,
+)
+
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.position import Position
+
+
+@cute.jit
+def source_matrix(matrix: Int32, batch_stride: Int64):
+    """Which matrix of an operand belongs to matrix number `matrix` of D: with stride 0 one serves the whole batch."""
+    source = matrix
+    if batch_stride == 0:
+        source = Int32(0)
+    return source
+
+
+def operand_type(dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
+    """What the tensor cores take for operands that are `dtype` in global memory; TMA converts while it loads."""
+    return TFloat32 if dtype is Float32 else dtype
+
+
+def tma_load(tensor: cute.Tensor, layout: Any, tile: tuple[int, int], sharers: int) -> tuple[Any, Any]:
+    """(copy atom, coordinate tensor) for loads of `tile` into shared memory laid out as `layout`, on the host.
+
+    Each of `sharers` CTAs loads a share and multicasts it. fp32 elements arrive rounded to tf32.
+    """
+    op = cpasync.CopyBulkTensorTileG2SOp() if sharers == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+    if tensor.element_type is not Float32:
+        info = cpasync.make_tiled_tma_atom(op, tensor, layout, tile, num_multicast=sharers)
+        return info.atom, info.tma_tensor
+    made = cute_nvgpu.atom_make_non_exec_tiled_tma_load(
+        tensor.value,
+        layout.value,
+        cute.composition(cute.make_identity_layout(tensor.shape), tile),
+        op._to_ir(),
+        num_multicast=sharers,
+        tma_format=cute_nvgpu.TmaDataFormat.TF32_RN,
+    )
+    trait = CopyBulkTensorTileG2SNonExecTrait if sharers == 1 else CopyBulkTensorTileG2SMulticastNonExecTrait
+    return cute.CopyAtom(op, trait(made[0])), made[1]
+
+
+class Operand:
+    """One side of the multiplication: the rows of A, or the columns of B as rows, times K.
+
+    extent: rows of a tile. sharers: CTAs of a cluster that need the same tile. k_major: whether K is contiguous.
+    """
+
+    def __init__(self, config: HopperConfig, dtype: type[cutlass.Numeric], extent: int, sharers: int, k_major: bool):
+        self.dtype, self.extent, self.sharers, self.k_major = dtype, extent, sharers, k_major
+        self.bk, self.stages = config.bk, config.stages
+        self.itemsize = dtype.width // 8
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the operand's tiles in all stages."""
+        return self.stages * self.extent * self.bk * self.itemsize
+
+    def stage_layout(self):
+        """The shared layout (extent, bk) of a tile: the widest swizzle that divides its contiguous side."""
+        span = (self.bk if self.k_major else self.extent) * self.itemsize
+        bits = next(bits for bits in (3, 2, 1) if span % (16 << bits) == 0)
+        width = (16 << bits) // self.itemsize
+        lines = (
+            cute.make_layout((8, width), stride=(width, 1))
+            if self.k_major
+            else cute.make_layout((width, 8), stride=(1, width))
+        )
+        atom = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, lines)
+        return cute.tile_to_shape(atom, (self.extent, self.bk), order=(0, 1) if self.k_major else (1, 0))
+
+    def load_atom(self, pointer, rows, k, leading, batch_stride, batch):
+        """(copy atom, coordinate tensor) of the operand as (rows, k, matrices); strides in elements. On the host."""
+        step = 16 // self.itemsize
+        leading = cute.assume(leading, divby=step)
+        batch_stride = cute.assume(batch_stride, divby=step)
+        strides = (leading, 1, batch_stride) if self.k_major else (1, leading, batch_stride)
+        # A descriptor has no empty dimensions; with K = 0 nothing of this one element is read.
+        shape = (rows, cutlass.max(k, Int32(1)), batch)
+        tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+        return tma_load(tensor, self.stage_layout(), (self.extent, self.bk), self.sharers)
+
+    def start(self, atom, tensor, batch_stride, memory) -> None:
+        """Binds to what `load_atom` made, and to `ring_bytes` of shared memory."""
+        self.atom, self.tensor, self.batch_stride = atom, tensor, batch_stride
+        layout = self.stage_layout()
+        staged = cute.append(layout.outer, cute.make_layout(self.stages, stride=self.extent * self.bk))
+        pointer = cute.recast_ptr(memory, layout.inner, dtype=operand_type(self.dtype))
+        self.shared = cute.make_tensor(pointer, staged)
+
+    def prefetch(self) -> None:
+        """One thread: brings the tensor map into its cache."""
+        cpasync.prefetch_descriptor(self.atom)
+
+
+class Loader:
+    """Loads a CTA's share of the tiles of an operand that has been started.
+
+    share: which of the sharers' parts this CTA loads. mask: the ranks of the sharers as bits; None without others.
+    """
+
+    def __init__(self, operand: Operand, share: Any, mask: Any) -> None:
+        self.operand, self.mask = operand, mask
+        self.multicasts = mask is not None
+        tiles = cute.local_tile(operand.tensor, (operand.extent, operand.bk), (None, None, None))
+        self.target, self.source = cpasync.tma_partition(
+            operand.atom,
+            share,
+            cute.make_layout(operand.sharers),
+            cute.group_modes(operand.shared, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+
+    def place(self, row, matrix) -> tuple:
+        """What `load` needs to know of a tile of D: its row of tiles of this operand, for matrix `matrix` of D."""
+        return row, source_matrix(matrix, self.operand.batch_stride)
+
+    def load(self, place: tuple, k_tile, stage, barrier) -> None:
+        """Asks TMA for a k tile at that place into a stage; `barrier` counts its bytes."""
+        row, matrix = place
+        source, target = self.source[None, row, k_tile, matrix], self.target[None, stage]
+        if self.multicasts:
+            cute.copy(self.operand.atom, source, target, tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(self.mask))
+        else:
+            cute.copy(self.operand.atom, source, target, tma_bar_ptr=barrier)
+
+
+def loaders(config: HopperConfig, position: Position, a: Operand, b: Operand) -> tuple[Loader, Loader]:
+    """The loaders of A and B for the CTA at that position: A goes to CTAs (row, *), B to CTAs (*, column)."""
+    cm, cn = config.cluster
+    mask_a = Int32(sum(1 << (cm * column) for column in range(cn))) << position.row
+    mask_b = Int32((1 << cm) - 1) << (cm * position.column)
+    if config.cluster_k > 1:
+        mask_a, mask_b = mask_a << position.k_first, mask_b << position.k_first
+    return (
+        Loader(a, position.column, mask_a if a.sharers > 1 else None),
+        Loader(b, position.row, mask_b if b.sharers > 1 else None),
+    )

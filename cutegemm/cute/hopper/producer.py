@@ -1,0 +1,36 @@
+"""The producer warp of the Hopper kernel: it brings the k tiles of A and B into the ring by TMA."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cutegemm.cute.hopper.operand import Loader
+from cutegemm.cute.hopper.pipeline import Ring, advance
+from cutegemm.cute.hopper.work import Work
+
+
+class Producer:
+    """One warp: for each work of its CTA, the k tiles of both operands into the stages of the ring, in turn."""
+
+    def __init__(self, ring: Ring, work: Work, load_a: Loader, load_b: Loader) -> None:
+        self.ring, self.work, self.load_a, self.load_b = ring, work, load_a, load_b
+
+    @cute.jit
+    def run(self):
+        """Loads everything, then waits for whoever still reads what this CTA sent."""
+        stage, phase = Int32(0), Int32(1)
+        for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
+            tile = self.work.at(number)
+            place_a, place_b = self.load_a.place(tile.row, tile.matrix), self.load_b.place(tile.column, tile.matrix)
+            k_tile, k_step = self.work.k_walk(tile)
+            for _ in cutlass.range(tile.k_tiles, unroll=1):
+                full = self.ring.acquire(stage, phase)
+                self.load_a.load(place_a, k_tile, stage, full)
+                self.load_b.load(place_b, k_tile, stage, full)
+                stage, phase = advance(stage, phase, self.ring.stages)
+                k_tile = self.work.k_next(tile, k_tile, k_step)
+        if cutlass.const_expr(self.load_a.multicasts or self.load_b.multicasts):
+            # Neighbours still arrive at this CTA's barriers, and this CTA's copies still land in their shared memory.
+            self.ring.drain(stage, phase)

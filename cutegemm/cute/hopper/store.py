@@ -1,0 +1,407 @@
+"""Epilogues of the Hopper kernel: from the accumulators of one warpgroup to D. Each warpgroup works for itself.
+
+A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` holds, for each block of 8 columns j,
+
+    rows 16 w + lane / 4 + 8 r (r = 0, 1), columns 8 j + 2 (lane % 4) + c (c = 0, 1)    in accumulator (c, r, j)
+
+`TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `WideTmaEpilogue` fp32 results through plain shared
+stores and TMA; `terms` adds C and the bias. `SlabStore` takes everything else through the slabs that the other
+kernels use too: what TMA cannot store, and C in any strides. With swapped operands the rows of the accumulators are
+columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into shared memory.
+"""
+
+from __future__ import annotations
+
+import types as python_types
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Vector
+from cutlass.cute.nvgpu import cpasync
+
+from cutegemm.cute import types
+from cutegemm.cute.epilogue import SlabEpilogue, finish
+from cutegemm.cute.hopper import terms
+from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
+from cutegemm.cute.hopper.fragment import FragmentStore
+from cutegemm.cute.hopper.memory import SharedMemory
+from cutegemm.cute.hopper.output import Output
+from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
+from cutegemm.problem import Signature
+
+MOST_UNROLLED_STRIPS = 4
+"""Strips of a `SlabStore` that have code of their own each; of more than that the first has."""
+
+
+def make_store(config: HopperConfig, signature: Signature) -> Any:
+    """The store for a configuration and signature.
+
+    All have `make_atom` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes single
+    vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, and `finish()` at the end.
+    """
+    if config.parts > 1:
+        return FragmentStore(config, signature)
+    if config.uses_tma_store(signature):
+        wide = types.NUMERIC[signature.out_dtype].width == 32
+        made: Any = WideTmaEpilogue if wide else TransposedTmaEpilogue if config.swapped else TmaEpilogue
+    else:
+        made = TransposedSlabStore if config.swapped else SlabStore
+    return made(config, signature)
+
+
+class TmaEpilogue:
+    """D = act(alpha * acc + beta * C + bias), rounded once, stored 64 rows x `columns` at a time.
+
+    A warpgroup has two staging buffers, or one. Before it fills one it makes sure that the store that last read it
+    is done reading; nobody waits for stores to reach memory, so they overlap the next tile.
+    """
+
+    turn = ""
+    """stmatrix's modifier that transposes each 8x8 matrix."""
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self.config = config
+        self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
+        self.out_type = types.NUMERIC[signature.out_dtype]
+        self.epilogue = signature.epilogue
+        self.itemsize = self.out_type.width // 8
+        self.columns = config.store_columns(self.itemsize)
+        self.row_bytes = self.itemsize * self.columns
+        self.buffer_bytes = BLOCK_ROWS * self.row_bytes
+        # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024,
+        # 512, 256.
+        self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
+        self.bias = terms.make_bias(config, signature)
+        self.c = terms.make_c(config, signature)
+
+    def box(self) -> tuple[int, int]:
+        """(rows, columns) of D in one staging buffer."""
+        return BLOCK_ROWS, self.columns
+
+    def block_of(self, row, column) -> tuple:
+        """(row, column) in boxes of the box whose first accumulator is (row, column) of the multiplication."""
+        return row // BLOCK_ROWS, column // self.columns
+
+    def buffer_layout(self):
+        """The shared layout of one staging buffer, as TMA's swizzle has it."""
+        width = self.row_bytes // self.itemsize
+        atom = cute.make_composed_layout(
+            cute.make_swizzle(self.swizzle_bits, 4, 3), 0, cute.make_layout((8, width), stride=(width, 1))
+        )
+        return cute.tile_to_shape(atom, self.box(), order=(0, 1))
+
+    def make_atom(self, d, m, n, ldd, d_batch, batch):
+        """(copy atom, coordinate tensor) of TMA stores into D, (m, n) row-major. On the host."""
+        step = 16 // self.itemsize
+        layout = cute.make_layout(
+            (m, n, batch), stride=(cute.assume(ldd, divby=step), 1, cute.assume(d_batch, divby=step))
+        )
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        return cpasync.make_tiled_tma_atom(store, cute.make_tensor(d, layout), self.buffer_layout(), self.box())
+
+    def start(self, output: Output, memory: SharedMemory, position: Position) -> None:
+        """Binds to a launch's output, to the staging buffers of this warpgroup, and to this thread."""
+        group, thread = position.group, position.own_thread
+        self.atom, self.args = output.atom, output.args
+        base = memory.staging + group * (self.config.store_buffers * self.buffer_bytes)
+        layout = self.buffer_layout()
+        staged = cute.append(
+            layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
+        )
+        pointer = cute.recast_ptr(base, layout.inner, dtype=self.out_type)
+        tiles = cute.local_tile(output.tensor, self.box(), (None, None, None))
+        self.shared, self.target = cpasync.tma_partition(
+            self.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.make_tensor(pointer, staged), 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+        self.barrier = position.group_barrier
+        self.warp = cute.arch.make_warp_uniform(thread // 32)
+        self.lane = thread % 32
+        self._start_addresses(base.toint(), self.lane)
+        if self.bias is not None:
+            self.bias.start(
+                memory.staging + self.config.consumers * self.config.store_buffers * self.buffer_bytes, group, thread
+            )
+        if self.c is not None and self.c.staged:
+            self.c.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
+
+    def _start_addresses(self, base, lane) -> None:
+        # stmatrix: lane l gives the address of row l % 8 of 8x8 matrix l / 8; the matrices are (rows 0-7, 8-15) x 2.
+        row = self.warp * 16 + (lane & 15)
+        self.row_address = base + row * self.row_bytes
+        self.row_swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
+        self.half = lane >> 4
+
+    def _address(self, pair: int):
+        """Where this lane's matrix row lies for 16 accumulator columns, the `pair`-th of a buffer."""
+        return self.row_address + (((2 * pair + self.half) ^ self.row_swizzle) << 4)
+
+    @cute.jit
+    def store(self, accumulators, region):
+        """Stores the warpgroup's blocks of 64 rows of a tile."""
+        per_block = self.config.bn // self.columns
+        parts = [(i, part) for i in range(self.blocks) for part in range(per_block)]
+        # The first barrier below lies between the bias and its readers, the last between them and the next tile's.
+        self._start_terms(region)
+        fetched = self._fetch(self.box_corner(0, 0, region))
+        for number in cutlass.range_constexpr(len(parts)):
+            i, part = parts[number]
+            buffer = number % self.config.store_buffers
+            if self.warp == 0:
+                # Of the stores before, one for each other buffer may still read; where a tile does not end with the
+                # last buffer, its first store waits for all, which are long done.
+                others = self.config.store_buffers - 1
+                in_turn = len(parts) % self.config.store_buffers == 0
+                cute.arch.cp_async_bulk_wait_group(others if in_turn else min(number, others), read=True)
+            cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
+            corner = self.box_corner(i, part, region)
+            after = parts[number + 1] if cutlass.const_expr(number + 1 < len(parts)) else None
+            fetched = self._settle(fetched, corner, after, buffer, region)
+            self._stage(accumulators, corner, i, part, buffer)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
+            if self.warp == 0:
+                block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
+                place = (None, *block, region.matrix)
+                cute.copy(self.atom, self.shared[None, buffer], self.target[place])
+                cute.arch.cp_async_bulk_commit_group()
+
+    def box_corner(self, i: int, part: int, region) -> tuple:
+        """(row, column) of D where a staging buffer's box begins."""
+        return region.row + i * self.block_step, region.column + part * self.columns
+
+    def own_corner(self, corner: tuple) -> tuple:
+        """(row, column) of D of this thread's first accumulator in the box that begins at `corner`."""
+        return corner[0] + (16 * self.warp + self.lane // 4), corner[1] + 2 * (self.lane % 4)
+
+    def _start_terms(self, region) -> None:
+        """Binds C and the bias to a tile."""
+        if self.bias is not None:
+            extent = region.n if self.epilogue.bias_axis == "n" else region.m
+            self.bias.load(self.args.bias, region.row, region.column, self.block_step, extent)
+        if self.c is not None:
+            c = self.args.c + Int64(region.matrix) * self.args.c_batch
+            self.c.bind(c, self.args.c_row, region.m, region.n)
+
+    def _fetch(self, corner: tuple):
+        """Pieces of C that are loaded ahead for the box at `corner`; None where there are none."""
+        return self.c.fetch(corner) if self.c is not None and self.c.ahead else None
+
+    def _settle(self, fetched, corner, after, buffer, region):
+        """Brings C into this buffer, if that is its way; returns what is fetched for the one `after`."""
+        if self.c is None or not self.c.staged:
+            return None
+        if not self.c.ahead:
+            self.c.bring(corner, buffer * self.buffer_bytes)
+            return None
+        self.c.stage(fetched, buffer * self.buffer_bytes)
+        return None if after is None else self._fetch(self.box_corner(after[0], after[1], region))
+
+    def _values(self, accumulators, added, i, part, first, count):
+        """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest.
+
+        `added`: C for them, or None.
+        """
+        size = 4 * count
+        own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * (part * (self.columns // 8) + first))
+        own = cute.make_tensor(own, cute.make_layout(size))
+        # One by one: loaded as a vector, they would be vectors in the main loop too.
+        values = Vector.from_elements([own[q] for q in range(size)], Float32)
+        sums = cute.TensorSSA(values, size, Float32)
+        result = cute.make_rmem_tensor(size, self.out_type)
+        finished = finish(
+            sums,
+            self.epilogue,
+            self.args,
+            c=lambda: added.load().to(Float32),
+            bias=lambda: self.bias.fragment(i, part * (self.columns // 8) + first, count),
+        )
+        result.store(finished.to(self.out_type))
+        return result
+
+    def _added(self, corner, first, count, address):
+        """C for `_values`; `address` is where this lane's matrix row of the result will stand."""
+        if self.c is None:
+            return None
+        if self.c.staged:
+            return self.c.fragment(address)
+        return self.c.fragment(self.own_corner(corner), first, count, self.columns // 8)
+
+    def _stage(self, accumulators, corner, i, part, buffer) -> None:
+        """Finishes this thread's values of one staging buffer and stores them with stmatrix."""
+        for pair in range(self.columns // 16):
+            address = self._address(pair) + buffer * self.buffer_bytes
+            added = self._added(corner, 2 * pair, 2, address)
+            result = self._values(accumulators, added, i, part, 2 * pair, 2)
+            words = cute.recast_tensor(result, Int32)
+            cute.arch.inline_ptx(
+                f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
+                "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[address, *(words[q] for q in range(4))],
+            )
+
+    @cute.jit
+    def finish(self):
+        """Waits until TMA has read the last buffers: shared memory must outlive its readers."""
+        if self.warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class WideTmaEpilogue(TmaEpilogue):
+    """The same for fp32 results: 8-byte stores of a fragment's neighbours take stmatrix's place."""
+
+    def _start_addresses(self, base, lane) -> None:
+        row = self.warp * 16 + lane // 4
+        swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
+        self.row_address = base + row * self.row_bytes + (lane & 1) * 8
+        # Rows 8 further on have the same swizzle.
+        self.own_piece = ((lane >> 1) & 1) ^ swizzle
+
+    def _stage(self, accumulators, corner, i, part, buffer) -> None:
+        for j in range(self.columns // 8):
+            added = self._added(corner, j, 1, None)
+            result = self._values(accumulators, added, i, part, j, 1)
+            address = self.row_address + ((self.own_piece ^ (2 * j)) << 4) + buffer * self.buffer_bytes
+            for r in range(2):
+                cute.arch.inline_ptx(
+                    "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                    read_only_args=[address + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
+                )
+
+
+class TransposedTmaEpilogue(TmaEpilogue):
+    """The same for swapped operands: a buffer holds `columns` rows of D, 64 columns wide."""
+
+    turn = ".trans"
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        super().__init__(config, signature)
+        self.row_bytes = 2 * BLOCK_ROWS
+        self.swizzle_bits = 3
+
+    def box(self) -> tuple[int, int]:
+        return self.columns, BLOCK_ROWS
+
+    def block_of(self, row, column) -> tuple:
+        return column // self.columns, row // BLOCK_ROWS
+
+    def box_corner(self, i, part, region) -> tuple:
+        return region.column + part * self.columns, region.row + i * self.block_step
+
+    def own_corner(self, corner: tuple) -> tuple:
+        return corner[0] + 2 * (self.lane % 4), corner[1] + (16 * self.warp + self.lane // 4)
+
+    def _start_addresses(self, base, lane) -> None:
+        # Matrix l / 8 holds accumulator rows 8 (l / 8 % 2) .. of this warp, which are 8 columns of D: one 16-byte
+        # piece.
+        row = (lane & 7) + 8 * (lane >> 4)
+        piece = 2 * self.warp + ((lane >> 3) & 1)
+        self.row_address = base + row * self.row_bytes + ((piece ^ (lane & 7)) << 4)
+
+    def _address(self, pair: int):
+        return self.row_address + pair * 16 * self.row_bytes
+
+
+class SlabStore:
+    """The general epilogue: `epilogue.SlabEpilogue` on strips of columns, a slab a warp.
+
+    Many strips share the code from the slab to D, which with C, a bias and an activation is long: 26 copies of it
+    took the compiler 3 s, and spilled where D is unaligned. Accumulators have no run-time index, so that filling the
+    slab keeps code for each strip, found by a tree of branches. The first strip comes before the loop: its accumulators
+    are free when the loop, which holds all others, needs registers.
+    """
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
+        self.columns = config.slab_columns
+        self.strips = config.bn // self.columns
+        strip: Any = python_types.SimpleNamespace(wn=self.columns)
+        self.slabs = SlabEpilogue(strip, signature, late_bias=True)
+
+    def make_atom(self, d, m, n, ldd, d_batch, batch) -> tuple[None, None]:
+        """Needs no tensor map."""
+        return None, None
+
+    def start(self, output: Output, memory: SharedMemory, position: Position) -> None:
+        """Binds to a launch's output, to the slabs of this warpgroup, and to this thread."""
+        thread = position.own_thread
+        self.args = output.args
+        self.warp = thread // 32
+        self.lane = thread % 32
+        words = 4 * SLAB_ROWS * (self.columns + SLAB_PAD)
+        self.memory = cute.recast_ptr(memory.staging, dtype=Float32) + position.group * words
+
+    @cute.jit
+    def store(self, accumulators, region):
+        """Stores the warpgroup's blocks of 64 rows of a tile."""
+        strips = self.blocks * self.strips
+        unrolled = strips if cutlass.const_expr(strips <= MOST_UNROLLED_STRIPS) else 1
+        row = region.row + self.warp * SLAB_ROWS
+        for number in cutlass.range_constexpr(unrolled):
+            self._open(*self._corner(number, row, region.column), region)
+            self._fill(self._strip(accumulators, number))
+            self.slabs.store_rows(0)
+        if cutlass.const_expr(unrolled < strips):
+            for number in cutlass.range(unrolled, strips, unroll=1):
+                self._open(*self._corner(number, row, region.column), region)
+                self._fill_one_of(accumulators, number, unrolled, strips)
+                self.slabs.store_rows(0)
+
+    def _corner(self, number, row, column) -> tuple[Any, Any]:
+        """(row, column) of the first accumulator of strip `number` of a warp whose first row is `row`."""
+        block = number // self.strips
+        return row + block * self.block_step, column + (number - block * self.strips) * self.columns
+
+    @cute.jit
+    def _fill_one_of(self, accumulators, number, first: cutlass.Constexpr, end: cutlass.Constexpr):
+        """`_fill` with strip `number`, which is one from `first` to `end` - 1."""
+        if cutlass.const_expr(end - first == 1):
+            self._fill(self._strip(accumulators, first))
+        else:
+            middle = (first + end) // 2
+            if number < middle:
+                self._fill_one_of(accumulators, number, first, middle)
+            else:
+                self._fill_one_of(accumulators, number, middle, end)
+
+    def _strip(self, accumulators, number: int):
+        """This thread's accumulators of strip `number`, 64 rows x `columns`: (c, r, j), c fastest."""
+        values = accumulators.iterator + number * (self.columns // 2)
+        return cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8)))
+
+    def _open(self, row, column, region) -> None:
+        self.slabs.start(self.memory, region.matrix, row, column, region.m, region.n, self.warp, self.lane, self.args)
+
+    def _fill(self, values) -> None:
+        slab = self.slabs.slab.iterator + (self.lane // 4) * self.slabs.pitch + 2 * (self.lane % 4)
+        for j in range(self.columns // 8):
+            for r in range(2):
+                pair = cute.make_rmem_tensor(2, Float32)
+                for c in range(2):
+                    pair[c] = values[c, r, j]
+                place = cute.make_tensor(slab + (8 * r * self.slabs.pitch + 8 * j), cute.make_layout(2))
+                cute.autovec_copy(pair, place)
+
+    def finish(self) -> None:
+        """Nothing is in flight."""
+
+
+class TransposedSlabStore(SlabStore):
+    """The same for swapped operands: a strip of 16 accumulator columns is 16 rows of D, a warp's rows 16 columns."""
+
+    def _open(self, row, column, region) -> None:
+        super()._open(column, row, region)
+
+    def _fill(self, values) -> None:
+        pitch = self.slabs.pitch
+        slab = self.slabs.slab.iterator + 2 * (self.lane % 4) * pitch + self.lane // 4
+        for j in range(2):
+            for r in range(2):
+                for c in range(2):
+                    place = slab + ((8 * j + c) * pitch + 8 * r)
+                    cute.make_tensor(place, cute.make_layout(1))[0] = values[c, r, j]

@@ -1,0 +1,73 @@
+"""How the sum of a tile over K is settled when one warpgroup has its part of it, and what is then stored.
+
+    WholeSum     a CTA has summed all of K                                                       here
+    ClusterSum   CTAs of a cluster along K add up in shared memory, each a share of the tile     cluster_sum.py
+    SplitSum     works of split-K meet in a workspace, each adds up a share of the tile          split_sum.py
+    ArrivalSum   the same, added by the L2 cache in the order of arrival                         split_sum.py
+    StreamSum    the two parts of a tile that stream-K has cut meet in a workspace               stream_sum.py
+
+Split-K in clusters along K is a `SplitSum` whose vectors a `ClusterSum` has added up before and stores afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from cutegemm.cute.hopper.cluster_sum import ClusterSum
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.memory import SharedMemory
+from cutegemm.cute.hopper.output import Output
+from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.hopper.split_sum import ArrivalSum, SplitSum
+from cutegemm.cute.hopper.stream_sum import StreamSum
+from cutegemm.cute.hopper.work import Tile, Work
+
+
+class Sums(Protocol):
+    """What a role knows of all this. A warpgroup calls `start`, then `finish` for each of its tiles, then `end`."""
+
+    def initialize(self, memory: SharedMemory) -> None:
+        """By one thread of the CTA, before any other uses the barriers."""
+
+    def start(self, output: Output, memory: SharedMemory, position: Position, work: Work) -> None:
+        """Binds to a launch, to the memory and the works of a CTA, and to this thread."""
+
+    def finish(self, accumulators: Any, tile: Tile, work: Work) -> None:
+        """Adds up what falls to this warpgroup and stores it.
+
+        accumulators: its sums over the k tiles of `tile`. work: what says where its rows of the tile lie in D.
+        """
+
+    def end(self) -> None:
+        """After the last work: nothing of this warpgroup's is under way in shared memory when it returns."""
+
+
+class WholeSum:
+    """Accumulators are sums over all of K; `store` takes them."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def initialize(self, memory: SharedMemory) -> None:
+        """Needs no barriers."""
+
+    def start(self, output: Output, memory: SharedMemory, position: Position, work: Work) -> None:
+        self.store.start(output, memory, position)
+
+    def finish(self, accumulators, tile, work) -> None:
+        self.store.store(accumulators, work.region(tile))
+
+    def end(self) -> None:
+        self.store.finish()
+
+
+def make_sums(config: HopperConfig, store: Any) -> Sums:
+    """The way of a configuration to settle sums; `store` is that of `store.make_store`."""
+    if config.stream_k:
+        return StreamSum(config, store)
+    if config.parts == 1:
+        return WholeSum(store)
+    owner = ClusterSum(config, store) if config.cluster_k > 1 else store
+    if config.splits == 1:
+        return owner
+    return (ArrivalSum if config.in_arrival_order else SplitSum)(config, owner)

@@ -1,0 +1,232 @@
+"""C and the bias in the Hopper epilogue, where the accumulators are: in a thread's registers.
+
+`store` says which accumulators a thread holds. Rows and columns below are those of the accumulators; with
+swapped operands they are the columns and rows of D. All addresses are clamped to the operands' edge, so that nothing
+is read beyond it: what is computed there is never stored.
+
+    AcrossBias    one number a column: those of a tile lie in shared memory in fp32, a row a warpgroup, because the
+                  accumulators leave no registers for them
+    DownBias      one number a row: two for each block of 64 rows
+    PairedC       fragments straight from global memory, 2 neighbouring columns at a time (one with swapped operands):
+                  for fp32 C, of which a quad of lanes reads 32 bytes, and for an fp32 result
+    StagedC       16-bit C: 16-byte pieces of whole rows into the staging buffer that D takes next, and fragments from
+                  there with ldmatrix, the mirror image of the way out
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cutegemm.cute import types
+from cutegemm.cute.epilogue import aligned
+from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
+from cutegemm.problem import Signature
+
+
+def make_bias(config: HopperConfig, signature: Signature) -> Any:
+    """The strategy for the signature's bias, or None."""
+    if signature.epilogue.bias_dtype is None:
+        return None
+    along_columns = config.bias_bytes(signature) > 0
+    return AcrossBias(config) if along_columns else DownBias(config.group_rows // BLOCK_ROWS)
+
+
+def make_c(config: HopperConfig, signature: Signature) -> Any:
+    """The strategy for the signature's C, or None."""
+    if signature.epilogue.c_dtype is None:
+        return None
+    return (StagedC if config.stages_c(signature) else PairedC)(config, signature)
+
+
+class AcrossBias:
+    """See the module docstring."""
+
+    def __init__(self, config: HopperConfig) -> None:
+        self.columns = config.bn
+
+    def start(self, memory, group, thread) -> None:
+        """Binds to the rows of fp32 numbers at shared pointer `memory`, one a warpgroup."""
+        self.memory = cute.recast_ptr(memory, dtype=Float32) + group * self.columns
+        self.thread = thread
+        self.quad_column = 2 * (thread % 4)
+
+    @cute.jit
+    def load(self, bias, row, column, row_step, extent):
+        """The bias of a tile's columns, from `column` on; `extent` entries exist. A barrier must follow."""
+        for i in cutlass.range_constexpr(-(-self.columns // WARPGROUP)):
+            own = self.thread + i * WARPGROUP
+            if own < self.columns:
+                self._put(own, bias + Int64(cutlass.min(column + own, extent - 1)))
+
+    def _put(self, own, source) -> None:
+        value = cute.make_tensor(source, cute.make_layout(1))[0].to(Float32)
+        cute.make_tensor(self.memory + own, cute.make_layout(1))[0] = value
+
+    def fragment(self, block: int, first: int, count: int):
+        """A vector for `count` blocks of 8 columns from block `first` of the tile: (c, r, j), c fastest."""
+        pairs = cute.make_rmem_tensor((2, count), Float32)
+        for j in range(count):
+            place = aligned(self.memory + (8 * (first + j) + self.quad_column), 8)
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pairs[None, j])
+        both_rows = cute.make_layout((2, 2, count), stride=(1, 0, 2))
+        return cute.make_tensor(pairs.iterator, both_rows).load().reshape(4 * count)
+
+
+class DownBias:
+    """See the module docstring."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+
+    def start(self, memory, group, thread) -> None:
+        """Binds to this thread of a warpgroup; no shared memory is needed."""
+        self.own_row = 16 * (thread // 32) + thread % 32 // 4
+
+    def load(self, bias, row, column, row_step, extent):
+        """The bias of this thread's rows; the tile's first is `row`, blocks lie `row_step` apart."""
+        self.values = cute.make_rmem_tensor(2 * self.blocks, Float32)
+        for i in range(2 * self.blocks):
+            place = cutlass.min(row + self.own_row + (i // 2 * row_step + 8 * (i % 2)), extent - 1)
+            self.values[i] = cute.make_tensor(bias + Int64(place), cute.make_layout(1))[0].to(Float32)
+
+    def fragment(self, block: int, first: int, count: int):
+        """A vector for `count` blocks of 8 columns of the block of rows: (c, r, j), c fastest."""
+        values = cute.make_rmem_tensor(4 * count, Float32)
+        for q in range(4 * count):
+            values[q] = self.values[2 * block + ((q >> 1) & 1)]
+        return values.load()
+
+
+class _C:
+    """C of a tile: where its matrix lies, and whether registers allow to load far ahead."""
+
+    staged = False
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        self.dtype = types.NUMERIC[str(signature.epilogue.c_dtype)]
+        self.swapped = config.swapped
+        self.roomy = config.accumulators <= 160
+
+    @property
+    def ahead(self) -> bool:
+        """Whether pieces for the next buffer are loaded while this one is worked on."""
+        return self.staged and self.roomy
+
+    def bind(self, matrix, row_stride, rows, columns) -> None:
+        """`matrix`: pointer to C's first element in this matrix of the batch, (rows, columns) like D."""
+        self.matrix, self.row_stride = matrix, row_stride
+        self.rows, self.columns = rows, columns
+
+    def _at(self, row, column):
+        return self.matrix + (Int64(row) * self.row_stride + Int64(column))
+
+
+class PairedC(_C):
+    """See the module docstring."""
+
+    def fragment(self, corner, first: int, count: int, per_box: int):
+        """C for `count` blocks of 8 columns from block `first` of a box that has `per_box`.
+
+        They are loaded in chunks that hide the latency of each other, when the first of a chunk is asked for. `corner`:
+        (row, column) of D of this thread's first accumulator in the box.
+        """
+        chunk = min(per_box, 8 if self.roomy else 2)
+        if first % chunk == 0:
+            self.chunk = self._load(corner, first, chunk)
+        return cute.make_tensor(self.chunk.iterator + 4 * (first % chunk), cute.make_layout(4 * count))
+
+    def _load(self, corner, first: int, count: int):
+        row, column = corner
+        raw = cute.make_rmem_tensor(4 * count, self.dtype)
+        for j in range(count):
+            for r in range(2):
+                pair = cute.make_tensor(raw.iterator + (4 * j + 2 * r), cute.make_layout(2))
+                if self.swapped:
+                    x = cutlass.min(column + 8 * r, self.columns - 1)
+                    for i in range(2):
+                        y = cutlass.min(row + (8 * (first + j) + i), self.rows - 1)
+                        pair[i] = cute.make_tensor(self._at(y, x), cute.make_layout(1))[0]
+                else:
+                    y = cutlass.min(row + 8 * r, self.rows - 1)
+                    x = cutlass.min(column + 8 * (first + j), self.columns - 2)
+                    place = aligned(self._at(y, x), self.dtype.width // 4)
+                    cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pair)
+        return raw
+
+
+class StagedC(_C):
+    """See the module docstring. One warp moves 16 rows x `columns` accumulators; only it touches their places."""
+
+    staged = True
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        super().__init__(config, signature)
+        self.box_columns = config.store_columns(2)
+        self.pieces = self.box_columns // 16
+        """Of 16 bytes a lane."""
+        self.turn = ".trans" if self.swapped else ""
+
+    def start(self, base, row_bytes: int, swizzle_bits: int, warp, lane) -> None:
+        """Binds to the first staging buffer at shared address `base`."""
+        self.base, self.row_bytes, self.mask = base, row_bytes, (1 << swizzle_bits) - 1
+        self.warp, self.lane = warp, lane
+
+    def _place(self, i: int):
+        """(row, 16-byte piece) in the box of this lane's piece i."""
+        number = 32 * i + self.lane
+        if self.swapped:
+            return number // 2, 2 * self.warp + number % 2
+        per_row = self.box_columns // 8
+        return 16 * self.warp + number // per_row, number % per_row
+
+    def fetch(self, corner, pieces=None):
+        """This lane's `pieces` (all by default) of the box of C that begins at `corner`, (row, column) of D."""
+        pieces = pieces or range(self.pieces)
+        raw = cute.make_rmem_tensor(4 * len(pieces), Int32)
+        for at, i in enumerate(pieces):
+            row, piece = self._place(i)
+            y = cutlass.min(corner[0] + row, self.rows - 1)
+            x = cutlass.min(corner[1] + 8 * piece, self.columns - 8)
+            place = aligned(cute.recast_ptr(self._at(y, x), dtype=Int32), 16)
+            target = cute.make_tensor(raw.iterator + 4 * at, cute.make_layout(4))
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), target)
+        return raw
+
+    def stage(self, raw, buffer_offset, pieces=None) -> None:
+        """Writes what was fetched to the buffer at that offset, where D will stand."""
+        for at, i in enumerate(pieces or range(self.pieces)):
+            row, piece = self._place(i)
+            swizzle = ((row * self.row_bytes) >> 7) & self.mask
+            address = self.base + row * self.row_bytes + ((piece ^ swizzle) << 4) + buffer_offset
+            cute.arch.inline_ptx(
+                "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[address, *(raw[4 * at + q] for q in range(4))],
+            )
+        if not pieces or pieces[-1] == self.pieces - 1:
+            cute.arch.sync_warp()
+
+    def bring(self, corner, buffer_offset) -> None:
+        """`fetch` and `stage`, two pieces at a time."""
+        for first in range(0, self.pieces, 2):
+            pieces = range(first, min(first + 2, self.pieces))
+            self.stage(self.fetch(corner, pieces), buffer_offset, pieces)
+
+    def fragment(self, address):
+        """The fragment of two blocks of 8 columns, whose matrix rows lie at this lane's `address`.
+
+        D may be written over it afterwards.
+        """
+        found = cute.arch.inline_ptx(
+            f"ldmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[address],
+        )
+        cute.arch.sync_warp()
+        words = cute.make_rmem_tensor(4, Int32)
+        for q in range(4):
+            words[q] = found[q]
+        return cute.recast_tensor(words, self.dtype)

@@ -1,0 +1,54 @@
+"""The host's side of `work`: how many works a launch has, how many clusters take them, and what they must share.
+
+Here is no DSL: choosing a configuration and launching a kernel from the store import none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.residency import resident_clusters
+from cutegemm.problem import Problem
+
+if TYPE_CHECKING:
+    from cutegemm.cute.hopper.config import HopperConfig
+
+
+def works(config: HopperConfig, problem: Problem) -> int:
+    """Cluster tiles of all products, times the splits of K; where the device knows the sizes, the most it may find."""
+    rows, columns = config.bm * config.cluster[0], config.bn * config.cluster[1]
+    tiles = problem.tiles(columns, rows) if config.swapped else problem.tiles(rows, columns)
+    return tiles * config.splits
+
+
+def clusters(config: HopperConfig, problem: Problem, arch: Arch) -> int:
+    """Clusters of the grid: one a work, or of persistent CTAs as many as the GPU holds at a time."""
+    count = works(config, problem)
+    return min(count, resident_clusters(arch, config.cluster_ctas)) if config.persistent else count
+
+
+def shares(config: HopperConfig, problem: Problem, arch: Arch) -> tuple[int, int]:
+    """(shares of D whose sum over K meets in a workspace, parts of each); (0, 0) where none does.
+
+    A share is a warpgroup's rows of a CTA tile. With split-K all tiles have `splits` parts. With stream-K those tiles
+    that are cut have two; there is room for a cut behind each cluster.
+    """
+    if config.stream_k:
+        resident, tiles = resident_clusters(arch, config.cluster_ctas), works(config, problem)
+        divided, parts = (0, 0) if whole_tiles(tiles, resident) == tiles else (resident, 2)
+    else:
+        divided, parts = (works(config, problem) // config.splits, config.splits) if config.splits > 1 else (0, 0)
+    return divided * (config.cluster_ctas * config.consumers), parts
+
+
+def whole_tiles(tiles: Any, clusters: Any, smallest: Callable[[Any, Any], Any] = min) -> Any:
+    """How many tiles, from the first on, stream-K does not cut: all but the last whole wave and what is left beyond it.
+
+    With nothing left over, or fewer tiles than clusters, all of them. Arithmetic without branches, for plain integers,
+    or device integers with their own min.
+    """
+    left = tiles % clusters
+    cuts = smallest(left, 1) * smallest(tiles // clusters, 1)
+    return tiles - cuts * (left + clusters)

@@ -1,0 +1,34 @@
+"""What the configurations of every family share: what a launch adds, and the slabs of the general epilogue."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import Problem
+
+SLAB_ROWS = 16
+"""Rows of the accumulator tile that a warp stages through shared memory at a time in the epilogue."""
+
+SLAB_PAD = 8
+"""fp32 words after each slab row: with them the 8-byte stores of an m16n8 fragment hit all 32 banks once."""
+
+
+class LaunchedConfig:
+    """What a configuration adds to the arguments of its kernel's launch; nothing by default."""
+
+    family: ClassVar[str] = ""
+    extra_arguments: ClassVar[tuple[str, ...]] = ()
+    """Names of what its kernel takes beside the common arguments; see `cutegemm.run.arguments`."""
+
+    def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
+        """The values of the extra arguments by name, without the workspace."""
+        return {}
+
+    def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
+        """Bytes of a launch's workspace that must be zero before, and of the rest."""
+        return 0, 0
+
+    def only_by_name(self) -> str | None:
+        """None when this configuration may be chosen automatically, else why only a call that names it gets it."""
+        return None

@@ -1,0 +1,1 @@
+"""The kernel family simt: fp32 GEMM on CUDA cores, also with sliced K."""

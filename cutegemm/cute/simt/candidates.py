@@ -1,0 +1,32 @@
+"""The candidates of the family simt: what the cost model chooses among when nothing was measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutegemm.problem import Signature
+
+_FP32 = (
+    "simt/256x128x16/w64x64/s3/g8",
+    "simt/128x128x16/w64x32/s3/g8",
+    "simt/128x128x8/w32x64/s4/g8",
+    "simt/128x64x16/w32x32/s3/g8",
+    "simt/64x128x16/w32x32/s3/g8",
+    "simt/64x64x16/w32x32/s3/g8",
+    "simt/64x64x8/w32x32/s4/g8",
+    "simt/64x32x16/w16x32/s3/g8",
+    "simt/32x64x16/w16x32/s3/g8",
+    "simt/32x32x16/w16x32/s4/g8",
+    "simt/32x32x8/w16x32/s4/g8",
+    "simt/64x32x32/w16x32/s4/g8/x2",
+    "simt/32x64x32/w16x32/s4/g8/x2",
+    "simt/32x32x64/w32x32/s3/g8/x4",
+    "simt/32x32x32/w16x32/s3/g8/x2",
+    "simt/16x32x64/w16x32/s4/g8/x8",
+)
+
+
+def listed(signature: Signature) -> tuple[str, ...]:
+    """The candidates for a signature that the family takes."""
+    return _FP32

@@ -1,0 +1,20 @@
+"""The cost model's view of the kernels whose warps read their fragments from shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cutegemm.choice.footprint import Footprint, of_warps
+
+if TYPE_CHECKING:
+    from cutegemm.choice.cost_rates import CostFamily
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Signature
+
+
+def of(family: CostFamily, config: Any, signature: Signature, arch: Arch, slices: int = 1) -> Footprint:
+    """One CTA of a `TileConfig`; `slices` as in `of_warps`."""
+    warp, smem_bytes = (config.wm, config.wn), config.smem_bytes(signature)
+    return of_warps(
+        family, config.tile(), warp, config.stages, smem_bytes, signature, arch, group=config.group, slices=slices
+    )

@@ -1,0 +1,122 @@
+"""The element types: one row of `TABLE` is all that the project knows of one.
+
+Kernel families list the kinds of products that they take (`Family.takes` and the like); nothing concludes from what a
+type is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CUDA_CORES = "float32"
+"""The arithmetic unit that is no tensor core."""
+Kind = tuple[str, str]
+"""A kind of product: (dtype of A and B, precision)."""
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: the short name, as signatures write it. torch_name: the attribute of `torch`.
+        itemsize: bytes of an element.
+        roundoff: unit roundoff: the largest relative error of rounding to nearest, in the normal range.
+        smallest: the smallest positive (subnormal) number.
+        units: the arithmetic unit that multiplies it, as `Arch.peak` names it, by the accepted precisions; "ieee" comes
+            first and changes no operand.
+        accumulator: name of the type in which products are added up. output: default type of D.
+        dsl: the name of its class in the CuTe DSL. cuda: its C++ type. cutlass: its name in CUTLASS's emitter.
+        alike: the type, if any, whose kernels take as long, so that measurements of one stand for the other too.
+    """
+
+    name: str
+    torch_name: str
+    itemsize: int
+    roundoff: float
+    smallest: float
+    units: Mapping[str, str] = field(hash=False)
+    accumulator: str
+    output: str
+    dsl: str
+    cuda: str
+    cutlass: str
+    alike: str | None = None
+
+
+_ROWS = {
+    row.name: row
+    for row in (
+        DType(
+            "fp16", "float16", 2, 2.0**-11, 2.0**-24, {"ieee": "float16"}, accumulator="fp32", output="fp16",
+            dsl="Float16", cuda="__half", cutlass="f16", alike="bf16",
+        ),
+        DType(
+            "bf16", "bfloat16", 2, 2.0**-8, 2.0**-133, {"ieee": "bfloat16"}, accumulator="fp32", output="bf16",
+            dsl="BFloat16", cuda="__nv_bfloat16", cutlass="bf16", alike="fp16",
+        ),
+        DType(
+            "fp32", "float32", 4, 2.0**-24, 2.0**-149,
+            {"ieee": "float32", "tf32": "tfloat32", "tf32x3": "tfloat32"}, accumulator="fp32", output="fp32",
+            dsl="Float32", cuda="float", cutlass="f32",
+        ),
+    )
+}  # fmt: skip
+TABLE: Mapping[str, DType] = MappingProxyType(_ROWS)
+"""The types by name."""
+
+DTYPES = tuple(TABLE)
+KINDS: tuple[Kind, ...] = tuple((name, precision) for name, row in TABLE.items() for precision in row.units)
+"""Every kind of product that may be asked for."""
+PRECISIONS = tuple(dict.fromkeys(precision for _, precision in KINDS))
+ITEMSIZE: Mapping[str, int] = MappingProxyType({name: row.itemsize for name, row in TABLE.items()})
+"""Bytes of an element by the type's name."""
+ACCEPTED = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values())
+"""The torch dtypes that some kernel takes, for messages."""
+
+_NAMES = {f"torch.{row.torch_name}": name for name, row in TABLE.items()}
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """Our short name of a torch dtype, or None when no kernel takes it."""
+    return _NAMES.get(str(dtype))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of one of `DTYPES`."""
+    import torch
+
+    return getattr(torch, TABLE[name].torch_name)
+
+
+def kind_name(dtype: str, precision: str) -> str:
+    """A kind of product in words: "bf16", "fp32", "fp32 as tf32"."""
+    return dtype if precision == "ieee" else f"{dtype} as {precision}"
+
+
+def kind_names(kinds: Iterable[Kind]) -> str:
+    """Several kinds in words, for messages."""
+    return ", ".join(kind_name(*kind) for kind in kinds)
+
+
+def why_not_taken(what: str, takes: Collection[Kind], kind: Kind) -> str | None:
+    """None when kernels that multiply the kinds `takes` are for this one, else a sentence; `what` is its subject."""
+    if kind in takes:
+        return None
+    return f"{what} {kind_names(takes)}; these operands are {kind[0]} with precision {kind[1]!r}"
+
+
+def why_precision_refused(dtype: str, precision: str) -> str | None:
+    """None when operands of `dtype`, a name of `TABLE`, can be multiplied with that precision; else why not."""
+    if precision in TABLE[dtype].units:
+        return None
+    having = [row.torch_name for row in TABLE.values() if precision in row.units]
+    return f"precision: got {precision!r} for {dtype} operands; it applies to {' and '.join(having)} only"

@@ -1,0 +1,245 @@
+"""Problem: one multiplication, described without tensors. Signature: what of it a compiled kernel depends on.
+
+The kernels of every backend see one canonical form, whatever strides the caller's tensors have:
+
+    A is (M, K), "k"-major (row-major) or "m"-major; B is (K, N), "k"-major (column-major) or "n"-major;
+    D is (M, N) row-major; C is (M, N) with any strides; the bias runs along the columns or the rows of D.
+
+A column-major D becomes canonical by computing D^T = B^T A^T. An operand with no unit stride, which no kernel
+can read, is copied first; the plan names each such copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from cutegemm.problem.dtypes import ITEMSIZE, PRECISIONS, TABLE, Kind, why_precision_refused
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.operand import Matrix, compact
+from cutegemm.problem.work import DENSE, INTEGERS
+from cutegemm.problem.work import TABLE as WORKS
+
+MAX_EXTENT = 2**31 - 1025
+"""So that a kernel's indices fit 32 bits up to the end of the last tile, which a cluster rounds up to 1024 at most."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The part of a problem that a compiled kernel depends on.
+
+    Attributes:
+        dtype: dtype name of A and B. out_dtype: of D.
+        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
+            into two TF32 numbers, three products).
+        a_major: "k" or "m". b_major: "k" or "n".
+        align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`.
+        align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
+        epilogue: which terms there are.
+        work: a name of `problem.work.TABLE`: which products a launch computes.
+    """
+
+    dtype: str
+    out_dtype: str
+    precision: str
+    a_major: str
+    b_major: str
+    align_a: int
+    align_b: int
+    align_d: int
+    align_c: int
+    epilogue: Epilogue
+    work: str = DENSE
+
+    @property
+    def kind(self) -> Kind:
+        """(dtype, precision): what a kernel family takes or does not."""
+        return self.dtype, self.precision
+
+    @property
+    def unit(self) -> str:
+        """The arithmetic unit that multiplies, as `Arch.peak` names it."""
+        return TABLE[self.dtype].units[self.precision]
+
+    @property
+    def majors(self) -> str:
+        """Of A and B, as in `Problem.of`: "t" is row-major for A, "n" column-major for B, where both lie along K."""
+        return ("t" if self.a_major == "k" else "n") + ("n" if self.b_major == "k" else "t")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Signature], tuple[Any, ...]]:
+        return Signature, self._fields()  # what is remembered of the text and the hash is this process's
+
+    def _fields(self) -> tuple[Any, ...]:
+        return (
+            self.dtype, self.out_dtype, self.precision, self.a_major, self.b_major, self.align_a, self.align_b,
+            self.align_d, self.align_c, self.epilogue, self.work,
+        )  # fmt: skip
+
+    @cached_property
+    def _hash(self) -> int:  # a choice looks up what it remembers by the signature several times
+        return hash(self._fields())
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        return (
+            f"{self.dtype}->{self.out_dtype}/{self.precision}/a{self.a_major}{self.align_a}"
+            f"/b{self.b_major}{self.align_b}/c{self.align_c}/d{self.align_d}/{self.epilogue}"
+            f"{'' if self.work == DENSE else '/' + self.work}"
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One multiplication D (M, N) = act(alpha * A (M, K) @ B (K, N) + beta * C + bias), `batch` times.
+
+    Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
+    how the matrices lie; `c` is None when C is not read.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: str
+    out_dtype: str
+    precision: str
+    a: Matrix
+    b: Matrix
+    c: Matrix | None
+    d: Matrix
+    epilogue: Epilogue
+    work: str = DENSE
+
+    @classmethod
+    def of(
+        cls,
+        m: int,
+        n: int,
+        k: int,
+        dtype: str = "bf16",
+        *,
+        majors: str = "tn",
+        batch: int = 1,
+        out_dtype: str | None = None,
+        precision: str = "ieee",
+        epilogue: Epilogue | None = None,
+        work: str = DENSE,
+    ) -> Problem:
+        """The problem of contiguous, 16-byte aligned tensors of these sizes, in the form that `gemm` gives it.
+
+        A contiguous D of one column lies like one of one row, so that the problem of M > 1 and N = 1 is the transposed
+        one: its `m` is 1 and its `n` is the M given here.
+
+        Args:
+            m, n, k, batch: sizes in elements.
+            dtype: a name of `problem.dtypes.TABLE`; `out_dtype` defaults to that row's `output`.
+            majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
+                and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
+            precision: "ieee", "tf32" or "tf32x3" (fp32 only).
+            epilogue: terms beside alpha * A @ B; C is row-major.
+            work: a name of `problem.work.TABLE`.
+
+        Raises:
+            ValueError: naming the argument, what was given and what is accepted.
+        """
+        for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
+            if not isinstance(extent, int) or extent < 0:
+                raise ValueError(f"{name}: got {extent!r}, expected a Python int that is not negative")
+        if dtype not in TABLE or (out_dtype or dtype) not in TABLE:
+            raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(TABLE)}")
+        if len(majors) != 2 or set(majors) - set("tn"):
+            raise ValueError(f"majors: got {majors!r}, accepted are 'tn', 'tt', 'nn', 'nt'")
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision: got {precision!r}, accepted are {', '.join(PRECISIONS)}")
+        if refused := why_precision_refused(dtype, precision):
+            raise ValueError(refused)
+        if work not in WORKS:
+            raise ValueError(f"work: got {work!r}, accepted are {', '.join(WORKS)}")
+        out = out_dtype or TABLE[dtype].output
+        epi = epilogue or Epilogue()
+        count_a, count_b, count_d = (WORKS[work].matrices(operand, batch) for operand in "abd")
+        a = compact(m, k, count_a, majors[0] == "t", ITEMSIZE[dtype])
+        b = compact(k, n, count_b, majors[1] == "t", ITEMSIZE[dtype])
+        c = compact(m, n, count_d, True, ITEMSIZE[epi.c_dtype]) if epi.c_dtype else None
+        d = compact(m, n, count_d, True, ITEMSIZE[out])
+        problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work)
+        return problem if d.row_major else problem.transposed()
+
+    @cached_property
+    def signature(self) -> Signature:
+        a, b, c = self.a, self.b, self.c
+        fields = (
+            self.dtype,
+            self.out_dtype,
+            self.precision,
+            "k" if a.row_major else "m",
+            "n" if b.row_major else "k",
+            a.align,
+            b.align,
+            self.d.align,
+            0 if c is None or not c.row_major else c.align,
+            self.epilogue,
+            self.work,
+        )
+        return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))
+
+    @property
+    def flops(self) -> int:
+        """2 M N K of every product."""
+        return WORKS[self.work].flops(self.m, self.n, self.k, self.batch)
+
+    @property
+    def evened(self) -> tuple[int, int, int, int]:
+        """(m, n, k, batch) of the dense problem with as much to do, which is how the cost model sees it."""
+        return WORKS[self.work].evened(self.m, self.n, self.k, self.batch)
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Tiles of `rows` x `columns` elements of D, of all products; where the device knows the sizes, the most."""
+        return WORKS[self.work].tiles(self.m, self.n, self.batch, rows, columns)
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes that must cross the memory bus at least: every operand once, D once."""
+        e, batch = ITEMSIZE[self.dtype], self.batch
+        a = self.m * self.k * (1 if self.a.stride_batch == 0 else batch)
+        b = self.k * self.n * (1 if self.b.stride_batch == 0 else batch)
+        d = self.m * self.n * WORKS[self.work].matrices("d", batch)
+        total = (a + b) * e + d * ITEMSIZE[self.out_dtype]
+        if self.epilogue.c_dtype:
+            total += d * ITEMSIZE[self.epilogue.c_dtype]
+        total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
+        return total
+
+    def transposed(self) -> Problem:
+        """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped."""
+        return replace(
+            self,
+            m=self.n,
+            n=self.m,
+            a=self.b.transposed(),
+            b=self.a.transposed(),
+            c=self.c.transposed() if self.c else None,
+            d=self.d.transposed(),
+            epilogue=self.epilogue.transposed(),
+            work=WORKS[self.work].transposed,
+        )
+
+    @property
+    def sizes(self) -> str:
+        """The sizes as the text form begins with them."""
+        batch = f"{self.batch}x" if self.batch != 1 else ""
+        return f"{batch}{self.m}x{self.n}x{self.k}"
+
+    def __str__(self) -> str:
+        return f"{self.sizes} {self.signature}"
+
+
+_SIGNATURES: dict[tuple[Any, ...], Signature] = {}
+"""By its fields. One object for each signature met: the tables of a choice compare them by identity, which is quick."""

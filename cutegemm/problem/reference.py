@@ -1,0 +1,181 @@
+"""The float64 reference and the error bound that every check in the project uses; there is no other tolerance.
+
+`expected` computes D in float64 from the very same inputs, and `Expected.bound`, an elementwise bound on
+|D_kernel - D_float64| that is derived as follows. u is the unit roundoff of one fp32 operation: 2^-24 on CUDA cores;
+2^-23 on tensor cores, which align and truncate the addends of a sum instead of rounding to nearest (Fasi,
+Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021). gamma_n = n u / (1 - n u)
+(Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1).
+
+1. Accumulation: products of fp16/bf16/tf32 values are exact in fp32, those of fp32 round once, and any order of
+   adding K products, whatever the tiling or split, has error at most gamma_{K+2} (|A| |B|).
+2. TF32: rounding to nearest with 10 explicit mantissa bits changes an operand by at most 2^-11 relative, a
+   product by at most 2^-10 + 2^-22: that times (|A| |B|) is added.
+   3xTF32 (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+   theoretical peak performance", 2022): x = big + small + rest, big the first 10 mantissa bits of x (truncated:
+   |small + rest| <= 2^-10 |x|, and that difference is exact in fp32), small the difference rounded to TF32 (|rest| <=
+   2^-11 2^-10 |x| = 2^-21 |x|). The kernel adds big big, big small and small big. Of xy = (big + small + rest)(...)
+   it leaves out small small, at most 2^-20 (1 + 2^-10)^2 |xy|, and the terms with a rest, at most
+   2 2^-21 (1 + 2^-10)^2 |xy| : together under 1.01 2^-19 (|A| |B|) is added. It sums 3 K products, whose magnitudes
+   add up to at most (1 + 2^-10)^2 + ... < 1.01 (|A| |B|): step 1 becomes 1.01 gamma_{3K+2}.
+3. Epilogue: at most five more fp32 operations: gamma_5 (|alpha| |A||B| + |beta C| + |bias|).
+4. Activation: all four have |f'| <= 1.13 (silu 1.0999, gelu 1.1290), so the error so far grows by at most that;
+   evaluating f itself costs at most 16 u |z| (every formula used is z times a value in [0, 1] known to a few
+   u, absolutely).
+5. Output: half a unit in the last place of the output dtype at |D| + (error so far), and half its smallest
+   subnormal.
+
+Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cutegemm.problem.dtypes import ACCEPTED, CUDA_CORES, TABLE, dtype_name
+from cutegemm.problem.epilogue import formula_of
+
+_LIPSCHITZ = {None: 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
+_FORMULAS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
+    None: lambda z: z,
+    "relu": torch.relu,
+    "gelu": lambda z: 0.5 * z * (1 + torch.erf(z * 0.5**0.5)),  # torch's own gives NaN for an fp32 infinity on CPUs
+    "gelu_tanh": lambda z: torch.nn.functional.gelu(z, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a kernel must give: `value` in float64 and the elementwise `bound` on its error, same shape."""
+
+    value: torch.Tensor
+    bound: torch.Tensor
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check. `ratio` is the largest error in units of the bound (inf for a non-finite value)."""
+
+    ok: bool
+    ratio: float
+    message: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def activate(z: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """The activation by name, in the precision of z. Raises ValueError for a name that has no formula here."""
+    return formula_of(activation, _FORMULAS)(z)
+
+
+def expected(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str = "ieee",
+    tensor_cores: bool | None = None,
+) -> Expected:
+    """The float64 result and its error bound for act(alpha * a @ b + beta * c + bias).
+
+    Args:
+        a: (M, K) or (L, M, K). b: (K, N) or (L, K, N). c: broadcastable to D; not read when beta == 0. bias: (N,).
+        alpha, beta, activation, precision: as in `cutegemm.gemm`.
+        out_dtype: dtype the result is rounded to; a's when None.
+        tensor_cores: whether fp32 accumulation truncates (see above); by default all but fp32/ieee.
+
+    Returns:
+        `Expected` on the device of `a`.
+    """
+    out_dtype = out_dtype or a.dtype
+    if tensor_cores is None:
+        operands = dtype_name(a.dtype)
+        tensor_cores = operands is None or TABLE[operands].units.get(precision) != CUDA_CORES
+    k = a.shape[-1]
+    reads_c = c is not None and beta != 0  # as given: one that fp32 rounds to 0 still makes NaN of an infinity
+    alpha, beta = _fp32(alpha), _fp32(beta)
+    u = 2.0**-23 if tensor_cores else 2.0**-24
+    a64, b64 = a.double(), b.double()
+    z = alpha * torch.matmul(a64, b64)
+    magnitude = abs(alpha) * torch.matmul(a64.abs(), b64.abs())
+    if precision == "tf32x3":
+        error = (1.01 * _gamma(3 * k + 2, u) + 1.01 * 2.0**-19) * magnitude + abs(alpha) * 3 * k * 2.0**-126
+    else:
+        error = _gamma(k + 2, u) * magnitude + abs(alpha) * k * 2.0**-126
+    if precision == "tf32":
+        error += (2.0**-10 + 2.0**-22) * magnitude
+    if c is not None and reads_c:
+        term = beta * c.double()
+        z, magnitude = z + term, magnitude + term.abs()
+    if bias is not None:
+        z, magnitude = z + bias.double(), magnitude + bias.double().abs()
+    error += _gamma(5, u) * magnitude
+    value = activate(z, activation)
+    error *= _LIPSCHITZ[activation]
+    if activation is not None:
+        error += 16 * u * z.abs()
+    name = dtype_name(out_dtype)
+    if name is None:
+        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {ACCEPTED}")
+    out = TABLE[name]
+    bound = error + out.roundoff * (value.abs() + error) + out.smallest
+    return Expected(value, bound, out_dtype)
+
+
+def check(got: torch.Tensor, want: Expected) -> Verdict:
+    """Compares elementwise: finiteness first (`abs(nan) > bound` is false), then |got - value| <= bound.
+
+    A NaN in the reference must be a NaN, an infinity the same infinity. A value that may round beyond the largest
+    finite number of the output dtype may be that infinity.
+    """
+    if got.shape != want.value.shape:
+        return Verdict(False, math.inf, f"shape {tuple(got.shape)}, expected {tuple(want.value.shape)}")
+    if got.dtype != want.out_dtype:
+        return Verdict(False, math.inf, f"dtype {got.dtype}, expected {want.out_dtype}")
+    if got.numel() == 0:
+        return Verdict(True, 0.0, "empty")
+    largest = torch.finfo(want.out_dtype).max
+    got64, value, bound = got.double(), want.value, want.bound
+    finite = torch.isfinite(value)
+    bad = torch.where(finite, ~torch.isfinite(got64), (got64 != value) & ~(got64.isnan() & value.isnan()))
+    # Where an infinity met on the way makes the bound infinite, only the exact value will do.
+    bad |= finite & ~torch.isfinite(bound) & (got64 != value)
+    may_overflow = finite & torch.isfinite(bound) & (value.abs() + bound >= largest)
+    bad &= ~(may_overflow & got64.isinf() & (got64.sign() == value.sign()))
+    error = (got64 - value).abs()
+    ratio = torch.where(finite & torch.isfinite(got64) & torch.isfinite(bound), error / bound, torch.zeros_like(error))
+    ratio = torch.where(bad, torch.full_like(ratio, math.inf), ratio)
+    worst = float(ratio.max())
+    if worst <= 1.0:
+        return Verdict(True, worst, f"largest error {worst:.3f} of the bound")
+    index = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
+    count = int((ratio > 1).sum())
+    return Verdict(
+        False,
+        worst,
+        f"{count} of {ratio.numel()} elements outside the bound; worst at {index}: got {float(got64[index])!r}, "
+        f"expected {float(value[index])!r} +- {float(bound[index]):.3e} (error {worst:.3g} of the bound)",
+    )
+
+
+def _fp32(value: float) -> float:
+    """The number as the kernels take it."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _gamma(n: int, u: float) -> float:
+    nu = n * u
+    if nu >= 1:
+        raise ValueError(f"K: {n} fp32 additions have no meaningful error bound (n u = {nu:.2f} >= 1)")
+    return nu / (1 - nu)

@@ -1,0 +1,321 @@
+"""From a caller's tensors to a Problem: checks every argument, names what is wrong, finds the canonical form."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cutegemm.problem import dtypes, overlap
+from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem.operand import Matrix, alignment, compact, reads_by_rows
+from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
+
+FLT_MAX = 3.4028234663852886e38
+"""The largest finite fp32 number."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked call.
+
+    Attributes:
+        problem: canonical. swapped: it is the transposed one (D is column-major).
+        shape: of the result, as the caller sees it. device: of every tensor.
+        copies: operands ("a", "b", "bias") that must be made contiguous first, with the reason.
+        into_temporary: `out` has no unit stride; the result is computed apart and copied into it.
+    """
+
+    problem: Problem
+    swapped: bool
+    shape: tuple[int, ...]
+    device: torch.device
+    copies: tuple[tuple[str, str], ...]
+    into_temporary: bool
+
+    @property
+    def copied(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.copies)
+
+
+def describe(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+) -> Request:
+    """Checks the arguments of `cutegemm.gemm` (see there) and describes the call.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is accepted.
+    """
+    dtype = _check_operands(a, b)
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if b.shape[-2] != k:
+        raise ValueError(
+            f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent must be K = {k}"
+        )
+    batch = _batch(a, b)
+    if max(m, n, k, batch) > MAX_EXTENT:
+        sizes = {"M": m, "N": n, "K": k, "the batch": batch}
+        name, extent = next((name, extent) for name, extent in sizes.items() if extent > MAX_EXTENT)
+        raise ValueError(f"a, b: {name} is {extent}; at most {MAX_EXTENT}")
+    batched = a.dim() == 3 or b.dim() == 3
+    shape = (batch, m, n) if batched else (m, n)
+    check_number("alpha", alpha)
+    check_number("beta", beta)
+    precision = _check_precision(precision, dtype)
+    check_activation(activation)
+    out_name = _check_out(a, b, bias, out, out_dtype, shape, dtypes.TABLE[dtype].output)
+    c_dtype = _check_c(a, c, beta, shape)
+    bias_dtype = _check_bias(a, bias, n)
+
+    copies: list[tuple[str, str]] = []
+    matrix_a = _operand("a", a, m, k, batch, copies)
+    matrix_b = _operand("b", b, k, n, batch, copies)
+    if bias is not None and n > 1 and bias.stride(0) != 1:
+        copies.append(("bias", f"stride {bias.stride(0)}: kernels read a contiguous bias"))
+    matrix_c = None
+    if c_dtype is not None and c is not None:
+        matrix_c = _matrix(c.expand(shape), m, n)
+    into_temporary = False
+    if out is None:
+        matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
+    else:
+        matrix_d = _matrix(out, m, n)
+        if not _has_unit_stride(matrix_d, m, n):
+            into_temporary = True
+            matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
+    epilogue = _epilogue(c_dtype, bias_dtype, activation)
+    problem = Problem(m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue)
+    swapped = not matrix_d.row_major
+    return Request(
+        problem.transposed() if swapped else problem, swapped, shape, a.device, tuple(copies), into_temporary
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _epilogue(c_dtype: str | None, bias_dtype: str | None, activation: str | None) -> Epilogue:
+    return Epilogue(c_dtype, bias_dtype, "n", activation)
+
+
+def _check_operands(a: Any, b: Any) -> str:
+    for name, tensor in (("a", a), ("b", b)):
+        _check_tensor(name, tensor)
+        if tensor.dim() not in (2, 3):
+            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
+    dtype = dtype_name(a.dtype)
+    if dtype is None:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+    if b.dtype != a.dtype:
+        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+    device = a.device
+    if b.device != device:
+        raise ValueError(f"b: it is on {b.device}, expected the device of a, {device}")
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"a: it is on {device}, accepted are CUDA and CPU tensors")
+    return dtype
+
+
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
+    if tensor.is_quantized:
+        raise TypeError(f"{name}: got a quantized tensor ({tensor.dtype}), expected a plain one; call .dequantize()")
+    if tensor.is_nested:
+        raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()")
+    if tensor.is_complex():
+        raise TypeError(f"{name}: got dtype {tensor.dtype}; complex products are not supported")
+    if tensor.is_neg() or tensor.is_conj():
+        raise ValueError(f"{name}: it is a lazily negated or conjugated view; call .resolve_neg() or .resolve_conj()")
+    _check_address(name, tensor)
+    if name == "out" and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
+            "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
+        )
+    if name == "out":
+        check_inference(tensor)
+
+
+def check_inference(out: torch.Tensor) -> None:
+    """Raises ValueError where torch does not allow writing an inference tensor: outside the inference mode."""
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "out: it is an inference tensor, which can be written under torch.inference_mode() only; "
+            "call gemm there, pass out.clone(), or leave out away"
+        )
+
+
+def _check_address(name: str, tensor: torch.Tensor) -> None:
+    """The tensor must have memory of its own that its elements are aligned in."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        return
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        raise TypeError(
+            f"{name}: got a tensor without storage (under vmap, torch.func or tracing), expected a plain one"
+        ) from None
+    if address == 0 and tensor.numel():
+        raise TypeError(f"{name}: got a tensor without memory ({type(tensor).__name__}), expected a plain one")
+    if address % tensor.element_size():
+        raise ValueError(
+            f"{name}: it lies at address {address:#x}, which its {tensor.element_size()}-byte elements do not divide"
+        )
+
+
+def _batch(a: torch.Tensor, b: torch.Tensor) -> int:
+    la = a.shape[0] if a.dim() == 3 else 1
+    lb = b.shape[0] if b.dim() == 3 else 1
+    if la != lb and 1 not in (la, lb):
+        raise ValueError(f"b: got a batch of {lb}, expected that of a, {la}, or 1")
+    return la if lb == 1 else lb
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless `value` is a real, finite-or-not number that fp32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a Python float (a tensor would need a sync)")
+    if FLT_MAX < abs(value) < math.inf:
+        raise ValueError(f"{name}: got {shown(value)}, which fp32 cannot hold; accepted are {-FLT_MAX} to {FLT_MAX}")
+
+
+def shown(value: Any) -> str:
+    """The value for a message: its `repr`, cut short; of an array or a tensor its type."""
+    if isinstance(value, torch.Tensor) or hasattr(value, "__array__"):
+        return f"a {type(value).__name__}"
+    try:
+        text = repr(value)
+    except Exception:  # an int of thousands of digits, a class whose __repr__ fails
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_activation(activation: Any) -> None:
+    """Raises ValueError unless it is None or one of `ACTIVATIONS`."""
+    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
+        raise ValueError(f"activation: got {shown(activation)}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+
+
+def check_precision(precision: Any) -> None:
+    """Raises ValueError unless it is None or one of `PRECISIONS`."""
+    if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
+        raise ValueError(f"precision: got {shown(precision)}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
+
+
+def _check_precision(precision: str | None, dtype: str) -> str:
+    check_precision(precision)
+    if precision is None:
+        return "ieee"
+    if refused := dtypes.why_precision_refused(dtype, precision):
+        raise ValueError(refused)
+    return precision
+
+
+def _check_out(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: Any,
+    out_dtype: Any,
+    shape: tuple[int, ...],
+    default: str,
+) -> str:
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or dtype_name(out_dtype) is None):
+        raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {dtypes.ACCEPTED}")
+    if out is None:
+        return dtype_name(out_dtype) or default if out_dtype is not None else default
+    _check_tensor("out", out)
+    overlap.check_self(out)
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
+    if out.device != a.device:
+        raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
+    name = dtype_name(out.dtype)
+    if name is None:
+        raise TypeError(f"out: got dtype {out.dtype}, accepted are {dtypes.ACCEPTED}")
+    if out_dtype is not None and out.dtype != out_dtype:
+        raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
+    return name
+
+
+def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:
+    if c is None:
+        if beta != 0:
+            raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+        return None
+    _check_tensor("c", c)
+    try:
+        c.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
+    if c.device != a.device:
+        raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
+    name = dtype_name(c.dtype)
+    if name is None:
+        raise TypeError(f"c: got dtype {c.dtype}, accepted are {dtypes.ACCEPTED}")
+    return name if beta != 0 else None
+
+
+def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str | None:
+    if bias is None:
+        return None
+    _check_tensor("bias", bias)
+    if tuple(bias.shape) != (n,):
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
+    if bias.device != a.device:
+        raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
+    name = dtype_name(bias.dtype)
+    if name is None:
+        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED}")
+    return name
+
+
+def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
+    """The `Matrix` of a tensor as it lies; the stride of an extent of 1 is free and set to what helps."""
+    itemsize, all_strides = tensor.element_size(), tensor.stride()
+    stride_row, stride_col = all_strides[-2:]
+    stride_batch = all_strides[0] if len(all_strides) == 3 and tensor.shape[0] > 1 else 0
+    row_major = reads_by_rows(rows, cols, stride_row, stride_col)
+    inner, leading, others = (cols, stride_row, rows) if row_major else (rows, stride_col, cols)
+    if others == 1:  # TMA asks it for a multiple of 16 bytes nevertheless, which the extent is where that is aligned
+        leading = max(inner, 1)
+    if row_major and cols == 1:
+        stride_col = 1
+    elif not row_major and rows == 1:
+        stride_row = 1
+    strides = (leading, stride_col) if row_major else (stride_row, leading)
+    align = alignment(tensor.data_ptr(), itemsize, inner, leading, stride_batch)
+    return Matrix(rows, cols, *strides, stride_batch, align)
+
+
+def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:
+    """Whether a kernel can read (or write) it: one stride is 1, and rows do not overlap or repeat backwards."""
+    if rows == 0 or cols == 0:
+        return True
+    inner, outer = (cols, rows) if matrix.row_major else (rows, cols)
+    unit = matrix.stride_col == 1 or matrix.stride_row == 1
+    return unit and (outer == 1 or matrix.leading >= 0) and inner >= 1
+
+
+def _operand(
+    name: str, tensor: torch.Tensor, rows: int, cols: int, batch: int, copies: list[tuple[str, str]]
+) -> Matrix:
+    matrix = _matrix(tensor, rows, cols)
+    if _has_unit_stride(matrix, rows, cols):
+        return matrix
+    copies.append((name, f"strides {tuple(tensor.stride())}: no kernel reads a matrix without a unit stride"))
+    return compact(rows, cols, tensor.shape[0] if tensor.dim() == 3 else 1, True, tensor.element_size())

@@ -1,0 +1,77 @@
+"""From the text of a problem, as measurements keep it, back to the problem."""
+
+from __future__ import annotations
+
+import re
+
+from cutegemm.problem import ITEMSIZE, MAX_EXTENT, TABLE, Matrix, Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.work import DENSE
+from cutegemm.problem.work import TABLE as WORKS
+
+_SIZE = r"(\d{1,10})"
+_FORM = re.compile(
+    rf"(?:{_SIZE}x)?{_SIZE}x{_SIZE}x{_SIZE} (\w+)->(\w+)/(\w+)/a([km])(\d+)/b([kn])(\d+)/c(\d+)/d(\d+)"
+    r"/(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?(?:/(\w+))?",
+    re.ASCII,
+)
+_ALIGNMENTS = ("2", "4", "8", "16")
+_HAVING_ALIKE = re.compile(rf"\b(?:{'|'.join(name for name, row in TABLE.items() if row.alike)})\b")
+
+
+def parse(text: str) -> Problem:
+    """A problem whose `str` is `text`: contiguous matrices, except for a C that the text says is read by elements.
+
+    Strides that the text leaves open are those of contiguous matrices. Raises ValueError saying what is wrong with a
+    text that no problem with something to multiply has.
+    """
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise ValueError("expected '[Lx]MxNxK' and a signature, as cutegemm writes them")
+    batch, m, n, k = (int(size or 1) for size in found.groups()[:4])
+    for name, extent in (("the batch", batch), ("M", m), ("N", n), ("K", k)):
+        if not 1 <= extent <= MAX_EXTENT:
+            raise ValueError(f"{name} is {extent}, accepted are 1 to {MAX_EXTENT}")
+    dtype, out_dtype, precision, a_major, align_a, b_major, align_b, align_c, align_d = found.groups()[4:13]
+    activation, c_dtype, bias_axis, bias_dtype, work = found.groups()[13:]
+    if work not in (None, *WORKS):
+        raise ValueError(f"work {work!r}, accepted are {', '.join(WORKS)}")
+    work = work or DENSE
+    count_a, count_b, count_d = (WORKS[work].matrices(operand, batch) for operand in "abd")
+    for named in (dtype, out_dtype, c_dtype, bias_dtype):
+        if named not in (None, *TABLE):
+            raise ValueError(f"dtype {named!r}, accepted are {', '.join(TABLE)}")
+    if precision not in TABLE[dtype].units:
+        raise ValueError(f"precision {precision!r} of {dtype}, accepted are {', '.join(TABLE[dtype].units)}")
+    epilogue = Epilogue(c_dtype, bias_dtype, bias_axis or "n", activation)
+    a = _matrix(m, k, count_a, a_major == "k", _alignment("A", align_a, dtype))
+    b = _matrix(k, n, count_b, b_major == "n", _alignment("B", align_b, dtype))
+    d = _matrix(m, n, count_d, True, _alignment("D", align_d, out_dtype))
+    c = None
+    if c_dtype is not None and align_c == "0":
+        c = Matrix(m, n, 2 * n, 2, 2 * m * n if count_d > 1 else 0, ITEMSIZE[c_dtype])
+    elif c_dtype is not None:
+        c = _matrix(m, n, count_d, True, _alignment("C", align_c, c_dtype))
+    problem = Problem(m, n, k, batch, dtype, out_dtype, precision, a, b, c, d, epilogue, work)
+    if str(problem) != text:
+        raise ValueError(f"it would be written {str(problem)!r}")
+    return problem
+
+
+def _alignment(name: str, text: str, dtype: str) -> int:
+    if text not in _ALIGNMENTS or int(text) < ITEMSIZE[dtype]:
+        raise ValueError(f"{name} is aligned to {text} bytes, accepted are 2, 4, 8 and 16, and at least an element")
+    return int(text)
+
+
+def _matrix(rows: int, cols: int, batch: int, row_major: bool, align: int) -> Matrix:
+    # A column-major matrix of one row has a leading dimension too: with a stride of 1 it would be row-major.
+    strides = (cols, 1) if row_major else (1, max(rows, 2))
+    return Matrix(rows, cols, *strides, rows * cols if batch > 1 else 0, align)
+
+
+def other_16_bit(text: str) -> str:
+    """The text of a signature or problem with fp16 for bf16 and bf16 for fp16: `DType.alike` for each dtype that has
+    one.
+    """
+    return _HAVING_ALIKE.sub(lambda found: str(TABLE[found[0]].alike), text)

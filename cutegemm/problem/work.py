@@ -1,0 +1,78 @@
+"""Which products one launch computes, and which tiles of D they have: one row of `TABLE` is a kind of work.
+
+A dense work is a batch of products of one size. In a ragged work the products, called groups, divide one of M, N and K
+among them, and where one ends is known on the device only. Kernel families and backends list the works that they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+DENSE = "dense"
+INTEGERS: Mapping[str, int] = MappingProxyType({"int32": 4, "int64": 8})
+"""Types of the elements of device arrays, with their bytes; torch and the CuTe DSL have them by these names."""
+_AXES = {"a": "mk", "b": "kn", "c": "mn", "d": "mn"}
+
+
+class DeviceArray(NamedTuple):
+    """An array in the GPU's memory with an element a product, which a launch takes as one more operand.
+
+    name: of the kernel's argument. dtype: a name of `INTEGERS`.
+    """
+
+    name: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kind of work. Sizes are those of `Problem`: `batch` products; a ragged extent is the sum over all of them.
+
+    Attributes:
+        name: as `Problem.work` and signatures have it. transposed: the name of the work of D^T = B^T A^T.
+        ragged: the extent, "m", "n" or "k", that the products divide among them; None where all have the same sizes.
+        arrays: what the kernel reads of the sizes on the device.
+    """
+
+    name: str
+    transposed: str
+    ragged: Literal["m", "n", "k"] | None = None
+    arrays: tuple[DeviceArray, ...] = ()
+
+    def matrices(self, operand: str, batch: int) -> int:
+        """How many matrices "a", "b", "c" or "d" consists of: one where the products are parts of the same."""
+        return 1 if self.ragged is not None and self.ragged in _AXES[operand] else batch
+
+    def flops(self, m: int, n: int, k: int, batch: int) -> int:
+        """2 M N K of all products."""
+        return 2 * m * n * k * (batch if self.ragged is None else 1)
+
+    def evened(self, m: int, n: int, k: int, batch: int) -> tuple[int, int, int, int]:
+        """(m, n, k, batch) of the dense work with as much to do: every product has its share of the ragged extent."""
+        if self.ragged is None:
+            return m, n, k, batch
+        each = {"m": m, "n": n, "k": k}
+        each[self.ragged] = -(-each[self.ragged] // max(batch, 1))
+        return each["m"], each["n"], each["k"], batch
+
+    def tiles(self, m: int, n: int, batch: int, rows: int, columns: int) -> int:
+        """Tiles of `rows` x `columns` elements of D, of all products; of a ragged D at most so many."""
+        along_m, along_n = -(-m // rows), -(-n // columns)
+        if self.ragged is None or self.ragged == "k":
+            return along_m * along_n * batch
+        # Each end of a group but the last may lie within a tile, which then counts for two groups.
+        more = max(batch - 1, 0)
+        return (along_m + more) * along_n if self.ragged == "m" else along_m * (along_n + more)
+
+
+_ROWS = {row.name: row for row in (Work(DENSE, transposed=DENSE),)}
+TABLE: Mapping[str, Work] = MappingProxyType(_ROWS)
+"""The kinds of work by name."""
+
+
+def why_not_taken(what: str, takes: Collection[str], work: str) -> str | None:
+    """None when kernels that compute the works `takes` are for this one, else a sentence; `what` is its subject."""
+    return None if work in takes else f"{what} {', '.join(takes)} products; this one is {work}"

@@ -1,0 +1,1 @@
+"""What PyTorch asks of an operator: gradients and tangents, the dispatcher, transforms."""

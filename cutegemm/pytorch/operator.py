@@ -1,0 +1,230 @@
+"""torch.ops.cutegemm.gemm and gemm_out: `gemm` as operators that torch.compile, vmap, autocast and opcheck know.
+
+Defined with torch.library's define and impl, which cost less a call than `custom_op`. Eager calls of plain tensors do
+not come here (see gemm.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from cutegemm.problem import dtypes
+from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.epilogue import ACTIVATIONS
+from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.run.call import compute
+
+_library = torch.library.Library("cutegemm", "DEF")
+_library.define(
+    "gemm(Tensor a, Tensor b, Tensor? c=None, float alpha=1.0, float beta=0.0, Tensor? bias=None, "
+    "str? activation=None, ScalarType? out_dtype=None, str? precision=None, str backend='auto', str? config=None) "
+    "-> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "gemm_out(Tensor a, Tensor b, Tensor? c, float alpha, float beta, Tensor? bias, str? activation, "
+    "str? precision, str backend, str? config, Tensor(d!) out) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _gemm(
+    a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
+    activation: str | None = None, out_dtype: Any = None, precision: str | None = None, backend: str = "auto",
+    config: str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
+
+
+def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:
+    compute(a, b, c, alpha, beta, bias, activation, out, None, precision, backend, config)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("gemm", _gemm, _device)
+    _library.impl("gemm_out", _gemm_out, _device)
+
+
+def _fake_gemm(
+    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
+    config=None,
+):  # fmt: skip
+    shape = _check(a, b, c, beta, bias, activation)
+    if out_dtype is not None and dtype_name(out_dtype) is None:
+        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out):
+    shape = _check(a, b, c, beta, bias, activation)
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
+    if dtype_name(out.dtype) is None:
+        raise TypeError(f"out: got dtype {out.dtype}, accepted are {dtypes.ACCEPTED}")
+
+
+def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
+    """The shape of D. Raises what `gemm` would raise, as far as shapes and dtypes tell."""
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dim() not in (2, 3):
+            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
+    if dtype_name(a.dtype) is None:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+    if b.dtype != a.dtype:
+        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+    torch._check_value(
+        a.shape[-1] == b.shape[-2],
+        lambda: (
+            f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent "
+            f"must be K = {a.shape[-1]}"
+        ),
+    )
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    m, n = a.shape[-2], b.shape[-1]
+    shape: tuple[Any, ...] = (m, n)
+    if a.dim() == 3 or b.dim() == 3:
+        la, lb = (x.shape[0] if x.dim() == 3 else 1 for x in (a, b))
+        if la != 1 and lb != 1:
+            torch._check_value(la == lb, lambda: f"b: got a batch of {lb}, expected that of a, {la}, or 1")
+        shape = (la if lb == 1 else lb, m, n)
+    if c is None and beta != 0:
+        raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+    if c is not None:
+        try:
+            c.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"c: got shape {tuple(c.shape)}, expected {tuple(shape)} or one that broadcasts to it"
+            ) from None
+    for name, tensor in (("c", c), ("bias", bias)):
+        if tensor is not None and dtype_name(tensor.dtype) is None:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {dtypes.ACCEPTED}")
+    if bias is not None:
+        if bias.dim() != 1:
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
+        torch._check_value(
+            bias.shape[0] == n,
+            lambda: f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result",
+        )
+    return shape
+
+
+torch.library.register_fake("cutegemm::gemm", _fake_gemm, lib=_library)
+torch.library.register_fake("cutegemm::gemm_out", _fake_gemm_out, lib=_library)
+
+
+_redispatch = torch.ops.cutegemm.gemm.default.redispatch
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+
+
+def _recorded_gemm(
+    keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
+    backend="auto", config=None,
+):  # fmt: skip
+    """gemm for one level of autograd: the function that is recorded calls the operator below it.
+
+    torch.library.register_autograd knows neither forward mode nor torch.func.
+    """
+    below = keyset & _BELOW_AUTOGRAD
+    grad = torch.is_grad_enabled()
+    forward = autograd.may_have_tangent(a, b, c, bias)
+    if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+
+    forward_mode = torch._C._is_fwd_grad_enabled()
+
+    def with_modes(a, b, c, alpha, beta, bias, out):
+        # Recording switches both modes off, which the next level of torch.func is to find as they were.
+        with (
+            torch.set_grad_enabled(grad),
+            forward_ad._set_fwd_grad_enabled(forward_mode),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+
+    settings = autograd.Settings(alpha, beta, activation, precision, backend, forward)
+    with enable_single_level_autograd_function():
+        return autograd.record(a, b, c, bias, settings, with_modes)
+
+
+_library.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
+
+
+def _refuse_derivatives(keyset, a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:
+    """gemm_out below autograd; no derivative is computed of what is written into a tensor."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias, out)):
+        raise RuntimeError(
+            "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
+            "call gemm under torch.no_grad(), or leave out away"
+        )
+    autograd.refuse_tangents(a, b, c, bias, out)
+    torch.autograd.graph.increment_version(out)  # also of a fake or meta tensor, which nothing below writes
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.cutegemm.gemm_out.default.redispatch(
+            keyset & _BELOW_AUTOGRAD,
+            a, b, c, alpha, beta, bias, activation, precision, backend, config, out,
+        )  # fmt: skip
+
+
+_library.impl("gemm_out", _refuse_derivatives, "Autograd", with_keyset=True)
+
+
+def _autocast_gemm(
+    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
+    config=None,
+):  # fmt: skip
+    a, b, c, cast = cast_operands(a, b, c, {"bias": bias, "precision": precision, "out": None})
+    with torch._C._DisableAutocast():
+        return torch.ops.cutegemm.gemm(
+            a, b, c, alpha, beta, cast["bias"], activation, out_dtype, cast["precision"], backend, config
+        )
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("gemm", _autocast_gemm, f"Autocast{_device}")
+
+
+def _vmap_gemm(
+    info, in_dims, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
+    backend="auto", config=None,
+):  # fmt: skip
+    dims = (*in_dims, *(None,) * 11)
+    (a, b, c, bias), beta, shape = transforms.merge(
+        info.batch_size, (a, b, c, bias), (dims[0], dims[1], dims[2], dims[5]), beta
+    )
+    d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    return d.view(shape), 0
+
+
+torch.library.register_vmap("cutegemm::gemm", _vmap_gemm, lib=_library)
+
+
+def _batched_gemm(
+    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
+    config=None,
+):  # fmt: skip
+    """gemm of tensors of the older vmap, by which torch.autograd.grad takes a batch of gradients."""
+    level, size, tensors, dims = transforms.unwrap((a, b, c, bias))
+    (a, b, c, bias), beta, shape = transforms.merge(size, tensors, dims, beta)
+    d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    return torch._add_batch_dim(d.view(shape), 0, level)
+
+
+_library.impl("gemm", _batched_gemm, "Batched")
+
+
+def _flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
+    """2 L M N K, for torch's FlopCounterMode."""
+    la, lb = (shape[0] if len(shape) == 3 else 1 for shape in (a_shape, b_shape))
+    return 2 * (la if lb == 1 else lb) * a_shape[-2] * a_shape[-1] * b_shape[-1]
+
+
+register_flop_formula([torch.ops.cutegemm.gemm, torch.ops.cutegemm.gemm_out])(_flops)

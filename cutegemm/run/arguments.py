@@ -1,0 +1,162 @@
+"""The run-time arguments of a kernel, as one list that everybody reads by name.
+
+The host entry of a kernel takes plain numbers: addresses, scalars, the stream, sizes and 64-bit strides in elements.
+`host` gives its arguments in their order, made from the signature; the entry, the launch and the capture for the
+emulator follow it. `device` gives those that the kernel on the GPU takes. Device arrays of a work (`problem.work`)
+follow D among the operands, by their names. A new operand is a field of `Operands`, a
+place in `Addresses` and a row of `_OPERANDS`; a new scalar is a field of `Scalars` and a place in `Numbers`; a new size
+or stride is a row. A kernel family leaves out of its kernel what its signature has no use for (`host_only`): an unused
+parameter would move all those behind it, and so change the machine code.
+
+    a call brings            Operands, Scalars, the stream
+    the problem fixes        sizes, strides
+    a configuration adds     the names in its `extra_arguments`: clusters, workspace
+    the host entry computes  the number of tiles and the like, for the kernel alone
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.work import INTEGERS
+from cutegemm.problem.work import TABLE as WORKS
+
+if TYPE_CHECKING:
+    from cutegemm.problem import Problem, Signature
+
+
+class Operands(NamedTuple):
+    """Device addresses of the operands that every launch has; 0 for one that the problem does not have."""
+
+    a: int
+    b: int
+    c: int
+    bias: int
+    d: int
+
+
+class Scalars(NamedTuple):
+    """The numbers of a launch."""
+
+    alpha: float = 1.0
+    beta: float = 0.0
+
+
+# What a launch takes. A call passes plain tuples, because a named one takes 0.1 us longer to build.
+Addresses = tuple[int, ...]
+"""In the order of `Operands`, then those of the work's device arrays."""
+Numbers = tuple[float, float]
+"""In the order of `Scalars`."""
+BoundLaunch = Callable[[Addresses, Numbers, int], None]
+"""run(operands, scalars, stream): `Addresses`, `Scalars` and the handle of a CUDA stream. It enqueues the kernel on the
+current device and returns at once."""
+
+
+class Pointer(NamedTuple):
+    """The type of an address: the dtype that lies there, and the bytes that divide the address."""
+
+    dtype: str
+    align: int
+
+
+class Argument(NamedTuple):
+    """An argument of a host entry. `type`: "int32", "int64", "float32", "stream" or a `Pointer`."""
+
+    name: str
+    type: str | Pointer
+
+
+def _terms(signature: Signature) -> tuple[Pointer, Pointer]:
+    # Every kernel has these parameters. Where the signature lacks the operand, it is a null pointer to D's dtype.
+    epilogue, out = signature.epilogue, signature.out_dtype
+    c, bias = epilogue.c_dtype or out, epilogue.bias_dtype or out
+    return Pointer(c, max(signature.align_c, ITEMSIZE[c])), Pointer(bias, ITEMSIZE[bias])
+
+
+WORKSPACE = "workspace"
+"""Each launch has an address of its own here, which stands behind the stream among the host's arguments."""
+_OPERANDS: dict[str, Callable[[Signature], Pointer]] = {
+    "a": lambda s: Pointer(s.dtype, s.align_a),
+    "b": lambda s: Pointer(s.dtype, s.align_b),
+    "c": lambda s: _terms(s)[0],
+    "bias": lambda s: _terms(s)[1],
+    "d": lambda s: Pointer(s.out_dtype, s.align_d),
+}
+_SIZES: dict[str, Callable[[Problem], int]] = {
+    "m": lambda p: p.m,
+    "n": lambda p: p.n,
+    "k": lambda p: p.k,
+    "batch": lambda p: p.batch,
+}
+_EXTRAS = ("clusters",)
+_STRIDES: dict[str, Callable[[Problem], int]] = {
+    "lda": lambda p: p.a.leading,
+    "ldb": lambda p: p.b.leading,
+    "ldd": lambda p: p.d.leading,
+    "a_batch": lambda p: p.a.stride_batch,
+    "b_batch": lambda p: p.b.stride_batch,
+    "d_batch": lambda p: p.d.stride_batch,
+    "c_row": lambda p: p.c.stride_row if p.c else 0,
+    "c_col": lambda p: p.c.stride_col if p.c else 0,
+    "c_batch": lambda p: p.c.stride_batch if p.c else 0,
+}
+# What a host entry computes for its kernel: the grid of tiles; batch strides of the WGMMA's operands, which are the
+# problem's or exchanged.
+_TILES, _WGMMA = ("tiles_m", "tiles_n"), ("wgmma_a_batch", "wgmma_b_batch")
+_ON_DEVICE = (*_OPERANDS, *Scalars._fields, "stream", *_SIZES, *_TILES, *_EXTRAS, WORKSPACE, *_WGMMA, *_STRIDES)
+"""The order of a kernel's parameters, to which the work's device arrays are appended; it decides where each lies in
+constant memory, and so the machine code."""
+
+
+def host(signature: Signature, extra: Collection[str] = ()) -> tuple[Argument, ...]:
+    """The host entry's arguments in order: what a call brings, then what `fixed` gives.
+
+    Args:
+        signature: of the kernel; it decides the types.
+        extra: the configuration's `extra_arguments`.
+    """
+    types: dict[str, str | Pointer] = {name: pointer(signature) for name, pointer in _OPERANDS.items()}
+    types |= {array.name: Pointer(array.dtype, INTEGERS[array.dtype]) for array in WORKS[signature.work].arrays}
+    types |= dict.fromkeys(Scalars._fields, "float32") | {"stream": "stream"}
+    types |= {WORKSPACE: Pointer("fp32", 16)} if WORKSPACE in extra else {}
+    types |= dict.fromkeys(_SIZES, "int32") | dict.fromkeys(_extras(extra), "int32")
+    types |= dict.fromkeys(_STRIDES, "int64")
+    return tuple(Argument(name, kind) for name, kind in types.items())
+
+
+def fixed(problem: Problem, extra: Mapping[str, int]) -> tuple[int, ...]:
+    """The values of what no call brings, in the order of `host`: sizes, the configuration's numbers, strides."""
+    sizes, strides = (tuple(value(problem) for value in group.values()) for group in (_SIZES, _STRIDES))
+    return (*sizes, *(extra[name] for name in _extras(extra)), *strides)
+
+
+def _extras(extra: Collection[str]) -> list[str]:
+    return [name for name in _EXTRAS if name in extra]
+
+
+def named(names: Iterable[str], values: Iterable[Any]) -> Any:
+    """The values as a named tuple."""
+    return _record(tuple(names))(*values)
+
+
+def device(arguments: Any, host_only: Collection[str], **computed: Any) -> Any:
+    """What the kernel on the GPU takes: the host's arguments without `host_only`, and what the host entry computed.
+
+    Raises ValueError for a name that is none of the host's, or has no place among a kernel's parameters.
+    """
+    values = arguments._asdict() | computed
+    order = (*_ON_DEVICE, *dict.fromkeys(array.name for work in WORKS.values() for array in work.arrays))
+    unknown = {*host_only} - {*arguments._fields} or {*values} - {*order}
+    if unknown:
+        raise ValueError(f"kernel arguments: no {', '.join(sorted(unknown))}; known are {', '.join(order)}")
+    names = [name for name in order if name in values and name not in host_only]
+    return named(names, (values[name] for name in names))
+
+
+@lru_cache(maxsize=64)
+def _record(names: tuple[str, ...]) -> Any:
+    return namedtuple("Arguments", names)

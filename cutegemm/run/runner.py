@@ -1,0 +1,279 @@
+"""From a checked call to what runs it: chooses and compiles a plan, and binds it to tensors of one description."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm.choice import plan as planning
+from cutegemm.choice.plan import Plan
+from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import overlap, request, torch_dtype
+from cutegemm.problem.request import Request
+from cutegemm.problem.work import TABLE as WORKS
+from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers, Scalars
+
+Runner = Callable[..., torch.Tensor]
+"""run(a, b, c, alpha, beta, bias, out) -> D; the device arrays of a work that has some come last, as a sequence"""
+
+Core = Callable[..., None]
+"""core(a, b, c, alpha, beta, bias, d): computes into d, which lies as the plan says"""
+
+_kernels = planning.Memo(limit=1024)
+"""The kernels that calls have used: a new shape of a known one touches no file."""
+
+DEFAULTS: dict[str, Any] = {
+    "alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "out": None,
+    "out_dtype": None, "precision": None, "backend": "auto", "config": None,
+}  # fmt: skip
+"""What `gemm` takes beside a, b and c."""
+
+
+def complete(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with the defaults of those not named. Raises TypeError for a name that `gemm` does not take."""
+    for name in options:
+        if name not in DEFAULTS:
+            raise TypeError(f"{name}: no such argument, accepted are {', '.join(DEFAULTS)}")
+    return {**DEFAULTS, **options}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call that decide its plan, checked."""
+
+    request: Request
+    backend: str
+    config: Any
+
+    @classmethod
+    def of(cls, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Call:
+        """The call `gemm(a, b, c, **options)`; `options` names every one of them."""
+        known = dict(options)
+        backend, config = known.pop("backend"), known.pop("config")
+        found = request.describe(a, b, c, **known)
+        if known["out"] is not None:
+            inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": known["bias"]}
+            overlap.check(known["out"], inputs)
+        return cls(found, backend, config)
+
+    def plan(self, state: planning.State | None = None) -> Plan:
+        """Chooses and compiles. Raises GemmError during graph capture: compiling would break the capture.
+
+        Args:
+            state: `plan.state()`, from a caller who has just asked for it.
+        """
+        with _current(self.request.device):
+            return self._plan(state)
+
+    def _plan(self, state: planning.State | None) -> Plan:
+        asked, known = self.request, state and state.winners
+        on_cpu = asked.device.type == "cpu"
+        arch: Arch | None = None
+        if not on_cpu:
+            arch = Arch.of_device(asked.device.index)
+        elif self.backend in backends.WITH_KERNELS:
+            arch = planning.emulated_arch()
+        if arch is not None and not on_cpu and (state.tune if state else os.environ.get("CUTEGEMM_TUNE")):
+            self._tune(arch)
+            known = None  # a winner may have been written
+        choice = planning.choose(asked.problem, arch, self.backend, self.config, known)
+        kernel = None
+        if not isinstance(backends.get(choice.backend), backends.OnTensors):
+            assert arch is not None
+            kernel = self._kernel(choice, arch)
+        return Plan(asked.problem, choice, arch, kernel, asked.swapped, asked.copies, on_cpu and kernel is not None)
+
+    def _kernel(self, choice: planning.Choice, arch: Arch) -> backends.Kernel:
+        """The kernel of a choice: one that this process has, else from the backend, compiled or loaded."""
+        asked, backend = self.request, backends.get(choice.backend)
+        signature = asked.problem.signature
+        # A driver's handle of a loaded kernel may belong to one device, and its files lie in one cache directory.
+        key = backend, choice.config, signature, arch, asked.device.index, os.environ.get("CUTEGEMM_CACHE_DIR")
+        kernel = _kernels.get(key)
+        if kernel is None:
+            if asked.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+                raise GemmError(
+                    f"this call's kernel ({choice.config}) is not loaded yet, and loading it would break the CUDA "
+                    "graph capture under way; call cutegemm.prepare with the same arguments before capturing"
+                )
+            kernel = backend.build(signature, choice.config, arch)
+            _kernels.put(key, kernel)
+        return kernel
+
+    def _tune(self, arch: Arch) -> None:
+        """Tunes a problem met for the first time, where nothing was asked for by name and nothing is captured."""
+        from cutegemm.tuner.on_demand import on_demand, wanted
+
+        free = self.backend == "auto" and self.config is None
+        if wanted() and free and not torch.cuda.is_current_stream_capturing():
+            on_demand(self.request.problem, arch, self.request.device.index)
+
+    def runner(self, plan: Plan) -> Runner:
+        """What runs the plan on this call's tensors, and on any others of the same description."""
+        asked, backend = self.request, backends.get(plan.choice.backend)
+        if isinstance(backend, backends.OnTensors):
+            return backend.runner(asked)
+        assert plan.kernel is not None
+        if asked.problem.m == 0 or asked.problem.n == 0 or asked.problem.batch == 0:
+            return _empty_runner(asked)
+        made = _staged if asked.copies or asked.into_temporary else _direct
+        if plan.emulated:
+            core_with: Callable[[Mapping[str, torch.Tensor]], Core] = functools.partial(_emulated_core, plan)
+        else:
+            with _current(asked.device):
+                core_with = functools.partial(_cuda_core, plan.kernel.bind(plan.problem), asked)
+        needed = WORKS[asked.problem.work].arrays
+        if not needed:
+            return made(core_with({}), asked)
+
+        def run(*operands: Any) -> torch.Tensor:
+            *dense, arrays = operands
+            named = {array.name: tensor for array, tensor in zip(needed, arrays, strict=True)}
+            return made(core_with(named), asked)(*dense)
+
+        return run
+
+
+def writing(runner: Runner, a: Any, b: Any, c: Any, bias: Any, out: Any) -> Runner:
+    """The runner of a call with `out`, which must overlap no input and about whose new values autograd must be told.
+
+    Autograd is told before the kernel runs, because a kernel that fails may have written a part of `out`. How far
+    tensors reach follows from the call's description, so that a call compares addresses only.
+    """
+    increment_version = torch._C._increment_version  # torch.autograd.graph.increment_version at two thirds of its cost
+    reads_c = c is not None
+    reach_a, reach_b, reach_c, reach_bias, size = (0 if t is None else overlap.reach(t) for t in (a, b, c, bias, out))
+
+    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
+        start = out.data_ptr()
+        end = start + size
+        if (
+            (a.data_ptr() < end and start < a.data_ptr() + reach_a)
+            or (b.data_ptr() < end and start < b.data_ptr() + reach_b)
+            or (reads_c and c.data_ptr() < end and start < c.data_ptr() + reach_c)
+            or (bias is not None and bias.data_ptr() < end and start < bias.data_ptr() + reach_bias)
+        ):
+            overlap.check(out, {"a": a, "b": b, "c": c if reads_c else None, "bias": bias})
+        if out.is_inference():
+            request.check_inference(out)
+        increment_version((out,))
+        return runner(a, b, c, alpha, beta, bias, out)
+
+    return run
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context: a CUDA device is the current one. Kernels ask the driver about the current device when they are chosen
+    and bound, and some load or set attributes for that device only.
+    """
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device.index)
+
+
+def _cuda_core(launch: BoundLaunch, asked: Request, arrays: Mapping[str, torch.Tensor] | None = None) -> Core:
+    if arrays:
+        launch = _appending(launch, arrays)
+    index = asked.device.index
+    swapped = asked.swapped
+    current_stream = torch._C._cuda_getCurrentRawStream
+    current_device = torch._C._cuda_getDevice
+
+    def core(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, d: torch.Tensor) -> None:
+        if swapped:
+            a, b = b, a
+        operands = (
+            a.data_ptr(),
+            b.data_ptr(),
+            0 if c is None else c.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            d.data_ptr(),
+        )
+        if current_device() == index:
+            launch(operands, (alpha, beta), current_stream(index))
+        else:
+            with torch.cuda.device(index):
+                launch(operands, (alpha, beta), current_stream(index))
+
+    return core
+
+
+def _appending(launch: BoundLaunch, arrays: Mapping[str, torch.Tensor]) -> BoundLaunch:
+    """The launch with the addresses of device arrays behind the operands."""
+    addresses = tuple(array.data_ptr() for array in arrays.values())
+
+    def launch_with_arrays(operands: Addresses, scalars: Numbers, stream: int) -> None:
+        launch((*operands, *addresses), scalars, stream)
+
+    return launch_with_arrays
+
+
+def _emulated_core(plan: Plan, arrays: Mapping[str, torch.Tensor]) -> Core:
+    from cutegemm.emulator.bridge import emulate
+
+    problem, kernel = plan.problem, plan.kernel
+    assert kernel is not None
+
+    def core(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, d: torch.Tensor) -> None:
+        if plan.swapped:
+            a, b = b, a
+        named = {"a": a, "b": b, "bias": bias, "d": d, **arrays}
+        if problem.epilogue.c_dtype is not None and c is not d:
+            named["c"] = c
+        tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
+        addresses = (0 if t is None else t.data_ptr() for t in (a, b, c, bias, d, *arrays.values()))
+        launches = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
+        tensors.update(launches.scratch)
+        outputs = {"d", *launches.scratch}
+        emulate(kernel.ptx, launches, tensors, outputs=outputs, checks=launches.checks, flops=problem.flops)
+
+    return core
+
+
+def _direct(core: Core, asked: Request) -> Runner:
+    """The tensors are read and written where they lie."""
+    shape, dtype, device = asked.shape, torch_dtype(asked.problem.out_dtype), asked.device
+
+    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
+        d = torch.empty(shape, dtype=dtype, device=device) if out is None else out
+        core(a, b, c, alpha, beta, bias, d)
+        return d
+
+    return run
+
+
+def _staged(core: Core, asked: Request) -> Runner:
+    """Some operand, or the result, has no unit stride: contiguous copies stand in for them."""
+    direct, copied = _direct(core, asked), asked.copied
+
+    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
+        if "a" in copied:
+            a = a.contiguous()
+        if "b" in copied:
+            b = b.contiguous()
+        if "bias" in copied:
+            bias = bias.contiguous()
+        if not asked.into_temporary:
+            return direct(a, b, c, alpha, beta, bias, out)
+        return out.copy_(direct(a, b, c, alpha, beta, bias, None))
+
+    return run
+
+
+def _empty_runner(asked: Request) -> Runner:
+    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any, arrays: Any = ()) -> torch.Tensor:
+        return (
+            torch.empty(asked.shape, dtype=torch_dtype(asked.problem.out_dtype), device=a.device)
+            if out is None
+            else out
+        )
+
+    return run

@@ -1,0 +1,193 @@
+"""Timing on a GPU: candidates interleaved round by round, L2-cold inputs, CUDA graphs, medians.
+
+The method and its reasons:
+
+- Clocks drift and large products are limited by power, so a ratio is only meaningful between candidates timed in the
+  same process, in turns (A B A B ...).
+- Inputs rotate through enough sets to pass three times the L2 cache; one CUDA graph holds the calls of a round, so
+  that launch gaps stay out.
+- Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit, and short blocks borrow
+  from each other's budget: there a block lasts at least 0.3 s and only its second half counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cutegemm.cute import workspace
+
+Call = Callable[[], object]
+
+SUSTAINED_FLOPS = 1e11
+BLOCK_SECONDS = 0.3
+ROUND_SECONDS = 0.004
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: the median over rounds, and the extremes."""
+
+    us: float
+    low: float
+    high: float
+    rounds: int
+
+    def tflops(self, flops: float) -> float:
+        return flops / self.us / 1e6
+
+
+def rotation(bytes_per_set: int, l2_bytes: int, most: int = 512) -> int:
+    """How many input sets make a round pass three times the L2 cache; `most` bounds the set-up of tiny problems."""
+    return max(1, min(most, -(-3 * l2_bytes // max(bytes_per_set, 1))))
+
+
+def interleaved(
+    candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9, block_seconds: float | None = None
+) -> dict[str, Timing]:
+    """Times every candidate, a round of each in turn.
+
+    Args:
+        candidates: name -> one call per input set; each enqueues work on the current stream.
+        flops: of one call; decides between short rounds and sustained blocks.
+        rounds: measured rounds, after one warm-up round. At least 7 for a figure that is quoted; sustained blocks
+            use no more than 5, their medians being over many replays each.
+        block_seconds: overrides the length of a block.
+
+    Returns:
+        name -> `Timing`, in the order given.
+    """
+    sustained = flops > SUSTAINED_FLOPS
+    target = block_seconds or (BLOCK_SECONDS if sustained else ROUND_SECONDS)
+    lanes = {name: Lane(calls, 0.02 if sustained else ROUND_SECONDS) for name, calls in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    count = min(rounds, 5) if sustained else rounds
+    for number in range(count + 1):
+        for name, lane in lanes.items():
+            us = lane.block(target if sustained else 0.0)
+            if number:
+                samples[name].append(us)
+    return {
+        name: Timing(statistics.median(values), min(values), max(values), len(values))
+        for name, values in samples.items()
+    }
+
+
+class Lane:
+    """One candidate's calls, warmed up and captured in a CUDA graph that can be replayed at any time.
+
+    Args:
+        calls: one per input set; each enqueues work on the current stream.
+        graph_seconds: how long one replay should take, about; the graph holds every call at least once.
+    """
+
+    def __init__(self, calls: Sequence[Call], graph_seconds: float) -> None:
+        import torch
+
+        # Captured on the stream of the warm-up, with its workspace: a round stands for calls that are not captured.
+        stream = capture_stream(torch.cuda.current_device())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            single = _seconds_per_call(calls)
+        per_graph = max(len(calls), min(2000, int(graph_seconds / single)))
+        self.calls = -(-per_graph // len(calls)) * len(calls)
+        self.seconds = single * self.calls
+        self._kept = calls  # and with them what the graph uses
+        self.graph = torch.cuda.CUDAGraph()
+        with workspace.default.lent_to_graphs() as self._lent, torch.cuda.graph(self.graph, stream=stream):
+            for i in range(self.calls):
+                calls[i % len(calls)]()
+
+    def block(self, seconds: float = 0.0) -> float:
+        """Microseconds a call: the median over the second half of the replays that fill `seconds`, at least one."""
+        import torch
+
+        replays = max(1, round(seconds / self.seconds))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        spans = [events[i].elapsed_time(events[i + 1]) for i in range(replays)]
+        return statistics.median(spans[replays // 2 :]) * 1e3 / self.calls
+
+
+@functools.cache
+def capture_stream(device: int) -> Any:
+    """The stream on which lanes of a device warm up and are captured."""
+    import torch
+
+    return torch.cuda.Stream(device)
+
+
+def _seconds_per_call(calls: Sequence[Call]) -> float:
+    """A rough duration, after a warm-up of every call."""
+    import torch
+
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return max(start.elapsed_time(end) / 1e3 / len(calls), 1e-6)
+
+
+def quick_seconds(calls: Sequence[Call], launches: int) -> float:
+    """Seconds a call, the least of a few launches after a warm-up: good enough to choose among candidates."""
+    import torch
+
+    calls[0]()
+    best = float("inf")
+    for i in range(launches):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        calls[i % len(calls)]()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) * 1e-3)
+    return best
+
+
+def host_us(todo: Mapping[str, Call], calls: int, rounds: int) -> dict[str, float]:
+    """Microseconds of host time that a call takes: name -> the fastest of `rounds` rounds of `calls` calls.
+
+    The candidates take turns, and each round begins with an idle GPU and a warm-up of a fifth as many calls.
+    """
+    import torch
+
+    best = dict.fromkeys(todo, float("inf"))
+    for call in todo.values():
+        call()
+    for _ in range(rounds):
+        for name, call in todo.items():
+            for _ in range(calls // 5):
+                call()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            best[name] = min(best[name], (time.perf_counter() - start) / calls * 1e6)
+            torch.cuda.synchronize()
+    return best
+
+
+def gpu_state() -> str:
+    """One line: GPU name, driver, SM and memory clock, power draw and limit, temperature, as nvidia-smi says."""
+    fields = "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as why:
+        return f"nvidia-smi did not answer: {why}"
+    name, driver, sm, memory, draw, limit, temperature = (part.strip() for part in answer.splitlines()[0].split(","))
+    return f"{name}, driver {driver}, SM {sm} MHz, memory {memory} MHz, {draw} of {limit} W, {temperature} C"

@@ -1,0 +1,209 @@
+"""The winner that decides what `gemm` runs: the user's rows over those of the shipped table.
+
+What is read of the user's file is kept in memory, a signature's rows at a time. `state` says whether that may be out of
+date: it looks at the environment and at the file's size and time stamp, so that it sees what other processes write.
+`CUTEGEMM_WINNERS=off` makes `lookup` find nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cutegemm.problem.text import other_16_bit
+from cutegemm.winners import table
+from cutegemm.winners.fingerprint import is_fresh
+from cutegemm.winners.row import STALE_ORIGIN, Measurement, pick
+from cutegemm.winners.rules import why_passed_over
+from cutegemm.winners.store import Winners, default_path
+
+if TYPE_CHECKING:
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Problem
+
+
+def deciding(own: Iterable[Measurement], shipped: Iterable[Measurement]) -> list[Measurement]:
+    """The rows that may decide what `gemm` runs, for `pick`: the user's fresh ones, and behind them the shipped ones of
+    problems that no sweep of the user's has finished, and configurations that the user did not measure.
+    """
+    fresh = [row for row in own if row.kind != "family" and is_fresh(row) and why_passed_over(row) is None]
+    measured = {(row.problem, row.backend, row.config): row.ok for row in fresh}  # as its latest row says
+    finals = [row for row in fresh if row.kind == "final" and row.ok]
+    finished = {(r.problem, r.backend) for r in finals if measured[r.problem, r.backend, r.config]}
+    rest = (row for row in shipped if (row.problem, row.backend) not in finished)
+    rest = (row for row in rest if (row.problem, row.backend, row.config) not in measured)
+    return [*(row for row in rest if row.kind != "family" and why_passed_over(row) is None), *fresh]
+
+
+def switched_off() -> bool:
+    """Whether `CUTEGEMM_WINNERS` says that nothing measured counts."""
+    return os.environ.get("CUTEGEMM_WINNERS", "") == "off"
+
+
+def state() -> object:
+    """A value that differs from the one before when `lookup` may answer otherwise: after the file changed (by whatever
+    process), or `CUTEGEMM_WINNERS` or `CUTEGEMM_CACHE_DIR`. Some microseconds.
+    """
+    _reader()
+    return _noticed
+
+
+def noticed() -> object:
+    """`state()` as it was when this module last looked: it costs nothing."""
+    return _noticed
+
+
+def lookup(problem: Problem, arch: Arch) -> Measurement | None:
+    """The winner of a problem on a GPU: fresh rows of the user's store over those of the shipped table.
+
+    Remembered within the process, and read again when the file changes: some microseconds a call.
+    """
+    reader = _reader()
+    return reader.winner(arch.name, arch.sm_count, str(problem)) if reader is not None else None
+
+
+def lookup_both(problem: Problem, arch: Arch, known: object = None) -> tuple[Measurement | None, Measurement | None]:
+    """`lookup` of a problem, and of the same in bf16 for fp16 and in fp16 for bf16, which run alike; the second is None
+    for other types.
+
+    Args:
+        known: `state()`, from a caller who has just asked for it.
+    """
+    reader = _reader() if known is None or known != _noticed else _current if known != OFF else None
+    if reader is None:
+        return None, None
+    sizes, signature = problem.sizes, str(problem.signature)
+    other = _other_16_bit(signature)
+    about = arch.name, arch.sm_count
+    own = reader.winner(*about, f"{sizes} {signature}")
+    return own, reader.winner(*about, f"{sizes} {other}") if other != signature else None
+
+
+def own_rows(*signatures: str) -> list[Measurement]:
+    """The rows of the default store whose problems have one of these signatures, oldest first within each problem;
+    none with `CUTEGEMM_WINNERS=off`. Remembered as what `lookup` finds is.
+    """
+    reader = _reader()
+    if reader is None:
+        return []
+    known = (reader.rows_of(signature) for signature in dict.fromkeys(signatures))
+    return [row for by_problem in known for rows in by_problem.values() for row in rows]
+
+
+@functools.lru_cache(maxsize=256)
+def _other_16_bit(signature: str) -> str:
+    return other_16_bit(signature)
+
+
+def passed_over(problem: Problem, arch: Arch) -> list[tuple[Measurement, str]]:
+    """(row, why it does not decide) of the right, timed and fresh rows of a problem that `lookup` passes over, because
+    they are not valid or only a call may name their configuration; fastest first. Reads the store.
+    """
+
+    if switched_off():
+        return []
+    text = str(problem)
+    rows = [*Winners().rows(text), *table.shipped(arch.name, arch.sm_count).get(text, ())]
+    here = [row for row in rows if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
+    right = [row for row in here if row.ok and row.kind != "family" and is_fresh(row)]
+    found = [(row, why) for row in right if (why := why_passed_over(row)) is not None]
+    return sorted(found, key=lambda pair: pair[0].seconds or 0.0)
+
+
+class _Reader:
+    """The winners of one store and the shipped tables, remembered while the file stays as it is."""
+
+    SETTLED_NS = 50_000_000
+    """A file changed less than this ago may change again within the resolution of its time stamp."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._store = Winners(path)
+        self._found: dict[tuple[str, int, str], Measurement | None] = {}
+        self._rows: dict[str, dict[str, list[Measurement]]] = {}
+        self._stamp: object = object()
+        self.version = 0
+        """Names what is remembered now."""
+        self._lock = threading.RLock()
+
+    def refresh(self) -> None:
+        """Forgets what was read when the file has changed since."""
+        stamp = self._store.stamp()
+        if stamp != self._stamp:
+            with self._lock:
+                if stamp != self._stamp:
+                    self._found, self._rows = {}, {}
+                    unsettled = isinstance(stamp, tuple) and time.time_ns() - stamp[2] < self.SETTLED_NS
+                    self._stamp = object() if unsettled else stamp
+                    self.version = next(_versions)
+
+    def winner(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
+        key = (gpu, sm_count, problem)
+        found = self._found
+        if key in found:
+            return found[key]
+        with self._lock:
+            best = self._search(gpu, sm_count, problem)
+            self._found[key] = best
+        return best
+
+    def rows_of(self, signature: str) -> dict[str, list[Measurement]]:
+        """The user's rows by problem, of the problems with that signature: one query for all of them."""
+        known = self._rows.get(signature)
+        if known is None:
+            with self._lock:
+                known = {}
+                for row in self._store.rows_ending(signature):
+                    known.setdefault(row.problem, []).append(row)
+                self._rows[signature] = known
+        return known
+
+    def _search(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
+        rows = self.rows_of(problem.split(" ", 1)[-1]).get(problem, ())
+        shipped = table.shipped(gpu, sm_count).get(problem, ())
+        if not rows and not shipped:
+            return None
+        own = (row for row in rows if (row.gpu, row.sm_count) == (gpu, sm_count))
+        best = pick(deciding(own, shipped))
+        if best is not None and best.origin == "shipped" and not is_fresh(best):
+            best = replace(best, origin=STALE_ORIGIN)
+        return best
+
+
+_current: _Reader | None = None
+_noticed: object = None
+OFF = "off"
+"""`state()` where nothing measured counts."""
+_versions = itertools.count(1)
+"""One count for all readers: no two of them, nor two states of one, have the same number."""
+
+
+def _reader() -> _Reader | None:
+    """The reader of the default store, up to date; None where nothing measured counts. Made at first use, again when
+    `CUTEGEMM_CACHE_DIR` changed.
+    """
+    global _current, _noticed
+    if switched_off():
+        _noticed = OFF
+        return None
+    named = os.environ.get("CUTEGEMM_CACHE_DIR")
+    path = _path_for(named) if not named or named[0] == "/" else default_path()
+    reader = _current
+    if reader is None or (reader.path is not path and reader.path != path):
+        reader = _current = _Reader(path)
+    reader.refresh()
+    _noticed = reader.version
+    return reader
+
+
+@functools.lru_cache(maxsize=16)
+def _path_for(named: str | None) -> Path:
+    """`default_path()` while `CUTEGEMM_CACHE_DIR` is this text, which must not depend on the working directory."""
+    return default_path()

@@ -1,0 +1,66 @@
+"""The console command: it names every tool, and each tool answers --help."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+from tests.unit.conftest import SHIPPED
+from tuning import command, explain
+
+ROOT = SHIPPED.parents[1]
+
+
+def test_help_names_every_tool(capsys):
+    for arguments in ([], ["--help"]):
+        assert command.main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name} " in shown for name in command.TOOLS)
+
+
+def test_an_unknown_tool_is_refused_with_the_names(capsys):
+    assert command.main(["swep"]) == 2
+    shown = capsys.readouterr().err
+    assert "'swep'" in shown
+    assert "sweep" in shown
+
+
+@pytest.mark.parametrize("name", sorted(command.TOOLS))
+def test_each_tool_answers_help(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([name, "--help"])
+    assert stopped.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "usage:" in shown
+    module = command.TOOLS[name][0].removesuffix(".__main__")
+    assert f"`cutegemm {name}` is the same command as `python -m {module}`" in shown
+
+
+def test_the_installed_script_is_this_command():
+    found = re.search(r'^cutegemm = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found
+    assert getattr(importlib.import_module(found[1]), found[2]) is command.main
+
+
+def test_tools_with_a_command_line_are_all_named():
+    lines = {
+        path.stem
+        for path in (ROOT / "tuning").glob("*.py")
+        if "cli.parser(" in path.read_text() and "__main__" in path.read_text()
+    }
+    assert len(lines) > 10
+    assert {f"tuning.{name}" for name in lines} <= {module for module, _ in command.TOOLS.values()}
+
+
+def test_explain_without_a_gpu(capsys):
+    assert explain.main(["--shapes", "4096x4096x64,128", "--bias", "--activation", "gelu", "--gpu", "H200"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("problem ") == 2
+    for text in ("M=4096 N=4096 K=64", "gelu(", "sm90/", "estimate", "bound"):
+        assert text in shown
+    assert explain.main(["--shapes", "64", "--gpu", "H200", "--config", "sm90/nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
+    assert explain.main(["--shapes", "64", "--gpu", "no such"]) == 2
+    assert "no such" in capsys.readouterr().err

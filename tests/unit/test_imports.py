@@ -1,0 +1,183 @@
+"""Which module may import which: no circles, arrows that point down, and little that importing the package loads.
+
+Imports within functions count, those under `TYPE_CHECKING` do not. The registry of backends imports by name, which is
+what lets kernel families stand above the choice among them.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("cutegemm", "legacy_cuda", "tuning")
+LIBRARY = ("cutegemm", "legacy_cuda")
+
+LAYERS = {
+    "command lines": "tuning.*",
+    "public calls": """
+        cutegemm cutegemm.gemm cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
+        cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
+    "PyTorch": "cutegemm.pytorch.*",
+    "a call": "cutegemm.run.call cutegemm.run.runner",
+    "tuner": "cutegemm.tuner.*",
+    "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend",
+    "choice": "cutegemm.choice.plan cutegemm.choice.heuristics",
+    "winners": "cutegemm.winners.*",
+    "what a backend is": "cutegemm.backend",
+    "cost model": "cutegemm.choice cutegemm.choice.cost_model cutegemm.choice.cost_rates cutegemm.choice.footprint",
+    "emulator": "cutegemm.emulator.*",
+    "what kernels run with": """
+        cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest
+        cutegemm.run.cache_dir cutegemm.run.progress""",
+    "hardware": "cutegemm.hardware.*",
+    "problem": "cutegemm.problem.*",
+    "errors": "cutegemm.errors",
+}
+"""The layers from top to bottom: modules by name, `NAME.*` a package with all that no other layer names."""
+
+Graph = Mapping[str, frozenset[str]]
+"""Module -> modules that it imports."""
+
+
+def modules(root: Path, packages: tuple[str, ...]) -> dict[str, str]:
+    """Name -> source text of every module of these packages."""
+    found = {}
+    for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imported(text: str) -> Iterator[str]:
+    """What a module imports at any time: names of modules, and of what is taken from one as `module.name`."""
+    todo: list[ast.AST] = [ast.parse(text)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "the project imports by full names"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+
+
+def graph(texts: Mapping[str, str]) -> Graph:
+    """The imports among these modules. What is taken from a package is the package's unless it is a module."""
+    found = {}
+    for name, text in texts.items():
+        known = (each if each in texts else each.rpartition(".")[0] for each in imported(text))
+        found[name] = frozenset(each for each in known if each in texts) - {name}
+    return found
+
+
+def circles(of: Graph) -> list[list[str]]:
+    """The sets of modules that import one another, directly or by way of others: strongly connected components."""
+    reach: dict[str, set[str]] = {}
+    for start in of:
+        seen, todo = set[str](), [start]
+        while todo:
+            todo += (more := of[todo.pop()] - seen)
+            seen |= more
+        reach[start] = seen
+    alike = {frozenset(b for b in reach[a] if a in reach[b]) for a in of if a in reach[a]}
+    return sorted(sorted(component) for component in alike)
+
+
+def layer(module: str) -> int:
+    """The place of a module's layer, 0 at the top. Raises LookupError unless one layer has it."""
+    named = [place for place, names in enumerate(LAYERS.values()) if module in names.split()]
+    package = module
+    while not named and package:
+        named = [place for place, names in enumerate(LAYERS.values()) if f"{package}.*" in names.split()]
+        package = package.rpartition(".")[0]
+    if len(named) != 1:
+        raise LookupError(f"{module}: {len(named)} layers of LAYERS name it; give it one")
+    return named[0]
+
+
+TEXTS = modules(ROOT, PACKAGES)
+GRAPH = graph(TEXTS)
+
+
+def test_there_is_no_circle():
+    assert circles(GRAPH) == []
+
+
+def test_the_library_imports_neither_command_lines_nor_tests():
+    outside = [
+        f"{name} imports {each}"
+        for name, text in TEXTS.items()
+        for each in imported(text)
+        if name.split(".")[0] in LIBRARY and each.split(".")[0] in ("tuning", "tests")
+    ]
+    assert outside == []
+
+
+def test_every_module_has_its_layer():
+    assert all(layer(name) >= 0 for name in TEXTS)
+    named = {name for names in LAYERS.values() for name in names.split()}
+    assert {name.removesuffix(".*") for name in named} <= set(TEXTS), "LAYERS names modules that there are not"
+
+
+def test_arrows_point_down():
+    names = tuple(LAYERS)
+    up = [
+        f"{name} ({names[layer(name)]}) imports {each} ({names[layer(each)]})"
+        for name, others in GRAPH.items()
+        for each in sorted(others)
+        if layer(each) < layer(name)
+    ]
+    assert up == []
+
+
+def test_a_circle_is_found_wherever_the_imports_stand():
+    texts = {
+        "p": "",
+        "p.a": "from p import b\nimport os",
+        "p.b": "def f():\n    import p.c",
+        "p.c": "import importlib\nx = importlib.import_module('p.a')",
+        "p.d": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.e import name\nfrom p.a import x",
+        "p.e": "from p.d import y",
+    }
+    found = graph(texts)
+    assert found == {
+        "p": frozenset(), "p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.a"}, "p.e": {"p.d"}
+    }  # fmt: skip
+    assert circles(found) == [["p.a", "p.b", "p.c"]]
+    assert circles({**found, "p.d": frozenset({"p.e"})}) == [["p.a", "p.b", "p.c"], ["p.d", "p.e"]]
+
+
+def test_a_module_without_a_layer_is_named():
+    with pytest.raises(LookupError, match=r"cutegemm\.run\.new: 0 layers"):
+        layer("cutegemm.run.new")
+    assert layer("cutegemm.tuner.new") == layer("cutegemm.tuner")
+    assert layer("cutegemm.emulator.workload") < layer("cutegemm.tuner") < layer("cutegemm.emulator.ops.wgmma")
+
+
+def test_importing_the_package_loads_little():
+    """No DSL, no compiler, no database, no kernel family, tuner or emulator; and no thread."""
+    program = """
+import sys, threading
+import torch
+before, threads = set(sys.modules), threading.active_count()
+import cutegemm
+heavy = ("cutlass", "cuda", "llvmlite", "tvm_ffi", "cutlass_library", "numba", "sqlite3", "multiprocessing", "tuning",
+         "legacy_cuda", "cutegemm.cute.hopper", "cutegemm.cutlass2x", "cutegemm.tuner.run", "cutegemm.winners",
+         "cutegemm.emulator", "cutegemm.choice.heuristics")
+new = set(sys.modules) - before
+print(sorted(name for name in new if any(name == one or name.startswith(one + ".") for one in heavy)))
+print(threading.active_count() - threads, torch.cuda.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["[]", "0 False"], done.stderr

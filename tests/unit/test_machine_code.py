@@ -1,0 +1,102 @@
+"""The digest of machine code, and the restamping of rows whose machine code stayed the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cutegemm.problem import Problem
+from cutegemm.winners import Measurement
+from cutegemm.winners import table as winners_table
+from cutegemm.winners.fingerprint import fingerprint, is_fresh
+from tests.unit.conftest import SHIPPED
+from tuning import machine_code, winners
+from tuning.cubin import code_digest
+
+ROOT = SHIPPED.parents[1]
+CONFIG = "simt/32x32x16/w16x32/s2/g1"
+PROBLEM = Problem.of(64, 64, 64, "fp32")
+REQUEST = ("H200", "cute", CONFIG, str(PROBLEM))
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """A checkout of the same sources, for a test to change."""
+    folder = tmp_path_factory.mktemp("earlier")
+    for name in ("cutegemm", "tuning", "legacy_cuda"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.svg"))
+    return folder
+
+
+def rewrite(folder, file: str, before: str, after: str) -> None:
+    path = folder / file
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after, 1))
+
+
+def row(**changes) -> Measurement:
+    known = {"gpu": "H200", "sm_count": 132, "problem": str(PROBLEM), "backend": "cute", "config": CONFIG}
+    known |= {"fingerprint": fingerprint("cute", CONFIG), "seconds": 1e-6, "verdict": "ok"}
+    return Measurement(**{**known, **changes})
+
+
+def test_digest_of_a_damaged_cubin_is_refused():
+    with pytest.raises(ValueError, match="no 64-bit ELF"):
+        code_digest(b"no cubin")
+
+
+def test_rows_of_the_same_machine_code_are_restamped(earlier, tmp_path, capsys):
+    file = "cutegemm/cute/simt/kernel.py"
+    rewrite(earlier, file, "\nLANES_M", "\nUNUSED = 0\nLANES_M")
+    (before,) = machine_code.answers(earlier, [REQUEST])
+    today = machine_code.answer(*REQUEST)
+    assert before["fingerprint"] != today["fingerprint"]
+    assert before["code"] == today["code"]
+
+    table = tmp_path / "table.json"
+    stale = row(fingerprint=before["fingerprint"])
+    unknown = row(fingerprint="of other sources", seconds=2e-6)
+    table.write_text(winners_table.dump([stale, unknown, row(seconds=3e-6)]))
+    assert winners.main(["restamp", str(table), "--before", str(earlier)]) == 0
+    assert "1 of 3 rows restamped" in capsys.readouterr().out
+    found = winners_table.load(table.read_text())
+    assert [is_fresh(each) for each in found] == [True, False, True]
+    assert replace(found[0], origin="own") == row()
+
+    rewrite(earlier, file, "\nUNUSED = 0", "")
+    rewrite(
+        earlier,
+        "cutegemm/cute/warps/config.py",
+        "threads(self) -> int:\n",
+        "threads(self) -> int:\n        return 512\n",
+    )
+    (other,) = machine_code.answers(earlier, [REQUEST])
+    assert other.get("code") != today["code"]
+    table.write_text(winners_table.dump([row(fingerprint=other.get("fingerprint", "x"))]))
+    assert winners.main(["restamp", str(table), "--before", str(earlier)]) == 0
+    assert "0 of 1 rows restamped" in capsys.readouterr().out
+
+
+def test_a_checkout_without_the_tool_is_an_error(tmp_path, capsys):
+    table = tmp_path / "table.json"
+    table.write_text(winners_table.dump([row()]))
+    assert winners.main(["restamp", str(table), "--before", str(tmp_path)]) == 2
+    assert "expected a checkout of the sources" in capsys.readouterr().err
+
+
+def test_a_request_that_cannot_be_compiled_is_answered(tmp_path):
+    lines = "".join(
+        json.dumps(each) + "\n" for each in [("H200", "cute", "sm90/x", str(PROBLEM)), ("H200", "torch", "", "")]
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tuning.machine_code"], input=lines, text=True, capture_output=True, check=True, cwd=ROOT
+    )
+    first, *found = map(json.loads, done.stdout.splitlines())
+    assert first == {"sources": str(ROOT)}
+    assert ["error" in each for each in found] == [True, True]

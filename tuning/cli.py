@@ -1,0 +1,71 @@
+"""What the command lines share: a parser that says both names of its command, and types of arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from tuning import suites
+
+BACKENDS = ("cute", "cutlass2x", "legacy")
+"""The backends that a sweep looks in."""
+
+
+def parser(
+    name: str, description: str, epilog: str | None = None, *, keep_lines: bool = False
+) -> argparse.ArgumentParser:
+    """A parser for the module `tuning.NAME`; its help also says how the console command `cutegemm` calls it.
+
+    keep_lines: print description and epilog line by line as they are, instead of filling paragraphs.
+    """
+    also = f"`cutegemm {name.replace('_', '-')}` is the same command as `python -m tuning.{name}`."
+    return argparse.ArgumentParser(
+        prog=f"python -m tuning.{name}", description=f"{description.rstrip()}\n\n{also}", epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if keep_lines else argparse.HelpFormatter,
+    )  # fmt: skip
+
+
+def seconds(text: str) -> float:
+    """`60`, `60s`, `2m`, `1h` in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    value = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a time such as 60s, 2m or 1h")
+    return value
+
+
+def add_backends(group: argparse._ActionsContainer) -> None:
+    """`--backends`: a list of names."""
+    group.add_argument(
+        "--backends", type=_backends, default=["cute"], help=f"comma-separated: {', '.join(BACKENDS)} (default cute)"
+    )
+
+
+def _backends(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in BACKENDS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, accepted are {', '.join(BACKENDS)}")
+    return names
+
+
+def add_shapes(group: argparse._ActionsContainer) -> None:
+    """The options that name shapes, which `shapes` reads."""
+    group.add_argument("--shapes", help="MxNxK, or one number for a square product; comma-separated")
+    group.add_argument("--shapes-file", metavar="FILE", help="a file of such shapes, a line each; # begins a comment")
+    group.add_argument("--square", metavar="FIRST..LAST", help="square products, powers of two")
+    group.add_argument("--suite", help=f"comma-separated: {', '.join(suites.SUITES)}")
+
+
+def shapes(options: argparse.Namespace) -> list[suites.Shape]:
+    """The shapes of all options of `add_shapes` together, each once. Raises ValueError naming the text that is none."""
+    found: dict[suites.Shape, None] = {}
+    for given, read in (
+        (options.shapes, suites.parse),
+        (options.shapes_file, suites.read),
+        (options.square, suites.squares),
+        (options.suite, suites.suite),
+    ):
+        if given:
+            found.update(dict.fromkeys(read(given)))
+    return list(found)

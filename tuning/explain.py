@@ -1,0 +1,56 @@
+"""Which kernel `gemm` would run for a problem, and why, without tensors and without a GPU.
+
+python -m tuning.explain --shapes 4096x4096x4096 --dtype bf16 --gpu H200
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cutegemm.backend import NAMES
+from cutegemm.choice import plan as planning
+from cutegemm.choice.plan import Plan
+from cutegemm.errors import GemmError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.problem import DTYPES, PRECISIONS, Problem
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from tuning import cli, suites
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns 0, or 2 for what the command line or a backend refuses."""
+    assert __doc__ is not None
+    parser = cli.parser("explain", __doc__.split("\n\n")[0])
+    parser.add_argument("--shapes", required=True, help="MxNxK, or one number for a square product; several by commas")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--out-dtype", choices=DTYPES, help="by default that of the operands")
+    parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
+    parser.add_argument("--majors", default="tn", help="BLAS letters of A and B: tn has both along K (default: tn)")
+    parser.add_argument("--c", action="store_true", help="add beta * C, of D's dtype")
+    parser.add_argument("--bias", action="store_true", help="add a bias of D's dtype")
+    parser.add_argument("--activation", choices=ACTIVATIONS)
+    parser.add_argument("--gpu", default="H200", help=f"one of {', '.join(arch_table.ARCHS)} (default: H200)")
+    parser.add_argument("--backend", choices=NAMES, default="auto")
+    parser.add_argument("--config", help="a configuration; by default gemm's choice")
+    options = parser.parse_args(arguments)
+    out = options.out_dtype or options.dtype
+    epilogue = Epilogue(out if options.c else None, out if options.bias else None, "n", options.activation)
+    try:
+        arch = arch_table.get(options.gpu)
+        for number, shape in enumerate(suites.parse(options.shapes)):
+            problem = Problem.of(
+                *shape, options.dtype, majors=options.majors, batch=options.batch, out_dtype=options.out_dtype,
+                precision=options.precision, epilogue=epilogue,
+            )  # fmt: skip
+            choice = planning.choose(problem, arch, options.backend, options.config)
+            print("\n" * bool(number) + planning.describe(Plan(problem, choice, arch, None)))
+    except (ValueError, KeyError, GemmError) as why:
+        print(f"{parser.prog}: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,13 +15,20 @@ _LEFT_OUT = pytest.StashKey[int]()
 # Kernels compiled by tests are kept between runs, apart from the user's own cache.
 os.environ.setdefault("CUTEGEMM_CACHE_DIR", str(_ROOT / ".pytest_cache" / "cutegemm"))
 
-# An example that takes long tells of the machine, not of the property.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# An example that takes long tells of the machine, not of the property. CI draws the same examples every time, so that
+# a change is judged by what it changed; `make nightly` draws fresh ones.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="every case of the tests marked `product`, not a sample")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--exhaustive"):
+        settings.load_profile("fresh")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

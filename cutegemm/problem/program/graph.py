@@ -1,0 +1,176 @@
+"""An epilogue program: a small typed expression graph over the accumulators of one element of the product.
+
+A program holds no tensors. It is traced from a Python function (`trace`), written and read as text (`text`), evaluated
+on torch tensors (`evaluate`), and lowered by every kernel family. All arithmetic is fp32, or int32 for indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
+
+F32, I32, BOOL = "f32", "i32", "bool"
+"""The types of a node's value."""
+
+
+class Op(NamedTuple):
+    """An operation: the types it takes and the type it gives, and whether its two arguments may be exchanged."""
+
+    takes: tuple[str, ...]
+    gives: str
+    commutes: bool = False
+
+
+_FLOAT1 = (
+    "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "reciprocal", "tanh", "sigmoid", "erf", "abs", "relu", "gelu",
+    "gelu_tanh", "silu",
+)  # fmt: skip
+_COMPARE = ("lt", "le", "gt", "ge", "eq", "ne")
+_ROWS: dict[str, Op] = {
+    **{name: Op((F32,), F32) for name in _FLOAT1},
+    **{name: Op((F32, F32), F32, True) for name in ("add", "mul", "minimum", "maximum")},
+    "sub": Op((F32, F32), F32),
+    "div": Op((F32, F32), F32),
+    **{name: Op((F32, F32), BOOL, name in ("eq", "ne")) for name in _COMPARE},
+    "where": Op((BOOL, F32, F32), F32),
+    "and": Op((BOOL, BOOL), BOOL, True),
+    "or": Op((BOOL, BOOL), BOOL, True),
+    "not": Op((BOOL,), BOOL),
+    # The integers: indices of the element, and numbers made of them.
+    **{name: Op((I32, I32), I32, True) for name in ("iadd", "imul")},
+    **{name: Op((I32, I32), I32) for name in ("isub", "ifloordiv", "imod")},
+    **{"i" + name: Op((I32, I32), BOOL, name in ("eq", "ne")) for name in _COMPARE},
+    "float": Op((I32,), F32),
+    # A number in [0, 1) from a counter-based generator: (seed, row, column, matrix).
+    "random": Op((I32, I32, I32, I32), F32),
+    # Leaves.
+    "row": Op((), I32),
+    "column": Op((), I32),
+    "matrix": Op((), I32),
+    "acc": Op((), F32),
+    # With an attribute.
+    "input": Op((), F32),  # attribute: index of the input; its type is that of the input
+    "const": Op((), F32),  # attribute: a Python float, or an int for an int32
+    "cast": Op((F32,), F32),  # attribute: name of the dtype that the value is rounded to
+    "partner": Op((F32,), F32),  # the value at the neighbouring column: 2j and 2j + 1 exchanged
+}
+OPS: Mapping[str, Op] = MappingProxyType(_ROWS)
+"""The operations by name. `acc` has an attribute in a gated program: 0 for the gate's accumulator, 1 for up's."""
+
+REDUCTIONS = ("row_sum", "row_max", "row_max_abs", "column_sum", "column_max", "column_max_abs")
+"""What an output may be reduced by. Over a row: D has one number for each row."""
+GATINGS = ("halves", "pairs")
+"""How the columns of a gated product belong together: j and N / 2 + j, or 2j and 2j + 1."""
+
+
+class Input(NamedTuple):
+    """An operand of a program.
+
+    name: as the text has it. dtype: a name of `dtypes.TABLE`, or "int32". m, n, batched: whether it has an element of
+    its own for each row, column and matrix of D. by_value: a Python number, passed with the launch as fp32 or int32.
+    """
+
+    name: str
+    dtype: str
+    m: bool = False
+    n: bool = False
+    batched: bool = False
+    by_value: bool = False
+
+    @property
+    def type(self) -> str:
+        return I32 if self.dtype == "int32" else F32
+
+    @property
+    def varies(self) -> str:
+        """"", "n", "m" or "mn": along which extents of D it varies."""
+        return "m" * self.m + "n" * self.n
+
+    def transposed(self) -> Input:
+        return self._replace(m=self.n, n=self.m)
+
+
+class Node(NamedTuple):
+    """One value: an operation, the numbers of the nodes that it takes, and what a leaf or a cast needs to know."""
+
+    op: str
+    args: tuple[int, ...] = ()
+    attribute: float | int | str | None = None
+
+
+class Output(NamedTuple):
+    """A result: the number of the node. dtype: what it is stored as, None for the call's `out_dtype` (for a reduction
+    fp32). reduce: one of `REDUCTIONS`, or None for a matrix.
+    """
+
+    node: int
+    dtype: str | None = None
+    reduce: str | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Inputs, nodes in an order in which each takes earlier ones only, and outputs.
+
+    `gating` is one of `GATINGS` or None; with it D has half as many columns as the product. Two programs with the same
+    meaning are equal once simplified (`simplify.simplified`), which every traced one is.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    gating: str | None = None
+
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """The type of each node."""
+        found: list[str] = []
+        for node in self.nodes:
+            if node.op == "input":
+                assert isinstance(node.attribute, int)
+                found.append(self.inputs[node.attribute].type)
+            elif node.op == "const":
+                found.append(I32 if isinstance(node.attribute, int) else F32)
+            else:
+                found.append(OPS[node.op].gives)
+        return tuple(found)
+
+    @cached_property
+    def text(self) -> str:
+        """The program on one line; see `text`."""
+        from cutegemm.problem.program.text import line
+
+        return line(self)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.inputs, self.nodes, self.outputs, self.gating))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return self.text
+
+    def uses(self, op: str) -> bool:
+        """Whether some node is that operation."""
+        return any(node.op == op for node in self.nodes)
+
+    def transposed(self) -> Program:
+        """The program of D^T: rows and columns exchanged. Raises ValueError where columns belong together."""
+        if self.gating or self.uses("partner"):
+            raise ValueError("a program with gating or partner has no transposed one: it pairs columns")
+        swap = {"row": "column", "column": "row"}
+        nodes = tuple(node._replace(op=swap.get(node.op, node.op)) for node in self.nodes)
+        outputs = tuple(
+            out._replace(reduce=None if out.reduce is None else _other_axis(out.reduce)) for out in self.outputs
+        )
+        return Program(tuple(each.transposed() for each in self.inputs), nodes, outputs, None)
+
+
+def _other_axis(reduce: str) -> str:
+    axis, kind = reduce.split("_", 1)
+    return f"{'column' if axis == 'row' else 'row'}_{kind}"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cutegemm.emulator.launch import Captured
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem, Signature
+    from cutegemm.problem.program_request import ProgramRequest
     from cutegemm.problem.request import Request
     from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers
 
@@ -83,11 +84,13 @@ class Backend(ABC, Generic[C]):
 
     name: the text that `backend=` accepts. compiler: the PyPI package whose version decides what is made of `sources`.
     works: names of `problem.work.TABLE` that it takes; it must refuse others, see `why_work_refused`.
+    programs: whether it computes epilogue programs; if not it must refuse them in the same way.
     """
 
     name: str
     compiler: str
     works: tuple[str, ...] = (DENSE,)
+    programs: bool = False
 
     @abstractmethod
     def supports(self, problem: Problem, arch: Arch) -> str | None:
@@ -144,7 +147,9 @@ class Backend(ABC, Generic[C]):
         return None
 
     def why_work_refused(self, signature: Signature) -> str | None:
-        """None, or that it takes other works; `supports` and `check` ask this before anything else."""
+        """None, or that it takes other works or no epilogue programs; `supports` and `check` ask this first."""
+        if signature.epilogue.custom is not None and not self.programs:
+            return f"backend {self.name!r} computes no epilogue programs; backends 'cute' and 'torch' do"
         return why_not_taken(f"backend {self.name!r} computes", self.works, signature.work)
 
     def missing(self) -> str | None:
@@ -183,6 +188,10 @@ class OnTensors(Backend[Any]):
     @abstractmethod
     def runner(self, asked: Request) -> Callable[..., torch.Tensor]:
         """What computes calls of this description: a `cutegemm.run.runner.Runner`."""
+
+    @abstractmethod
+    def program_core(self, asked: ProgramRequest) -> Callable[..., None]:
+        """What computes calls with an epilogue program: a `cutegemm.run.fused.Core`."""
 
     def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
         return f"backend {self.name!r} has no configurations"

@@ -13,6 +13,7 @@ description and launched; torch's dispatcher would cost as much again. Every oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from cutegemm.choice import plan as planning
 from cutegemm.problem import overlap, request
 from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
-from cutegemm.run import call, runner
+from cutegemm.run import call, fused, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
 _FLT_MAX = request.FLT_MAX
@@ -49,8 +50,10 @@ def gemm(
     precision: str | None = None,
     backend: str = "auto",
     config: Any = None,
-) -> torch.Tensor:
-    """D = activation(alpha * a @ b + beta * c + bias), accumulated in fp32 and rounded once.
+    epilogue: Any = None,
+    operands: Sequence[Any] = (),
+) -> Any:
+    """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands); accumulated in fp32, rounded once.
 
     Args:
         a: (M, K) or (L, M, K), any strides that torch allows. Accepted dtypes are the rows of
@@ -71,9 +74,15 @@ def gemm(
             runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by
             default the backend chooses.
+        epilogue: a function of the accumulators and of `operands`, written with Python operators and `cutegemm.ops`, or
+            a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
+            function says them.
+        operands: what the function takes behind the accumulators: tensors that broadcast to D, of an accepted dtype or
+            int32, and Python numbers, which may change from call to call without another kernel.
 
     Returns:
-        D: `out`, or a new row-major tensor. K = 0 gives activation(beta * c + bias); an empty M, N or L an empty D.
+        D: `out`, or a new row-major tensor; with an epilogue of several results a tuple of them, and `out`, if given,
+        is a tuple too. K = 0 gives activation(beta * c + bias); an empty M, N or L an empty D.
         On CUDA the work is enqueued on the current stream of a's device.
 
     Gradients of a, b, c and bias are recorded as torch's operators record theirs, to any order; their products run on
@@ -95,6 +104,15 @@ def gemm(
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         NotImplementedError: `out` is given and a tensor carries a tangent.
     """
+    if epilogue is not None:
+        if c is not None or bias is not None or activation is not None or alpha != 1 or beta != 0:
+            raise ValueError(
+                "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
+                "pass tensors as operands"
+            )
+        return fused.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+    if operands != ():
+        raise ValueError("operands: got some without an epilogue, whose arguments they are")
     if _is_dynamo_compiling():
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)

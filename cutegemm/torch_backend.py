@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +10,12 @@ import torch
 from cutegemm.backend import OnTensors
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import reference, torch_dtype
+from cutegemm.problem.program.evaluate import evaluate
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
+    from cutegemm.problem.program_request import ProgramRequest
     from cutegemm.problem.request import Request
 
 
@@ -22,6 +24,7 @@ class TorchBackend(OnTensors):
 
     name = "torch"
     compiler = "torch"
+    programs = True
 
     def supports(self, problem: Problem, arch: Arch | None = None) -> str | None:
         if refused := self.why_work_refused(problem.signature):
@@ -39,11 +42,7 @@ class TorchBackend(OnTensors):
         plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
 
         def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-            if on_cuda and a.dtype == torch.float32 and _tf32_is_on():
-                raise UnsupportedError(
-                    "backend 'torch': torch's TF32 switch for matmul is on, so it would not compute in IEEE fp32; "
-                    "switch it off or use backend 'cute'"
-                )
+            _check_tf32(a)
             # torch.matmul picks its way, and with it the rounding, by what requires grad.
             a, b = a.detach(), b.detach()
             if plain and alpha == 1:
@@ -58,6 +57,28 @@ class TorchBackend(OnTensors):
             return d if out is None else out.copy_(d)
 
         return run
+
+    def program_core(self, asked: ProgramRequest) -> Callable[..., None]:
+        """The product and the program's values in fp32, each result rounded once."""
+        program = asked.program
+
+        def core(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...]) -> None:
+            _check_tf32(a)
+            acc = torch.matmul(a.detach().float(), b.detach().float())
+            operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
+            for out, value in zip(outs, evaluate(program, acc, operands, dtype=torch.float32), strict=True):
+                out.copy_(value)
+
+        return core
+
+
+def _check_tf32(a: torch.Tensor) -> None:
+    """Raises UnsupportedError where torch would multiply these operands in TF32."""
+    if a.is_cuda and a.dtype == torch.float32 and _tf32_is_on():
+        raise UnsupportedError(
+            "backend 'torch': torch's TF32 switch for matmul is on, so it would not compute in IEEE fp32; "
+            "switch it off or use backend 'cute'"
+        )
 
 
 def _tf32_is_on() -> bool:

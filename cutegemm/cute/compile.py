@@ -54,7 +54,7 @@ def source_fingerprint() -> str:
         _SOURCES.parent / name
         for name in (
             "problem/dtypes.py", "problem/problem.py", "problem/operand.py", "problem/epilogue.py", "problem/work.py",
-            "run/arguments.py",
+            "problem/program/graph.py", "run/arguments.py",
         )
     )  # fmt: skip
     return source_digest(*own, *shared)

@@ -100,7 +100,8 @@ class Problem:
     """One multiplication D (M, N) = act(alpha * A (M, K) @ B (K, N) + beta * C + bias), `batch` times.
 
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
-    how the matrices lie; `c` is None when C is not read.
+    how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the columns of the product,
+    of which D may have half (gating); `operands` are its tensor operands and `outputs` its outputs behind D.
     """
 
     m: int
@@ -116,6 +117,8 @@ class Problem:
     d: Matrix
     epilogue: Epilogue
     work: str = DENSE
+    operands: tuple[Matrix, ...] = ()
+    outputs: tuple[Matrix, ...] = ()
 
     @classmethod
     def of(
@@ -191,6 +194,11 @@ class Problem:
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))
 
     @property
+    def columns(self) -> int:
+        """Columns of D: N, or half of it in a gated program."""
+        return self.n // 2 if self.epilogue.gating else self.n
+
+    @property
     def flops(self) -> int:
         """2 M N K of every product."""
         return WORKS[self.work].flops(self.m, self.n, self.k, self.batch)
@@ -210,15 +218,24 @@ class Problem:
         e, batch = ITEMSIZE[self.dtype], self.batch
         a = self.m * self.k * (1 if self.a.stride_batch == 0 else batch)
         b = self.k * self.n * (1 if self.b.stride_batch == 0 else batch)
-        d = self.m * self.n * WORKS[self.work].matrices("d", batch)
+        d = self.m * self.columns * WORKS[self.work].matrices("d", batch)
         total = (a + b) * e + d * ITEMSIZE[self.out_dtype]
+        if self.epilogue.custom is not None:
+            given = (each for each in self.epilogue.custom.inputs if not each.by_value)
+            for each, matrix in zip(given, self.operands, strict=True):
+                elements = (matrix.rows if each.m else 1) * (matrix.cols if each.n else 1)
+                total += elements * (batch if each.batched else 1) * {**ITEMSIZE, **INTEGERS}[each.dtype]
+            for (_, output, _), matrix in zip(self.epilogue.more_outputs, self.outputs, strict=True):
+                total += matrix.rows * matrix.cols * batch * ITEMSIZE[str(output.dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
         total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
         return total
 
     def transposed(self) -> Problem:
-        """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped."""
+        """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped. Raises ValueError
+        for one with a user's program.
+        """
         return replace(
             self,
             m=self.n,

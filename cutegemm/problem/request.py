@@ -111,7 +111,7 @@ def _epilogue(c_dtype: str | None, bias_dtype: str | None, activation: str | Non
 
 def _check_operands(a: Any, b: Any) -> str:
     for name, tensor in (("a", a), ("b", b)):
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
     dtype = dtype_name(a.dtype)
@@ -127,7 +127,7 @@ def _check_operands(a: Any, b: Any) -> str:
     return dtype
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
     if tensor.layout != torch.strided:
@@ -238,7 +238,7 @@ def _check_out(
         raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {dtypes.ACCEPTED}")
     if out is None:
         return dtype_name(out_dtype) or default if out_dtype is not None else default
-    _check_tensor("out", out)
+    check_tensor("out", out)
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
@@ -257,7 +257,7 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> st
         if beta != 0:
             raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
         return None
-    _check_tensor("c", c)
+    check_tensor("c", c)
     try:
         c.expand(shape)
     except RuntimeError:
@@ -273,7 +273,7 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> st
 def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str | None:
     if bias is None:
         return None
-    _check_tensor("bias", bias)
+    check_tensor("bias", bias)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
     if bias.device != a.device:

@@ -3,7 +3,7 @@
 The host entry of a kernel takes plain numbers: addresses, scalars, the stream, sizes and 64-bit strides in elements.
 `host` gives its arguments in their order, made from the signature; the entry, the launch and the capture for the
 emulator follow it. `device` gives those that the kernel on the GPU takes. Device arrays of a work (`problem.work`)
-follow D among the operands, by their names. A new operand is a field of `Operands`, a
+follow D among the operands, by their names, and behind them those of a user's epilogue program. A new operand is a field of `Operands`, a
 place in `Addresses` and a row of `_OPERANDS`; a new scalar is a field of `Scalars` and a place in `Numbers`; a new size
 or stride is a row. A kernel family leaves out of its kernel what its signature has no use for (`host_only`): an unused
 parameter would move all those behind it, and so change the machine code.
@@ -27,6 +27,7 @@ from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.problem import Problem, Signature
+    from cutegemm.problem.program.graph import Input
 
 
 class Operands(NamedTuple):
@@ -48,9 +49,9 @@ class Scalars(NamedTuple):
 
 # What a launch takes. A call passes plain tuples, because a named one takes 0.1 us longer to build.
 Addresses = tuple[int, ...]
-"""In the order of `Operands`, then those of the work's device arrays."""
-Numbers = tuple[float, float]
-"""In the order of `Scalars`."""
+"""In the order of `Operands`, then those of the work's device arrays, then the tensors of a user's program."""
+Numbers = tuple[float, ...]
+"""In the order of `Scalars`, then those of a user's program."""
 BoundLaunch = Callable[[Addresses, Numbers, int], None]
 """run(operands, scalars, stream): `Addresses`, `Scalars` and the handle of a CUDA stream. It enqueues the kernel on the
 current device and returns at once."""
@@ -68,6 +69,45 @@ class Argument(NamedTuple):
 
     name: str
     type: str | Pointer
+
+
+def strides_of(given: Input) -> tuple[str, ...]:
+    """The names of the arguments that are the strides of a tensor operand of an epilogue, in elements."""
+    if given.name == "bias":  # contiguous
+        return ()
+    along = ("row",) * given.m + ("col",) * given.n + ("batch",) * given.batched
+    return tuple(f"{given.name}_{axis}" for axis in along)
+
+
+def _custom_pointers(signature: Signature) -> dict[str, str | Pointer]:
+    """The tensor operands of a user's program, and its outputs behind the first."""
+    epilogue = signature.epilogue
+    if epilogue.custom is None:
+        return {}
+    inputs = (given for given in epilogue.custom.inputs if not given.by_value)
+    found: dict[str, str | Pointer] = {
+        given.name: Pointer(given.dtype, max(epilogue.matrices.get(given.name, 0), _ITEMSIZE[given.dtype]))
+        for given in inputs
+    }
+    return found | {name: Pointer(str(output.dtype), align) for name, output, align in epilogue.more_outputs}
+
+
+def _custom_numbers(signature: Signature) -> dict[str, str | Pointer]:
+    """The numbers of a user's program."""
+    given = signature.epilogue.custom.inputs if signature.epilogue.custom else ()
+    return {each.name: "int32" if each.dtype == "int32" else "float32" for each in given if each.by_value}
+
+
+def _custom_strides(signature: Signature) -> list[str]:
+    """The strides of `_custom_pointers`, in their order."""
+    epilogue = signature.epilogue
+    if epilogue.custom is None:
+        return []
+    inputs = [name for given in epilogue.custom.inputs if not given.by_value for name in strides_of(given)]
+    return inputs + [f"{name}_{along}" for name, *_ in epilogue.more_outputs for along in ("ld", "batch")]
+
+
+_ITEMSIZE = {**ITEMSIZE, **INTEGERS}
 
 
 def _terms(signature: Signature) -> tuple[Pointer, Pointer]:
@@ -121,17 +161,32 @@ def host(signature: Signature, extra: Collection[str] = ()) -> tuple[Argument, .
     """
     types: dict[str, str | Pointer] = {name: pointer(signature) for name, pointer in _OPERANDS.items()}
     types |= {array.name: Pointer(array.dtype, INTEGERS[array.dtype]) for array in WORKS[signature.work].arrays}
-    types |= dict.fromkeys(Scalars._fields, "float32") | {"stream": "stream"}
+    types |= _custom_pointers(signature)
+    types |= dict.fromkeys(Scalars._fields, "float32") | _custom_numbers(signature) | {"stream": "stream"}
     types |= {WORKSPACE: Pointer("fp32", 16)} if WORKSPACE in extra else {}
     types |= dict.fromkeys(_SIZES, "int32") | dict.fromkeys(_extras(extra), "int32")
-    types |= dict.fromkeys(_STRIDES, "int64")
+    types |= dict.fromkeys((*_STRIDES, *_custom_strides(signature)), "int64")
     return tuple(Argument(name, kind) for name, kind in types.items())
 
 
 def fixed(problem: Problem, extra: Mapping[str, int]) -> tuple[int, ...]:
     """The values of what no call brings, in the order of `host`: sizes, the configuration's numbers, strides."""
     sizes, strides = (tuple(value(problem) for value in group.values()) for group in (_SIZES, _STRIDES))
-    return (*sizes, *(extra[name] for name in _extras(extra)), *strides)
+    custom = _custom_values(problem) if problem.epilogue.custom else ()
+    return (*sizes, *(extra[name] for name in _extras(extra)), *strides, *custom)
+
+
+def _custom_values(problem: Problem) -> tuple[int, ...]:
+    """The values of `_custom_strides`."""
+    epilogue, found = problem.epilogue, {}
+    assert epilogue.custom is not None
+    given = [each.name for each in epilogue.custom.inputs if not each.by_value]
+    for name, matrix in zip(given, problem.operands, strict=True):
+        found |= {f"{name}_row": matrix.stride_row, f"{name}_col": matrix.stride_col}
+        found[f"{name}_batch"] = matrix.stride_batch
+    for (name, *_), matrix in zip(epilogue.more_outputs, problem.outputs, strict=True):
+        found |= {f"{name}_ld": matrix.leading, f"{name}_batch": matrix.stride_batch}
+    return tuple(found[name] for name in _custom_strides(problem.signature))
 
 
 def _extras(extra: Collection[str]) -> list[str]:
@@ -149,12 +204,19 @@ def device(arguments: Any, host_only: Collection[str], **computed: Any) -> Any:
     Raises ValueError for a name that is none of the host's, or has no place among a kernel's parameters.
     """
     values = arguments._asdict() | computed
-    order = (*_ON_DEVICE, *dict.fromkeys(array.name for work in WORKS.values() for array in work.arrays))
+    arrays = dict.fromkeys(array.name for work in WORKS.values() for array in work.arrays)
+    known = (*_ON_DEVICE, *arrays)
+    order = (*known, *(name for name in arguments._fields if _is_custom(name) and name not in known))
     unknown = {*host_only} - {*arguments._fields} or {*values} - {*order}
     if unknown:
         raise ValueError(f"kernel arguments: no {', '.join(sorted(unknown))}; known are {', '.join(order)}")
     names = [name for name in order if name in values and name not in host_only]
     return named(names, (values[name] for name in names))
+
+
+def _is_custom(name: str) -> bool:
+    """Whether an argument belongs to a user's program: its operands are x0, x1 ..., its outputs y1 ..."""
+    return name[:1] in "xy" and name[1:2].isdecimal()
 
 
 @lru_cache(maxsize=64)

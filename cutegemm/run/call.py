@@ -114,9 +114,12 @@ def keep_up() -> State | None:
     """Forgets what was planned in another state. Returns the present one, None while a CUDA graph is captured: a plan
     that is needed then cannot always be made again, and stays.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return None
-    return memo.keep_up()
+    return None if is_capturing() else memo.keep_up()
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def remembered(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:

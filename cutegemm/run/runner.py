@@ -70,7 +70,7 @@ class Call:
         Args:
             state: `plan.state()`, from a caller who has just asked for it.
         """
-        with _current(self.request.device):
+        with current_device(self.request.device):
             return self._plan(state)
 
     def _plan(self, state: planning.State | None) -> Plan:
@@ -128,7 +128,7 @@ class Call:
         if plan.emulated:
             core_with: Callable[[Mapping[str, torch.Tensor]], Core] = functools.partial(_emulated_core, plan)
         else:
-            with _current(asked.device):
+            with current_device(asked.device):
                 core_with = functools.partial(_cuda_core, plan.kernel.bind(plan.problem), asked)
         needed = WORKS[asked.problem.work].arrays
         if not needed:
@@ -170,7 +170,7 @@ def writing(runner: Runner, a: Any, b: Any, c: Any, bias: Any, out: Any) -> Runn
     return run
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Context: a CUDA device is the current one. Kernels ask the driver about the current device when they are chosen
     and bound, and some load or set attributes for that device only.
     """

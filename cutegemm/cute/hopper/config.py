@@ -33,6 +33,7 @@ from cutegemm.hardware.arch import LINE, Arch
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
+from cutegemm.problem.program.graph import Input
 from cutegemm.problem.work import DENSE
 
 TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"))
@@ -198,32 +199,53 @@ class HopperConfig(LaunchedConfig):
         return 32 if self.bn % 32 == 0 and not self.swapped else 16
 
     def uses_tma_store(self, signature: Signature) -> bool:
-        """Whether D goes through shared memory and TMA: it is aligned, and C, if there is one, lies in aligned rows.
+        """Whether D goes through shared memory and TMA: it is aligned, and matrix operands lie in aligned rows.
 
-        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. C needs
-        registers, most of all as fragments straight from global memory, which many accumulators leave no room for.
+        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. Matrix
+        operands need registers, most of all as fragments straight from global memory, which many accumulators leave no
+        room for.
         """
-        c_dtype = signature.epilogue.c_dtype
-        most = 192 if self.stages_c(signature) else 160
+        matrices = self.matrices(signature)
+        aligns = {"c": signature.align_c, **signature.epilogue.matrices}
+        most = 192 if len(matrices) == 1 and self.staged_matrix(signature) else 160
         return (
             "slab" not in self.options
             and self.parts == 1
             and signature.align_d >= 16
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
-            and (c_dtype is None or (signature.align_c >= 16 and self.accumulators <= most))
+            and (not matrices or self.accumulators <= most)
+            and all(aligns[each.name] >= 16 for each in matrices)
+            and not signature.epilogue.more_outputs
+            and not signature.epilogue.gating
         )
 
-    def stages_c(self, signature: Signature) -> bool:
-        """Whether C comes through the staging buffers of D, if both go through shared memory."""
-        c_dtype = signature.epilogue.c_dtype
-        return c_dtype is not None and ITEMSIZE[c_dtype] == ITEMSIZE[signature.out_dtype] == 2
+    def matrices(self, signature: Signature) -> list[Input]:
+        """The matrix operands of the epilogue."""
+        return [each for each in signature.epilogue.program.inputs if each.varies == "mn"]
 
-    def bias_bytes(self, signature: Signature) -> int:
-        """Shared memory for the bias of the tile's columns: fp32, a row a warpgroup. TMA stores alone need it."""
-        epilogue = signature.epilogue
-        if epilogue.bias_dtype is None or (epilogue.bias_axis == "n") == self.swapped:
-            return 0
-        return self.consumers * self.bn * 4
+    def vectors(self, signature: Signature) -> list[Input]:
+        """The operands of the epilogue that vary along one extent of D."""
+        return [each for each in signature.epilogue.program.inputs if len(each.varies) == 1]
+
+    def lies_across(self, given: Input) -> bool:
+        """Whether a vector operand lies along the columns of the accumulators."""
+        return given.n != self.swapped
+
+    def staged_matrix(self, signature: Signature) -> str | None:
+        """The name of the matrix operand that comes through the staging buffers of D, where both are of 16 bits."""
+        if ITEMSIZE[signature.out_dtype] != 2:
+            return None
+        return next((each.name for each in self.matrices(signature) if ITEMSIZE.get(each.dtype) == 2), None)
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of a tile of results, in the orientation of the accumulators."""
+        return self.bn
+
+    def vector_bytes(self, signature: Signature) -> int:
+        """Shared memory for the operands along the tile's columns: fp32, a row a warpgroup. TMA stores alone need it."""
+        across = sum(self.lies_across(each) for each in self.vectors(signature))
+        return across * self.consumers * self.out_columns * 4
 
     def stage_bytes(self, signature: Signature) -> int:
         return (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
@@ -238,7 +260,7 @@ class HopperConfig(LaunchedConfig):
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
             buffers = self.consumers * self.store_buffers * BLOCK_ROWS * self.store_columns(itemsize) * itemsize
-            return buffers + self.bias_bytes(signature)
+            return buffers + self.vector_bytes(signature)
         return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
 
     def smem_bytes(self, signature: Signature) -> int:

@@ -12,27 +12,27 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Int32
 
-from cutegemm.cute import types
-from cutegemm.cute.epilogue import aligned, finish
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
+from cutegemm.cute.lowering import finish
+from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import Signature
+from cutegemm.problem.program.graph import Node
 
 
 class FragmentStore:
-    """D = act(alpha * sum + beta * C + bias) of one fragment."""
+    """The epilogue's program for one fragment of sums."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.columns_of_8 = config.bn // 8
         self.block_step = config.block_step
         self.swapped = config.swapped
-        self.epilogue = signature.epilogue
-        self.out_type = types.NUMERIC[signature.out_dtype]
-        self.pair_bytes = self.out_type.width // 4
-        self.in_pairs = not config.swapped and signature.align_d >= self.pair_bytes
+        self.program = signature.epilogue.program
+        self.targets = targets(signature, 2)
+        self.sources = sources(signature)
 
     def initialize(self, memory: SharedMemory) -> None:
         """Needs no barriers."""
@@ -51,52 +51,62 @@ class FragmentStore:
     @cute.jit
     def store(self, sums, place, region):
         """Stores the four `sums` of vector `place` of a warpgroup's `region`."""
-        args, m, n = self.args, region.m, region.n
         number, thread = place // WARPGROUP, place % WARPGROUP
         block = number // self.columns_of_8
         row = region.row + block * self.block_step + (thread // 32 * 16 + thread % 32 // 4)
         column = region.column + ((number - block * self.columns_of_8) * 8 + 2 * (thread % 4))
-        c, bias = partial(self._load_c, row, column, region), partial(self._load_bias, row, column, region)
-        result = cute.make_rmem_tensor(4, self.out_type)
-        result.store(finish(sums.load(), self.epilogue, args, c, bias).to(self.out_type))
-        d = args.d + Int64(region.matrix) * args.d_batch
+        places = [self._own(row, column, q & 1, q >> 1) for q in range(4)]
+
+        values = finish(self.program, 4, partial(self._leaf, sums, places, region))
+        for t in cutlass.range_constexpr(len(self.targets)):
+            self.targets[t].start(self.args, region.matrix)
+            self._put(self.targets[t], values[t], row, column, region)
+
+    @cute.jit
+    def _put(self, target: cutlass.Constexpr, values, row, column, region):
+        m, n = region.m, region.n
+        result = cute.make_rmem_tensor(4, target.type)
+        result.store(values.to(target.type))
         for r in cutlass.range_constexpr(2):
             y, x = self._own(row, column, 0, r)
-            if cutlass.const_expr(self.in_pairs):
+            if cutlass.const_expr(target.vector == 2 and not self.swapped):
                 pair = cute.make_tensor(result.iterator + 2 * r, cute.make_layout(2))
-                target = d + (Int64(y) * args.ldd + Int64(x))
+                begin = target.at(y, x)
                 if (y < m) & (x + 1 < n):
-                    place_of = cute.make_tensor(aligned(target, self.pair_bytes), cute.make_layout(2))
+                    place_of = cute.make_tensor(aligned(begin, 2 * target.bytes), cute.make_layout(2))
                     cute.autovec_copy(pair, place_of)
                 elif (y < m) & (x < n):
-                    cute.make_tensor(target, cute.make_layout(1))[0] = pair[0]
+                    cute.make_tensor(begin, cute.make_layout(1))[0] = pair[0]
             else:
                 for c in cutlass.range_constexpr(2):
                     y, x = self._own(row, column, c, r)
                     if (y < m) & (x < n):
-                        target = d + (Int64(y) * args.ldd + Int64(x))
-                        cute.make_tensor(target, cute.make_layout(1))[0] = result[2 * r + c]
+                        cute.make_tensor(target.at(y, x), cute.make_layout(1))[0] = result[2 * r + c]
 
     def _own(self, row, column, c: int, r: int) -> tuple:
         """(row, column) of D of accumulator (c, r) of the fragment."""
         return (column + c, row + 8 * r) if self.swapped else (row + 8 * r, column + c)
 
-    def _load_c(self, row, column, region):
-        """C of the fragment, a vector; addresses are clamped to its edge."""
-        values = cute.make_rmem_tensor(4, Float32)
-        base = self.args.c + Int64(region.matrix) * self.args.c_batch
-        for q in range(4):
-            y, x = self._own(row, column, q & 1, q >> 1)
-            y, x = cutlass.min(y, region.m - 1), cutlass.min(x, region.n - 1)
-            place = base + (Int64(y) * self.args.c_row + Int64(x) * self.args.c_col)
-            values[q] = cute.make_tensor(place, cute.make_layout(1))[0].to(Float32)
-        return values.load()
+    def _leaf(self, sums, places, region, node: Node) -> Any:
+        if node.op == "acc":
+            return sums.load()
+        if node.op == "input":
+            assert isinstance(node.attribute, int)
+            return self._operand(self.program.inputs[node.attribute], places, region)
+        return self._index(node.op, places, region)
 
-    def _load_bias(self, row, column, region):
-        values = cute.make_rmem_tensor(4, Float32)
-        along_n = self.epilogue.bias_axis == "n"
-        for q in range(4):
-            y, x = self._own(row, column, q & 1, q >> 1)
-            place = cutlass.min(x, region.n - 1) if along_n else cutlass.min(y, region.m - 1)
-            values[q] = cute.make_tensor(self.args.bias + Int64(place), cute.make_layout(1))[0].to(Float32)
+    def _operand(self, given, places, region) -> Any:
+        """An operand's elements at `places`; addresses are clamped to its edge."""
+        if given.by_value:
+            return getattr(self.args, given.name)
+        source = self.sources[given.name]
+        source.start(self.args, region.matrix)
+        return source.numbers(places, region.m, region.n)
+
+    def _index(self, axis: str, places, region) -> Any:
+        if axis == "matrix":
+            return Int32(region.matrix)
+        values = cute.make_rmem_tensor(4, Int32)
+        for q, (row, column) in enumerate(places):
+            values[q] = Int32(row if axis == "row" else column)
         return values.load()

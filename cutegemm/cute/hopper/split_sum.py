@@ -33,7 +33,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutegemm.cute.epilogue import aligned
+from cutegemm.cute.source import aligned
 from cutegemm.cute.hopper.cluster_sum import ClusterSum
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore

@@ -17,11 +17,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Vector
+from cutlass import Float32, Int32, Vector
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types
-from cutegemm.cute.epilogue import SlabEpilogue, finish
+from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.hopper import terms
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore
@@ -29,7 +29,10 @@ from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
+from cutegemm.cute.lowering import finish
+from cutegemm.cute.source import sources
 from cutegemm.problem import Signature
+from cutegemm.problem.program.graph import Node
 
 MOST_UNROLLED_STRIPS = 4
 """Strips of a `SlabStore` that have code of their own each; of more than that the first has."""
@@ -52,7 +55,7 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
 
 
 class TmaEpilogue:
-    """D = act(alpha * acc + beta * C + bias), rounded once, stored 64 rows x `columns` at a time.
+    """The epilogue's program, rounded once, stored 64 rows x `columns` at a time.
 
     A warpgroup has two staging buffers, or one. Before it fills one it makes sure that the store that last read it
     is done reading; nobody waits for stores to reach memory, so they overlap the next tile.
@@ -65,7 +68,7 @@ class TmaEpilogue:
         self.config = config
         self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
         self.out_type = types.NUMERIC[signature.out_dtype]
-        self.epilogue = signature.epilogue
+        self.program = signature.epilogue.program
         self.itemsize = self.out_type.width // 8
         self.columns = config.store_columns(self.itemsize)
         self.row_bytes = self.itemsize * self.columns
@@ -73,8 +76,10 @@ class TmaEpilogue:
         # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024,
         # 512, 256.
         self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
-        self.bias = terms.make_bias(config, signature)
-        self.c = terms.make_c(config, signature)
+        self.sources = sources(signature)
+        self.vectors = terms.make_vectors(config, signature)
+        self.matrices = terms.make_matrices(config, signature)
+        self.staged = next((each for each in self.matrices.values() if each.staged), None)
 
     def box(self) -> tuple[int, int]:
         """(rows, columns) of D in one staging buffer."""
@@ -123,12 +128,12 @@ class TmaEpilogue:
         self.warp = cute.arch.make_warp_uniform(thread // 32)
         self.lane = thread % 32
         self._start_addresses(base.toint(), self.lane)
-        if self.bias is not None:
-            self.bias.start(
+        for vector in self.vectors.values():
+            vector.start(
                 memory.staging + self.config.consumers * self.config.store_buffers * self.buffer_bytes, group, thread
             )
-        if self.c is not None and self.c.staged:
-            self.c.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
+        if self.staged is not None:
+            self.staged.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
 
     def _start_addresses(self, base, lane) -> None:
         # stmatrix: lane l gives the address of row l % 8 of 8x8 matrix l / 8; the matrices are (rows 0-7, 8-15) x 2.
@@ -180,64 +185,84 @@ class TmaEpilogue:
         return corner[0] + (16 * self.warp + self.lane // 4), corner[1] + 2 * (self.lane % 4)
 
     def _start_terms(self, region) -> None:
-        """Binds C and the bias to a tile."""
-        if self.bias is not None:
-            extent = region.n if self.epilogue.bias_axis == "n" else region.m
-            self.bias.load(self.args.bias, region.row, region.column, self.block_step, extent)
-        if self.c is not None:
-            c = self.args.c + Int64(region.matrix) * self.args.c_batch
-            self.c.bind(c, self.args.c_row, region.m, region.n)
+        """Binds the operands to a tile."""
+        self.region = region
+        for name, source in self.sources.items():
+            source.start(self.args, region.matrix)
+            if name in self.vectors:
+                extent = region.n if source.given.n else region.m
+                self.vectors[name].load(source, region.row, region.column, self.block_step, extent)
+            elif name in self.matrices:
+                self.matrices[name].bind(source, region.m, region.n)
 
     def _fetch(self, corner: tuple):
-        """Pieces of C that are loaded ahead for the box at `corner`; None where there are none."""
-        return self.c.fetch(corner) if self.c is not None and self.c.ahead else None
+        """Pieces of a matrix operand that are loaded ahead for the box at `corner`; None where there are none."""
+        return self.staged.fetch(corner) if self.staged is not None and self.staged.ahead else None
 
     def _settle(self, fetched, corner, after, buffer, region):
-        """Brings C into this buffer, if that is its way; returns what is fetched for the one `after`."""
-        if self.c is None or not self.c.staged:
+        """Brings the staged matrix into this buffer; returns what is fetched for the one `after`."""
+        if self.staged is None:
             return None
-        if not self.c.ahead:
-            self.c.bring(corner, buffer * self.buffer_bytes)
+        if not self.staged.ahead:
+            self.staged.bring(corner, buffer * self.buffer_bytes)
             return None
-        self.c.stage(fetched, buffer * self.buffer_bytes)
+        self.staged.stage(fetched, buffer * self.buffer_bytes)
         return None if after is None else self._fetch(self.box_corner(after[0], after[1], region))
 
-    def _values(self, accumulators, added, i, part, first, count):
+    def _values(self, accumulators, corner, i, part, first, count, address):
         """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest.
 
-        `added`: C for them, or None.
+        `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of the result
+        will stand, and that of a staged operand stands.
         """
         size = 4 * count
         own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * (part * (self.columns // 8) + first))
         own = cute.make_tensor(own, cute.make_layout(size))
-        # One by one: loaded as a vector, they would be vectors in the main loop too.
-        values = Vector.from_elements([own[q] for q in range(size)], Float32)
-        sums = cute.TensorSSA(values, size, Float32)
+        # A staged operand is read before the program, whose first results may be waited for.
+        staged = {
+            name: matrix.fragment(address) if matrix.staged
+            else matrix.fragment(self.own_corner(corner), first, count, self.columns // 8)
+            for name, matrix in self.matrices.items()
+        }  # fmt: skip
+
+        def leaf(node: Node) -> Any:
+            if node.op == "acc":
+                # One by one: loaded as a vector, they would be vectors in the main loop too.
+                values = Vector.from_elements([own[q] for q in range(size)], Float32)
+                return cute.TensorSSA(values, size, Float32)
+            if node.op != "input":
+                return self._index(node.op, corner, first, size)
+            given = self.program.inputs[node.attribute]
+            if given.by_value:
+                return getattr(self.args, given.name)
+            source = self.sources[given.name]
+            if given.name in staged:
+                return staged[given.name].load().to(source.wide)
+            if given.name in self.vectors:
+                return self.vectors[given.name].fragment(i, part * (self.columns // 8) + first, count)
+            return source.number(0, 0)
+
+        finished = finish(self.program, size, leaf)[0]
         result = cute.make_rmem_tensor(size, self.out_type)
-        finished = finish(
-            sums,
-            self.epilogue,
-            self.args,
-            c=lambda: added.load().to(Float32),
-            bias=lambda: self.bias.fragment(i, part * (self.columns // 8) + first, count),
-        )
         result.store(finished.to(self.out_type))
         return result
 
-    def _added(self, corner, first, count, address):
-        """C for `_values`; `address` is where this lane's matrix row of the result will stand."""
-        if self.c is None:
-            return None
-        if self.c.staged:
-            return self.c.fragment(address)
-        return self.c.fragment(self.own_corner(corner), first, count, self.columns // 8)
+    def _index(self, axis: str, corner, first, size) -> Any:
+        """Indices of the elements of `_values`."""
+        if axis == "matrix":
+            return Int32(self.region.matrix)
+        values, own = cute.make_rmem_tensor(size, Int32), self.own_corner(corner)
+        for q in range(size):
+            across, down = 8 * (first + q // 4) + q % 2, 8 * (q // 2 % 2)
+            row, column = (across, down) if self.config.swapped else (down, across)
+            values[q] = Int32(own[0] + row if axis == "row" else own[1] + column)
+        return values.load()
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         """Finishes this thread's values of one staging buffer and stores them with stmatrix."""
         for pair in range(self.columns // 16):
             address = self._address(pair) + buffer * self.buffer_bytes
-            added = self._added(corner, 2 * pair, 2, address)
-            result = self._values(accumulators, added, i, part, 2 * pair, 2)
+            result = self._values(accumulators, corner, i, part, 2 * pair, 2, address)
             words = cute.recast_tensor(result, Int32)
             cute.arch.inline_ptx(
                 f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
@@ -264,8 +289,7 @@ class WideTmaEpilogue(TmaEpilogue):
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         for j in range(self.columns // 8):
-            added = self._added(corner, j, 1, None)
-            result = self._values(accumulators, added, i, part, j, 1)
+            result = self._values(accumulators, corner, i, part, j, 1, None)
             address = self.row_address + ((self.own_piece ^ (2 * j)) << 4) + buffer * self.buffer_bytes
             for r in range(2):
                 cute.arch.inline_ptx(

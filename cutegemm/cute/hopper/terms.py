@@ -1,4 +1,4 @@
-"""C and the bias in the Hopper epilogue, where the accumulators are: in a thread's registers.
+"""The tensor operands of a program in the Hopper epilogue, where the accumulators are: in a thread's registers.
 
 `store` says which accumulators a thread holds. Rows and columns below are those of the accumulators; with
 swapped operands they are the columns and rows of D. All addresses are clamped to the operands' edge, so that nothing
@@ -7,9 +7,9 @@ is read beyond it: what is computed there is never stored.
     AcrossBias    one number a column: those of a tile lie in shared memory in fp32, a row a warpgroup, because the
                   accumulators leave no registers for them
     DownBias      one number a row: two for each block of 64 rows
-    PairedC       fragments straight from global memory, 2 neighbouring columns at a time (one with swapped operands):
-                  for fp32 C, of which a quad of lanes reads 32 bytes, and for an fp32 result
-    StagedC       16-bit C: 16-byte pieces of whole rows into the staging buffer that D takes next, and fragments from
+    PairedC       a matrix in fragments straight from global memory, 2 neighbouring columns at a time (one with swapped
+                  operands): for fp32, of which a quad of lanes reads 32 bytes, and for an fp32 result
+    StagedC       one 16-bit matrix: 16-byte pieces of whole rows into the staging buffer that D takes next, and fragments from
                   there with ldmatrix, the mirror image of the way out
 """
 
@@ -19,56 +19,70 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cutegemm.cute import types
-from cutegemm.cute.epilogue import aligned
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
+from cutegemm.cute.source import Source, aligned
 from cutegemm.problem import Signature
+from cutegemm.problem.program.graph import I32, Input
 
 
-def make_bias(config: HopperConfig, signature: Signature) -> Any:
-    """The strategy for the signature's bias, or None."""
-    if signature.epilogue.bias_dtype is None:
-        return None
-    along_columns = config.bias_bytes(signature) > 0
-    return AcrossBias(config) if along_columns else DownBias(config.group_rows // BLOCK_ROWS)
+def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
+    """The strategy for each vector operand of the signature's epilogue, by name."""
+    found: dict[str, Any] = {}
+    across = 0
+    for given in config.vectors(signature):
+        if config.lies_across(given):
+            found[given.name] = AcrossBias(config, given, across)
+            across += 1
+        else:
+            found[given.name] = DownBias(config.group_rows // BLOCK_ROWS)
+    return found
 
 
-def make_c(config: HopperConfig, signature: Signature) -> Any:
-    """The strategy for the signature's C, or None."""
-    if signature.epilogue.c_dtype is None:
-        return None
-    return (StagedC if config.stages_c(signature) else PairedC)(config, signature)
+def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
+    """The strategy for each matrix operand of the signature's epilogue, by name."""
+    given, staged = config.matrices(signature), config.staged_matrix(signature)
+    return {
+        each.name: (StagedC if each.name == staged else PairedC)(config, each, len(given) == 1) for each in given
+    }
 
 
 class AcrossBias:
     """See the module docstring."""
 
-    def __init__(self, config: HopperConfig) -> None:
-        self.columns = config.bn
+    def __init__(self, config: HopperConfig, given: Input, number: int) -> None:
+        """`number`: of the operand among those that lie across, each of which has rows of its own."""
+        self.wide: Any = Int32 if given.type == I32 else Float32
+        self.columns = config.out_columns
+        self.first = number * config.consumers
 
     def start(self, memory, group, thread) -> None:
-        """Binds to the rows of fp32 numbers at shared pointer `memory`, one a warpgroup."""
-        self.memory = cute.recast_ptr(memory, dtype=Float32) + group * self.columns
+        """Binds to the rows of 32-bit numbers at shared pointer `memory`, one a warpgroup for each operand."""
+        self.memory = cute.recast_ptr(memory, dtype=self.wide) + (group + self.first) * self.columns
         self.thread = thread
         self.quad_column = 2 * (thread % 4)
 
+    def load(self, source: Source, row, column, row_step, extent) -> None:
+        """The operand along a tile's columns, from `column` on; `extent` entries exist. A barrier must follow."""
+        self.source = source
+        self._load(column, extent)
+
     @cute.jit
-    def load(self, bias, row, column, row_step, extent):
-        """The bias of a tile's columns, from `column` on; `extent` entries exist. A barrier must follow."""
+    def _load(self, column, extent):
         for i in cutlass.range_constexpr(-(-self.columns // WARPGROUP)):
             own = self.thread + i * WARPGROUP
             if own < self.columns:
-                self._put(own, bias + Int64(cutlass.min(column + own, extent - 1)))
+                self._put(own, self.source.along(cutlass.min(column + own, extent - 1)))
 
     def _put(self, own, source) -> None:
-        value = cute.make_tensor(source, cute.make_layout(1))[0].to(Float32)
+        value = cute.make_tensor(source, cute.make_layout(1))[0].to(self.wide)
         cute.make_tensor(self.memory + own, cute.make_layout(1))[0] = value
 
     def fragment(self, block: int, first: int, count: int):
         """A vector for `count` blocks of 8 columns from block `first` of the tile: (c, r, j), c fastest."""
-        pairs = cute.make_rmem_tensor((2, count), Float32)
+        pairs = cute.make_rmem_tensor((2, count), self.wide)
         for j in range(count):
             place = aligned(self.memory + (8 * (first + j) + self.quad_column), 8)
             cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pairs[None, j])
@@ -86,43 +100,44 @@ class DownBias:
         """Binds to this thread of a warpgroup; no shared memory is needed."""
         self.own_row = 16 * (thread // 32) + thread % 32 // 4
 
-    def load(self, bias, row, column, row_step, extent):
-        """The bias of this thread's rows; the tile's first is `row`, blocks lie `row_step` apart."""
-        self.values = cute.make_rmem_tensor(2 * self.blocks, Float32)
+    def load(self, source, row, column, row_step, extent):
+        """The operand along this thread's rows; the tile's first is `row`, blocks lie `row_step` apart."""
+        self.values = cute.make_rmem_tensor(2 * self.blocks, source.wide)
         for i in range(2 * self.blocks):
             place = cutlass.min(row + self.own_row + (i // 2 * row_step + 8 * (i % 2)), extent - 1)
-            self.values[i] = cute.make_tensor(bias + Int64(place), cute.make_layout(1))[0].to(Float32)
+            self.values[i] = cute.make_tensor(source.along(place), cute.make_layout(1))[0].to(source.wide)
 
     def fragment(self, block: int, first: int, count: int):
         """A vector for `count` blocks of 8 columns of the block of rows: (c, r, j), c fastest."""
-        values = cute.make_rmem_tensor(4 * count, Float32)
+        values = cute.make_rmem_tensor(4 * count, self.values.element_type)
         for q in range(4 * count):
             values[q] = self.values[2 * block + ((q >> 1) & 1)]
         return values.load()
 
 
 class _C:
-    """C of a tile: where its matrix lies, and whether registers allow to load far ahead."""
+    """A matrix operand in a tile: where it lies, and whether registers allow to load far ahead."""
 
     staged = False
 
-    def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        self.dtype = types.NUMERIC[str(signature.epilogue.c_dtype)]
+    def __init__(self, config: HopperConfig, given: Input, alone: bool) -> None:
+        """`alone`: it is the only matrix operand."""
+        self.dtype = types.NUMERIC[given.dtype]
         self.swapped = config.swapped
-        self.roomy = config.accumulators <= 160
+        self.roomy = config.accumulators <= 160 and alone
 
     @property
     def ahead(self) -> bool:
         """Whether pieces for the next buffer are loaded while this one is worked on."""
         return self.staged and self.roomy
 
-    def bind(self, matrix, row_stride, rows, columns) -> None:
-        """`matrix`: pointer to C's first element in this matrix of the batch, (rows, columns) like D."""
-        self.matrix, self.row_stride = matrix, row_stride
+    def bind(self, source, rows, columns) -> None:
+        """`source`: the operand, bound to this matrix of the batch; (rows, columns) like D."""
+        self.source = source
         self.rows, self.columns = rows, columns
 
     def _at(self, row, column):
-        return self.matrix + (Int64(row) * self.row_stride + Int64(column))
+        return self.source.in_row(row, column)
 
 
 class PairedC(_C):
@@ -163,8 +178,8 @@ class StagedC(_C):
 
     staged = True
 
-    def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        super().__init__(config, signature)
+    def __init__(self, config: HopperConfig, given: Input, alone: bool) -> None:
+        super().__init__(config, given, alone)
         self.box_columns = config.store_columns(2)
         self.pieces = self.box_columns // 16
         """Of 16 bytes a lane."""

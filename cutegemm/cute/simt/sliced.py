@@ -25,11 +25,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutegemm.cute.entry import Gemm
-from cutegemm.cute.epilogue import SlabEpilogue, aligned
+from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.cute.simt.kernel import LANES_M, LANES_N, SimtGemm, place_of_lane
 from cutegemm.cute.warps.copy_ring import CopyRing
 from cutegemm.cute.warps.tile_load import TileLoader
+from cutegemm.cute.source import aligned
 from cutegemm.problem import Signature
 
 CHUNK = SimtConfig.CHUNK
@@ -113,13 +114,13 @@ class SlicedEpilogue(SlabEpilogue):
         layout = cute.make_layout((self.wm, self.wn), stride=(self.pitch, 1))
         return cute.make_tensor(memory + piece * self.slab_words, layout)
 
-    def _accumulated(self, slab_row):
-        first = self.slab.iterator + slab_row * self.pitch + self.lane_column
+    def _accumulated(self, slab_row, first, count: int):
+        begin = self.slab.iterator + slab_row * self.pitch + first
         total: Any = None
         for piece in range(self.slices):
-            values = cute.make_rmem_tensor(self.chunk, Float32)
-            source = aligned(first + piece * self.slab_words, 16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.chunk)), values)
+            values = cute.make_rmem_tensor(count, Float32)
+            source = aligned(begin + piece * self.slab_words, 16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), values)
             total = values.load() if total is None else total + values.load()
         return total
 

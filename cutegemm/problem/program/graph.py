@@ -89,9 +89,6 @@ class Input(NamedTuple):
         """"", "n", "m" or "mn": along which extents of D it varies."""
         return "m" * self.m + "n" * self.n
 
-    def transposed(self) -> Input:
-        return self._replace(m=self.n, n=self.m)
-
 
 class Node(NamedTuple):
     """One value: an operation, the numbers of the nodes that it takes, and what a leaf or a cast needs to know."""
@@ -158,19 +155,3 @@ class Program:
     def uses(self, op: str) -> bool:
         """Whether some node is that operation."""
         return any(node.op == op for node in self.nodes)
-
-    def transposed(self) -> Program:
-        """The program of D^T: rows and columns exchanged. Raises ValueError where columns belong together."""
-        if self.gating or self.uses("partner"):
-            raise ValueError("a program with gating or partner has no transposed one: it pairs columns")
-        swap = {"row": "column", "column": "row"}
-        nodes = tuple(node._replace(op=swap.get(node.op, node.op)) for node in self.nodes)
-        outputs = tuple(
-            out._replace(reduce=None if out.reduce is None else _other_axis(out.reduce)) for out in self.outputs
-        )
-        return Program(tuple(each.transposed() for each in self.inputs), nodes, outputs, None)
-
-
-def _other_axis(reduce: str) -> str:
-    axis, kind = reduce.split("_", 1)
-    return f"{'column' if axis == 'row' else 'row'}_{kind}"

@@ -1,0 +1,184 @@
+"""From an epilogue program to instructions: every operation on vectors of one thread's elements, in fp32 or int32.
+
+A kernel family says where a leaf comes from (`Leaf`); the operations are the same for all. No sum cancels within an
+activation: each is z times a factor in [0, 1],
+
+    silu(z) = z s(z), gelu_tanh(z) = z/2 (1 + tanh(u)) = z s(2u), u = sqrt(2/pi) (z + 0.044715 z^3)
+
+where s(x) = 1 / (1 + 2^(-x log2(e))). gelu(z) = z/2 (1 + erf(z / sqrt(2))) takes erf from M. Abramowitz, I. Stegun,
+"Handbook of Mathematical Functions", 7.1.26, whose absolute error is 1.5e-7. With ex2.approx and rcp.approx (relative
+errors 2^-22 and 2^-23, PTX ISA) no factor is further off than 8 * 2^-24.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cutegemm.cute import types
+from cutegemm.problem.epilogue import formula_of
+from cutegemm.problem.program.graph import Node, Program
+
+Leaf = Callable[[Node], Any]
+"""leaf(node): the elements of a leaf ("acc", "input", "row", "column", "matrix") as a vector (TensorSSA), or one number
+for all of them. It is called where the first operation needs it: loads made earlier would hold registers longer.
+"""
+LEAVES = ("acc", "input", "row", "column", "matrix")
+
+
+def finish(program: Program, size: int, leaf: Leaf) -> list[Any]:
+    """The program's outputs for `size` elements, as vectors in fp32, before they are rounded or reduced."""
+    values: list[Any] = []
+    for node in program.nodes:
+        if node.op in LEAVES:
+            values.append(leaf(node))
+        elif node.op == "const":
+            values.append(node.attribute)
+        else:
+            values.append(_apply(node, [values[i] for i in node.args], size))
+    return [_vector(values[output.node], size, Float32) for output in program.outputs]
+
+
+def _apply(node: Node, args: list[Any], size: int) -> Any:
+    if not any(isinstance(arg, cute.TensorSSA) for arg in args) and args:
+        args[0] = _vector(args[0], size, Int32 if node.op in _OF_INTEGERS else Float32)
+    if node.op == "cast":
+        return args[0].to(types.NUMERIC[str(node.attribute)]).to(Float32)
+    if node.op == "partner":
+        return _reordered(args[0], [element ^ 1 for element in range(size)])
+    if node.op == "random":
+        return _random(args, size)
+    if node.op == "where":
+        return cute.where(args[0], *(_vector(arg, size, Float32) for arg in args[1:]))
+    return _OPERATIONS[node.op](*args)
+
+
+def _vector(value: Any, size: int, dtype: Any) -> Any:
+    """The value as a vector: a number stands for all its elements."""
+    return value if isinstance(value, cute.TensorSSA) else cute.full((size,), dtype(value), dtype)
+
+
+def _elements(value: Any, size: int, dtype: Any) -> Any:
+    """The elements of a vector, one by one."""
+    place = cute.make_rmem_tensor(size, dtype)
+    place.store(_vector(value, size, dtype))
+    return place
+
+
+def _reordered(value: Any, order: list[int]) -> Any:
+    source, target = (cute.make_rmem_tensor(len(order), Float32) for _ in range(2))
+    source.store(value)
+    for place, element in enumerate(order):
+        target[place] = source[element]
+    return target.load()
+
+
+def activate(z: Any, activation: str | None) -> Any:
+    """The activation of an fp32 vector. Raises ValueError for a name that has no formula here."""
+    return formula_of(activation, _ACTIVATIONS)(z)
+
+
+def _relu(z):
+    return cute.where(z > 0.0, z, cute.where(z != z, z, cute.zeros_like(z)))
+
+
+def _silu(z):
+    return z * _reciprocal(1.0 + _exp2(z * -1.4426950408889634))
+
+
+def _gelu_tanh(z):
+    return z * _reciprocal(1.0 + _exp2(z * (z * z * -0.10294324 - 2.3022082)))
+
+
+def _gelu(z):
+    t = _reciprocal(1.0 + 0.23164189 * cute.math.abs(z))
+    tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+    tail = tail * _exp2(z * z * -0.72134752)
+    return z * cute.where(z < 0.0, tail, 1.0 - tail)
+
+
+_ACTIVATIONS = {None: lambda z: z, "relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
+
+
+def _exp2(x):
+    """ex2.approx.ftz.f32 of each element: what `fastmath` means for this operation."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+def _reciprocal(x):
+    """rcp.approx.ftz.f32 of each element."""
+    return cute.math.rcp(x, approx=True, ftz=True)
+
+
+def _sigmoid(x):
+    return _reciprocal(1.0 + _exp2(x * -1.4426950408889634))
+
+
+def _tanh(x):
+    """1 - 2 / (1 + e^2x): no larger error than 2^-22, absolutely."""
+    return 1.0 - 2.0 * _reciprocal(1.0 + _exp2(x * 2.8853900817779268))
+
+
+def _erf(x):
+    """Abramowitz and Stegun 7.1.26."""
+    y = cute.math.abs(x)
+    t = _reciprocal(1.0 + 0.3275911 * y)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    size = 1.0 - tail * _exp2(y * y * -1.4426950408889634)
+    return cute.where(x < 0.0, -size, size)
+
+
+def _minimum(x, y):
+    return cute.where((x < y) | (x != x), _like(x, y), _like(y, x))
+
+
+def _maximum(x, y):
+    return cute.where((x > y) | (x != x), _like(x, y), _like(y, x))
+
+
+def _like(value, other):
+    return value if isinstance(value, cute.TensorSSA) else cute.full_like(other, value)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{name: formula for name, formula in _ACTIVATIONS.items() if name},
+    "neg": operator.neg,
+    "exp": lambda x: _exp2(x * 1.4426950408889634),
+    "exp2": _exp2,
+    "log": lambda x: cute.math.log2(x, fastmath=True) * 0.6931471805599453,
+    "log2": lambda x: cute.math.log2(x, fastmath=True),
+    "sqrt": lambda x: cute.math.sqrt(x),
+    "rsqrt": lambda x: cute.math.rsqrt(x, fastmath=True),
+    "reciprocal": _reciprocal,
+    "tanh": _tanh,
+    "sigmoid": _sigmoid,
+    "erf": _erf,
+    "abs": lambda x: cute.math.abs(x),
+    "add": operator.add,
+    "mul": operator.mul,
+    "sub": operator.sub,
+    "div": operator.truediv,
+    "minimum": _minimum,
+    "maximum": _maximum,
+    "and": operator.and_,
+    "or": operator.or_,
+    "not": lambda x: x == False,  # noqa: E712  a vector has no `not`
+    "iadd": operator.add,
+    "isub": operator.sub,
+    "imul": operator.mul,
+    "ifloordiv": operator.floordiv,
+    "imod": operator.mod,
+    "float": lambda x: x.to(Float32),
+}
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _OPERATIONS[_name] = _OPERATIONS["i" + _name] = getattr(operator, _name)
+_OF_INTEGERS = frozenset(name for name in _OPERATIONS if name.startswith("i")) | {"float"}
+
+
+def _random(args: list[Any], size: int) -> Any:
+    raise NotImplementedError
+

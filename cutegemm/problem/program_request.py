@@ -1,0 +1,218 @@
+"""From a call with an epilogue program to a Problem: what `request` is for the fixed epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cutegemm.problem import dtypes, overlap, request
+from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.operand import Matrix, alignment
+from cutegemm.problem.problem import Problem
+from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.trace import lookup
+from cutegemm.problem.request import Request
+
+Results = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class ProgramRequest(Request):
+    """A checked call with a program.
+
+    Attributes:
+        program: of the problem; every output has a dtype.
+        shapes: of all results. temporaries: the numbers of those that are computed apart and copied into `out`.
+        single: the caller gets one tensor, not a tuple.
+    """
+
+    program: Program = Program((), (), ())
+    shapes: tuple[tuple[int, ...], ...] = ()
+    temporaries: frozenset[int] = frozenset()
+    single: bool = True
+
+
+def describe(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    epilogue: Any,
+    operands: Sequence[Any],
+    out: Any,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+) -> ProgramRequest:
+    """Checks the arguments of a call of `cutegemm.gemm` with an epilogue (see there) and describes it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is accepted.
+    """
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
+    plain = asked.problem.transposed() if asked.swapped else asked.problem
+    inputs = tuple(_input(number, operand, a.device) for number, operand in enumerate(operands))
+    program = traced(epilogue, inputs)
+    batch, m, n = plain.batch, plain.m, plain.n
+    columns = n
+    if program.gating:
+        if n % 2:
+            raise ValueError(f"b: got {n} columns; an epilogue of gate and up needs an even number of them")
+        columns = n // 2
+    leading = (batch,) if a.dim() == 3 or b.dim() == 3 else ()
+    whole = (*leading, m, columns)
+    for number, (given, operand) in enumerate(zip(inputs, operands, strict=True)):
+        _check_shape(number, given, operand, (batch, m, columns))
+    outs = _given_outputs(out, len(program.outputs))
+    resolved, shapes = [], []
+    for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
+        shape = whole if output.reduce is None else (*leading, m) if output.reduce[0] == "r" else (*leading, columns)
+        dtype = _dtype(number, output, target, out_dtype, plain.out_dtype)
+        _check_output(number, target, shape, dtype, a.device, len(outs))
+        shapes.append(shape)
+        resolved.append(output._replace(dtype=dtype))
+    if program.outputs[0].reduce is not None:
+        raise ValueError("epilogue: its first result is a reduction; return a matrix first, the reductions after it")
+    program = replace(program, outputs=tuple(resolved))
+    targets = [_result(target, shape, str(output.dtype)) for target, shape, output in zip(outs, shapes, resolved)]
+    matrices = tuple(
+        _strides(given, operand) for given, operand in zip(inputs, operands, strict=True) if not given.by_value
+    )
+    aligns = [
+        matrix.align if matrix.row_major else 0
+        for given, matrix in zip((each for each in inputs if not each.by_value), matrices, strict=True)
+        if given.varies == "mn"
+    ]
+    aligns += [matrix.align for matrix, _ in targets[1:]]
+    problem = replace(
+        plain,
+        out_dtype=str(resolved[0].dtype),
+        d=targets[0][0],
+        epilogue=Epilogue(custom=program, aligns=tuple(aligns)),
+        operands=matrices,
+        outputs=tuple(matrix for matrix, _ in targets[1:]),
+    )
+    return ProgramRequest(
+        problem, False, whole, a.device, asked.copies, False, program, tuple(shapes),
+        frozenset(number for number, (_, apart) in enumerate(targets) if apart), len(shapes) == 1,
+    )  # fmt: skip
+
+
+def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
+    """The program that a caller means: one, or a function of acc and the operands, which is traced."""
+    if isinstance(epilogue, Program):
+        if epilogue.inputs != inputs:
+            needs, got = (", ".join(map(str, each)) or "none" for each in (epilogue.inputs, inputs))
+            raise ValueError(f"operands: the program has the inputs {needs}; these operands make {got}")
+        return epilogue
+    if not callable(epilogue):
+        shown = request.shown(epilogue)
+        raise TypeError(f"epilogue: got {shown}, expected a function of acc and the operands, or a Program")
+    return lookup(epilogue, inputs)
+
+
+def _input(number: int, operand: Any, device: torch.device) -> Input:
+    name = f"x{number}"
+    if isinstance(operand, torch.Tensor):
+        request.check_tensor(f"operands[{number}]", operand)
+        if operand.device != device:
+            raise ValueError(f"operands[{number}]: it is on {operand.device}, expected the device of a, {device}")
+        if operand.dim() > 3:
+            raise ValueError(f"operands[{number}]: got {operand.dim()} dimensions, accepted are 0 to 3")
+        dtype = "int32" if operand.dtype == torch.int32 else dtype_name(operand.dtype)
+        if dtype is None:
+            raise TypeError(
+                f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED}, torch.int32"
+            )
+        batched, m, n = (extent > 1 for extent in ((1, 1, 1) + tuple(operand.shape))[-3:])
+        return Input(name, dtype, m=m, n=n, batched=batched)
+    if isinstance(operand, bool) or not isinstance(operand, int | float):
+        raise TypeError(
+            f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number"
+        )
+    if isinstance(operand, int):
+        if not -(2**31) <= operand < 2**31:
+            raise ValueError(f"operands[{number}]: got {operand}, which int32 cannot hold; pass a float or a tensor")
+        return Input(name, "int32", by_value=True)
+    request.check_number(f"operands[{number}]", operand)
+    return Input(name, "fp32", by_value=True)
+
+
+def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, int, int]) -> None:
+    """Raises ValueError unless a tensor operand broadcasts to D."""
+    if given.by_value:
+        return
+    for own, extent in zip(reversed(operand.shape), reversed(extents), strict=False):
+        if own not in (1, extent):
+            shape, wanted = tuple(operand.shape), extents[1:] if extents[0] == 1 else extents
+            raise ValueError(f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it")
+
+
+def _strides(given: Input, operand: torch.Tensor) -> Matrix:
+    """How an operand lies; the strides of what it does not vary along are 0."""
+    shape = ((1, 1, 1) + tuple(operand.shape))[-3:]
+    strides = ((0, 0, 0) + tuple(operand.stride()))[-3:]
+    batch, row, col = (stride if varies else 0 for stride, varies in zip(strides, (given.batched, given.m, given.n)))
+    align = alignment(operand.data_ptr(), operand.element_size(), shape[2], row, batch)
+    return Matrix(shape[1], shape[2], row, col, batch, align)
+
+
+def _given_outputs(out: Any, count: int) -> tuple[Any, ...]:
+    if out is None:
+        return (None,) * count
+    if count == 1 and isinstance(out, torch.Tensor):
+        return (out,)
+    if not isinstance(out, (tuple, list)) or len(out) != count:
+        got = f"{len(out)} tensors" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"out: got {got}, but the epilogue has {count} results; pass a tuple of as many, or None")
+    return tuple(out)
+
+
+def _name(number: int, count: int) -> str:
+    return "out" if count == 1 else f"out[{number}]"
+
+
+def _dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) -> str:
+    """The dtype of a result: what the program casts it to, else that of `out`, else `out_dtype`; fp32 of a reduction."""
+    own = output.dtype or ("fp32" if output.reduce else None)
+    if own is not None and number == 0 and out_dtype is not None and dtype_name(out_dtype) != own:
+        raise TypeError(f"out_dtype: got {out_dtype}, but the epilogue casts its first result to {own}")
+    if own is not None:
+        return own
+    given = dtype_name(target.dtype) if isinstance(target, torch.Tensor) and out_dtype is None else None
+    return given or default
+
+
+def _check_output(number: int, target: Any, shape: tuple[int, ...], dtype: str, device: Any, count: int) -> None:
+    name = _name(number, count)
+    if target is None:
+        return
+    request.check_tensor(name, target)
+    overlap.check_self(target)
+    if tuple(target.shape) != shape:
+        raise ValueError(f"{name}: got shape {tuple(target.shape)}, expected {shape}")
+    if target.device != device:
+        raise ValueError(f"{name}: it is on {target.device}, expected the device of a, {device}")
+    if dtype_name(target.dtype) != dtype:
+        raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.TABLE[dtype].torch_name}")
+
+
+def _result(target: torch.Tensor | None, shape: tuple[int, ...], dtype: str) -> tuple[Matrix, bool]:
+    """How a result lies where the kernel writes it, and whether that is apart from the tensor given."""
+    batch, rows, cols = ((1, 1, 1) + shape)[-3:]
+    if target is not None:
+        stride_batch, row, col = ((0, 0, 0) + tuple(target.stride()))[-3:]
+        if cols <= 1:
+            col = 1
+        if rows <= 1:
+            row = max(cols, 1)
+        if col == 1 and row >= cols:
+            stride_batch = stride_batch if batch > 1 else 0
+            align = alignment(target.data_ptr(), target.element_size(), cols, row, stride_batch)
+            return Matrix(rows, cols, row, 1, stride_batch, align), False
+    size = ITEMSIZE[dtype]
+    stride_batch = rows * cols if batch > 1 else 0
+    return Matrix(rows, cols, max(cols, 1), 1, stride_batch, alignment(0, size, cols)), target is not None

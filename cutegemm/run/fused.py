@@ -1,0 +1,199 @@
+"""A call with an epilogue program: what `call` and `runner` are for the fixed epilogue.
+
+A call is known by the descriptions of its tensors and by its program; a repeated one is looked up and launched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm.choice.plan import Plan, PlanMemo
+from cutegemm.problem import overlap, program_request, torch_dtype
+from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program_request import ProgramRequest, Results
+from cutegemm.run import call
+from cutegemm.run.arguments import Scalars
+from cutegemm.run.runner import Call, current_device
+
+Outs = tuple[torch.Tensor, ...]
+Core = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Outs], None]
+"""core(a, b, operands, outs): computes into outs, which lie as the problem says."""
+Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
+"""run(a, b, operands, out) -> the results, as the caller gets them"""
+
+memo = PlanMemo()
+_lock = threading.Lock()
+
+
+def compute(
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, precision: Any,
+    backend: str, config: Any,
+) -> Results:  # fmt: skip
+    """`gemm` with an epilogue, of plain tensors and with no regard to autograd, autocast or tracing."""
+    key = key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+    run = None if key is None else memo.get(key)
+    if run is None:
+        run = planned(key, a, b, epilogue, operands, out, out_dtype, precision, backend, config)[0]
+    return run(a, b, operands, out)
+
+
+def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
+    """The key of a call, or None when something about it is strange, or its function may mean another thing next time."""
+    from cutegemm.problem.program.trace import meaning
+
+    try:
+        told = epilogue if isinstance(epilogue, Program) else meaning(epilogue)
+        if told is None:
+            return None
+        outs = None if out is None else tuple(map(_described, (out,) if isinstance(out, torch.Tensor) else out))
+        found = (
+            _described(a), _described(b), tuple(map(_described, operands)), outs, isinstance(out, torch.Tensor), told,
+            out_dtype, precision, backend, config, None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
+        )  # fmt: skip
+        hash(found)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return found
+
+
+def _described(operand: Any) -> Any:
+    """All of a tensor that a plan depends on; of a number its type."""
+    if operand.__class__ is float or operand.__class__ is int:
+        return operand.__class__
+    address = operand.data_ptr()
+    return (
+        operand.__class__, operand.shape, operand.stride(), operand.dtype, operand.device,
+        address and address & 15 | 16, operand.is_neg(),
+    )  # fmt: skip
+
+
+def planned(
+    key: Any, a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str,
+    config: Any,
+) -> tuple[Runner, Plan]:  # fmt: skip
+    """Checks and plans a call; its runner and plan are remembered."""
+    asked = program_request.describe(a, b, epilogue, operands, out, out_dtype, precision)
+    with _lock:
+        call.keep_up()
+        plan = Call(asked, backend, config).plan(memo.keep_up() if not call.is_capturing() else None)
+        run = _runner(plan, asked)
+        if key is not None:
+            memo.put(key, run, plan)
+    return run, plan
+
+
+def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
+    chosen = backends.get(plan.choice.backend)
+    empty = any(0 in shape for shape in asked.shapes) or asked.problem.n == 0
+    core: Core
+    if isinstance(chosen, backends.OnTensors) or empty:
+        core = backends.last_resort().program_core(asked)
+    else:
+        assert plan.kernel is not None
+        core = (_emulated_core if plan.emulated else _cuda_core)(plan, asked)
+    dtypes = [torch_dtype(str(output.dtype)) for output in asked.program.outputs]
+    copied, temporaries = asked.copied, asked.temporaries
+
+    def run(a: Any, b: Any, operands: Sequence[Any], out: Any) -> Results:
+        if "a" in copied:
+            a = a.contiguous()
+        if "b" in copied:
+            b = b.contiguous()
+        given = (None,) * len(dtypes) if out is None else (out,) if isinstance(out, torch.Tensor) else out
+        if out is not None:
+            _check_writable(given, a, b, operands)
+        outs = tuple(
+            torch.empty(shape, dtype=dtype, device=asked.device) if own is None or number in temporaries else own
+            for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
+        )
+        core(a, b, operands, outs)
+        for number in temporaries:
+            given[number].copy_(outs[number])
+        results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))
+        return results[0] if asked.single else results
+
+    return run
+
+
+def _check_writable(given: Sequence[Any], a: Any, b: Any, operands: Sequence[Any]) -> None:
+    """Raises ValueError where a result overlaps an input or another result; tells autograd of the writes."""
+    from cutegemm.problem.request import check_inference
+
+    inputs = {"a": a, "b": b}
+    inputs |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
+    for number, out in enumerate(given):
+        if out is None:
+            continue
+        others = {f"out[{i}]": other for i, other in enumerate(given) if other is not None and i < number}
+        overlap.check(out, {**inputs, **others})
+        check_inference(out)
+    torch._C._increment_version(tuple(out for out in given if out is not None))
+
+
+def _split(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
+    """The tensors and the numbers among the operands."""
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    return tensors, [operand for operand in operands if not isinstance(operand, torch.Tensor)]
+
+
+def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
+    assert plan.kernel is not None
+    index = asked.device.index
+    with current_device(asked.device):
+        launch = plan.kernel.bind(plan.problem)
+    current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    scalars = tuple(Scalars())
+
+    def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
+        tensors, numbers = _split(operands)
+        addresses = (
+            a.data_ptr(), b.data_ptr(), 0, 0, outs[0].data_ptr(), *(each.data_ptr() for each in tensors),
+            *(each.data_ptr() for each in outs[1:]),
+        )  # fmt: skip
+        if ours() == index:
+            launch(addresses, (*scalars, *numbers), current_stream(index))
+        else:
+            with torch.cuda.device(index):
+                launch(addresses, (*scalars, *numbers), current_stream(index))
+
+    return core
+
+
+def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
+    from cutegemm.emulator.bridge import emulate
+
+    problem, kernel = plan.problem, plan.kernel
+    assert kernel is not None
+
+    def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
+        tensors, numbers = _split(operands)
+        named = {"a": a, "b": b, "d": outs[0]}
+        named |= {f"operands[{number}]": each for number, each in enumerate(tensors)}
+        named |= {f"out[{number}]": each for number, each in enumerate(outs) if number}
+        addresses = (
+            a.data_ptr(), b.data_ptr(), 0, 0, outs[0].data_ptr(), *(each.data_ptr() for each in tensors),
+            *(each.data_ptr() for each in outs[1:]),
+        )  # fmt: skip
+        launches = kernel.capture(problem, addresses, (*Scalars(), *numbers))
+        named |= launches.scratch
+        written = {name for name in named if name == "d" or name.startswith("out[")} | {*launches.scratch}
+        emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
+
+    return core
+
+
+def plan_of(
+    a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str, config: Any
+) -> Plan:
+    """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
+    key = key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+    call.keep_up()
+    memo.keep_up()
+    plan = None if key is None else memo.plan(key)
+    return plan or planned(key, a, b, epilogue, operands, out, out_dtype, precision, backend, config)[1]

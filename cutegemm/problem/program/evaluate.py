@@ -1,0 +1,203 @@
+"""A program evaluated on torch tensors: what the kernels compute, in float64 or fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cutegemm.problem.dtypes import torch_dtype
+from cutegemm.problem.program import random
+from cutegemm.problem.program.graph import I32, Input, Node, Program
+from cutegemm.problem.reference import activate
+
+Tensor = torch.Tensor
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "neg": torch.neg,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "log": torch.log,
+    "log2": torch.log2,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "reciprocal": torch.reciprocal,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "erf": torch.erf,
+    "abs": torch.abs,
+    **{name: lambda x, name=name: activate(x, name) for name in ("relu", "gelu", "gelu_tanh", "silu")},
+}
+"""The functions of one number. sqrt and log of a negative number are NaN, as on the device."""
+
+_COMPARE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
+}  # fmt: skip
+
+
+def _quotient(x: Tensor, y: Tensor) -> Tensor:
+    """Rounded down, and 0 where y is 0: what a kernel gives there is not specified."""
+    return torch.where(y == 0, 0, torch.div(x, torch.where(y == 0, 1, y), rounding_mode="floor"))
+
+
+_MANY: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
+    "minimum": torch.minimum, "maximum": torch.maximum,  # NaN if one of the two is NaN
+    "where": torch.where, "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
+    "iadd": torch.add, "isub": torch.sub, "imul": torch.mul, "ifloordiv": _quotient,
+    "imod": lambda x, y: torch.where(y == 0, 0, torch.remainder(x, torch.where(y == 0, 1, y))),
+    **_COMPARE, **{"i" + name: function for name, function in _COMPARE.items()},
+}  # fmt: skip
+
+
+def rounded(x: Tensor, dtype: str) -> Tensor:
+    """x with its elements rounded to a dtype of `dtypes.TABLE`, in x's dtype."""
+    return x.to(torch_dtype(dtype)).to(x.dtype)
+
+
+class Place:
+    """Where the elements are: the shape of D and of its operands, and the indices.
+
+    acc: (M, N) or (L, M, N) of accumulators; N is twice D's where the program is gated.
+    Raises ValueError where N must be even and is not.
+    """
+
+    def __init__(self, program: Program, acc: Tensor) -> None:
+        if acc.dim() not in (2, 3):
+            raise ValueError(f"acc: expected (M, N) or (L, M, N), got {tuple(acc.shape)}")
+        self.batched = acc.dim() == 3
+        self.count, self.m, columns = (1, *acc.shape) if acc.dim() == 2 else acc.shape
+        self.n = columns // 2 if program.gating else columns
+        if (program.gating or program.uses("partner")) and columns % 2:
+            raise ValueError(f"acc: columns belong together by two, and it has {columns} of them")
+        self.shape = (self.count, self.m, self.n)
+        self.device = acc.device
+
+    def accumulators(self, acc: Tensor, gating: str | None) -> tuple[Tensor, ...]:
+        """(L, M, N) for each accumulator that the program reads."""
+        acc = acc if acc.dim() == 3 else acc[None]
+        if gating == "halves":
+            return acc[..., : self.n], acc[..., self.n :]
+        return (acc[..., 0::2], acc[..., 1::2]) if gating == "pairs" else (acc,)
+
+    def index(self, op: str) -> Tensor:
+        """The index of that name, as int32 that broadcasts to (L, M, N)."""
+        axis = ("matrix", "row", "column").index(op)
+        shape = [1, 1, 1]
+        shape[axis] = -1
+        return torch.arange(self.shape[axis], dtype=torch.int32, device=self.device).view(shape)
+
+    def operand(self, given: Input, value: Tensor | float | int, dtype: torch.dtype) -> Tensor:
+        """An operand in fp32 or float64 (or int32), of three dimensions. Raises ValueError for one of another shape."""
+        kind = torch.int32 if given.type == I32 else dtype
+        tensor = torch.as_tensor(value, device=self.device)
+        if given.by_value and given.type != I32:
+            tensor = tensor.float()
+        tensor = tensor.to(kind)
+        tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
+        whole = (self.count, self.m, self.n)
+        want = tuple(
+            each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True)
+        )
+        if tuple(tensor.shape) != want:
+            raise ValueError(f"operand {given.name}: expected a shape that is {want} with three dimensions, got "
+                             f"{tuple(tensor.shape)}")  # fmt: skip
+        return tensor
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        """x with columns 2j and 2j + 1 exchanged."""
+        return x if x.shape[-1] == 1 and self.n > 1 else x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+    def result(self, x: Tensor, reduce: str | None) -> Tensor:
+        """As the caller sees it: (M, N), or (M, 1) or (1, N) of what is to be reduced, with the batch if acc has it."""
+        shape = [self.count, self.m, self.n]
+        if reduce is not None:
+            shape[2 if reduce.startswith("row") else 1] = 1
+        x = x.expand(shape)
+        return x if self.batched else x[0]
+
+
+def evaluate(
+    program: Program,
+    acc: Tensor,
+    operands: Sequence[Tensor | float | int],
+    *,
+    dtype: torch.dtype = torch.float64,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """The outputs of a program.
+
+    Args:
+        acc: (M, N) or (L, M, N) of accumulators; for a gated program N is twice D's.
+        operands: one for each of `program.inputs`: a tensor that broadcasts to (L, M, N), with the extents that the
+            input says, or a number.
+        dtype: torch.float64 or torch.float32: what is computed in. Casts within the program are done in both.
+        out_dtype: None leaves the outputs in `dtype`. Otherwise each is rounded: to its own dtype, to fp32 if it is a
+            reduction without one, to this one else.
+
+    Returns:
+        (M, N) for a matrix, (M, 1) for what is reduced over a row, (1, N) over a column; with a batch if acc has it.
+
+    Raises ValueError for tensors that do not fit the program.
+    """
+    if dtype not in (torch.float64, torch.float32):
+        raise ValueError(f"dtype: got {dtype}, accepted are torch.float64 and torch.float32")
+    place = Place(program, acc)
+    if len(operands) != len(program.inputs):
+        raise ValueError(f"operands: got {len(operands)}, the program takes {len(program.inputs)}")
+    accumulators = place.accumulators(acc.to(dtype), program.gating)
+    given = [place.operand(each, value, dtype) for each, value in zip(program.inputs, operands, strict=True)]
+    values: list[Tensor] = []
+    for node in program.nodes:
+        if node.op == "acc":
+            values.append(accumulators[int(node.attribute or 0)])
+        elif node.op == "input":
+            values.append(given[int(node.attribute or 0)])
+        else:
+            values.append(apply(node, [values[arg] for arg in node.args], place, dtype))
+    outputs = []
+    for out in program.outputs:
+        value = reduced(values[out.node].expand(place.shape), out.reduce)
+        if out_dtype is not None:
+            own = torch.float32 if out.reduce else out_dtype
+            value = value.to(own if out.dtype is None else torch_dtype(out.dtype))
+        outputs.append(place.result(value, out.reduce))
+    return tuple(outputs)
+
+
+def apply(node: Node, args: Sequence[Tensor], place: Place, dtype: torch.dtype) -> Tensor:
+    """The value of a node that is no accumulator and no operand."""
+    op = node.op
+    if op in UNARY:
+        return UNARY[op](args[0])
+    if op in _MANY:
+        return _MANY[op](*args)
+    if op == "const":
+        assert isinstance(node.attribute, (int, float))
+        kind = torch.int32 if isinstance(node.attribute, int) else dtype
+        return torch.full((1, 1, 1), node.attribute, dtype=kind, device=place.device)
+    if op in ("row", "column", "matrix"):
+        return place.index(op)
+    if op == "float":
+        return args[0].to(torch.float32).to(dtype)
+    if op == "cast":
+        return rounded(args[0], str(node.attribute))
+    if op == "partner":
+        return place.exchanged(args[0])
+    if op == "random":
+        return random.uniform(*args).to(dtype)
+    raise AssertionError(f"operation {op!r} has no row here")
+
+
+def reduced(x: Tensor, reduce: str | None) -> Tensor:
+    """x (L, M, N) reduced as an output says; sums of nothing are 0, maxima of nothing minus infinity."""
+    if reduce is None:
+        return x
+    dim = -1 if reduce.startswith("row") else -2
+    if reduce.endswith("sum"):
+        return x.sum(dim, keepdim=True)
+    x = x.abs() if reduce.endswith("abs") else x
+    if x.shape[dim] == 0:
+        return torch.full((*x.shape[:dim], 1, *x.shape[dim:][1:]), -math.inf, dtype=x.dtype, device=x.device)
+    return x.amax(dim, keepdim=True)

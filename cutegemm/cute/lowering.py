@@ -21,7 +21,8 @@ from cutlass import Float32, Int32
 
 from cutegemm.cute import types
 from cutegemm.problem.epilogue import formula_of
-from cutegemm.problem.program.graph import Node, Program
+from cutegemm.problem.program.graph import I32, OPS, Node, Program
+from cutegemm.problem.program.random import KEY_STEP, MATRIX_STEP, MULTIPLIER, ROUNDS
 
 Leaf = Callable[[Node], Any]
 """leaf(node): the elements of a leaf ("acc", "input", "row", "column", "matrix") as a vector (TensorSSA), or one number
@@ -44,8 +45,8 @@ def finish(program: Program, size: int, leaf: Leaf) -> list[Any]:
 
 
 def _apply(node: Node, args: list[Any], size: int) -> Any:
-    if not any(isinstance(arg, cute.TensorSSA) for arg in args) and args:
-        args[0] = _vector(args[0], size, Int32 if node.op in _OF_INTEGERS else Float32)
+    if not any(isinstance(arg, cute.TensorSSA) for arg in args):
+        args[0] = _vector(args[0], size, Int32 if OPS[node.op].takes[0] == I32 else Float32)
     if node.op == "cast":
         return args[0].to(types.NUMERIC[str(node.attribute)]).to(Float32)
     if node.op == "partner":
@@ -176,9 +177,27 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _OPERATIONS[_name] = _OPERATIONS["i" + _name] = getattr(operator, _name)
-_OF_INTEGERS = frozenset(name for name in _OPERATIONS if name.startswith("i")) | {"float"}
 
 
 def _random(args: list[Any], size: int) -> Any:
-    raise NotImplementedError
+    """`cutegemm.problem.program.random` of (seed, row, column, matrix), element by element."""
+    places = [_elements(arg, size, Int32) for arg in args]
+    found = cute.make_rmem_tensor(size, Float32)
+    for i in range(size):
+        seed, row, column, matrix = (place[i] for place in places)
+        key, first, second = seed ^ matrix * _signed(MATRIX_STEP), column, row
+        for _ in range(ROUNDS):
+            high = cute.arch.inline_ptx(
+                "mul.hi.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32],
+                read_only_args=[first, Int32(_signed(MULTIPLIER))],
+            )  # fmt: skip
+            first, second = high ^ key ^ second, first * _signed(MULTIPLIER)
+            key = key + _signed(KEY_STEP)
+        bits = cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 8;", write_only_types=[Int32], read_only_args=[first])
+        found[i] = bits.to(Float32) * 2.0**-24
+    return found.load()
 
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of an unsigned number."""
+    return word - 2**32 if word >= 2**31 else word

@@ -12,9 +12,7 @@ from cutegemm.problem import dtypes, overlap, request
 from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
-from cutegemm.problem.problem import Problem
 from cutegemm.problem.program.graph import Input, Program
-from cutegemm.problem.program.trace import lookup
 from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -111,6 +109,8 @@ def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     if not callable(epilogue):
         shown = request.shown(epilogue)
         raise TypeError(f"epilogue: got {shown}, expected a function of acc and the operands, or a Program")
+    from cutegemm.problem.program.trace import lookup
+
     return lookup(epilogue, inputs)
 
 
@@ -130,9 +130,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
         batched, m, n = (extent > 1 for extent in ((1, 1, 1) + tuple(operand.shape))[-3:])
         return Input(name, dtype, m=m, n=n, batched=batched)
     if isinstance(operand, bool) or not isinstance(operand, int | float):
-        raise TypeError(
-            f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number"
-        )
+        raise TypeError(f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number")
     if isinstance(operand, int):
         if not -(2**31) <= operand < 2**31:
             raise ValueError(f"operands[{number}]: got {operand}, which int32 cannot hold; pass a float or a tensor")

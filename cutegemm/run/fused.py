@@ -45,10 +45,8 @@ def compute(
 
 def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
     """The key of a call, or None when something about it is strange, or its function may mean another thing next time."""
-    from cutegemm.problem.program.trace import meaning
-
     try:
-        told = epilogue if isinstance(epilogue, Program) else meaning(epilogue)
+        told = epilogue if isinstance(epilogue, Program) else _meaning(epilogue)
         if told is None:
             return None
         outs = None if out is None else tuple(map(_described, (out,) if isinstance(out, torch.Tensor) else out))
@@ -60,6 +58,12 @@ def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
     except (AttributeError, TypeError, RuntimeError):
         return None
     return found
+
+
+def _meaning(function: Any) -> Any:
+    from cutegemm.problem.program.trace import meaning
+
+    return meaning(function)
 
 
 def _described(operand: Any) -> Any:

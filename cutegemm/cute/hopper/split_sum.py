@@ -33,7 +33,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutegemm.cute.source import aligned
 from cutegemm.cute.hopper.cluster_sum import ClusterSum
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore
@@ -42,6 +41,7 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.hopper.workspace import Workspace
+from cutegemm.cute.source import aligned
 from cutegemm.hardware.arch import LINE
 
 POLLS = 24

@@ -16,13 +16,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutegemm.cute.source import aligned
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.hopper.workspace import Workspace
+from cutegemm.cute.source import aligned
 
 BATCH = 4
 """16-byte loads in flight a thread while parts are added: the accumulators leave few registers."""

@@ -44,9 +44,7 @@ def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
 def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each matrix operand of the signature's epilogue, by name."""
     given, staged = config.matrices(signature), config.staged_matrix(signature)
-    return {
-        each.name: (StagedC if each.name == staged else PairedC)(config, each, len(given) == 1) for each in given
-    }
+    return {each.name: (StagedC if each.name == staged else PairedC)(config, each, len(given) == 1) for each in given}
 
 
 class AcrossBias:

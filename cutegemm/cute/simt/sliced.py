@@ -28,9 +28,9 @@ from cutegemm.cute.entry import Gemm
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.cute.simt.kernel import LANES_M, LANES_N, SimtGemm, place_of_lane
+from cutegemm.cute.source import aligned
 from cutegemm.cute.warps.copy_ring import CopyRing
 from cutegemm.cute.warps.tile_load import TileLoader
-from cutegemm.cute.source import aligned
 from cutegemm.problem import Signature
 
 CHUNK = SimtConfig.CHUNK

@@ -298,7 +298,9 @@ def _gating(parameters: list[tuple[str, str]]) -> str | None:
     for gating in GATINGS:
         if parameters[:2] == [("gate", f"{gating}[0]"), ("up", f"{gating}[1]")]:
             return gating
-    raise ValueError("the first parameters are 'acc', 'gate: halves[0], up: halves[1]' or 'gate: pairs[0], up: pairs[1]'")
+    raise ValueError(
+        "the first parameters are 'acc', 'gate: halves[0], up: halves[1]' or 'gate: pairs[0], up: pairs[1]'"
+    )
 
 
 def _input(name: str, note: str) -> Input:

@@ -53,7 +53,9 @@ def gemm(
     epilogue: Any = None,
     operands: Sequence[Any] = (),
 ) -> Any:
-    """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands); accumulated in fp32, rounded once.
+    """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands).
+
+    Products are accumulated in fp32, and D is rounded once.
 
     Args:
         a: (M, K) or (L, M, K), any strides that torch allows. Accepted dtypes are the rows of

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from cutegemm.problem.program.graph import Input, Node, Output, Program
+from cutegemm.problem.program.text import line
 
 T = TypeVar("T")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -96,7 +97,7 @@ class Epilogue:
 
     def __str__(self) -> str:
         if self.custom is not None:
-            return f"{self.custom}@{','.join(map(str, self.aligns))}" if self.aligns else str(self.custom)
+            return f"{line(self.custom)}@{','.join(map(str, self.aligns))}" if self.aligns else line(self.custom)
         parts = ["alpha*acc"]
         if self.c_dtype:
             parts.append(f"beta*C[{self.c_dtype}]")

@@ -100,8 +100,8 @@ class Problem:
     """One multiplication D (M, N) = act(alpha * A (M, K) @ B (K, N) + beta * C + bias), `batch` times.
 
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
-    how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the columns of the product,
-    of which D may have half (gating); `operands` are its tensor operands and `outputs` its outputs behind D.
+    how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the number of columns of
+    the product, and D may have half as many (gating); `operands` are its tensors, `outputs` its outputs behind D.
     """
 
     m: int
@@ -233,8 +233,9 @@ class Problem:
         return total
 
     def transposed(self) -> Problem:
-        """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped. Raises ValueError
-        for one with a user's program.
+        """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped.
+
+        Raises ValueError for one with a user's program.
         """
         return replace(
             self,

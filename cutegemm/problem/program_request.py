@@ -28,10 +28,10 @@ class ProgramRequest(Request):
         single: the caller gets one tensor, not a tuple.
     """
 
-    program: Program = Program((), (), ())
-    shapes: tuple[tuple[int, ...], ...] = ()
-    temporaries: frozenset[int] = frozenset()
-    single: bool = True
+    program: Program
+    shapes: tuple[tuple[int, ...], ...]
+    temporaries: frozenset[int]
+    single: bool
 
 
 def describe(
@@ -75,7 +75,9 @@ def describe(
     if program.outputs[0].reduce is not None:
         raise ValueError("epilogue: its first result is a reduction; return a matrix first, the reductions after it")
     program = replace(program, outputs=tuple(resolved))
-    targets = [_result(target, shape, str(output.dtype)) for target, shape, output in zip(outs, shapes, resolved)]
+    targets = [
+        _result(target, shape, str(output.dtype)) for target, shape, output in zip(outs, shapes, resolved, strict=True)
+    ]
     matrices = tuple(
         _strides(given, operand) for given, operand in zip(inputs, operands, strict=True) if not given.by_value
     )
@@ -127,7 +129,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
             raise TypeError(
                 f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED}, torch.int32"
             )
-        batched, m, n = (extent > 1 for extent in ((1, 1, 1) + tuple(operand.shape))[-3:])
+        batched, m, n = (extent > 1 for extent in (1, 1, 1, *operand.shape)[-3:])
         return Input(name, dtype, m=m, n=n, batched=batched)
     if isinstance(operand, bool) or not isinstance(operand, int | float):
         raise TypeError(f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number")
@@ -151,9 +153,11 @@ def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, in
 
 def _strides(given: Input, operand: torch.Tensor) -> Matrix:
     """How an operand lies; the strides of what it does not vary along are 0."""
-    shape = ((1, 1, 1) + tuple(operand.shape))[-3:]
-    strides = ((0, 0, 0) + tuple(operand.stride()))[-3:]
-    batch, row, col = (stride if varies else 0 for stride, varies in zip(strides, (given.batched, given.m, given.n)))
+    shape = (1, 1, 1, *operand.shape)[-3:]
+    strides = (0, 0, 0, *operand.stride())[-3:]
+    batch, row, col = (
+        stride if varies else 0 for stride, varies in zip(strides, (given.batched, given.m, given.n), strict=True)
+    )
     align = alignment(operand.data_ptr(), operand.element_size(), shape[2], row, batch)
     return Matrix(shape[1], shape[2], row, col, batch, align)
 
@@ -174,7 +178,7 @@ def _name(number: int, count: int) -> str:
 
 
 def _dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) -> str:
-    """The dtype of a result: what the program casts it to, else that of `out`, else `out_dtype`; fp32 of a reduction."""
+    """The dtype of a result: what the program casts it to, else that of `out`, else `out_dtype`; fp32 if reduced."""
     own = output.dtype or ("fp32" if output.reduce else None)
     if own is not None and number == 0 and out_dtype is not None and dtype_name(out_dtype) != own:
         raise TypeError(f"out_dtype: got {out_dtype}, but the epilogue casts its first result to {own}")
@@ -200,9 +204,9 @@ def _check_output(number: int, target: Any, shape: tuple[int, ...], dtype: str, 
 
 def _result(target: torch.Tensor | None, shape: tuple[int, ...], dtype: str) -> tuple[Matrix, bool]:
     """How a result lies where the kernel writes it, and whether that is apart from the tensor given."""
-    batch, rows, cols = ((1, 1, 1) + shape)[-3:]
+    batch, rows, cols = (1, 1, 1, *shape)[-3:]
     if target is not None:
-        stride_batch, row, col = ((0, 0, 0) + tuple(target.stride()))[-3:]
+        stride_batch, row, col = (0, 0, 0, *target.stride())[-3:]
         if cols <= 1:
             col = 1
         if rows <= 1:

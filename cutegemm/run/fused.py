@@ -44,7 +44,7 @@ def compute(
 
 
 def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
-    """The key of a call, or None when something about it is strange, or its function may mean another thing next time."""
+    """The key of a call; None when something about it is strange, or its function may mean another thing next time."""
     try:
         told = epilogue if isinstance(epilogue, Program) else _meaning(epilogue)
         if told is None:
@@ -118,7 +118,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         )
         core(a, b, operands, outs)
         for number in temporaries:
-            given[number].copy_(outs[number])
+            given[number].copy_(outs[number])  # type: ignore[union-attr]
         results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))
         return results[0] if asked.single else results
 

@@ -243,7 +243,7 @@ class HopperConfig(LaunchedConfig):
         return self.bn
 
     def vector_bytes(self, signature: Signature) -> int:
-        """Shared memory for the operands along the tile's columns: fp32, a row a warpgroup. TMA stores alone need it."""
+        """Shared memory for operands along the tile's columns: 4 bytes, a row a warpgroup. TMA stores alone need it."""
         across = sum(self.lies_across(each) for each in self.vectors(signature))
         return across * self.consumers * self.out_columns * 4
 

@@ -212,8 +212,8 @@ class TmaEpilogue:
     def _values(self, accumulators, corner, i, part, first, count, address):
         """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest.
 
-        `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of the result
-        will stand, and that of a staged operand stands.
+        `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
+        operand stands, and where that of the result will stand.
         """
         size = 4 * count
         own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * (part * (self.columns // 8) + first))
@@ -232,6 +232,7 @@ class TmaEpilogue:
                 return cute.TensorSSA(values, size, Float32)
             if node.op != "input":
                 return self._index(node.op, corner, first, size)
+            assert isinstance(node.attribute, int)
             given = self.program.inputs[node.attribute]
             if given.by_value:
                 return getattr(self.args, given.name)

@@ -9,8 +9,8 @@ is read beyond it: what is computed there is never stored.
     DownBias      one number a row: two for each block of 64 rows
     PairedC       a matrix in fragments straight from global memory, 2 neighbouring columns at a time (one with swapped
                   operands): for fp32, of which a quad of lanes reads 32 bytes, and for an fp32 result
-    StagedC       one 16-bit matrix: 16-byte pieces of whole rows into the staging buffer that D takes next, and fragments from
-                  there with ldmatrix, the mirror image of the way out
+    StagedC       one 16-bit matrix: 16-byte pieces of whole rows into the staging buffer that D takes next, and
+                  fragments from there with ldmatrix, the mirror image of the way out
 """
 
 from __future__ import annotations

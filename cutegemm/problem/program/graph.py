@@ -136,21 +136,11 @@ class Program:
         return tuple(found)
 
     @cached_property
-    def text(self) -> str:
-        """The program on one line; see `text`."""
-        from cutegemm.problem.program.text import line
-
-        return line(self)
-
-    @cached_property
     def _hash(self) -> int:
         return hash((self.inputs, self.nodes, self.outputs, self.gating))
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __str__(self) -> str:
-        return self.text
 
     def uses(self, op: str) -> bool:
         """Whether some node is that operation."""

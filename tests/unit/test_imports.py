@@ -36,7 +36,7 @@ LAYERS = {
         cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest
         cutegemm.run.cache_dir cutegemm.run.progress""",
     "hardware": "cutegemm.hardware.*",
-    "problem": "cutegemm.problem.*",
+    "problem": "cutegemm.problem.* cutegemm.ops",
     "errors": "cutegemm.errors",
 }
 """The layers from top to bottom: modules by name, `NAME.*` a package with all that no other layer names."""

@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from typing import TypeVar
 
 from cutegemm.problem.program.graph import Input, Node, Output, Program
-from cutegemm.problem.program.text import line
 
 T = TypeVar("T")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
@@ -97,7 +96,7 @@ class Epilogue:
 
     def __str__(self) -> str:
         if self.custom is not None:
-            return f"{line(self.custom)}@{','.join(map(str, self.aligns))}" if self.aligns else line(self.custom)
+            return f"{self.custom.text}@{','.join(map(str, self.aligns))}" if self.aligns else self.custom.text
         parts = ["alpha*acc"]
         if self.c_dtype:
             parts.append(f"beta*C[{self.c_dtype}]")

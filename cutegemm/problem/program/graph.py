@@ -12,6 +12,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from cutegemm.problem.program.writing import line
+
 F32, I32, BOOL = "f32", "i32", "bool"
 """The types of a node's value."""
 
@@ -86,7 +88,7 @@ class Input(NamedTuple):
 
     @property
     def varies(self) -> str:
-        """ "", "n", "m" or "mn": along which extents of D it varies."""
+        """"", "n", "m" or "mn": along which extents of D it varies."""
         return "m" * self.m + "n" * self.n
 
 
@@ -136,11 +138,19 @@ class Program:
         return tuple(found)
 
     @cached_property
+    def text(self) -> str:
+        """The program on one line; see `text`."""
+        return line(self)
+
+    @cached_property
     def _hash(self) -> int:
         return hash((self.inputs, self.nodes, self.outputs, self.gating))
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __str__(self) -> str:
+        return self.text
 
     def uses(self, op: str) -> bool:
         """Whether some node is that operation."""

@@ -249,6 +249,10 @@ class Problem:
             work=WORKS[self.work].transposed,
         )
 
+    def without_program(self) -> Problem:
+        """The product alone, with D as it is."""
+        return replace(self, epilogue=Epilogue(), operands=(), outputs=())
+
     @property
     def sizes(self) -> str:
         """The sizes as the text form begins with them."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from cutegemm.problem.dtypes import torch_dtype
 from cutegemm.problem.program import random
 from cutegemm.problem.program.graph import I32, Input, Node, Program
 from cutegemm.problem.reference import activate
-
-Tensor = torch.Tensor
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg,
@@ -27,7 +27,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "erf": torch.erf,
     "abs": torch.abs,
-    **{name: lambda x, name=name: activate(x, name) for name in ("relu", "gelu", "gelu_tanh", "silu")},
+    **{name: partial(activate, activation=name) for name in ("relu", "gelu", "gelu_tanh", "silu")},
 }
 """The functions of one number. sqrt and log of a negative number are NaN, as on the device."""
 
@@ -97,9 +97,7 @@ class Place:
         tensor = tensor.to(kind)
         tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
         whole = (self.count, self.m, self.n)
-        want = tuple(
-            each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True)
-        )
+        want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
         if tuple(tensor.shape) != want:
             raise ValueError(f"operand {given.name}: expected a shape that is {want} with three dimensions, got "
                              f"{tuple(tensor.shape)}")  # fmt: skip

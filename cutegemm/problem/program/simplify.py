@@ -339,5 +339,3 @@ def _keys(program: Program) -> list[_Key]:
             for number in forms[form]:
                 keys[number] = (_CLASSES.get(program.nodes[number].op, _COMPOUND), -depth, rank)
     return keys
-
-

@@ -20,7 +20,7 @@ from cutlass import Float32, Int32
 
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
 from cutegemm.cute.lowering import finish
-from cutegemm.cute.source import aligned, outputs, sources, targets
+from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import ITEMSIZE, Signature
 from cutegemm.problem.program.graph import Node
 
@@ -41,7 +41,7 @@ class SlabEpilogue:
         self.late_bias = late_bias
         self.epilogue = signature.epilogue
         self.fold = 2 if self.epilogue.gating else 1
-        narrowest = min(ITEMSIZE[dtype] for _, dtype, _ in outputs(signature))
+        narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
         self.chunk = min(16 // narrowest, self.wn // self.fold)
         self.targets = targets(signature, self.chunk)
         self.lanes_per_row = self.wn // self.fold // self.chunk
@@ -120,8 +120,8 @@ class SlabEpilogue:
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
         values = finish(self.epilogue.program, self.chunk, partial(self._leaf, slab_row, row))
-        for number in cutlass.range_constexpr(len(self.targets)):
-            self._put(self.targets[number], values[number], row)
+        for i in cutlass.range_constexpr(len(self.targets)):
+            self._put(self.targets[i], values[self.targets[i].number], row)
 
     def _leaf(self, slab_row, row, node: Node) -> Any:
         if node.op == "acc":

@@ -67,6 +67,12 @@ class Signature:
         """Of A and B, as in `Problem.of`: "t" is row-major for A, "n" column-major for B, where both lie along K."""
         return ("t" if self.a_major == "k" else "n") + ("n" if self.b_major == "k" else "t")
 
+    @property
+    def results(self) -> tuple[tuple[int, str, str, int], ...]:
+        """(number of the output, name, dtype, alignment class) of the matrices that a kernel writes, D first."""
+        more = ((int(name[1:]), name, str(output.dtype), align) for name, output, align in self.epilogue.more_outputs)
+        return ((0, "d", self.out_dtype, self.align_d), *more)
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -227,6 +233,9 @@ class Problem:
                 total += elements * (batch if each.batched else 1) * {**ITEMSIZE, **INTEGERS}[each.dtype]
             for (_, output, _), matrix in zip(self.epilogue.more_outputs, self.outputs, strict=True):
                 total += matrix.rows * matrix.cols * batch * ITEMSIZE[str(output.dtype)]
+            for number, reduce in self.epilogue.reductions:
+                extent = self.m if reduce.startswith("row") else self.columns
+                total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
         total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)

@@ -86,18 +86,19 @@ def describe(
         for given, matrix in zip((each for each in inputs if not each.by_value), matrices, strict=True)
         if given.varies == "mn"
     ]
-    aligns += [matrix.align for matrix, _ in targets[1:]]
+    more = [matrix for (matrix, _), output in zip(targets[1:], resolved[1:], strict=True) if output.reduce is None]
+    aligns += [matrix.align for matrix in more]
     problem = replace(
         plain,
         out_dtype=str(resolved[0].dtype),
         d=targets[0][0],
         epilogue=Epilogue(custom=program, aligns=tuple(aligns)),
         operands=matrices,
-        outputs=tuple(matrix for matrix, _ in targets[1:]),
+        outputs=tuple(more),
     )
     return ProgramRequest(
         problem, False, whole, a.device, asked.copies, False, program, tuple(shapes),
-        frozenset(number for number, (_, apart) in enumerate(targets) if apart), len(shapes) == 1,
+        frozenset(i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None), len(shapes) == 1,
     )  # fmt: skip
 
 

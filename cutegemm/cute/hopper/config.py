@@ -199,7 +199,8 @@ class HopperConfig(LaunchedConfig):
         return 32 if self.bn % 32 == 0 and not self.swapped else 16
 
     def uses_tma_store(self, signature: Signature) -> bool:
-        """Whether D goes through shared memory and TMA: it is aligned, and matrix operands lie in aligned rows.
+        """Whether D goes through shared memory and TMA: it is aligned, and matrix operands lie in aligned rows. So do
+        all results together, where they are aligned and of one itemsize.
 
         An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. Matrix
         operands need registers, most of all as fragments straight from global memory, which many accumulators leave no
@@ -211,11 +212,11 @@ class HopperConfig(LaunchedConfig):
         return (
             "slab" not in self.options
             and self.parts == 1
-            and signature.align_d >= 16
+            and all(align >= 16 for *_, align in signature.results)
+            and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
             and (not matrices or self.accumulators <= most)
             and all(aligns[each.name] >= 16 for each in matrices)
-            and not signature.epilogue.more_outputs
             and not signature.epilogue.gating
         )
 
@@ -260,7 +261,7 @@ class HopperConfig(LaunchedConfig):
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
             buffers = self.consumers * self.store_buffers * BLOCK_ROWS * self.store_columns(itemsize) * itemsize
-            return buffers + self.vector_bytes(signature)
+            return len(signature.results) * buffers + self.vector_bytes(signature)
         return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
 
     def smem_bytes(self, signature: Signature) -> int:

@@ -30,7 +30,7 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
 from cutegemm.cute.lowering import finish
-from cutegemm.cute.source import sources
+from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
 
@@ -41,7 +41,7 @@ MOST_UNROLLED_STRIPS = 4
 def make_store(config: HopperConfig, signature: Signature) -> Any:
     """The store for a configuration and signature.
 
-    All have `make_atom` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes single
+    All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes single
     vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, and `finish()` at the end.
     """
     if config.parts > 1:
@@ -57,8 +57,9 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
 class TmaEpilogue:
     """The epilogue's program, rounded once, stored 64 rows x `columns` at a time.
 
-    A warpgroup has two staging buffers, or one. Before it fills one it makes sure that the store that last read it
-    is done reading; nobody waits for stores to reach memory, so they overlap the next tile.
+    A warpgroup has two staging buffers for each result, or one. Before it fills one it makes sure that the store that
+    last read it is done reading; nobody waits for stores to reach memory, so they overlap the next tile. Results are all
+    of the first one's itemsize; they are computed together and fill buffers of the same number.
     """
 
     turn = ""
@@ -67,12 +68,16 @@ class TmaEpilogue:
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.config = config
         self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
+        self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
         self.program = signature.epilogue.program
         self.itemsize = self.out_type.width // 8
         self.columns = config.store_columns(self.itemsize)
         self.row_bytes = self.itemsize * self.columns
         self.buffer_bytes = BLOCK_ROWS * self.row_bytes
+        # A warpgroup's buffers of one result; those of the next follow.
+        self.result_bytes = config.store_buffers * self.buffer_bytes
+        self.group_bytes = len(self.results) * self.result_bytes
         # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024,
         # 512, 256.
         self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
@@ -97,43 +102,52 @@ class TmaEpilogue:
         )
         return cute.tile_to_shape(atom, self.box(), order=(0, 1))
 
-    def make_atom(self, d, m, n, ldd, d_batch, batch):
-        """(copy atom, coordinate tensor) of TMA stores into D, (m, n) row-major. On the host."""
+    def make_atoms(self, args) -> tuple:
+        """(copy atom, coordinate tensor) of TMA stores into each result, (m, n) row-major. On the host."""
         step = 16 // self.itemsize
-        layout = cute.make_layout(
-            (m, n, batch), stride=(cute.assume(ldd, divby=step), 1, cute.assume(d_batch, divby=step))
-        )
         store = cpasync.CopyBulkTensorTileS2GOp()
-        return cpasync.make_tiled_tma_atom(store, cute.make_tensor(d, layout), self.buffer_layout(), self.box())
+        found = []
+        for _, name, _ in self.results:
+            row, matrix = (cute.assume(each, divby=step) for each in strides(args, name))
+            layout = cute.make_layout((args.m, args.n, args.batch), stride=(row, 1, matrix))
+            tensor = cute.make_tensor(getattr(args, name), layout)
+            found.append(cpasync.make_tiled_tma_atom(store, tensor, self.buffer_layout(), self.box()))
+        return tuple(found)
 
     def start(self, output: Output, memory: SharedMemory, position: Position) -> None:
         """Binds to a launch's output, to the staging buffers of this warpgroup, and to this thread."""
         group, thread = position.group, position.own_thread
-        self.atom, self.args = output.atom, output.args
-        base = memory.staging + group * (self.config.store_buffers * self.buffer_bytes)
-        layout = self.buffer_layout()
-        staged = cute.append(
-            layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
-        )
-        pointer = cute.recast_ptr(base, layout.inner, dtype=self.out_type)
-        tiles = cute.local_tile(output.tensor, self.box(), (None, None, None))
-        self.shared, self.target = cpasync.tma_partition(
-            self.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(cute.make_tensor(pointer, staged), 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
+        self.args = output.args
+        base = memory.staging + group * self.group_bytes
+        self.copies = [
+            self._copy(atom, tensor, base + number * self.result_bytes if number else base, self.results[number][2])
+            for number, (atom, tensor) in enumerate(output.stores)
+        ]
         self.barrier = position.group_barrier
         self.warp = cute.arch.make_warp_uniform(thread // 32)
         self.lane = thread % 32
         self._start_addresses(base.toint(), self.lane)
         for vector in self.vectors.values():
-            vector.start(
-                memory.staging + self.config.consumers * self.config.store_buffers * self.buffer_bytes, group, thread
-            )
+            vector.start(memory.staging + self.config.consumers * self.group_bytes, group, thread)
         if self.staged is not None:
             self.staged.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
+
+    def _copy(self, atom, tensor, base, dtype) -> tuple:
+        """(atom, buffers in shared memory from `base` on, tiles) of the stores into one result."""
+        layout = self.buffer_layout()
+        staged = cute.append(
+            layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
+        )
+        pointer = cute.recast_ptr(base, layout.inner, dtype=dtype)
+        tiles = cute.local_tile(tensor, self.box(), (None, None, None))
+        shared, target = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.make_tensor(pointer, staged), 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+        return atom, shared, target
 
     def _start_addresses(self, base, lane) -> None:
         # stmatrix: lane l gives the address of row l % 8 of 8x8 matrix l / 8; the matrices are (rows 0-7, 8-15) x 2.
@@ -173,7 +187,9 @@ class TmaEpilogue:
             if self.warp == 0:
                 block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
                 place = (None, *block, region.matrix)
-                cute.copy(self.atom, self.shared[None, buffer], self.target[place])
+                for result in cutlass.range_constexpr(len(self.copies)):
+                    atom, shared, target = self.copies[result]
+                    cute.copy(atom, shared[None, buffer], target[place])
                 cute.arch.cp_async_bulk_commit_group()
 
     def box_corner(self, i: int, part: int, region) -> tuple:
@@ -210,7 +226,8 @@ class TmaEpilogue:
         return None if after is None else self._fetch(self.box_corner(after[0], after[1], region))
 
     def _values(self, accumulators, corner, i, part, first, count, address):
-        """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest.
+        """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest; those of
+        each result.
 
         `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
         operand stands, and where that of the result will stand.
@@ -243,10 +260,12 @@ class TmaEpilogue:
                 return self.vectors[given.name].fragment(i, part * (self.columns // 8) + first, count)
             return source.number(0, 0)
 
-        finished = finish(self.program, size, leaf)[0]
-        result = cute.make_rmem_tensor(size, self.out_type)
-        result.store(finished.to(self.out_type))
-        return result
+        finished, results = finish(self.program, size, leaf), []
+        for number, _, dtype in self.results:
+            result = cute.make_rmem_tensor(size, dtype)
+            result.store(finished[number].to(dtype))
+            results.append(result)
+        return results
 
     def _index(self, axis: str, corner, first, size) -> Any:
         """Indices of the elements of `_values`."""
@@ -263,13 +282,14 @@ class TmaEpilogue:
         """Finishes this thread's values of one staging buffer and stores them with stmatrix."""
         for pair in range(self.columns // 16):
             address = self._address(pair) + buffer * self.buffer_bytes
-            result = self._values(accumulators, corner, i, part, 2 * pair, 2, address)
-            words = cute.recast_tensor(result, Int32)
-            cute.arch.inline_ptx(
-                f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
-                "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[address, *(words[q] for q in range(4))],
-            )
+            for number, result in enumerate(self._values(accumulators, corner, i, part, 2 * pair, 2, address)):
+                words = cute.recast_tensor(result, Int32)
+                place = address + number * self.result_bytes if number else address
+                cute.arch.inline_ptx(
+                    f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
+                    "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[place, *(words[q] for q in range(4))],
+                )
 
     @cute.jit
     def finish(self):
@@ -290,13 +310,15 @@ class WideTmaEpilogue(TmaEpilogue):
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         for j in range(self.columns // 8):
-            result = self._values(accumulators, corner, i, part, j, 1, None)
+            results = self._values(accumulators, corner, i, part, j, 1, None)
             address = self.row_address + ((self.own_piece ^ (2 * j)) << 4) + buffer * self.buffer_bytes
-            for r in range(2):
-                cute.arch.inline_ptx(
-                    "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
-                    read_only_args=[address + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
-                )
+            for number, result in enumerate(results):
+                place = address + number * self.result_bytes if number else address
+                for r in range(2):
+                    cute.arch.inline_ptx(
+                        "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                        read_only_args=[place + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
+                    )
 
 
 class TransposedTmaEpilogue(TmaEpilogue):
@@ -348,9 +370,9 @@ class SlabStore:
         strip: Any = python_types.SimpleNamespace(wn=self.columns)
         self.slabs = SlabEpilogue(strip, signature, late_bias=True)
 
-    def make_atom(self, d, m, n, ldd, d_batch, batch) -> tuple[None, None]:
-        """Needs no tensor map."""
-        return None, None
+    def make_atoms(self, args) -> tuple:
+        """Needs no tensor maps."""
+        return ()
 
     def start(self, output: Output, memory: SharedMemory, position: Position) -> None:
         """Binds to a launch's output, to the slabs of this warpgroup, and to this thread."""

@@ -60,9 +60,9 @@ class HopperGemm(Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
-        dtype = types.NUMERIC[signature.dtype]
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major)
+        dtype, halves = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves"
+        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
+        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
@@ -80,7 +80,8 @@ class HopperGemm(Gemm):
         (a, rows, lda, a_batch), (b, columns, ldb, b_batch) = (right, left) if config.swapped else (left, right)
         atom_a, tensor_a = self.a.load_atom(a, rows, args.k, lda, a_batch, args.batch)
         atom_b, tensor_b = self.b.load_atom(b, columns, args.k, ldb, b_batch, args.batch)
-        atom_d, tensor_d = self.store.make_atom(args.d, args.m, args.n, args.ldd, args.d_batch, args.batch)
+        out_columns = args.n // 2 if self.signature.epilogue.gating else args.n
+        atom_d, tensor_d = self.store.make_atom(args.d, args.m, out_columns, args.ldd, args.d_batch, args.batch)
         on_device = arguments.device(
             args,
             host_only=("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch"),

@@ -44,7 +44,7 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
     flags = options.footprint_flags(config)
     # A store of swapped operands is 64 columns wide, whatever the tile.
     out = ITEMSIZE[signature.out_dtype]
-    columns = BLOCK_ROWS if config.swapped else config.store_columns(out)
+    columns = BLOCK_ROWS if config.swapped else config.store_columns(out, signature)
     return Footprint(
         _FAMILIES[signature.unit],
         bm,

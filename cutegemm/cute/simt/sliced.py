@@ -240,6 +240,7 @@ class SlicedSimtGemm(Gemm):
         cute.arch.sync_threads()
         first_row, first_column = row + warp_m * config.wm, column + warp_n * config.wn
         slab = cute.recast_ptr(slabs, dtype=Float32)
+        first_column, n = self.in_d(first_column), self.in_d(n)
         self.epilogue.start(slab, self.matrix, first_row, first_column, m, n, 0, lane, self.args)
         self.epilogue.store_part(piece)
 

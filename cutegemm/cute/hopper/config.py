@@ -195,7 +195,7 @@ class HopperConfig(LaunchedConfig):
         return (self.bn, self.bm, self.bk) if self.swapped else (self.bm, self.bn, self.bk)
 
     def store_columns(self, itemsize: int, signature: Signature) -> int:
-        """Columns of accumulators that one TMA store moves: the widest swizzle span that divides the tile of results."""
+        """Columns of results that one TMA store moves: the widest swizzle span that divides the tile of results."""
         columns = self.out_columns(signature)
         return next(width for width in (128 // itemsize, 64 // itemsize, 32 // itemsize) if columns % width == 0)
 

@@ -4,8 +4,8 @@ On the host `Operand` makes the tensor map, on the device it holds the operand's
 TMA for tiles. In a cluster of CM x CN CTAs those of a row need the same tile of A, those of a column the same tile of
 B. Each of the sharers loads a part of the tile and multicasts it to all of them.
 
-Of a gated program ("halves") the columns of B are gate's and then up's, F of each. A tile has as many columns of the one
-as of the other, gate's first. The tensor map has the halves as a dimension of its own, so that TMA clips each at F.
+Of a gated program ("halves") the columns of B are gate's and then up's, F of each. A tile has as many columns of the
+one as of the other, gate's first. The tensor map has the halves as a dimension of its own, so that TMA clips each at F.
 
 tf32: WGMMA reads fp32 words and ignores their low 13 bits. Truncated operands would be biased and twice as far off as
 rounded ones. So the tensor maps have the element type TFLOAT32, with which TMA rounds fp32 to the nearest tf32 on the

@@ -31,7 +31,7 @@ from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
+from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.lowering import finish
 from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
@@ -44,8 +44,8 @@ MOST_UNROLLED_STRIPS = 4
 def make_store(config: HopperConfig, signature: Signature) -> Any:
     """The store for a configuration and signature.
 
-    All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes single
-    vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, and `finish()` at the end.
+    All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes
+    single vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, and `finish()` at the end.
     """
     if config.parts > 1:
         return FragmentStore(config, signature)
@@ -67,8 +67,8 @@ class TmaEpilogue:
     """The epilogue's program, rounded once, stored 64 rows x `columns` at a time.
 
     A warpgroup has two staging buffers for each result, or one. Before it fills one it makes sure that the store that
-    last read it is done reading; nobody waits for stores to reach memory, so they overlap the next tile. Results are all
-    of the first one's itemsize; they are computed together and fill buffers of the same number.
+    last read it is done reading; nobody waits for stores to reach memory, so they overlap the next tile. All results
+    have the first one's itemsize; they are computed together and fill buffers of the same number.
     """
 
     turn = ""

@@ -13,6 +13,7 @@ from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
 from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.known import lookup
 from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -48,11 +49,9 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
-    if not isinstance(operands, (tuple, list)):
-        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
-    inputs = tuple(_input(number, operand, a.device) for number, operand in enumerate(operands))
+    inputs = inputs_of(operands, a.device)
     program = traced(epilogue, inputs)
     batch, m, n = plain.batch, plain.m, plain.n
     columns = n
@@ -112,9 +111,14 @@ def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     if not callable(epilogue):
         shown = request.shown(epilogue)
         raise TypeError(f"epilogue: got {shown}, expected a function of acc and the operands, or a Program")
-    from cutegemm.problem.program.trace import lookup
-
     return lookup(epilogue, inputs)
+
+
+def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
+    """The inputs that operands are to a program. Raises TypeError or ValueError naming the one that is none."""
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
 
 
 def _input(number: int, operand: Any, device: torch.device) -> Input:

@@ -45,7 +45,7 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
     """The store for a configuration and signature.
 
     All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes
-    single vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, and `finish()` at the end.
+    single vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, then `finish()`.
     """
     if config.parts > 1:
         return FragmentStore(config, signature)

@@ -73,6 +73,15 @@ class Signature:
         more = ((int(name[1:]), name, str(output.dtype), align) for name, output, align in self.epilogue.more_outputs)
         return ((0, "d", self.out_dtype, self.align_d), *more)
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes for each element of D that a program reads as matrix operands, and those that are written: D and the
+        other matrices of its results.
+        """
+        given = self.epilogue.custom.inputs if self.epilogue.custom else ()
+        read = sum({**ITEMSIZE, **INTEGERS}[each.dtype] for each in given if each.varies == "mn")
+        return read, sum(ITEMSIZE[dtype] for _, _, dtype, _ in self.results)
+
     def __hash__(self) -> int:
         return self._hash
 

@@ -179,7 +179,9 @@ class Model:
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
         f, r = footprint, constants or rates(footprint.family)
         clock = arch.clock_mhz * 1e6
-        size, out = ITEMSIZE[signature.dtype], ITEMSIZE[signature.out_dtype]
+        size: int = ITEMSIZE[signature.dtype]
+        # Bytes of D for each element of the product.
+        out = ITEMSIZE[signature.out_dtype] * (0.5 if signature.epilogue.gating else 1)
         sharers = f.cluster[0] * f.cluster[1]
         ctas = f.cluster_ctas
         self._itemsize, self._out_size, self._overlap, self._within = size, out, r.overlap, r.within

@@ -36,6 +36,8 @@ class Gemm:
         self.ab_type = types.NUMERIC[signature.dtype]
         self.order = Grouped(config.group)
         self.epilogue = SlabEpilogue(config, signature)
+        # Of B: see `warps.tile_load`.
+        self.halves = config.wn // 2 if signature.epilogue.gating == "halves" else 0
 
     def arguments(self) -> tuple[arguments.Argument, ...]:
         """The host entry's arguments in order."""

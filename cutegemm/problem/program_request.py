@@ -59,6 +59,8 @@ def describe(
         if n % 2:
             raise ValueError(f"b: got {n} columns; an epilogue of gate and up needs an even number of them")
         columns = n // 2
+    if program.uses("partner") and columns % 2:
+        raise ValueError(f"epilogue: partner exchanges neighbouring columns, and its result has {columns} of them")
     leading = (batch,) if a.dim() == 3 or b.dim() == 3 else ()
     whole = (*leading, m, columns)
     for number, (given, operand) in enumerate(zip(inputs, operands, strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from cutegemm.problem.reference import Verdict
 
 __all__ = ["DEVICE", "Bounds", "bounds", "check"]
 
-_Known = Interval | Choice | Tensor
+_Known: TypeAlias = "Interval | Choice | Tensor"
 """What is known of a node: an interval of fp32, what a condition may be, the int32."""
 
 
@@ -105,7 +105,7 @@ def _applied(node: Node, kind: str, args: list[_Known], place: Place) -> _Known:
         return _logic(op, [arg for arg in args if isinstance(arg, Choice)])
     if op == "where":
         assert isinstance(args[0], Choice)
-        return interval.chosen(args[0], *intervals)
+        return interval.chosen(args[0], intervals[0], intervals[1])
     if op == "cast":
         return interval.cast(intervals[0], str(node.attribute))
     if op == "partner":
@@ -117,9 +117,8 @@ def _applied(node: Node, kind: str, args: list[_Known], place: Place) -> _Known:
         return interval.exactly(exact) if kind == F32 else exact
     if len(intervals) == 1:
         return interval.unary(op, intervals[0])
-    if op in ("lt", "le", "gt", "ge", "eq", "ne"):
-        return interval.compared(op, *intervals, same=same)
-    return interval.binary(op, *intervals, same=same)
+    x, y = intervals
+    return (interval.compared if kind == BOOL else interval.binary)(op, x, y, same)
 
 
 def _logic(op: str, args: list[Choice]) -> Choice:

@@ -42,6 +42,8 @@ WORKS = (DENSE,)
 WARPGROUP = 128
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
+WARP_ROWS = BLOCK_ROWS // 4
+"""Those of a warp."""
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
 CLUSTER_PARTS = (1, 2, 4)
 """Accepted numbers of CTAs of a cluster along K."""
@@ -291,6 +293,11 @@ class HopperConfig(LaunchedConfig):
         """Dynamic shared memory of a CTA in bytes."""
         return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
 
+    def pieces(self, signature: Signature) -> tuple[int, int]:
+        if self.uses_tma_store(signature):
+            return (self.out_columns, WARP_ROWS) if self.swapped else (WARP_ROWS, self.out_columns)
+        return SLAB_ROWS, self.slab_columns // (2 if signature.epilogue.gating else 1)
+
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
         """The number of clusters to launch."""
         return {"clusters": work_count.clusters(self, problem, arch)}
@@ -412,6 +419,8 @@ class HopperConfig(LaunchedConfig):
         if received > self.stages * self.stage_bytes(signature):
             ring = self.stages * self.stage_bytes(signature)
             return f"{received} B of a tile's sums from the other CTAs along K do not fit into the ring of {ring} B"
+        if self.parts > 1 and signature.epilogue.reductions:
+            return "rows and columns are reduced in whole sums; accepted are 1 split of K and no cluster along K"
         if self.smem_bytes(signature) > arch.smem_per_cta:
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
         return None

@@ -31,6 +31,7 @@ from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.hopper.reduce import make_reductions
 from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.lowering import finish
 from cutegemm.cute.source import sources, strides
@@ -94,6 +95,7 @@ class TmaEpilogue:
         self.sources = sources(signature)
         self.vectors = terms.make_vectors(config, signature)
         self.matrices = terms.make_matrices(config, signature)
+        self.reductions = make_reductions(config, signature)
         self.staged = next((each for each in self.matrices.values() if each.staged), None)
 
     def box(self) -> tuple[int, int]:
@@ -191,7 +193,9 @@ class TmaEpilogue:
             corner = self.box_corner(i, part, region)
             after = parts[number + 1] if cutlass.const_expr(number + 1 < len(parts)) else None
             fetched = self._settle(fetched, corner, after, buffer, region)
+            self._begin_reductions(part)
             self._stage(accumulators, corner, i, part, buffer)
+            self._end_reductions(i, part, per_block)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             if self.warp == 0:
@@ -220,6 +224,17 @@ class TmaEpilogue:
                 self.vectors[name].load(source, region.row, region.column, self.block_step, extent)
             elif name in self.matrices:
                 self.matrices[name].bind(source, region.m, region.n)
+
+        for reduction in self.reductions:
+            reduction.start(self.args, region, self.warp, self.lane)
+
+    def _begin_reductions(self, part: int) -> None:
+        for reduction in self.reductions if part == 0 else ():
+            reduction.begin()
+
+    def _end_reductions(self, block: int, part: int, parts: int) -> None:
+        for reduction in self.reductions if part == parts - 1 else ():
+            reduction.end(block)
 
     def _fetch(self, corner: tuple):
         """Pieces of a matrix operand that are loaded ahead for the box at `corner`; None where there are none."""
@@ -272,6 +287,8 @@ class TmaEpilogue:
             return source.number(0, 0)
 
         finished, results = finish(self.program, size, leaf), []
+        for reduction in self.reductions:
+            reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
         for number, _, dtype in self.results:
             result = cute.make_rmem_tensor(size, dtype)
             result.store(finished[number].to(dtype))

@@ -108,6 +108,7 @@ class SlicedEpilogue(SlabEpilogue):
         super().__init__(config, signature)
         self.wm, self.slices = config.wm, config.slices
         self.slab_words = config.wm * self.pitch
+        self.pieces = config.pieces(signature)
 
     def slab_of(self, memory, piece):
         """The slab of slice `piece`, (wm, wn)."""
@@ -134,8 +135,12 @@ class SlicedEpilogue(SlabEpilogue):
             inside = row < self.m
             if cutlass.const_expr(passes % self.slices != 0):
                 inside = inside and slab_row < self.wm
+            self._begin_columns()
+            self._begin_rows()
             if inside:
                 self._store_chunk(slab_row, row)
+            self._end_rows(row, inside)
+            self._end_columns(row - self.lane_row, slab_row < self.wm)
 
 
 class SlicedSimtGemm(Gemm):

@@ -41,6 +41,13 @@ _SPLIT_TF32 = frozenset(
         "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
     )
 )
+_HALVES_TF32 = (
+    "sm90/128x16x64/coop1/c1x1/s5/serp8/swap/pdl",
+    "sm90/128x16x32/coop1/c2x1/s8/serp8/swap/pdl",
+)
+"""Extra candidates for few rows of a program with gate and up, whose swapped tiles have 128 rows at least."""
+UNSWAPPED_ROWS = 64
+"""From this many rows on, the shortlists have tiles whose operands are not swapped."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 _BY_UNIT: dict[str, Callable[[], tuple[str, ...]]] = {
@@ -53,7 +60,8 @@ _WITH_SHORTLISTS = ("float16", "bfloat16")
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    return _BY_UNIT[signature.unit]()
+    found = _BY_UNIT[signature.unit]()
+    return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
 
 
 def has_shortlists(signature: Signature) -> bool:
@@ -65,7 +73,11 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     """Those to compare for about these sizes, and whether with K split; none where all are compared."""
     if not has_shortlists(signature):
         return []
-    return shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    if signature.epilogue.gating and m < UNSWAPPED_ROWS:
+        # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
+        found += shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
+    return list(dict.fromkeys(found))
 
 
 def splits(text: str) -> tuple[int, ...]:

@@ -197,9 +197,12 @@ class HopperConfig(LaunchedConfig):
         return (self.bn, self.bm, self.bk) if self.swapped else (self.bm, self.bn, self.bk)
 
     def store_columns(self, itemsize: int, signature: Signature) -> int:
-        """Columns of results that one TMA store moves: the widest swizzle span that divides the tile of results."""
+        """Columns of results that one TMA store moves: the widest swizzle span that divides the tile of results.
+
+        16 bytes, for which there is no swizzle, are what a gated tile may be left with.
+        """
         columns = self.out_columns(signature)
-        return next(width for width in (128 // itemsize, 64 // itemsize, 32 // itemsize) if columns % width == 0)
+        return next(span // itemsize for span in (128, 64, 32, 16) if columns % (span // itemsize) == 0)
 
     @property
     def slab_columns(self) -> int:
@@ -232,7 +235,7 @@ class HopperConfig(LaunchedConfig):
             and (not matrices or self.accumulators <= most)
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"
-            and self.out_columns(signature) % (32 // ITEMSIZE[signature.out_dtype]) == 0
+            and self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
             and not (self.swapped and signature.epilogue.program.uses("partner"))
         )
 

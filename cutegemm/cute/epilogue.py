@@ -11,7 +11,7 @@ Of a gated program a slab row holds the accumulators of gate and up: each half o
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -129,7 +129,7 @@ class SlabEpilogue:
 
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
-        values = finish(self.epilogue.program, self.chunk, partial(self._leaf, slab_row, row))
+        values = finish(self.epilogue.program, self.chunk, functools.partial(self._leaf, slab_row, row))
         for i in cutlass.range_constexpr(len(self.targets)):
             self._put(self.targets[i], values[self.targets[i].number], row)
         self._reduce(values)

@@ -14,6 +14,7 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
+from cutegemm.problem.program.writing import annotation
 from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -51,8 +52,8 @@ def describe(
     """
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
-    inputs = inputs_of(operands, a.device)
-    program = traced(epilogue, inputs)
+    program = traced(epilogue, inputs_of(operands, a.device))
+    inputs = program.inputs
     batch, m, n = plain.batch, plain.m, plain.n
     columns = n
     if program.gating:
@@ -68,7 +69,9 @@ def describe(
     outs = _given_outputs(out, len(program.outputs))
     resolved, shapes = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
-        shape = whole if output.reduce is None else (*leading, m) if output.reduce[0] == "r" else (*leading, columns)
+        shape = whole
+        if output.reduce is not None:
+            shape = (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
         dtype = _dtype(number, output, target, out_dtype, plain.out_dtype)
         _check_output(number, target, shape, dtype, a.device, len(outs))
         shapes.append(shape)
@@ -106,10 +109,15 @@ def describe(
 def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     """The program that a caller means: one, or a function of acc and the operands, which is traced."""
     if isinstance(epilogue, Program):
-        if epilogue.inputs != inputs:
-            needs, got = (", ".join(map(str, each)) or "none" for each in (epilogue.inputs, inputs))
-            raise ValueError(f"operands: the program has the inputs {needs}; these operands make {got}")
-        return epilogue
+        if len(epilogue.inputs) != len(inputs):
+            raise ValueError(f"operands: got {len(inputs)}, but the program takes {len(epilogue.inputs)}: {epilogue}")
+        for number, (given, own) in enumerate(zip(inputs, epilogue.inputs, strict=True)):
+            alike = given.dtype == own.dtype and given.by_value == own.by_value
+            if not alike or given.m > own.m or given.n > own.n or given.batched > own.batched:
+                needs, got = (annotation(each) for each in (own, given))
+                raise ValueError(f"operands[{number}]: got {got}, but the program takes {needs}: {epilogue}")
+        numbered = tuple(own._replace(name=f"x{number}") for number, own in enumerate(epilogue.inputs))
+        return epilogue if numbered == epilogue.inputs else replace(epilogue, inputs=numbered)
     if not callable(epilogue):
         shown = request.shown(epilogue)
         raise TypeError(f"epilogue: got {shown}, expected a function of acc and the operands, or a Program")
@@ -159,11 +167,12 @@ def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, in
 
 
 def _strides(given: Input, operand: torch.Tensor) -> Matrix:
-    """How an operand lies; the strides of what it does not vary along are 0."""
+    """How an operand lies; the stride of an extent of 1 is 0, as is that of one along which the program reads none."""
     shape = (1, 1, 1, *operand.shape)[-3:]
     strides = (0, 0, 0, *operand.stride())[-3:]
+    varies = (given.batched, given.m, given.n)
     batch, row, col = (
-        stride if varies else 0 for stride, varies in zip(strides, (given.batched, given.m, given.n), strict=True)
+        stride if varied and extent > 1 else 0 for stride, varied, extent in zip(strides, varies, shape, strict=True)
     )
     align = alignment(operand.data_ptr(), operand.element_size(), shape[2], row, batch)
     return Matrix(shape[1], shape[2], row, col, batch, align)

@@ -298,7 +298,8 @@ class HopperConfig(LaunchedConfig):
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         if self.uses_tma_store(signature):
-            return (self.out_columns, WARP_ROWS) if self.swapped else (WARP_ROWS, self.out_columns)
+            columns = self.out_columns(signature)
+            return (columns, WARP_ROWS) if self.swapped else (WARP_ROWS, columns)
         return SLAB_ROWS, self.slab_columns // (2 if signature.epilogue.gating else 1)
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:

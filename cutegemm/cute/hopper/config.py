@@ -221,18 +221,23 @@ class HopperConfig(LaunchedConfig):
 
         An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. Matrix
         operands need registers, most of all as fragments straight from global memory, which many accumulators leave no
-        room for.
+        room for. So do results that are reduced over rows and others over columns.
         """
-        matrices = self.matrices(signature)
+        matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
-        most = 192 if len(matrices) == 1 and self.staged_matrix(signature) else 160
+        staged = len(matrices) == 1 and self.staged_matrix(signature) is not None
+        most = 208 if not matrices else 192 if staged else 160
+        if reductions and matrices:
+            most = 160 if staged else 0
+        if len({reduce.split("_")[0] for _, reduce in reductions}) > 1 or len(reductions) > 2:
+            most = min(most, 128 if matrices else 160)
         return (
             "slab" not in self.options
             and self.parts == 1
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
-            and (not matrices or self.accumulators <= most)
+            and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"
             and self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
@@ -417,6 +422,9 @@ class HopperConfig(LaunchedConfig):
         limit = most[self.consumers == 3]
         if self.accumulators > limit:
             return f"{self.accumulators} accumulators a thread; more than {limit} spill"
+        reductions = len(signature.epilogue.reductions)
+        if reductions > 2 and self.accumulators > 176:
+            return f"{self.accumulators} accumulators a thread and {reductions} reduced results; more than 176 spill"
         if not (1 if self.solo else 2) <= self.stages <= 16:
             return f"stages is {self.stages}; accepted are 2 to 16, in solo 1 to 16"
         received = (self.cluster_k - 1) * self.consumers * self.owned_bytes

@@ -63,7 +63,10 @@ class Across(_Reduction):
         this thread's first accumulator there.
         """
         elements = self.partial.elements(values, 4 * count)
-        left = self.columns - self.turned(own)[1]
+        # Behind a move that the compiler cannot see through: comparisons kept for the next block would take registers.
+        left = cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[self.columns - self.turned(own)[1]]
+        )
         for j in range(count):
             for c in range(2):
                 there = left > 8 * (first + j) + c

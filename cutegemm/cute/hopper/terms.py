@@ -44,10 +44,11 @@ def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
 def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each matrix operand of the signature's epilogue, by name."""
     given, staged = config.matrices(signature), config.staged_matrix(signature)
+    alone = len(given) == 1 and not signature.epilogue.reductions
     return {
-        each.name: StagedC(config, each, len(given) == 1, config.store_columns(2, signature))
+        each.name: StagedC(config, each, alone, config.store_columns(2, signature))
         if each.name == staged
-        else PairedC(config, each, len(given) == 1)
+        else PairedC(config, each, alone)
         for each in given
     }
 
@@ -124,7 +125,7 @@ class _C:
     staged = False
 
     def __init__(self, config: HopperConfig, given: Input, alone: bool) -> None:
-        """`alone`: it is the only matrix operand."""
+        """`alone`: it is the only matrix operand, and no result is reduced."""
         self.dtype = types.NUMERIC[given.dtype]
         self.swapped = config.swapped
         self.roomy = config.accumulators <= 160 and alone

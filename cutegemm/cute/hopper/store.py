@@ -31,7 +31,7 @@ from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
+from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.lowering import finish
 from cutegemm.cute.source import sources
 from cutegemm.problem import Signature

@@ -34,8 +34,8 @@ class Signature:
         precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
             into two TF32 numbers, three products).
         a_major: "k" or "m". b_major: "k" or "n".
-        align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are gate
-            and up, `align_b` divides a half too.
+        align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
+            gate and up, `align_b` divides a half too.
         align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
@@ -162,8 +162,8 @@ class Problem:
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
             precision: "ieee", "tf32" or "tf32x3" (fp32 only).
-            epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with gate
-                and up, `n` is the columns of the product.
+            epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
+                gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.
 
         Raises:

@@ -131,9 +131,9 @@ class Operand:
         step = 16 // self.itemsize
         leading = cute.assume(leading, divby=step)
         batch_stride = cute.assume(batch_stride, divby=step)
-        strides = (leading, 1, batch_stride) if self.k_major else (1, leading, batch_stride)
+        strides: tuple[Any, ...] = (leading, 1, batch_stride) if self.k_major else (1, leading, batch_stride)
         # A descriptor has no empty dimensions; with K = 0 nothing of this one element is read.
-        shape = (rows, cutlass.max(k, Int32(1)), batch)
+        shape: tuple[Any, ...] = (rows, cutlass.max(k, Int32(1)), batch)
         if self.halves:
             # As validity asks, 16 bytes divide the distance of the halves.
             half = Int64(rows // 2) * (leading if self.k_major else 1)
@@ -182,8 +182,8 @@ class Loader:
     def load(self, place: tuple, k_tile, stage, barrier) -> None:
         """Asks TMA for a k tile at that place into a stage; `barrier` counts its bytes."""
         row, matrix = place
-        tile = (row, 0, k_tile) if self.operand.halves else (row, k_tile)
-        source, target = self.source[(None, *tile, matrix)], self.target[None, stage]
+        tile = (None, row, 0, k_tile, matrix) if self.operand.halves else (None, row, k_tile, matrix)
+        source, target = self.source[tile], self.target[None, stage]
         if self.multicasts:
             cute.copy(self.operand.atom, source, target, tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(self.mask))
         else:

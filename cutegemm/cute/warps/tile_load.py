@@ -11,8 +11,8 @@ outputs that are never stored). Beyond K a copy ignores its source and writes ze
 
 cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead.
 
-Of a gated program ("halves") the columns of B are gate's and then up's, half of the limit each. A tile has both for every
-warp: of its wn columns the first half comes from gate, the second from the same columns of up.
+Of a gated program ("halves") the columns of B are gate's and then up's, half of the limit each. A tile has both for
+every warp: of its wn columns the first half comes from gate, the second from the same columns of up.
 
 The CUDA-core kernel wants its tiles as [k][m] whatever the operand's major: `TransposingLoader` turns K-major ones.
 """

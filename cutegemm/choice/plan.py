@@ -6,7 +6,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,8 +20,7 @@ from cutegemm.problem import Problem
 DEFAULT_EMULATED_ARCH = "sm_90a"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The backend and configuration for a problem, and the reason. `config` is None for a backend without kernels."""
 
     backend: str
@@ -30,8 +28,7 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A problem bound to a kernel.
 
     Attributes:
@@ -141,7 +138,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
 def _with_remark(choice: Choice, problem: Problem, arch: Arch) -> Choice:
     """The choice, with a word on the faster kernels that cannot serve the problem."""
     passed_over = backends.get(choice.backend).passed_over(problem, arch)
-    return replace(choice, why=f"{choice.why}; {passed_over}") if passed_over else choice
+    return choice._replace(why=f"{choice.why}; {passed_over}") if passed_over else choice
 
 
 def _last_resort(problem: Problem, why: str) -> Choice:

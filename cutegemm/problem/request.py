@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ FLT_MAX = 3.4028234663852886e38
 """The largest finite fp32 number."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A checked call.
 
     Attributes:
@@ -60,17 +58,18 @@ def describe(
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
     dtype = _check_operands(a, b)
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    if b.shape[-2] != k:
+    shape_a, shape_b = a.shape, b.shape
+    m, k, n = shape_a[-2], shape_a[-1], shape_b[-1]
+    if shape_b[-2] != k:
         raise ValueError(
             f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent must be K = {k}"
         )
-    batch = _batch(a, b)
+    batched = len(shape_a) == 3 or len(shape_b) == 3
+    batch = _batch(a, b) if batched else 1
     if max(m, n, k, batch) > MAX_EXTENT:
         sizes = {"M": m, "N": n, "K": k, "the batch": batch}
         name, extent = next((name, extent) for name, extent in sizes.items() if extent > MAX_EXTENT)
         raise ValueError(f"a, b: {name} is {extent}; at most {MAX_EXTENT}")
-    batched = a.dim() == 3 or b.dim() == 3
     shape = (batch, m, n) if batched else (m, n)
     check_number("alpha", alpha)
     check_number("beta", beta)
@@ -122,7 +121,7 @@ def _check_operands(a: Any, b: Any) -> str:
     device = a.device
     if b.device != device:
         raise ValueError(f"b: it is on {b.device}, expected the device of a, {device}")
-    if device.type not in ("cuda", "cpu"):
+    if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a: it is on {device}, accepted are CUDA and CPU tensors")
     return dtype
 
@@ -161,7 +160,7 @@ def check_inference(out: torch.Tensor) -> None:
 
 def _check_address(name: str, tensor: torch.Tensor) -> None:
     """The tensor must have memory of its own that its elements are aligned in."""
-    if tensor.device.type not in ("cuda", "cpu"):
+    if not (tensor.is_cuda or tensor.is_cpu):
         return
     try:
         address = tensor.data_ptr()

@@ -6,8 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +26,8 @@ Runner = Callable[..., torch.Tensor]
 Core = Callable[..., None]
 """core(a, b, c, alpha, beta, bias, d): computes into d, which lies as the plan says"""
 
+_CPU = torch.device("cpu")
+_NOTHING = contextlib.nullcontext()
 _kernels = planning.Memo(limit=1024)
 """The kernels that calls have used: a new shape of a known one touches no file."""
 
@@ -45,8 +46,7 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of one call that decide its plan, checked."""
 
     request: Request
@@ -75,7 +75,7 @@ class Call:
 
     def _plan(self, state: planning.State | None) -> Plan:
         asked, known = self.request, state and state.winners
-        on_cpu = asked.device.type == "cpu"
+        on_cpu = asked.device == _CPU
         arch: Arch | None = None
         if not on_cpu:
             arch = Arch.of_device(asked.device.index)
@@ -174,8 +174,8 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Context: a CUDA device is the current one. Kernels ask the driver about the current device when they are chosen
     and bound, and some load or set attributes for that device only.
     """
-    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
-        return contextlib.nullcontext()
+    if device == _CPU or torch._C._cuda_getDevice() == device.index:
+        return _NOTHING
     return torch.cuda.device(device.index)
 
 

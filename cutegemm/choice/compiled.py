@@ -27,21 +27,24 @@ from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
 TRANSLATED: tuple[Callable[..., Any], ...] = (
-    tiles_seconds, launch_seconds, Model.straddling, Model.at_least, Model.values
+    tiles_seconds, launch_seconds, Model.straddling, Model.bound, Model.values
 )  # fmt: skip
-FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off")
-"""Without fused multiply-adds, which round otherwise than Python."""
 MOST = 1024
-"""Candidates that `cheapest` compares; far more than any shortlist has."""
+"""Candidates that the library compares at most; a shortlist has some dozens."""
+FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-DMOST={MOST}")
+"""Without fused multiply-adds, which round otherwise than Python does."""
 
 _DRIVER = """
-/* As cost_model.cheapest; the candidates are those of two lists. Returns the number of the cheapest. */
+/* As cost_model.cheapest, of the models of two lists. Returns the place of the cheapest, -1 without any. */
 int cheapest(const double *const *models, int count, const double *const *more, int more_count,
              double m, double n, double k, double batch, double close, double *seconds) {
-  double least[%d];
+  double least[MOST], share = 0;
   int chosen = -1;
-  for (int i = 0; i < count + more_count; ++i)
-    least[i] = at_least(i < count ? models[i] : more[i - count], m, n, k, batch);
+  for (int i = 0; i < count + more_count; ++i) {
+    const double *model = i < count ? models[i] : more[i - count];
+    if (i == 0) share = straddling(model, m, n, k);
+    least[i] = bound(model, m, n, k, batch, share);
+  }
   *seconds = INFINITY;
   for (;;) {
     int next = -1;
@@ -53,7 +56,7 @@ int cheapest(const double *const *models, int count, const double *const *more, 
     if (taken < *seconds) *seconds = taken, chosen = next;
   }
 }
-""" % MOST  # fmt: skip
+"""
 
 
 class Group:
@@ -62,7 +65,7 @@ class Group:
     def __init__(self, models: Sequence[Model]) -> None:
         self.models = models
         self._function = library()
-        self._numbers = _pointers(models)
+        self._numbers = _pointers(models) if self._function else None
 
     def cheapest(
         self, more: Sequence[Model], m: int, n: int, k: int, batch: int, close: float
@@ -89,9 +92,9 @@ def library() -> Any:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
-    text = source()
-    key = {"source": text, "flags": " ".join(FLAGS), "machine": platform.machine()}
     try:
+        text = source()
+        key = {"source": text, "flags": " ".join(FLAGS), "machine": platform.machine()}
         store = KernelStore(cache_dir() / "cost_model")
         entry = store.get_or_build(key, lambda: Artefacts({"cost_model.so": _compiled(compiler, text)}, {}))
         # Not CDLL, which would let go of the interpreter's lock for each microsecond.

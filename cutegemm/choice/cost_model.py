@@ -10,7 +10,7 @@ A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The 
     power     the energy of multiply-adds and of bytes moved, over what the card may draw for long
 
 The formula grows with each term. So a lower bound of the estimate is the same formula with less in its terms:
-`Model.at_least` leaves out of each what takes long to work out. `Model.terms` gives the terms of an estimate by name,
+`Model.bound` leaves out of each what takes long to work out. `Model.terms` gives the terms of an estimate by name,
 and `Terms.table` prints them in microseconds. `compiled` makes machine code of the functions here.
 
 What the terms count:
@@ -69,7 +69,7 @@ L2_FILLED = 0.6
 ZIG_REREADS = 0.5
 """Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
 COUNTED_HEAT = 0.5
-"""`Model.at_least` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
+"""`Model.bound` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,13 +161,13 @@ def launch_seconds(
 
 
 FIELDS = (
-    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd", "_early",
-    "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
-    "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
+    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd",
+    "_early", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize",
+    "_l2", "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
     "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
     "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_rereads", "_rest", "_sectors",
-    "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
-    "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes",
+    "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m",
+    "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -249,7 +249,7 @@ class Model:
         self._energy_byte = r.hbm_pj * 1e-12 / watts
         self._rest = r.rest * 1e-6
 
-        # -- what `at_least` counts: a step without the loads of other SMs, these alone, a wait, compulsory bytes
+        # -- what `bound` counts: a step without the loads of other SMs, these alone, a wait, compulsory bytes
         slowest = max(self._busiest, port)
         self._least_step = slowest + r.within * (self._busy + port - slowest) + self._step_fixed
         self._least_load = self._least_outside = self._least_latency = self._least_latency_lines = 0.0
@@ -353,7 +353,11 @@ class Model:
         )  # fmt: skip
 
     def at_least(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """A quick lower bound of `seconds`: the formula with less in its terms.
+        """A quick lower bound of `seconds`, see `bound`."""
+        return self.bound(m, n, k, batch, self.straddling(m, n, k))
+
+    def bound(self, m: int, n: int, k: int, batch: int, straddling: float) -> float:
+        """A lower bound of `seconds`, where `straddling(m, n, k)` is known: the formula with less in its terms.
 
         A step counts either its own work or the loads of all SMs, memory counts the compulsory bytes, and the power
         limit counts the energy of the k steps. Waits for loads and epilogues count in full.
@@ -367,10 +371,9 @@ class Model:
         steps = -(-all_steps // self._parts)
         works = tiles * self._splits
         load, latency = self._least_load, self._least_latency
-        share = self.straddling(m, n, k)
-        if share:
-            load *= 1 + self._lines * share
-            latency += self._least_latency_lines * share
+        if straddling:
+            load *= 1 + self._lines * straddling
+            latency += self._least_latency_lines * straddling
         if self._least_outside:
             load += self._least_outside * (tile_m - m / rows + tile_n - n / columns)
         load *= works if works < places else places
@@ -390,13 +393,14 @@ class Model:
 def cheapest(
     models: Sequence[Model], m: int, n: int, k: int, batch: int, close: float = 1.0
 ) -> tuple[float, int | None]:
-    """(seconds, place) of the cheapest of several models; (inf, None) without any.
+    """(seconds, place) of the cheapest of several models of one signature; (inf, None) without any.
 
     Args:
         close: a model whose bound is at least this share of the best estimate so far is not estimated.
     """
     # The most promising first: its time is under the bound of most others.
-    least = [model.at_least(m, n, k, batch) for model in models]
+    straddling = models[0].straddling(m, n, k) if models else 0.0
+    least = [model.bound(m, n, k, batch, straddling) for model in models]
     seconds, chosen = math.inf, None
     for place in sorted(range(len(least)), key=least.__getitem__):
         if least[place] >= close * seconds:

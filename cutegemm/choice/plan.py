@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from itertools import islice
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from cutegemm import backend as backends
@@ -104,20 +105,30 @@ def choose(
 
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one."""
-    # Imported when a kernel is first chosen: importing cutegemm is cheap. From modules: packages take a microsecond.
-    import cutegemm.choice.heuristics as heuristics
-    from cutegemm.winners.reader import noticed
+    return _tuned(problem, arch, backend, known) or _heuristics().choose(problem, arch, backend, _reader().noticed())
 
-    return _tuned(problem, arch, backend, known) or heuristics.choose(problem, arch, backend, noticed())
+
+# Imported at first use, because importing cutegemm is cheap; remembered, because an import statement takes a
+# microsecond of a new shape's time.
+@functools.cache
+def _heuristics() -> ModuleType:
+    from cutegemm.choice import heuristics
+
+    return heuristics
+
+
+@functools.cache
+def _reader() -> ModuleType:
+    from cutegemm.winners import reader
+
+    return reader
 
 
 def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today; of the
     same in the other 16-bit type where it has none that can.
     """
-    from cutegemm.winners.reader import lookup_both
-
-    rows = lookup_both(problem, arch, known)
+    rows = _reader().lookup_both(problem, arch, known)
     if rows == (None, None):
         return None
     for whose, row in zip(("tuned winner", "tuned winner of the other 16-bit type"), rows, strict=True):
@@ -294,6 +305,4 @@ def state() -> State:
     It covers the winners store (whoever writes to it) and the environment variables `CUTEGEMM_WINNERS`,
     `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`.
     """
-    import cutegemm.winners.reader as reader
-
-    return State(reader.state(), os.environ.get("CUTEGEMM_TUNE"))
+    return State(_reader().state(), os.environ.get("CUTEGEMM_TUNE"))

@@ -153,7 +153,7 @@ class _Reader:
         found = winners.get(sizes)
         if found is _NOT_PICKED:
             with self._lock:
-                found = winners[sizes] = self._pick(gpu, sm_count, f"{sizes} {signature}")
+                found = winners[sizes] = self._search(gpu, sm_count, f"{sizes} {signature}")
         return found
 
     def _winners(self, gpu: str, sm_count: int, signature: str) -> dict[str, Measurement | None]:
@@ -175,7 +175,7 @@ class _Reader:
                 self._rows[signature] = known
         return known
 
-    def _pick(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
+    def _search(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
         rows = self.rows_of(problem.split(" ", 1)[-1]).get(problem, ())
         shipped = table.shipped(gpu, sm_count).get(problem, ())
         own = (row for row in rows if (row.gpu, row.sm_count) == (gpu, sm_count))

@@ -472,7 +472,7 @@ def dropout(x: Operand, p: Operand, seed: Operand) -> Any:
     Example (operands=(residual, step)):
         lambda acc, residual, seed: ops.dropout(acc, 0.1, seed) + residual
     """
-    if isinstance(p, numbers.Real) and not 0 <= p < 1:
+    if isinstance(p, (int, float)) and not 0 <= p < 1:
         trace.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
     return where(random(seed) >= p, x * (1.0 / (1.0 - p)), 0.0)
 

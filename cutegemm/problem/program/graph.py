@@ -88,7 +88,7 @@ class Input(NamedTuple):
 
     @property
     def varies(self) -> str:
-        """"", "n", "m" or "mn": along which extents of D it varies."""
+        """ "", "n", "m" or "mn": along which extents of D it varies."""
         return "m" * self.m + "n" * self.n
 
 

@@ -19,8 +19,16 @@ from cutegemm.problem.dtypes import TABLE
 from cutegemm.problem.program.build import TYPE_NAMES, Builder
 from cutegemm.problem.program.graph import F32, GATINGS, I32, OPS, REDUCTIONS, Input, Output, Program
 from cutegemm.problem.program.writing import (
-    BINARY, COMPARE, NUMBERS, SHAPES, TEMPORARY, UNARY, check_name, line, pretty,
-)  # fmt: skip
+    BINARY,
+    COMPARE,
+    NUMBERS,
+    SHAPES,
+    TEMPORARY,
+    UNARY,
+    check_name,
+    line,
+    pretty,
+)
 
 __all__ = ["line", "parse", "pretty"]
 
@@ -150,7 +158,7 @@ class _Reader:
             return self.builder.add(name, *self.arguments(node, name, len(OPS[name].takes)))
         if name in REDUCTIONS:
             raise ValueError(f"{name} is a result, and no part of an expression")
-        if name is not None:
+        if name:
             raise ValueError(f"the function {name!r} is not known")
         return None
 
@@ -206,8 +214,9 @@ def _literal(node: ast.expr) -> float | int | None:
     return None
 
 
-def _called(node: ast.expr) -> str | None:
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+def _called(node: ast.expr) -> str:
+    """The name of the function that is called there, "" where none is."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _text(node: ast.AST) -> str:

@@ -342,10 +342,11 @@ def condition(op: str, symbol: str, *given: Any) -> Value:
 
 def power(base: Value, exponent: Any) -> Value:
     """A value to the power of a Python number that products and roots make."""
-    if isinstance(exponent, numbers.Real) and exponent in (0.5, -0.5, -1):
-        return function({0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}[float(exponent)], base)
-    if isinstance(exponent, numbers.Real) and exponent in range(1, 9):
-        result, square, left = None, base, int(exponent)
+    size = float(exponent) if isinstance(exponent, numbers.Real) else 0.0
+    if size in (0.5, -0.5, -1.0):
+        return function({0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}[size], base)
+    if size in range(1, 9):
+        result, square, left = None, base, int(size)
         while left:
             if left % 2:
                 result = square if result is None else result * square
@@ -452,7 +453,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[Input]) -> Program:
     unused = [f"{i} ({name})" for i, name in enumerate(names) if i not in read]
     if unused:
         raise EpilogueError(
-            f"{where_is}: no result depends on operand {', '.join(unused)}: leave it out of the function and of operands="
+            f"{where_is}: no result depends on operand {', '.join(unused)}: leave it out, of operands= too"
         )
     return simplified(program)
 

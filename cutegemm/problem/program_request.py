@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from cutegemm.problem import dtypes, overlap, request
 from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
-from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -52,7 +53,7 @@ def describe(
         raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
-    inputs = tuple(_input(number, operand, a.device) for number, operand in enumerate(operands))
+    inputs = inputs_of(operands, a.device)
     program = traced(epilogue, inputs)
     batch, m, n = plain.batch, plain.m, plain.n
     columns = n
@@ -67,7 +68,7 @@ def describe(
     outs = _given_outputs(out, len(program.outputs))
     resolved, shapes = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
-        shape = whole if output.reduce is None else (*leading, m) if output.reduce[0] == "r" else (*leading, columns)
+        shape = result_shape(output, leading, m, columns)
         dtype = _dtype(number, output, target, out_dtype, plain.out_dtype)
         _check_output(number, target, shape, dtype, a.device, len(outs))
         shapes.append(shape)
@@ -101,9 +102,23 @@ def describe(
     )  # fmt: skip
 
 
+def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any) -> tuple[Any, ...]:
+    """The shape of a result. leading: (L,) where a or b is a batch, else (). columns: of D."""
+    if output.reduce is None:
+        return (*leading, m, columns)
+    return (*leading, m) if output.reduce.startswith("row") else (*leading, columns)
+
+
+def inputs_of(operands: Sequence[Any], device: torch.device) -> tuple[Input, ...]:
+    """The inputs of a program with these operands. Raises TypeError, ValueError for one that no program takes."""
+    return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
+
+
 def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     """The program that a caller means: one, or a function of acc and the operands, which is traced."""
     if isinstance(epilogue, Program):
+        if epilogue.inputs != inputs:
+            epilogue = canonical(epilogue)
         if epilogue.inputs != inputs:
             needs, got = (", ".join(map(str, each)) or "none" for each in (epilogue.inputs, inputs))
             raise ValueError(f"operands: the program has the inputs {needs}; these operands make {got}")
@@ -111,9 +126,17 @@ def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     if not callable(epilogue):
         shown = request.shown(epilogue)
         raise TypeError(f"epilogue: got {shown}, expected a function of acc and the operands, or a Program")
-    from cutegemm.problem.program.trace import lookup
+    from cutegemm.problem.program.known import lookup
 
     return lookup(epilogue, inputs)
+
+
+@lru_cache(maxsize=1024)
+def canonical(program: Program) -> Program:
+    """The simplified program, whose operands are named x0, x1, ... as those of every traced one."""
+    from cutegemm.problem.program.simplify import simplified
+
+    return simplified(program)
 
 
 def _input(number: int, operand: Any, device: torch.device) -> Input:

@@ -16,6 +16,7 @@ from cutegemm import backend as backends
 from cutegemm.choice.plan import Plan, PlanMemo
 from cutegemm.problem import overlap, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.run import call
 from cutegemm.run.arguments import Scalars
@@ -44,11 +45,15 @@ def compute(
 
 
 def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
-    """The key of a call; None when something about it is strange, or its function may mean another thing next time."""
+    """The key of a call; None when something about it is strange.
+
+    A function is known by what it means (`known.meaning`), or by its program where that may change without notice.
+    """
     try:
-        told = epilogue if isinstance(epilogue, Program) else _meaning(epilogue)
+        told = epilogue if epilogue.__class__ is Program else meaning(epilogue)
         if told is None:
-            return None
+            told = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+            told = meaning(epilogue) or told
         outs = None if out is None else tuple(map(_described, (out,) if isinstance(out, torch.Tensor) else out))
         found = (
             _described(a), _described(b), tuple(map(_described, operands)), outs, isinstance(out, torch.Tensor), told,
@@ -58,12 +63,6 @@ def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
     except (AttributeError, TypeError, RuntimeError):
         return None
     return found
-
-
-def _meaning(function: Any) -> Any:
-    from cutegemm.problem.program.trace import meaning
-
-    return meaning(function)
 
 
 def _described(operand: Any) -> Any:

@@ -21,8 +21,9 @@ from torch.autograd import forward_ad
 
 from cutegemm.choice import plan as planning
 from cutegemm.problem import overlap, request
-from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch import autograd, programs, transforms
 from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, fused, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
@@ -52,6 +53,7 @@ def gemm(
     config: Any = None,
     epilogue: Any = None,
     operands: Sequence[Any] = (),
+    save: str | None = None,
 ) -> Any:
     """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands).
 
@@ -112,9 +114,9 @@ def gemm(
                 "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
                 "pass tensors as operands"
             )
-        return fused.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
-    if operands != ():
-        raise ValueError("operands: got some without an epilogue, whose arguments they are")
+        return programs.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
+    if operands != () or save is not None:
+        raise ValueError("operands, save: got one without an epilogue, which they are for")
     if _is_dynamo_compiling():
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
@@ -168,7 +170,7 @@ def _uncommon(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision,
                 "out: got a tensor under vmap or torch.func, where nothing can be written into it; leave it away"
             )
         return _by_operator(a, b, c, **options)
-    if _is_dispatched(a, b, c, bias, out) or _is_tracing():
+    if is_dispatched(a, b, c, bias, out) or _is_tracing():
         return _by_operator(a, b, c, **options)
     if _is_autocast_on():
         a, b, c, options = cast_operands(a, b, c, options)
@@ -196,26 +198,6 @@ def _uncommon(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision,
         )
         return _record(a, b, c, bias, settings, run)
     return run(a, b, c, alpha, beta, bias, out)
-
-
-def _is_dispatched(*tensors: Any) -> bool:
-    """Whether the call is for torch's dispatcher: a mode sees it, or a subclass of Tensor that handles operators."""
-    if _dispatch_modes():
-        return True
-    special = []
-    zeros = False
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            if tensor.is_nested:  # handles operators, but not ours: the checks refuse it by name
-                return False
-            zeros = zeros or tensor._is_zerotensor()  # without memory, which forward mode makes
-            if tensor.__class__ not in _PLAIN:
-                special.append(tensor)
-    if zeros or not special:
-        return zeros
-    return torch.overrides.has_torch_function(special) or any(
-        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in special
-    )
 
 
 def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):

@@ -53,6 +53,9 @@ def describe(
         raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
+    for number, operand in enumerate(operands):
+        if isinstance(operand, torch.Tensor):
+            request.check_tensor(f"operands[{number}]", operand)
     inputs = inputs_of(operands, a.device)
     program = traced(epilogue, inputs)
     batch, m, n = plain.batch, plain.m, plain.n
@@ -110,7 +113,7 @@ def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any)
 
 
 def inputs_of(operands: Sequence[Any], device: torch.device) -> tuple[Input, ...]:
-    """The inputs of a program with these operands. Raises TypeError, ValueError for one that no program takes."""
+    """The inputs of a program with these operands, which may be fake or mapped. Raises TypeError, ValueError for one that no program takes."""
     return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
 
 
@@ -142,7 +145,6 @@ def canonical(program: Program) -> Program:
 def _input(number: int, operand: Any, device: torch.device) -> Input:
     name = f"x{number}"
     if isinstance(operand, torch.Tensor):
-        request.check_tensor(f"operands[{number}]", operand)
         if operand.device != device:
             raise ValueError(f"operands[{number}]: it is on {operand.device}, expected the device of a, {device}")
         if operand.dim() > 3:
@@ -152,7 +154,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
             raise TypeError(
                 f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED}, torch.int32"
             )
-        batched, m, n = (extent > 1 for extent in (1, 1, 1, *operand.shape)[-3:])
+        batched, m, n = (bool(extent > 1) for extent in (1, 1, 1, *operand.shape)[-3:])
         return Input(name, dtype, m=m, n=n, batched=batched)
     if isinstance(operand, bool) or not isinstance(operand, int | float):
         raise TypeError(f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number")

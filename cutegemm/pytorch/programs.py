@@ -63,13 +63,17 @@ def compute(
                     records = records or operand.requires_grad
             if records and not _is_grad_enabled():
                 records = False
-            if records or out is not None or _is_autocast_on() or forward_ad._current_level >= 0:
+            if out is not None:
+                for each in (out,) if isinstance(out, torch.Tensor) else out:
+                    if each.__class__ not in _PLAIN or each.requires_grad:
+                        run = None
+            if records or _is_autocast_on() or forward_ad._current_level >= 0:
                 run = None
     except (AttributeError, TypeError, RuntimeError):
         run = None  # not a dense tensor, or something unhashable: what it is is found out below
     if run is None:
         return _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
-    return run(a, b, operands, None)
+    return run(a, b, operands, out)
 
 
 def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save):
@@ -101,7 +105,9 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
             return compute(a, b, epilogue, operands, out, out_dtype, cast["precision"], backend, config, save)
     program_autograd.refuse_tangents(*everything)
     if _is_grad_enabled():
-        if out is not None and any(each.requires_grad for each in tensors.values()):
+        for name, target in targets.items():
+            request.check_tensor(name, target)
+        if out is not None and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors.values()):
             raise ValueError(
                 "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
                 "call gemm under torch.no_grad(), or leave out away"

@@ -61,9 +61,9 @@ def _described(operand: Any) -> Described:
     extents = (1, 1, 1, *operand.shape)[-3:]
     return (
         operand.dtype,
-        True if extents[1] > 1 else False,  # noqa: SIM210  a symbolic size becomes a constant by a branch
-        True if extents[2] > 1 else False,  # noqa: SIM210
-        True if extents[0] > 1 else False,  # noqa: SIM210
+        True if extents[1] != 1 else False,  # noqa: SIM210  a symbolic size becomes a constant by a branch
+        True if extents[2] != 1 else False,  # noqa: SIM210
+        True if extents[0] != 1 else False,  # noqa: SIM210
     )
 
 

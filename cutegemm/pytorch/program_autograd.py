@@ -15,20 +15,19 @@ Forward mode is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from cutegemm.problem import program_request
 from cutegemm.problem.dtypes import dtype_name
-from cutegemm.problem.program.derive import Source
+from cutegemm.problem.program.derive import Backward, Source
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd
+from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_batches import described
-from cutegemm.pytorch.program_gradients import Needed, needed, recomputing, recording
+from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed, recording
 
 FORWARD_MODE = (
     "a tensor carries a forward-mode tangent (torch.func.jvp, jacfwd, dual tensors), and a product with an epilogue "
@@ -149,64 +148,76 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
     program = settings.program
     a, b, *rest = ctx.saved_tensors
     count = len(ctx.places)
-    operands = _filled(ctx.numbers, rest[:count])
+    values: dict[Source, Any] = {
+        Source("operand", number): each for number, each in enumerate(_filled(ctx.numbers, rest[:count]))
+    }
     saved = dict(zip(ctx.sources, rest[count:], strict=True))
     like_a, like_b, _ = ctx.like
     wide = torch.float64 if like_a.dtype == torch.float64 else torch.float32
     shape = _shape(like_a, like_b)
-    acc: dict[Source, torch.Tensor] = {}
+    recompute = False
     if needs.reads_acc:
         if torch.is_grad_enabled() or (not saved and needs.maxima):
             whole = autograd._gemm(a, b, out_dtype=wide, precision=settings.precision, backend=settings.backend)
-            acc = dict(zip((Source("acc", 0), Source("acc", 1)), _columns(whole, program.gating), strict=False))
-        elif saved:
-            acc = saved
-        else:
-            return _recomputed(settings, needs, a, b, operands, grads)
-    given = dict(enumerate(grads))
-    if needs.maxima:
-        parts = [acc[Source("acc", number)] for number in range(2 if program.gating else 1) if acc]
-        whole = _joined(parts, program.gating) if acc else _nothing(grads, shape, wide)
-        for maximum in needs.maxima:
-            number = maximum.output
-            read = [operands[place] for place in maximum.operands]
-            given[number] = _spread(maximum.program, whole, read, grads[number], program.outputs[number].reduce, wide)
-    columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
+            saved = dict(zip(ACC, _columns(whole, program.gating), strict=False))
+        recompute = not saved
+    values |= saved
+    for number, (grad, output) in enumerate(zip(grads, program.outputs, strict=True)):
+        if grad is not None and output.reduce is not None:
+            grad = grad.unsqueeze(-1 if output.reduce.startswith("row") else -2)
+        values[Source("upstream", number)] = grad
+    for maximum in needs.maxima:
+        parts = [saved[source] for source in ACC[: 2 if program.gating else 1] if source in saved]
+        acc = _joined(parts, program.gating) if parts else _nothing(grads, shape, wide)
+        read = [values[Source("operand", place)] for place in maximum.operands]
+        source = Source("upstream", maximum.output)
+        reduce = str(program.outputs[maximum.output].reduce)
+        values[source] = _spread(maximum.program, acc, read, values[source], reduce, wide)
     found = needs.backward
     assert found is not None
-    maxima = [each.output for each in needs.maxima]
-    values = []
-    for source in found.reads:
-        if source.kind == "operand":
-            values.append(operands[source.number])
-        elif source.kind == "acc":
-            values.append(acc[source])
-        else:
-            reduce = None if source.number in maxima else program.outputs[source.number].reduce
-            values.append(_broadcastable(given[source.number], reduce))
-    derived = described(found.program, [each for each in values if isinstance(each, torch.Tensor)])
-    results = evaluate(derived, _nothing(grads, columns, wide), values, dtype=wide)
-    return dict(zip(found.gives, results, strict=True))
+    columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
+    if recompute or _has_kernels(settings, values):
+        return _by_kernel(ctx, found, values, (a, b) if recompute else None, columns)
+    read = [values[source] for source in found.reads]
+    derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
+    return dict(zip(found.gives, evaluate(derived, _nothing(grads, columns, wide), read, dtype=wide), strict=True))
 
 
-def _recomputed(
-    settings: Settings, needs: Needed, a: Any, b: Any, operands: Sequence[Any], grads: Sequence[Any]
+def _has_kernels(settings: Settings, values: dict[Source, Any]) -> bool:
+    """Whether a kernel computes the gradients: not where they are differentiated or traced, nor by backend "torch"."""
+    tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
+    if torch.is_grad_enabled() or settings.backend == "torch" or transforms.active(*tensors) or is_dispatched(*tensors):
+        return False
+    return settings.backend != "auto" or any(each.is_cuda for each in tensors)
+
+
+def _by_kernel(
+    ctx: Any, found: Backward, values: dict[Source, Any], product: tuple[Any, Any] | None, shape: tuple[int, ...]
 ) -> dict[Source, torch.Tensor]:
-    """The gradients as results of the product, made once more."""
-    assert needs.backward is not None
-    gives = needs.backward.gives
-    program, sources = recomputing(needs, settings.program.gating, (dtype_name(a.dtype),) * len(gives))
-    values = []
-    for source in sources:
-        if source.kind == "operand":
-            values.append(operands[source.number])
-        else:
-            values.append(_broadcastable(grads[source.number], settings.program.outputs[source.number].reduce))
-    program = replace(program, inputs=program_request.inputs_of(values, a.device))
+    """The gradients as the epilogue of the product, or of one with K = 0, each rounded as it is stored.
+
+    shape: of D. Those of accumulators, and those that are to be summed, are stored in the operands' dtype.
+    """
+    settings: Settings = ctx.settings
+    like_a, _, likes = ctx.like
+    dtypes = []
+    for source in found.gives:
+        like = likes[ctx.places.index(source.number)] if source.kind == "operand" else like_a
+        dtypes.append(dtype_name(like.dtype if tuple(like.shape) == shape else like_a.dtype))
+    form = fused(found, settings.program.gating, tuple(dtypes), product is not None)
+    read = [values[source] for source in form.reads]
+    if product is None:
+        device = next(each.device for each in read if isinstance(each, torch.Tensor))
+        a = torch.empty((*shape[:-1], 0), dtype=like_a.dtype, device=device)
+        b = torch.empty((0, shape[-1]), dtype=like_a.dtype, device=device)
+    else:
+        a, b = product
+    program = described(form.program, [each for each in read if isinstance(each, torch.Tensor)])
     results = autograd._gemm(
-        a, b, epilogue=program, operands=values, precision=settings.precision, backend=settings.backend
+        a, b, epilogue=program, operands=read, precision=settings.precision, backend=settings.backend
     )  # fmt: skip
-    return dict(zip(gives, results if isinstance(results, tuple) else (results,), strict=True))
+    results = results if isinstance(results, tuple) else (results,)
+    return {source: results[place] for source, place in zip(found.gives, form.outputs, strict=True)}
 
 
 def _shape(a: Like, b: Like) -> tuple[int, ...]:
@@ -239,22 +250,16 @@ def _joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
     return torch.stack(tuple(parts), -1).flatten(-2) if gating == "pairs" else parts[0]
 
 
-def _broadcastable(grad: torch.Tensor, reduce: str | None) -> torch.Tensor:
-    """The gradient of a result, with the extent of 1 that a reduction took away."""
-    return grad if reduce is None else grad.unsqueeze(-1 if reduce.startswith("row") else -2)
-
-
 def _spread(
-    alone: Program, acc: Any, operands: Sequence[Any], grad: torch.Tensor, reduce: str | None, wide: torch.dtype
+    alone: Program, acc: Any, operands: Sequence[Any], grad: torch.Tensor, reduce: str, wide: torch.dtype
 ) -> torch.Tensor:
     """The gradient of a maximum for the elements that equal it, in equal shares, as torch.amax has it."""
-    assert reduce is not None
     axis = -1 if reduce.startswith("row") else -2
     with torch.no_grad():
         (x,) = evaluate(alone, acc, operands, dtype=wide)
         equal = (x == x.amax(axis, keepdim=True)).to(wide)
         share = equal / equal.sum(axis, keepdim=True)
-    return _broadcastable(grad, reduce).to(wide) * share
+    return grad.to(wide) * share
 
 
 def _of_product(ctx: Any, found: dict[Source, torch.Tensor], device: Any) -> tuple[Any, Any]:

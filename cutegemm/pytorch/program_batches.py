@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from cutegemm.problem.program.graph import Program
+from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.program.graph import I32, Program
 from cutegemm.pytorch import transforms
 
 One = Callable[[Any, Any, list[Any], Program], list[torch.Tensor]]
@@ -58,14 +59,15 @@ def mapped(
 
 
 def described(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
-    """The program with inputs as these tensors lie: which of their extents are more than 1."""
+    """The program with inputs as these tensors are: their dtypes, and which of their extents are not 1."""
     rest = iter(tensors)
     inputs = []
     for given in program.inputs:
         if not given.by_value:
-            shape = (1, 1, 1, *next(rest).shape)[-3:]
-            batched, m, n = (bool(extent > 1) for extent in shape)
-            given = given._replace(m=m, n=n, batched=batched)
+            tensor = next(rest)
+            batched, m, n = (bool(extent != 1) for extent in (1, 1, 1, *tensor.shape)[-3:])
+            dtype = given.dtype if given.type == I32 else dtype_name(tensor.dtype) or given.dtype
+            given = given._replace(dtype=dtype, m=m, n=n, batched=batched)
         inputs.append(given)
     return replace(program, inputs=tuple(inputs))
 

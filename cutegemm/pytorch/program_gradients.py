@@ -93,28 +93,35 @@ def recording(program: Program, needs: Needed, dtype: str | None) -> tuple[Progr
     return saving(program, replace(needs.backward, reads=accumulators), dtype)
 
 
-@lru_cache(maxsize=1024)
-def recomputing(needs: Needed, gating: str | None, dtypes: tuple[str | None, ...]) -> tuple[Program, tuple[Source, ...]]:
-    """The gradients as the epilogue of the product itself, and what the program's operands are.
+class Fused(NamedTuple):
+    """The gradients as the epilogue of a product.
 
-    dtypes: of the outputs.
+    program: its operands are what `reads` says. outputs: for each gradient that is given, the number of the result.
     """
-    found = needs.backward
-    assert found is not None
-    kept = [number for number, source in enumerate(found.reads) if source.kind != "acc"]
+
+    program: Program
+    reads: tuple[Source, ...]
+    outputs: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def fused(found: Backward, gating: str | None, dtypes: tuple[str | None, ...], recompute: bool) -> Fused:
+    """The gradients as an epilogue. dtypes: of what `found` gives. recompute: the accumulators of the forward pass are
+    those of the product, which is then the one of the forward pass with its gating; else they are operands.
+    """
+    kept = [number for number, source in enumerate(found.reads) if not recompute or source.kind != "acc"]
     nodes = []
     for node in found.program.nodes:
         if node.op == "input":
             number = int(node.attribute or 0)
-            source = found.reads[number]
-            if source.kind == "acc":
-                node = Node("acc", (), source.number if gating else None)
-            else:
+            if number in kept:
                 node = node._replace(attribute=kept.index(number))
+            else:
+                node = Node("acc", (), found.reads[number].number if gating else None)
         nodes.append(node)
-    outputs = tuple(
-        output._replace(dtype=dtype) for output, dtype in zip(found.program.outputs, dtypes, strict=True)
-    )
+    outputs = [output._replace(dtype=dtype) for output, dtype in zip(found.program.outputs, dtypes, strict=True)]
     inputs = tuple(found.program.inputs[number] for number in kept)
-    program = simplified(Program(inputs, tuple(nodes), outputs, gating))
-    return program, tuple(found.reads[number] for number in kept)
+    program = simplified(Program(inputs, tuple(nodes), tuple(outputs), gating if recompute else None))
+    stored = tuple(dict.fromkeys(program.outputs))  # the same values in the same dtype are stored once
+    places = tuple(stored.index(output) for output in program.outputs)
+    return Fused(replace(program, outputs=stored), tuple(found.reads[number] for number in kept), places)

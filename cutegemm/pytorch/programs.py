@@ -12,25 +12,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm.choice.plan import Memo, Plan
 from cutegemm.problem import overlap, program_request, request
-from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
-from cutegemm.run import call, fused
+from cutegemm.run import call, fused, runner
 
+OPTIONS = ("epilogue", "operands", "save")
+"""What `gemm` takes for an epilogue program only."""
 SAVES = ("outputs", "recompute")
 """What `save` may be."""
 
+_recorded = Memo(4096)
+"""Call description and `save` -> program, of calls that recorded gradients."""
 _PLAIN = call.PLAIN
-_memo, _key = fused.memo, fused.key_of
+_memo, _key = fused.memo, fused.description
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_autocast_on = torch._C._is_any_autocast_enabled
 _is_tracing = torch._C._is_tracing
@@ -39,46 +44,88 @@ _is_grad_enabled = torch.is_grad_enabled
 _has_transforms = torch._C._are_functorch_transforms_active
 
 
+def refuse_terms(c: Any, alpha: Any, beta: Any, bias: Any, activation: Any) -> None:
+    """Raises ValueError for terms of the fixed epilogue next to a program."""
+    if c is not None or bias is not None or activation is not None or alpha != 1 or beta != 0:
+        raise ValueError(
+            "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
+            "pass tensors as operands"
+        )
+
+
+def refuse_alone(options: dict[str, Any]) -> None:
+    """Raises ValueError for what goes with an epilogue only."""
+    for name in ("operands", "save"):
+        if options.get(name, ()) not in ((), None):
+            raise ValueError(f"{name}: it is given without an epilogue, which it is for; pass epilogue=, or leave {name} away")
+
+
+def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:
+    """The plan of `gemm(a, b, c, **options)` with an epilogue; see there for what it raises."""
+    given = dict(options)
+    epilogue, operands, _ = given.pop("epilogue"), given.pop("operands", ()), given.pop("save", None)
+    known = runner.complete(given)
+    refuse_terms(c, known["alpha"], known["beta"], known["bias"], known["activation"])
+    if _is_autocast_on():
+        a, b, _, known = cast_operands(a, b, None, known)
+    names = "out", "out_dtype", "precision", "backend", "config"
+    return fused.plan_of(a, b, epilogue, operands, *(known[name] for name in names))
+
+
 def compute(
     a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, precision: Any,
     backend: str, config: Any, save: str | None,
 ) -> Any:  # fmt: skip
     """`gemm` with an epilogue; see there."""
+    if save is not None and save not in SAVES:
+        raise ValueError(f"save: got {save!r}, accepted are None, {', '.join(map(repr, SAVES))}")
     if _is_dynamo_compiling():
-        _check_save(save)
         return _by_operator(
             a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, precision, backend, config, save
         )
-    run = None
+    run = program = None
     try:
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():
-            run = _memo.get(_key(a, b, epilogue, operands, out, out_dtype, precision, backend, config))
-        if run is not None:
-            records = a.requires_grad or b.requires_grad
+            key = _key(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+            plain, records = True, a.requires_grad or b.requires_grad
             for operand in operands:
                 kind = operand.__class__
                 if kind is not float and kind is not int:
                     if kind not in _PLAIN:
-                        run = None
-                    records = records or operand.requires_grad
-            if records and not _is_grad_enabled():
-                records = False
+                        plain = False
+                    elif operand.requires_grad:
+                        records = True
             if out is not None:
                 for each in (out,) if isinstance(out, torch.Tensor) else out:
                     if each.__class__ not in _PLAIN or each.requires_grad:
-                        run = None
-            if records or _is_autocast_on() or forward_ad._current_level >= 0:
-                run = None
+                        plain = False
+            if plain and not _is_autocast_on() and forward_ad._current_level < 0:
+                if not records or not _is_grad_enabled():
+                    run = _memo.get(key)
+                elif out is None and not _has_transforms():
+                    program = _recorded.get((key, save))
     except (AttributeError, TypeError, RuntimeError):
-        run = None  # not a dense tensor, or something unhashable: what it is is found out below
-    if run is None:
-        return _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
-    return run(a, b, operands, out)
+        pass  # not a dense tensor, or something unhashable: what it is is found out below
+    if run is not None:
+        return run(a, b, operands, out)
+    if program is not None:
+        return _record(a, b, program, operands, out_dtype, precision, backend, config, save)
+    return _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
+
+
+def _record(a, b, program, operands, out_dtype, precision, backend, config, save):
+    run = partial(_run, precision, backend, config)
+    settings = program_autograd.Settings(program, out_dtype, precision, backend, save, run)
+    results = program_autograd.record(a, b, operands, settings)
+    return results if len(results) > 1 else results[0]
+
+
+def _run(precision, backend, config, a, b, program, operands, out_dtype):
+    return fused.compute(a, b, program, operands, None, out_dtype, precision, backend, config)
 
 
 def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save):
     """A call that is new, or that is more than a multiplication of plain tensors."""
-    _check_save(save)
     if not isinstance(operands, (tuple, list)):
         raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
     outs = () if out is None else (out,) if isinstance(out, torch.Tensor) else out
@@ -117,18 +164,11 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
             if _has_transforms():
                 return _by_operator(a, b, program.text, operands, *options, save)
 
-            def run(a: Any, b: Any, epilogue: Any, operands: Any, out_dtype: Any) -> Any:
-                return fused.compute(a, b, epilogue, operands, None, out_dtype, precision, backend, config)
-
-            settings = program_autograd.Settings(program, out_dtype, precision, backend, save, run)
-            results = program_autograd.record(a, b, operands, settings)
-            return results if len(results) > 1 else results[0]
+            key = fused.key_of(a, b, epilogue, operands, *options)
+            if key is not None:
+                _recorded.put((key, save), program)
+            return _record(a, b, program, operands, out_dtype, precision, backend, config, save)
     return fused.compute(a, b, epilogue, operands, *options)
-
-
-def _check_save(save: Any) -> None:
-    if save is not None and save not in SAVES:
-        raise ValueError(f"save: got {save!r}, accepted are None, {', '.join(map(repr, SAVES))}")
 
 
 def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:

@@ -178,7 +178,7 @@ def clamp(x: Operand, least: Operand, greatest: Operand) -> Any:
 
 
 def where(condition: Operand, x: Operand, y: Operand) -> Any:
-    """x where the condition holds, else y, elementwise: what Python's `if` cannot do in an epilogue.
+    """x where the condition holds, else y, elementwise and in fp32: what Python's `if` cannot do in an epilogue.
 
     >>> where(torch.tensor([True, False]), 1.0, 2.0)
     tensor([1., 2.])

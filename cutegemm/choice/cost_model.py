@@ -29,6 +29,7 @@ What the terms count:
               it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32
               bytes, 27 with 128x128)
     writes    more for what is written to parts of sectors (32 bytes) and lines
+    program   its matrix operands and further results count as bytes of the epilogue and of memory
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
               round. CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last
               sums
@@ -171,18 +172,21 @@ class Model:
         "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
         "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
         "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
-        "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_rereads", "_rest", "_sectors",
+        "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_read", "_rereads", "_rest", "_sectors",
         "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
-        "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_wave", "_within", "_writes",
+        "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_wave", "_within", "_writes", "_written",
     )  # fmt: skip
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
         f, r = footprint, constants or rates(footprint.family)
         clock = arch.clock_mhz * 1e6
-        size, out = ITEMSIZE[signature.dtype], ITEMSIZE[signature.out_dtype]
+        size = ITEMSIZE[signature.dtype]
+        # Bytes for each element of the product, of which a gated D has half as many.
+        read, out = (each / 2 if signature.epilogue.gating else each for each in signature.moved)
         sharers = f.cluster[0] * f.cluster[1]
         ctas = f.cluster_ctas
-        self._itemsize, self._out_size, self._overlap, self._within = size, out, r.overlap, r.within
+        self._itemsize, self._overlap, self._within = size, r.overlap, r.within
+        self._out_size, self._read, self._written = ITEMSIZE[signature.out_dtype], read, out
         self._tile_m, self._tile_n = rows_a, rows_b = f.cluster_tile
         self._bk, self._splits = f.bk, f.splits
         self._places = clusters(arch, ctas)
@@ -211,7 +215,8 @@ class Model:
         self._wave = [i + r.warps / warps if i else 0.0 for i in range(f.ctas + 1)]
 
         # -- an epilogue
-        moved = f.bm * f.bn * (out + (ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0))
+        c = ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0
+        moved = f.bm * f.bn * (out + read + c)
         epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
@@ -256,7 +261,8 @@ class Model:
             self._least_load, self._least_outside = self._load_chip * one, self._outside * one
             self._least_latency, self._least_latency_lines = self._waits, self._waits_port * r.lines
             self._least_tail = self._tail
-        self._least_read, self._least_written = size / self._bandwidth, out * (1 + self._writes) / self._bandwidth
+        self._least_read = size / self._bandwidth
+        self._least_written = (out * (1 + self._writes) + read) / self._bandwidth
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of one launch for D (m, n) with a sum over k, `batch` times."""
@@ -324,8 +330,9 @@ class Model:
             busy_rounds += (rounds - 1) * self._sums + self._last
 
         a, b = m * k * batch * size, n * k * batch * size
-        d = m * n * batch * self._out_size
-        moved: float = a + b + d
+        elements = m * n * batch
+        d = elements * self._written
+        moved: float = a + b + d + elements * self._read
         if b > self._l2 and m > self._group_rows:
             moved += b * (m / self._group_rows - 1) * self._rereads
         held = (b if m > self._tile_m else 0) + (a if n > self._tile_n else 0)

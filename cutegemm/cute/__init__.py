@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MAX_CTAS = 2**31 - 1
 _FOLDER = Path(__file__).parent
 _SHARED_SOURCES = (
-    "compile.py", "launch_config.py", "epilogue.py", "lowering.py", "source.py", "tile_order.py", "types.py",
+    "compile.py", "launch_config.py", "epilogue.py", "lowering.py", "reduction.py", "source.py", "tile_order.py", "types.py",
     "workspace.py", "entry.py", "../problem/epilogue.py", "../problem/program/graph.py", "../run/arguments.py",
 )  # fmt: skip
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
@@ -50,7 +50,7 @@ _CHOICE_SOURCES = frozenset(("candidates.py", "shortlists.py", "footprint.py"))
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
 
 
-def _no_splits(text: str) -> tuple[int, ...]:
+def _no_splits(text: str, signature: Signature) -> tuple[int, ...]:
     return ()
 
 
@@ -69,7 +69,7 @@ class Family:
         footprint: of (config, signature, arch): the cost model's view of a configuration.
         sources: patterns of the files beside `_SHARED_SOURCES` that decide what its kernels do; `_CHOICE_SOURCES` are
             left out.
-        splits: of a candidate's text, the splits of K that it may also have.
+        splits: of a candidate's text and a signature, the splits of K that it may also have.
         shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
             about these sizes; all are compared where it names none.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
@@ -84,7 +84,7 @@ class Family:
     footprint: Callable[[Any, Signature, Arch], Footprint]
     sources: tuple[str, ...]
     works: tuple[str, ...] = (work.DENSE,)
-    splits: Callable[[str], tuple[int, ...]] = _no_splits
+    splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
@@ -236,7 +236,7 @@ class CuteBackend(Backend[Any]):
         if family is None:
             return []
         usable = _usable(family.config.family, signature, arch)
-        return [(config, family.splits(str(config))) for config in usable]
+        return [(config, family.splits(str(config), signature)) for config in usable]
 
     def shortlist(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
         """(text, whether K is split) of the `candidates` to compare for about these sizes; none: compare all."""

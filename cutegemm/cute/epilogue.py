@@ -11,7 +11,7 @@ Of a gated program a slab row holds the accumulators of gate and up: each half o
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -20,7 +20,8 @@ from cutlass import Float32, Int32
 
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
 from cutegemm.cute.lowering import finish
-from cutegemm.cute.source import aligned, outputs, sources, targets
+from cutegemm.cute.reduction import partials
+from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import ITEMSIZE, Signature
 from cutegemm.problem.program.graph import Node
 
@@ -41,25 +42,26 @@ class SlabEpilogue:
         self.late_bias = late_bias
         self.epilogue = signature.epilogue
         self.fold = 2 if self.epilogue.gating else 1
-        narrowest = min(ITEMSIZE[dtype] for _, dtype, _ in outputs(signature))
-        self.chunk = min(16 // narrowest, self.wn // self.fold)
+        narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
+        # A pass has 16 rows at most: two lanes or more share a row.
+        self.chunk = min(16 // narrowest, self.wn // self.fold // 2)
         self.targets = targets(signature, self.chunk)
         self.lanes_per_row = self.wn // self.fold // self.chunk
         self.rows_per_pass = 32 // self.lanes_per_row
         self.passes = SLAB_ROWS // self.rows_per_pass
         self.pitch = self.wn + SLAB_PAD
         self.sources = sources(signature)
+        self.partials = partials(signature)
+        self.pieces = (SLAB_ROWS, self.wn // self.fold)
 
     def start(self, memory, matrix, row, column, m, n, warp, lane, operands) -> None:
-        """Binds to the warp tile whose first accumulator is (row, column) of the product, (m, n), number `matrix`.
+        """Binds to the warp tile whose first result is (row, column) of D, (m, n), number `matrix`.
 
         `memory` is a shared fp32 pointer with room for one slab a warp, `operands` are the kernel's arguments by name.
         Addresses of C and D are made here, after the main loop, where registers are free again.
         """
         base = memory + warp * (SLAB_ROWS * self.pitch)
         self.slab = cute.make_tensor(base, cute.make_layout((SLAB_ROWS, self.wn), stride=(self.pitch, 1)))
-        if self.fold == 2:
-            column, n = column // 2, n // 2
         self.row, self.m, self.n, self.matrix = row, m, n, matrix
         self.lane_row = lane // self.lanes_per_row
         self.lane_column = (lane % self.lanes_per_row) * self.chunk
@@ -72,6 +74,10 @@ class SlabEpilogue:
             source.start(operands, matrix)
         if not self.late_bias:
             self._load_across()
+        for partial in self.partials:
+            rows, columns = self.pieces
+            over, extent = (n, m) if partial.of_rows else (m, n)
+            partial.start(operands, matrix, cute.ceil_div(over, columns if partial.of_rows else rows), extent)
 
     def _load_across(self) -> None:
         """The operands of this thread's columns that are the same for every row; beyond the edge the last column's."""
@@ -88,11 +94,15 @@ class SlabEpilogue:
         cute.arch.sync_warp()
         if cutlass.const_expr(self.late_bias):
             self._load_across()
+        self._begin_columns()
         for p in cutlass.range_constexpr(self.passes):
             slab_row = self.lane_row + p * self.rows_per_pass
             row = self.row + first + slab_row
+            self._begin_rows()
             if row < self.m:
                 self._store_chunk(slab_row, row)
+            self._end_rows(row, row < self.m)
+        self._end_columns(self.row + first, True)
         # The next slice may overwrite the slab only after every lane has read it.
         cute.arch.sync_warp()
 
@@ -119,9 +129,58 @@ class SlabEpilogue:
 
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
-        values = finish(self.epilogue.program, self.chunk, partial(self._leaf, slab_row, row))
-        for number in cutlass.range_constexpr(len(self.targets)):
-            self._put(self.targets[number], values[number], row)
+        values = finish(self.epilogue.program, self.chunk, functools.partial(self._leaf, slab_row, row))
+        for i in cutlass.range_constexpr(len(self.targets)):
+            self._put(self.targets[i], values[self.targets[i].number], row)
+        self._reduce(values)
+
+    # -- reduced results. Lanes exchange what they have behind the rows' branch, which lanes may leave out.
+    def _begin_columns(self) -> None:
+        self.totals = {each.number: each.empty(self.chunk) for each in self.partials if not each.of_rows}
+
+    def _begin_rows(self) -> None:
+        self.totals |= {each.number: each.empty(1) for each in self.partials if each.of_rows}
+
+    def _reduce(self, values) -> None:
+        """Combines this thread's chunk of a row."""
+        for partial in self.partials:
+            elements, totals = partial.elements(values[partial.number], self.chunk), self.totals[partial.number]
+            for j in range(self.chunk):
+                if partial.of_rows:
+                    own = partial.inside(elements[j], self.column + j < self.n)
+                    totals[0] = partial.combine(totals[0], own)
+                else:
+                    totals[j] = partial.combine(totals[j], elements[j])
+
+    def _end_rows(self, row, inside) -> None:
+        """Combines the lanes of a row, and writes its piece where the row is `inside`."""
+        steps = [1 << bit for bit in range(5) if 1 << bit < self.lanes_per_row]
+        for partial in self.partials:
+            if partial.of_rows:
+                total = partial.over_lanes(self.totals[partial.number][0], steps)
+                self._put_row(partial, row, inside, total)
+
+    @cute.jit
+    def _put_row(self, partial: cutlass.Constexpr, row, inside, total):
+        column = self.column - self.lane_column
+        place = partial.at(column // self.pieces[1], row)
+        if inside & (self.lane_column == 0) & (column < self.n):
+            cute.make_tensor(place, cute.make_layout(1))[0] = total
+
+    def _end_columns(self, first, inside) -> None:
+        """Combines the rows from `first` on, and writes the columns' pieces where they are `inside`."""
+        steps = [1 << bit for bit in range(5) if 1 << bit >= self.lanes_per_row]
+        for partial in self.partials:
+            if not partial.of_rows:
+                for j in range(self.chunk):
+                    total = partial.over_lanes(self.totals[partial.number][j], steps)
+                    self._put_column(partial, first, inside, self.column + j, total)
+
+    @cute.jit
+    def _put_column(self, partial: cutlass.Constexpr, first, inside, column, total):
+        place = partial.at(first // self.pieces[0], column)
+        if inside & (first < self.m) & (self.lane_row == 0) & (column < self.n):
+            cute.make_tensor(place, cute.make_layout(1))[0] = total
 
     def _leaf(self, slab_row, row, node: Node) -> Any:
         if node.op == "acc":

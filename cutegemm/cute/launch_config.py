@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, Signature
 
 SLAB_ROWS = 16
 """Rows of the accumulator tile that a warp stages through shared memory at a time in the epilogue."""
@@ -28,6 +28,12 @@ class LaunchedConfig:
     def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
         """Bytes of a launch's workspace that must be zero before, and of the rest."""
         return 0, 0
+
+    def pieces(self, signature: Signature) -> tuple[int, int]:
+        """(rows, columns) of D that make up a piece of a result that is reduced over a column, over a row; see
+        `cute.reduction`.
+        """
+        raise TypeError(f"{type(self).__name__} has no kernels that reduce")
 
     def only_by_name(self) -> str | None:
         """None when this configuration may be chosen automatically, else why only a call that names it gets it."""

@@ -90,21 +90,29 @@ class Source:
 
 
 class Target:
-    """A matrix that a result goes to: D, or another one of its shape. `vector`: elements that are stored at once."""
+    """A matrix that a result goes to: D, or another one of its shape.
 
-    def __init__(self, name: str, dtype: str, align: int, most: int) -> None:
-        self.name, self.type = name, types.NUMERIC[dtype]
+    number: of the program's output. vector: elements that are stored at once.
+    """
+
+    def __init__(self, number: int, name: str, dtype: str, align: int, most: int) -> None:
+        self.number, self.name, self.type = number, name, types.NUMERIC[dtype]
         self.bytes = self.type.width // 8
         self.vector = max(min(align // self.bytes, most), 1)
 
     def start(self, args, matrix) -> None:
         """Binds to a launch's arguments and to a matrix of the batch."""
-        self.leading = args.ldd if self.name == "d" else getattr(args, f"{self.name}_ld")
-        self.base = getattr(args, self.name) + Int64(matrix) * getattr(args, f"{self.name}_batch")
+        self.leading, of_matrix = strides(args, self.name)
+        self.base = getattr(args, self.name) + Int64(matrix) * of_matrix
 
     def at(self, row, column):
         """The pointer to the element (row, column)."""
         return self.base + (Int64(row) * self.leading + Int64(column))
+
+
+def strides(args, name: str) -> tuple[Any, Any]:
+    """(distance of rows, distance of matrices) of the result `name`, among a launch's arguments."""
+    return (args.ldd if name == "d" else getattr(args, f"{name}_ld")), getattr(args, f"{name}_batch")
 
 
 def sources(signature: Signature) -> dict[str, Source]:
@@ -116,10 +124,4 @@ def sources(signature: Signature) -> dict[str, Source]:
 
 def targets(signature: Signature, most: int) -> list[Target]:
     """The matrices that a signature's results go to, in their order; at most `most` elements are stored at once."""
-    return [Target(name, dtype, align, most) for name, dtype, align in outputs(signature)]
-
-
-def outputs(signature: Signature) -> list[tuple[str, str, int]]:
-    """(name, dtype, alignment class) of the results, D first."""
-    more = [(name, str(output.dtype), align) for name, output, align in signature.epilogue.more_outputs]
-    return [("d", signature.out_dtype, signature.align_d), *more]
+    return [Target(*result, most) for result in signature.results]

@@ -37,8 +37,8 @@ class Epilogue:
             transposed product turns the one into the other).
         activation: one of `ACTIVATIONS`, or None.
         custom: a user's program, instead of all the above; each of its outputs has a dtype.
-        aligns: of each of its matrix inputs, then of its outputs behind the first, the alignment class in bytes; 0 for
-            an input that has no unit stride along its rows.
+        aligns: of each of its matrix inputs, then of the matrices among its outputs behind the first, the alignment
+            class in bytes; 0 for an input that has no unit stride along its rows.
     """
 
     c_dtype: str | None = None
@@ -71,14 +71,17 @@ class Epilogue:
 
     @cached_property
     def more_outputs(self) -> tuple[tuple[str, Output, int], ...]:
-        """(name, output, alignment class) of each output of a program behind the first, which is D."""
-        if self.custom is None:
-            return ()
-        rest, aligns = self.custom.outputs[1:], self.aligns[len(self.matrices) :]
-        return tuple(
-            (f"y{number}", output, align)
-            for number, (output, align) in enumerate(zip(rest, aligns, strict=True), start=1)
-        )
+        """(name, output, alignment class) of each matrix of a program's outputs behind the first, which is D."""
+        outputs = self.custom.outputs if self.custom else ()
+        numbers = [number for number, output in enumerate(outputs) if number and output.reduce is None]
+        aligns = self.aligns[len(self.matrices) :]
+        return tuple((f"y{number}", outputs[number], align) for number, align in zip(numbers, aligns, strict=True))
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[int, str], ...]:
+        """(number of the output, one of `graph.REDUCTIONS`) of each output that is reduced."""
+        outputs = self.custom.outputs if self.custom else ()
+        return tuple((number, output.reduce) for number, output in enumerate(outputs) if output.reduce is not None)
 
     @property
     def gating(self) -> str | None:

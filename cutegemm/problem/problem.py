@@ -17,7 +17,7 @@ from typing import Any
 
 from cutegemm.problem.dtypes import ITEMSIZE, PRECISIONS, TABLE, Kind, why_precision_refused
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.problem.operand import Matrix, compact
+from cutegemm.problem.operand import Matrix, alignment, compact
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -34,7 +34,8 @@ class Signature:
         precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
             into two TF32 numbers, three products).
         a_major: "k" or "m". b_major: "k" or "n".
-        align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`.
+        align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
+            gate and up, `align_b` divides a half too.
         align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
@@ -66,6 +67,21 @@ class Signature:
     def majors(self) -> str:
         """Of A and B, as in `Problem.of`: "t" is row-major for A, "n" column-major for B, where both lie along K."""
         return ("t" if self.a_major == "k" else "n") + ("n" if self.b_major == "k" else "t")
+
+    @property
+    def results(self) -> tuple[tuple[int, str, str, int], ...]:
+        """(number of the output, name, dtype, alignment class) of the matrices that a kernel writes, D first."""
+        more = ((int(name[1:]), name, str(output.dtype), align) for name, output, align in self.epilogue.more_outputs)
+        return ((0, "d", self.out_dtype, self.align_d), *more)
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes for each element of D that a program reads as matrix operands, and those that are written: D and the
+        other matrices of its results.
+        """
+        given = self.epilogue.custom.inputs if self.epilogue.custom else ()
+        read = sum({**ITEMSIZE, **INTEGERS}[each.dtype] for each in given if each.varies == "mn")
+        return read, sum(ITEMSIZE[dtype] for _, _, dtype, _ in self.results)
 
     def __hash__(self) -> int:
         return self._hash
@@ -146,7 +162,8 @@ class Problem:
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
             precision: "ieee", "tf32" or "tf32x3" (fp32 only).
-            epilogue: terms beside alpha * A @ B; C is row-major.
+            epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
+                gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.
 
         Raises:
@@ -172,6 +189,12 @@ class Problem:
         b = compact(k, n, count_b, majors[1] == "t", ITEMSIZE[dtype])
         c = compact(m, n, count_d, True, ITEMSIZE[epi.c_dtype]) if epi.c_dtype else None
         d = compact(m, n, count_d, True, ITEMSIZE[out])
+        if epi.custom is not None:
+            if epi.gating and n % 2:
+                raise ValueError(f"n: got {n}; an epilogue of gate and up needs an even number of columns")
+            columns = n // 2 if epi.gating else n
+            align = alignment(0, ITEMSIZE[out], columns)
+            d = Matrix(m, columns, max(columns, 1), 1, m * columns if count_d > 1 else 0, align)
         problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work)
         return problem if d.row_major else problem.transposed()
 
@@ -185,13 +208,19 @@ class Problem:
             "k" if a.row_major else "m",
             "n" if b.row_major else "k",
             a.align,
-            b.align,
+            min(b.align, self._align_half),
             self.d.align,
             0 if c is None or not c.row_major else c.align,
             self.epilogue,
             self.work,
         )
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))
+
+    @property
+    def _align_half(self) -> int:
+        """Bytes that divide the distance of gate's columns and up's ("halves") in a row-major B; 16 for all others."""
+        by_halves = self.epilogue.gating == "halves" and self.b.row_major
+        return alignment(0, ITEMSIZE[self.dtype], self.n // 2) if by_halves else 16
 
     @property
     def columns(self) -> int:
@@ -227,6 +256,9 @@ class Problem:
                 total += elements * (batch if each.batched else 1) * {**ITEMSIZE, **INTEGERS}[each.dtype]
             for (_, output, _), matrix in zip(self.epilogue.more_outputs, self.outputs, strict=True):
                 total += matrix.rows * matrix.cols * batch * ITEMSIZE[str(output.dtype)]
+            for number, reduce in self.epilogue.reductions:
+                extent = self.m if reduce.startswith("row") else self.columns
+                total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
         total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
@@ -248,6 +280,10 @@ class Problem:
             epilogue=self.epilogue.transposed(),
             work=WORKS[self.work].transposed,
         )
+
+    def without_program(self) -> Problem:
+        """The product alone, with D as it is."""
+        return replace(self, epilogue=Epilogue(), operands=(), outputs=())
 
     @property
     def sizes(self) -> str:

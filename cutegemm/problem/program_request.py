@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
 from cutegemm.problem.program.graph import Input, Output, Program
+from cutegemm.problem.program.known import lookup
+from cutegemm.problem.program.writing import annotation
 from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -49,21 +50,21 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
-    if not isinstance(operands, (tuple, list)):
-        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
+    program = traced(epilogue, inputs_of(operands, a.device))
     for number, operand in enumerate(operands):
         if isinstance(operand, torch.Tensor):
             request.check_tensor(f"operands[{number}]", operand)
-    inputs = inputs_of(operands, a.device)
-    program = traced(epilogue, inputs)
+    inputs = program.inputs
     batch, m, n = plain.batch, plain.m, plain.n
     columns = n
     if program.gating:
         if n % 2:
             raise ValueError(f"b: got {n} columns; an epilogue of gate and up needs an even number of them")
         columns = n // 2
+    if program.uses("partner") and columns % 2:
+        raise ValueError(f"epilogue: partner exchanges neighbouring columns, and its result has {columns} of them")
     leading = (batch,) if a.dim() == 3 or b.dim() == 3 else ()
     whole = (*leading, m, columns)
     for number, (given, operand) in enumerate(zip(inputs, operands, strict=True)):
@@ -90,18 +91,19 @@ def describe(
         for given, matrix in zip((each for each in inputs if not each.by_value), matrices, strict=True)
         if given.varies == "mn"
     ]
-    aligns += [matrix.align for matrix, _ in targets[1:]]
+    more = [matrix for (matrix, _), output in zip(targets[1:], resolved[1:], strict=True) if output.reduce is None]
+    aligns += [matrix.align for matrix in more]
     problem = replace(
         plain,
         out_dtype=str(resolved[0].dtype),
         d=targets[0][0],
         epilogue=Epilogue(custom=program, aligns=tuple(aligns)),
         operands=matrices,
-        outputs=tuple(matrix for matrix, _ in targets[1:]),
+        outputs=tuple(more),
     )
     return ProgramRequest(
         problem, False, whole, a.device, asked.copies, False, program, tuple(shapes),
-        frozenset(number for number, (_, apart) in enumerate(targets) if apart), len(shapes) == 1,
+        frozenset(i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None), len(shapes) == 1,
     )  # fmt: skip
 
 
@@ -109,37 +111,35 @@ def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any)
     """The shape of a result. leading: (L,) where a or b is a batch, else (). columns: of D."""
     if output.reduce is None:
         return (*leading, m, columns)
-    return (*leading, m) if output.reduce.startswith("row") else (*leading, columns)
-
-
-def inputs_of(operands: Sequence[Any], device: torch.device) -> tuple[Input, ...]:
-    """The inputs of a program with these operands, which may be fake or mapped. Raises TypeError, ValueError for one that no program takes."""
-    return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
+    return (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
 
 
 def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     """The program that a caller means: one, or a function of acc and the operands, which is traced."""
     if isinstance(epilogue, Program):
-        if epilogue.inputs != inputs:
-            epilogue = canonical(epilogue)
-        if epilogue.inputs != inputs:
-            needs, got = (", ".join(map(str, each)) or "none" for each in (epilogue.inputs, inputs))
-            raise ValueError(f"operands: the program has the inputs {needs}; these operands make {got}")
-        return epilogue
+        if len(epilogue.inputs) != len(inputs):
+            raise ValueError(f"operands: got {len(inputs)}, but the program takes {len(epilogue.inputs)}: {epilogue}")
+        for number, (given, own) in enumerate(zip(inputs, epilogue.inputs, strict=True)):
+            alike = given.dtype == own.dtype and given.by_value == own.by_value
+            if not alike or given.m > own.m or given.n > own.n or given.batched > own.batched:
+                needs, got = (annotation(each) for each in (own, given))
+                raise ValueError(f"operands[{number}]: got {got}, but the program takes {needs}: {epilogue}")
+        numbered = tuple(own._replace(name=f"x{number}") for number, own in enumerate(epilogue.inputs))
+        return epilogue if numbered == epilogue.inputs else replace(epilogue, inputs=numbered)
     if not callable(epilogue):
         shown = request.shown(epilogue)
         raise TypeError(f"epilogue: got {shown}, expected a function of acc and the operands, or a Program")
-    from cutegemm.problem.program.known import lookup
-
     return lookup(epilogue, inputs)
 
 
-@lru_cache(maxsize=1024)
-def canonical(program: Program) -> Program:
-    """The simplified program, whose operands are named x0, x1, ... as those of every traced one."""
-    from cutegemm.problem.program.simplify import simplified
+def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
+    """The inputs that operands are to a program; tensors may be fake or mapped.
 
-    return simplified(program)
+    Raises TypeError or ValueError naming the one that is none.
+    """
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
 
 
 def _input(number: int, operand: Any, device: torch.device) -> Input:
@@ -177,11 +177,12 @@ def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, in
 
 
 def _strides(given: Input, operand: torch.Tensor) -> Matrix:
-    """How an operand lies; the strides of what it does not vary along are 0."""
+    """How an operand lies; the stride of an extent of 1 is 0, as is that of one along which the program reads none."""
     shape = (1, 1, 1, *operand.shape)[-3:]
     strides = (0, 0, 0, *operand.stride())[-3:]
+    varies = (given.batched, given.m, given.n)
     batch, row, col = (
-        stride if varies else 0 for stride, varies in zip(strides, (given.batched, given.m, given.n), strict=True)
+        stride if varied and extent > 1 else 0 for stride, varied, extent in zip(strides, varies, shape, strict=True)
     )
     align = alignment(operand.data_ptr(), operand.element_size(), shape[2], row, batch)
     return Matrix(shape[1], shape[2], row, col, batch, align)

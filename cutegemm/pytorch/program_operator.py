@@ -18,6 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm.problem import dtypes, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from cutegemm.pytorch import program_autograd, program_batches, transforms
 from cutegemm.pytorch.autocast import cast_operands
@@ -40,7 +41,7 @@ _library.define(
 @lru_cache(maxsize=4096)
 def program_of(text: str) -> Program:
     """The program that an operator carries. Raises ValueError for a text that is none."""
-    return program_request.canonical(parse(text))
+    return simplified(parse(text))
 
 
 def joined(program: Program, tensors: Sequence[Any], numbers: Sequence[Any], integers: Sequence[Any]) -> list[Any]:

@@ -89,7 +89,12 @@ def _custom_pointers(signature: Signature) -> dict[str, str | Pointer]:
         given.name: Pointer(given.dtype, max(epilogue.matrices.get(given.name, 0), _ITEMSIZE[given.dtype]))
         for given in inputs
     }
-    return found | {name: Pointer(str(output.dtype), align) for name, output, align in epilogue.more_outputs}
+    aligns = {name: align for name, _, align in epilogue.more_outputs}
+    for number, output in enumerate(epilogue.custom.outputs[1:], start=1):
+        # Of a reduction the kernel writes partial results, in fp32 whatever the result's dtype.
+        name, partial = f"y{number}", Pointer("fp32", ITEMSIZE["fp32"])
+        found[name] = partial if output.reduce else Pointer(str(output.dtype), aligns[name])
+    return found
 
 
 def _custom_numbers(signature: Signature) -> dict[str, str | Pointer]:

@@ -29,6 +29,7 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
 """run(a, b, operands, out) -> the results, as the caller gets them"""
 
 memo = PlanMemo()
+"""Descriptions of operands -> the inputs that they are."""
 _lock = threading.Lock()
 
 
@@ -80,7 +81,7 @@ def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
             program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
             found = (*found[:MEANING], meaning(epilogue) or program, *found[MEANING + 1 :])
         hash(found)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, RuntimeError, ValueError):
         return None
     return found
 
@@ -159,6 +160,34 @@ def _split(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
     return tensors, [operand for operand in operands if not isinstance(operand, torch.Tensor)]
 
 
+class _Reductions:
+    """The reduced results of a plan: the kernel's partial results, and what becomes of them (`cute.reduction`)."""
+
+    def __init__(self, plan: Plan) -> None:
+        problem = plan.problem
+        # (number of the output, function, shape of the partial results)
+        self.rows: list[tuple[int, Callable[..., torch.Tensor], tuple[int, int, int]]] = []
+        for number, reduce in problem.epilogue.reductions:
+            rows, columns = plan.choice.config.pieces(problem.signature)
+            of_rows = reduce.startswith("row")
+            over, extent = (problem.columns, problem.m) if of_rows else (problem.m, problem.columns)
+            pieces = -(-over // (columns if of_rows else rows))
+            function = torch.sum if reduce.endswith("sum") else torch.amax
+            self.rows.append((number, function, (problem.batch, pieces, extent)))
+
+    def partials(self, outs: Outs) -> list[torch.Tensor]:
+        """What the kernel writes: the results, or new memory for the partial results (fp32)."""
+        found = list(outs)
+        for number, _, shape in self.rows:
+            found[number] = torch.empty(shape, dtype=torch.float32, device=outs[number].device)
+        return found
+
+    def finish(self, partials: Sequence[torch.Tensor], outs: Outs) -> None:
+        """Reduces the pieces in their order."""
+        for number, function, _ in self.rows:
+            outs[number].copy_(function(partials[number], dim=1).view(outs[number].shape))
+
+
 def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
     assert plan.kernel is not None
     index = asked.device.index
@@ -166,18 +195,21 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
         launch = plan.kernel.bind(plan.problem)
     current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     scalars = tuple(Scalars())
+    reductions = _Reductions(plan)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
         tensors, numbers = _split(operands)
+        written = reductions.partials(outs) if reductions.rows else outs
         addresses = (
             a.data_ptr(), b.data_ptr(), 0, 0, outs[0].data_ptr(), *(each.data_ptr() for each in tensors),
-            *(each.data_ptr() for each in outs[1:]),
+            *(each.data_ptr() for each in written[1:]),
         )  # fmt: skip
         if ours() == index:
             launch(addresses, (*scalars, *numbers), current_stream(index))
         else:
             with torch.cuda.device(index):
                 launch(addresses, (*scalars, *numbers), current_stream(index))
+        reductions.finish(written, outs)
 
     return core
 
@@ -187,20 +219,25 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
 
     problem, kernel = plan.problem, plan.kernel
     assert kernel is not None
+    reductions = _Reductions(plan)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
         tensors, numbers = _split(operands)
+        results = reductions.partials(outs)
+        for number, *_ in reductions.rows:
+            results[number].fill_(torch.nan)  # a piece that nobody writes shows
         named = {"a": a, "b": b, "d": outs[0]}
         named |= {f"operands[{number}]": each for number, each in enumerate(tensors)}
-        named |= {f"out[{number}]": each for number, each in enumerate(outs) if number}
+        named |= {f"out[{number}]": each for number, each in enumerate(results) if number}
         addresses = (
             a.data_ptr(), b.data_ptr(), 0, 0, outs[0].data_ptr(), *(each.data_ptr() for each in tensors),
-            *(each.data_ptr() for each in outs[1:]),
+            *(each.data_ptr() for each in results[1:]),
         )  # fmt: skip
         launches = kernel.capture(problem, addresses, (*Scalars(), *numbers))
         named |= launches.scratch
         written = {name for name in named if name == "d" or name.startswith("out[")} | {*launches.scratch}
         emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
+        reductions.finish(results, outs)
 
     return core
 

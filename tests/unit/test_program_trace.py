@@ -346,6 +346,17 @@ def test_a_changed_helper_is_seen(calls):
     assert looked_up(function) == "acc - 3.0"
 
 
+def test_a_changed_partial_is_seen(calls):
+    def inner(x, factor):
+        return x * factor
+
+    partial = functools.partial(inner, factor=2.0)
+    outer = lambda acc, by=partial: by(acc)  # noqa: E731
+    assert looked_up(partial) == looked_up(partial) == looked_up(outer) == looked_up(outer) == "acc * 2.0"
+    partial.keywords["factor"] = 3.0
+    assert looked_up(partial) == looked_up(outer) == "acc * 3.0"
+
+
 def test_what_may_change_is_traced_every_time(calls, monkeypatch):
     def attribute(acc):
         return acc * thing.scale

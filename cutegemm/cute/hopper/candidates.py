@@ -2,16 +2,20 @@
 
 There are few of them, so that a choice costs microseconds. They differ in the tile and the cluster, and with these in
 how a small problem fills the SMs. In 16 bits there are more than a choice can compare: `shortlists` lists them, with a
-shortlist for each size. `splits` says which may have K split.
+shortlist for each size. `splits` says which may have K split. Where a program has several results, whose staging
+buffers need more shared memory, a candidate has as many stages fewer as make it fit.
 tests/compile builds one for each tile, schedule and order of operands, without C and bias: none spills.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import shortlists
+from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -41,6 +45,13 @@ _SPLIT_TF32 = frozenset(
         "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
     )
 )
+_HALVES_TF32 = (
+    "sm90/128x16x64/coop1/c1x1/s5/serp8/swap/pdl",
+    "sm90/128x16x32/coop1/c2x1/s8/serp8/swap/pdl",
+)
+"""Extra candidates for few rows of a program with gate and up, whose swapped tiles have 128 rows at least."""
+UNSWAPPED_ROWS = 64
+"""From this many rows on, the shortlists have tiles whose operands are not swapped."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 _BY_UNIT: dict[str, Callable[[], tuple[str, ...]]] = {
@@ -53,7 +64,26 @@ _WITH_SHORTLISTS = ("float16", "bfloat16")
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    return _BY_UNIT[signature.unit]()
+    texts = _of_one_result(signature)
+    return texts if len(signature.results) == 1 else tuple(dict.fromkeys(_fitting(signature).values()))
+
+
+def _of_one_result(signature: Signature) -> tuple[str, ...]:
+    found = _BY_UNIT[signature.unit]()
+    return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
+
+
+@functools.lru_cache(maxsize=64)
+def _fitting(signature: Signature) -> Mapping[str, str]:
+    """Each candidate of one result, and the same with fewer stages where the buffers of several need the room."""
+    return {text: _with_room(text, signature) for text in _of_one_result(signature)}
+
+
+def _with_room(text: str, signature: Signature) -> str:
+    config = HopperConfig.parse(text)
+    room = WHOLE_RING_BYTES - config.epilogue_bytes(signature)
+    stages = min(config.stages, max(room // config.stage_bytes(signature), 2))
+    return str(replace(config, stages=stages))
 
 
 def has_shortlists(signature: Signature) -> bool:
@@ -65,9 +95,20 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     """Those to compare for about these sizes, and whether with K split; none where all are compared."""
     if not has_shortlists(signature):
         return []
-    return shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    if signature.epilogue.gating and m < UNSWAPPED_ROWS:
+        # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
+        more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
+        found = list(dict.fromkeys([*found, *more]))
+    if len(signature.results) == 1:
+        return found
+    fitting = _fitting(signature)
+    return list(dict.fromkeys((fitting[text], split) for text, split in found))
 
 
-def splits(text: str) -> tuple[int, ...]:
-    """The splits of K, ascending, that a candidate may have as well as none."""
-    return NUMBERS if text in _SPLIT_TF32 or shortlists.may_split(text) else ()
+def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
+    """The splits of K, ascending, that a candidate may have as well as none; `signature` where it has several results."""
+    texts = [text]
+    if signature is not None and len(signature.results) > 1:
+        texts = [one for one, fits in _fitting(signature).items() if fits == text]
+    return NUMBERS if any(one in _SPLIT_TF32 or shortlists.may_split(one) for one in texts) else ()

@@ -37,9 +37,9 @@ class FragmentStore:
     def initialize(self, memory: SharedMemory) -> None:
         """Needs no barriers."""
 
-    def make_atom(self, d, m, n, ldd, d_batch, batch) -> tuple[None, None]:
-        """Needs no tensor map."""
-        return None, None
+    def make_atoms(self, args) -> tuple:
+        """Needs no tensor maps."""
+        return ()
 
     def start(self, output: Output, *_: Any) -> None:
         self.args = output.args
@@ -60,7 +60,7 @@ class FragmentStore:
         values = finish(self.program, 4, partial(self._leaf, sums, places, region))
         for t in cutlass.range_constexpr(len(self.targets)):
             self.targets[t].start(self.args, region.matrix)
-            self._put(self.targets[t], values[t], row, column, region)
+            self._put(self.targets[t], values[self.targets[t].number], row, column, region)
 
     @cute.jit
     def _put(self, target: cutlass.Constexpr, values, row, column, region):

@@ -60,9 +60,9 @@ class HopperGemm(Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
-        dtype = types.NUMERIC[signature.dtype]
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major)
+        dtype, halves = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves"
+        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
+        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
@@ -80,7 +80,7 @@ class HopperGemm(Gemm):
         (a, rows, lda, a_batch), (b, columns, ldb, b_batch) = (right, left) if config.swapped else (left, right)
         atom_a, tensor_a = self.a.load_atom(a, rows, args.k, lda, a_batch, args.batch)
         atom_b, tensor_b = self.b.load_atom(b, columns, args.k, ldb, b_batch, args.batch)
-        atom_d, tensor_d = self.store.make_atom(args.d, args.m, args.n, args.ldd, args.d_batch, args.batch)
+        stores = self.store.make_atoms(args)
         on_device = arguments.device(
             args,
             host_only=("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch"),
@@ -89,7 +89,7 @@ class HopperGemm(Gemm):
             wgmma_a_batch=a_batch,
             wgmma_b_batch=b_batch,
         )
-        self.kernel(atom_a, tensor_a, atom_b, tensor_b, atom_d, tensor_d, on_device).launch(
+        self.kernel(atom_a, tensor_a, atom_b, tensor_b, stores, on_device).launch(
             grid=(args.clusters * config.cluster_ctas, 1, 1),
             block=(config.threads, 1, 1),
             cluster=(config.cluster_ctas, 1, 1),
@@ -106,15 +106,14 @@ class HopperGemm(Gemm):
         tensor_a: cute.Tensor,
         atom_b: cute.CopyAtom,
         tensor_b: cute.Tensor,
-        atom_d: cute.CopyAtom | None,
-        tensor_d: cute.Tensor | None,
+        stores,
         args,
     ):
         """One CTA: set up the barriers, then take a role."""
         config = self.config
         position = Position.here(config)
         self.work.start(position, args)
-        output = Output(args, atom_d, tensor_d)
+        output = Output(args, stores)
 
         memory = SharedMemory(config, self.signature)
         self.ring.start(memory.barriers, position)

@@ -10,9 +10,8 @@ from typing import Any
 class Output:
     """args: the kernel's arguments by name: C, the bias, D, their strides, alpha, beta and the workspace.
 
-    atom, tensor: for TMA stores into D; None where D is stored in another way.
+    stores: (copy atom, tensor) of TMA stores into each result; none where they are stored in another way.
     """
 
     args: Any
-    atom: Any
-    tensor: Any
+    stores: tuple[tuple[Any, Any], ...]

@@ -8,6 +8,9 @@ A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` hold
 stores and TMA; `terms` adds C and the bias. `SlabStore` takes everything else through the slabs that the other
 kernels use too: what TMA cannot store, and C in any strides. With swapped operands the rows of the accumulators are
 columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into shared memory.
+
+Of a gated program ("halves") a thread holds gate and up of the same place of D: half of a tile's columns further on, or
+with swapped operands half of a warpgroup's blocks of 64 rows.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
+from cutegemm.cute.hopper.reduce import make_reductions
+from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.lowering import finish
-from cutegemm.cute.source import sources
+from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
 
@@ -41,8 +45,8 @@ MOST_UNROLLED_STRIPS = 4
 def make_store(config: HopperConfig, signature: Signature) -> Any:
     """The store for a configuration and signature.
 
-    All have `make_atom` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes single
-    vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, and `finish()` at the end.
+    All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes
+    single vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, then `finish()`.
     """
     if config.parts > 1:
         return FragmentStore(config, signature)
@@ -54,11 +58,18 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
     return made(config, signature)
 
 
+def up_offset(config: HopperConfig, signature: Signature) -> int:
+    """From a thread's accumulator of gate to the one of up ("halves")."""
+    columns = config.out_columns(signature)
+    return config.out_blocks(signature) * (config.bn // 2) if columns == config.bn else columns // 2
+
+
 class TmaEpilogue:
     """The epilogue's program, rounded once, stored 64 rows x `columns` at a time.
 
-    A warpgroup has two staging buffers, or one. Before it fills one it makes sure that the store that last read it
-    is done reading; nobody waits for stores to reach memory, so they overlap the next tile.
+    A warpgroup has two staging buffers for each result, or one. Before it fills one it makes sure that the store that
+    last read it is done reading; nobody waits for stores to reach memory, so they overlap the next tile. All results
+    have the first one's itemsize; they are computed together and fill buffers of the same number.
     """
 
     turn = ""
@@ -66,19 +77,25 @@ class TmaEpilogue:
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.config = config
-        self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
+        self.blocks, self.block_step = config.out_blocks(signature), config.block_step
+        self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
+        self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
-        self.program = signature.epilogue.program
+        self.program, self.gated = signature.epilogue.program, signature.epilogue.gating is not None
         self.itemsize = self.out_type.width // 8
-        self.columns = config.store_columns(self.itemsize)
+        self.columns = config.store_columns(self.itemsize, signature)
         self.row_bytes = self.itemsize * self.columns
         self.buffer_bytes = BLOCK_ROWS * self.row_bytes
+        # A warpgroup's buffers of one result; those of the next follow.
+        self.result_bytes = config.store_buffers * self.buffer_bytes
+        self.group_bytes = len(self.results) * self.result_bytes
         # log2 of the 16-byte pieces of a row: the swizzle's bits. Rows of 128, 64 or 32 bytes repeat it every 1024,
         # 512, 256.
         self.swizzle_bits = (self.row_bytes // 16).bit_length() - 1
         self.sources = sources(signature)
         self.vectors = terms.make_vectors(config, signature)
         self.matrices = terms.make_matrices(config, signature)
+        self.reductions = make_reductions(config, signature)
         self.staged = next((each for each in self.matrices.values() if each.staged), None)
 
     def box(self) -> tuple[int, int]:
@@ -97,43 +114,52 @@ class TmaEpilogue:
         )
         return cute.tile_to_shape(atom, self.box(), order=(0, 1))
 
-    def make_atom(self, d, m, n, ldd, d_batch, batch):
-        """(copy atom, coordinate tensor) of TMA stores into D, (m, n) row-major. On the host."""
+    def make_atoms(self, args) -> tuple:
+        """(copy atom, coordinate tensor) of TMA stores into each result, (m, n) row-major. On the host."""
         step = 16 // self.itemsize
-        layout = cute.make_layout(
-            (m, n, batch), stride=(cute.assume(ldd, divby=step), 1, cute.assume(d_batch, divby=step))
-        )
         store = cpasync.CopyBulkTensorTileS2GOp()
-        return cpasync.make_tiled_tma_atom(store, cute.make_tensor(d, layout), self.buffer_layout(), self.box())
+        found, columns = [], args.n // 2 if self.gated else args.n
+        for _, name, _ in self.results:
+            row, matrix = (cute.assume(each, divby=step) for each in strides(args, name))
+            layout = cute.make_layout((args.m, columns, args.batch), stride=(row, 1, matrix))
+            tensor = cute.make_tensor(getattr(args, name), layout)
+            found.append(cpasync.make_tiled_tma_atom(store, tensor, self.buffer_layout(), self.box()))
+        return tuple(found)
 
     def start(self, output: Output, memory: SharedMemory, position: Position) -> None:
         """Binds to a launch's output, to the staging buffers of this warpgroup, and to this thread."""
         group, thread = position.group, position.own_thread
-        self.atom, self.args = output.atom, output.args
-        base = memory.staging + group * (self.config.store_buffers * self.buffer_bytes)
-        layout = self.buffer_layout()
-        staged = cute.append(
-            layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
-        )
-        pointer = cute.recast_ptr(base, layout.inner, dtype=self.out_type)
-        tiles = cute.local_tile(output.tensor, self.box(), (None, None, None))
-        self.shared, self.target = cpasync.tma_partition(
-            self.atom,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(cute.make_tensor(pointer, staged), 0, 2),
-            cute.group_modes(tiles, 0, 2),
-        )
+        self.args = output.args
+        base = memory.staging + group * self.group_bytes
+        self.copies = [
+            self._copy(atom, tensor, base + number * self.result_bytes if number else base, self.results[number][2])
+            for number, (atom, tensor) in enumerate(output.stores)
+        ]
         self.barrier = position.group_barrier
         self.warp = cute.arch.make_warp_uniform(thread // 32)
         self.lane = thread % 32
         self._start_addresses(base.toint(), self.lane)
         for vector in self.vectors.values():
-            vector.start(
-                memory.staging + self.config.consumers * self.config.store_buffers * self.buffer_bytes, group, thread
-            )
+            vector.start(memory.staging + self.config.consumers * self.group_bytes, group, thread)
         if self.staged is not None:
             self.staged.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
+
+    def _copy(self, atom, tensor, base, dtype) -> tuple:
+        """(atom, buffers in shared memory from `base` on, tiles) of the stores into one result."""
+        layout = self.buffer_layout()
+        staged = cute.append(
+            layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
+        )
+        pointer = cute.recast_ptr(base, layout.inner, dtype=dtype)
+        tiles = cute.local_tile(tensor, self.box(), (None, None, None))
+        shared, target = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.make_tensor(pointer, staged), 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+        return atom, shared, target
 
     def _start_addresses(self, base, lane) -> None:
         # stmatrix: lane l gives the address of row l % 8 of 8x8 matrix l / 8; the matrices are (rows 0-7, 8-15) x 2.
@@ -149,7 +175,7 @@ class TmaEpilogue:
     @cute.jit
     def store(self, accumulators, region):
         """Stores the warpgroup's blocks of 64 rows of a tile."""
-        per_block = self.config.bn // self.columns
+        per_block = self.out_columns // self.columns
         parts = [(i, part) for i in range(self.blocks) for part in range(per_block)]
         # The first barrier below lies between the bias and its readers, the last between them and the next tile's.
         self._start_terms(region)
@@ -167,13 +193,17 @@ class TmaEpilogue:
             corner = self.box_corner(i, part, region)
             after = parts[number + 1] if cutlass.const_expr(number + 1 < len(parts)) else None
             fetched = self._settle(fetched, corner, after, buffer, region)
+            self._begin_reductions(part)
             self._stage(accumulators, corner, i, part, buffer)
+            self._end_reductions(i, part, per_block)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             if self.warp == 0:
                 block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
                 place = (None, *block, region.matrix)
-                cute.copy(self.atom, self.shared[None, buffer], self.target[place])
+                for result in cutlass.range_constexpr(len(self.copies)):
+                    atom, shared, target = self.copies[result]
+                    cute.copy(atom, shared[None, buffer], target[place])
                 cute.arch.cp_async_bulk_commit_group()
 
     def box_corner(self, i: int, part: int, region) -> tuple:
@@ -195,6 +225,17 @@ class TmaEpilogue:
             elif name in self.matrices:
                 self.matrices[name].bind(source, region.m, region.n)
 
+        for reduction in self.reductions:
+            reduction.start(self.args, region, self.warp, self.lane)
+
+    def _begin_reductions(self, part: int) -> None:
+        for reduction in self.reductions if part == 0 else ():
+            reduction.begin()
+
+    def _end_reductions(self, block: int, part: int, parts: int) -> None:
+        for reduction in self.reductions if part == parts - 1 else ():
+            reduction.end(block)
+
     def _fetch(self, corner: tuple):
         """Pieces of a matrix operand that are loaded ahead for the box at `corner`; None where there are none."""
         return self.staged.fetch(corner) if self.staged is not None and self.staged.ahead else None
@@ -210,7 +251,8 @@ class TmaEpilogue:
         return None if after is None else self._fetch(self.box_corner(after[0], after[1], region))
 
     def _values(self, accumulators, corner, i, part, first, count, address):
-        """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest.
+        """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest; those of
+        each result.
 
         `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
         operand stands, and where that of the result will stand.
@@ -228,7 +270,8 @@ class TmaEpilogue:
         def leaf(node: Node) -> Any:
             if node.op == "acc":
                 # One by one: loaded as a vector, they would be vectors in the main loop too.
-                values = Vector.from_elements([own[q] for q in range(size)], Float32)
+                held = own if not node.attribute else cute.make_tensor(own.iterator + self.up, own.layout)
+                values = Vector.from_elements([held[q] for q in range(size)], Float32)
                 return cute.TensorSSA(values, size, Float32)
             if node.op != "input":
                 return self._index(node.op, corner, first, size)
@@ -243,10 +286,14 @@ class TmaEpilogue:
                 return self.vectors[given.name].fragment(i, part * (self.columns // 8) + first, count)
             return source.number(0, 0)
 
-        finished = finish(self.program, size, leaf)[0]
-        result = cute.make_rmem_tensor(size, self.out_type)
-        result.store(finished.to(self.out_type))
-        return result
+        finished, results = finish(self.program, size, leaf), []
+        for reduction in self.reductions:
+            reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
+        for number, _, dtype in self.results:
+            result = cute.make_rmem_tensor(size, dtype)
+            result.store(finished[number].to(dtype))
+            results.append(result)
+        return results
 
     def _index(self, axis: str, corner, first, size) -> Any:
         """Indices of the elements of `_values`."""
@@ -263,13 +310,14 @@ class TmaEpilogue:
         """Finishes this thread's values of one staging buffer and stores them with stmatrix."""
         for pair in range(self.columns // 16):
             address = self._address(pair) + buffer * self.buffer_bytes
-            result = self._values(accumulators, corner, i, part, 2 * pair, 2, address)
-            words = cute.recast_tensor(result, Int32)
-            cute.arch.inline_ptx(
-                f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
-                "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[address, *(words[q] for q in range(4))],
-            )
+            for number, result in enumerate(self._values(accumulators, corner, i, part, 2 * pair, 2, address)):
+                words = cute.recast_tensor(result, Int32)
+                place = address + number * self.result_bytes if number else address
+                cute.arch.inline_ptx(
+                    f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
+                    "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[place, *(words[q] for q in range(4))],
+                )
 
     @cute.jit
     def finish(self):
@@ -290,13 +338,15 @@ class WideTmaEpilogue(TmaEpilogue):
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         for j in range(self.columns // 8):
-            result = self._values(accumulators, corner, i, part, j, 1, None)
+            results = self._values(accumulators, corner, i, part, j, 1, None)
             address = self.row_address + ((self.own_piece ^ (2 * j)) << 4) + buffer * self.buffer_bytes
-            for r in range(2):
-                cute.arch.inline_ptx(
-                    "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
-                    read_only_args=[address + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
-                )
+            for number, result in enumerate(results):
+                place = address + number * self.result_bytes if number else address
+                for r in range(2):
+                    cute.arch.inline_ptx(
+                        "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                        read_only_args=[place + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
+                    )
 
 
 class TransposedTmaEpilogue(TmaEpilogue):
@@ -342,15 +392,18 @@ class SlabStore:
     """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
-        self.columns = config.slab_columns
+        self.blocks, self.block_step = config.out_blocks(signature), config.block_step
+        self.columns, self.block_size = config.slab_columns, config.bn // 2
         self.strips = config.bn // self.columns
-        strip: Any = python_types.SimpleNamespace(wn=self.columns)
+        # Of a gated program a strip is `step` columns of results, and its slab has the accumulators of both.
+        self.step = self.columns * config.out_columns(signature) // config.bn
+        self.halves, self.up = signature.epilogue.gating == "halves", up_offset(config, signature)
+        strip: Any = python_types.SimpleNamespace(wn=config.slab_width(signature))
         self.slabs = SlabEpilogue(strip, signature, late_bias=True)
 
-    def make_atom(self, d, m, n, ldd, d_batch, batch) -> tuple[None, None]:
-        """Needs no tensor map."""
-        return None, None
+    def make_atoms(self, args) -> tuple:
+        """Needs no tensor maps."""
+        return ()
 
     def start(self, output: Output, memory: SharedMemory, position: Position) -> None:
         """Binds to a launch's output, to the slabs of this warpgroup, and to this thread."""
@@ -358,7 +411,7 @@ class SlabStore:
         self.args = output.args
         self.warp = thread // 32
         self.lane = thread % 32
-        words = 4 * SLAB_ROWS * (self.columns + SLAB_PAD)
+        words = 4 * SLAB_ROWS * self.slabs.pitch
         self.memory = cute.recast_ptr(memory.staging, dtype=Float32) + position.group * words
 
     @cute.jit
@@ -380,7 +433,7 @@ class SlabStore:
     def _corner(self, number, row, column) -> tuple[Any, Any]:
         """(row, column) of the first accumulator of strip `number` of a warp whose first row is `row`."""
         block = number // self.strips
-        return row + block * self.block_step, column + (number - block * self.strips) * self.columns
+        return row + block * self.block_step, column + (number - block * self.strips) * self.step
 
     @cute.jit
     def _fill_one_of(self, accumulators, number, first: cutlass.Constexpr, end: cutlass.Constexpr):
@@ -395,9 +448,16 @@ class SlabStore:
                 self._fill_one_of(accumulators, number, middle, end)
 
     def _strip(self, accumulators, number: int):
-        """This thread's accumulators of strip `number`, 64 rows x `columns`: (c, r, j), c fastest."""
-        values = accumulators.iterator + number * (self.columns // 2)
-        return cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8)))
+        """This thread's accumulators of strip `number`, 64 rows x `columns`: (c, r, j), c fastest; of gate and of up
+        a half each, or with swapped operands both of as many.
+        """
+        if not self.halves:
+            values = accumulators.iterator + number * (self.columns // 2)
+            return cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8)))
+        block, strip = divmod(number, self.strips)
+        first = block * self.block_size + strip * (self.step // 2)
+        layout = cute.make_layout((2, 2, (self.step // 8, 2)), stride=(1, 2, (4, self.up)))
+        return cute.make_tensor(accumulators.iterator + first, layout)
 
     def _open(self, row, column, region) -> None:
         self.slabs.start(self.memory, region.matrix, row, column, region.m, region.n, self.warp, self.lane, self.args)
@@ -425,8 +485,8 @@ class TransposedSlabStore(SlabStore):
     def _fill(self, values) -> None:
         pitch = self.slabs.pitch
         slab = self.slabs.slab.iterator + 2 * (self.lane % 4) * pitch + self.lane // 4
-        for j in range(2):
+        for j in range(4 if self.halves else 2):
             for r in range(2):
                 for c in range(2):
-                    place = slab + ((8 * j + c) * pitch + 8 * r)
+                    place = slab + ((8 * (j % 2) + c) * pitch + 8 * r + 16 * (j // 2))
                     cute.make_tensor(place, cute.make_layout(1))[0] = values[c, r, j]

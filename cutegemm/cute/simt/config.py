@@ -10,7 +10,7 @@ from typing import ClassVar
 from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.warps.config import TRANSPOSE_PAD, TileConfig
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Kind, Signature
+from cutegemm.problem import ITEMSIZE, Kind, Signature
 from cutegemm.problem.dtypes import why_not_taken
 
 TAKES: tuple[Kind, ...] = (("fp32", "ieee"),)
@@ -70,6 +70,13 @@ class SimtConfig(TileConfig):
         """Shared memory of the epilogue; slices keep the sums of their whole warp tile there."""
         whole = self.slices * self.wm // SLAB_ROWS if self.slices > 1 else 1
         return super().slab_bytes() * whole
+
+    def pieces(self, signature: Signature) -> tuple[int, int]:
+        rows, columns = super().pieces(signature)
+        if self.slices > 1:  # a warp has every so many rows of the warp tile, as many as its lanes read at a time
+            narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
+            rows = 32 * min(16 // narrowest, columns) // columns
+        return rows, columns
 
     @property
     def thread_tile(self) -> tuple[int, int]:

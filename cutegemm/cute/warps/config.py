@@ -79,6 +79,9 @@ class TileConfig(LaunchedConfig):
         """Shared memory of the epilogue: one fp32 slab a warp. It reuses the ring's memory."""
         return self.warps[0] * self.warps[1] * SLAB_ROWS * (self.wn + SLAB_PAD) * 4
 
+    def pieces(self, signature: Signature) -> tuple[int, int]:
+        return SLAB_ROWS, self.wn // (2 if signature.epilogue.gating else 1)
+
     def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
         raise TypeError(f"{type(self).__name__} has no validity rule of its own")

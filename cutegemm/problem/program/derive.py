@@ -112,9 +112,11 @@ def _copied(
     program: Program, inputs: Sequence[Input], as_acc: dict[int, None], first_acc: int = 0
 ) -> tuple[Builder, list[int]]:
     """A builder with the program's nodes, and their numbers in it. Accumulators become inputs from `first_acc` on, and
-    the inputs in `as_acc` become the accumulators.
+    the inputs in `as_acc` become the accumulators. Activations become products with their factor, which their
+    derivative needs too.
     """
     builder = Builder(inputs)
+    formulas = _Formulas(builder)
     new: list[int] = []
     for node in program.nodes:
         if node.op == "acc":
@@ -124,6 +126,9 @@ def _copied(
         elif node.op == "const":
             assert isinstance(node.attribute, (int, float))
             new.append(builder.const(node.attribute))
+        elif node.op in ("gelu", "gelu_tanh", "silu"):
+            argument = new[node.args[0]]
+            new.append(formulas("mul", argument, formulas.factor(node.op, argument)))
         else:
             new.append(builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute))
     return builder, new
@@ -203,25 +208,33 @@ class _Formulas:
         loses = "gt" if wins == "lt" else "lt"
         return self("where", self(wins, x, y), gradient, half), self("where", self(loses, x, y), gradient, half)
 
+    def factor(self, op: str, x: int) -> int:
+        """What an activation multiplies its argument with: Phi(x), or sigmoid(2u), or sigmoid(x)."""
+        if op == "gelu":
+            return self("mul", self("add", self("erf", self("mul", x, 0.5**0.5)), 1.0), 0.5)
+        if op == "gelu_tanh":
+            return self("sigmoid", self("mul", x, self("add", self.product(x, x, 0.044715 * _SCALE), _SCALE)))
+        return self("sigmoid", x)
+
     def gelu(self, gradient: int, x: int) -> int:
         """Phi(x) + x phi(x)."""
-        below = self("mul", self("add", self("erf", self("mul", x, 0.5**0.5)), 1.0), 0.5)
         density = self("mul", self("exp", self.product(x, x, -0.5)), (2 * math.pi) ** -0.5)
-        return self("mul", gradient, self("add", below, self("mul", x, density)))
+        return self("mul", gradient, self("add", self.factor("gelu", x), self("mul", x, density)))
 
     def gelu_tanh(self, gradient: int, x: int) -> int:
         """s + x s (1 - s) 2u', where s = sigmoid(2u) and u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-        scale, square = 2 * (2 / math.pi) ** 0.5, self("mul", x, x)
-        s = self("sigmoid", self("mul", x, self("add", self("mul", square, 0.044715 * scale), scale)))
-        slope = self("add", self("mul", square, 3 * 0.044715 * scale), scale)
+        s = self.factor("gelu_tanh", x)
+        slope = self("add", self.product(x, x, 3 * 0.044715 * _SCALE), _SCALE)
         return self("mul", gradient, self("add", s, self.product(x, s, self("sub", 1.0, s), slope)))
 
     def silu(self, gradient: int, x: int) -> int:
-        """s (1 + x (1 - s)), where s = sigmoid(x)."""
-        s = self("sigmoid", x)
-        return self.product(gradient, s, self("add", self("mul", x, self("sub", 1.0, s)), 1.0))
+        """s + x s (1 - s), where s = sigmoid(x)."""
+        s = self.factor("silu", x)
+        return self("mul", gradient, self("add", s, self.product(x, s, self("sub", 1.0, s))))
 
 
+_SCALE = 2 * (2 / math.pi) ** 0.5
+"""2u / x of gelu_tanh at 0."""
 _Parts = tuple["int | None", ...]
 _RULES: dict[str, Callable[..., _Parts]] = {
     # (formulas, gradient of the result, result, arguments...) -> the gradients of the arguments

@@ -160,7 +160,7 @@ def unary(op: str, x: Interval) -> Interval:
         positive = Interval(x.lo.clamp(min=0.0), x.hi.clamp(min=0.0), real, nan)
         if op == "rsqrt":  # falls; 1 / sqrt(-0) is minus infinity
             lo = torch.where(positive.contains(0.0), -math.inf, UNARY[op](positive.hi))
-            return _moved(Interval(lo, UNARY[op](positive.lo), real, nan), DEVICE[op])
+            return _moved(Interval(lo, UNARY[op](positive.lo.abs()), real, nan), DEVICE[op])
         x = positive
     return _moved(Interval(UNARY[op](x.lo), UNARY[op](x.hi), x.real, x.nan), DEVICE[op], x.size)
 
@@ -170,7 +170,7 @@ def _with_minimum(op: str, x: Interval) -> Interval:
     place, least = MINIMA[op]
     ends = [torch.where(end.isinf() & (end < 0), 0.0, UNARY[op](end)) for end in (x.lo, x.hi)]
     lo, hi = torch.minimum(*ends), torch.maximum(*ends)
-    lo = torch.where((x.lo <= place + 1e-5) & (x.hi >= place - 1e-5), torch.minimum(lo, torch.tensor(least)), lo)
+    lo = torch.where((x.lo <= place + 1e-5) & (x.hi >= place - 1e-5), lo.clamp(max=least), lo)
     lowest = x.lo.isinf() & (x.lo < 0)
     real = x.real & ~(lowest & x.hi.isinf() & (x.hi < 0))
     return _moved(Interval(lo, hi, real, x.nan | (x.real & lowest)), DEVICE[op], x.size)

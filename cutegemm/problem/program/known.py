@@ -91,6 +91,8 @@ def _slowly(function: Callable[..., Any], inputs: tuple[Input, ...]) -> Program:
 
 
 def _remember(function: types.FunctionType, inputs: tuple[Input, ...], program: Program, reads: _Reads) -> None:
+    if len(_RECENT) >= _MOST_PROGRAMS:
+        _RECENT.clear()
     meanings = _RECENT.setdefault(id(function.__code__), [])
     for meaning in meanings:
         if meaning.holds(function):
@@ -191,8 +193,8 @@ def _frozen(value: Any, reads: _Reads) -> Hashable:
     if kind is types.FunctionType:
         return _function(value, reads)
     if kind is functools.partial:
-        if vars(value):
-            raise _Unknown
+        if vars(value) or reads.active:
+            raise _Unknown  # its keywords may change, which `_Meaning` would not see
         keywords = tuple((name, _frozen(each, reads)) for name, each in value.keywords.items())
         return kind, _frozen(value.func, reads), _frozen(value.args, reads), keywords
     if kind is types.ModuleType and value.__name__ in _MODULES:

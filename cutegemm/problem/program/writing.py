@@ -60,7 +60,7 @@ def _written(program: Program) -> tuple[str, list[str]]:
     for given in program.inputs:
         check_name(given.name, taken)
         taken.append(given.name)
-        parameters.append(f"{given.name}: {_annotation(given)}")
+        parameters.append(f"{given.name}: {annotation(given)}")
     dtypes = [output.dtype or "None" for output in program.outputs]
     returns = "" if {*dtypes} <= {"None"} else f" -> {dtypes[0] if len(dtypes) == 1 else '(' + ', '.join(dtypes) + ')'}"
     return f"def epilogue({', '.join(parameters)}){returns}:", _statements(program)
@@ -75,7 +75,7 @@ def check_name(name: str, taken: Collection[str]) -> None:
         raise ValueError(f"operand {name!r}: two have this name")
 
 
-def _annotation(given: Input) -> str:
+def annotation(given: Input) -> str:
     if given.dtype not in (*TABLE, "int32"):
         raise ValueError(f"operand {given.name}: dtype {given.dtype!r}, accepted are {', '.join(TABLE)} and int32")
     if not given.by_value:

@@ -141,12 +141,12 @@ def check_tensor(name: str, tensor: Any) -> None:
     if tensor.is_neg():  # complex ones alone may be conjugated lazily
         raise ValueError(f"{name}: it is a lazily negated or conjugated view; call .resolve_neg() or .resolve_conj()")
     _check_address(name, tensor)
-    if name == "out" and tensor.requires_grad and torch.is_grad_enabled():
+    if name.startswith("out") and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
             "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
         )
-    if name == "out":
+    if name.startswith("out"):
         check_inference(tensor)
 
 

@@ -80,8 +80,7 @@ class Place:
         if gating is None:
             return (acc,)
         gate, up = acc.chunk(2, -1) if gating == "halves" else (acc[..., 0::2], acc[..., 1::2])
-        # In one layout whatever the gating: torch's functions round differently in vectors and in single elements.
-        return gate.contiguous(), up.contiguous()
+        return gate, up
 
     def index(self, op: str) -> Tensor:
         """The index of that name, as int32 that broadcasts to (L, M, N)."""

@@ -140,10 +140,10 @@ def gemm(
         alpha, beta = float(alpha), float(beta)
     run = None
     try:
-        if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():
+        if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes() and not _is_autocast_on():
             key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
             run = _memo.get(key)
-        if run is not None and (_is_autocast_on() or forward_ad._current_level >= 0):
+        if run is not None and forward_ad._current_level >= 0:
             run = None
         records = _is_grad_enabled() and (
             a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)

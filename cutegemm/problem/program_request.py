@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,28 +12,38 @@ from cutegemm.problem import dtypes, overlap, request
 from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
+from cutegemm.problem.problem import Problem
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.program.writing import annotation
-from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class ProgramRequest(Request):
+class ProgramRequest(NamedTuple):
     """A checked call with a program.
 
     Attributes:
+        problem: as asked: D is never computed as its transpose. device: of every tensor.
+        copies: operands ("a", "b") that must be made contiguous first, with the reason.
         program: of the problem; every output has a dtype.
         shapes: of all results. temporaries: the numbers of those that are computed apart and copied into `out`.
-        single: the caller gets one tensor, not a tuple.
     """
 
+    problem: Problem
+    device: torch.device
+    copies: tuple[tuple[str, str], ...]
     program: Program
     shapes: tuple[tuple[int, ...], ...]
     temporaries: frozenset[int]
-    single: bool
+
+    @property
+    def swapped(self) -> bool:
+        return False
+
+    @property
+    def copied(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.copies)
 
 
 def describe(
@@ -101,10 +111,8 @@ def describe(
         operands=matrices,
         outputs=tuple(more),
     )
-    return ProgramRequest(
-        problem, False, whole, a.device, asked.copies, False, program, tuple(shapes),
-        frozenset(i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None), len(shapes) == 1,
-    )  # fmt: skip
+    temporaries = (i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None)
+    return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), frozenset(temporaries))
 
 
 def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ products. A gradient has the memory order of its operand, so that a weight given
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -121,12 +122,15 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
 def may_have_tangent(*tensors: Any) -> bool:
     """Whether one of the tensors may carry a tangent that forward mode asks for.
 
-    torch.compile enters forward mode without telling `forward_ad._current_level`. A dispatch mode would see that a
-    tensor was looked at, and another look is the price of certainty: such calls count as ones that may.
+    What torch.compile has made enters forward mode without telling `forward_ad._current_level`: once it has been
+    imported, tensors are looked at, which takes as long as all else that an operator does. A dispatch mode would see
+    that, and another look is the price of certainty: such calls count as ones that may.
     """
     if not torch._C._is_fwd_grad_enabled():
         return False
-    return forward_ad._current_level >= 0 or _dispatch_modes() > 0 or _has_transforms() or _has_tangent(tensors)
+    if forward_ad._current_level >= 0 or _dispatch_modes() > 0 or _has_transforms():
+        return True
+    return "torch._dynamo" in sys.modules and _has_tangent(tensors)
 
 
 def _has_tangent(tensors: tuple[Any, ...]) -> bool:

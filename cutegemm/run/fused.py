@@ -29,7 +29,6 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
 """run(a, b, operands, out) -> the results, as the caller gets them"""
 
 memo = PlanMemo()
-"""Descriptions of operands -> the inputs that they are."""
 _lock = threading.Lock()
 
 
@@ -134,7 +133,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         for number in temporaries:
             given[number].copy_(outs[number])  # type: ignore[union-attr]
         results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))
-        return results[0] if asked.single else results
+        return results[0] if len(asked.shapes) == 1 else results
 
     return run
 

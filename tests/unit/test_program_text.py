@@ -166,6 +166,9 @@ def test_an_operand_without_a_usable_name_is_refused():
         ("where(0.0 > acc, 1.0, 0.0)", "where(acc < 0.0, 1.0, 0.0)"),
         ("maximum(0.0, acc)", "relu(acc)"),
         ("acc + -x0", "acc - x0"),
+        ("-acc + -2.0", "-(acc + 2.0)"),
+        ("-2.0 - acc", "-(acc + 2.0)"),
+        ("-x0 - acc", "-(acc + x0)"),
         ("x0 + exp(acc)", "exp(acc) + x0"),
         ("float(2147483647 + 1) + acc", "acc - 2147483648.0"),
         ("float(-7 // 2) + float(-7 % 4) + acc", "acc - 3.0"),
@@ -216,8 +219,8 @@ def test_a_simplified_program_gives_the_same_bits(seed):
     places = torch.randint(0, acc.numel(), (24,), generator=generator)
     acc.view(-1)[places] = torch.tensor(special).repeat(3)
     given = programs.operands(raw, 2, 6, 4, seed % 2**31)
-    want = evaluate(raw, acc, given, dtype=torch.float32)
-    got = evaluate(simple, acc, given, dtype=torch.float32)
+    want = evaluate(raw, acc, given, dtype=torch.float32, out_dtype=torch.float32)
+    got = evaluate(simple, acc, given, dtype=torch.float32, out_dtype=torch.float32)
     sums = [out.reduce is not None and out.reduce.endswith("sum") for out in raw.outputs]
     for x, y, is_sum in zip(want, got, sums, strict=True):
         assert same(x, y) or (is_sum and torch.allclose(x, y, equal_nan=True))

@@ -77,9 +77,11 @@ class Place:
     def accumulators(self, acc: Tensor, gating: str | None) -> tuple[Tensor, ...]:
         """(L, M, N) for each accumulator that the program reads."""
         acc = acc if acc.dim() == 3 else acc[None]
-        if gating == "halves":
-            return acc[..., : self.n], acc[..., self.n :]
-        return (acc[..., 0::2], acc[..., 1::2]) if gating == "pairs" else (acc,)
+        if gating is None:
+            return (acc,)
+        gate, up = acc.chunk(2, -1) if gating == "halves" else (acc[..., 0::2], acc[..., 1::2])
+        # In one layout whatever the gating: torch's functions round differently in vectors and in single elements.
+        return gate.contiguous(), up.contiguous()
 
     def index(self, op: str) -> Tensor:
         """The index of that name, as int32 that broadcasts to (L, M, N)."""

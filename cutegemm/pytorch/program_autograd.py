@@ -162,10 +162,7 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
             saved = dict(zip(ACC, _columns(whole, program.gating), strict=False))
         recompute = not saved
     values |= saved
-    for number, (grad, output) in enumerate(zip(grads, program.outputs, strict=True)):
-        if grad is not None and output.reduce is not None:
-            grad = grad.unsqueeze(-1 if output.reduce.startswith("row") else -2)
-        values[Source("upstream", number)] = grad
+    values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
     for maximum in needs.maxima:
         parts = [saved[source] for source in ACC[: 2 if program.gating else 1] if source in saved]
         acc = _joined(parts, program.gating) if parts else _nothing(grads, shape, wide)

@@ -29,7 +29,6 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
 """run(a, b, operands, out) -> the results, as the caller gets them"""
 
 memo = PlanMemo()
-"""Descriptions of operands -> the inputs that they are."""
 _lock = threading.Lock()
 
 

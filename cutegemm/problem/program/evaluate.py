@@ -99,8 +99,8 @@ class Place:
         tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
         whole = (self.count, self.m, self.n)
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
-        if tuple(tensor.shape) != want:
-            raise ValueError(f"operand {given.name}: expected a shape that is {want} with three dimensions, got "
+        if any(own not in (1, each) for own, each in zip(tensor.shape, want, strict=True)):
+            raise ValueError(f"operand {given.name}: expected a shape that broadcasts to {want} with three dimensions, got "
                              f"{tuple(tensor.shape)}")  # fmt: skip
         return tensor
 

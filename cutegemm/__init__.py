@@ -9,12 +9,13 @@ Importing the package touches no GPU and starts no thread; the compilers are imp
 needed.
 """
 
-from cutegemm import nn
+from cutegemm import nn, ops
 from cutegemm.errors import GemmError, UnsupportedError
-from cutegemm.gemm import explain, gemm, prepare
+from cutegemm.gemm import explain, gemm, prepare, trace_epilogue
 from cutegemm.linear import linear
 from cutegemm.memory import clear_workspaces
 from cutegemm.problem import Problem
+from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.tune import tune
 
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GemmError",
     "Problem",
+    "Program",
     "UnsupportedError",
     "__version__",
     "clear_workspaces",
@@ -29,7 +31,9 @@ __all__ = [
     "gemm",
     "linear",
     "nn",
+    "ops",
     "prepare",
+    "trace_epilogue",
     "tune",
 ]
 

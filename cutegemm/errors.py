@@ -9,3 +9,7 @@ class GemmError(RuntimeError):
 
 class UnsupportedError(GemmError, ValueError):
     """The backend that was asked for cannot serve this problem; the message says why and who can."""
+
+
+class EpilogueError(TypeError):
+    """A Python function is no epilogue; the message names its file and line, and what to write instead."""

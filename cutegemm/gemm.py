@@ -13,14 +13,15 @@ description and launched; torch's dispatcher would cost as much again. Every oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from cutegemm.choice import plan as planning
-from cutegemm.problem import overlap, request
+from cutegemm.problem import overlap, program_request, request
+from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run import call, fused, runner
@@ -53,7 +54,9 @@ def gemm(
     epilogue: Any = None,
     operands: Sequence[Any] = (),
 ) -> Any:
-    """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands); accumulated in fp32, rounded once.
+    """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands).
+
+    Products are accumulated in fp32, and D is rounded once.
 
     Args:
         a: (M, K) or (L, M, K), any strides that torch allows. Accepted dtypes are the rows of
@@ -258,6 +261,22 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     """
     a, b, c, known = completed(a, b, c, options)
     print(planning.describe(call.remembered(a, b, c, known)))
+
+
+def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -> Program:
+    """The program of an epilogue with these operands: it prints as one line of Python, and `gemm` takes it as well.
+
+    Args:
+        function: of acc and the operands, as `gemm` takes it.
+        operands: tensors and Python numbers. Of a tensor its dtype matters, and along which extents of D it varies.
+
+    Raises:
+        EpilogueError: a TypeError that names the line of the function, and what to write instead.
+        TypeError, ValueError: an operand is none; the message names it.
+    """
+    tensors = [each for each in operands if isinstance(each, torch.Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return program_request.traced(function, program_request.inputs_of(operands, device))
 
 
 autograd.bind(gemm)

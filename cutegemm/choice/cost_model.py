@@ -180,7 +180,9 @@ class Model:
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
         f, r = footprint, constants or rates(footprint.family)
         clock = arch.clock_mhz * 1e6
-        size, (read, out) = ITEMSIZE[signature.dtype], signature.moved
+        size = ITEMSIZE[signature.dtype]
+        # Bytes for each element of the product, of which a gated D has half as many.
+        read, out = (each / 2 if signature.epilogue.gating else each for each in signature.moved)
         sharers = f.cluster[0] * f.cluster[1]
         ctas = f.cluster_ctas
         self._itemsize, self._overlap, self._within = size, r.overlap, r.within

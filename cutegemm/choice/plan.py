@@ -121,9 +121,13 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     from cutegemm.winners.reader import lookup_both
 
     rows = lookup_both(problem, arch, known)
+    names = "tuned winner", "tuned winner of the other 16-bit type"
+    if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
+        rows = lookup_both(problem.without_program(), arch, known)
+        names = "tuned winner of the plain product", "tuned winner of the plain product in the other 16-bit type"
     if rows == (None, None):
         return None
-    for whose, row in zip(("tuned winner", "tuned winner of the other 16-bit type"), rows, strict=True):
+    for whose, row in zip(names, rows, strict=True):
         if row is None or row.seconds is None or backend not in (None, row.backend):
             continue
         serves = backends.get(row.backend)

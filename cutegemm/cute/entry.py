@@ -36,6 +36,8 @@ class Gemm:
         self.ab_type = types.NUMERIC[signature.dtype]
         self.order = Grouped(config.group)
         self.epilogue = SlabEpilogue(config, signature)
+        # Of B: see `warps.tile_load`.
+        self.halves = config.wn // 2 if signature.epilogue.gating == "halves" else 0
 
     def arguments(self) -> tuple[arguments.Argument, ...]:
         """The host entry's arguments in order."""
@@ -88,7 +90,12 @@ class Gemm:
         matrix, row, column = self._place(block, self.args.tiles_m, self.args.tiles_n)
         row, column = row + warp_m * self.config.wm, column + warp_n * self.config.wn
         slab = cute.recast_ptr(memory, dtype=Float32)
-        self.epilogue.start(slab, matrix, row, column, self.args.m, self.args.n, warp, lane, self.args)
+        column, n = self.in_d(column), self.in_d(self.args.n)
+        self.epilogue.start(slab, matrix, row, column, self.args.m, n, warp, lane, self.args)
+
+    def in_d(self, columns) -> Any:
+        """So many columns of the product in columns of D: of a gated program half."""
+        return columns // 2 if self.signature.epilogue.gating else columns
 
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
         """Computes and stores the tile whose first output is (row, column)."""

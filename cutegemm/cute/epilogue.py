@@ -11,7 +11,7 @@ Of a gated program a slab row holds the accumulators of gate and up: each half o
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -43,7 +43,8 @@ class SlabEpilogue:
         self.epilogue = signature.epilogue
         self.fold = 2 if self.epilogue.gating else 1
         narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
-        self.chunk = min(16 // narrowest, self.wn // self.fold)
+        # A pass has 16 rows at most: two lanes or more share a row.
+        self.chunk = min(16 // narrowest, self.wn // self.fold // 2)
         self.targets = targets(signature, self.chunk)
         self.lanes_per_row = self.wn // self.fold // self.chunk
         self.rows_per_pass = 32 // self.lanes_per_row
@@ -54,15 +55,13 @@ class SlabEpilogue:
         self.pieces = (SLAB_ROWS, self.wn // self.fold)
 
     def start(self, memory, matrix, row, column, m, n, warp, lane, operands) -> None:
-        """Binds to the warp tile whose first accumulator is (row, column) of the product, (m, n), number `matrix`.
+        """Binds to the warp tile whose first result is (row, column) of D, (m, n), number `matrix`.
 
         `memory` is a shared fp32 pointer with room for one slab a warp, `operands` are the kernel's arguments by name.
         Addresses of C and D are made here, after the main loop, where registers are free again.
         """
         base = memory + warp * (SLAB_ROWS * self.pitch)
         self.slab = cute.make_tensor(base, cute.make_layout((SLAB_ROWS, self.wn), stride=(self.pitch, 1)))
-        if self.fold == 2:
-            column, n = column // 2, n // 2
         self.row, self.m, self.n, self.matrix = row, m, n, matrix
         self.lane_row = lane // self.lanes_per_row
         self.lane_column = (lane % self.lanes_per_row) * self.chunk
@@ -130,7 +129,7 @@ class SlabEpilogue:
 
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
-        values = finish(self.epilogue.program, self.chunk, partial(self._leaf, slab_row, row))
+        values = finish(self.epilogue.program, self.chunk, functools.partial(self._leaf, slab_row, row))
         for i in cutlass.range_constexpr(len(self.targets)):
             self._put(self.targets[i], values[self.targets[i].number], row)
         self._reduce(values)

@@ -99,7 +99,7 @@ class Epilogue:
 
     def __str__(self) -> str:
         if self.custom is not None:
-            return f"{self.custom}@{','.join(map(str, self.aligns))}" if self.aligns else str(self.custom)
+            return f"{self.custom.text}@{','.join(map(str, self.aligns))}" if self.aligns else self.custom.text
         parts = ["alpha*acc"]
         if self.c_dtype:
             parts.append(f"beta*C[{self.c_dtype}]")

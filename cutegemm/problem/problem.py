@@ -17,7 +17,7 @@ from typing import Any
 
 from cutegemm.problem.dtypes import ITEMSIZE, PRECISIONS, TABLE, Kind, why_precision_refused
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.problem.operand import Matrix, compact
+from cutegemm.problem.operand import Matrix, alignment, compact
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -34,7 +34,8 @@ class Signature:
         precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
             into two TF32 numbers, three products).
         a_major: "k" or "m". b_major: "k" or "n".
-        align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`.
+        align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
+            gate and up, `align_b` divides a half too.
         align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
@@ -115,9 +116,8 @@ class Problem:
     """One multiplication D (M, N) = act(alpha * A (M, K) @ B (K, N) + beta * C + bias), `batch` times.
 
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
-    how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the columns of the product,
-    of which D may have half (gating); `operands` are its tensor operands and `outputs` the matrices of its outputs
-    behind D.
+    how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the number of columns of
+    the product, and D may have half as many (gating); `operands` are its tensors, `outputs` its outputs behind D.
     """
 
     m: int
@@ -162,7 +162,8 @@ class Problem:
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
             precision: "ieee", "tf32" or "tf32x3" (fp32 only).
-            epilogue: terms beside alpha * A @ B; C is row-major.
+            epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
+                gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.
 
         Raises:
@@ -188,6 +189,12 @@ class Problem:
         b = compact(k, n, count_b, majors[1] == "t", ITEMSIZE[dtype])
         c = compact(m, n, count_d, True, ITEMSIZE[epi.c_dtype]) if epi.c_dtype else None
         d = compact(m, n, count_d, True, ITEMSIZE[out])
+        if epi.custom is not None:
+            if epi.gating and n % 2:
+                raise ValueError(f"n: got {n}; an epilogue of gate and up needs an even number of columns")
+            columns = n // 2 if epi.gating else n
+            align = alignment(0, ITEMSIZE[out], columns)
+            d = Matrix(m, columns, max(columns, 1), 1, m * columns if count_d > 1 else 0, align)
         problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work)
         return problem if d.row_major else problem.transposed()
 
@@ -201,13 +208,19 @@ class Problem:
             "k" if a.row_major else "m",
             "n" if b.row_major else "k",
             a.align,
-            b.align,
+            min(b.align, self._align_half),
             self.d.align,
             0 if c is None or not c.row_major else c.align,
             self.epilogue,
             self.work,
         )
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))
+
+    @property
+    def _align_half(self) -> int:
+        """Bytes that divide the distance of gate's columns and up's ("halves") in a row-major B; 16 for all others."""
+        by_halves = self.epilogue.gating == "halves" and self.b.row_major
+        return alignment(0, ITEMSIZE[self.dtype], self.n // 2) if by_halves else 16
 
     @property
     def columns(self) -> int:
@@ -252,8 +265,9 @@ class Problem:
         return total
 
     def transposed(self) -> Problem:
-        """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped. Raises ValueError
-        for one with a user's program.
+        """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped.
+
+        Raises ValueError for one with a user's program.
         """
         return replace(
             self,
@@ -266,6 +280,10 @@ class Problem:
             epilogue=self.epilogue.transposed(),
             work=WORKS[self.work].transposed,
         )
+
+    def without_program(self) -> Problem:
+        """The product alone, with D as it is."""
+        return replace(self, epilogue=Epilogue(), operands=(), outputs=())
 
     @property
     def sizes(self) -> str:

@@ -13,6 +13,8 @@ from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
 from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.known import lookup
+from cutegemm.problem.program.writing import annotation
 from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -28,10 +30,10 @@ class ProgramRequest(Request):
         single: the caller gets one tensor, not a tuple.
     """
 
-    program: Program = Program((), (), ())
-    shapes: tuple[tuple[int, ...], ...] = ()
-    temporaries: frozenset[int] = frozenset()
-    single: bool = True
+    program: Program
+    shapes: tuple[tuple[int, ...], ...]
+    temporaries: frozenset[int]
+    single: bool
 
 
 def describe(
@@ -48,18 +50,18 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
-    if not isinstance(operands, (tuple, list)):
-        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
-    inputs = tuple(_input(number, operand, a.device) for number, operand in enumerate(operands))
-    program = traced(epilogue, inputs)
+    program = traced(epilogue, inputs_of(operands, a.device))
+    inputs = program.inputs
     batch, m, n = plain.batch, plain.m, plain.n
     columns = n
     if program.gating:
         if n % 2:
             raise ValueError(f"b: got {n} columns; an epilogue of gate and up needs an even number of them")
         columns = n // 2
+    if program.uses("partner") and columns % 2:
+        raise ValueError(f"epilogue: partner exchanges neighbouring columns, and its result has {columns} of them")
     leading = (batch,) if a.dim() == 3 or b.dim() == 3 else ()
     whole = (*leading, m, columns)
     for number, (given, operand) in enumerate(zip(inputs, operands, strict=True)):
@@ -67,7 +69,9 @@ def describe(
     outs = _given_outputs(out, len(program.outputs))
     resolved, shapes = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
-        shape = whole if output.reduce is None else (*leading, m) if output.reduce[0] == "r" else (*leading, columns)
+        shape = whole
+        if output.reduce is not None:
+            shape = (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
         dtype = _dtype(number, output, target, out_dtype, plain.out_dtype)
         _check_output(number, target, shape, dtype, a.device, len(outs))
         shapes.append(shape)
@@ -75,7 +79,9 @@ def describe(
     if program.outputs[0].reduce is not None:
         raise ValueError("epilogue: its first result is a reduction; return a matrix first, the reductions after it")
     program = replace(program, outputs=tuple(resolved))
-    targets = [_result(target, shape, str(output.dtype)) for target, shape, output in zip(outs, shapes, resolved)]
+    targets = [
+        _result(target, shape, str(output.dtype)) for target, shape, output in zip(outs, shapes, resolved, strict=True)
+    ]
     matrices = tuple(
         _strides(given, operand) for given, operand in zip(inputs, operands, strict=True) if not given.by_value
     )
@@ -103,16 +109,26 @@ def describe(
 def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     """The program that a caller means: one, or a function of acc and the operands, which is traced."""
     if isinstance(epilogue, Program):
-        if epilogue.inputs != inputs:
-            needs, got = (", ".join(map(str, each)) or "none" for each in (epilogue.inputs, inputs))
-            raise ValueError(f"operands: the program has the inputs {needs}; these operands make {got}")
-        return epilogue
+        if len(epilogue.inputs) != len(inputs):
+            raise ValueError(f"operands: got {len(inputs)}, but the program takes {len(epilogue.inputs)}: {epilogue}")
+        for number, (given, own) in enumerate(zip(inputs, epilogue.inputs, strict=True)):
+            alike = given.dtype == own.dtype and given.by_value == own.by_value
+            if not alike or given.m > own.m or given.n > own.n or given.batched > own.batched:
+                needs, got = (annotation(each) for each in (own, given))
+                raise ValueError(f"operands[{number}]: got {got}, but the program takes {needs}: {epilogue}")
+        numbered = tuple(own._replace(name=f"x{number}") for number, own in enumerate(epilogue.inputs))
+        return epilogue if numbered == epilogue.inputs else replace(epilogue, inputs=numbered)
     if not callable(epilogue):
         shown = request.shown(epilogue)
         raise TypeError(f"epilogue: got {shown}, expected a function of acc and the operands, or a Program")
-    from cutegemm.problem.program.trace import lookup
-
     return lookup(epilogue, inputs)
+
+
+def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
+    """The inputs that operands are to a program. Raises TypeError or ValueError naming the one that is none."""
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
 
 
 def _input(number: int, operand: Any, device: torch.device) -> Input:
@@ -128,7 +144,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
             raise TypeError(
                 f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED}, torch.int32"
             )
-        batched, m, n = (extent > 1 for extent in ((1, 1, 1) + tuple(operand.shape))[-3:])
+        batched, m, n = (extent > 1 for extent in (1, 1, 1, *operand.shape)[-3:])
         return Input(name, dtype, m=m, n=n, batched=batched)
     if isinstance(operand, bool) or not isinstance(operand, int | float):
         raise TypeError(f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number")
@@ -151,10 +167,13 @@ def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, in
 
 
 def _strides(given: Input, operand: torch.Tensor) -> Matrix:
-    """How an operand lies; the strides of what it does not vary along are 0."""
-    shape = ((1, 1, 1) + tuple(operand.shape))[-3:]
-    strides = ((0, 0, 0) + tuple(operand.stride()))[-3:]
-    batch, row, col = (stride if varies else 0 for stride, varies in zip(strides, (given.batched, given.m, given.n)))
+    """How an operand lies; the stride of an extent of 1 is 0, as is that of one along which the program reads none."""
+    shape = (1, 1, 1, *operand.shape)[-3:]
+    strides = (0, 0, 0, *operand.stride())[-3:]
+    varies = (given.batched, given.m, given.n)
+    batch, row, col = (
+        stride if varied and extent > 1 else 0 for stride, varied, extent in zip(strides, varies, shape, strict=True)
+    )
     align = alignment(operand.data_ptr(), operand.element_size(), shape[2], row, batch)
     return Matrix(shape[1], shape[2], row, col, batch, align)
 
@@ -175,7 +194,7 @@ def _name(number: int, count: int) -> str:
 
 
 def _dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) -> str:
-    """The dtype of a result: what the program casts it to, else that of `out`, else `out_dtype`; fp32 of a reduction."""
+    """The dtype of a result: what the program casts it to, else that of `out`, else `out_dtype`; fp32 if reduced."""
     own = output.dtype or ("fp32" if output.reduce else None)
     if own is not None and number == 0 and out_dtype is not None and dtype_name(out_dtype) != own:
         raise TypeError(f"out_dtype: got {out_dtype}, but the epilogue casts its first result to {own}")
@@ -201,9 +220,9 @@ def _check_output(number: int, target: Any, shape: tuple[int, ...], dtype: str, 
 
 def _result(target: torch.Tensor | None, shape: tuple[int, ...], dtype: str) -> tuple[Matrix, bool]:
     """How a result lies where the kernel writes it, and whether that is apart from the tensor given."""
-    batch, rows, cols = ((1, 1, 1) + shape)[-3:]
+    batch, rows, cols = (1, 1, 1, *shape)[-3:]
     if target is not None:
-        stride_batch, row, col = ((0, 0, 0) + tuple(target.stride()))[-3:]
+        stride_batch, row, col = (0, 0, 0, *target.stride())[-3:]
         if cols <= 1:
             col = 1
         if rows <= 1:

@@ -99,22 +99,12 @@ def expected(
         `Expected` on the device of `a`.
     """
     out_dtype = out_dtype or a.dtype
-    if tensor_cores is None:
-        operands = dtype_name(a.dtype)
-        tensor_cores = operands is None or TABLE[operands].units.get(precision) != CUDA_CORES
-    k = a.shape[-1]
+    tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
     reads_c = c is not None and beta != 0  # as given: one that fp32 rounds to 0 still makes NaN of an infinity
     alpha, beta = _fp32(alpha), _fp32(beta)
     u = 2.0**-23 if tensor_cores else 2.0**-24
-    a64, b64 = a.double(), b.double()
-    z = alpha * torch.matmul(a64, b64)
-    magnitude = abs(alpha) * torch.matmul(a64.abs(), b64.abs())
-    if precision == "tf32x3":
-        error = (1.01 * _gamma(3 * k + 2, u) + 1.01 * 2.0**-19) * magnitude + abs(alpha) * 3 * k * 2.0**-126
-    else:
-        error = _gamma(k + 2, u) * magnitude + abs(alpha) * k * 2.0**-126
-    if precision == "tf32":
-        error += (2.0**-10 + 2.0**-22) * magnitude
+    z, magnitude, error = accumulators(a, b, precision, tensor_cores)
+    z, magnitude, error = alpha * z, abs(alpha) * magnitude, abs(alpha) * error
     if c is not None and reads_c:
         term = beta * c.double()
         z, magnitude = z + term, magnitude + term.abs()
@@ -131,6 +121,32 @@ def expected(
     out = TABLE[name]
     bound = error + out.roundoff * (value.abs() + error) + out.smallest
     return Expected(value, bound, out_dtype)
+
+
+def accumulators(
+    a: torch.Tensor, b: torch.Tensor, precision: str = "ieee", tensor_cores: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(a @ b, |a| @ |b|, how far a kernel's fp32 accumulators may be off) in float64: steps 1 and 2 of the bound.
+
+    Arguments as those of `expected`.
+    """
+    tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
+    k, u = a.shape[-1], 2.0**-23 if tensor_cores else 2.0**-24
+    a64, b64 = a.double(), b.double()
+    magnitude = torch.matmul(a64.abs(), b64.abs())
+    if precision == "tf32x3":
+        error = (1.01 * _gamma(3 * k + 2, u) + 1.01 * 2.0**-19) * magnitude + 3 * k * 2.0**-126
+    else:
+        error = _gamma(k + 2, u) * magnitude + k * 2.0**-126
+    if precision == "tf32":
+        error += (2.0**-10 + 2.0**-22) * magnitude
+    return torch.matmul(a64, b64), magnitude, error
+
+
+def _truncates(a: torch.Tensor, precision: str) -> bool:
+    """Whether the arithmetic unit adds up as tensor cores do."""
+    operands = dtype_name(a.dtype)
+    return operands is None or TABLE[operands].units.get(precision) != CUDA_CORES
 
 
 def check(got: torch.Tensor, want: Expected) -> Verdict:

@@ -3,10 +3,10 @@
 The host entry of a kernel takes plain numbers: addresses, scalars, the stream, sizes and 64-bit strides in elements.
 `host` gives its arguments in their order, made from the signature; the entry, the launch and the capture for the
 emulator follow it. `device` gives those that the kernel on the GPU takes. Device arrays of a work (`problem.work`)
-follow D among the operands, by their names, and behind them those of a user's epilogue program. A new operand is a field of `Operands`, a
-place in `Addresses` and a row of `_OPERANDS`; a new scalar is a field of `Scalars` and a place in `Numbers`; a new size
-or stride is a row. A kernel family leaves out of its kernel what its signature has no use for (`host_only`): an unused
-parameter would move all those behind it, and so change the machine code.
+follow D among the operands, by their names, and behind them those of a user's epilogue program. A new operand is a
+field of `Operands`, a place in `Addresses` and a row of `_OPERANDS`; a new scalar is a field of `Scalars` and a place
+in `Numbers`; a new size or stride is a row. A kernel family leaves out of its kernel what its signature has no use for
+(`host_only`): an unused parameter would move all those behind it, and so change the machine code.
 
     a call brings            Operands, Scalars, the stream
     the problem fixes        sizes, strides
@@ -183,7 +183,7 @@ def fixed(problem: Problem, extra: Mapping[str, int]) -> tuple[int, ...]:
 
 def _custom_values(problem: Problem) -> tuple[int, ...]:
     """The values of `_custom_strides`."""
-    epilogue, found = problem.epilogue, {}
+    epilogue, found = problem.epilogue, dict[str, int]()
     assert epilogue.custom is not None
     given = [each.name for each in epilogue.custom.inputs if not each.by_value]
     for name, matrix in zip(given, problem.operands, strict=True):

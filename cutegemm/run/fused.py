@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from cutegemm import backend as backends
-from cutegemm.choice.plan import Plan, PlanMemo
+from cutegemm.choice.plan import Memo, Plan, PlanMemo
 from cutegemm.problem import overlap, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.known import lookup
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.run import call
 from cutegemm.run.arguments import Scalars
@@ -28,6 +29,8 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
 """run(a, b, operands, out) -> the results, as the caller gets them"""
 
 memo = PlanMemo()
+_inputs = Memo(limit=1024)
+"""Descriptions of operands -> the inputs that they are."""
 _lock = threading.Lock()
 
 
@@ -44,26 +47,25 @@ def compute(
 
 
 def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
-    """The key of a call, or None when something about it is strange, or its function may mean another thing next time."""
+    """The key of a call, or None when something about it is strange, which the checks then name."""
     try:
-        told = epilogue if isinstance(epilogue, Program) else _meaning(epilogue)
-        if told is None:
-            return None
+        described = tuple(map(_described, operands))
+        program = epilogue
+        if program.__class__ is not Program:
+            inputs = _inputs.get(described)
+            if inputs is None:
+                inputs = program_request.inputs_of(operands, a.device)
+                _inputs.put(described, inputs)
+            program = lookup(epilogue, inputs)
         outs = None if out is None else tuple(map(_described, (out,) if isinstance(out, torch.Tensor) else out))
         found = (
-            _described(a), _described(b), tuple(map(_described, operands)), outs, isinstance(out, torch.Tensor), told,
+            _described(a), _described(b), described, outs, isinstance(out, torch.Tensor), program,
             out_dtype, precision, backend, config, None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
         )  # fmt: skip
         hash(found)
-    except (AttributeError, TypeError, RuntimeError):
+    except (AttributeError, TypeError, RuntimeError, ValueError):
         return None
     return found
-
-
-def _meaning(function: Any) -> Any:
-    from cutegemm.problem.program.trace import meaning
-
-    return meaning(function)
 
 
 def _described(operand: Any) -> Any:
@@ -118,7 +120,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         )
         core(a, b, operands, outs)
         for number in temporaries:
-            given[number].copy_(outs[number])
+            given[number].copy_(outs[number])  # type: ignore[union-attr]
         results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))
         return results[0] if asked.single else results
 

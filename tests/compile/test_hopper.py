@@ -14,6 +14,8 @@ from cutegemm.emulator.ops.register_pool import registers_at_launch
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
 from tests.problems import Case
 from tests.sass import opcodes, resources
 from tuning.ladder_hopper import STEPS
@@ -93,7 +95,7 @@ def check_instructions(kernel) -> None:
     assert not some("MEMBAR", ".GPU") or chosen.splits > 1 or chosen.stream_k
     assert some("UTMASTG") == chosen.uses_tma_store(signature)
     assert some("STSM") == (chosen.uses_tma_store(signature) and signature.out_dtype != "fp32")
-    assert some("LDSM") == (chosen.uses_tma_store(signature) and chosen.stages_c(signature))
+    assert some("LDSM") == (chosen.uses_tma_store(signature) and chosen.staged_matrix(signature) is not None)
     assert some("USETMAXREG") == (chosen.registers is not None)
     assert not some("LDL"), "registers spill"
     assert not some("STL"), "registers spill"
@@ -362,3 +364,23 @@ def test_contiguous_extents_are_multiples_of_16_bytes(dtype, precision, step):
     assert refused(13 * step, step) is None
     assert "16" in refused(13 * step - 1, 1)
     assert "16" in refused(13 * step - 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "majors"),
+    [
+        ("sm90/128x256x64/coop2/c2x1/s4/hilbert", "tn"),
+        ("sm90/128x192x64/pp/c2x1/s4/g8/pdl", "tt"),
+        ("sm90/256x96x64/pp/c1x2/s4/row/swap", "tn"),
+        ("sm90/128x208x64/pp/c1x1/s4/g8", "tn"),  # 104 columns of D: the slabs
+    ],
+)
+def test_gate_and_up_are_loaded_and_stored_by_tma(config, majors):
+    text = "def epilogue(gate: halves[0], up: halves[1]) -> bf16: return silu(gate) * up"
+    kernel = build(config, majors, Epilogue(custom=simplified(parse(text))))
+    check_instructions(kernel)
+    assert kernel.config.uses_tma_store(kernel.signature) == ("208" not in config)
+    # One load an operand and stage: the halves of B are a dimension of its box. Row-major, halves of 96 columns are
+    # three boxes each.
+    loads = kernel.ptx.count("cp.async.bulk.tensor.") - kernel.ptx.count(".global.shared::cta")
+    assert loads == (2 if majors == "tn" else 7)

@@ -24,7 +24,7 @@ LAYERS = {
         cutegemm cutegemm.gemm cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
-    "a call": "cutegemm.run.call cutegemm.run.runner",
+    "a call": "cutegemm.run.call cutegemm.run.runner cutegemm.run.fused",
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend",
     "choice": "cutegemm.choice.plan cutegemm.choice.heuristics",
@@ -36,7 +36,7 @@ LAYERS = {
         cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest
         cutegemm.run.cache_dir cutegemm.run.progress""",
     "hardware": "cutegemm.hardware.*",
-    "problem": "cutegemm.problem.*",
+    "problem": "cutegemm.problem.* cutegemm.ops",
     "errors": "cutegemm.errors",
 }
 """The layers from top to bottom: modules by name, `NAME.*` a package with all that no other layer names."""

@@ -60,13 +60,13 @@ class AmpereGemm(Gemm):
             self.mma_op = warp_ops.MmaF16BF16Op(self.ab_type, Float32, (16, 8, 16))  # refuses other types
         self.k_step = 256 // self.ab_type.width
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
-        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
+        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
 
-    def _operand(self, k_major: bool, extent: int, align: int) -> TileLoader:
+    def _operand(self, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         bk = self.config.bk
         swizzle = swizzle_of(self.ab_type.width, bk if k_major else extent, k_major or not self.tf32)
-        return TileLoader(self.ab_type, extent, bk, k_major, align, self.config.threads, swizzle=swizzle)
+        return TileLoader(self.ab_type, extent, bk, k_major, align, self.config.threads, swizzle, halves)
 
     def _shared_to_registers(self, loader: TileLoader):
         """The copy atom of one operand: ldmatrix, transposing unless K-major; 32-bit loads where it cannot."""

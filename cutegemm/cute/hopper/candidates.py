@@ -45,6 +45,13 @@ _SPLIT_TF32 = frozenset(
         "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
     )
 )
+_HALVES_TF32 = (
+    "sm90/128x16x64/coop1/c1x1/s5/serp8/swap/pdl",
+    "sm90/128x16x32/coop1/c2x1/s8/serp8/swap/pdl",
+)
+"""Extra candidates for few rows of a program with gate and up, whose swapped tiles have 128 rows at least."""
+UNSWAPPED_ROWS = 64
+"""From this many rows on, the shortlists have tiles whose operands are not swapped."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 _BY_UNIT: dict[str, Callable[[], tuple[str, ...]]] = {
@@ -57,14 +64,19 @@ _WITH_SHORTLISTS = ("float16", "bfloat16")
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    texts = _BY_UNIT[signature.unit]()
+    texts = _of_one_result(signature)
     return texts if len(signature.results) == 1 else tuple(dict.fromkeys(_fitting(signature).values()))
+
+
+def _of_one_result(signature: Signature) -> tuple[str, ...]:
+    found = _BY_UNIT[signature.unit]()
+    return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
 
 
 @functools.lru_cache(maxsize=64)
 def _fitting(signature: Signature) -> Mapping[str, str]:
     """Each candidate of one result, and the same with fewer stages where the buffers of several need the room."""
-    return {text: _with_room(text, signature) for text in _BY_UNIT[signature.unit]()}
+    return {text: _with_room(text, signature) for text in _of_one_result(signature)}
 
 
 def _with_room(text: str, signature: Signature) -> str:
@@ -84,6 +96,10 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if not has_shortlists(signature):
         return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    if signature.epilogue.gating and m < UNSWAPPED_ROWS:
+        # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
+        more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
+        found = list(dict.fromkeys([*found, *more]))
     if len(signature.results) == 1:
         return found
     fitting = _fitting(signature)

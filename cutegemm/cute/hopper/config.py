@@ -81,6 +81,11 @@ _ACCEPTED = (
 __doc__ = f"{__doc__}\n{option_table.explained()}\n"
 
 
+def _by_halves(signature: Signature, name: str) -> bool:
+    """Whether it is the operand of that name whose contiguous columns are loaded as two halves."""
+    return name == "B" and signature.b_major == "n" and signature.epilogue.gating == "halves"
+
+
 def word_bytes(shares: Any) -> Any:
     """Bytes of the state words of so many shares in a workspace, in whole lines; for plain or device integers."""
     return (shares * 8 + LINE - 1) // LINE * LINE
@@ -191,14 +196,24 @@ class HopperConfig(LaunchedConfig):
         """(M, N, K) of the part of D that a CTA computes."""
         return (self.bn, self.bm, self.bk) if self.swapped else (self.bm, self.bn, self.bk)
 
-    def store_columns(self, itemsize: int) -> int:
-        """Columns of D that one TMA store moves: the widest swizzle span that divides the tile."""
-        return next(width for width in (128 // itemsize, 64 // itemsize, 32 // itemsize) if self.bn % width == 0)
+    def store_columns(self, itemsize: int, signature: Signature) -> int:
+        """Columns of results that one TMA store moves: the widest swizzle span that divides the tile of results.
+
+        16 bytes, for which there is no swizzle, are what a gated tile may be left with.
+        """
+        columns = self.out_columns(signature)
+        return next(span // itemsize for span in (128, 64, 32, 16) if columns % (span // itemsize) == 0)
 
     @property
     def slab_columns(self) -> int:
-        """Columns that a warp stages at a time in the general epilogue."""
+        """Columns of accumulators that a warp stages at a time in the general epilogue."""
         return 32 if self.bn % 32 == 0 and not self.swapped else 16
+
+    def slab_width(self, signature: Signature) -> int:
+        """Numbers in a row of the general epilogue's slab: with swapped operands the row is one of D, and has 16
+        numbers of gate, then 16 of up.
+        """
+        return 32 if self.swapped and signature.epilogue.gating else self.slab_columns
 
     def uses_tma_store(self, signature: Signature) -> bool:
         """Whether D goes through shared memory and TMA: it is aligned, and matrix operands lie in aligned rows. So do
@@ -224,7 +239,9 @@ class HopperConfig(LaunchedConfig):
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
-            and not signature.epilogue.gating
+            and signature.epilogue.gating != "pairs"
+            and self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
+            and not (self.swapped and signature.epilogue.program.uses("partner"))
         )
 
     def matrices(self, signature: Signature) -> list[Input]:
@@ -245,15 +262,23 @@ class HopperConfig(LaunchedConfig):
             return None
         return next((each.name for each in self.matrices(signature) if ITEMSIZE.get(each.dtype) == 2), None)
 
-    @property
-    def out_columns(self) -> int:
-        """Columns of a tile of results, in the orientation of the accumulators."""
-        return self.bn
+    def out_columns(self, signature: Signature) -> int:
+        """Columns of a tile of results, in the orientation of the accumulators: half of them where gate and up lie
+        side by side.
+        """
+        return self.bn // 2 if signature.epilogue.gating and not self.swapped else self.bn
+
+    def out_blocks(self, signature: Signature) -> int:
+        """Blocks of 64 rows of results of a warpgroup, in the orientation of the accumulators: with swapped operands
+        half of its blocks hold gate, the others up.
+        """
+        blocks = self.group_rows // BLOCK_ROWS
+        return blocks // 2 if signature.epilogue.gating and self.swapped else blocks
 
     def vector_bytes(self, signature: Signature) -> int:
-        """Shared memory for the operands along the tile's columns: fp32, a row a warpgroup. TMA stores alone need it."""
+        """Shared memory for operands along the tile's columns: 4 bytes, a row a warpgroup. TMA stores alone need it."""
         across = sum(self.lies_across(each) for each in self.vectors(signature))
-        return across * self.consumers * self.out_columns * 4
+        return across * self.consumers * self.out_columns(signature) * 4
 
     def stage_bytes(self, signature: Signature) -> int:
         return (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
@@ -267,9 +292,10 @@ class HopperConfig(LaunchedConfig):
             return 0
         if self.uses_tma_store(signature):
             itemsize = ITEMSIZE[signature.out_dtype]
-            buffers = self.consumers * self.store_buffers * BLOCK_ROWS * self.store_columns(itemsize) * itemsize
+            row_bytes = self.store_columns(itemsize, signature) * itemsize
+            buffers = self.consumers * self.store_buffers * BLOCK_ROWS * row_bytes
             return len(signature.results) * buffers + self.vector_bytes(signature)
-        return self.consumers * 4 * SLAB_ROWS * (self.slab_columns + SLAB_PAD) * 4
+        return self.consumers * 4 * SLAB_ROWS * (self.slab_width(signature) + SLAB_PAD) * 4
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
@@ -277,7 +303,8 @@ class HopperConfig(LaunchedConfig):
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         if self.uses_tma_store(signature):
-            return (self.out_columns, WARP_ROWS) if self.swapped else (WARP_ROWS, self.out_columns)
+            columns = self.out_columns(signature)
+            return (columns, WARP_ROWS) if self.swapped else (WARP_ROWS, columns)
         return SLAB_ROWS, self.slab_columns // (2 if signature.epilogue.gating else 1)
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
@@ -341,10 +368,30 @@ class HopperConfig(LaunchedConfig):
                     return f"WGMMA takes {element} operands K-major only; {name} is {major.upper()}-major"
         for name, align in (("A", signature.align_a), ("B", signature.align_b)):
             if align < 16:
-                return (
-                    f"TMA cannot load {name}: address, strides and contiguous extent need 16 bytes, they have {align}"
-                )
-        return self._why_tile_invalid() or self._why_resource_invalid(signature, arch)
+                extent = "each half of the columns" if _by_halves(signature, name) else "contiguous extent"
+                return f"TMA cannot load {name}: address, strides and {extent} need 16 bytes, they have {align}"
+        return (
+            self._why_tile_invalid()
+            or self._why_program_invalid(signature)
+            or self._why_resource_invalid(signature, arch)
+        )
+
+    def _why_program_invalid(self, signature: Signature) -> str | None:
+        gating, parts = signature.epilogue.gating, "splits of K and clusters along K"
+        if self.parts > 1 and gating:
+            return f"{parts} add up and finish single accumulators; gate and up are finished together"
+        if self.parts > 1 and self.swapped and signature.epilogue.program.uses("partner"):
+            return f"{parts} of swapped operands finish rows of D apart; a program with partner needs neighbours"
+        if gating == "pairs" and self.swapped:
+            return "with swapped operands neighbouring columns of the product lie in different threads; no 'pairs'"
+        if gating == "halves" and self.swapped and self.group_rows % (2 * BLOCK_ROWS):
+            return (
+                f"a warpgroup has {self.group_rows} rows; with swapped operands gate and up take multiples of "
+                f"{2 * BLOCK_ROWS}"
+            )
+        if _by_halves(signature, "B") and self.bn * ITEMSIZE[signature.dtype] % 64 and not self.swapped:
+            return f"bn is {self.bn}; halves of a row-major B need a multiple of {64 // ITEMSIZE[signature.dtype]}"
+        return None
 
     def _why_tile_invalid(self) -> str | None:
         groups = 1 if self.ping_pong else self.consumers

@@ -44,7 +44,7 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
     flags = options.footprint_flags(config)
     # A store of swapped operands is 64 columns wide, whatever the tile.
     out = ITEMSIZE[signature.out_dtype]
-    columns = BLOCK_ROWS if config.swapped else config.store_columns(out)
+    columns = BLOCK_ROWS if config.swapped else config.store_columns(out, signature)
     return Footprint(
         _FAMILIES[signature.unit],
         bm,
@@ -85,8 +85,10 @@ def _narrow(config: HopperConfig, signature: Signature) -> float:
     size, (cm, cn) = ITEMSIZE[signature.dtype], config.cluster
     majors = (signature.a_major, signature.b_major)[:: -1 if config.swapped else 1]
     rows = lines = 0.0
-    for extent, sharers, major in zip((config.bm, config.bn), (cn, cm), majors, strict=True):
-        width = math.gcd((config.bk if major == "k" else extent) * size, LINE)
+    halves = signature.epilogue.gating == "halves"
+    parts = (2 if halves and config.swapped else 1, 2 if halves and not config.swapped else 1)
+    for extent, sharers, major, part in zip((config.bm, config.bn), (cn, cm), majors, parts, strict=True):
+        width = math.gcd(config.bk * size if major == "k" else extent * size // part, LINE)
         rows += extent * (1 if width == LINE else sharers) / width
         lines += extent / LINE
     return rows / lines

@@ -60,9 +60,9 @@ class HopperGemm(Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
-        dtype = types.NUMERIC[signature.dtype]
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major)
+        dtype, halves = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves"
+        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
+        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()

@@ -4,6 +4,9 @@ On the host `Operand` makes the tensor map, on the device it holds the operand's
 TMA for tiles. In a cluster of CM x CN CTAs those of a row need the same tile of A, those of a column the same tile of
 B. Each of the sharers loads a part of the tile and multicasts it to all of them.
 
+Of a gated program ("halves") the columns of B are gate's and then up's, F of each. A tile has as many columns of the
+one as of the other, gate's first. The tensor map has the halves as a dimension of its own, so that TMA clips each at F.
+
 tf32: WGMMA reads fp32 words and ignores their low 13 bits. Truncated operands would be biased and twice as far off as
 rounded ones. So the tensor maps have the element type TFLOAT32, with which TMA rounds fp32 to the nearest tf32 on the
 way into shared memory. The DSL itself does not offer such loads.
@@ -41,7 +44,7 @@ def operand_type(dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
     return TFloat32 if dtype is Float32 else dtype
 
 
-def tma_load(tensor: cute.Tensor, layout: Any, tile: tuple[int, int], sharers: int) -> tuple[Any, Any]:
+def tma_load(tensor: cute.Tensor, layout: Any, tile: tuple[int, ...], sharers: int) -> tuple[Any, Any]:
     """(copy atom, coordinate tensor) for loads of `tile` into shared memory laid out as `layout`, on the host.
 
     Each of `sharers` CTAs loads a share and multicasts it. fp32 elements arrive rounded to tf32.
@@ -66,10 +69,19 @@ class Operand:
     """One side of the multiplication: the rows of A, or the columns of B as rows, times K.
 
     extent: rows of a tile. sharers: CTAs of a cluster that need the same tile. k_major: whether K is contiguous.
+    halves: whether a tile consists of matching rows of the operand's two halves.
     """
 
-    def __init__(self, config: HopperConfig, dtype: type[cutlass.Numeric], extent: int, sharers: int, k_major: bool):
-        self.dtype, self.extent, self.sharers, self.k_major = dtype, extent, sharers, k_major
+    def __init__(
+        self,
+        config: HopperConfig,
+        dtype: type[cutlass.Numeric],
+        extent: int,
+        sharers: int,
+        k_major: bool,
+        halves: bool = False,
+    ) -> None:
+        self.dtype, self.extent, self.sharers, self.k_major, self.halves = dtype, extent, sharers, k_major, halves
         self.bk, self.stages = config.bk, config.stages
         self.itemsize = dtype.width // 8
 
@@ -78,11 +90,15 @@ class Operand:
         """Bytes of the operand's tiles in all stages."""
         return self.stages * self.extent * self.bk * self.itemsize
 
-    def stage_layout(self):
-        """The shared layout (extent, bk) of a tile: the widest swizzle that divides its contiguous side."""
-        span = (self.bk if self.k_major else self.extent) * self.itemsize
+    def _swizzle(self) -> tuple[int, int]:
+        """(bits, elements of a line) of the widest swizzle that divides the contiguous side of a box."""
+        span = (self.bk if self.k_major else self.extent // (2 if self.halves else 1)) * self.itemsize
         bits = next(bits for bits in (3, 2, 1) if span % (16 << bits) == 0)
-        width = (16 << bits) // self.itemsize
+        return bits, (16 << bits) // self.itemsize
+
+    def stage_layout(self):
+        """The shared layout (extent, bk) of a tile."""
+        bits, width = self._swizzle()
         lines = (
             cute.make_layout((8, width), stride=(width, 1))
             if self.k_major
@@ -91,24 +107,49 @@ class Operand:
         atom = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, lines)
         return cute.tile_to_shape(atom, (self.extent, self.bk), order=(0, 1) if self.k_major else (1, 0))
 
+    def box(self) -> tuple[int, ...]:
+        """What TMA loads: (rows, K), or (rows of a half, halves, K)."""
+        return (self.extent // 2, 2, self.bk) if self.halves else (self.extent, self.bk)
+
+    def _box_layout(self):
+        """`stage_layout` with the modes of `box`."""
+        if not self.halves:
+            return self.stage_layout()
+        (bits, width), half = self._swizzle(), self.extent // 2
+        if self.k_major:
+            layout = cute.make_layout(
+                (half, 2, (width, self.bk // width)), stride=(width, half * width, (1, self.extent * width))
+            )
+        else:
+            layout = cute.make_layout(
+                ((width, half // width), 2, self.bk), stride=((1, self.bk * width), half * self.bk, width)
+            )
+        return cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, layout)
+
     def load_atom(self, pointer, rows, k, leading, batch_stride, batch):
         """(copy atom, coordinate tensor) of the operand as (rows, k, matrices); strides in elements. On the host."""
         step = 16 // self.itemsize
         leading = cute.assume(leading, divby=step)
         batch_stride = cute.assume(batch_stride, divby=step)
-        strides = (leading, 1, batch_stride) if self.k_major else (1, leading, batch_stride)
+        strides: tuple[Any, ...] = (leading, 1, batch_stride) if self.k_major else (1, leading, batch_stride)
         # A descriptor has no empty dimensions; with K = 0 nothing of this one element is read.
-        shape = (rows, cutlass.max(k, Int32(1)), batch)
+        shape: tuple[Any, ...] = (rows, cutlass.max(k, Int32(1)), batch)
+        if self.halves:
+            # As validity asks, 16 bytes divide the distance of the halves.
+            half = Int64(rows // 2) * (leading if self.k_major else 1)
+            shape = (rows // 2, 2, *shape[1:])
+            strides = (strides[0], cute.assume(half, divby=step), *strides[1:])
         tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
-        return tma_load(tensor, self.stage_layout(), (self.extent, self.bk), self.sharers)
+        return tma_load(tensor, self._box_layout(), self.box(), self.sharers)
 
     def start(self, atom, tensor, batch_stride, memory) -> None:
         """Binds to what `load_atom` made, and to `ring_bytes` of shared memory."""
         self.atom, self.tensor, self.batch_stride = atom, tensor, batch_stride
         layout = self.stage_layout()
-        staged = cute.append(layout.outer, cute.make_layout(self.stages, stride=self.extent * self.bk))
+        depth = cute.make_layout(self.stages, stride=self.extent * self.bk)
         pointer = cute.recast_ptr(memory, layout.inner, dtype=operand_type(self.dtype))
-        self.shared = cute.make_tensor(pointer, staged)
+        self.shared = cute.make_tensor(pointer, cute.append(layout.outer, depth))
+        self.boxes = cute.make_tensor(pointer, cute.append(self._box_layout().outer, depth))
 
     def prefetch(self) -> None:
         """One thread: brings the tensor map into its cache."""
@@ -124,13 +165,14 @@ class Loader:
     def __init__(self, operand: Operand, share: Any, mask: Any) -> None:
         self.operand, self.mask = operand, mask
         self.multicasts = mask is not None
-        tiles = cute.local_tile(operand.tensor, (operand.extent, operand.bk), (None, None, None))
+        box = operand.box()
+        tiles = cute.local_tile(operand.tensor, box, (None,) * (len(box) + 1))
         self.target, self.source = cpasync.tma_partition(
             operand.atom,
             share,
             cute.make_layout(operand.sharers),
-            cute.group_modes(operand.shared, 0, 2),
-            cute.group_modes(tiles, 0, 2),
+            cute.group_modes(operand.boxes, 0, len(box)),
+            cute.group_modes(tiles, 0, len(box)),
         )
 
     def place(self, row, matrix) -> tuple:
@@ -140,7 +182,8 @@ class Loader:
     def load(self, place: tuple, k_tile, stage, barrier) -> None:
         """Asks TMA for a k tile at that place into a stage; `barrier` counts its bytes."""
         row, matrix = place
-        source, target = self.source[None, row, k_tile, matrix], self.target[None, stage]
+        tile = (None, row, 0, k_tile, matrix) if self.operand.halves else (None, row, k_tile, matrix)
+        source, target = self.source[tile], self.target[None, stage]
         if self.multicasts:
             cute.copy(self.operand.atom, source, target, tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(self.mask))
         else:

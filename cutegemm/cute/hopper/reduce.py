@@ -22,13 +22,15 @@ from cutegemm.problem import Signature
 
 def make_reductions(config: HopperConfig, signature: Signature) -> list[Any]:
     """The strategy for each reduced result of the signature's program."""
-    return [(Across if each.of_rows != config.swapped else Down)(config, each) for each in partials(signature)]
+    return [
+        (Across if each.of_rows != config.swapped else Down)(config, signature, each) for each in partials(signature)
+    ]
 
 
 class _Reduction:
-    def __init__(self, config: HopperConfig, partial: Partial) -> None:
+    def __init__(self, config: HopperConfig, signature: Signature, partial: Partial) -> None:
         self.config, self.partial, self.number = config, partial, partial.number
-        self.width, self.block_step = config.out_columns, config.block_step
+        self.width, self.block_step = config.out_columns(signature), config.block_step
 
     def start(self, args, region, warp, lane) -> None:
         """Binds to a launch, to a warpgroup's `region` of a tile, and to this thread."""

@@ -8,6 +8,9 @@ A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` hold
 stores and TMA; `terms` adds C and the bias. `SlabStore` takes everything else through the slabs that the other
 kernels use too: what TMA cannot store, and C in any strides. With swapped operands the rows of the accumulators are
 columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into shared memory.
+
+Of a gated program ("halves") a thread holds gate and up of the same place of D: half of a tile's columns further on, or
+with swapped operands half of a warpgroup's blocks of 64 rows.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.reduce import make_reductions
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
+from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.lowering import finish
 from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
@@ -42,8 +45,8 @@ MOST_UNROLLED_STRIPS = 4
 def make_store(config: HopperConfig, signature: Signature) -> Any:
     """The store for a configuration and signature.
 
-    All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes single
-    vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, and `finish()` at the end.
+    All have `make_atoms` for the host, and `start`. The `FragmentStore` of sums that several CTAs share out takes
+    single vectors; the others take a warpgroup's rows of a tile: `store(accumulators, region)`, then `finish()`.
     """
     if config.parts > 1:
         return FragmentStore(config, signature)
@@ -55,12 +58,18 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
     return made(config, signature)
 
 
+def up_offset(config: HopperConfig, signature: Signature) -> int:
+    """From a thread's accumulator of gate to the one of up ("halves")."""
+    columns = config.out_columns(signature)
+    return config.out_blocks(signature) * (config.bn // 2) if columns == config.bn else columns // 2
+
+
 class TmaEpilogue:
     """The epilogue's program, rounded once, stored 64 rows x `columns` at a time.
 
     A warpgroup has two staging buffers for each result, or one. Before it fills one it makes sure that the store that
-    last read it is done reading; nobody waits for stores to reach memory, so they overlap the next tile. Results are all
-    of the first one's itemsize; they are computed together and fill buffers of the same number.
+    last read it is done reading; nobody waits for stores to reach memory, so they overlap the next tile. All results
+    have the first one's itemsize; they are computed together and fill buffers of the same number.
     """
 
     turn = ""
@@ -68,12 +77,13 @@ class TmaEpilogue:
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.config = config
-        self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
+        self.blocks, self.block_step = config.out_blocks(signature), config.block_step
+        self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
         self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
-        self.program = signature.epilogue.program
+        self.program, self.gated = signature.epilogue.program, signature.epilogue.gating is not None
         self.itemsize = self.out_type.width // 8
-        self.columns = config.store_columns(self.itemsize)
+        self.columns = config.store_columns(self.itemsize, signature)
         self.row_bytes = self.itemsize * self.columns
         self.buffer_bytes = BLOCK_ROWS * self.row_bytes
         # A warpgroup's buffers of one result; those of the next follow.
@@ -108,10 +118,10 @@ class TmaEpilogue:
         """(copy atom, coordinate tensor) of TMA stores into each result, (m, n) row-major. On the host."""
         step = 16 // self.itemsize
         store = cpasync.CopyBulkTensorTileS2GOp()
-        found = []
+        found, columns = [], args.n // 2 if self.gated else args.n
         for _, name, _ in self.results:
             row, matrix = (cute.assume(each, divby=step) for each in strides(args, name))
-            layout = cute.make_layout((args.m, args.n, args.batch), stride=(row, 1, matrix))
+            layout = cute.make_layout((args.m, columns, args.batch), stride=(row, 1, matrix))
             tensor = cute.make_tensor(getattr(args, name), layout)
             found.append(cpasync.make_tiled_tma_atom(store, tensor, self.buffer_layout(), self.box()))
         return tuple(found)
@@ -165,7 +175,7 @@ class TmaEpilogue:
     @cute.jit
     def store(self, accumulators, region):
         """Stores the warpgroup's blocks of 64 rows of a tile."""
-        per_block = self.config.bn // self.columns
+        per_block = self.out_columns // self.columns
         parts = [(i, part) for i in range(self.blocks) for part in range(per_block)]
         # The first barrier below lies between the bias and its readers, the last between them and the next tile's.
         self._start_terms(region)
@@ -244,8 +254,8 @@ class TmaEpilogue:
         """Finished values of `count` blocks of 8 columns from block `first` of a buffer: (c, r, j), c fastest; those of
         each result.
 
-        `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of the result
-        will stand, and that of a staged operand stands.
+        `corner`: (row, column) of D where the buffer's box begins. `address`: where this lane's matrix row of a staged
+        operand stands, and where that of the result will stand.
         """
         size = 4 * count
         own = accumulators.iterator + (i * (self.config.bn // 2) + 4 * (part * (self.columns // 8) + first))
@@ -260,10 +270,12 @@ class TmaEpilogue:
         def leaf(node: Node) -> Any:
             if node.op == "acc":
                 # One by one: loaded as a vector, they would be vectors in the main loop too.
-                values = Vector.from_elements([own[q] for q in range(size)], Float32)
+                held = own if not node.attribute else cute.make_tensor(own.iterator + self.up, own.layout)
+                values = Vector.from_elements([held[q] for q in range(size)], Float32)
                 return cute.TensorSSA(values, size, Float32)
             if node.op != "input":
                 return self._index(node.op, corner, first, size)
+            assert isinstance(node.attribute, int)
             given = self.program.inputs[node.attribute]
             if given.by_value:
                 return getattr(self.args, given.name)
@@ -380,10 +392,13 @@ class SlabStore:
     """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        self.blocks, self.block_step = config.group_rows // BLOCK_ROWS, config.block_step
-        self.columns = config.slab_columns
+        self.blocks, self.block_step = config.out_blocks(signature), config.block_step
+        self.columns, self.block_size = config.slab_columns, config.bn // 2
         self.strips = config.bn // self.columns
-        strip: Any = python_types.SimpleNamespace(wn=self.columns)
+        # Of a gated program a strip is `step` columns of results, and its slab has the accumulators of both.
+        self.step = self.columns * config.out_columns(signature) // config.bn
+        self.halves, self.up = signature.epilogue.gating == "halves", up_offset(config, signature)
+        strip: Any = python_types.SimpleNamespace(wn=config.slab_width(signature))
         self.slabs = SlabEpilogue(strip, signature, late_bias=True)
 
     def make_atoms(self, args) -> tuple:
@@ -396,7 +411,7 @@ class SlabStore:
         self.args = output.args
         self.warp = thread // 32
         self.lane = thread % 32
-        words = 4 * SLAB_ROWS * (self.columns + SLAB_PAD)
+        words = 4 * SLAB_ROWS * self.slabs.pitch
         self.memory = cute.recast_ptr(memory.staging, dtype=Float32) + position.group * words
 
     @cute.jit
@@ -418,7 +433,7 @@ class SlabStore:
     def _corner(self, number, row, column) -> tuple[Any, Any]:
         """(row, column) of the first accumulator of strip `number` of a warp whose first row is `row`."""
         block = number // self.strips
-        return row + block * self.block_step, column + (number - block * self.strips) * self.columns
+        return row + block * self.block_step, column + (number - block * self.strips) * self.step
 
     @cute.jit
     def _fill_one_of(self, accumulators, number, first: cutlass.Constexpr, end: cutlass.Constexpr):
@@ -433,9 +448,16 @@ class SlabStore:
                 self._fill_one_of(accumulators, number, middle, end)
 
     def _strip(self, accumulators, number: int):
-        """This thread's accumulators of strip `number`, 64 rows x `columns`: (c, r, j), c fastest."""
-        values = accumulators.iterator + number * (self.columns // 2)
-        return cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8)))
+        """This thread's accumulators of strip `number`, 64 rows x `columns`: (c, r, j), c fastest; of gate and of up
+        a half each, or with swapped operands both of as many.
+        """
+        if not self.halves:
+            values = accumulators.iterator + number * (self.columns // 2)
+            return cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8)))
+        block, strip = divmod(number, self.strips)
+        first = block * self.block_size + strip * (self.step // 2)
+        layout = cute.make_layout((2, 2, (self.step // 8, 2)), stride=(1, 2, (4, self.up)))
+        return cute.make_tensor(accumulators.iterator + first, layout)
 
     def _open(self, row, column, region) -> None:
         self.slabs.start(self.memory, region.matrix, row, column, region.m, region.n, self.warp, self.lane, self.args)
@@ -463,8 +485,8 @@ class TransposedSlabStore(SlabStore):
     def _fill(self, values) -> None:
         pitch = self.slabs.pitch
         slab = self.slabs.slab.iterator + 2 * (self.lane % 4) * pitch + self.lane // 4
-        for j in range(2):
+        for j in range(4 if self.halves else 2):
             for r in range(2):
                 for c in range(2):
-                    place = slab + ((8 * j + c) * pitch + 8 * r)
+                    place = slab + ((8 * (j % 2) + c) * pitch + 8 * r + 16 * (j // 2))
                     cute.make_tensor(place, cute.make_layout(1))[0] = values[c, r, j]

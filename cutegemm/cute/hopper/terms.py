@@ -9,8 +9,8 @@ is read beyond it: what is computed there is never stored.
     DownBias      one number a row: two for each block of 64 rows
     PairedC       a matrix in fragments straight from global memory, 2 neighbouring columns at a time (one with swapped
                   operands): for fp32, of which a quad of lanes reads 32 bytes, and for an fp32 result
-    StagedC       one 16-bit matrix: 16-byte pieces of whole rows into the staging buffer that D takes next, and fragments from
-                  there with ldmatrix, the mirror image of the way out
+    StagedC       one 16-bit matrix: 16-byte pieces of whole rows into the staging buffer that D takes next, and
+                  fragments from there with ldmatrix, the mirror image of the way out
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutegemm.cute import types
-from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
+from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.source import Source, aligned
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import I32, Input
@@ -34,10 +34,10 @@ def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     across = 0
     for given in config.vectors(signature):
         if config.lies_across(given):
-            found[given.name] = AcrossBias(config, given, across)
+            found[given.name] = AcrossBias(config, given, across, config.out_columns(signature))
             across += 1
         else:
-            found[given.name] = DownBias(config.group_rows // BLOCK_ROWS)
+            found[given.name] = DownBias(config.out_blocks(signature))
     return found
 
 
@@ -45,16 +45,21 @@ def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each matrix operand of the signature's epilogue, by name."""
     given, staged = config.matrices(signature), config.staged_matrix(signature)
     alone = len(given) == 1 and not signature.epilogue.reductions
-    return {each.name: (StagedC if each.name == staged else PairedC)(config, each, alone) for each in given}
+    return {
+        each.name: StagedC(config, each, alone, config.store_columns(2, signature))
+        if each.name == staged
+        else PairedC(config, each, alone)
+        for each in given
+    }
 
 
 class AcrossBias:
     """See the module docstring."""
 
-    def __init__(self, config: HopperConfig, given: Input, number: int) -> None:
-        """`number`: of the operand among those that lie across, each of which has rows of its own."""
+    def __init__(self, config: HopperConfig, given: Input, number: int, columns: int) -> None:
+        """`number`: of the operand among those that lie across, each of which has rows of its own of `columns`."""
         self.wide: Any = Int32 if given.type == I32 else Float32
-        self.columns = config.out_columns
+        self.columns = columns
         self.first = number * config.consumers
 
     def start(self, memory, group, thread) -> None:
@@ -177,9 +182,10 @@ class StagedC(_C):
 
     staged = True
 
-    def __init__(self, config: HopperConfig, given: Input, alone: bool) -> None:
+    def __init__(self, config: HopperConfig, given: Input, alone: bool, box_columns: int) -> None:
+        """`box_columns`: of accumulators, in a staging buffer."""
         super().__init__(config, given, alone)
-        self.box_columns = config.store_columns(2)
+        self.box_columns = box_columns
         self.pieces = self.box_columns // 16
         """Of 16 bytes a lane."""
         self.turn = ".trans" if self.swapped else ""

@@ -61,8 +61,8 @@ class Tile:
 class Region:
     """The part of a tile that one warpgroup finishes; device integers.
 
-    row, column: of the warpgroup's first accumulator, in the matrix of accumulators: with swapped operands D's column
-    and row. matrix: of the batch. m, n: rows and columns of D; nothing beyond them is stored.
+    row, column: of the warpgroup's first result, in the orientation of the accumulators: with swapped operands D's
+    column and row. matrix: of the batch. m, n: rows and columns of D; nothing beyond them is stored.
     """
 
     row: Any
@@ -78,14 +78,15 @@ class Work:
     first, end, step: the numbers of this cluster's works are `range(first, end, step)`.
     """
 
-    def __init__(self, config: HopperConfig) -> None:
-        self.config = config
+    def __init__(self, config: HopperConfig, gated: bool = False) -> None:
+        """`gated`: D has half as many columns as the product, and its tiles half as many as those of accumulators."""
+        self.config, self.fold = config, 2 if gated else 1
         self.order = tile_order.parse(config.order)
         self.division = make_division(config)
 
     def start(self, position: Position, args) -> None:
         """For the cluster at that position. `args`: the kernel's arguments by name."""
-        self.m, self.n = args.m, args.n
+        self.m, self.n = args.m, args.n // self.fold if self.fold > 1 else args.n
         self.tiles_m, self.tiles_n = args.tiles_m, args.tiles_n
         self.cluster_row, self.cluster_column = position.row, position.column
         tiles = args.tiles_m * args.tiles_n * args.batch
@@ -128,7 +129,9 @@ class Work:
     def region(self, tile) -> Region:
         """Where in D this warpgroup's rows of a tile lie."""
         config = self.config
-        return Region(tile.row * config.bm + self.first_row, tile.column * config.bn, tile.matrix, self.m, self.n)
+        rows, columns = config.bm // (self.fold if config.swapped else 1), config.bn
+        columns = columns if config.swapped else columns // self.fold
+        return Region(tile.row * rows + self.first_row, tile.column * columns, tile.matrix, self.m, self.n)
 
     def k_tiles_before(self, group):
         """Ping-pong: k tiles that the other warpgroup takes from the ring before warpgroup `group` begins."""
@@ -269,4 +272,4 @@ WORKS = {DENSE: Work}
 
 def make_work(config: HopperConfig, signature: Signature) -> Work:
     """What a kernel of that signature has to compute."""
-    return WORKS[signature.work](config)
+    return WORKS[signature.work](config, signature.epilogue.gating is not None)

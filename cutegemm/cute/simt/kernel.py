@@ -47,16 +47,16 @@ class SimtGemm(Gemm):
     def __init__(self, config: SimtConfig, signature: Signature) -> None:
         super().__init__(config, signature)
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
-        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
+        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
         # The copies of the tile ahead are spread over the first two k-steps, after which fetched values are settled:
         # early, so that their registers are free for most of the tile. They are not skipped at the end of K, where
         # they write zeros: a branch there lets the compiler sink FFMA of one step behind those of the next.
         self.copy_steps = 2
 
-    def _operand(self, k_major: bool, extent: int, align: int) -> TileLoader:
+    def _operand(self, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         loader = TransposingLoader if k_major else TileLoader
-        return loader(self.ab_type, extent, self.config.bk, k_major, align, self.config.threads)
+        return loader(self.ab_type, extent, self.config.bk, k_major, align, self.config.threads, None, halves)
 
     @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):

@@ -152,14 +152,14 @@ class SlicedSimtGemm(Gemm):
         super().__init__(config, signature)
         self.epilogue = SlicedEpilogue(config, signature)
         self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
-        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b)
+        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
         self.rows = Fragments(self.a, config.wm, LANES_M, config)
         self.columns = Fragments(self.b, config.wn, LANES_N, config)
 
-    def _operand(self, k_major: bool, extent: int, align: int) -> TileLoader:
+    def _operand(self, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         config, swizzle = self.config, swizzle_of(extent) if k_major else None
-        return TileLoader(self.ab_type, extent, config.bk, k_major, align, config.threads, swizzle=swizzle)
+        return TileLoader(self.ab_type, extent, config.bk, k_major, align, config.threads, swizzle, halves)
 
     @cute.jit
     def _place(self, block, tiles_m, tiles_n):
@@ -245,6 +245,7 @@ class SlicedSimtGemm(Gemm):
         cute.arch.sync_threads()
         first_row, first_column = row + warp_m * config.wm, column + warp_n * config.wn
         slab = cute.recast_ptr(slabs, dtype=Float32)
+        first_column, n = self.in_d(first_column), self.in_d(n)
         self.epilogue.start(slab, self.matrix, first_row, first_column, m, n, 0, lane, self.args)
         self.epilogue.store_part(piece)
 

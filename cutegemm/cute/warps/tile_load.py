@@ -11,6 +11,9 @@ outputs that are never stored). Beyond K a copy ignores its source and writes ze
 
 cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead.
 
+Of a gated program ("halves") the columns of B are gate's and then up's, half of the limit each. A tile has both for
+every warp: of its wn columns the first half comes from gate, the second from the same columns of up.
+
 The CUDA-core kernel wants its tiles as [k][m] whatever the operand's major: `TransposingLoader` turns K-major ones.
 """
 
@@ -32,9 +35,11 @@ class TileLoader:
         align: alignment class in bytes. threads: of the CTA.
         swizzle: (bits, base, shift): byte offset bits [base, base + bits) within a tile are XORed with the bits
             `shift` above them; None for a plain tile.
+        halves: 0, or of a gated program the columns of B that a warp takes from each half.
     """
 
-    def __init__(self, dtype, extent, bk, k_major, align, threads, swizzle=None):
+    def __init__(self, dtype, extent, bk, k_major, align, threads, swizzle=None, halves=0):
+        self.halves = halves
         self.dtype = dtype
         self.itemsize = dtype.width // 8
         self.k_major = k_major
@@ -100,10 +105,20 @@ class TileLoader:
     def _source_offset(self, p):
         """Offset in elements of pass p's vector at k tile 0, clamped to the last valid row or vector."""
         row, inner = self._place(p)
+        if self.halves:
+            if self.k_major:
+                return Int64(self._in_halves(row, 1)) * self.leading + Int64(inner)
+            return Int64(row) * self.leading + Int64(self._in_halves(inner, self.vector))
         if self.k_major:
             return Int64(cutlass.min(self.first + row, self.limit - 1)) * self.leading + Int64(inner)
         column = cutlass.min(self.first + inner, self.limit - self.vector)
         return Int64(row) * self.leading + Int64(column)
+
+    def _in_halves(self, place, count: int):
+        """The column of B that belongs at `place` of the tile, clamped to the last `count` of its half."""
+        half, limit = place // self.halves, self.limit // 2
+        column = self.first // 2 + (half // 2 * self.halves + place % self.halves)
+        return cutlass.min(column, limit - count) + half % 2 * limit
 
     def _shared_offset(self, p):
         """Byte offset of pass p's vector within a stage."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from cutegemm.problem.dtypes import torch_dtype
 from cutegemm.problem.program import random
 from cutegemm.problem.program.graph import I32, Input, Node, Program
 from cutegemm.problem.reference import activate
-
-Tensor = torch.Tensor
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "neg": torch.neg,
@@ -27,7 +27,7 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "erf": torch.erf,
     "abs": torch.abs,
-    **{name: lambda x, name=name: activate(x, name) for name in ("relu", "gelu", "gelu_tanh", "silu")},
+    **{name: partial(activate, activation=name) for name in ("relu", "gelu", "gelu_tanh", "silu")},
 }
 """The functions of one number. sqrt and log of a negative number are NaN, as on the device."""
 

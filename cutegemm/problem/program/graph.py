@@ -12,6 +12,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
+from cutegemm.problem.program.writing import line
+
 F32, I32, BOOL = "f32", "i32", "bool"
 """The types of a node's value."""
 
@@ -138,8 +140,6 @@ class Program:
     @cached_property
     def text(self) -> str:
         """The program on one line; see `text`."""
-        from cutegemm.problem.program.text import line
-
         return line(self)
 
     @cached_property

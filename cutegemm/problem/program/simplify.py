@@ -310,15 +310,15 @@ def _ordered(program: Program) -> Program:
     return builder.program((out._replace(node=new[out.node]) for out in program.outputs), program.gating)
 
 
-_CLASSES = {"acc": 0, "input": 2, "row": 3, "column": 3, "matrix": 3, "const": 4}
-_COMPOUND = 1
+_CLASSES = {"acc": 1, "input": 2, "row": 3, "column": 3, "matrix": 3, "const": 4}
+_COMPOUND = 0
 
 _Key = tuple[int, int, int]
 
 
 def _keys(program: Program) -> list[_Key]:
-    """For each node a key that orders the nodes of one program by their form alone: accumulators first, then what is
-    made of others, the deepest first, then operands, indices, constants.
+    """For each node a key that orders the nodes of one program by their form alone: first what is made of others,
+    the deepest first, then accumulators, operands, indices, constants.
     """
     depths: list[int] = []
     for node in program.nodes:

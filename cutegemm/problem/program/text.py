@@ -8,149 +8,33 @@ a shape it is a Python number, `fp32` or `int32`. A gated program has `gate: hal
 in place of `acc`. `bf16(t0)` rounds a value; `row_sum(t0)` as a result reduces. Where an output has a dtype of its own
 the function has a return annotation, `-> bf16` or `-> (None, bf16)`. Everything else is Python.
 
-`parse` reads a program with `ast`; nothing is executed.
+`line` and `pretty` write, `parse` reads with `ast`: nothing is executed.
 """
 
 from __future__ import annotations
 
 import ast
-import keyword
-import math
-import re
 
 from cutegemm.problem.dtypes import TABLE
-from cutegemm.problem.program.build import TYPE_NAMES, Builder, numbered
+from cutegemm.problem.program.build import TYPE_NAMES, Builder
 from cutegemm.problem.program.graph import F32, GATINGS, I32, OPS, REDUCTIONS, Input, Output, Program
+from cutegemm.problem.program.writing import (
+    BINARY,
+    COMPARE,
+    NUMBERS,
+    SHAPES,
+    TEMPORARY,
+    UNARY,
+    check_name,
+    line,
+    pretty,
+)
 
-_BINARY: dict[str, type[ast.operator]] = {
-    "add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "div": ast.Div,
-    "iadd": ast.Add, "isub": ast.Sub, "imul": ast.Mult, "ifloordiv": ast.FloorDiv, "imod": ast.Mod,
-    "and": ast.BitAnd, "or": ast.BitOr,
-}  # fmt: skip
-_COMPARE: dict[str, type[ast.cmpop]] = {
-    "lt": ast.Lt, "le": ast.LtE, "gt": ast.Gt, "ge": ast.GtE, "eq": ast.Eq, "ne": ast.NotEq,
-}  # fmt: skip
-_COMPARE |= {"i" + name: symbol for name, symbol in tuple(_COMPARE.items())}
-_UNARY: dict[str, type[ast.unaryop]] = {"neg": ast.USub, "not": ast.Invert}
-_SYMBOLS = {*_BINARY, *_COMPARE, "not"}
-_LEAVES = ("acc", "input", "const", "row", "column", "matrix")
-_CALLED = {name for name in OPS if name not in (*_SYMBOLS, "acc", "input", "const", "cast")}
+__all__ = ["line", "parse", "pretty"]
+
+_CALLED = {name for name in OPS if name not in (*BINARY, *COMPARE, "not", "acc", "input", "const", "cast")}
 """The operations that are written as calls. `neg` is one of them for a constant, whose sign is part of the number."""
-_NUMBERS = {"inf": math.inf, "nan": math.nan}
-_RESERVED = {"acc", "gate", "up", *_NUMBERS, *TABLE, *REDUCTIONS, *_CALLED, "int32", "L", "M", "N", *GATINGS}
-_TEMPORARY = re.compile(r"t\d+", re.ASCII)
-_SHAPES = {
-    Input("", "", m, n, batched): shape
-    for m, n, batched, shape in (
-        (False, False, False, "1"), (False, True, False, "N"), (True, False, False, "M, 1"), (True, True, False, "M, N"),
-        (False, False, True, "L, 1, 1"), (False, True, True, "L, 1, N"), (True, False, True, "L, M, 1"),
-        (True, True, True, "L, M, N"),
-    )
-}  # fmt: skip
-_INPUTS = {shape: given for given, shape in _SHAPES.items()}
-_DEEPEST = 12
-"""Expressions of more levels are written in several statements."""
-
-
-def line(program: Program) -> str:
-    """The program on one line. Equal texts mean equal programs. Raises ValueError for one that is not well formed."""
-    head, body = _written(program)
-    return f"{head} {'; '.join(body)}"
-
-
-def pretty(program: Program) -> str:
-    """The program on several lines, for people. `parse` reads it too."""
-    head, body = _written(program)
-    return "\n    ".join((head, *body))
-
-
-def _written(program: Program) -> tuple[str, list[str]]:
-    program = numbered(program)
-    parameters = _accumulators(program.gating)
-    for given in program.inputs:
-        _check_name(given.name, [each.split(":")[0] for each in parameters])
-        parameters.append(f"{given.name}: {annotation(given)}")
-    dtypes = [output.dtype or "None" for output in program.outputs]
-    returns = "" if {*dtypes} <= {"None"} else f" -> {dtypes[0] if len(dtypes) == 1 else '(' + ', '.join(dtypes) + ')'}"
-    head = f"def epilogue({', '.join(parameters)}){returns}:"
-    return head, _statements(program)
-
-
-def _accumulators(gating: str | None) -> list[str]:
-    return [f"gate: {gating}[0]", f"up: {gating}[1]"] if gating else ["acc"]
-
-
-def annotation(given: Input) -> str:
-    """What the text says of an operand: "bf16[M, 1]", "fp32". Raises ValueError for one that is not well formed."""
-    if given.dtype not in (*TABLE, "int32"):
-        raise ValueError(f"operand {given.name}: dtype {given.dtype!r}, accepted are {', '.join(TABLE)} and int32")
-    if not given.by_value:
-        return f"{given.dtype}[{_SHAPES[Input('', '', given.m, given.n, given.batched)]}]"
-    if given.m or given.n or given.batched or given.dtype not in ("fp32", "int32"):
-        raise ValueError(f"operand {given.name}: a number that is passed by value is one fp32 or int32")
-    return given.dtype
-
-
-def _check_name(name: str, taken: list[str]) -> None:
-    if not name.isidentifier() or keyword.iskeyword(name) or name in _RESERVED or _TEMPORARY.fullmatch(name):
-        raise ValueError(f"operand {name!r}: the name is none that a text can have")
-    if name in taken:
-        raise ValueError(f"operand {name!r}: two have this name")
-
-
-def _statements(program: Program) -> list[str]:
-    uses = [0] * len(program.nodes)
-    for number in (*(arg for node in program.nodes for arg in node.args), *(out.node for out in program.outputs)):
-        uses[number] += 1
-    statements: list[str] = []
-    written: list[ast.expr] = []
-    depths: list[int] = []
-    for number, node in enumerate(program.nodes):
-        depth = 1 + max((depths[arg] for arg in node.args), default=0)
-        expression = _expression(program, number, [written[arg] for arg in node.args])
-        if node.op not in _LEAVES and (uses[number] > 1 or depth >= _DEEPEST):
-            name = f"t{len(statements)}"
-            statements.append(f"{name} = {ast.unparse(expression)}")
-            expression, depth = ast.Name(name), 1
-        written.append(expression)
-        depths.append(depth)
-    results = [
-        ast.unparse(written[out.node] if out.reduce is None else _call(out.reduce, [written[out.node]]))
-        for out in program.outputs
-    ]
-    return [*statements, "return " + (", ".join(results) or "()")]
-
-
-def _call(name: str, args: list[ast.expr]) -> ast.expr:
-    return ast.Call(ast.Name(name), args, [])
-
-
-def _expression(program: Program, number: int, args: list[ast.expr]) -> ast.expr:
-    node = program.nodes[number]
-    if node.op == "const":
-        assert isinstance(node.attribute, (int, float))
-        return _number(node.attribute)
-    if node.op == "input":
-        assert isinstance(node.attribute, int)
-        return ast.Name(program.inputs[node.attribute].name)
-    if node.op == "acc":
-        return ast.Name("acc" if node.attribute is None else ("gate", "up")[int(node.attribute)])
-    if node.op == "cast":
-        return _call(str(node.attribute), args)
-    if node.op in _BINARY:
-        return ast.BinOp(args[0], _BINARY[node.op](), args[1])
-    if node.op in _COMPARE:
-        return ast.Compare(args[0], [_COMPARE[node.op]()], [args[1]])
-    if node.op in _UNARY and program.nodes[node.args[0]].op != "const":
-        return ast.UnaryOp(_UNARY[node.op](), args[0])
-    return _call(node.op, args)
-
-
-def _number(value: float | int) -> ast.expr:
-    if value != value:
-        return ast.Name("nan")
-    size = ast.Name("inf") if math.isinf(value) else ast.Constant(abs(value))
-    return ast.UnaryOp(ast.USub(), size) if value < 0 else size
+_INPUTS = {shape: extents for extents, shape in SHAPES.items()}
 
 
 def parse(text: str) -> Program:
@@ -187,7 +71,7 @@ class _Reader:
         taken = [name for name, _ in parameters[:count]]
         inputs = []
         for name, note in parameters[count:]:
-            _check_name(name, taken)
+            check_name(name, taken)
             taken.append(name)
             inputs.append(_input(name, note))
         self.builder = Builder(inputs)
@@ -205,7 +89,7 @@ class _Reader:
             ):
                 raise ValueError(f"{_text(statement)!r}: accepted are 'name = expression', and 'return' at the end")
             name = statement.targets[0].id
-            if not _TEMPORARY.fullmatch(name) or name in self.names:
+            if not TEMPORARY.fullmatch(name) or name in self.names:
                 raise ValueError(f"{name!r} is assigned: accepted are t0, t1, ..., each once")
             self.names[name] = self.expression(statement.value)
         if not isinstance(last, ast.Return) or last.value is None:
@@ -261,12 +145,12 @@ class _Reader:
                 raise ValueError(f"the name {node.id!r} is not defined")
             return self.names[node.id]
         if isinstance(node, ast.BinOp):
-            return self.typed(_BINARY, type(node.op), self.expression(node.left), self.expression(node.right))
+            return self.typed(BINARY, type(node.op), self.expression(node.left), self.expression(node.right))
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             left, right = self.expression(node.left), self.expression(node.comparators[0])
-            return self.typed(_COMPARE, type(node.ops[0]), left, right)
+            return self.typed(COMPARE, type(node.ops[0]), left, right)
         if isinstance(node, ast.UnaryOp):
-            return self.typed(_UNARY, type(node.op), self.expression(node.operand))
+            return self.typed(UNARY, type(node.op), self.expression(node.operand))
         name = _called(node)
         if name in TABLE:
             return self.builder.add("cast", *self.arguments(node, name, 1), attribute=name)
@@ -274,7 +158,7 @@ class _Reader:
             return self.builder.add(name, *self.arguments(node, name, len(OPS[name].takes)))
         if name in REDUCTIONS:
             raise ValueError(f"{name} is a result, and no part of an expression")
-        if name is not None:
+        if name:
             raise ValueError(f"the function {name!r} is not known")
         return None
 
@@ -314,7 +198,7 @@ def _input(name: str, note: str) -> Input:
     found = _INPUTS.get(shape.removesuffix("]"))
     if found is None:
         raise ValueError(f"operand {name}: shape [{shape}, accepted are {', '.join(f'[{each}]' for each in _INPUTS)}")
-    return found._replace(name=name, dtype=dtype)
+    return Input(name, dtype, *found)
 
 
 def _literal(node: ast.expr) -> float | int | None:
@@ -323,15 +207,16 @@ def _literal(node: ast.expr) -> float | int | None:
         size = None if isinstance(node.operand, ast.UnaryOp) else _literal(node.operand)
         return None if size is None else -size
     if isinstance(node, ast.Name):
-        return _NUMBERS.get(node.id)
+        return NUMBERS.get(node.id)
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         assert isinstance(node.value, (int, float))
         return node.value
     return None
 
 
-def _called(node: ast.expr) -> str | None:
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+def _called(node: ast.expr) -> str:
+    """The name of the function that is called there, "" where none is."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _text(node: ast.AST) -> str:

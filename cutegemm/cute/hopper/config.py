@@ -305,7 +305,7 @@ class HopperConfig(LaunchedConfig):
         if self.uses_tma_store(signature):
             columns = self.out_columns(signature)
             return (columns, WARP_ROWS) if self.swapped else (WARP_ROWS, columns)
-        return SLAB_ROWS, self.slab_columns // (2 if signature.epilogue.gating else 1)
+        return SLAB_ROWS, self.slab_width(signature) // (2 if signature.epilogue.gating else 1)
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
         """The number of clusters to launch."""

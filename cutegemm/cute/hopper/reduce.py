@@ -85,7 +85,7 @@ class Across(_Reduction):
 
     @cute.jit
     def _put(self, total, row):
-        place = self.partial.at(self.region.column // self.config.bn, row)
+        place = self.partial.at(self.region.column // self.width, row)
         if (self.lane % 4 == 0) & (row < self.rows) & (self.region.column < self.columns):
             cute.make_tensor(place, cute.make_layout(1))[0] = total
 

@@ -1,4 +1,4 @@
-"""Reduced results in the Hopper epilogue that stores by TMA: from fragments of accumulators to pieces (`cute.reduction`).
+"""Reduced results in the Hopper epilogue that stores by TMA: from accumulators to pieces (`cute.reduction`).
 
 Rows and columns are those of the accumulators; with swapped operands they are the columns and rows of D.
 
@@ -41,6 +41,9 @@ class _Reduction:
     def turned(self, place: tuple) -> tuple:
         """(row, column) of D as that of the accumulators."""
         return (place[1], place[0]) if self.config.swapped else place
+
+    def _bind(self, args) -> None:
+        raise TypeError(f"{type(self).__name__} does not say what its pieces are")
 
     def begin(self) -> None:
         """Before the first values of a block of 64 rows."""

@@ -17,6 +17,7 @@ from cutegemm.memory import clear_workspaces
 from cutegemm.problem import Problem
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
+from cutegemm.pytorch import program_operator as torch_program_op
 from cutegemm.tune import tune
 
 __version__ = "0.1.0"
@@ -37,4 +38,4 @@ __all__ = [
     "tune",
 ]
 
-del torch_op  # imported for the operator that it defines
+del torch_op, torch_program_op  # imported for the operators that they define

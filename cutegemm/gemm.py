@@ -20,10 +20,12 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.choice import plan as planning
+from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch import autograd, programs, transforms
 from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, fused, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
@@ -53,6 +55,7 @@ def gemm(
     config: Any = None,
     epilogue: Any = None,
     operands: Sequence[Any] = (),
+    save: str | None = None,
 ) -> Any:
     """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands).
 
@@ -82,6 +85,9 @@ def gemm(
             function says them.
         operands: what the function takes behind the accumulators: tensors that broadcast to D, of an accepted dtype or
             int32, and Python numbers, which may change from call to call without another kernel.
+        save: with an epilogue, how the backward pass gets the accumulators where the gradients depend on them.
+            "outputs" (None means this): the kernel also stores them, in a's dtype. "recompute": the backward pass
+            makes the product again, which needs no memory in between; for fp16 accumulators that overflow, too.
 
     Returns:
         D: `out`, or a new row-major tensor; with an epilogue of several results a tuple of them, and `out`, if given,
@@ -96,6 +102,12 @@ def gemm(
     pass. torch.vmap, torch.func and batched gradients nest with both modes. torch.compile and FakeTensorMode see the
     operator torch.ops.cutegemm.gemm.
 
+    With an epilogue the same holds, but for forward mode, which it refuses. Gradients of a, b and of every operand that
+    is a floating-point tensor are recorded, to any order; a cast in the program passes a gradient on unrounded, and a
+    maximum over a row or a column shares it among the elements that equal it. Autocast casts a and b and leaves the
+    operands as they are: a program takes them in any dtype. torch.compile follows the function as a part of the code
+    around it, wherever it is defined, and puts torch.ops.cutegemm.gemm_program with the program's text into its graph.
+
     The choice for a call is remembered by its arguments' description, and a repeated call reads neither files nor the
     environment (of CPU tensors `CUTEGEMM_ARCH` alone). Whether the winners store (whoever wrote to it) or one of
     `CUTEGEMM_WINNERS`, `CUTEGEMM_TUNE` and `CUTEGEMM_CACHE_DIR` has changed is looked at whenever a call is met that is
@@ -105,17 +117,13 @@ def gemm(
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
-        NotImplementedError: `out` is given and a tensor carries a tangent.
+        NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given.
     """
     if epilogue is not None:
-        if c is not None or bias is not None or activation is not None or alpha != 1 or beta != 0:
-            raise ValueError(
-                "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
-                "pass tensors as operands"
-            )
-        return fused.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
-    if operands != ():
-        raise ValueError("operands: got some without an epilogue, whose arguments they are")
+        programs.refuse_terms(c, alpha, beta, bias, activation)
+        return programs.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
+    if operands != () or save is not None:
+        programs.refuse_alone({"operands": operands, "save": save})
     if _is_dynamo_compiling():
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
@@ -132,10 +140,10 @@ def gemm(
         alpha, beta = float(alpha), float(beta)
     run = None
     try:
-        if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():
+        if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes() and not _is_autocast_on():
             key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
             run = _memo.get(key)
-        if run is not None and (_is_autocast_on() or forward_ad._current_level >= 0):
+        if run is not None and forward_ad._current_level >= 0:
             run = None
         records = _is_grad_enabled() and (
             a.requires_grad or b.requires_grad or (c is not None and c.requires_grad)
@@ -169,7 +177,7 @@ def _uncommon(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision,
                 "out: got a tensor under vmap or torch.func, where nothing can be written into it; leave it away"
             )
         return _by_operator(a, b, c, **options)
-    if _is_dispatched(a, b, c, bias, out) or _is_tracing():
+    if is_dispatched(a, b, c, bias, out) or _is_tracing():
         return _by_operator(a, b, c, **options)
     if _is_autocast_on():
         a, b, c, options = cast_operands(a, b, c, options)
@@ -199,26 +207,6 @@ def _uncommon(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision,
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _is_dispatched(*tensors: Any) -> bool:
-    """Whether the call is for torch's dispatcher: a mode sees it, or a subclass of Tensor that handles operators."""
-    if _dispatch_modes():
-        return True
-    special = []
-    zeros = False
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
-            if tensor.is_nested:  # handles operators, but not ours: the checks refuse it by name
-                return False
-            zeros = zeros or tensor._is_zerotensor()  # without memory, which forward mode makes
-            if tensor.__class__ not in _PLAIN:
-                special.append(tensor)
-    if zeros or not special:
-        return zeros
-    return torch.overrides.has_torch_function(special) or any(
-        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in special
-    )
-
-
 def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
     """The call as torch's operator; see pytorch/operator.py. torch.compile puts this into its graph."""
     if config is not None and not isinstance(config, str):
@@ -233,12 +221,23 @@ def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, prec
 
 
 def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The operands and every option of `gemm(a, b, c, **options)`, cast where autocast is on.
+    """The operands and every option of `gemm(a, b, c, **options)` without an epilogue, cast where autocast is on.
 
-    Raises TypeError for a name that `gemm` does not take.
+    Raises TypeError for a name that `gemm` does not take, ValueError for what an epilogue needs.
     """
-    known = runner.complete(options)
+    programs.refuse_alone(options)
+    known = runner.complete({name: value for name, value in options.items() if name not in programs.OPTIONS})
     return cast_operands(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
+
+
+def _planned(a: Any, b: Any, c: Any, options: dict[str, Any], anew: bool) -> Plan:
+    """The plan of the call `gemm(a, b, c, **options)`. anew: chosen now, even if one is remembered."""
+    if options.get("epilogue") is not None:
+        return programs.plan_of(a, b, c, options)
+    a, b, c, known = completed(a, b, c, options)
+    if not anew:
+        return call.remembered(a, b, c, known)
+    return call.planned(call.key_of_options(a, b, c, known), runner.Call.of(a, b, c, known), a, b, c, known)[1]
 
 
 def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
@@ -248,8 +247,7 @@ def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     are prepared by running it once. It chooses anew, and so does `gemm` afterwards for every call, when the winners
     store or the environment has changed (see `gemm`).
     """
-    a, b, c, known = completed(a, b, c, options)
-    call.plan_of(call.key_of_options(a, b, c, known), a, b, c, known)
+    _planned(a, b, c, options, anew=True)
 
 
 def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
@@ -259,8 +257,7 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
     anew.
     """
-    a, b, c, known = completed(a, b, c, options)
-    print(planning.describe(call.remembered(a, b, c, known)))
+    print(planning.describe(_planned(a, b, c, options, anew=False)))
 
 
 def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -> Program:

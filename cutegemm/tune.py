@@ -45,13 +45,18 @@ def tune(
         The winner. Everything measured is in the winners store (`python -m tuning.winners list`).
 
     Raises:
-        TypeError, ValueError: as `gemm` does, and for CPU tensors. UnsupportedError: there is nothing to time, or no
-        backend named serves the problem. GemmError: nothing right was measured within the budget, the GPU cannot be
-        used by another process, or a CUDA graph is being captured.
+        TypeError, ValueError: as `gemm` does, for an epilogue program, and for CPU tensors. UnsupportedError: there is
+        nothing to time, or no backend named serves the problem. GemmError: nothing right was measured within the
+        budget, the GPU cannot be used by another process, or a CUDA graph is being captured.
     """
     for name in ("backend", "config"):
         if name in options:
             raise TypeError(f"{name}: tune chooses it; backends= says where it looks")
+    if options.get("epilogue") is not None:
+        raise ValueError(
+            "epilogue: tune measures products without a program; leave it out here, and gemm chooses for the program by "
+            "the cost model"
+        )
     request = Call.of(*completed(a, b, c, options)).request
     if request.device.type != "cuda":
         raise ValueError(f"a: got a tensor on {request.device}; tune times kernels on a CUDA device")

@@ -14,6 +14,6 @@ def looked_at(candidates, problem):
     """(candidates, candidates with K split) that a choice for the problem looks at."""
     candidates._shortlists.clear()
     candidates._modelled(problem.m, problem.n, problem.k, problem.batch)
-    ((entries, models, splits),) = candidates._shortlists.values()
-    assert models == [cost for cost, _ in entries]
+    ((entries, group, splits),) = candidates._shortlists.values()
+    assert group.models == [cost for cost, _ in entries]
     return entries, splits

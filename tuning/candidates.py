@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cutegemm.choice.cost_model import Model, bounds
+from cutegemm.choice.cost_model import Model
 from cutegemm.choice.heuristics import SplitCandidates
 from cutegemm.cute import BACKEND
 from cutegemm.cute.hopper import candidates as hopper_candidates
@@ -142,7 +142,7 @@ def estimated(
     whole = np.full((len(shapes), count), np.inf)
     split = np.full_like(whole, np.inf)
     for row, sizes in enumerate(shapes):
-        least = bounds(models, *sizes, 1)
+        least = [model.at_least(*sizes) for model in models]
         best = math.inf
         for place in sorted(places, key=least.__getitem__):
             if least[place] >= far * best:
@@ -152,7 +152,7 @@ def estimated(
             best = min(best, taken)
         for place, candidates in splits:
             for model, _ in candidates.worth_trying(*sizes, 1):
-                if model.at_least(*sizes, 1) < far * best:
+                if model.at_least(*sizes) < far * best:
                     taken = model.seconds(*sizes)
                     split[row, place] = min(split[row, place], taken)
                     best = min(best, taken)

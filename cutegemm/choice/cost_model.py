@@ -9,9 +9,9 @@ A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The 
     fixed     launch, pipeline fill, and the last sums of parts of K
     power     the energy of multiply-adds and of bytes moved, over what the card may draw for long
 
-The formula grows with each term. So a lower bound of the estimate is the same formula with less in its terms: `bounds`
-leaves out of each what takes long to work out. `Model.terms` gives the terms of an estimate by name, and
-`Terms.table` prints them in microseconds.
+The formula grows with each term. So a lower bound of the estimate is the same formula with less in its terms:
+`Model.bound` leaves out of each what takes long to work out. `Model.terms` gives the terms of an estimate by name,
+and `Terms.table` prints them in microseconds. `compiled` makes machine code of the functions here.
 
 What the terms count:
 
@@ -47,6 +47,7 @@ H100 white paper.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ L2_FILLED = 0.6
 ZIG_REREADS = 0.5
 """Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
 COUNTED_HEAT = 0.5
-"""`bounds` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
+"""`Model.bound` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -160,6 +161,18 @@ def launch_seconds(
     return time
 
 
+FIELDS = (
+    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd",
+    "_early", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize",
+    "_l2", "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
+    "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
+    "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_read", "_rereads", "_rest",
+    "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
+    "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes", "_written",
+)  # fmt: skip
+"""What a `Model` holds, all of it numbers."""
+
+
 class Model:
     """A footprint with everything worked out that does not depend on the sizes: `seconds(m, n, k, batch)` is quick.
 
@@ -167,15 +180,7 @@ class Model:
         constants: overrides the family's `rates` (for fitting).
     """
 
-    __slots__ = (
-        "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_early",
-        "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize", "_l2",
-        "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
-        "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
-        "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_read", "_rereads", "_rest",
-        "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
-        "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_wave", "_within", "_writes", "_written",
-    )  # fmt: skip
+    __slots__ = (*FIELDS, "__dict__")
 
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
         f, r = footprint, constants or rates(footprint.family)
@@ -211,8 +216,7 @@ class Model:
         self._stages, ahead = f.stages, max(f.stages - r.held, 0.5)
         self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
-        self._fold, warps = f.ctas, f.threads / 32
-        self._wave = [i + r.warps / warps if i else 0.0 for i in range(f.ctas + 1)]
+        self._fold, self._crowd = f.ctas, r.warps / (f.threads / 32)
 
         # -- an epilogue
         c = ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0
@@ -250,19 +254,24 @@ class Model:
         self._energy_byte = r.hbm_pj * 1e-12 / watts
         self._rest = r.rest * 1e-6
 
-        # -- what `bounds` counts: a step without the loads of other SMs, these alone, a wait, compulsory bytes
+        # -- what `bound` counts: a step without the loads of other SMs, these alone, a wait, compulsory bytes
         slowest = max(self._busiest, port)
         self._least_step = slowest + r.within * (self._busy + port - slowest) + self._step_fixed
         self._least_load = self._least_outside = self._least_latency = self._least_latency_lines = 0.0
         self._least_tail = 0.0
         if f.ctas == 1:  # CTAs that share an SM hide more
-            one = self._wave[1]
+            one = 1 + self._crowd
             self._least_step *= one
             self._least_load, self._least_outside = self._load_chip * one, self._outside * one
             self._least_latency, self._least_latency_lines = self._waits, self._waits_port * r.lines
             self._least_tail = self._tail
         self._least_read = size / self._bandwidth
         self._least_written = (out * (1 + self._writes) + read) / self._bandwidth
+
+    @functools.cached_property
+    def numbers(self) -> Any:
+        """Its `FIELDS` as a C array of doubles."""
+        return (ctypes.c_double * len(FIELDS))(*(getattr(self, name) for name in FIELDS))
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of one launch for D (m, n) with a sum over k, `batch` times."""
@@ -272,10 +281,6 @@ class Model:
         """The same, and what it is made of."""
         values = self.values(m, n, k, batch)
         return Terms._make((*values, self._multiply, self._smem, self._epilogue, self._last))
-
-    def at_least(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """A quick lower bound of `seconds`, see `bounds`."""
-        return bounds((self,), m, n, k, batch)[0]
 
     def straddling(self, m: int, n: int, k: int) -> float:
         """The share of A's rows or of B's, the lesser, that begin within a line; the same for all of a signature."""
@@ -287,7 +292,7 @@ class Model:
         splits, places, within = self._splits, self._places, self._within
         rows, columns = -(-m // self._tile_m), -(-n // self._tile_n)
         tiles = rows * columns * batch
-        all_steps = -(-k // self._bk) or 1
+        all_steps = -(-k // self._bk) if k else 1
         steps = -(-all_steps // self._parts)
         works = tiles * splits
         rounds = -(-works // places)
@@ -311,10 +316,10 @@ class Model:
 
         busy_rounds = 0.0
         if rounds:
-            full, rest = divmod(rounds, self._fold)
-            partial, wave = 0.0, step * self._wave[-1]
+            full, rest = rounds // self._fold, rounds % self._fold
+            partial, wave = 0.0, step * (self._fold + self._crowd)
             if rest:
-                narrow = step * self._wave[rest]
+                narrow = step * (rest + self._crowd)
                 partial = steps * (narrow if narrow > waits else waits) + rest * self._epilogue
             busy_rounds = tiles_seconds(
                 full, steps, wave, waits, self._stages, self._fold * self._epilogue, partial
@@ -354,43 +359,60 @@ class Model:
             rounds, steps, step, port, load, waits,
         )  # fmt: skip
 
+    def at_least(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """A quick lower bound of `seconds`, see `bound`."""
+        return self.bound(m, n, k, batch, self.straddling(m, n, k))
 
-def bounds(models: Sequence[Model], m: int, n: int, k: int, batch: int) -> list[float]:
-    """A lower bound of `Model.seconds` for each of many models of one signature: the formula with less in its terms.
+    def bound(self, m: int, n: int, k: int, batch: int, straddling: float) -> float:
+        """A lower bound of `seconds`, where `straddling(m, n, k)` is known: the formula with less in its terms.
 
-    A step counts either its own work or the loads of all SMs, memory counts the compulsory bytes, and the power limit
-    counts the energy of the k steps. Waits for loads and epilogues count in full. One loop serves all models, because a
-    choice asks for the bounds of all its candidates.
-    """
-    if not m * n * batch:
-        return [model._fixed - model._early for model in models]  # what every launch costs
-    found: list[float] = []
-    straddling = models[0].straddling(m, n, k) if models else 0.0
-    read, written = (m + n) * k * batch, m * n * batch
-    for model in models:
-        places = model._places
-        tile_m, tile_n = model._tile_m, model._tile_n
-        rows, columns = (m - 1) // tile_m + 1, (n - 1) // tile_n + 1
+        A step counts either its own work or the loads of all SMs, memory counts the compulsory bytes, and the power
+        limit counts the energy of the k steps. Waits for loads and epilogues count in full.
+        """
+        if not m * n * batch:
+            return self._fixed - self._early  # what every launch costs
+        places, tile_m, tile_n = self._places, self._tile_m, self._tile_n
+        rows, columns = -(-m // tile_m), -(-n // tile_n)
         tiles = rows * columns * batch
-        steps = all_steps = (k - 1) // model._bk + 1 or 1
-        if model._parts != 1:
-            steps = -(-steps // model._parts)
-        works = tiles * model._splits
-        step, load, latency = model._least_step, model._least_load, model._least_latency
+        all_steps = -(-k // self._bk) if k else 1
+        steps = -(-all_steps // self._parts)
+        works = tiles * self._splits
+        load, latency = self._least_load, self._least_latency
         if straddling:
-            load *= 1 + model._lines * straddling
-            latency += model._least_latency_lines * straddling
-        if model._least_outside:
-            load += model._least_outside * (tile_m - m / rows + tile_n - n / columns)
+            load *= 1 + self._lines * straddling
+            latency += self._least_latency_lines * straddling
+        if self._least_outside:
+            load += self._least_outside * (tile_m - m / rows + tile_n - n / columns)
         load *= works if works < places else places
-        rounds = tiles / places if model._balanced else (works - 1) // places + 1
-        busy = tiles_seconds(rounds, steps, load if load > step else step, latency, model._stages, model._epilogue)
-        busy += model._last
-        if model._least_tail and k % model._bk:
-            busy += rounds * model._least_tail * (tiles if tiles < places else places)
-        found.append(launch_seconds(
-            busy, read * model._least_read + written * model._least_written, model._fixed,
-            tiles * all_steps * model._energy_step - model._rest, model._overlap, COUNTED_HEAT,
-            model._early if model._leaves_room or 2 * works <= places else 0.0,
-        ))  # fmt: skip
-    return found
+        step = load if load > self._least_step else self._least_step
+        rounds = tiles / places if self._balanced else -(-works // places)
+        busy = tiles_seconds(rounds, steps, step, latency, self._stages, self._epilogue)
+        busy += self._last
+        if self._least_tail and k % self._bk:
+            busy += rounds * self._least_tail * (tiles if tiles < places else places)
+        return launch_seconds(
+            busy, (m + n) * k * batch * self._least_read + m * n * batch * self._least_written, self._fixed,
+            tiles * all_steps * self._energy_step - self._rest, self._overlap, COUNTED_HEAT,
+            self._early if self._leaves_room or 2 * works <= places else 0.0,
+        )  # fmt: skip
+
+
+def cheapest(
+    models: Sequence[Model], m: int, n: int, k: int, batch: int, close: float = 1.0
+) -> tuple[float, int | None]:
+    """(seconds, place) of the cheapest of several models of one signature; (inf, None) without any.
+
+    Args:
+        close: a model whose bound is at least this share of the best estimate so far is not estimated.
+    """
+    # The most promising first: its time is under the bound of most others.
+    straddling = models[0].straddling(m, n, k) if models else 0.0
+    least = [model.bound(m, n, k, batch, straddling) for model in models]
+    seconds, chosen = math.inf, None
+    for place in sorted(range(len(least)), key=least.__getitem__):
+        if least[place] >= close * seconds:
+            break
+        taken = models[place].values(m, n, k, batch)[0]
+        if taken < seconds:
+            seconds, chosen = taken, place
+    return seconds, chosen

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend as backends
 from cutegemm import winners
-from cutegemm.choice.cost_model import Model, Terms, bounds, clusters
+from cutegemm.choice.compiled import Group
+from cutegemm.choice.cost_model import Model, Terms, clusters
 from cutegemm.choice.cost_rates import fitted, fitted_any
 from cutegemm.winners import neighbours
 
@@ -199,23 +200,12 @@ class Candidates:
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
         bucket = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), (batch - 1).bit_length()
-        entries, models, splits = self._shortlists.get(bucket) or self._shortlist(bucket)
+        entries, group, splits = self._shortlists.get(bucket) or self._shortlist(bucket)
         split = [pair for one in splits for pair in one.worth_trying(m, n, k, batch)]
-        if split:
-            entries, models = entries + split, models + [cost for cost, _ in split]
-        if not entries:
-            return math.inf, None
-        # The most promising first: its time is under the bound of most others.
-        least = bounds(models, m, n, k, batch)
-        seconds, chosen = math.inf, None
-        for number in sorted(range(len(least)), key=least.__getitem__):
-            if least[number] >= CLOSE * seconds:
-                break
-            cost, config = entries[number]
-            taken = cost.values(m, n, k, batch)[0]
-            if taken < seconds:
-                seconds, chosen = taken, config
-        return seconds, chosen
+        seconds, place = group.cheapest([cost for cost, _ in split], m, n, k, batch, CLOSE)
+        if place is None:
+            return seconds, None
+        return seconds, (entries[place] if place < len(entries) else split[place - len(entries)])[1]
 
     def _shortlist(self, bucket: tuple[int, int, int, int]) -> Shortlist:
         """The candidates to compare for matrices of up to 2^bucket."""
@@ -225,7 +215,7 @@ class Candidates:
         splits = [self._splits[text] for text, split in named if split and text in self._splits]
         if not entries:  # it named none, or other kernels
             entries, splits = self._whole, list(self._splits.values())
-        found = self._shortlists[bucket] = entries, [cost for cost, _ in entries], splits
+        found = self._shortlists[bucket] = entries, Group([cost for cost, _ in entries]), splits
         return found
 
     def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:
@@ -248,9 +238,8 @@ class Candidates:
                 near.append((entry[5] ** weight * (1 - WON * weight), entry))
         if not near:
             return best, chosen, why
-        least = bounds([entry[3] for _, entry in near], m, n, k, 1)
-        for at_least, (factor, (nx, ny, nz, cost, config, _)) in zip(least, near, strict=True):
-            if at_least * factor >= best:
+        for factor, (nx, ny, nz, cost, config, _) in near:
+            if cost.at_least(m, n, k) * factor >= best:
                 continue
             taken = cost.values(m, n, k, 1)[0] * factor
             if taken < best:
@@ -305,7 +294,7 @@ class SplitCandidates:
         return Model(replace(self._shape, splits=number), self._signature, self._arch), config
 
 
-Shortlist = tuple[list[tuple[Model, Any]], list[Model], list[SplitCandidates]]
+Shortlist = tuple[list[tuple[Model, Any]], Group, list[SplitCandidates]]
 """Candidates with their models, the models alone, and candidates with K split."""
 
 

@@ -6,8 +6,8 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import islice
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from cutegemm import backend as backends
@@ -21,8 +21,7 @@ from cutegemm.problem import Problem
 DEFAULT_EMULATED_ARCH = "sm_90a"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The backend and configuration for a problem, and the reason. `config` is None for a backend without kernels."""
 
     backend: str
@@ -30,8 +29,7 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A problem bound to a kernel.
 
     Attributes:
@@ -107,23 +105,33 @@ def choose(
 
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one."""
-    # Imported when a kernel is first chosen: importing cutegemm is cheap. From modules: packages take a microsecond.
-    import cutegemm.choice.heuristics as heuristics
-    from cutegemm.winners.reader import noticed
+    return _tuned(problem, arch, backend, known) or _heuristics().choose(problem, arch, backend, _reader().noticed())
 
-    return _tuned(problem, arch, backend, known) or heuristics.choose(problem, arch, backend, noticed())
+
+# Imported at first use, because importing cutegemm is cheap; remembered, because an import statement takes a
+# microsecond of a new shape's time.
+@functools.cache
+def _heuristics() -> ModuleType:
+    from cutegemm.choice import heuristics
+
+    return heuristics
+
+
+@functools.cache
+def _reader() -> ModuleType:
+    from cutegemm.winners import reader
+
+    return reader
 
 
 def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the winner measured for this very problem, if it can serve it today; of the
     same in the other 16-bit type where it has none that can.
     """
-    from cutegemm.winners.reader import lookup_both
-
-    rows = lookup_both(problem, arch, known)
+    rows = _reader().lookup_both(problem, arch, known)
     names = "tuned winner", "tuned winner of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
-        rows = lookup_both(problem.without_program(), arch, known)
+        rows = _reader().lookup_both(problem.without_program(), arch, known)
         names = "tuned winner of the plain product", "tuned winner of the plain product in the other 16-bit type"
     if rows == (None, None):
         return None
@@ -145,7 +153,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
 def _with_remark(choice: Choice, problem: Problem, arch: Arch) -> Choice:
     """The choice, with a word on the faster kernels that cannot serve the problem."""
     passed_over = backends.get(choice.backend).passed_over(problem, arch)
-    return replace(choice, why=f"{choice.why}; {passed_over}") if passed_over else choice
+    return choice._replace(why=f"{choice.why}; {passed_over}") if passed_over else choice
 
 
 def _last_resort(problem: Problem, why: str) -> Choice:
@@ -301,6 +309,4 @@ def state() -> State:
     It covers the winners store (whoever writes to it) and the environment variables `CUTEGEMM_WINNERS`,
     `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`.
     """
-    import cutegemm.winners.reader as reader
-
-    return State(reader.state(), os.environ.get("CUTEGEMM_TUNE"))
+    return State(_reader().state(), os.environ.get("CUTEGEMM_TUNE"))

@@ -90,6 +90,7 @@ def dtype_name(dtype: torch.dtype) -> str | None:
     return _NAMES.get(str(dtype))
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of one of `DTYPES`."""
     import torch

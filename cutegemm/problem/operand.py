@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """How one (possibly batched) matrix lies in memory, in elements.
 
     Attributes:

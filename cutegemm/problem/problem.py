@@ -111,7 +111,7 @@ class Signature:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Problem:
     """One multiplication D (M, N) = act(alpha * A (M, K) @ B (K, N) + beta * C + bias), `batch` times.
 
@@ -135,6 +135,17 @@ class Problem:
     work: str = DENSE
     operands: tuple[Matrix, ...] = ()
     outputs: tuple[Matrix, ...] = ()
+
+    def __init__(
+        self, m: int, n: int, k: int, batch: int, dtype: str, out_dtype: str, precision: str,
+        a: Matrix, b: Matrix, c: Matrix | None, d: Matrix, epilogue: Epilogue, work: str = DENSE,
+        operands: tuple[Matrix, ...] = (), outputs: tuple[Matrix, ...] = (),
+    ) -> None:  # fmt: skip
+        # What a dataclass makes for a frozen class calls a function for each field; every new shape makes a problem.
+        vars(self).update(
+            m=m, n=n, k=k, batch=batch, dtype=dtype, out_dtype=out_dtype, precision=precision, a=a, b=b, c=c, d=d,
+            epilogue=epilogue, work=work, operands=operands, outputs=outputs,
+        )  # fmt: skip
 
     @classmethod
     def of(

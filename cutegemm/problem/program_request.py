@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,28 +12,38 @@ from cutegemm.problem import dtypes, overlap, request
 from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment
-from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.problem import Problem
+from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.program.writing import annotation
-from cutegemm.problem.request import Request
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-@dataclass(frozen=True)
-class ProgramRequest(Request):
+class ProgramRequest(NamedTuple):
     """A checked call with a program.
 
     Attributes:
+        problem: as asked: D is never computed as its transpose. device: of every tensor.
+        copies: operands ("a", "b") that must be made contiguous first, with the reason.
         program: of the problem; every output has a dtype.
         shapes: of all results. temporaries: the numbers of those that are computed apart and copied into `out`.
-        single: the caller gets one tensor, not a tuple.
     """
 
+    problem: Problem
+    device: torch.device
+    copies: tuple[tuple[str, str], ...]
     program: Program
     shapes: tuple[tuple[int, ...], ...]
     temporaries: frozenset[int]
-    single: bool
+
+    @property
+    def swapped(self) -> bool:
+        return False
+
+    @property
+    def copied(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.copies)
 
 
 def describe(
@@ -53,6 +63,9 @@ def describe(
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
     program = traced(epilogue, inputs_of(operands, a.device))
+    for number, operand in enumerate(operands):
+        if isinstance(operand, torch.Tensor):
+            request.check_tensor(f"operands[{number}]", operand)
     inputs = program.inputs
     batch, m, n = plain.batch, plain.m, plain.n
     columns = n
@@ -69,9 +82,7 @@ def describe(
     outs = _given_outputs(out, len(program.outputs))
     resolved, shapes = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
-        shape = whole
-        if output.reduce is not None:
-            shape = (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
+        shape = result_shape(output, leading, m, columns)
         dtype = _dtype(number, output, target, out_dtype, plain.out_dtype)
         _check_output(number, target, shape, dtype, a.device, len(outs))
         shapes.append(shape)
@@ -100,10 +111,15 @@ def describe(
         operands=matrices,
         outputs=tuple(more),
     )
-    return ProgramRequest(
-        problem, False, whole, a.device, asked.copies, False, program, tuple(shapes),
-        frozenset(i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None), len(shapes) == 1,
-    )  # fmt: skip
+    temporaries = (i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None)
+    return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), frozenset(temporaries))
+
+
+def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any) -> tuple[Any, ...]:
+    """The shape of a result. leading: (L,) where a or b is a batch, else (). columns: of D."""
+    if output.reduce is None:
+        return (*leading, m, columns)
+    return (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
 
 
 def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
@@ -125,7 +141,10 @@ def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
 
 
 def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
-    """The inputs that operands are to a program. Raises TypeError or ValueError naming the one that is none."""
+    """The inputs that operands are to a program; tensors may be fake or mapped.
+
+    Raises TypeError or ValueError naming the one that is none.
+    """
     if not isinstance(operands, (tuple, list)):
         raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
     return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
@@ -134,7 +153,6 @@ def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
 def _input(number: int, operand: Any, device: torch.device) -> Input:
     name = f"x{number}"
     if isinstance(operand, torch.Tensor):
-        request.check_tensor(f"operands[{number}]", operand)
         if operand.device != device:
             raise ValueError(f"operands[{number}]: it is on {operand.device}, expected the device of a, {device}")
         if operand.dim() > 3:
@@ -144,7 +162,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
             raise TypeError(
                 f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED}, torch.int32"
             )
-        batched, m, n = (extent > 1 for extent in (1, 1, 1, *operand.shape)[-3:])
+        batched, m, n = (bool(extent != 1) for extent in (1, 1, 1, *operand.shape)[-3:])
         return Input(name, dtype, m=m, n=n, batched=batched)
     if isinstance(operand, bool) or not isinstance(operand, int | float):
         raise TypeError(f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ FLT_MAX = 3.4028234663852886e38
 """The largest finite fp32 number."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A checked call.
 
     Attributes:
@@ -60,25 +58,27 @@ def describe(
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
     dtype = _check_operands(a, b)
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    if b.shape[-2] != k:
+    shape_a, shape_b = a.shape, b.shape
+    m, k, n = shape_a[-2], shape_a[-1], shape_b[-1]
+    if shape_b[-2] != k:
         raise ValueError(
             f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent must be K = {k}"
         )
-    batch = _batch(a, b)
+    batched = len(shape_a) == 3 or len(shape_b) == 3
+    batch = _batch(a, b) if batched else 1
     if max(m, n, k, batch) > MAX_EXTENT:
         sizes = {"M": m, "N": n, "K": k, "the batch": batch}
         name, extent = next((name, extent) for name, extent in sizes.items() if extent > MAX_EXTENT)
         raise ValueError(f"a, b: {name} is {extent}; at most {MAX_EXTENT}")
-    batched = a.dim() == 3 or b.dim() == 3
     shape = (batch, m, n) if batched else (m, n)
     check_number("alpha", alpha)
     check_number("beta", beta)
-    precision = _check_precision(precision, dtype)
-    check_activation(activation)
-    out_name = _check_out(a, b, bias, out, out_dtype, shape, dtypes.TABLE[dtype].output)
+    precision = "ieee" if precision is None else _check_precision(precision, dtype)
+    if activation is not None:
+        check_activation(activation)
+    out_name = _check_out(a, out, out_dtype, shape, dtypes.TABLE[dtype].output)
     c_dtype = _check_c(a, c, beta, shape)
-    bias_dtype = _check_bias(a, bias, n)
+    bias_dtype = None if bias is None else _check_bias(a, bias, n)
 
     copies: list[tuple[str, str]] = []
     matrix_a = _operand("a", a, m, k, batch, copies)
@@ -122,7 +122,7 @@ def _check_operands(a: Any, b: Any) -> str:
     device = a.device
     if b.device != device:
         raise ValueError(f"b: it is on {b.device}, expected the device of a, {device}")
-    if device.type not in ("cuda", "cpu"):
+    if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a: it is on {device}, accepted are CUDA and CPU tensors")
     return dtype
 
@@ -138,15 +138,15 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()")
     if tensor.is_complex():
         raise TypeError(f"{name}: got dtype {tensor.dtype}; complex products are not supported")
-    if tensor.is_neg() or tensor.is_conj():
+    if tensor.is_neg():  # complex ones alone may be conjugated lazily
         raise ValueError(f"{name}: it is a lazily negated or conjugated view; call .resolve_neg() or .resolve_conj()")
     _check_address(name, tensor)
-    if name == "out" and tensor.requires_grad and torch.is_grad_enabled():
+    if name.startswith("out") and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
             "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
         )
-    if name == "out":
+    if name.startswith("out"):
         check_inference(tensor)
 
 
@@ -161,7 +161,7 @@ def check_inference(out: torch.Tensor) -> None:
 
 def _check_address(name: str, tensor: torch.Tensor) -> None:
     """The tensor must have memory of its own that its elements are aligned in."""
-    if tensor.device.type not in ("cuda", "cpu"):
+    if not (tensor.is_cuda or tensor.is_cpu):
         return
     try:
         address = tensor.data_ptr()
@@ -216,24 +216,14 @@ def check_precision(precision: Any) -> None:
         raise ValueError(f"precision: got {shown(precision)}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
 
 
-def _check_precision(precision: str | None, dtype: str) -> str:
+def _check_precision(precision: str, dtype: str) -> str:
     check_precision(precision)
-    if precision is None:
-        return "ieee"
     if refused := dtypes.why_precision_refused(dtype, precision):
         raise ValueError(refused)
     return precision
 
 
-def _check_out(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: Any,
-    out_dtype: Any,
-    shape: tuple[int, ...],
-    default: str,
-) -> str:
+def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], default: str) -> str:
     if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or dtype_name(out_dtype) is None):
         raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {dtypes.ACCEPTED}")
     if out is None:
@@ -270,9 +260,7 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> st
     return name if beta != 0 else None
 
 
-def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str | None:
-    if bias is None:
-        return None
+def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str:
     check_tensor("bias", bias)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
@@ -306,9 +294,9 @@ def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:
     """Whether a kernel can read (or write) it: one stride is 1, and rows do not overlap or repeat backwards."""
     if rows == 0 or cols == 0:
         return True
-    inner, outer = (cols, rows) if matrix.row_major else (rows, cols)
-    unit = matrix.stride_col == 1 or matrix.stride_row == 1
-    return unit and (outer == 1 or matrix.leading >= 0) and inner >= 1
+    row_major = matrix.stride_col == 1
+    outer, leading = (rows, matrix.stride_row) if row_major else (cols, matrix.stride_col)
+    return (row_major or matrix.stride_row == 1) and (outer == 1 or leading >= 0)
 
 
 def _operand(

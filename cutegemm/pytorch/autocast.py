@@ -9,14 +9,18 @@ import torch
 
 def cast_operands(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
     """The call as autocast makes it: operands in its dtype, where torch.mm would cast them; none with `out`."""
-    if options["out"] is not None or not isinstance(a, torch.Tensor) or not torch.is_autocast_enabled(a.device.type):
+    if options["out"] is not None or not isinstance(a, torch.Tensor):
         return a, b, c, options
-    kind, dtype = a.device.type, torch.get_autocast_dtype(a.device.type)
+    device = a.device
+    kind = device.type
+    if not torch.is_autocast_enabled(kind):
+        return a, b, c, options
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != kind or not tensor.is_floating_point():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
             return tensor
-        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+        return tensor.to(dtype) if tensor.device == device or tensor.device.type == kind else tensor
 
     options = {**options, "bias": cast(options["bias"])}
     if a.dtype == torch.float32 and dtype != torch.float32:

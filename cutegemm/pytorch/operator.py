@@ -122,6 +122,10 @@ torch.library.register_fake("cutegemm::gemm_out", _fake_gemm_out, lib=_library)
 
 _redispatch = torch.ops.cutegemm.gemm.default.redispatch
 _BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+_DEVICES = frozenset(
+    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in ("CPU", "CUDA")
+)
+"""Key sets of plain tensors, which nothing but a device's kernel handles."""
 
 
 def _recorded_gemm(
@@ -136,6 +140,8 @@ def _recorded_gemm(
     grad = torch.is_grad_enabled()
     forward = autograd.may_have_tangent(a, b, c, bias)
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
+        if below.raw_repr() in _DEVICES:  # `_gemm`, without another passage through the dispatcher
+            return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
 

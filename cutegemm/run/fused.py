@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from cutegemm import backend as backends
-from cutegemm.choice.plan import Memo, Plan, PlanMemo
+from cutegemm.choice.plan import Plan, PlanMemo
 from cutegemm.problem import overlap, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
-from cutegemm.problem.program.known import lookup
+from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.run import call
 from cutegemm.run.arguments import Scalars
@@ -29,8 +29,6 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
 """run(a, b, operands, out) -> the results, as the caller gets them"""
 
 memo = PlanMemo()
-_inputs = Memo(limit=1024)
-"""Descriptions of operands -> the inputs that they are."""
 _lock = threading.Lock()
 
 
@@ -46,37 +44,50 @@ def compute(
     return run(a, b, operands, out)
 
 
+def description(a, b, epilogue, operands, out, out_dtype, precision, backend, config):
+    """All that a plan depends on; an unhashable or strange argument raises something.
+
+    A function is known by what it means (`known.meaning`), None where that is not known.
+    """
+    return (
+        a.shape, a.stride(), a.dtype, a.device, (p := a.data_ptr()) and p & 15 | 16, a.is_neg(),
+        b.shape, b.stride(), b.dtype, b.device, (p := b.data_ptr()) and p & 15 | 16, b.is_neg(),
+        epilogue if epilogue.__class__ is Program else meaning(epilogue),
+        *[
+            kind if (kind := x.__class__) is float or kind is int else (
+                x.shape, x.stride(), x.dtype, x.device, (p := x.data_ptr()) and p & 15 | 16, x.is_neg()
+            )
+            for x in operands
+        ],
+        None if out is None else tuple(map(_described, (out,) if isinstance(out, torch.Tensor) else out)),
+        out.__class__, out_dtype, precision, backend, config,
+        None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
+    )  # fmt: skip
+
+
+MEANING = 12
+"""Where in a description the epilogue is."""
+
+
 def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
-    """The key of a call, or None when something about it is strange, which the checks then name."""
+    """The key of a call; None when something about it is strange.
+
+    A function whose meaning is not remembered is known by its program.
+    """
     try:
-        described = tuple(map(_described, operands))
-        program = epilogue
-        if program.__class__ is not Program:
-            inputs = _inputs.get(described)
-            if inputs is None:
-                inputs = program_request.inputs_of(operands, a.device)
-                _inputs.put(described, inputs)
-            program = lookup(epilogue, inputs)
-        outs = None if out is None else tuple(map(_described, (out,) if isinstance(out, torch.Tensor) else out))
-        found = (
-            _described(a), _described(b), described, outs, isinstance(out, torch.Tensor), program,
-            out_dtype, precision, backend, config, None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
-        )  # fmt: skip
+        found = description(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+        if found[MEANING] is None:
+            program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+            found = (*found[:MEANING], meaning(epilogue) or program, *found[MEANING + 1 :])
         hash(found)
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return None
     return found
 
 
-def _described(operand: Any) -> Any:
-    """All of a tensor that a plan depends on; of a number its type."""
-    if operand.__class__ is float or operand.__class__ is int:
-        return operand.__class__
-    address = operand.data_ptr()
-    return (
-        operand.__class__, operand.shape, operand.stride(), operand.dtype, operand.device,
-        address and address & 15 | 16, operand.is_neg(),
-    )  # fmt: skip
+def _described(out: Any) -> Any:
+    """All of a tensor to write that a plan depends on."""
+    return out.shape, out.stride(), out.dtype, out.device, (p := out.data_ptr()) and p & 15 | 16, out.is_neg()
 
 
 def planned(
@@ -122,7 +133,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         for number in temporaries:
             given[number].copy_(outs[number])  # type: ignore[union-attr]
         results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))
-        return results[0] if asked.single else results
+        return results[0] if len(asked.shapes) == 1 else results
 
     return run
 

@@ -6,8 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +16,7 @@ from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import overlap, request, torch_dtype
+from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers, Scalars
@@ -27,6 +27,8 @@ Runner = Callable[..., torch.Tensor]
 Core = Callable[..., None]
 """core(a, b, c, alpha, beta, bias, d): computes into d, which lies as the plan says"""
 
+_CPU = torch.device("cpu")
+_NOTHING = contextlib.nullcontext()
 _kernels = planning.Memo(limit=1024)
 """The kernels that calls have used: a new shape of a known one touches no file."""
 
@@ -45,11 +47,10 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of one call that decide its plan, checked."""
 
-    request: Request
+    request: Request | ProgramRequest
     backend: str
     config: Any
 
@@ -75,7 +76,7 @@ class Call:
 
     def _plan(self, state: planning.State | None) -> Plan:
         asked, known = self.request, state and state.winners
-        on_cpu = asked.device.type == "cpu"
+        on_cpu = asked.device == _CPU
         arch: Arch | None = None
         if not on_cpu:
             arch = Arch.of_device(asked.device.index)
@@ -119,6 +120,7 @@ class Call:
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""
         asked, backend = self.request, backends.get(plan.choice.backend)
+        assert isinstance(asked, Request)  # `fused` runs calls with a program
         if isinstance(backend, backends.OnTensors):
             return backend.runner(asked)
         assert plan.kernel is not None
@@ -174,8 +176,8 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[An
     """Context: a CUDA device is the current one. Kernels ask the driver about the current device when they are chosen
     and bound, and some load or set attributes for that device only.
     """
-    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
-        return contextlib.nullcontext()
+    if device == _CPU or torch._C._cuda_getDevice() == device.index:
+        return _NOTHING
     return torch.cuda.device(device.index)
 
 

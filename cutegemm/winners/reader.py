@@ -66,7 +66,9 @@ def lookup(problem: Problem, arch: Arch) -> Measurement | None:
     Remembered within the process, and read again when the file changes: some microseconds a call.
     """
     reader = _reader()
-    return reader.winner(arch.name, arch.sm_count, str(problem)) if reader is not None else None
+    if reader is None:
+        return None
+    return reader.winner(arch.name, arch.sm_count, problem.sizes, str(problem.signature))
 
 
 def lookup_both(problem: Problem, arch: Arch, known: object = None) -> tuple[Measurement | None, Measurement | None]:
@@ -81,9 +83,8 @@ def lookup_both(problem: Problem, arch: Arch, known: object = None) -> tuple[Mea
         return None, None
     sizes, signature = problem.sizes, str(problem.signature)
     other = _other_16_bit(signature)
-    about = arch.name, arch.sm_count
-    own = reader.winner(*about, f"{sizes} {signature}")
-    return own, reader.winner(*about, f"{sizes} {other}") if other != signature else None
+    own = reader.winner(arch.name, arch.sm_count, sizes, signature)
+    return own, reader.winner(arch.name, arch.sm_count, sizes, other) if other != signature else None
 
 
 def own_rows(*signatures: str) -> list[Measurement]:
@@ -126,7 +127,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._store = Winners(path)
-        self._found: dict[tuple[str, int, str], Measurement | None] = {}
+        self._found: dict[tuple[str, int, str], dict[str, Measurement | None]] = {}
         self._rows: dict[str, dict[str, list[Measurement]]] = {}
         self._stamp: object = object()
         self.version = 0
@@ -144,15 +145,24 @@ class _Reader:
                     self._stamp = object() if unsettled else stamp
                     self.version = next(_versions)
 
-    def winner(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
-        key = (gpu, sm_count, problem)
-        found = self._found
-        if key in found:
-            return found[key]
+    def winner(self, gpu: str, sm_count: int, sizes: str, signature: str) -> Measurement | None:
+        """The winner of the problem with these texts. Of most problems nothing is known, which two look-ups tell."""
+        winners = self._found.get((gpu, sm_count, signature))
+        if winners is None:
+            winners = self._winners(gpu, sm_count, signature)
+        found = winners.get(sizes)
+        if found is _NOT_PICKED:
+            with self._lock:
+                found = winners[sizes] = self._search(gpu, sm_count, f"{sizes} {signature}")
+        return found
+
+    def _winners(self, gpu: str, sm_count: int, signature: str) -> dict[str, Measurement | None]:
+        """The winners of a signature by sizes; those that nobody asked for yet are still to be picked."""
         with self._lock:
-            best = self._search(gpu, sm_count, problem)
-            self._found[key] = best
-        return best
+            problems = [*self.rows_of(signature), *table.shipped(gpu, sm_count)]
+            sizes = (problem.removesuffix(f" {signature}") for problem in problems if problem.endswith(f" {signature}"))
+            found = self._found[gpu, sm_count, signature] = dict.fromkeys(sizes, _NOT_PICKED)
+        return found
 
     def rows_of(self, signature: str) -> dict[str, list[Measurement]]:
         """The user's rows by problem, of the problems with that signature: one query for all of them."""
@@ -168,8 +178,6 @@ class _Reader:
     def _search(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
         rows = self.rows_of(problem.split(" ", 1)[-1]).get(problem, ())
         shipped = table.shipped(gpu, sm_count).get(problem, ())
-        if not rows and not shipped:
-            return None
         own = (row for row in rows if (row.gpu, row.sm_count) == (gpu, sm_count))
         best = pick(deciding(own, shipped))
         if best is not None and best.origin == "shipped" and not is_fresh(best):
@@ -177,6 +185,7 @@ class _Reader:
         return best
 
 
+_NOT_PICKED = Measurement("", 0, "", "", "", "", None, "")
 _current: _Reader | None = None
 _noticed: object = None
 OFF = "off"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cutegemm import backend
 from cutegemm.choice import cost_model, cost_rates, footprint, heuristics
-from cutegemm.choice.cost_model import STRADDLING, Model, Terms, bounds, launch_seconds, tiles_seconds
+from cutegemm.choice.cost_model import STRADDLING, Model, Terms, cheapest, launch_seconds, tiles_seconds
 from cutegemm.choice.cost_rates import Rates
 from cutegemm.cute.hopper.footprint import SM90
 from cutegemm.hardware import arch
@@ -373,11 +373,14 @@ def test_the_bound_holds_for_any_constants(m, n, k, batch, text, majors, out_dty
     assert 0 < seconds < float("inf")
 
 
-def test_bounds_of_many_models_are_those_of_each():
+def test_the_cheapest_of_several_is_found_by_bounds():
     models = [model(text, "tt", lines=0.5, outside=11.0, tail=0.3) for text in TEXTS]
-    sizes = 4104, 200, 1000, 2
-    assert bounds(models, *sizes) == [cost.at_least(*sizes) for cost in models]
-    assert bounds([], *sizes) == []
+    for sizes in ((4104, 200, 1000, 2), (64, 64, 64, 1), (8192, 8192, 8192, 1), (16, 16, 65536, 1)):
+        seconds = [cost.seconds(*sizes) for cost in models]
+        assert cheapest(models, *sizes) == (min(seconds), seconds.index(min(seconds)))
+        near, place = cheapest(models, *sizes, close=0.5)
+        assert near == seconds[place] <= 2 * min(seconds)
+    assert cheapest([], 64, 64, 64, 1) == (float("inf"), None)
 
 
 @pytest.mark.parametrize(

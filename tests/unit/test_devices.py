@@ -6,7 +6,6 @@ The driver is a fake that writes down the current device at each call.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +73,7 @@ def call_on(index: int, backend: str = "auto", config: str | None = None) -> Cal
     """A call of fp32 tensors on CUDA device `index`, which need not exist."""
     a, b = torch.empty(256, 64), torch.empty(64, 256)
     described = request.describe(a, b, None, 1.0, 0.0, None, None, None, None, None)
-    return Call(replace(described, device=torch.device("cuda", index)), backend, config)
+    return Call(described._replace(device=torch.device("cuda", index)), backend, config)
 
 
 def run_core(call: Call, plan: Plan) -> None:

@@ -30,7 +30,9 @@ LAYERS = {
     "choice": "cutegemm.choice.plan cutegemm.choice.heuristics",
     "winners": "cutegemm.winners.*",
     "what a backend is": "cutegemm.backend",
-    "cost model": "cutegemm.choice cutegemm.choice.cost_model cutegemm.choice.cost_rates cutegemm.choice.footprint",
+    "cost model": """
+        cutegemm.choice cutegemm.choice.cost_model cutegemm.choice.compiled cutegemm.choice.cost_rates
+        cutegemm.choice.footprint""",
     "emulator": "cutegemm.emulator.*",
     "what kernels run with": """
         cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest

@@ -42,6 +42,11 @@ def derived(found: Backward, program: Program, acc, operands, upstream) -> list[
     return list(evaluate(found.program, parts[0], values))
 
 
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal but for the constants of the derivatives, which are fp32 (2^-24 off) and sums of which may cancel."""
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(1 + want.abs().max()))
+
+
 def check(program: Program, count: int | None, seed: int) -> None:
     """The derived program's gradients are torch's."""
     acc, operands = tensors(program, count, seed)
@@ -62,14 +67,14 @@ def check(program: Program, count: int | None, seed: int) -> None:
     place = Place(program, acc)
     parts = [place.result(each, None) for each in place.accumulators(wants[0], program.gating)]
     for number, want in enumerate(parts):
-        torch.testing.assert_close(gots.pop(Source("acc", number), torch.zeros_like(want)), want)
+        close(gots.pop(Source("acc", number), torch.zeros_like(want)), want)
     wanted = iter(wants[1:])
     for number, value in enumerate(operands):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             want = next(wanted)
             got = gots.pop(Source("operand", number), None)
             got = torch.zeros_like(want) if got is None else got.sum_to_size(value.shape)
-            torch.testing.assert_close(got, want)
+            close(got, want)
     assert not gots
 
 

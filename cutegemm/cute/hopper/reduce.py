@@ -38,12 +38,13 @@ class _Reduction:
         self.rows, self.columns = (region.n, region.m) if self.config.swapped else (region.m, region.n)
         self._bind(args)
 
+    def _bind(self, args) -> None:
+        """Binds the scratch memory of the pieces."""
+        raise TypeError(f"{type(self).__name__} does not implement _bind")
+
     def turned(self, place: tuple) -> tuple:
         """(row, column) of D as that of the accumulators."""
         return (place[1], place[0]) if self.config.swapped else place
-
-    def _bind(self, args) -> None:
-        raise TypeError(f"{type(self).__name__} does not say what its pieces are")
 
     def begin(self) -> None:
         """Before the first values of a block of 64 rows."""

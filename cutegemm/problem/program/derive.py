@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cutegemm.problem.program.build import Builder
@@ -41,6 +41,14 @@ class Backward:
     reads: tuple[Source, ...]
     gives: tuple[Source, ...]
 
+    def only(self, gives: Sequence[Source]) -> Backward:
+        """The same for some of the gradients. Raises ValueError for one that is not given."""
+        if missing := set(gives) - set(self.gives):
+            raise ValueError(f"{missing} is not given; given are {self.gives}")
+        outputs = tuple(self.program.outputs[self.gives.index(source)] for source in gives)
+        program, kept = pruned(replace(self.program, outputs=outputs))
+        return Backward(program, tuple(self.reads[each] for each in kept), tuple(gives))
+
     def accumulated(self, source: Source) -> Backward:
         """The same with the accumulators of a product in place of one input, such as the gradient that a product makes.
 
@@ -53,7 +61,7 @@ class Backward:
             raise ValueError(f"{source.kind} {source.number} is no matrix, or there are accumulators already")
         builder, new = _copied(self.program, self.program.inputs, {number: None})
         outputs = [out._replace(node=new[out.node]) for out in self.program.outputs]
-        program, kept = _pruned(builder.program(outputs))
+        program, kept = pruned(builder.program(outputs))
         return Backward(program, tuple(self.reads[each] for each in kept), self.gives)
 
 
@@ -96,7 +104,7 @@ def backward(
     gives += sorted(
         source for source in found if source.kind == "operand" and not program.inputs[source.number].by_value
     )
-    derived, kept = _pruned(builder.program(Output(found[source]) for source in gives))
+    derived, kept = pruned(builder.program(Output(found[source]) for source in gives))
     return Backward(derived, tuple(sources[each] for each in kept), tuple(gives))
 
 
@@ -126,7 +134,7 @@ def _copied(
     return builder, new
 
 
-def _pruned(program: Program) -> tuple[Program, list[int]]:
+def pruned(program: Program) -> tuple[Program, list[int]]:
     """The simplified program without the inputs that it does not read, and the numbers of those that it keeps."""
     program = simplified(program)
     kept = sorted({int(node.attribute or 0) for node in program.nodes if node.op == "input"})

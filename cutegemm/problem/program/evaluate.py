@@ -77,9 +77,10 @@ class Place:
     def accumulators(self, acc: Tensor, gating: str | None) -> tuple[Tensor, ...]:
         """(L, M, N) for each accumulator that the program reads."""
         acc = acc if acc.dim() == 3 else acc[None]
-        if gating == "halves":
-            return acc[..., : self.n], acc[..., self.n :]
-        return (acc[..., 0::2], acc[..., 1::2]) if gating == "pairs" else (acc,)
+        if gating is None:
+            return (acc,)
+        gate, up = acc.chunk(2, -1) if gating == "halves" else (acc[..., 0::2], acc[..., 1::2])
+        return gate, up
 
     def index(self, op: str) -> Tensor:
         """The index of that name, as int32 that broadcasts to (L, M, N)."""
@@ -98,8 +99,8 @@ class Place:
         tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
         whole = (self.count, self.m, self.n)
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
-        if tuple(tensor.shape) != want:
-            raise ValueError(f"operand {given.name}: expected a shape that is {want} with three dimensions, got "
+        if any(own not in (1, each) for own, each in zip(tensor.shape, want, strict=True)):
+            raise ValueError(f"operand {given.name}: expected a shape that broadcasts to {want} with three dimensions, got "
                              f"{tuple(tensor.shape)}")  # fmt: skip
         return tensor
 

@@ -103,15 +103,22 @@ class _Rules(Builder):
             return self.make("sub", inner[::-1])
         return None
 
+    # Of the rules for sums each looks at both orders before the next one does: the order of arguments must not matter.
+
     def add_(self, x: int, y: int) -> int | None:
-        for a, b in ((x, y), (y, x)):
+        orders = ((x, y), (y, x))
+        for a, b in orders:
             if self.constant(b, 0.0):
                 return a
+        for a, b in orders:
+            if self._is_negative(b):
+                return self.make("sub", (a, self._negative(b)))
+        first, second = self.is_op(x, "neg"), self.is_op(y, "neg")
+        if first is not None and second is not None:
+            return self.make("neg", (self.make("add", (first[0], second[0])),))
+        for a, b in orders:
             if (inner := self.is_op(b, "neg")) is not None:
                 return self.make("sub", (a, inner[0]))
-            value = self.value(b)
-            if value is not None and value < 0:
-                return self.make("sub", (a, self.const(-value)))
         return None
 
     def sub(self, x: int, y: int) -> int | None:
@@ -119,12 +126,24 @@ class _Rules(Builder):
             return x
         if self.constant(x, 0.0):
             return self.make("neg", (y,))
+        if self._is_negative(y):
+            return self.make("add", (x, self._negative(y)))
         if (inner := self.is_op(y, "neg")) is not None:
             return self.make("add", (x, inner[0]))
-        value = self.value(y)
-        if value is not None and value < 0:
-            return self.make("add", (x, self.const(-value)))
+        if self._is_negative(x):
+            return self.make("neg", (self.make("add", (self._negative(x), y)),))
+        if (inner := self.is_op(x, "neg")) is not None:
+            return self.make("neg", (self.make("add", (inner[0], y)),))
         return None
+
+    def _is_negative(self, number: int) -> bool:
+        value = self.value(number)
+        return value is not None and value < 0
+
+    def _negative(self, number: int) -> int:
+        value = self.value(number)
+        assert value is not None
+        return self.const(-value)
 
     def mul(self, x: int, y: int) -> int | None:
         for a, b in ((x, y), (y, x)):
@@ -265,13 +284,20 @@ def wrapped(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
+def _greater(x: np.float32, y: np.float32) -> np.float32:
+    """The greater of two, NaN if one is NaN; minus zero is less than zero, whichever comes first."""
+    if x == y:
+        return y if math.copysign(1.0, x) < 0 else x
+    return np.maximum(x, y)
+
+
 _FOLDED: dict[str, Callable] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "div": lambda x, y: x / y,
-    "minimum": np.minimum,
-    "maximum": np.maximum,
+    "minimum": lambda x, y: -_greater(-x, -y),
+    "maximum": lambda x, y: _greater(x, y),
     "float": lambda x: x,
     "lt": lambda x, y: x < y,
     "le": lambda x, y: x <= y,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from cutegemm.errors import EpilogueError
-from cutegemm.problem.dtypes import ACCEPTED, TABLE, dtype_name
+from cutegemm.problem.dtypes import ACCEPTED, TABLE, torch_dtype
 from cutegemm.problem.program.build import INT32, TYPE_NAMES, Builder, fp32
 from cutegemm.problem.program.graph import BOOL, F32, I32, Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
@@ -28,10 +28,13 @@ _INNER = (str(Path(__file__).parents[2]) + os.sep, str(Path(torch.__file__).pare
 """Where no user's function is: this package and torch."""
 
 Number = float | int
+_DTYPES = {torch_dtype(name): name for name in TABLE}
 
 
 def fail(message: str) -> NoReturn:
     """Raises EpilogueError with the place in the user's function: the innermost frame outside of the package."""
+    if torch.compiler.is_dynamo_compiling():
+        raise EpilogueError(message)  # torch.compile shows the place, and follows no frames
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -369,7 +372,8 @@ def where(chosen: Any, x: Any, y: Any) -> Value:
 
 def cast(x: Any, dtype: torch.dtype | str) -> Any:
     """A value rounded to a dtype; a reduction stored in it. Raises EpilogueError for a dtype that no kernel has."""
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype) if isinstance(dtype, torch.dtype) else None
+    # Not by `dtype_name`: torch.compile warns of functions that remember.
+    name = dtype if isinstance(dtype, str) else _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else None
     if name not in TABLE:
         fail(f"cast: dtype {dtype!r}, accepted are {', '.join(TABLE)} and {ACCEPTED}")
     if isinstance(x, Reduction):

@@ -1,0 +1,208 @@
+"""The cost model's formula as machine code, made from its Python source: a choice estimates some twenty candidates.
+
+The functions in `TRANSLATED` are plain arithmetic. `source` translates them to C, statement by statement, so that there
+is one formula; the machine's C compiler makes a library of it once, which is kept beside the kernels. A number is a
+double in C, as the fields of a `Model` are: results are the same to the last bit while products of sizes are exact,
+below 2^53. Where there is no C compiler, `library` gives None, and Python computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import functools
+import inspect
+import platform
+import shutil
+import subprocess
+import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cutegemm.choice import cost_model
+from cutegemm.choice.cost_model import FIELDS, Model, launch_seconds, tiles_seconds
+from cutegemm.run.cache_dir import cache_dir
+from cutegemm.run.kernel_store import Artefacts, KernelStore
+
+TRANSLATED: tuple[Callable[..., Any], ...] = (
+    tiles_seconds, launch_seconds, Model.straddling, Model.bound, Model.values
+)  # fmt: skip
+MOST = 1024
+"""Candidates that the library compares at most; a shortlist has some dozens."""
+FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-DMOST={MOST}")
+"""Without fused multiply-adds, which round otherwise than Python does."""
+
+_DRIVER = """
+/* As cost_model.cheapest, of the models of two lists. Returns the place of the cheapest, -1 without any. */
+int cheapest(const double *const *models, int count, const double *const *more, int more_count,
+             double m, double n, double k, double batch, double close, double *seconds) {
+  double least[MOST], share = 0;
+  int chosen = -1;
+  for (int i = 0; i < count + more_count; ++i) {
+    const double *model = i < count ? models[i] : more[i - count];
+    if (i == 0) share = straddling(model, m, n, k);
+    least[i] = bound(model, m, n, k, batch, share);
+  }
+  *seconds = INFINITY;
+  for (;;) {
+    int next = -1;
+    for (int i = 0; i < count + more_count; ++i)
+      if (least[i] < close * *seconds && (next < 0 || least[i] < least[next])) next = i;
+    if (next < 0) return chosen;
+    least[next] = INFINITY;
+    double taken = values(next < count ? models[next] : more[next - count], m, n, k, batch);
+    if (taken < *seconds) *seconds = taken, chosen = next;
+  }
+}
+"""
+
+
+class Group:
+    """Models of one signature, as a choice compares them again and again."""
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self.models = models
+        self._function = library()
+        self._numbers = _pointers(models) if self._function else None
+
+    def cheapest(
+        self, more: Sequence[Model], m: int, n: int, k: int, batch: int, close: float
+    ) -> tuple[float, int | None]:
+        """`cost_model.cheapest` of these models and, behind them, a few more."""
+        count = len(self.models) + len(more)
+        if self._function is None or count > MOST:
+            return cost_model.cheapest([*self.models, *more], m, n, k, batch, close)
+        seconds = ctypes.c_double()
+        others = _pointers(more) if more else None
+        place = self._function(
+            self._numbers, len(self.models), others, len(more), m, n, k, batch, close, ctypes.addressof(seconds)
+        )
+        return seconds.value, None if place < 0 else place
+
+
+def _pointers(models: Sequence[Model]) -> Any:
+    return (ctypes.c_void_p * len(models))(*(ctypes.addressof(model.numbers) for model in models))
+
+
+@functools.cache
+def library() -> Any:
+    """The function `cheapest` of the library, or None where it cannot be made."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return None
+    try:
+        text = source()
+        key = {"source": text, "flags": " ".join(FLAGS), "machine": platform.machine()}
+        store = KernelStore(cache_dir() / "cost_model")
+        entry = store.get_or_build(key, lambda: Artefacts({"cost_model.so": _compiled(compiler, text)}, {}))
+        # Not CDLL, which would let go of the interpreter's lock for each microsecond.
+        function = ctypes.PyDLL(str(entry.file("cost_model.so"))).cheapest
+    except (OSError, LookupError, subprocess.SubprocessError):
+        return None
+    pointers = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = *pointers, *pointers, *[ctypes.c_double] * 5, ctypes.c_void_p
+    return function
+
+
+def _compiled(compiler: str, text: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="cutegemm-") as folder:
+        made = Path(folder, "cost_model.so")
+        command = [compiler, *FLAGS, "-x", "c", "-", "-o", str(made), "-lm"]
+        subprocess.run(command, input=text, text=True, capture_output=True, check=True, timeout=60)
+        return made.read_bytes()
+
+
+def source() -> str:
+    """The C source of the library."""
+    tables = (
+        f"static const double {name}[] = {{{', '.join(map(repr, value))}}};"
+        for name, value in vars(cost_model).items()
+        if isinstance(value, tuple) and all(isinstance(number, float) for number in value)
+    )
+    return "\n".join(["#include <math.h>", *tables, *map(_function, TRANSLATED), _DRIVER])
+
+
+def _function(function: Callable[..., Any]) -> str:
+    """A static function of doubles; a model is an array of its `FIELDS`. Of several results it returns the first."""
+    (code,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(code, ast.FunctionDef)
+    names = [argument.arg for argument in code.args.args]
+    typed = ["const double *self" if name == "self" else f"double {name}" for name in names]
+    stored = (node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    locals_ = [f"double {name} = 0;" for name in dict.fromkeys(stored) if name not in names]
+    body = [*locals_, *(line for statement in code.body for line in _statement(statement))]
+    return f"static double {code.name}({', '.join(typed)}) {{\n{textwrap.indent(chr(10).join(body), '  ')}\n}}"
+
+
+def _statement(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the docstring
+        return []
+    if isinstance(node, ast.Return) and node.value is not None:
+        first = node.value.elts[0] if isinstance(node.value, ast.Tuple) else node.value
+        return [f"return {_value(first)};"]
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        return [f"{node.target.id} = {_operation(node.op, node.target.id, _value(node.value))};"]
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        return [f"{_value(node.target)} = {_value(node.value)};"]
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        (target,) = node.targets
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            pairs = list(zip(target.elts, node.value.elts, strict=True))
+        else:
+            pairs = [(target, node.value)]
+        assigned = {name.id for name, _ in pairs if isinstance(name, ast.Name)}
+        read = {part.id for _, value in pairs[1:] for part in ast.walk(value) if isinstance(part, ast.Name)}
+        if len(pairs) == 1 or not assigned & read:
+            return [f"{_value(name)} = {_value(value)};" for name, value in pairs]
+    if isinstance(node, ast.If):
+        then, other = ([line for inner in body for line in _statement(inner)] for body in (node.body, node.orelse))
+        return [f"if ({_value(node.test)}) {{", *then, "} else {", *other, "}"] if other else [
+            f"if ({_value(node.test)}) {{", *then, "}"
+        ]  # fmt: skip
+    raise NotImplementedError(f"no translation of {ast.unparse(node)}")
+
+
+_OPERATORS: dict[type[ast.AST], str] = {
+    ast.Add: "({} + {})", ast.Sub: "({} - {})", ast.Mult: "({} * {})", ast.Div: "({} / {})",
+    ast.FloorDiv: "floor({} / {})", ast.Mod: "fmod({}, {})", ast.Pow: "pow({}, {})", ast.Lt: "({} < {})",
+    ast.LtE: "({} <= {})", ast.Gt: "({} > {})", ast.GtE: "({} >= {})", ast.Eq: "({} == {})", ast.And: " && ",
+    ast.Or: " || ", ast.USub: "(-{})", ast.Not: "(!{})",
+}  # fmt: skip
+"""What an operator is in C; quotients and remainders are of integers that are not negative, but for -(-x // y)."""
+
+
+def _operation(operator: ast.AST, *operands: str) -> str:
+    return _OPERATORS[type(operator)].format(*operands)
+
+
+def _value(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(value=bool() | int() | float() as number):
+            return repr(float(number))
+        case ast.Name(id=name):
+            known = getattr(cost_model, name, None)
+            return repr(float(known)) if isinstance(known, int | float) else name
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return f"self[{FIELDS.index(name)}]"
+        case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _operation(op, _value(left), _value(right))
+        case ast.UnaryOp(op=op, operand=operand):
+            return _operation(op, _value(operand))
+        case ast.BoolOp(op=op, values=values):  # as a condition
+            return f"({_OPERATORS[type(op)].join(map(_value, values))})"
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return f"({_value(test)} ? {_value(body)} : {_value(orelse)})"
+        case ast.Subscript(value=ast.Name(id=name), slice=place):
+            return f"{name}[(int){_value(place)}]"
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr=name), args=args):
+            return f"{name}({', '.join(map(_value, args))})"
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=args):
+            return f"{name}({', '.join(['self', *map(_value, args)])})"
+        case ast.Call(func=ast.Name(id="min"), args=[left, right]):
+            return f"fmin({_value(left)}, {_value(right)})"
+        case ast.Call(func=ast.Name(id=name), args=args):
+            parameters = list(inspect.signature(getattr(cost_model, name)).parameters.values())[len(args) :]
+            return f"{name}({', '.join([*map(_value, args), *(repr(float(p.default)) for p in parameters)])})"
+    raise NotImplementedError(f"no translation of {ast.unparse(node)}")

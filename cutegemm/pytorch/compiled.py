@@ -1,0 +1,150 @@
+"""From a Python function to a program's text while torch.compile traces the call: dynamo runs the function symbolically.
+
+Dynamo follows the function as it follows the model around it, with the values of `trace` in place of numbers. So it
+guards whatever the function reads (closures, globals, attributes), a function defined within the compiled region is as
+good as any other, and a change compiles anew. Only what is easy to follow happens under dynamo's eyes: operations are
+written down (`_Recorder`); `_text` makes the program of them out of its sight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cutegemm.errors import EpilogueError
+from cutegemm.problem import program_request
+from cutegemm.problem.dtypes import TABLE, dtype_name
+from cutegemm.problem.program.graph import F32, I32, OPS, Input, Program
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.trace import _RUNNING, Reduction, Value, _output, _Trace
+
+Described = tuple[torch.dtype | str, bool, bool, bool]
+"""An operand: its dtype ("float" or "int" for a number), and whether it varies along m, n and the batch."""
+
+
+def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
+    """The text of the program that an epilogue means for these operands. To be traced by dynamo.
+
+    Raises EpilogueError where the function is no epilogue, ValueError and TypeError for other operands than a Program
+    has.
+    """
+    described = []
+    for operand in operands:
+        described.append(_described(operand))  # noqa: PERF401  dynamo follows a loop better
+    if isinstance(epilogue, Program):
+        return _text_of_program(epilogue, tuple(described))
+    recorded = _Recorded(tuple(described))
+    arguments = []
+    for number in range(len(described)):
+        arguments.append(Value(recorded, recorded.builder.add("input", attribute=number)))  # noqa: PERF401
+    _RUNNING.traces.append(recorded)
+    try:
+        result = epilogue(Value(recorded, recorded.acc), *arguments)
+    finally:
+        _RUNNING.traces.pop()
+    outputs = []
+    for each in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(each, Reduction):
+            outputs.append((each.value._number, each.dtype, each.kind))
+        elif isinstance(each, Value):
+            outputs.append((each._number, None, None))
+        else:
+            raise EpilogueError("epilogue: it returns something else than values, reductions and tuples of them")
+    return _text(tuple(recorded.builder.written), tuple(outputs), recorded.gating, tuple(described))
+
+
+def _described(operand: Any) -> Described:
+    if not isinstance(operand, torch.Tensor):
+        return ("int" if isinstance(operand, int) else "float", False, False, False)
+    extents = (1, 1, 1, *operand.shape)[-3:]
+    return (
+        operand.dtype,
+        True if extents[1] != 1 else False,  # noqa: SIM210  a symbolic size becomes a constant by a branch
+        True if extents[2] != 1 else False,  # noqa: SIM210
+        True if extents[0] != 1 else False,  # noqa: SIM210
+    )
+
+
+class _Recorder:
+    """Stands in for `build.Builder`, which knows more than dynamo follows: writes down what is added."""
+
+    def __init__(self, types: tuple[str, ...]) -> None:
+        self.written: list[tuple[str, tuple[int, ...], Any]] = []
+        self.types: list[str] = []
+        self._inputs = types
+
+    def add(self, op: str, *args: int, attribute: Any = None) -> int:
+        if op == "input":
+            gives = self._inputs[attribute]
+        elif op == "const":
+            gives = I32 if isinstance(attribute, int) else F32
+        else:
+            gives = OPS[op].gives
+        # A number that dynamo takes for one that may change is made constant by a slice, and guarded.
+        self.written.append((op, args, slice(attribute) if op == "const" else attribute))
+        self.types.append(gives)
+        return len(self.types) - 1
+
+    def value(self, number: int) -> Any:
+        op, _, attribute = self.written[number]
+        return attribute.stop if op == "const" else None
+
+
+class _Recorded(_Trace):
+    """A trace that dynamo follows."""
+
+    def __init__(self, described: tuple[Described, ...]) -> None:
+        types = []
+        for dtype, *_ in described:
+            types.append(I32 if dtype == "int" or dtype == torch.int32 else F32)  # noqa: PERF401
+        self.builder = _Recorder(tuple(types))  # type: ignore[assignment]
+        self.gating = None
+        self.acc = self.builder.add("acc")
+        self.acc_is_read = False
+        self.finished = False
+
+    def const(self, value: float | int) -> Value:
+        return Value(self, self.builder.add("const", attribute=value))
+
+
+def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:
+    found = []
+    for number, (dtype, m, n, batched) in enumerate(described):
+        if isinstance(dtype, str):
+            found.append(Input(f"x{number}", "int32" if dtype == "int" else "fp32", by_value=True))
+            continue
+        name = "int32" if dtype == torch.int32 else dtype_name(dtype)
+        if name is None:
+            raise TypeError(f"operands[{number}]: got dtype {dtype}, accepted are {', '.join(TABLE)} and int32")
+        found.append(Input(f"x{number}", name, m=m, n=n, batched=batched))
+    return tuple(found)
+
+
+@torch.compiler.assume_constant_result
+def _text_of_program(program: Program, described: tuple[Described, ...]) -> str:
+    return program_request.traced(program, _inputs(described)).text
+
+
+@torch.compiler.assume_constant_result
+def _text(written: Any, outputs: Any, gating: str | None, described: tuple[Described, ...]) -> str:
+    """The text of what was recorded, checked and simplified as every traced program."""
+    trace = _Trace(_inputs(described))
+    trace.gating = gating
+    numbers: list[int] = []
+    for op, args, attribute in written:
+        if op == "const":
+            numbers.append(trace.const(attribute.stop)._number)
+        else:
+            numbers.append(trace.builder.add(op, *(numbers[arg] for arg in args), attribute=attribute))
+    results = []
+    for number, dtype, kind in outputs:
+        value = Value(trace, numbers[number])
+        results.append(_output(value if kind is None else Reduction(value, kind, dtype), trace, "the epilogue"))
+    program = simplified(trace.builder.program(results, gating))
+    unused = {*range(len(described))} - {node.attribute for node in program.nodes if node.op == "input"}
+    if unused:
+        numbered = ", ".join(map(str, sorted(unused)))
+        raise EpilogueError(f"no result depends on operand {numbered}: leave it out of the function and of operands=")
+    return program.text

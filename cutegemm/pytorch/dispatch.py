@@ -1,0 +1,31 @@
+"""Whether a call is for torch's dispatcher to see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cutegemm.run.call import PLAIN
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def is_dispatched(*tensors: Any) -> bool:
+    """Whether the call is for torch's dispatcher: a mode sees it, or a subclass of Tensor that handles operators."""
+    if _dispatch_modes():
+        return True
+    special = []
+    zeros = False
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            if tensor.is_nested:  # handles operators, but not ours: the checks refuse it by name
+                return False
+            zeros = zeros or tensor._is_zerotensor()  # without memory, which forward mode makes
+            if tensor.__class__ not in PLAIN:
+                special.append(tensor)
+    if zeros or not special:
+        return zeros
+    return torch.overrides.has_torch_function(special) or any(
+        type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in special
+    )

@@ -1,0 +1,294 @@
+"""Gradients of D = program(A @ B, operands), for any program and to any order.
+
+With dacc the gradient of the accumulators, dA = dacc @ B^T and dB = A^T @ dacc, by `gemm` on the same backend (see
+autograd.py: dacc is rounded to the operands' dtype first). The gradients of operands are those of the elements, summed
+to the operand's shape in fp32. `program_gradients` derives the program that gives both.
+
+Where it reads the accumulators, they are further outputs of the forward kernel, in the operands' dtype (save="outputs"),
+or the backward pass makes the product again with the derived program as its epilogue (save="recompute"). Gradients that
+are to be differentiated themselves compute the accumulators again by a differentiable product, and the derived program
+by torch's operators. Where it does not read them nothing is saved for it.
+
+Forward mode is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.program.derive import Backward, Source
+from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.program.graph import Program
+from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.program_batches import described
+from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed, recording
+
+FORWARD_MODE = (
+    "a tensor carries a forward-mode tangent (torch.func.jvp, jacfwd, dual tensors), and a product with an epilogue "
+    "program computes none; use reverse mode, or write the epilogue with torch's operators"
+)
+
+
+class Settings(NamedTuple):
+    """The arguments of one call, besides the tensors, that its gradients depend on; see `gemm`."""
+
+    program: Program
+    out_dtype: torch.dtype | None
+    precision: str | None
+    backend: str
+    save: str | None
+    run: Callable[[Any, Any, Program, Sequence[Any], Any], Any]
+    """run(a, b, program, operands, out_dtype) -> the results"""
+
+
+class Like(NamedTuple):
+    """What of a tensor its gradient needs to know."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Like:
+        return cls(tensor.shape, tensor.dtype, tensor.stride())
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def stride(self, axis: int) -> int:
+        return self.strides[axis]
+
+
+def refuse_tangents(*tensors: Any) -> None:
+    """Raises NotImplementedError where a tensor carries a tangent of forward mode."""
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and autograd._has_tangent(tensors):
+        raise NotImplementedError(FORWARD_MODE)
+
+
+def record(a: Any, b: Any, operands: Sequence[Any], settings: Settings) -> tuple[torch.Tensor, ...]:
+    """The results of settings.run, with their gradients recorded."""
+    numbers = tuple(None if isinstance(each, torch.Tensor) else each for each in operands)
+    return _apply(a, b, settings, numbers, *(each for each in operands if isinstance(each, torch.Tensor)))
+
+
+class ProgramFunction(torch.autograd.Function):
+    """apply(a, b, settings, numbers, *tensors): numbers are the operands, None for each tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, settings: Settings, numbers: Any, *tensors: Any) -> tuple[Any, ...]:
+        program = settings.program
+        operands = _filled(numbers, tensors)
+        places = tuple(number for number, each in enumerate(numbers) if each is None)
+        product, wanted = _asked(ctx, places)
+        needs = needed(program, tuple(range(len(program.outputs))), product, wanted)
+        sources: tuple[Source, ...] = ()
+        extended = program
+        if needs.reads_acc and settings.save != "recompute":
+            extended, sources = recording(program, needs, dtype_name(a.dtype))
+        results = settings.run(a, b, extended, operands, settings.out_dtype)
+        results = [results] if isinstance(results, torch.Tensor) else list(results)
+        count = len(program.outputs)
+        ctx.settings, ctx.numbers, ctx.places, ctx.sources = settings, numbers, places, sources
+        ctx.like = Like.of(a), Like.of(b), [Like.of(each) for each in tensors]
+        reads = needs.reads
+        ctx.save_for_backward(
+            a if ctx.needs_input_grad[1] or needs.reads_acc else None,
+            b if ctx.needs_input_grad[0] or needs.reads_acc else None,
+            *(tensor if place in reads else None for tensor, place in zip(tensors, places, strict=True)),
+            *results[count:],
+        )
+        ctx.set_materialize_grads(False)
+        return tuple(results[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        live = tuple(number for number, grad in enumerate(grads) if grad is not None)
+        product, wanted = _asked(ctx, ctx.places)
+        found: dict[Source, torch.Tensor] = {}
+        needs = needed(ctx.settings.program, live, product, wanted) if live else None
+        if needs is not None and needs.backward is not None:
+            found = _elementwise(ctx, needs, grads)
+        device = next((each.device for each in (*grads, *ctx.saved_tensors) if each is not None), None)
+        da, db = _of_product(ctx, found, device)
+        likes = ctx.like[2]
+        return da, db, None, None, *(
+            _of_operand(found.get(Source("operand", place)), like, device) if place in wanted else None
+            for place, like in zip(ctx.places, likes, strict=True)
+        )  # fmt: skip
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(FORWARD_MODE)
+
+
+# Function.apply would look for transforms of torch.func, which the callers have found already or handle themselves.
+_apply: Callable[..., Any] = super(torch.autograd.Function, ProgramFunction).apply
+
+
+def _filled(numbers: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    rest = iter(tensors)
+    return [next(rest) if each is None else each for each in numbers]
+
+
+def _asked(ctx: Any, places: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+    """Whether a or b needs a gradient, and which operands do."""
+    needs = ctx.needs_input_grad
+    return needs[0] or needs[1], tuple(place for place, own in zip(places, needs[4:], strict=True) if own)
+
+
+def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
+    """The gradients of accumulators and operands, elementwise, each of D's shape."""
+    settings: Settings = ctx.settings
+    program = settings.program
+    a, b, *rest = ctx.saved_tensors
+    count = len(ctx.places)
+    values: dict[Source, Any] = {
+        Source("operand", number): each for number, each in enumerate(_filled(ctx.numbers, rest[:count]))
+    }
+    saved = dict(zip(ctx.sources, rest[count:], strict=True))
+    like_a, like_b, _ = ctx.like
+    wide = torch.float64 if like_a.dtype == torch.float64 else torch.float32
+    shape = _shape(like_a, like_b)
+    recompute = False
+    if needs.reads_acc:
+        if torch.is_grad_enabled() or (not saved and needs.maxima):
+            whole = autograd._gemm(a, b, out_dtype=wide, precision=settings.precision, backend=settings.backend)
+            saved = dict(zip(ACC, _columns(whole, program.gating), strict=False))
+        recompute = not saved
+    values |= saved
+    values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
+    for maximum in needs.maxima:
+        parts = [saved[source] for source in ACC[: 2 if program.gating else 1] if source in saved]
+        acc = _joined(parts, program.gating) if parts else _nothing(grads, shape, wide)
+        read = [values[Source("operand", place)] for place in maximum.operands]
+        source = Source("upstream", maximum.output)
+        reduce = str(program.outputs[maximum.output].reduce)
+        values[source] = _spread(maximum.program, acc, read, values[source], reduce, wide)
+    found = needs.backward
+    assert found is not None
+    columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
+    if recompute or _has_kernels(settings, values):
+        return _by_kernel(ctx, found, values, (a, b) if recompute else None, columns)
+    read = [values[source] for source in found.reads]
+    derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
+    return dict(zip(found.gives, evaluate(derived, _nothing(grads, columns, wide), read, dtype=wide), strict=True))
+
+
+def _has_kernels(settings: Settings, values: dict[Source, Any]) -> bool:
+    """Whether a kernel computes the gradients: not where they are differentiated or traced, nor by backend "torch"."""
+    tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
+    if torch.is_grad_enabled() or settings.backend == "torch" or transforms.active(*tensors) or is_dispatched(*tensors):
+        return False
+    return settings.backend != "auto" or any(each.is_cuda for each in tensors)
+
+
+def _by_kernel(
+    ctx: Any, found: Backward, values: dict[Source, Any], product: tuple[Any, Any] | None, shape: tuple[int, ...]
+) -> dict[Source, torch.Tensor]:
+    """The gradients as the epilogue of the product, or of one with K = 0, each rounded as it is stored.
+
+    shape: of D. Those of accumulators, and those that are to be summed, are stored in the operands' dtype.
+    """
+    settings: Settings = ctx.settings
+    like_a, _, likes = ctx.like
+    dtypes = []
+    for source in found.gives:
+        like = likes[ctx.places.index(source.number)] if source.kind == "operand" else like_a
+        dtypes.append(dtype_name(like.dtype if tuple(like.shape) == shape else like_a.dtype))
+    form = fused(found, settings.program.gating, tuple(dtypes), product is not None)
+    read = [values[source] for source in form.reads]
+    if product is None:
+        device = next(each.device for each in read if isinstance(each, torch.Tensor))
+        a = torch.empty((*shape[:-1], 0), dtype=like_a.dtype, device=device)
+        b = torch.empty((0, shape[-1]), dtype=like_a.dtype, device=device)
+    else:
+        a, b = product
+    program = described(form.program, [each for each in read if isinstance(each, torch.Tensor)])
+    results = autograd._gemm(
+        a, b, epilogue=program, operands=read, precision=settings.precision, backend=settings.backend
+    )  # fmt: skip
+    results = results if isinstance(results, tuple) else (results,)
+    return {source: results[place] for source, place in zip(found.gives, form.outputs, strict=True)}
+
+
+def _shape(a: Like, b: Like) -> tuple[int, ...]:
+    """Of the product."""
+    m, n = a.shape[-2], b.shape[-1]
+    if a.dim() == 2 and b.dim() == 2:
+        return m, n
+    la, lb = (each.shape[0] if each.dim() == 3 else 1 for each in (a, b))
+    return (la if lb == 1 else lb), m, n
+
+
+def _nothing(grads: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Accumulators that nobody reads: they have a shape."""
+    device = next(grad.device for grad in grads if grad is not None)
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def _columns(acc: torch.Tensor, gating: str | None) -> tuple[torch.Tensor, ...]:
+    """The accumulators, those of gate and those of up where a program has them."""
+    if gating == "halves":
+        half = acc.shape[-1] // 2
+        return acc[..., :half], acc[..., half:]
+    return (acc[..., 0::2], acc[..., 1::2]) if gating == "pairs" else (acc,)
+
+
+def _joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
+    """What `_columns` has divided."""
+    if gating == "halves":
+        return torch.cat(tuple(parts), -1)
+    return torch.stack(tuple(parts), -1).flatten(-2) if gating == "pairs" else parts[0]
+
+
+def _spread(
+    alone: Program, acc: Any, operands: Sequence[Any], grad: torch.Tensor, reduce: str, wide: torch.dtype
+) -> torch.Tensor:
+    """The gradient of a maximum for the elements that equal it, in equal shares, as torch.amax has it."""
+    axis = -1 if reduce.startswith("row") else -2
+    with torch.no_grad():
+        (x,) = evaluate(alone, acc, operands, dtype=wide)
+        equal = (x == x.amax(axis, keepdim=True)).to(wide)
+        share = equal / equal.sum(axis, keepdim=True)
+    return grad.to(wide) * share
+
+
+def _of_product(ctx: Any, found: dict[Source, torch.Tensor], device: Any) -> tuple[Any, Any]:
+    """(dA, dB), None where not needed."""
+    settings: Settings = ctx.settings
+    a, b = ctx.saved_tensors[:2]
+    like_a, like_b, _ = ctx.like
+    needs = ctx.needs_input_grad
+    if not (needs[0] or needs[1]):
+        return None, None
+    parts = [found.get(Source("acc", number)) for number in range(2 if settings.program.gating else 1)]
+    known = next((part for part in parts if part is not None), None)
+    if known is None:
+        return tuple(
+            torch.zeros(like.shape, dtype=like.dtype, device=device) if own else None
+            for own, like in zip(needs[:2], (like_a, like_b), strict=True)
+        )  # type: ignore[return-value]
+    rounded = [(torch.zeros_like(known) if part is None else part).to(like_a.dtype) for part in parts]
+    dacc = _joined(rounded, settings.program.gating)
+    s = autograd.Settings(1.0, 0.0, None, settings.precision, settings.backend)
+    da = autograd._of_a(dacc, like_a, b, s) if needs[0] else None
+    db = autograd._of_b(dacc, a, like_b, s) if needs[1] else None
+    return da, db
+
+
+def _of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.Tensor:
+    """The gradient of an operand: the elements' summed to its shape."""
+    if gradient is None:
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    shape = like.shape[max(like.dim() - gradient.dim(), 0) :]
+    if tuple(shape) != tuple(gradient.shape):
+        if gradient.dtype != torch.float64:
+            gradient = gradient.float()
+        gradient = gradient.sum_to_size(shape)
+    return gradient.to(like.dtype).reshape(like.shape)

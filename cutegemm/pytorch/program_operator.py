@@ -1,0 +1,262 @@
+"""torch.ops.cutegemm.gemm_program and gemm_program_out: `gemm` with an epilogue program as operators of torch.
+
+An operator carries the program as its text (`cutegemm.problem.program.text`); which operands are tensors, floats and
+integers follows from it, so that the three lists go back to one (`joined`). Eager calls of plain tensors do not come
+here (see programs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.utils.flop_counter import register_flop_formula
+
+from cutegemm.problem import dtypes, program_request, torch_dtype
+from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
+from cutegemm.pytorch import program_autograd, program_batches, transforms
+from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.pytorch.operator import _check as check_product
+from cutegemm.run import fused
+
+_library = torch.library.Library("cutegemm", "FRAGMENT")
+_ARGUMENTS = "Tensor a, Tensor b, Tensor[] operands, float[] numbers, SymInt[] integers, str program"
+_library.define(
+    f"gemm_program({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
+    "str? config=None, str save='outputs') -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"gemm_program_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@lru_cache(maxsize=4096)
+def program_of(text: str) -> Program:
+    """The program that an operator carries. Raises ValueError for a text that is none."""
+    return simplified(parse(text))
+
+
+def joined(program: Program, tensors: Sequence[Any], numbers: Sequence[Any], integers: Sequence[Any]) -> list[Any]:
+    """The operands in the program's order. Raises ValueError where their numbers do not fit."""
+    counts = [0, 0, 0]
+    given = (tensors, numbers, integers)
+    found = []
+    for each in program.inputs:
+        kind = 0 if not each.by_value else 2 if each.dtype == "int32" else 1
+        if counts[kind] < len(given[kind]):
+            found.append(given[kind][counts[kind]])
+        counts[kind] += 1
+    if counts != [len(each) for each in given]:
+        wanted, got = ("{} tensors, {} floats and {} integers".format(*each) for each in (counts, map(len, given)))
+        raise ValueError(f"operands: the program takes {wanted}, got {got}")
+    return found
+
+
+def divided(operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """The tensors, floats and integers among operands: what `joined` puts together."""
+    tensors = [each for each in operands if isinstance(each, torch.Tensor)]
+    others = [each for each in operands if not isinstance(each, torch.Tensor)]
+    integers = [each for each in others if isinstance(each, int | torch.SymInt)]
+    return tensors, [each for each in others if not isinstance(each, int | torch.SymInt)], integers
+
+
+def _many(results: Any) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _compute(
+    a: Any, b: Any, operands: Any, numbers: Any, integers: Any, program: str, out_dtype: Any = None,
+    precision: str | None = None, backend: str = "auto", config: str | None = None, save: str = "outputs",
+) -> list[torch.Tensor]:  # fmt: skip
+    known = program_of(program)
+    given = joined(known, operands, numbers, integers)
+    return _many(fused.compute(a, b, known, given, None, out_dtype, precision, backend, config))
+
+
+def _compute_out(a, b, operands, numbers, integers, program, precision, backend, config, out) -> None:
+    known = program_of(program)
+    given = joined(known, operands, numbers, integers)
+    fused.compute(a, b, known, given, tuple(out), None, precision, backend, config)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("gemm_program", _compute, _device)
+    _library.impl("gemm_program_out", _compute_out, _device)
+
+
+def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list[tuple[Any, ...]]:
+    """The shapes of the results. Raises what `gemm` would raise, as far as shapes and dtypes tell."""
+    *leading, m, n = check_product(a, b, None, 0.0, None, None)
+    if program.gating:
+        torch._check_value(
+            n % 2 == 0, lambda: f"b: got {n} columns; an epilogue of gate and up needs an even number of them"
+        )
+        n = n // 2
+    whole = (*leading, m, n)
+    for number, (given, operand) in enumerate(zip(program.inputs, operands, strict=True)):
+        if given.by_value:
+            continue
+        name = f"operands[{number}]"
+        if operand.dtype != (torch.int32 if given.dtype == "int32" else torch_dtype(given.dtype)):
+            raise TypeError(f"{name}: got dtype {operand.dtype}, and the program takes {given.dtype}")
+        try:
+            operand.reshape(operand.shape[max(operand.dim() - len(whole), 0) :]).expand(whole)
+        except RuntimeError:
+            raise ValueError(
+                f"{name}: got shape {tuple(operand.shape)}, expected {tuple(whole)} or one that broadcasts to it"
+            ) from None
+    return [program_request.result_shape(output, tuple(leading), m, n) for output in program.outputs]
+
+
+def _fake(
+    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
+    save="outputs",
+):  # fmt: skip
+    known = program_of(program)
+    shapes = shapes_of(a, b, joined(known, operands, numbers, integers), known)
+    if out_dtype is not None and dtype_name(out_dtype) is None:
+        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
+    results = []
+    for number, (output, shape) in enumerate(zip(known.outputs, shapes, strict=True)):
+        name = program_request._dtype(number, output, None, out_dtype, str(dtype_name(out_dtype or a.dtype)))
+        results.append(a.new_empty(shape, dtype=torch_dtype(name)))
+    return results
+
+
+def _fake_out(a, b, operands, numbers, integers, program, precision, backend, config, out):
+    known = program_of(program)
+    shapes = shapes_of(a, b, joined(known, operands, numbers, integers), known)
+    if len(out) != len(shapes):
+        raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(shapes)} results")
+    for number, (output, target, shape) in enumerate(zip(known.outputs, out, shapes, strict=True)):
+        name = program_request._name(number, len(shapes))
+        if tuple(target.shape) != tuple(shape):
+            raise ValueError(f"{name}: got shape {tuple(target.shape)}, expected {tuple(shape)}")
+        wanted = program_request._dtype(number, output, target, None, "fp32")
+        if dtype_name(target.dtype) != wanted:
+            raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.TABLE[wanted].torch_name}")
+
+
+torch.library.register_fake("cutegemm::gemm_program", _fake, lib=_library)
+torch.library.register_fake("cutegemm::gemm_program_out", _fake_out, lib=_library)
+
+_redispatch = torch.ops.cutegemm.gemm_program.default.redispatch
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+
+
+def _recorded(
+    keyset, a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
+    save="outputs",
+):  # fmt: skip
+    """gemm_program for one level of autograd: what is recorded calls the operator below it."""
+    below = keyset & _BELOW_AUTOGRAD
+    tensors = (a, b, *operands)
+    program_autograd.refuse_tangents(*tensors)
+    grad = torch.is_grad_enabled()
+    if not (grad and torch._C._any_requires_grad(*tensors)):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _redispatch(
+                below, a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
+            )
+
+    def run(a: Any, b: Any, epilogue: Program, given: Sequence[Any], wanted: Any) -> Any:
+        # Recording switches grad mode off, which the next level of torch.func is to find as it was.
+        with torch.set_grad_enabled(grad), torch._C._AutoDispatchBelowAutograd():
+            return _redispatch(
+                below, a, b, *divided(given), epilogue.text, wanted, precision, backend, config, save
+            )  # fmt: skip
+
+    known = program_of(program)
+    settings = program_autograd.Settings(known, out_dtype, precision, backend, save, run)
+    with enable_single_level_autograd_function():
+        return list(program_autograd.record(a, b, joined(known, operands, numbers, integers), settings))
+
+
+_library.impl("gemm_program", _recorded, "Autograd", with_keyset=True)
+
+
+def _refuse_derivatives(
+    keyset, a, b, operands, numbers, integers, program, precision, backend, config, out
+) -> None:  # fmt: skip
+    """gemm_program_out below autograd; no derivative is computed of what is written into a tensor."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands, *out)):
+        raise RuntimeError(
+            "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
+            "call gemm under torch.no_grad(), or leave out away"
+        )
+    program_autograd.refuse_tangents(a, b, *operands, *out)
+    torch.autograd.graph.increment_version(tuple(out))  # also of fake or meta tensors, which nothing below writes
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.cutegemm.gemm_program_out.default.redispatch(
+            keyset & _BELOW_AUTOGRAD, a, b, operands, numbers, integers, program, precision, backend, config, out
+        )
+
+
+_library.impl("gemm_program_out", _refuse_derivatives, "Autograd", with_keyset=True)
+
+
+def _autocast(
+    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
+    save="outputs",
+):  # fmt: skip
+    """a and b as torch.mm would cast them; the operands of the program keep their dtypes, which it names."""
+    a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": None})
+    with torch._C._DisableAutocast():
+        return torch.ops.cutegemm.gemm_program(
+            a, b, operands, numbers, integers, program, out_dtype, cast["precision"], backend, config, save
+        )
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("gemm_program", _autocast, f"Autocast{_device}")
+
+
+def _vmapped(
+    info, in_dims, a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto",
+    config=None, save="outputs",
+):  # fmt: skip
+    results = program_batches.mapped(
+        info.batch_size, (a, b, *operands), (in_dims[0], in_dims[1], *in_dims[2]), program_of(program),
+        lambda a, b, tensors, known: torch.ops.cutegemm.gemm_program(
+            a, b, tensors, numbers, integers, known.text, out_dtype, precision, backend, config, save
+        ),
+    )  # fmt: skip
+    return results, [0] * len(results)
+
+
+torch.library.register_vmap("cutegemm::gemm_program", _vmapped, lib=_library)
+
+
+def _batched(
+    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
+    save="outputs",
+):  # fmt: skip
+    """gemm_program of tensors of the older vmap, by which torch.autograd.grad takes a batch of gradients."""
+    level, size, tensors, dims = transforms.unwrap((a, b, *operands))
+    results = program_batches.mapped(
+        size, tensors, dims, program_of(program),
+        lambda a, b, tensors, known: torch.ops.cutegemm.gemm_program(
+            a, b, tensors, numbers, integers, known.text, out_dtype, precision, backend, config, save
+        ),
+    )  # fmt: skip
+    return [torch._add_batch_dim(each, 0, level) for each in results]
+
+
+_library.impl("gemm_program", _batched, "Batched")
+
+
+def _flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
+    """2 L M N K, for torch's FlopCounterMode."""
+    la, lb = (shape[0] if len(shape) == 3 else 1 for shape in (a_shape, b_shape))
+    return 2 * (la if lb == 1 else lb) * a_shape[-2] * a_shape[-1] * b_shape[-1]
+
+
+register_flop_formula([torch.ops.cutegemm.gemm_program, torch.ops.cutegemm.gemm_program_out])(_flops)

@@ -1,0 +1,204 @@
+"""`gemm` with an epilogue: the short way to a remembered kernel, or what kind of call it is, as gemm.py does without.
+
+    torch.compile                                       the function becomes a program's text (compiled.py), and the
+                                                        call the operator torch.ops.cutegemm.gemm_program
+    torch.jit.trace, a dispatch mode, a tensor
+    subclass, vmap, torch.func, batched gradients       that operator (program_operator.py)
+    autocast                                            a and b cast as those of torch.mm; operands stay as they are
+    a tensor that requires grad                         the autograd function (program_autograd.py)
+    a description not seen before                       checks, plan, compilation (run/fused.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from cutegemm.choice.plan import Memo, Plan
+from cutegemm.problem import overlap, program_request, request
+from cutegemm.problem.program.graph import Program
+from cutegemm.pytorch import compiled, program_autograd, transforms
+from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.program_operator import divided
+from cutegemm.run import call, fused, runner
+
+OPTIONS = ("epilogue", "operands", "save")
+"""What `gemm` takes for an epilogue program only."""
+SAVES = ("outputs", "recompute")
+"""What `save` may be."""
+
+_recorded = Memo(4096)
+"""Call description and `save` -> program, of calls that recorded gradients."""
+_PLAIN = call.PLAIN
+_memo, _key = fused.memo, fused.description
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_autocast_on = torch._C._is_any_autocast_enabled
+_is_tracing = torch._C._is_tracing
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
+_has_transforms = torch._C._are_functorch_transforms_active
+
+
+def refuse_terms(c: Any, alpha: Any, beta: Any, bias: Any, activation: Any) -> None:
+    """Raises ValueError for terms of the fixed epilogue next to a program."""
+    if c is not None or bias is not None or activation is not None or alpha != 1 or beta != 0:
+        raise ValueError(
+            "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
+            "pass tensors as operands"
+        )
+
+
+def refuse_alone(options: dict[str, Any]) -> None:
+    """Raises ValueError for what goes with an epilogue only."""
+    for name in ("operands", "save"):
+        if options.get(name, ()) not in ((), None):
+            raise ValueError(f"{name}: it is given without an epilogue, which it is for; pass epilogue=, or leave {name} away")
+
+
+def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:
+    """The plan of `gemm(a, b, c, **options)` with an epilogue; see there for what it raises."""
+    given = dict(options)
+    epilogue, operands, _ = given.pop("epilogue"), given.pop("operands", ()), given.pop("save", None)
+    known = runner.complete(given)
+    refuse_terms(c, known["alpha"], known["beta"], known["bias"], known["activation"])
+    if _is_autocast_on():
+        a, b, _, known = cast_operands(a, b, None, known)
+    names = "out", "out_dtype", "precision", "backend", "config"
+    return fused.plan_of(a, b, epilogue, operands, *(known[name] for name in names))
+
+
+def compute(
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, precision: Any,
+    backend: str, config: Any, save: str | None,
+) -> Any:  # fmt: skip
+    """`gemm` with an epilogue; see there."""
+    if save is not None and save not in SAVES:
+        raise ValueError(f"save: got {save!r}, accepted are None, {', '.join(map(repr, SAVES))}")
+    if _is_dynamo_compiling():
+        return _by_operator(
+            a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, precision, backend, config, save
+        )
+    run = program = None
+    try:
+        if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():
+            key = _key(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+            plain, records = True, a.requires_grad or b.requires_grad
+            for operand in operands:
+                kind = operand.__class__
+                if kind is not float and kind is not int:
+                    if kind not in _PLAIN:
+                        plain = False
+                    elif operand.requires_grad:
+                        records = True
+            if out is not None:
+                for each in (out,) if isinstance(out, torch.Tensor) else out:
+                    if each.__class__ not in _PLAIN or each.requires_grad:
+                        plain = False
+            if plain and not _is_autocast_on() and forward_ad._current_level < 0:
+                if not records or not _is_grad_enabled():
+                    run = _memo.get(key)
+                elif out is None and not _has_transforms():
+                    program = _recorded.get((key, save))
+    except (AttributeError, TypeError, RuntimeError):
+        pass  # not a dense tensor, or something unhashable: what it is is found out below
+    if run is not None:
+        return run(a, b, operands, out)
+    if program is not None:
+        return _record(a, b, program, operands, out_dtype, precision, backend, config, save)
+    return _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
+
+
+def _record(a, b, program, operands, out_dtype, precision, backend, config, save):
+    run = partial(_run, precision, backend, config)
+    settings = program_autograd.Settings(program, out_dtype, precision, backend, save, run)
+    results = program_autograd.record(a, b, operands, settings)
+    return results if len(results) > 1 else results[0]
+
+
+def _run(precision, backend, config, a, b, program, operands, out_dtype):
+    return fused.compute(a, b, program, operands, None, out_dtype, precision, backend, config)
+
+
+def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save):
+    """A call that is new, or that is more than a multiplication of plain tensors."""
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    outs = () if out is None else (out,) if isinstance(out, torch.Tensor) else out
+    if not isinstance(outs, (tuple, list)):
+        raise TypeError(f"out: got {request.shown(out)}, expected a tensor, or a tuple of one for each result")
+    tensors = {"a": a, "b": b}
+    tensors |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
+    targets = {("out" if len(outs) == 1 else f"out[{i}]"): each for i, each in enumerate(outs)}
+    everything = (*tensors.values(), *outs)
+    options = out, out_dtype, precision, backend, config
+    under_transform = transforms.active(*everything)
+    if under_transform:
+        transforms.refuse_escaped({**tensors, **targets})
+        if out is not None:
+            raise ValueError(
+                "out: got a tensor under vmap or torch.func, where nothing can be written into it; leave it away"
+            )
+    if under_transform or is_dispatched(*everything) or _is_tracing():
+        text = _program(a, b, epilogue, operands).text
+        return _by_operator(a, b, text, operands, *options, save)
+    if _is_autocast_on():
+        a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": out})
+        with torch._C._DisableAutocast():
+            return compute(a, b, epilogue, operands, out, out_dtype, cast["precision"], backend, config, save)
+    program_autograd.refuse_tangents(*everything)
+    if _is_grad_enabled():
+        for name, target in targets.items():
+            request.check_tensor(name, target)
+        if out is not None and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors.values()):
+            raise ValueError(
+                "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
+                "call gemm under torch.no_grad(), or leave out away"
+            )
+        if any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors.values()):
+            program = _program(a, b, epilogue, operands)
+            if _has_transforms():
+                return _by_operator(a, b, program.text, operands, *options, save)
+
+            key = fused.key_of(a, b, epilogue, operands, *options)
+            if key is not None:
+                _recorded.put((key, save), program)
+            return _record(a, b, program, operands, out_dtype, precision, backend, config, save)
+    return fused.compute(a, b, epilogue, operands, *options)
+
+
+def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
+    """The program of a call whose tensors may be fake, mapped or of a subclass."""
+    for name, tensor in (("a", a), ("b", b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    return program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+
+
+def _by_operator(a, b, text, operands, out, out_dtype, precision, backend, config, save):
+    """The call as torch's operator; see program_operator.py. torch.compile puts this into its graph."""
+    if config is not None and not isinstance(config, str):
+        config = str(config)
+    tensors, numbers, integers = divided(operands)
+    if out is None:
+        results = torch.ops.cutegemm.gemm_program(
+            a, b, tensors, numbers, integers, text, out_dtype, precision, backend, config, save or "outputs"
+        )
+        return tuple(results) if len(results) > 1 else results[0]
+    outs = [out] if isinstance(out, torch.Tensor) else list(out)
+    if out_dtype is not None and out_dtype != outs[0].dtype:
+        raise TypeError(f"out: got dtype {outs[0].dtype}, but out_dtype says {out_dtype}")
+    named = {"a": a, "b": b}
+    for number, operand in enumerate(operands):
+        if isinstance(operand, torch.Tensor):
+            named[f"operands[{number}]"] = operand
+    for each in outs:
+        overlap.check_identity(each, named)
+    torch.ops.cutegemm.gemm_program_out(
+        a, b, tensors, numbers, integers, text, precision, backend, config, outs
+    )  # fmt: skip
+    return out if isinstance(out, torch.Tensor) else tuple(out)

@@ -1,0 +1,520 @@
+"""`gemm` with an epilogue program in torch: gradients, the operator, torch.compile, vmap, autocast, fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import func
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.library import opcheck
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.problem import program_request
+from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.program.text import parse
+from cutegemm.pytorch import autograd, program_autograd
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
+OP = torch.ops.cutegemm.gemm_program.default
+TEXT = "def epilogue(acc, x0: fp32[N], x1: fp32[M, N], x2: fp32): return gelu(acc + x0) * x1 * x2, row_sum(acc)"
+
+
+def draw(seed, *shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def leaves(*tensors):
+    return [each.detach().clone().requires_grad_() for each in tensors]
+
+
+def tupled(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+def gelu_bias_gate(acc, bias, gate):
+    return ops.gelu(acc + bias) * gate
+
+
+PROGRAMS = {
+    "linear": (lambda acc, bias: acc * 0.5 + bias, [(8,)]),
+    "gelu, bias, gate": (gelu_bias_gate, [(8,), (4, 8)]),
+    "swiglu": (ops.swiglu, []),
+    "geglu of pairs": (lambda acc, scale: ops.geglu_tanh_pairs(acc) * scale, [(4, 1)]),
+    "gate alone": (lambda acc: ops.tanh(ops.halves(acc)[0]), []),
+    "sums": (lambda acc, res: (acc * res, ops.row_sum(acc * acc), ops.column_sum(ops.sigmoid(acc))), [(4, 8)]),
+    "maxima": (lambda acc, res: (acc * res, ops.row_max_abs(acc * res), ops.column_max(acc)), [(4, 8)]),
+    "partner": (lambda acc, cos, sin: (acc * cos + ops.partner(acc * acc) * sin) * acc, [(4, 8), (4, 8)]),
+    "scalars": (lambda acc, scale, other: ops.exp(acc * scale * 0.1) / (2.0 + other * other), [(), (1, 1)]),
+    "extremes": (lambda acc, low: ops.clamp(acc, low, 1.5) - abs(acc), [(8,)]),
+    "no gradient": (lambda acc, x: ops.where(acc > x, 1.0, 2.0), [(8,)]),
+}
+"""Name: a function that also computes on tensors, and the shapes of its operands, for a product of 4 x 8."""
+
+
+def expected(function, a, b, operands, grads, wanted):
+    """Results and gradients of torch's own operators."""
+    results = [each.reshape(grad.shape) for each, grad in zip(tupled(function(a @ b, *operands)), grads, strict=True)]
+    if not any(each.requires_grad for each in results):
+        return results, [torch.zeros_like(each) for each in wanted]
+    found = torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True, materialize_grads=True)
+    return results, list(found)
+
+
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_those_of_torch(name, save, seed):
+    function, shapes = PROGRAMS[name]
+    a, b, *operands = leaves(*draw(seed, (4, 6), (6, 8), *shapes))
+    got = tupled(cutegemm.gemm(a, b, epilogue=function, operands=operands, save=save))
+    grads = draw(seed + 1, *(each.shape for each in got))
+    results, want = expected(function, a, b, operands, grads, (a, b, *operands))
+    for x, y in zip(got, results, strict=True):
+        torch.testing.assert_close(x, y)
+    for _ in range(2):  # the second time the derived programs are remembered
+        found = torch.autograd.grad(got, (a, b, *operands), grads, retain_graph=True)
+        for x, y in zip(found, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            plain = tupled(cutegemm.gemm(a, b, epilogue=function, operands=operands, save=save))
+        assert all(map(torch.equal, plain, got)), "recording gradients changed the result"
+        got = tupled(cutegemm.gemm(a, b, epilogue=function, operands=operands, save=save))
+
+
+def in_float64(a, b, function, operands, monkeypatch, save=None):
+    """The results of a call whose products and programs are computed in float64, recorded by the code of every call."""
+
+    def product(x, y, *, alpha=1.0, out_dtype=None, precision=None, backend="auto", epilogue=None, operands=()):
+        acc = alpha * (x @ y)
+        if epilogue is None:
+            return acc
+        return evaluate(epilogue, acc, operands)
+
+    def run(a, b, program, operands, out_dtype):
+        return evaluate(program, a @ b, operands)
+
+    monkeypatch.setattr(autograd, "_gemm", product)
+    like = [each.float() if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in operands]
+    program = program_request.traced(function, program_request.inputs_of(like, a.device))
+    return program_autograd.record(
+        a, b, operands, program_autograd.Settings(program, None, None, "auto", save, run)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "no gradient"])
+def test_gradients_to_the_second_order_in_float64(name, save, seed, monkeypatch):
+    function, shapes = PROGRAMS[name]
+    inputs = leaves(*draw(seed, (4, 6), (6, 8), *shapes, dtype=torch.float64))
+
+    def call(a, b, *operands):
+        return in_float64(a, b, function, operands, monkeypatch, save)
+
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
+
+
+def test_gradients_of_gradients(seed):
+    a, b, bias, gate = leaves(*draw(seed, (4, 6), (6, 8), (8,), (4, 8)))
+    grad, *weights = draw(seed + 1, (4, 8), (4, 6), (6, 8), (8,), (4, 8))
+    wanted = (a, b, bias, gate)
+
+    def second(results):
+        first = torch.autograd.grad(results, wanted, grad, create_graph=True)
+        return torch.autograd.grad(sum((x * y).sum() for x, y in zip(first, weights, strict=True)), wanted)
+
+    want = second(gelu_bias_gate(a @ b, bias, gate))
+    for save in ("outputs", "recompute"):
+        got = second(cutegemm.gemm(a, b, epilogue=gelu_bias_gate, operands=(bias, gate), save=save))
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape", "bias_shape"),
+    [
+        ((3, 4, 6), (6, 8), (3, 1, 8)),
+        ((4, 6), (3, 6, 8), (4, 1)),
+        ((3, 4, 6), (3, 6, 8), (1, 4, 8)),
+        ((4, 6), (6, 8), (1, 4, 8)),
+        ((1, 6), (6, 8), (1, 8)),
+        ((0, 6), (6, 8), (8,)),
+        ((0, 6), (6, 8), (0, 8)),
+        ((4, 0), (0, 8), (8,)),
+    ],
+    ids=str,
+)
+def test_batches_and_broadcasts(a_shape, b_shape, bias_shape, seed):
+    a, b, bias = leaves(*draw(seed, a_shape, b_shape, bias_shape))
+
+    def function(acc, x):
+        return ops.silu(acc + x) * x
+
+    for save in ("outputs", "recompute"):
+        got = cutegemm.gemm(a, b, epilogue=function, operands=(bias,), save=save)
+        want = function(a @ b, bias).reshape(got.shape)
+        torch.testing.assert_close(got, want)
+        (grad,) = draw(seed + 1, got.shape)
+        for x, y in zip(*(torch.autograd.grad(each, (a, b, bias), grad) for each in (got, want)), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_half_precision_and_operands_of_other_dtypes(seed):
+    a, b = leaves(*draw(seed, (32, 48), (48, 64), dtype=torch.bfloat16))
+    (bias,) = leaves(*draw(seed, (64,)))
+    steps = torch.tensor(3, dtype=torch.int32)
+
+    def function(acc, bias, step, scale):
+        return ops.cast(ops.gelu(acc + bias) * scale, torch.float16), ops.where(ops.column() < step, acc, 0.0)
+
+    got = cutegemm.gemm(a, b, epilogue=function, operands=(bias, steps, 2.0))
+    assert [each.dtype for each in got] == [torch.float16, torch.bfloat16]
+    found = torch.autograd.grad(got, (a, b, bias), [torch.ones_like(each) for each in got])
+    assert [each.dtype for each in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    wide = leaves(a.float(), b.float(), bias)
+    acc = wide[0] @ wide[1]
+    results = torch.nn.functional.gelu(acc + wide[2]) * 2, torch.where(torch.arange(64) < 3, acc, 0.0)
+    want = torch.autograd.grad(results, wide, [torch.ones_like(each) for each in results])
+    for x, y in zip(found, want, strict=True):
+        # The saved accumulator and the gradient of it are rounded to bf16, 2^-9, before sums of up to 64 terms.
+        torch.testing.assert_close(x.float(), y, rtol=2.0**-6, atol=2.0**-6 * float(y.abs().max()))
+
+
+def saved_shapes(call):
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x, lambda x: x):
+        call()
+    return sorted(shapes)
+
+
+def test_only_what_the_derivative_needs_is_saved(seed):
+    a, b, x = draw(seed, (4, 6), (6, 8), (4, 8))
+    a.requires_grad_()
+
+    def saved(function, operands=(), save=None, b=b):
+        return saved_shapes(lambda: cutegemm.gemm(a, b, epilogue=function, operands=operands, save=save))
+
+    assert saved(lambda acc: acc * 2.0) == [(6, 8)]  # of a's gradient: b
+    assert saved(lambda acc, x: acc + x, (x,)) == [(6, 8)]
+    assert saved(lambda acc, x: acc * x, (x,)) == [(4, 8), (6, 8)]
+    assert saved(ops.gelu) == [(4, 6), (4, 8), (6, 8)]
+    assert saved(ops.gelu, save="recompute") == [(4, 6), (6, 8)]
+    assert saved(ops.swiglu) == [(4, 4), (4, 4), (4, 6), (6, 8)]
+    x.requires_grad_()
+    assert saved(lambda acc, x: acc * x, (x,)) == [(4, 6), (4, 8), (4, 8), (6, 8)]  # of x's gradient: acc
+
+
+def test_only_what_is_asked_for(seed):
+    a, b, bias, gate = draw(seed, (4, 6), (6, 8), (8,), (4, 8))
+    got = cutegemm.gemm(a, b, epilogue=gelu_bias_gate, operands=(bias.requires_grad_(), gate))
+    got.sum().backward()
+    assert a.grad is None
+    assert gate.grad is None
+    assert bias.grad is not None
+    with torch.no_grad():
+        assert not cutegemm.gemm(a, b, epilogue=gelu_bias_gate, operands=(bias, gate)).requires_grad
+    first, second = cutegemm.gemm(a.requires_grad_(), b, epilogue=lambda acc: (ops.exp(acc), acc))
+    (found,) = torch.autograd.grad(second.sum(), a)  # an output without a gradient
+    torch.testing.assert_close(found, torch.ones(4, 8) @ b.T)
+    assert first.requires_grad
+
+
+def test_a_changed_tensor_is_noticed(seed):
+    a, b, bias, gate = draw(seed, (4, 6), (6, 8), (8,), (4, 8))
+    got = cutegemm.gemm(a.requires_grad_(), b, epilogue=gelu_bias_gate, operands=(bias, gate))
+    gate.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        got.sum().backward()
+
+
+def test_out(seed):
+    a, b, bias = draw(seed, (4, 6), (6, 8), (8,))
+    out, sums = torch.empty(4, 8), torch.empty(4, 1)
+
+    def function(acc, bias):
+        return acc + bias, ops.row_sum(acc)
+
+    for _ in range(2):
+        before = out._version
+        assert cutegemm.gemm(a, b, epilogue=function, operands=(bias,), out=(out, sums))[0] is out
+        assert out._version > before
+    torch.testing.assert_close(out, a @ b + bias)
+    torch.testing.assert_close(sums, (a @ b).sum(-1, keepdim=True))
+    with pytest.raises(ValueError, match=r"out: it requires grad"):
+        cutegemm.gemm(a, b, epilogue=function, operands=(bias,), out=(out, torch.empty(4, 1, requires_grad=True)))
+    bias.requires_grad_()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out: an operand requires grad"):
+            cutegemm.gemm(a, b, epilogue=function, operands=(bias,), out=(out, sums))
+    with torch.inference_mode():
+        inside = torch.empty(4, 8)
+        assert cutegemm.gemm(a, b, epilogue=ops.relu).is_inference()
+    with pytest.raises(ValueError, match=r"out: it is an inference tensor"):
+        cutegemm.gemm(a, b, epilogue=ops.relu, out=inside)
+
+
+def test_forward_mode_is_refused(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    def call(a):
+        return cutegemm.gemm(a, b, epilogue=ops.swiglu)
+
+    with pytest.raises(NotImplementedError, match="forward-mode tangent"):
+        func.jvp(call, (a,), (a,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode tangent"):
+        call(forward_ad.make_dual(a, a))
+    with forward_ad.dual_level():
+        call(a)
+
+
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+def test_opcheck(save, seed):
+    a, b, bias, gate = leaves(*draw(seed, (4, 6), (6, 8), (8,), (4, 8)))
+    opcheck(OP, (a, b, [bias, gate], [2.0], [], TEXT), {"save": save})
+    opcheck(OP, (a, b, [], [], [3], "def epilogue(acc, x0: int32): return where(column() < x0, exp(acc), 0.0)"))
+    opcheck(OP, (a, b, [], [], [], "def epilogue(gate: pairs[0], up: pairs[1]): return silu(gate) * up"))
+
+
+def test_opcheck_of_out_and_bad_texts(seed):
+    a, b, bias, gate = draw(seed, (3, 4, 6), (6, 8), (8,), (4, 8))
+    out = [torch.empty(3, 4, 8), torch.empty(3, 4, 1)]
+    opcheck(
+        torch.ops.cutegemm.gemm_program_out.default,
+        (a, b, [bias, gate], [2.0], [], TEXT, None, "auto", None, out),
+    )
+    with pytest.raises(ValueError, match="an epilogue's text is"):
+        OP(a, b, [], [], [], "import os")
+    with pytest.raises(ValueError, match=r"2 tensors, 1 floats and 0 integers, got 1 tensors"):
+        OP(a, b, [bias], [2.0], [], TEXT)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=r"operands\[1\]: got shape \(4, 7\)"):
+        fake = [mode.from_tensor(each) for each in (a, b, bias, torch.empty(4, 7))]
+        OP(*fake[:2], fake[2:], [2.0], [], TEXT)
+
+
+def compiled(function, backend="aot_eager"):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+class Block(torch.nn.Module):
+    """Epilogues where models have them: a module's function, one defined in forward, numbers of the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(6, 8).normal_())
+        self.bias = torch.nn.Parameter(torch.empty(8).normal_())
+        self.activation = ops.gelu
+        self.scale = 0.5
+
+    def forward(self, x, gate):
+        h = cutegemm.gemm(
+            x, self.weight, epilogue=lambda acc, b, g: self.activation(acc + b) * g * self.scale,
+            operands=(self.bias, gate),
+        )  # fmt: skip
+        return cutegemm.gemm(h, self.weight.T, epilogue=ops.swiglu)
+
+
+def test_compiled_training_step(seed):
+    torch.manual_seed(seed)
+    model = Block()
+    step = compiled(model)
+    for rows in (4, 4, 9):
+        inputs = draw(seed, (rows, 6), (rows, 8))
+        want, got = (torch.autograd.grad(run(*inputs).square().sum(), list(model.parameters())) for run in (model, step))
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    model.scale = 2.0  # dynamo guards what the function reads
+    torch.testing.assert_close(step(*inputs), model(*inputs))
+
+
+def test_compiled_closures_numbers_and_programs(seed):
+    a, b, x = draw(seed, (4, 6), (6, 8), (8,))
+    program = parse("def epilogue(acc, bias: fp32[N]): return tanh(acc) + bias")
+
+    def scaled(scale):
+        return lambda acc, x: acc * scale + x
+
+    call = compiled(lambda a, function: cutegemm.gemm(a, b, epilogue=function, operands=(x,)) + 1)
+    for function in (scaled(2.0), scaled(3.0), scaled(3.0), program):
+        torch.testing.assert_close(call(a, function), cutegemm.gemm(a, b, epilogue=function, operands=(x,)) + 1)
+    call = compiled(
+        lambda a, s, n: cutegemm.gemm(
+            a, b, epilogue=lambda acc, x, s, n: (ops.where(ops.row() < n, acc * s, x), ops.cast(acc, torch.bfloat16)),
+            operands=(x, s, n),
+        )
+    )  # fmt: skip
+    for scale, rows in ((1.0, 1), (0.25, 2), (3.0, 3)):
+        first, second = call(a, scale, rows)
+        torch.testing.assert_close(first, torch.where(torch.arange(4)[:, None] < rows, a @ b * scale, x))
+        assert second.dtype == torch.bfloat16
+
+
+def test_compiled_with_sizes_that_change(seed):
+    b, x = draw(seed, (6, 8), (8,))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def call(a, rows):
+        return cutegemm.gemm(a, b, epilogue=lambda acc, x, r: ops.relu(acc + x) * r, operands=(x, rows))
+
+    for m in (40, 7, 13, 29):
+        a, rows = draw(seed, (m, 6), (m, 1))
+        torch.testing.assert_close(call(a, rows), torch.relu(a @ b + x) * rows)
+    assert counter.frame_count <= 2
+
+
+def test_compiled_under_autocast_and_with_out(seed):
+    a, b, x = draw(seed, (8, 16), (16, 8), (8,))
+
+    def call(a, b):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return cutegemm.gemm(a, b, epilogue=lambda acc, x: acc + x, operands=(x,))
+
+    got = compiled(call)(a, b)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, call(a, b))
+    # The operand stays fp32: only a and b are cast.
+    assert torch.equal(got, cutegemm.gemm(a.bfloat16(), b.bfloat16(), epilogue=lambda acc, x: acc + x, operands=(x,)))
+    out, sums = torch.empty(8, 8), torch.empty(8, 1)
+    compiled(lambda a, b, out: cutegemm.gemm(a, b, epilogue=lambda acc: (acc, ops.row_sum(acc)), out=out))(
+        a, b, (out, sums)
+    )  # fmt: skip
+    torch.testing.assert_close((out, sums), (a @ b, (a @ b).sum(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda acc, x: acc, "no result depends on operand 0"),
+        (lambda acc, x: ops.row_sum(acc * x) * 2.0, "is a result of its own"),
+        (lambda acc, x: acc if acc > x else x, "cannot depend on a value of an epilogue|Data-dependent"),
+        (lambda acc, x: str(acc), "returns something else than values"),
+    ],
+)
+def test_compiled_errors_say_what_is_wrong(function, message, seed):
+    a, b, x = draw(seed, (4, 6), (6, 8), (8,))
+    with pytest.raises(Exception, match=message):
+        compiled(lambda a: cutegemm.gemm(a, b, epilogue=function, operands=(x,)))(a)
+
+
+def test_exported_and_traced(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    class Module(torch.nn.Module):
+        def forward(self, a):
+            return cutegemm.gemm(a, b, epilogue=ops.swiglu)
+
+    program = torch.export.export(Module(), (a,))
+    assert OP in [node.target for node in program.graph.nodes]
+    want = cutegemm.gemm(a + 1, b, epilogue=ops.swiglu)
+    assert torch.equal(program.module()(a + 1), want)
+    assert torch.equal(torch.jit.trace(Module(), (a,))(a + 1), want)
+
+
+@pytest.mark.filterwarnings("error")
+def test_fake_and_meta_tensors_have_shape_and_dtype():
+    def function(acc, x):
+        gate, up = ops.halves(acc)
+        return gate * x, ops.row_sum(up), ops.cast(up, torch.float16)
+
+    with FakeTensorMode():
+        a, b, x = torch.empty(3, 4, 6), torch.empty(6, 10), torch.empty(5)
+        found = cutegemm.gemm(a, b, epilogue=function, operands=(x,), out_dtype=torch.bfloat16)
+        assert [tuple(each.shape) for each in found] == [(3, 4, 5), (3, 4, 1), (3, 4, 5)]
+        assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float16]
+        with pytest.raises(ValueError, match=r"operands\[0\]: got shape \(4,\)"):
+            cutegemm.gemm(a, b, epilogue=function, operands=(torch.empty(4),))
+        with pytest.raises(ValueError, match="b: got 9 columns"):
+            cutegemm.gemm(a, torch.empty(6, 9), epilogue=ops.swiglu)
+    (meta,) = OP(
+        torch.empty(4, 6, device="meta"), torch.empty(6, 8, device="meta"), [], [], [], "def epilogue(acc): return acc"
+    )
+    assert (meta.device.type, tuple(meta.shape)) == ("meta", (4, 8))
+
+
+@pytest.mark.parametrize(
+    ("dims", "shapes"),
+    [
+        ((0, None, None, None), ((3, 4, 6), (6, 8), (8,), (4, 8))),
+        ((0, 0, 0, 0), ((3, 4, 6), (3, 6, 8), (3, 8), (3, 4, 8))),
+        ((None, None, 0, None), ((4, 6), (6, 8), (3, 8), (4, 8))),
+        ((0, None, None, 0), ((3, 2, 4, 6), (6, 8), (8,), (3, 2, 4, 8))),
+        ((None, None, 1, None), ((2, 4, 6), (6, 8), (8, 3), (2, 1, 1))),
+        ((1, 2, None, 0), ((4, 3, 6), (6, 8, 3), (8,), (3,))),
+    ],
+)
+def test_vmap(dims, shapes, seed):
+    def function(acc, x, y):
+        return ops.gelu(acc + x) * y, ops.row_sum(acc)
+
+    given = draw(seed, *shapes)
+    got = torch.vmap(lambda a, b, *o: cutegemm.gemm(a, b, epilogue=function, operands=o), dims)(*given)
+    want = torch.vmap(lambda a, b, *o: function(a @ b, *o), dims)(*given)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_vmap_of_the_number_of_a_matrix(seed):
+    """It counts within one call: mapped calls all have the same."""
+    a, b = draw(seed, (3, 2, 4, 6), (6, 8))
+    got = torch.vmap(lambda a: cutegemm.gemm(a, b, epilogue=lambda acc: acc * ops.matrix()))(a)
+    torch.testing.assert_close(got, a @ b * torch.tensor([0.0, 1.0])[:, None, None])
+    dropped = torch.vmap(lambda a: cutegemm.gemm(a, b, epilogue=lambda acc: ops.dropout(acc, 0.5, 7)))(a[:1].expand(3, 2, 4, 6))
+    assert torch.equal(dropped[0], dropped[2])
+
+
+def test_functional_transforms(seed):
+    a, b, bias, gate = draw(seed, (4, 6), (6, 8), (8,), (4, 8))
+
+    def ours(a, b):
+        return cutegemm.gemm(a, b, epilogue=gelu_bias_gate, operands=(bias, gate)).square().sum()
+
+    def exact(a, b):
+        return gelu_bias_gate(a @ b, bias, gate).square().sum()
+
+    stacked = torch.stack((a, 2 * a))
+    for transform in (
+        lambda f: func.grad(f, (0, 1))(a, b),
+        lambda f: func.jacrev(func.grad(f))(a, b),
+        lambda f: torch.vmap(func.grad(f), (0, None))(stacked, b),
+        lambda f: func.vjp(f, a, b)[1](torch.tensor(2.0)),
+    ):
+        torch.testing.assert_close(transform(ours), transform(exact), rtol=1e-3, atol=1e-3)
+    wanted = leaves(a, b)
+    grads = draw(seed + 1, (5,))[0]
+    torch.testing.assert_close(
+        *(torch.autograd.grad(f(*wanted), wanted, grads, is_grads_batched=True) for f in (ours, exact)),
+        rtol=1e-3, atol=1e-3,
+    )  # fmt: skip
+
+
+def test_subclasses_of_tensor(seed):
+    class Named(torch.Tensor):
+        pass
+
+    a, b, x = draw(seed, (4, 6), (6, 8), (8,))
+    for _ in range(2):
+        for inputs in ((a.as_subclass(Named), x), (a, x.as_subclass(Named))):
+            got = cutegemm.gemm(inputs[0], b, epilogue=lambda acc, x: acc + x, operands=inputs[1:])
+            assert type(got) is Named
+            torch.testing.assert_close(got.as_subclass(torch.Tensor), a @ b + x)
+
+
+def test_prepare_explain_and_tune(seed, capsys):
+    a, b, x = draw(seed, (4, 6), (6, 8), (8,))
+    options = {"epilogue": lambda acc, x: ops.relu(acc + x), "operands": (x,)}
+    cutegemm.prepare(a, b, **options)
+    cutegemm.explain(a, b, **options)
+    assert "def epilogue(acc, x0: fp32[N]) -> fp32: return relu(acc + x0)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="epilogue: tune measures products without a program"):
+        cutegemm.tune(a, b, **options)
+    for call in (cutegemm.gemm, cutegemm.prepare, cutegemm.explain, cutegemm.tune):
+        with pytest.raises(ValueError, match="operands: it is given without an epilogue"):
+            call(a, b, operands=(x,))
+    with pytest.raises(ValueError, match="epilogue: got one together with c, alpha"):
+        cutegemm.explain(a, b, bias=x, **options)
+    with pytest.raises(ValueError, match="save: got 'acc', accepted are None, 'outputs', 'recompute'"):
+        cutegemm.gemm(a, b, save="acc", **options)

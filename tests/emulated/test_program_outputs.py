@@ -107,7 +107,9 @@ def test_gated_results(gating, config):
 @pytest.mark.parametrize("config", ["simt/32x32x16/w32x32/s3/g8", "simt/32x32x64/w32x32/s3/g8/x8"])
 def test_cuda_cores(config):
     a, b = integers(45, 64, dtype=torch.float32, seed=1), integers(64, 70, dtype=torch.float32, seed=2)
-    text = "def epilogue(acc) -> (fp32, bf16, None, None): return acc, -acc, row_sum(acc + 3.0), column_max(acc - 500.0)"
+    text = (
+        "def epilogue(acc) -> (fp32, bf16, None, None): return acc, -acc, row_sum(acc + 3.0), column_max(acc - 500.0)"
+    )
     check_exact(*run(text, config, a, b))
 
 

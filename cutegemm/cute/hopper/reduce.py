@@ -1,4 +1,4 @@
-"""Reduced results in the Hopper epilogue that stores by TMA: from fragments of accumulators to pieces (`cute.reduction`).
+"""Reduced results in the Hopper epilogue that stores by TMA: from accumulators to pieces (`cute.reduction`).
 
 Rows and columns are those of the accumulators; with swapped operands they are the columns and rows of D.
 

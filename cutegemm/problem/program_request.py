@@ -76,7 +76,6 @@ def describe(
     if program.uses("partner") and columns % 2:
         raise ValueError(f"epilogue: partner exchanges neighbouring columns, and its result has {columns} of them")
     leading = (batch,) if a.dim() == 3 or b.dim() == 3 else ()
-    whole = (*leading, m, columns)
     for number, (given, operand) in enumerate(zip(inputs, operands, strict=True)):
         _check_shape(number, given, operand, (batch, m, columns))
     outs = _given_outputs(out, len(program.outputs))

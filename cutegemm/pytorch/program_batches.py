@@ -35,7 +35,9 @@ def mapped(
     fronted = [each if dim is None else each.movedim(dim, 0) for each, dim in zip(tensors, dims, strict=True)]
     for name, tensor, own in zip(("a", "b"), fronted, is_mapped, strict=False):
         if tensor.dim() - own not in (2, 3):
-            raise ValueError(f"{name}: got {tensor.dim() - own} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
+            raise ValueError(
+                f"{name}: got {tensor.dim() - own} dimensions, accepted are 2 (one matrix) and 3 (a batch)"
+            )
     for number, (tensor, own) in enumerate(zip(fronted[2:], is_mapped[2:], strict=True)):
         if tensor.dim() - own > 3:
             raise ValueError(f"operands[{number}]: got {tensor.dim() - own} dimensions, accepted are 0 to 3")

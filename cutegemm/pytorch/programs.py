@@ -1,12 +1,12 @@
 """`gemm` with an epilogue: the short way to a remembered kernel, or what kind of call it is, as gemm.py does without.
 
-    torch.compile                                       the function becomes a program's text (compiled.py), and the
-                                                        call the operator torch.ops.cutegemm.gemm_program
-    torch.jit.trace, a dispatch mode, a tensor
-    subclass, vmap, torch.func, batched gradients       that operator (program_operator.py)
-    autocast                                            a and b cast as those of torch.mm; operands stay as they are
-    a tensor that requires grad                         the autograd function (program_autograd.py)
-    a description not seen before                       checks, plan, compilation (run/fused.py)
+torch.compile                                       the function becomes a program's text (compiled.py), and the
+                                                    call the operator torch.ops.cutegemm.gemm_program
+torch.jit.trace, a dispatch mode, a tensor
+subclass, vmap, torch.func, batched gradients       that operator (program_operator.py)
+autocast                                            a and b cast as those of torch.mm; operands stay as they are
+a tensor that requires grad                         the autograd function (program_autograd.py)
+a description not seen before                       checks, plan, compilation (run/fused.py)
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def refuse_alone(options: dict[str, Any]) -> None:
     """Raises ValueError for what goes with an epilogue only."""
     for name in ("operands", "save"):
         if options.get(name, ()) not in ((), None):
-            raise ValueError(f"{name}: it is given without an epilogue, which it is for; pass epilogue=, or leave {name} away")
+            raise ValueError(
+                f"{name}: it is given without an epilogue, which it is for; pass epilogue=, or leave {name} away"
+            )
 
 
 def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:

@@ -1,9 +1,9 @@
 """Results of an epilogue program that are reduced over a row or a column of D: the partial results that kernels write.
 
-A kernel reduces as many elements as one warp or warpgroup holds, a *piece* of a row or column, and writes one number for
-it to scratch memory (fp32: matrix, piece, row or column). `run.fused` reduces the pieces. Every number has one writer
-and every sum one order of its terms, so that a result has the same bits on every run; `Configuration.pieces` says how
-many elements make up a piece. Elements beyond the edge of D count as the identity; NaN is the maximum of all.
+A kernel reduces what one warp or warpgroup has of a row or column, a *piece*, and writes one number for it to scratch
+memory (fp32: matrix, piece, row or column). `run.fused` reduces the pieces. Every number has one writer and every sum
+one order of its terms, so that a result has the same bits on every run. A configuration's `pieces` says how many
+elements make up a piece. Elements beyond the edge of D count as the identity; a maximum is NaN where one element is.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ import torch
 
 from cutegemm.problem import dtypes, overlap, request
 from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
-from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix, alignment
 from cutegemm.problem.problem import Problem
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.known import lookup
+from cutegemm.problem.program.terms import Terms, terms_of
 from cutegemm.problem.program.writing import annotation
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -28,6 +29,7 @@ class ProgramRequest(NamedTuple):
         copies: operands ("a", "b") that must be made contiguous first, with the reason.
         program: of the problem; every output has a dtype.
         shapes: of all results. temporaries: the numbers of those that are computed apart and copied into `out`.
+        terms: the problem's epilogue has the terms of a plain `gemm`, which are these operands; None for a program.
     """
 
     problem: Problem
@@ -36,6 +38,7 @@ class ProgramRequest(NamedTuple):
     program: Program
     shapes: tuple[tuple[int, ...], ...]
     temporaries: frozenset[int]
+    terms: Terms | None
 
     @property
     def swapped(self) -> bool:
@@ -102,16 +105,27 @@ def describe(
     ]
     more = [matrix for (matrix, _), output in zip(targets[1:], resolved[1:], strict=True) if output.reduce is None]
     aligns += [matrix.align for matrix in more]
-    problem = replace(
-        plain,
-        out_dtype=str(resolved[0].dtype),
-        d=targets[0][0],
-        epilogue=Epilogue(custom=program, aligns=tuple(aligns)),
-        operands=matrices,
-        outputs=tuple(more),
-    )
+    problem = replace(plain, out_dtype=str(resolved[0].dtype), d=targets[0][0])
+    terms = _terms(program, operands)
+    if terms is not None:
+        c = None if terms.c is None else _strides(inputs[terms.c], operands[terms.c])
+        bias = None if terms.bias is None else inputs[terms.bias].dtype
+        known = Epilogue(None if terms.c is None else inputs[terms.c].dtype, bias, "n", terms.activation)
+        problem = replace(problem, c=c, epilogue=known)
+    else:
+        custom = Epilogue(custom=program, aligns=tuple(aligns))
+        problem = replace(problem, epilogue=custom, operands=matrices, outputs=tuple(more))
     temporaries = (i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None)
-    return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), frozenset(temporaries))
+    return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), frozenset(temporaries), terms)
+
+
+def _terms(program: Program, operands: Sequence[Any]) -> Terms | None:
+    """The terms that the program is made of, where kernels that know these can read the operands."""
+    terms = terms_of(program, ACTIVATIONS)
+    if terms is None:
+        return None
+    contiguous = terms.bias is None or operands[terms.bias].stride(-1) == 1
+    return terms if contiguous else None
 
 
 def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any) -> tuple[Any, ...]:

@@ -154,7 +154,7 @@ def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[to
     dz = _times_slope(grad, a, b, c, bias, d, s)
     da = db = dc = dbias = None
     if needs[0] or needs[1]:
-        rounded = dz.to(a.dtype)
+        rounded = dz if dz.dtype == a.dtype else dz.to(a.dtype)
         if needs[0]:
             da = _of_a(rounded, a, b, s)
         if needs[1]:
@@ -168,7 +168,9 @@ def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[to
         else:
             dc = (dz.float() * s.beta).sum_to_size(shape).to(dtype)
     if needs[3]:
-        dbias = dz.sum(dim=tuple(range(dz.dim() - 1)), dtype=torch.float32).to(ctx.bias_dtype)
+        rows, dtype = tuple(range(dz.dim() - 1)), ctx.bias_dtype
+        # Torch sums 16-bit numbers in fp32 and rounds once.
+        dbias = dz.sum(dim=rows) if dz.dtype == dtype else dz.sum(dim=rows, dtype=torch.float32).to(dtype)
     return da, db, dc, dbias
 
 
@@ -210,21 +212,27 @@ def _of_a(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> to
         wide = dz.transpose(0, 1).reshape(dz.shape[1], dz.shape[0] * dz.shape[2])
         tall = transforms.rows(b.mT)
         return _product(wide, tall, a, s).reshape(a.shape)
-    return _product(dz, b.mT, a, s).reshape(a.shape)
+    return _shaped(_product(dz, b, a, s, turn_y=True), a)
 
 
 def _of_b(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
     if dz.dim() == 3 and a.dim() == 3 and (b.dim() == 2 or b.shape[0] != dz.shape[0]):
         # B serves the whole batch: [A_1; A_2; ...]^T @ [dZ_1; dZ_2; ...]
         return _product(transforms.rows(a).mT, transforms.rows(dz), b, s).reshape(b.shape)
-    return _product(a.mT, dz, b, s).reshape(b.shape)
+    return _shaped(_product(a, dz, b, s, turn_x=True), b)
 
 
-def _product(x: torch.Tensor, y: torch.Tensor, like: torch.Tensor, s: Settings) -> torch.Tensor:
-    """alpha * x @ y, column-major when `like` is."""
+def _shaped(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.shape == like.shape else gradient.reshape(like.shape)
+
+
+def _product(
+    x: torch.Tensor, y: torch.Tensor, like: torch.Tensor, s: Settings, turn_x: bool = False, turn_y: bool = False
+) -> torch.Tensor:
+    """alpha * x @ y, column-major when `like` is. turn_x, turn_y: x^T or y^T instead, which costs a view at most."""
     options: dict[str, Any] = {
         "alpha": s.alpha, "precision": s.precision, "backend": s.backend, "out_dtype": like.dtype
     }  # fmt: skip
     if like.stride(-2) == 1 and like.stride(-1) != 1:
-        return _gemm(y.mT, x.mT, **options).mT
-    return _gemm(x, y, **options)
+        return _gemm(y if turn_y else y.mT, x if turn_x else x.mT, **options).mT
+    return _gemm(x.mT if turn_x else x, y.mT if turn_y else y, **options)

@@ -19,7 +19,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.run import call
-from cutegemm.run.arguments import Scalars
+from cutegemm.run.arguments import Addresses, Numbers, Scalars
 from cutegemm.run.runner import Call, current_device
 
 Outs = tuple[torch.Tensor, ...]
@@ -153,10 +153,23 @@ def _check_writable(given: Sequence[Any], a: Any, b: Any, operands: Sequence[Any
     torch._C._increment_version(tuple(out for out in given if out is not None))
 
 
-def _split(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[float]]:
-    """The tensors and the numbers among the operands."""
-    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
-    return tensors, [operand for operand in operands if not isinstance(operand, torch.Tensor)]
+def _arguments(
+    asked: ProgramRequest, a: torch.Tensor, b: torch.Tensor, operands: Sequence[Any], results: Sequence[torch.Tensor]
+) -> tuple[Addresses, Numbers]:
+    """What a launch takes: the addresses and the numbers, in the order of `run.arguments`."""
+    terms = asked.terms
+    if terms is not None:
+        c, bias = (0 if each is None else operands[each].data_ptr() for each in (terms.c, terms.bias))
+        alpha, beta = (operands[each] if each.__class__ is int else each for each in (terms.alpha, terms.beta))
+        return (a.data_ptr(), b.data_ptr(), c, bias, results[0].data_ptr()), (alpha, beta)
+    tensors = [operand.data_ptr() for operand in operands if isinstance(operand, torch.Tensor)]
+    numbers = [operand for operand in operands if not isinstance(operand, torch.Tensor)]
+    first, *more = (each.data_ptr() for each in results)
+    return (a.data_ptr(), b.data_ptr(), 0, 0, first, *tensors, *more), (*_UNUSED, *numbers)
+
+
+_UNUSED = tuple(Scalars())
+"""alpha and beta, which a program does not read."""
 
 
 class _Reductions:
@@ -193,21 +206,16 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
     with current_device(asked.device):
         launch = plan.kernel.bind(plan.problem)
     current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    scalars = tuple(Scalars())
     reductions = _Reductions(plan)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
-        tensors, numbers = _split(operands)
         written = reductions.partials(outs) if reductions.rows else outs
-        addresses = (
-            a.data_ptr(), b.data_ptr(), 0, 0, outs[0].data_ptr(), *(each.data_ptr() for each in tensors),
-            *(each.data_ptr() for each in written[1:]),
-        )  # fmt: skip
+        addresses, numbers = _arguments(asked, a, b, operands, written)
         if ours() == index:
-            launch(addresses, (*scalars, *numbers), current_stream(index))
+            launch(addresses, numbers, current_stream(index))
         else:
             with torch.cuda.device(index):
-                launch(addresses, (*scalars, *numbers), current_stream(index))
+                launch(addresses, numbers, current_stream(index))
         reductions.finish(written, outs)
 
     return core
@@ -221,18 +229,13 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
     reductions = _Reductions(plan)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
-        tensors, numbers = _split(operands)
         results = reductions.partials(outs)
         for number, *_ in reductions.rows:
             results[number].fill_(torch.nan)  # a piece that nobody writes shows
         named = {"a": a, "b": b, "d": outs[0]}
-        named |= {f"operands[{number}]": each for number, each in enumerate(tensors)}
+        named |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
         named |= {f"out[{number}]": each for number, each in enumerate(results) if number}
-        addresses = (
-            a.data_ptr(), b.data_ptr(), 0, 0, outs[0].data_ptr(), *(each.data_ptr() for each in tensors),
-            *(each.data_ptr() for each in results[1:]),
-        )  # fmt: skip
-        launches = kernel.capture(problem, addresses, (*Scalars(), *numbers))
+        launches = kernel.capture(problem, *_arguments(asked, a, b, operands, results))
         named |= launches.scratch
         written = {name for name in named if name == "d" or name.startswith("out[")} | {*launches.scratch}
         emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)

@@ -6,7 +6,6 @@ The driver is a fake that writes down the current device at each call.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
 import pytest
 import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests import programs
 
 QUICK = settings(max_examples=300, database=None)
 SEEDS = st.integers(0, 2**32)
+FP32 = torch.float32
 EXAMPLES = (
     "def epilogue(acc): return acc",
     "def epilogue(acc, x0: bf16[N], x1: bf16[M, N], x2: fp32): t0 = acc + x0; return gelu(t0) * x2 + x1 / t0",
@@ -192,38 +194,38 @@ def same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
-def folds_a_function(program: Program) -> bool:
-    """Whether a function of constants alone occurs: it is folded in float64, which may round to another fp32."""
-    constant: list[bool] = []
-    for node in program.nodes:
-        constant.append(node.op == "const" or (bool(node.args) and all(constant[arg] for arg in node.args)))
-    return any(known and node.op in UNARY for node, known in zip(program.nodes, constant, strict=True))
+ROUNDED = {name: lambda x, function=function: function(x.double()).to(x.dtype) for name, function in UNARY.items()}
+"""The functions of `evaluate`, in float64 and rounded, as constants are folded. torch's own fp32 functions round
+differently in a vector and in what is left over after the last one.
+"""
+
+
+def divides_by_zero(program: Program, acc: torch.Tensor, operands: list) -> bool:
+    """Whether the sign of a zero, which a simpler program may change, decides between two infinities."""
+    places = {"div": 1, "reciprocal": 0, "rsqrt": 0}
+    below = [Output(node.args[places[node.op]]) for node in program.nodes if node.op in places]
+    values = evaluate(Program(program.inputs, program.nodes, tuple(below), program.gating), acc, operands, dtype=FP32)
+    return any(bool((value == 0).any()) for value in values)
 
 
 @given(SEEDS)
 @QUICK
 def test_a_simplified_program_gives_the_same_bits(seed):
-    """In fp32, with NaN, infinities, zeros of both signs, subnormal and large numbers among the accumulators.
-
-    Zeros of either sign are drawn where no division or root tells them apart: a simpler program may exchange them.
-    """
+    """In fp32, with NaN, infinities, zeros of both signs, subnormal and large numbers among the accumulators."""
     raw = programs.raw(seed, size=16, wild=0.3)
     simple = simplified(raw)
     assert simplified(simple) == simple
-    assume(not folds_a_function(raw))
-    special = [math.nan, math.inf, -math.inf, 1e-40, 3e38, -3e38, 1.0, -1.0]
-    if not any(raw.uses(op) for op in ("div", "reciprocal", "rsqrt", "log", "log2")):
-        special[-2:] = [0.0, -0.0]
     generator = torch.Generator().manual_seed(seed % 2**31)
     acc = torch.randn(2, 6, programs.columns(raw, 4), generator=generator)
     places = torch.randint(0, acc.numel(), (24,), generator=generator)
-    acc.view(-1)[places] = torch.tensor(special).repeat(3)
+    acc.view(-1)[places] = torch.tensor([math.nan, math.inf, -math.inf, 1e-40, 3e38, -3e38, 0.0, -0.0]).repeat(3)
     given = programs.operands(raw, 2, 6, 4, seed % 2**31)
-    want = evaluate(raw, acc, given, dtype=torch.float32, out_dtype=torch.float32)
-    got = evaluate(simple, acc, given, dtype=torch.float32, out_dtype=torch.float32)
-    sums = [out.reduce is not None and out.reduce.endswith("sum") for out in raw.outputs]
-    for x, y, is_sum in zip(want, got, sums, strict=True):
-        assert same(x, y) or (is_sum and torch.allclose(x, y, equal_nan=True))
+    with mock.patch.dict(UNARY, ROUNDED):
+        assume(not divides_by_zero(raw, acc, given))
+        want = evaluate(raw, acc, given, dtype=FP32, out_dtype=FP32)
+        got = evaluate(simple, acc, given, dtype=FP32, out_dtype=FP32)
+    for out, x, y in zip(raw.outputs, want, got, strict=True):
+        assert same(x, y) or ("sum" in (out.reduce or "") and torch.allclose(x, y, equal_nan=True))
 
 
 @given(SEEDS, SEEDS)

@@ -9,6 +9,7 @@ from torch.library import opcheck
 from torch.nn import functional
 
 import cutegemm
+from cutegemm.pytorch import operator
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 OP = torch.ops.cutegemm.gemm.default
@@ -347,3 +348,18 @@ def test_transforms_that_cannot_be_right_are_refused(seed):
         torch.vmap(lambda x: cutegemm.gemm(x, b))(a)
     with pytest.raises(ValueError, match="bias: got 2 dimensions"):
         torch.vmap(lambda x: cutegemm.gemm(a, b, bias=x))(torch.ones(2, 1, 5))
+
+
+def test_plain_tensors_pass_the_dispatcher_once(monkeypatch, seed):
+    """What another key handles, as that of a lazy negation, passes it again."""
+    a, b = draw(seed, (8, 8), (8, 8))
+    again, redispatch = [], operator._redispatch
+    monkeypatch.setattr(operator, "_redispatch", lambda *of: again.append(of) or redispatch(*of))
+    torch.testing.assert_close(torch.ops.cutegemm.gemm(a, b), a @ b)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.ops.cutegemm.gemm(a.clone().requires_grad_(), b), a @ b)
+    assert not again
+    torch.testing.assert_close(torch.ops.cutegemm.gemm(torch._neg_view(a), b), -a @ b)
+    with FakeTensorMode() as mode:
+        assert torch.ops.cutegemm.gemm(mode.from_tensor(a), mode.from_tensor(b)).shape == (8, 8)
+    assert len(again) == 2

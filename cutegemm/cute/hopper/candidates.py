@@ -107,7 +107,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
 
 
 def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
-    """The splits of K, ascending, that a candidate may have as well as none; `signature` where it has several results."""
+    """The splits of K, ascending, that a candidate may have as well as none; of several results by `signature`."""
     texts = [text]
     if signature is not None and len(signature.results) > 1:
         texts = [one for one, fits in _fitting(signature).items() if fits == text]

@@ -221,16 +221,18 @@ class HopperConfig(LaunchedConfig):
 
         An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. Matrix
         operands need registers, most of all as fragments straight from global memory, which many accumulators leave no
-        room for. So do results that are reduced over rows and others over columns.
+        room for. So do reduced results, most of all where some go over rows and some over columns. The limits are those
+        up to which ptxas spilled nothing (tests/compile/test_program_outputs.py).
         """
         matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
         staged = len(matrices) == 1 and self.staged_matrix(signature) is not None
         most = 208 if not matrices else 192 if staged else 160
-        if reductions and matrices:
-            most = 160 if staged else 0
-        if len({reduce.split("_")[0] for _, reduce in reductions}) > 1 or len(reductions) > 2:
-            most = min(most, 128 if matrices else 160)
+        if reductions:
+            both_ways = len({reduce.split("_")[0] for _, reduce in reductions}) == 2
+            most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)
+            if matrices:
+                most = min(most, 160 if staged else 0)
         return (
             "slab" not in self.options
             and self.parts == 1
@@ -305,7 +307,7 @@ class HopperConfig(LaunchedConfig):
         if self.uses_tma_store(signature):
             columns = self.out_columns(signature)
             return (columns, WARP_ROWS) if self.swapped else (WARP_ROWS, columns)
-        return SLAB_ROWS, self.slab_columns // (2 if signature.epilogue.gating else 1)
+        return SLAB_ROWS, self.slab_width(signature) // (2 if signature.epilogue.gating else 1)
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
         """The number of clusters to launch."""

@@ -80,8 +80,9 @@ class FragmentStore:
             else:
                 for c in cutlass.range_constexpr(2):
                     y, x = self._own(row, column, c, r)
+                    place_of = target.at(y, x)
                     if (y < m) & (x < n):
-                        cute.make_tensor(target.at(y, x), cute.make_layout(1))[0] = result[2 * r + c]
+                        cute.make_tensor(place_of, cute.make_layout(1))[0] = result[2 * r + c]
 
     def _own(self, row, column, c: int, r: int) -> tuple:
         """(row, column) of D of accumulator (c, r) of the fragment."""

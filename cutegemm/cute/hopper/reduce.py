@@ -1,4 +1,4 @@
-"""Reduced results in the Hopper epilogue that stores by TMA: from fragments of accumulators to pieces (`cute.reduction`).
+"""Reduced results in the Hopper epilogue that stores by TMA: from accumulators to pieces (`cute.reduction`).
 
 Rows and columns are those of the accumulators; with swapped operands they are the columns and rows of D.
 
@@ -85,7 +85,7 @@ class Across(_Reduction):
 
     @cute.jit
     def _put(self, total, row):
-        place = self.partial.at(self.region.column // self.config.bn, row)
+        place = self.partial.at(self.region.column // self.width, row)
         if (self.lane % 4 == 0) & (row < self.rows) & (self.region.column < self.columns):
             cute.make_tensor(place, cute.make_layout(1))[0] = total
 

@@ -75,7 +75,7 @@ class SimtConfig(TileConfig):
         rows, columns = super().pieces(signature)
         if self.slices > 1:  # a warp has every so many rows of the warp tile, as many as its lanes read at a time
             narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
-            rows = 32 * min(16 // narrowest, columns) // columns
+            rows = 32 * min(16 // narrowest, columns // 2) // columns
         return rows, columns
 
     @property

@@ -80,8 +80,7 @@ class Place:
         if gating is None:
             return (acc,)
         gate, up = acc.chunk(2, -1) if gating == "halves" else (acc[..., 0::2], acc[..., 1::2])
-        # In one layout whatever the gating: torch's functions round differently in vectors and in single elements.
-        return gate.contiguous(), up.contiguous()
+        return gate, up
 
     def index(self, op: str) -> Tensor:
         """The index of that name, as int32 that broadcasts to (L, M, N)."""
@@ -100,8 +99,8 @@ class Place:
         tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
         whole = (self.count, self.m, self.n)
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
-        if tuple(tensor.shape) != want:
-            raise ValueError(f"operand {given.name}: expected a shape that is {want} with three dimensions, got "
+        if any(own not in (1, each) for own, each in zip(tensor.shape, want, strict=True)):
+            raise ValueError(f"operand {given.name}: expected a shape that broadcasts to {want} with three dimensions, got "
                              f"{tuple(tensor.shape)}")  # fmt: skip
         return tensor
 

@@ -12,6 +12,23 @@ from cutegemm.pytorch import autograd
 K, M, N = 32, 40, 64
 
 
+def test_a_gated_mlp_runs_kernels(seed, monkeypatch):
+    """Its gate and up are outputs of the first kernel, and dgate and dup those of the one that makes dH."""
+    monkeypatch.setenv("CUTEGEMM_ARCH", "sm90")
+    torch.manual_seed(seed)
+    found = []
+    modules = [cutegemm.nn.SwiGLU(K, N, dtype=torch.bfloat16, backend=backend) for backend in ("cute", "torch")]
+    modules[1].load_state_dict(modules[0].state_dict())
+    x = torch.randn(M, K).bfloat16().requires_grad_()
+    for module in modules:
+        y = module(x)
+        found.append((y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y))))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(
+            ours.float(), theirs.float(), rtol=2.0**-6, atol=2.0**-6 * float(theirs.abs().max())
+        )  # fmt: skip
+
+
 def gelu_bias_gate(acc, bias, gate):
     return ops.gelu(acc + bias) * gate, ops.row_sum(acc)
 

@@ -26,7 +26,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, programs, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
-from cutegemm.run import call, fused, runner
+from cutegemm.run import call, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
 _FLT_MAX = request.FLT_MAX

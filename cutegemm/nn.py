@@ -1,4 +1,6 @@
-"""`Linear`: torch.nn.Linear by these kernels, and `replace_linears`, which puts it into a model."""
+"""`Linear` and `SwiGLU`: a layer and a gated MLP by these kernels; `replace_linears` and `replace_mlps` put them into a
+model.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ import torch
 from cutegemm import backend as backends
 from cutegemm.linear import linear
 from cutegemm.problem import dtypes, request
+from cutegemm.problem.reference import activate
+from cutegemm.pytorch import mlp
 
 
 class Linear(torch.nn.Linear):
@@ -118,6 +122,194 @@ def replace_linears(
             if child is not None:
                 setattr(parent, name, replacement(f"{prefix}.{name}" if prefix else name, child))
     return replacement("", model)
+
+
+class SwiGLU(torch.nn.Module):
+    """The gated MLP of Llama, Qwen, Mistral and Gemma: down(act(gate(x)) * up(x)), forward and backward by cutegemm.
+
+    The gating is the epilogue of one product with the stacked weight [gate; up], and its derivative that of a product
+    in the backward pass, so that neither the 2 * hidden columns of the product nor the gradient of the hidden layer
+    take a pass through memory of their own.
+
+    Parameters: `gate_up_weight` (2 * hidden_features, in_features), the rows of gate first, and `down_weight`
+    (out_features, hidden_features); no biases. They are the names in state_dict. `load_state_dict` also takes the three
+    weights of the models above, gate_proj.weight, up_proj.weight and down_proj.weight.
+
+    Args:
+        out_features: by default in_features.
+        activation: "silu" (SwiGLU), "gelu", "gelu_tanh" (Gemma) or "relu".
+        precision, backend: as in `cutegemm.gemm`.
+
+    Raises:
+        ValueError: no such activation, precision or backend.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str = "silu",
+        precision: str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        options = {"device": device, "dtype": dtype}
+        self._configure(
+            torch.empty((2 * hidden_features, in_features), **options),
+            torch.empty((out_features, hidden_features), **options), activation, precision, backend,
+        )  # fmt: skip
+        self.reset_parameters()
+
+    def _configure(
+        self, gate_up: torch.Tensor, down: torch.Tensor, activation: str, precision: str | None, backend: str
+    ) -> None:
+        if activation not in mlp.GATES:
+            raise ValueError(f"activation: got {activation!r}, accepted are {', '.join(map(repr, mlp.GATES))}")
+        _check(None, precision, backend)
+        self.gate_up_weight = torch.nn.Parameter(gate_up)
+        self.down_weight = torch.nn.Parameter(down)
+        self.settings = mlp.Settings(activation, precision, backend)
+        self.register_load_state_dict_pre_hook(_stack_weights)
+
+    def reset_parameters(self) -> None:
+        """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
+        for weight in (self.gate_up_weight, self.down_weight):
+            torch.nn.init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: (..., in_features). Returns (..., out_features). Gradients, autocast and torch.compile as `gemm`."""
+        rows = input.reshape(-1, input.shape[-1]) if input.dim() != 2 else input
+        result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
+        return result.view(*input.shape[:-1], self.down_weight.shape[0])
+
+    def extra_repr(self) -> str:
+        hidden, columns = self.gate_up_weight.shape[0] // 2, self.gate_up_weight.shape[1]
+        text = f"in_features={columns}, hidden_features={hidden}, out_features={self.down_weight.shape[0]}"
+        return f"{text}, activation={self.settings.activation!r}"
+
+    @classmethod
+    def from_weights(
+        cls,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        activation: str = "silu",
+        precision: str | None = None,
+        backend: str = "auto",
+    ) -> SwiGLU:
+        """A SwiGLU with copies of gate and up, each (hidden, in), stacked, and with `down`, (out, hidden), itself.
+
+        Raises ValueError for other shapes, activation, precision or backend.
+        """
+        if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
+            shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
+            raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        with torch.no_grad():
+            stacked = torch.cat((gate, up))
+        made._configure(stacked, down.detach(), activation, precision, backend)
+        made.gate_up_weight.requires_grad_(gate.requires_grad or up.requires_grad)
+        made.down_weight = down if isinstance(down, torch.nn.Parameter) else made.down_weight
+        return made
+
+
+def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Makes the entries of a `SwiGLU` of the three weights that Hugging Face's models have."""
+    gate, up, down = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
+    if gate in state and up in state:
+        state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
+    if down in state:
+        state[f"{prefix}down_weight"] = state.pop(down)
+
+
+def replace_mlps(
+    model: torch.nn.Module,
+    *,
+    where: Callable[[str, torch.nn.Module], bool] | None = None,
+    precision: str | None = None,
+    backend: str = "auto",
+) -> torch.nn.Module:
+    """Replaces the MLPs of Hugging Face's Llama, Qwen, Mistral and Gemma models, in place, by `SwiGLU`.
+
+    An MLP is a module whose children are gate_proj, up_proj and down_proj, each a torch.nn.Linear without a bias, and
+    perhaps act_fn; act_fn is SiLU or a GELU (erf or tanh). It is replaced when down_proj(act_fn(gate_proj(x)) *
+    up_proj(x)) is what it computes, which is tried on one random row in its own dtype, unless its weights are on the
+    meta device. Its gate and up are copied once, into one parameter: an optimizer made before holds the old ones, so
+    make it afterwards. state_dict then has the names of `SwiGLU`, which loads both these and the old ones. Other
+    modules, those with a hook or a dtype that no kernel takes, and those for which `where(name, module)` is false, are
+    left as they are.
+
+    Returns:
+        `model`, or its replacement when it is such an MLP itself.
+
+    Raises:
+        ValueError: no such precision or backend; `model` is left as it was.
+    """
+    _check(None, precision, backend)
+    made: dict[int, torch.nn.Module] = {}
+
+    def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        if id(module) not in made:
+            activation = _gated_activation(module)
+            chosen = activation is not None and (where is None or where(name, module))
+            made[id(module)] = _replaced(module, str(activation), precision, backend) if chosen else module
+        return made[id(module)]
+
+    for prefix, parent in list(model.named_modules(remove_duplicate=True)):
+        for name, child in list(parent._modules.items()):
+            if child is not None:
+                setattr(parent, name, replacement(f"{prefix}.{name}" if prefix else name, child))
+    return replacement("", model)
+
+
+def _gated_activation(module: torch.nn.Module) -> str | None:
+    """The activation of a module that looks like a gated MLP, None for any other."""
+    names = {"gate_proj", "up_proj", "down_proj"}
+    if set(module._modules) - {"act_fn"} != names or module._parameters or module._buffers:
+        return None
+    linears = [getattr(module, name) for name in names]
+    if any(_why_not(each) is not None or each.bias is not None for each in linears):
+        return None
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(each, name) for each in (module, *linears) for name in hooks) or "forward" in module.__dict__:
+        return None
+    act = getattr(module, "act_fn", None)
+    if isinstance(act, torch.nn.GELU):
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    if isinstance(act, torch.nn.SiLU) or act is torch.nn.functional.silu:
+        return "silu"
+    # The names of these classes in transformers, which need not be installed.
+    named = {
+        "SiLUActivation": "silu",
+        "PytorchGELUTanh": "gelu_tanh",
+        "GELUTanh": "gelu_tanh",
+        "GELUActivation": "gelu",
+    }
+    return named.get(type(act).__name__)
+
+
+def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:
+    """The SwiGLU for a module, or the module where it computes something else."""
+    gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
+    if not gate.is_meta:
+        with torch.no_grad():
+            generator = torch.Generator(gate.device).manual_seed(0)
+            x = torch.randn((1, gate.shape[1]), dtype=gate.dtype, device=gate.device, generator=generator)
+            wide = x.float() @ gate.float().t(), x.float() @ up.float().t()
+            want = (activate(wide[0], activation) * wide[1]) @ down.float().t()
+            # Of a result rounded three times on its way, as torch does it.
+            error = (module(x).float() - want).abs().max()
+            if not error <= 0.02 * want.abs().max():
+                return module
+    made = SwiGLU.from_weights(gate, up, down, activation=activation, precision=precision, backend=backend)
+    return made.train(module.training)
 
 
 def _check(activation: Any, precision: Any, backend: Any) -> None:

@@ -54,8 +54,8 @@ def tune(
             raise TypeError(f"{name}: tune chooses it; backends= says where it looks")
     if options.get("epilogue") is not None:
         raise ValueError(
-            "epilogue: tune measures products without a program; leave it out here, and gemm chooses for the program by "
-            "the cost model"
+            "epilogue: tune measures products without a program; leave it out here. gemm chooses for a program by the "
+            "cost model"
         )
     request = Call.of(*completed(a, b, c, options)).request
     if request.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""From a Python function to a program's text while torch.compile traces the call: dynamo runs the function symbolically.
+"""From a Python function to a program's text while torch.compile traces the call: dynamo runs it symbolically.
 
 Dynamo follows the function as it follows the model around it, with the values of `trace` in place of numbers. So it
 guards whatever the function reads (closures, globals, attributes), a function defined within the compiled region is as
@@ -32,19 +32,19 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
     """
     described = []
     for operand in operands:
-        described.append(_described(operand))  # noqa: PERF401  dynamo follows a loop better
+        described.append(_described(operand))
     if isinstance(epilogue, Program):
         return _text_of_program(epilogue, tuple(described))
     recorded = _Recorded(tuple(described))
     arguments = []
     for number in range(len(described)):
-        arguments.append(Value(recorded, recorded.builder.add("input", attribute=number)))  # noqa: PERF401
+        arguments.append(Value(recorded, recorded.builder.add("input", attribute=number)))
     _RUNNING.traces.append(recorded)
     try:
         result = epilogue(Value(recorded, recorded.acc), *arguments)
     finally:
         _RUNNING.traces.pop()
-    outputs = []
+    outputs: list[tuple[int, str | None, str | None]] = []
     for each in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(each, Reduction):
             outputs.append((each.value._number, each.dtype, each.kind))
@@ -52,7 +52,7 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
             outputs.append((each._number, None, None))
         else:
             raise EpilogueError("epilogue: it returns something else than values, reductions and tuples of them")
-    return _text(tuple(recorded.builder.written), tuple(outputs), recorded.gating, tuple(described))
+    return _text(tuple(recorded.recorder.written), tuple(outputs), recorded.gating, tuple(described))
 
 
 def _described(operand: Any) -> Described:
@@ -98,8 +98,9 @@ class _Recorded(_Trace):
     def __init__(self, described: tuple[Described, ...]) -> None:
         types = []
         for dtype, *_ in described:
-            types.append(I32 if dtype == "int" or dtype == torch.int32 else F32)  # noqa: PERF401
-        self.builder = _Recorder(tuple(types))  # type: ignore[assignment]
+            types.append(I32 if dtype == "int" or dtype == torch.int32 else F32)
+        self.recorder = _Recorder(tuple(types))
+        self.builder = self.recorder  # type: ignore[assignment]
         self.gating = None
         self.acc = self.builder.add("acc")
         self.acc_is_read = False

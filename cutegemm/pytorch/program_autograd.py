@@ -4,10 +4,13 @@ With dacc the gradient of the accumulators, dA = dacc @ B^T and dB = A^T @ dacc,
 autograd.py: dacc is rounded to the operands' dtype first). The gradients of operands are those of the elements, summed
 to the operand's shape in fp32. `program_gradients` derives the program that gives both.
 
-Where it reads the accumulators, they are further outputs of the forward kernel, in the operands' dtype (save="outputs"),
-or the backward pass makes the product again with the derived program as its epilogue (save="recompute"). Gradients that
-are to be differentiated themselves compute the accumulators again by a differentiable product, and the derived program
-by torch's operators. Where it does not read them nothing is saved for it.
+Where it reads the accumulators, they are further outputs of the forward kernel, in the operands' dtype (save=
+"outputs"), or the backward pass makes the product again with the derived program as its epilogue (save="recompute").
+What it does not read is not saved: a linear program saves a and b alone, each where the other one needs a gradient.
+
+The derived program is the epilogue of a product too, one with K = 0 where the accumulators were saved. Torch itself
+computes it for backend "torch", while torch.compile traces (which fuses them), and where the gradients are to be
+differentiated: then the accumulators are computed again by a differentiable product.
 
 Forward mode is refused.
 """

@@ -1,4 +1,4 @@
-"""What one backward pass of a program computes, as programs: derived once for each program and each set of gradients."""
+"""What a backward pass computes, as programs: derived once for each program and each set of gradients."""
 
 from __future__ import annotations
 

@@ -1,0 +1,116 @@
+"""The gated MLP, D = (act(X G^T) * (X U^T)) W^T, with both gates' work in the epilogues of its products.
+
+Forward: H = gated(X [G; U]^T) in one kernel, D = H W^T. Where gradients are recorded the first kernel also stores what
+act(gate) * up was made of, in X's dtype. Backward: dH = dD W is never stored, because the epilogue of that product
+applies the derivative of the gating and gives [dgate, dup], next to each other in one buffer. With it dX = [dgate, dup]
+[G; U] and d[G; U] = [dgate, dup]^T X are one product each.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from cutegemm import ops
+from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.program.derive import Source
+from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.known import lookup
+from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.program_gradients import needed, recording
+
+GATES = {"silu": ops.swiglu, "gelu": ops.geglu, "gelu_tanh": ops.geglu_tanh, "relu": ops.reglu}
+"""Activation -> the epilogue on [gate; up]."""
+
+
+class Settings(NamedTuple):
+    """The arguments of one call besides its tensors."""
+
+    activation: str
+    precision: str | None
+    backend: str
+
+    def product(self, a: Any, b: Any, **options: Any) -> Any:
+        """`gemm` with these settings."""
+        return autograd._gemm(a, b, precision=self.precision, backend=self.backend, **options)
+
+    def composed(self, x: Any, gate_up: Any, down: Any) -> Any:
+        """The MLP as two calls of `gemm`, which know every transform and every order of derivative."""
+        return self.product(self.product(x, gate_up.t(), epilogue=GATES[self.activation]), down.t())
+
+
+def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
+    """(M, out) from x (M, in), gate_up (2 * hidden, in) and down (out, hidden)."""
+    if torch.compiler.is_dynamo_compiling():
+        return settings.composed(x, gate_up, down)
+    tensors = (x, gate_up, down)
+    special = transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
+    if special or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return settings.composed(*tensors)
+    if torch._C._is_any_autocast_enabled():
+        x, gate_up, down, cast = cast_operands(
+            x, gate_up, down, {"bias": None, "precision": settings.precision, "out": None}
+        )
+        with torch._C._DisableAutocast():
+            return gated_mlp(x, gate_up, down, settings._replace(precision=cast["precision"]))
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (x, gate_up, down)):
+        return _record(x, gate_up, down, settings)
+    return settings.composed(x, gate_up, down)
+
+
+@lru_cache(maxsize=64)
+def _programs(activation: str, dtype: str) -> tuple[Program, Program]:
+    """The forward program, whose further outputs are gate and up; and the program that makes dgate and dup of the
+    accumulators of dH and of the operands gate and up.
+    """
+    program = lookup(GATES[activation], ())
+    needs = needed(program, (0,), True, ())
+    assert needs.backward is not None
+    forward, saved = recording(program, needs, dtype)
+    derived = needs.backward.accumulated(Source("upstream", 0))
+    assert saved == derived.reads == (Source("acc", 0), Source("acc", 1)) == derived.gives
+    inputs = tuple(each._replace(dtype=dtype) for each in derived.program.inputs)
+    return forward, Program(inputs, derived.program.nodes, derived.program.outputs)
+
+
+class GatedMLP(torch.autograd.Function):
+    """apply(x, gate_up, down, settings)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
+        forward, _ = _programs(settings.activation, str(dtype_name(x.dtype)))
+        h, gate, up = settings.product(x, gate_up.t(), epilogue=forward)
+        ctx.settings = settings
+        ctx.save_for_backward(x, gate_up, down, h if ctx.needs_input_grad[2] else None, gate, up)
+        return settings.product(h, down.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, gate_up, down, h, gate, up = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            inputs = [each for each, own in zip((x, gate_up, down), needs[:3], strict=True) if own]
+            found = iter(torch.autograd.grad(settings.composed(x, gate_up, down), inputs, grad, create_graph=True))
+            return *(next(found) if own else None for own in needs[:3]), None
+        dx = dgate_up = ddown = None
+        if needs[2]:
+            ddown = settings.product(grad.t(), h)
+        if needs[0] or needs[1]:
+            hidden = gate.shape[1]
+            both = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
+            _, derived = _programs(settings.activation, str(dtype_name(x.dtype)))
+            settings.product(
+                grad, down, epilogue=derived, operands=(gate, up), out=(both[:, :hidden], both[:, hidden:])
+            )
+            dx = settings.product(both, gate_up) if needs[0] else None
+            dgate_up = settings.product(both.t(), x) if needs[1] else None
+        return dx, dgate_up, ddown, None
+
+
+_record = super(torch.autograd.Function, GatedMLP).apply

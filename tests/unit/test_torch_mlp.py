@@ -1,0 +1,158 @@
+"""`nn.SwiGLU` and `nn.replace_mlps` as drop-ins for the gated MLPs of Hugging Face's models, on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+import cutegemm
+from cutegemm.nn import SwiGLU, replace_mlps
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def exact(module, x):
+    gate, up = (x @ module.gate_up_weight.t()).chunk(2, -1)
+    return (ACTIVATIONS[module.settings.activation](gate) * up) @ module.down_weight.t()
+
+
+class PytorchGELUTanh(torch.nn.Module):
+    def forward(self, x):
+        return functional.gelu(x, approximate="tanh")
+
+
+class MLP(torch.nn.Module):
+    """As transformers writes it."""
+
+    def __init__(self, act, bias=False, columns=24, hidden=40):
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(columns, hidden, bias=bias)
+        self.up_proj = torch.nn.Linear(columns, hidden, bias=bias)
+        self.down_proj = torch.nn.Linear(hidden, columns, bias=bias)
+        self.act_fn = act
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Sparse(MLP):
+    """One that only looks like it."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x) - 1) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_and_gradients(activation, seed):
+    torch.manual_seed(seed)
+    module = SwiGLU(24, 40, 16, activation=activation)
+    x = torch.randn(2, 5, 24, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    grad = torch.randn(2, 5, 16)
+    got, want = module(x), exact(module, x)
+    torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        assert torch.equal(module(x), got)
+    for y, z in zip(*(torch.autograd.grad(each, wanted, grad) for each in (got, want)), strict=True):
+        torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-5)
+    module.gate_up_weight.requires_grad_(False)  # as when adapters are trained
+    (found,) = torch.autograd.grad(module(x), x, grad)
+    torch.testing.assert_close(found, torch.autograd.grad(exact(module, x), x, grad)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_gradients(seed):
+    torch.manual_seed(seed)
+    module = SwiGLU(6, 8)
+    x = torch.randn(4, 6, requires_grad=True)
+    wanted = [x, *module.parameters()]
+
+    def second(result):
+        first = torch.autograd.grad(result.square().sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), wanted)
+
+    for y, z in zip(second(module(x)), second(exact(module, x)), strict=True):
+        torch.testing.assert_close(y, z, rtol=1e-3, atol=1e-4)
+
+
+def test_the_hidden_gradient_is_gated_in_its_product(seed, monkeypatch):
+    """The backward pass has three products with gates applied on the way, and stores no gradient of the hidden layer."""
+    from cutegemm.pytorch import autograd
+
+    torch.manual_seed(seed)
+    module = SwiGLU(6, 8)
+    result = module(torch.randn(4, 6, requires_grad=True))
+    calls = []
+    gemm = autograd._gemm
+    monkeypatch.setattr(autograd, "_gemm", lambda *args, **options: calls.append(options) or gemm(*args, **options))
+    result.sum().backward()
+    programs = [options["epilogue"] for options in calls if "epilogue" in options]
+    assert len(calls) == 4
+    assert [len(program.outputs) for program in programs] == [2]
+    assert programs[0].uses("acc")
+
+
+def test_under_compile_autocast_and_vmap(seed):
+    torch.manual_seed(seed)
+    module = SwiGLU(24, 40)
+    x = torch.randn(5, 24)
+    torch._dynamo.reset()
+    step = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(x), module(x))
+    torch.testing.assert_close(torch.vmap(module)(torch.stack((x, 2 * x))), torch.stack((module(x), module(2 * x))))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = module(x)
+    assert got.dtype == torch.bfloat16
+    got.float().sum().backward()
+    assert module.down_weight.grad.dtype == torch.float32
+    assert module.gate_up_weight.grad.shape == (80, 24)
+
+
+@pytest.mark.parametrize(
+    ("act", "activation"),
+    [(torch.nn.SiLU(), "silu"), (PytorchGELUTanh(), "gelu_tanh"), (functional.silu, "silu"), (torch.nn.GELU(), "gelu")],
+)
+def test_mlps_are_replaced(act, activation, seed):
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"mlp": MLP(act), "norm": torch.nn.LayerNorm(24)}).eval()
+    before = copy.deepcopy(model)
+    assert replace_mlps(model) is model
+    assert isinstance(model["mlp"], SwiGLU)
+    assert not model["mlp"].training
+    assert model["mlp"].settings.activation == activation
+    assert sorted(model["mlp"].state_dict()) == ["down_weight", "gate_up_weight"]
+    x = torch.randn(3, 7, 24)
+    torch.testing.assert_close(model["mlp"](x), before["mlp"](x))
+    other = torch.nn.ModuleDict({"mlp": MLP(copy.deepcopy(act)), "norm": torch.nn.LayerNorm(24)})
+    model.load_state_dict(other.state_dict())  # the names of the models
+    torch.testing.assert_close(model["mlp"](x), other["mlp"](x))
+    model.load_state_dict(model.state_dict())
+    assert isinstance(replace_mlps(before["mlp"]), SwiGLU)
+
+
+def test_other_modules_stay():
+    hooked = MLP(torch.nn.SiLU())
+    hooked.up_proj.register_forward_hook(lambda *_: None)
+    kept = {
+        "bias": MLP(torch.nn.SiLU(), bias=True), "tanh": MLP(torch.nn.Tanh()), "sparse": Sparse(torch.nn.SiLU()),
+        "hooked": hooked, "wide": MLP(torch.nn.SiLU()).double(), "named": MLP(torch.nn.SiLU()),
+    }  # fmt: skip
+    model = replace_mlps(torch.nn.ModuleDict(kept), where=lambda name, module: name != "named")
+    assert dict(model.items()) == kept
+    with pytest.raises(ValueError, match="backend: got 'x'"):
+        replace_mlps(model, backend="x")
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="activation: got 'tanh', accepted are 'silu', 'gelu', 'gelu_tanh', 'relu'"):
+        SwiGLU(8, 8, activation="tanh")
+    with pytest.raises(ValueError, match=r"gate, up, down: got shapes \(4, 8\), \(4, 8\), \(8, 5\)"):
+        SwiGLU.from_weights(torch.empty(4, 8), torch.empty(4, 8), torch.empty(8, 5))
+    assert "hidden_features=16, out_features=8, activation='silu'" in repr(cutegemm.nn.SwiGLU(8, 16))

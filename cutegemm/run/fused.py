@@ -188,16 +188,26 @@ class _Reductions:
             self.rows.append((number, function, (problem.batch, pieces, extent)))
 
     def partials(self, outs: Outs) -> list[torch.Tensor]:
-        """What the kernel writes: the results, or new memory for the partial results (fp32)."""
+        """What the kernel writes: the results, or new memory for the partial results (fp32). A result that has one
+        piece, and lies as pieces do, is its own.
+        """
         found = list(outs)
         for number, _, shape in self.rows:
-            found[number] = torch.empty(shape, dtype=torch.float32, device=outs[number].device)
+            out = outs[number]
+            if shape[1] != 1 or out.dtype != torch.float32 or not out.is_contiguous():
+                found[number] = torch.empty(shape, dtype=torch.float32, device=out.device)
         return found
 
     def finish(self, partials: Sequence[torch.Tensor], outs: Outs) -> None:
         """Reduces the pieces in their order."""
-        for number, function, _ in self.rows:
-            outs[number].copy_(function(partials[number], dim=1).view(outs[number].shape))
+        for number, function, shape in self.rows:
+            out = outs[number]
+            if partials[number] is out:
+                continue
+            if out.dtype == torch.float32 and out.is_contiguous():
+                function(partials[number], dim=1, out=out.view(shape[0], shape[2]))
+            else:
+                out.copy_(function(partials[number], dim=1).view(out.shape))
 
 
 def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:

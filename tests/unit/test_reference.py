@@ -137,10 +137,10 @@ def test_c_is_read_unless_beta_is_zero_as_given():
 
 
 def test_each_activation_has_a_formula_wherever_one_is_needed_and_no_other_name_gets_one():
-    from cutegemm.cute import epilogue as device
+    from cutegemm.cute import lowering as device
     from cutegemm.pytorch import autograd
 
-    assert set(reference._FORMULAS) == set(reference._LIPSCHITZ) == set(device._FORMULAS) == {None, *ACTIVATIONS}
+    assert set(reference._FORMULAS) == set(reference._LIPSCHITZ) == set(device._ACTIVATIONS) == {None, *ACTIVATIONS}
     assert set(autograd._TIMES_SLOPE) == {*ACTIVATIONS} - {"relu"}
     z = torch.ones(1)
     settings = autograd.Settings(1.0, 0.0, "quick_gelu", None, "torch")

@@ -120,7 +120,7 @@ class Call(NamedTuple):
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""
         asked, backend = self.request, backends.get(plan.choice.backend)
-        assert isinstance(asked, Request)  # `fused` runs calls with a program
+        assert not isinstance(asked, ProgramRequest)  # `fused` runs those
         if isinstance(backend, backends.OnTensors):
             return backend.runner(asked)
         assert plan.kernel is not None

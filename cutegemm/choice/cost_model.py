@@ -167,8 +167,8 @@ FIELDS = (
     "_l2", "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
     "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
     "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_read", "_rereads", "_rest",
-    "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
-    "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes", "_written",
+    "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums",
+    "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 

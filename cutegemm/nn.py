@@ -269,6 +269,12 @@ def replace_mlps(
     return replacement("", model)
 
 
+_ACTIVATION_CLASSES = {
+    "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu",
+}  # fmt: skip
+"""Names of classes in transformers, which need not be installed; what they compute is tried."""
+
+
 def _gated_activation(module: torch.nn.Module) -> str | None:
     """The activation of a module that looks like a gated MLP, None for any other."""
     names = {"gate_proj", "up_proj", "down_proj"}
@@ -285,14 +291,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
         return "gelu_tanh" if act.approximate == "tanh" else "gelu"
     if isinstance(act, torch.nn.SiLU) or act is torch.nn.functional.silu:
         return "silu"
-    # The names of these classes in transformers, which need not be installed.
-    named = {
-        "SiLUActivation": "silu",
-        "PytorchGELUTanh": "gelu_tanh",
-        "GELUTanh": "gelu_tanh",
-        "GELUActivation": "gelu",
-    }
-    return named.get(type(act).__name__)
+    return _ACTIVATION_CLASSES.get(type(act).__name__)
 
 
 def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:

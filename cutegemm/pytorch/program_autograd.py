@@ -74,6 +74,18 @@ def refuse_tangents(*tensors: Any) -> None:
         raise NotImplementedError(FORWARD_MODE)
 
 
+def forward_program(
+    program: Program, product: bool, operands: tuple[int, ...], dtype: str | None, save: str | None
+) -> tuple[Program, tuple[Source, ...], Needed]:
+    """What runs where gradients of the product and of these operands are recorded: the program, with accumulators as
+    further outputs in a dtype where `save` says so, what these are, and what the gradients need.
+    """
+    needs = needed(program, tuple(range(len(program.outputs))), product, operands)
+    if needs.reads_acc and save != "recompute":
+        return *recording(program, needs, dtype), needs
+    return program, (), needs
+
+
 def record(a: Any, b: Any, operands: Sequence[Any], settings: Settings) -> tuple[torch.Tensor, ...]:
     """The results of settings.run, with their gradients recorded."""
     numbers = tuple(None if isinstance(each, torch.Tensor) else each for each in operands)
@@ -89,11 +101,7 @@ class ProgramFunction(torch.autograd.Function):
         operands = _filled(numbers, tensors)
         places = tuple(number for number, each in enumerate(numbers) if each is None)
         product, wanted = _asked(ctx, places)
-        needs = needed(program, tuple(range(len(program.outputs))), product, wanted)
-        sources: tuple[Source, ...] = ()
-        extended = program
-        if needs.reads_acc and settings.save != "recompute":
-            extended, sources = recording(program, needs, dtype_name(a.dtype))
+        extended, sources, needs = forward_program(program, product, wanted, dtype_name(a.dtype), settings.save)
         results = settings.run(a, b, extended, operands, settings.out_dtype)
         results = [results] if isinstance(results, torch.Tensor) else list(results)
         count = len(program.outputs)

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from cutegemm.choice.plan import Memo, Plan
 from cutegemm.problem import overlap, program_request, request
+from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
@@ -63,13 +64,21 @@ def refuse_alone(options: dict[str, Any]) -> None:
 
 
 def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:
-    """The plan of `gemm(a, b, c, **options)` with an epilogue; see there for what it raises."""
+    """The plan of `gemm(a, b, c, **options)` with an epilogue; see there for what it raises.
+
+    Where gradients are recorded it is that of the program with what the backward pass needs as further results.
+    """
     given = dict(options)
-    epilogue, operands, _ = given.pop("epilogue"), given.pop("operands", ()), given.pop("save", None)
+    epilogue, operands, save = given.pop("epilogue"), given.pop("operands", ()), given.pop("save", None)
     known = runner.complete(given)
     refuse_terms(c, known["alpha"], known["beta"], known["bias"], known["activation"])
     if _is_autocast_on():
         a, b, _, known = cast_operands(a, b, None, known)
+    tensors = {i: each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
+    if _is_grad_enabled() and any(each.requires_grad for each in (a, b, *tensors.values())):
+        wanted = tuple(i for i, each in tensors.items() if each.requires_grad)
+        product, dtype = a.requires_grad or b.requires_grad, dtype_name(a.dtype)
+        epilogue = program_autograd.forward_program(_program(a, b, epilogue, operands), product, wanted, dtype, save)[0]
     names = "out", "out_dtype", "precision", "backend", "config"
     return fused.plan_of(a, b, epilogue, operands, *(known[name] for name in names))
 

@@ -83,7 +83,7 @@ def test_gradients_of_gradients(seed):
 
 
 def test_the_hidden_gradient_is_gated_in_its_product(seed, monkeypatch):
-    """The backward pass has three products with gates applied on the way, and stores no gradient of the hidden layer."""
+    """The backward pass has four products, and stores no gradient of the hidden layer."""
     from cutegemm.pytorch import autograd
 
     torch.manual_seed(seed)

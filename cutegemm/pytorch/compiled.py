@@ -9,7 +9,7 @@ written down (`_Recorder`); `_text` makes the program of them out of its sight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,8 +20,15 @@ from cutegemm.problem.program.graph import F32, I32, OPS, Input, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.trace import _RUNNING, Reduction, Value, _output, _Trace
 
+F = TypeVar("F")
 Described = tuple[torch.dtype | str, bool, bool, bool]
 """An operand: its dtype ("float" or "int" for a number), and whether it varies along m, n and the batch."""
+
+
+def _once_a_graph(function: F) -> F:
+    """torch.compiler.assume_constant_result, without the second that importing dynamo takes."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
@@ -123,12 +130,12 @@ def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:
     return tuple(found)
 
 
-@torch.compiler.assume_constant_result
+@_once_a_graph
 def _text_of_program(program: Program, described: tuple[Described, ...]) -> str:
     return program_request.traced(program, _inputs(described)).text
 
 
-@torch.compiler.assume_constant_result
+@_once_a_graph
 def _text(written: Any, outputs: Any, gating: str | None, described: tuple[Described, ...]) -> str:
     """The text of what was recorded, checked and simplified as every traced program."""
     trace = _Trace(_inputs(described))

@@ -100,8 +100,8 @@ class Place:
         whole = (self.count, self.m, self.n)
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
         if any(own not in (1, each) for own, each in zip(tensor.shape, want, strict=True)):
-            raise ValueError(f"operand {given.name}: expected a shape that broadcasts to {want} with three dimensions, got "
-                             f"{tuple(tensor.shape)}")  # fmt: skip
+            got = tuple(tensor.shape)
+            raise ValueError(f"operand {given.name}: got shape {got}, expected one that broadcasts to {want}")
         return tensor
 
     def exchanged(self, x: Tensor) -> Tensor:

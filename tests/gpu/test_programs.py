@@ -1,0 +1,63 @@
+"""Epilogue programs on a GPU: random ones, the benchmark's, gradients, graphs, and the gated MLP."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from tests import fuzz_programs
+from tuning import fused
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("number", range(1, 201))
+def test_random_programs(number):
+    outcome = fuzz_programs.run(number, "cuda")
+    assert outcome.kind in ("right", "refused"), outcome
+
+
+@pytest.mark.parametrize("case", fused.cases(scale=2), ids=lambda case: f"{case.name} {case.m}x{case.n}x{case.k}")
+def test_the_cases_of_the_benchmark(case):
+    assert fused.checked(case, fused.draw(case, "cuda", 0)) == ""
+
+
+@pytest.mark.parametrize("epilogue", [ops.swiglu, ops.geglu, ops.swiglu_pairs, lambda acc: (ops.silu(acc), acc)])
+def test_gradients_are_those_of_torch(epilogue):
+    x = torch.randn(96, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(128, 192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    found = []
+    for backend in ("cute", "torch"):
+        got = cutegemm.gemm(x, w, epilogue=epilogue, backend=backend)
+        loss = sum(each.float().square().mean() for each in (got if isinstance(got, tuple) else (got,)))
+        found.append(torch.autograd.grad(loss, (x, w)))
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, atol=0.02 * float(other.abs().max()), rtol=0.05)
+
+
+def test_a_captured_call_reads_what_its_tensors_hold_at_replay():
+    x, w = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 128), (128, 256)))
+    residual = torch.zeros(64, 256, device="cuda", dtype=torch.bfloat16)
+
+    def call():
+        return cutegemm.gemm(x, w, epilogue=lambda acc, r: (acc + r, ops.row_sum(acc * acc)), operands=(residual,))
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    residual.normal_()
+    x.normal_()
+    graph.replay()
+    for own, other in zip(captured, call(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_a_gated_mlp_trains_as_torch_does():
+    mlp = cutegemm.nn.SwiGLU(128, 192, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = mlp(x)
+    y.float().square().mean().backward()
+    assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in (x, *mlp.parameters()))

@@ -29,6 +29,7 @@ from cutegemm.emulator.workload import Workload, build
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
+from tests.mutation_programs import ProgramWork
 
 TABLE = Path(__file__).with_name("emulated") / "mutation_survivors.toml"
 SEEDS = range(6)
@@ -40,7 +41,7 @@ class Spec:
 
     sm_count: SMs of the pretended GPU, few enough that a persistent CTA gets several tiles of a small problem.
     uninitialized: whether reads of shared memory that nothing wrote count; CUTLASS 2.x multiplies such rows and stores
-    nothing. epilogue: what there is beside alpha * A @ B.
+    nothing. epilogue: what there is beside alpha * A @ B. program: a name of `mutation_programs.PROGRAMS` instead.
     """
 
     name: str
@@ -55,12 +56,15 @@ class Spec:
     sm_count: int | None = None
     uninitialized: bool = True
     epilogue: Epilogue | None = None
+    program: str = ""
 
-    def workloads(self) -> list[Workload]:
+    def workloads(self) -> list[Workload] | list[ProgramWork]:
         """One a shape, on one kernel. Operands are drawn from a fixed seed; the mutations run on the same."""
         arch = arch_table.get(self.arch)
         if self.sm_count is not None:
             arch = replace(arch, sm_count=self.sm_count)
+        if self.program:
+            return [ProgramWork(self.program, shape, arch, self.config) for shape in self.shapes]
         problems = [
             Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision, epilogue=self.epilogue)
             for shape in self.shapes
@@ -85,7 +89,7 @@ class Spec:
         )
 
 
-def _run(work: Workload, checks: Checks | None, ptx: str, seed: int) -> str | None:
+def _run(work: Workload | ProgramWork, checks: Checks | None, ptx: str, seed: int) -> str | None:
     verdict, _ = work.run(seed=seed, ptx=ptx, checks=checks)
     return None if verdict.ok else verdict.message
 
@@ -143,6 +147,9 @@ SPECS: tuple[Spec, ...] = (
     _sm90(
         "stream", "64x32x64/coop1/c1x1/s3/row/streamk", "bf16", (64, 128, 184), (64, 224, 120), (8, 8, 24), sm_count=3
     ),
+    _sm90("gated", "64x64x64/coop1/c2x1/s2/row", "bf16", (136, 144, 200), (8, 16, 24), program="swiglu"),
+    _sm90("statistics", "64x64x64/pp/c1x1/s2/row", "bf16", (136, 72, 200), (8, 8, 24), program="statistics"),
+    _cute("sm80-statistics", "sm80/64x64x32/w32x32/s3/g8", "bf16", _SMALL_16BIT, program="statistics"),
     _sm90("solo", "64x64x64/solo/c1x1/s1/row/slab/fat"),
     *(
         Spec(f"legacy-{config.split('/')[0]}", "legacy", "sm_80", config, dtype, shapes, majors="tt", quick=True)

@@ -14,7 +14,7 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice.plan import Plan, PlanMemo
-from cutegemm.problem import overlap, program_request, torch_dtype
+from cutegemm.problem import Problem, overlap, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
@@ -153,7 +153,7 @@ def _check_writable(given: Sequence[Any], a: Any, b: Any, operands: Sequence[Any
     torch._C._increment_version(tuple(out for out in given if out is not None))
 
 
-def _arguments(
+def arguments_of(
     asked: ProgramRequest, a: torch.Tensor, b: torch.Tensor, operands: Sequence[Any], results: Sequence[torch.Tensor]
 ) -> tuple[Addresses, Numbers]:
     """What a launch takes: the addresses and the numbers, in the order of `run.arguments`."""
@@ -172,15 +172,14 @@ _UNUSED = tuple(Scalars())
 """alpha and beta, which a program does not read."""
 
 
-class _Reductions:
+class Reductions:
     """The reduced results of a plan: the kernel's partial results, and what becomes of them (`cute.reduction`)."""
 
-    def __init__(self, plan: Plan) -> None:
-        problem = plan.problem
+    def __init__(self, problem: Problem, config: Any) -> None:
         # (number of the output, function, shape of the partial results)
         self.rows: list[tuple[int, Callable[..., torch.Tensor], tuple[int, int, int]]] = []
         for number, reduce in problem.epilogue.reductions:
-            rows, columns = plan.choice.config.pieces(problem.signature)
+            rows, columns = config.pieces(problem.signature)
             of_rows = reduce.startswith("row")
             over, extent = (problem.columns, problem.m) if of_rows else (problem.m, problem.columns)
             pieces = -(-over // (columns if of_rows else rows))
@@ -216,11 +215,11 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
     with current_device(asked.device):
         launch = plan.kernel.bind(plan.problem)
     current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    reductions = _Reductions(plan)
+    reductions = Reductions(plan.problem, plan.choice.config)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
         written = reductions.partials(outs) if reductions.rows else outs
-        addresses, numbers = _arguments(asked, a, b, operands, written)
+        addresses, numbers = arguments_of(asked, a, b, operands, written)
         if ours() == index:
             launch(addresses, numbers, current_stream(index))
         else:
@@ -236,7 +235,7 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
 
     problem, kernel = plan.problem, plan.kernel
     assert kernel is not None
-    reductions = _Reductions(plan)
+    reductions = Reductions(plan.problem, plan.choice.config)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
         results = reductions.partials(outs)
@@ -245,7 +244,7 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
         named = {"a": a, "b": b, "d": outs[0]}
         named |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
         named |= {f"out[{number}]": each for number, each in enumerate(results) if number}
-        launches = kernel.capture(problem, *_arguments(asked, a, b, operands, results))
+        launches = kernel.capture(problem, *arguments_of(asked, a, b, operands, results))
         named |= launches.scratch
         written = {name for name in named if name == "d" or name.startswith("out[")} | {*launches.scratch}
         emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)

@@ -1,0 +1,76 @@
+"""Epilogue programs as `tests.mutation` runs kernels: a call of fixed operands, on the PTX that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm import ops
+from cutegemm.emulator.bridge import emulate
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import program_request, reference, torch_dtype
+from cutegemm.problem.program import bound
+from cutegemm.problem.reference import Verdict
+from cutegemm.run import fused
+
+
+def _with_statistics(acc: Any, residual: Any, bias: Any) -> Any:
+    h = acc + bias + residual
+    return h, ops.silu(h), ops.row_sum(h * h), ops.column_max(h)
+
+
+def _operands(m: int, n: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(m, n).bfloat16(), torch.randn(n)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int, int], tuple[torch.Tensor, ...]]]] = {
+    "swiglu": (ops.swiglu, lambda m, n: ()),
+    "statistics": (_with_statistics, _operands),
+}
+"""Name -> (the function, what makes its operands for D (m, n))."""
+
+
+class ProgramWork:
+    """One program on one shape (M, N, K) of bf16 operands, as `emulator.workload.Workload` is without a program."""
+
+    def __init__(self, name: str, shape: tuple[int, int, int], arch: Arch, config: str) -> None:
+        torch.manual_seed(7)
+        m, n, k = shape
+        function, make = PROGRAMS[name]
+        self.a, self.b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16().t()
+        self.operands = make(m, n)
+        self.asked = program_request.describe(self.a, self.b, function, self.operands, None, None, None)
+        cute, problem = backends.get("cute"), self.asked.problem
+        read = cute.read(config)
+        if refused := cute.check(read, problem, arch):
+            raise ValueError(f"{config} cannot serve {problem}: {refused}")
+        self.kernel = cute.build(problem.signature, read, arch)
+        acc, _, error = reference.accumulators(self.a, self.b)
+        self.want = bound.bounds(self.asked.program, acc, error, self.operands)
+        self.outs = [
+            torch.empty(shape, dtype=torch_dtype(str(output.dtype)))
+            for shape, output in zip(self.asked.shapes, self.asked.program.outputs, strict=True)
+        ]
+        self.reductions = fused.Reductions(problem, read)
+        self.results = self.reductions.partials(tuple(self.outs))
+        addresses, numbers = fused.arguments_of(self.asked, self.a, self.b, self.operands, self.results)
+        self.captured = self.kernel.capture(problem, addresses, numbers)
+
+    def run(
+        self, *, seed: int = 0, ptx: str | None = None, checks: Any = None, profile: bool = False
+    ) -> tuple[Verdict, list[Any]]:
+        """Emulates the launch on results full of NaN, and compares each."""
+        for result in self.results:
+            result.fill_(torch.nan)
+        named = {"a": self.a, "b": self.b} | {f"x{i}": each for i, each in enumerate(self.operands)}
+        written = {f"y{i}": each for i, each in enumerate(self.results)} | self.captured.scratch
+        reports = emulate(
+            self.kernel.ptx if ptx is None else ptx, [*self.captured], named | written, outputs=set(written), seed=seed,
+            checks=checks, profile=profile, progress=False,
+        )  # fmt: skip
+        self.reductions.finish(self.results, tuple(self.outs))
+        verdicts = [bound.check(out, want) for out, want in zip(self.outs, self.want, strict=True)]
+        return next((verdict for verdict in verdicts if not verdict.ok), verdicts[0]), reports

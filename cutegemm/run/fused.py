@@ -47,14 +47,15 @@ def compute(
 def description(a, b, epilogue, operands, out, out_dtype, precision, backend, config):
     """All that a plan depends on; an unhashable or strange argument raises something.
 
-    A function is known by what it means (`known.meaning`), None where that is not known.
+    A function is known by what it means (`known.meaning`), None where that is not known. An int that int32 cannot hold
+    is strange: planning refuses it.
     """
     return (
         a.shape, a.stride(), a.dtype, a.device, (p := a.data_ptr()) and p & 15 | 16, a.is_neg(),
         b.shape, b.stride(), b.dtype, b.device, (p := b.data_ptr()) and p & 15 | 16, b.is_neg(),
         epilogue if epilogue.__class__ is Program else meaning(epilogue),
         *[
-            kind if (kind := x.__class__) is float or kind is int else (
+            kind if (kind := x.__class__) is float or (kind is int and -0x80000000 <= x < 0x80000000) else (
                 x.shape, x.stride(), x.dtype, x.device, (p := x.data_ptr()) and p & 15 | 16, x.is_neg()
             )
             for x in operands

@@ -16,3 +16,24 @@ def test_an_int_beyond_int32_is_refused_after_a_call_with_a_small_one():
     assert torch.equal(cutegemm.gemm(A, B, epilogue=scale, operands=(3,), backend="torch"), 3 * (A @ B))
     with pytest.raises(ValueError, match=r"operands\[0\]: got 1099511627776, which int32 cannot hold"):
         cutegemm.gemm(A, B, epilogue=scale, operands=(2**40,), backend="torch")
+
+
+def test_a_tuple_of_one_result_gives_a_tensor_under_torch_compile_too():
+    out = torch.empty(8, 8, dtype=torch.bfloat16)
+
+    def halved(a, b, out):
+        return cutegemm.gemm(a, b, epilogue=lambda acc: acc * 0.5, out=(out,))
+
+    compiled = torch.compile(halved, fullgraph=True, backend="eager")
+    assert compiled(A, B, out) is out
+    assert torch.equal(out, 0.5 * (A @ B))
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_vmap_names_the_operand_whose_batch_does_not_fit(batch):
+    a = torch.ones(4, 8, 16) if batch is None else torch.ones(4, batch, 8, 16)
+    mapped = torch.func.vmap(
+        lambda a, x: cutegemm.gemm(a, B.float(), epilogue=lambda acc, x: acc + x, operands=(x,)), in_dims=(0, 0)
+    )
+    with pytest.raises(ValueError, match=r"operands\[0\]: got shape \(3, 1, 8\), expected a batch of 1"):
+        mapped(a, torch.ones(4, 3, 1, 8))

@@ -12,10 +12,11 @@ def scale(acc, s):
     return acc * s
 
 
-def test_an_int_beyond_int32_is_refused_after_a_call_with_a_small_one():
-    assert torch.equal(cutegemm.gemm(A, B, epilogue=scale, operands=(3,), backend="torch"), 3 * (A @ B))
-    with pytest.raises(ValueError, match=r"operands\[0\]: got 1099511627776, which int32 cannot hold"):
-        cutegemm.gemm(A, B, epilogue=scale, operands=(2**40,), backend="torch")
+@pytest.mark.parametrize(("small", "large", "kind"), [(3, 2**40, "int32"), (3.0, -1e300, "fp32")])
+def test_a_number_that_is_too_large_is_refused_after_a_call_with_a_small_one(small, large, kind):
+    assert torch.equal(cutegemm.gemm(A, B, epilogue=scale, operands=(small,), backend="torch"), 3 * (A @ B))
+    with pytest.raises(ValueError, match=rf"operands\[0\]: got .*, which {kind} cannot hold"):
+        cutegemm.gemm(A, B, epilogue=scale, operands=(large,), backend="torch")
 
 
 def test_a_tuple_of_one_result_gives_a_tensor_under_torch_compile_too():

@@ -141,6 +141,13 @@ def _maximum(x, y):
     return cute.where((x > y) | (x != x), _like(x, y), _like(y, x))
 
 
+def _imod(x, y):
+    """With the sign of y, as Python's; the DSL's own % has that of x."""
+    if isinstance(y, int) and y > 0 and y & (y - 1) == 0:
+        return x & (y - 1)
+    return x - x // y * y
+
+
 def _like(value, other):
     return value if isinstance(value, cute.TensorSSA) else cute.full_like(other, value)
 
@@ -172,7 +179,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "isub": operator.sub,
     "imul": operator.mul,
     "ifloordiv": operator.floordiv,
-    "imod": operator.mod,
+    "imod": _imod,
     "float": lambda x: x.to(Float32),
 }
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):

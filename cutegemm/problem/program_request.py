@@ -106,7 +106,7 @@ def describe(
     more = [matrix for (matrix, _), output in zip(targets[1:], resolved[1:], strict=True) if output.reduce is None]
     aligns += [matrix.align for matrix in more]
     problem = replace(plain, out_dtype=str(resolved[0].dtype), d=targets[0][0])
-    terms = _terms(program, operands)
+    terms = _terms(program, operands, n)
     if terms is not None:
         c = None if terms.c is None else _strides(inputs[terms.c], operands[terms.c])
         bias = None if terms.bias is None else inputs[terms.bias].dtype
@@ -119,13 +119,16 @@ def describe(
     return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), frozenset(temporaries), terms)
 
 
-def _terms(program: Program, operands: Sequence[Any]) -> Terms | None:
-    """The terms that the program is made of, where kernels that know these can read the operands."""
+def _terms(program: Program, operands: Sequence[Any], n: int) -> Terms | None:
+    """The terms that the program is made of, where kernels that know these can read the operands. n: columns of D."""
     terms = terms_of(program, ACTIVATIONS)
     if terms is None:
         return None
-    contiguous = terms.bias is None or operands[terms.bias].stride(-1) == 1
-    return terms if contiguous else None
+    if terms.bias is not None:
+        bias = operands[terms.bias]  # whose extent may be 1 although the program reads one number a column
+        if bias.dim() == 0 or bias.shape[-1] != n or bias.stride(-1) != 1:
+            return None
+    return terms
 
 
 def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any) -> tuple[Any, ...]:

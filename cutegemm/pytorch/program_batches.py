@@ -29,7 +29,7 @@ def mapped(
         The results of all, the mapped dimension first.
 
     Raises:
-        ValueError: what `gemm` says of numbers of dimensions, which the mapped one must not hide.
+        ValueError: what `gemm` says of numbers of dimensions and of batches, which the mapped one must not hide.
     """
     is_mapped = [dim is not None for dim in dims]
     fronted = [each if dim is None else each.movedim(dim, 0) for each, dim in zip(tensors, dims, strict=True)]
@@ -53,6 +53,11 @@ def mapped(
         batch = b.shape[-3] if b_batched and (not a_batched or a.shape[-3] == 1) else a.shape[-3]
         a, b = (each if batched else each.unsqueeze(-3) for each, batched in ((a, a_batched), (b, b_batched)))
         a, b = (transforms.rows(each.expand(size, batch, *each.shape[-2:])) for each in (a, b))
+    for number, (tensor, own) in enumerate(zip(fronted[2:], is_mapped[2:], strict=True)):
+        shape = tuple(tensor.shape[own:])
+        if len(shape) == 3 and shape[0] not in (1, batch or 1):
+            accepted = "1" if batch is None else f"1 or {batch}"
+            raise ValueError(f"operands[{number}]: got shape {shape}, expected a batch of {accepted}")
     operands = [
         _spread(each, own, size, batch) for each, own in zip(fronted[2:], is_mapped[2:], strict=True)
     ]  # fmt: skip

@@ -212,4 +212,4 @@ def _by_operator(a, b, text, operands, out, out_dtype, precision, backend, confi
     torch.ops.cutegemm.gemm_program_out(
         a, b, tensors, numbers, integers, text, precision, backend, config, outs
     )  # fmt: skip
-    return out if isinstance(out, torch.Tensor) else tuple(out)
+    return outs[0] if len(outs) == 1 else tuple(outs)

@@ -5,6 +5,7 @@ A call is known by the descriptions of its tensors and by its program; a repeate
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from cutegemm.problem import Problem, overlap, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
+from cutegemm.problem.request import FLT_MAX
 from cutegemm.run import call
 from cutegemm.run.arguments import Addresses, Numbers, Scalars
 from cutegemm.run.runner import Call, current_device
@@ -30,6 +32,7 @@ Runner = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Any], Results]
 
 memo = PlanMemo()
 _lock = threading.Lock()
+_FLT_MAX, _INF = FLT_MAX, math.inf
 
 
 def compute(
@@ -47,14 +50,18 @@ def compute(
 def description(a, b, epilogue, operands, out, out_dtype, precision, backend, config):
     """All that a plan depends on; an unhashable or strange argument raises something.
 
-    A function is known by what it means (`known.meaning`), None where that is not known.
+    A function is known by what it means (`known.meaning`), None where that is not known. A number that fp32 or
+    int32 cannot hold is strange: planning refuses it.
     """
     return (
         a.shape, a.stride(), a.dtype, a.device, (p := a.data_ptr()) and p & 15 | 16, a.is_neg(),
         b.shape, b.stride(), b.dtype, b.device, (p := b.data_ptr()) and p & 15 | 16, b.is_neg(),
         epilogue if epilogue.__class__ is Program else meaning(epilogue),
         *[
-            kind if (kind := x.__class__) is float or kind is int else (
+            kind
+            if ((kind := x.__class__) is float and not _FLT_MAX < abs(x) < _INF)
+            or (kind is int and -0x80000000 <= x < 0x80000000)
+            else (
                 x.shape, x.stride(), x.dtype, x.device, (p := x.data_ptr()) and p & 15 | 16, x.is_neg()
             )
             for x in operands

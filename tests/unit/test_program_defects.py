@@ -1,0 +1,40 @@
+"""Calls with an epilogue program that once went wrong, on backend "torch" or without a kernel."""
+
+import pytest
+import torch
+
+import cutegemm
+
+A, B = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 8, dtype=torch.bfloat16)
+
+
+def scale(acc, s):
+    return acc * s
+
+
+@pytest.mark.parametrize(("small", "large", "kind"), [(3, 2**40, "int32"), (3.0, -1e300, "fp32")])
+def test_a_number_that_is_too_large_is_refused_after_a_call_with_a_small_one(small, large, kind):
+    assert torch.equal(cutegemm.gemm(A, B, epilogue=scale, operands=(small,), backend="torch"), 3 * (A @ B))
+    with pytest.raises(ValueError, match=rf"operands\[0\]: got .*, which {kind} cannot hold"):
+        cutegemm.gemm(A, B, epilogue=scale, operands=(large,), backend="torch")
+
+
+def test_a_tuple_of_one_result_gives_a_tensor_under_torch_compile_too():
+    out = torch.empty(8, 8, dtype=torch.bfloat16)
+
+    def halved(a, b, out):
+        return cutegemm.gemm(a, b, epilogue=lambda acc: acc * 0.5, out=(out,))
+
+    compiled = torch.compile(halved, fullgraph=True, backend="eager")
+    assert compiled(A, B, out) is out
+    assert torch.equal(out, 0.5 * (A @ B))
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_vmap_names_the_operand_whose_batch_does_not_fit(batch):
+    a = torch.ones(4, 8, 16) if batch is None else torch.ones(4, batch, 8, 16)
+    mapped = torch.func.vmap(
+        lambda a, x: cutegemm.gemm(a, B.float(), epilogue=lambda acc, x: acc + x, operands=(x,)), in_dims=(0, 0)
+    )
+    with pytest.raises(ValueError, match=r"operands\[0\]: got shape \(3, 1, 8\), expected a batch of 1"):
+        mapped(a, torch.ones(4, 3, 1, 8))

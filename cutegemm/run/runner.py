@@ -87,7 +87,7 @@ class Call(NamedTuple):
             known = None  # a winner may have been written
         choice = planning.choose(asked.problem, arch, self.backend, self.config, known)
         kernel = None
-        if not isinstance(backends.get(choice.backend), backends.OnTensors):
+        if choice.config is not None:
             assert arch is not None
             kernel = self._kernel(choice, arch)
         return Plan(asked.problem, choice, arch, kernel, asked.swapped, asked.copies, on_cpu and kernel is not None)
@@ -119,11 +119,11 @@ class Call(NamedTuple):
 
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""
-        asked, backend = self.request, backends.get(plan.choice.backend)
-        assert isinstance(asked, Request)  # `fused` runs calls with a program
-        if isinstance(backend, backends.OnTensors):
+        asked: Any = self.request  # a Request: `fused` runs calls with a program
+        if plan.kernel is None:
+            backend = backends.get(plan.choice.backend)
+            assert isinstance(backend, backends.OnTensors)
             return backend.runner(asked)
-        assert plan.kernel is not None
         if asked.problem.m == 0 or asked.problem.n == 0 or asked.problem.batch == 0:
             return _empty_runner(asked)
         made = _staged if asked.copies or asked.into_temporary else _direct

@@ -20,6 +20,7 @@ from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers, Scalars
+from cutegemm.run.environment import variable
 
 Runner = Callable[..., torch.Tensor]
 """run(a, b, c, alpha, beta, bias, out) -> D; the device arrays of a work that has some come last, as a sequence"""
@@ -97,7 +98,7 @@ class Call(NamedTuple):
         asked, backend = self.request, backends.get(choice.backend)
         signature = asked.problem.signature
         # A driver's handle of a loaded kernel may belong to one device, and its files lie in one cache directory.
-        key = backend, choice.config, signature, arch, asked.device.index, os.environ.get("CUTEGEMM_CACHE_DIR")
+        key = backend, choice.config, signature, arch, asked.device.index, variable("CUTEGEMM_CACHE_DIR")
         kernel = _kernels.get(key)
         if kernel is None:
             if asked.device.type != "cpu" and torch.cuda.is_current_stream_capturing():

@@ -138,7 +138,7 @@ def gemm(
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
         alpha, beta = float(alpha), float(beta)
-    run = None
+    key = run = None
     try:
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes() and not _is_autocast_on():
             key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
@@ -150,9 +150,9 @@ def gemm(
             or (bias is not None and bias.requires_grad) or (out is not None and out.requires_grad)
         )  # fmt: skip
     except (AttributeError, TypeError, RuntimeError):
-        run = None  # not a dense tensor, or something unhashable: what it is is found out below
+        key = run = None  # not a dense tensor, or something unhashable: what it is is found out below
     if run is None or (records and out is not None):
-        return _uncommon(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+        return _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
     if records:
         if _has_transforms():
             return _by_operator(
@@ -164,8 +164,11 @@ def gemm(
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _uncommon(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
-    """A call that is new, or that is more than a multiplication of plain tensors."""
+def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
+    """A call that is new, or that is more than a multiplication of plain tensors.
+
+    described: `call.description` of it, if `gemm` has made one.
+    """
     options = {
         "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
         "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
@@ -183,7 +186,10 @@ def _uncommon(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision,
         a, b, c, options = cast_operands(a, b, c, options)
         with torch._C._DisableAutocast():
             return gemm(a, b, c, **options)
-    key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+    if described is None:
+        key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+    else:
+        key = call.key_of_described(described, c, bias, out)
     # What was remembered is not enough where `out` must be looked at.
     run = _memo.get(key) if out is None else None
     if run is None:

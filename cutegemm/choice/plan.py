@@ -17,6 +17,7 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
+from cutegemm.run.environment import variable
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
 
@@ -309,4 +310,4 @@ def state() -> State:
     It covers the winners store (whoever writes to it) and the environment variables `CUTEGEMM_WINNERS`,
     `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`.
     """
-    return State(_reader().state(), os.environ.get("CUTEGEMM_TUNE"))
+    return State(_reader().state(), variable("CUTEGEMM_TUNE"))

@@ -148,6 +148,8 @@ def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
     """The validity rule's answer, remembered: a choice within microseconds has no time to ask again."""
     if refused := _work_refused(config.family, signature.work):
         return refused
+    if arch.capability < _OLDEST:
+        return _too_old(arch)
     if 0 in astuple(config):
         return f"{config} has a 0; every number of a configuration is at least 1"
     return config.why_invalid(signature, arch)
@@ -165,6 +167,13 @@ def _usable(family: str, signature: Signature, arch: Arch) -> tuple[Any, ...]:
     if not FAMILIES[family].runs_on(arch):
         return ()
     return tuple(config for config in _listed(family, signature) if _invalid(config, signature, arch) is None)
+
+
+@functools.lru_cache(maxsize=256)
+def _fastest(signature: Signature, arch: Arch) -> str | None:
+    """The first family that is meant for these products on this GPU."""
+    meant = (name for name, family in FAMILIES.items() if signature.kind in family.takes and family.runs_on(arch))
+    return next(meant, None)
 
 
 class CuteBackend(Backend[Any]):
@@ -192,22 +201,17 @@ class CuteBackend(Backend[Any]):
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
         """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""
         signature = problem.signature
-        for name, family in FAMILIES.items():
-            if signature.kind not in family.takes or not family.runs_on(arch):
-                continue
-            if not family.automatic:
-                return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
-            if self._serves(family, problem, arch):
-                return None
-            return f"not {name}, because {self.check(_listed(name, signature)[-1], problem, arch)}"
-        return None
+        name = _fastest(signature, arch)
+        if name is None:
+            return None
+        if not FAMILIES[name].automatic:
+            return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
+        if self._serves(FAMILIES[name], problem, arch):
+            return None
+        return f"not {name}, because {self.check(_listed(name, signature)[-1], problem, arch)}"
 
     def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""
-        if refused := _work_refused(config.family, problem.work):
-            return refused
-        if arch.capability < _OLDEST:
-            return _too_old(arch)
         invalid = _invalid(config, problem.signature, arch)
         if invalid:
             return invalid
@@ -278,8 +282,10 @@ class CuteBackend(Backend[Any]):
         return next(found, None)
 
     def _serves(self, family: Family, problem: Problem, arch: Arch) -> bool:
-        configs = _usable(family.config.family, problem.signature, arch)
-        return any(_ctas(config, problem) <= MAX_CTAS for config in configs)
+        for config in _usable(family.config.family, problem.signature, arch):
+            if _ctas(config, problem) <= MAX_CTAS:
+                return True
+        return False
 
 
 def _family(text: str) -> Family:

@@ -235,11 +235,12 @@ class CuteKernel:
         return (*null, *arguments.fixed(problem, self.config.launch_arguments(problem, self.arch)))
 
     def _load(self) -> Any:
-        with self._lock:
-            if self._function is None:
-                library = self._entry.file("kernel.so")
-                self._function = _open_library(library) if library.exists() else _open_object(self.object_path)
-            return self._function
+        if self._function is None:
+            with self._lock:
+                if self._function is None:
+                    library = self._entry.file("kernel.so")
+                    self._function = _open_library(library) if library.exists() else _open_object(self.object_path)
+        return self._function
 
 
 @functools.cache

@@ -30,7 +30,7 @@ class Matrix(NamedTuple):
     @property
     def leading(self) -> int:
         """The leading dimension: the stride that is not 1."""
-        return self.stride_row if self.row_major else self.stride_col
+        return self.stride_row if self.stride_col == 1 else self.stride_col
 
     def transposed(self) -> Matrix:
         return Matrix(self.cols, self.rows, self.stride_col, self.stride_row, self.stride_batch, self.align)

@@ -219,7 +219,7 @@ class Problem:
             "k" if a.row_major else "m",
             "n" if b.row_major else "k",
             a.align,
-            min(b.align, self._align_half),
+            b.align if self.epilogue.custom is None else min(b.align, self._align_half),
             self.d.align,
             0 if c is None or not c.row_major else c.align,
             self.epilogue,

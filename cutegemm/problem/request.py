@@ -132,21 +132,22 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
-    if tensor.is_quantized:
+    known = dtype_name(tensor.dtype) is not None  # then it is neither quantized nor complex
+    if not known and tensor.is_quantized:
         raise TypeError(f"{name}: got a quantized tensor ({tensor.dtype}), expected a plain one; call .dequantize()")
     if tensor.is_nested:
         raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()")
-    if tensor.is_complex():
+    if not known and tensor.is_complex():
         raise TypeError(f"{name}: got dtype {tensor.dtype}; complex products are not supported")
     if tensor.is_neg():  # complex ones alone may be conjugated lazily
         raise ValueError(f"{name}: it is a lazily negated or conjugated view; call .resolve_neg() or .resolve_conj()")
     _check_address(name, tensor)
-    if name.startswith("out") and tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
-            "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
-        )
     if name.startswith("out"):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
+                "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
+            )
         check_inference(tensor)
 
 
@@ -187,6 +188,8 @@ def _batch(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def check_number(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a real, finite-or-not number that fp32 can hold."""
+    if value.__class__ is float and -FLT_MAX <= value <= FLT_MAX:
+        return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a Python float (a tensor would need a sync)")
     if FLT_MAX < abs(value) < math.inf:

@@ -18,7 +18,7 @@ def is_dispatched(*tensors: Any) -> bool:
     special = []
     zeros = False
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor):
+        if tensor is not None and isinstance(tensor, torch.Tensor):
             if tensor.is_nested:  # handles operators, but not ours: the checks refuse it by name
                 return False
             zeros = zeros or tensor._is_zerotensor()  # without memory, which forward mode makes

@@ -12,7 +12,10 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 def active(*tensors: Any) -> bool:
     """Whether one of the tensors stands for others, under torch.vmap, torch.func or autograd's older vmap."""
-    return any(isinstance(tensor, torch.Tensor) and (_is_wrapped(tensor) or _is_batched(tensor)) for tensor in tensors)
+    for tensor in tensors:
+        if tensor is not None and isinstance(tensor, torch.Tensor) and (_is_wrapped(tensor) or _is_batched(tensor)):
+            return True
+    return False
 
 
 def refuse_escaped(tensors: dict[str, Any]) -> None:

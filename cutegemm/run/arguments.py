@@ -5,7 +5,7 @@ The host entry of a kernel takes plain numbers: addresses, scalars, the stream, 
 emulator follow it. `device` gives those that the kernel on the GPU takes. Device arrays of a work (`problem.work`)
 follow D among the operands, by their names, and behind them those of a user's epilogue program. A new operand is a
 field of `Operands`, a place in `Addresses` and a row of `_OPERANDS`; a new scalar is a field of `Scalars` and a place
-in `Numbers`; a new size or stride is a row. A kernel family leaves out of its kernel what its signature has no use for
+in `Numbers`; a new size or stride is a name in `_SIZES` or `_STRIDES` and its value in `fixed`. A kernel family leaves out of its kernel what its signature has no use for
 (`host_only`): an unused parameter would move all those behind it, and so change the machine code.
 
     a call brings            Operands, Scalars, the stream
@@ -131,24 +131,10 @@ _OPERANDS: dict[str, Callable[[Signature], Pointer]] = {
     "bias": lambda s: _terms(s)[1],
     "d": lambda s: Pointer(s.out_dtype, s.align_d),
 }
-_SIZES: dict[str, Callable[[Problem], int]] = {
-    "m": lambda p: p.m,
-    "n": lambda p: p.n,
-    "k": lambda p: p.k,
-    "batch": lambda p: p.batch,
-}
+# Their values are in `fixed`, which every new shape asks: it names none of them.
+_SIZES = ("m", "n", "k", "batch")
 _EXTRAS = ("clusters",)
-_STRIDES: dict[str, Callable[[Problem], int]] = {
-    "lda": lambda p: p.a.leading,
-    "ldb": lambda p: p.b.leading,
-    "ldd": lambda p: p.d.leading,
-    "a_batch": lambda p: p.a.stride_batch,
-    "b_batch": lambda p: p.b.stride_batch,
-    "d_batch": lambda p: p.d.stride_batch,
-    "c_row": lambda p: p.c.stride_row if p.c else 0,
-    "c_col": lambda p: p.c.stride_col if p.c else 0,
-    "c_batch": lambda p: p.c.stride_batch if p.c else 0,
-}
+_STRIDES = ("lda", "ldb", "ldd", "a_batch", "b_batch", "d_batch", "c_row", "c_col", "c_batch")
 # What a host entry computes for its kernel: the grid of tiles; batch strides of the WGMMA's operands, which are the
 # problem's or exchanged.
 _TILES, _WGMMA = ("tiles_m", "tiles_n"), ("wgmma_a_batch", "wgmma_b_batch")
@@ -176,9 +162,14 @@ def host(signature: Signature, extra: Collection[str] = ()) -> tuple[Argument, .
 
 def fixed(problem: Problem, extra: Mapping[str, int]) -> tuple[int, ...]:
     """The values of what no call brings, in the order of `host`: sizes, the configuration's numbers, strides."""
-    sizes, strides = (tuple(value(problem) for value in group.values()) for group in (_SIZES, _STRIDES))
-    custom = _custom_values(problem) if problem.epilogue.custom else ()
-    return (*sizes, *(extra[name] for name in _extras(extra)), *strides, *custom)
+    a, b, c, d = problem.a, problem.b, problem.c, problem.d
+    return (
+        problem.m, problem.n, problem.k, problem.batch,
+        *[extra[name] for name in _extras(extra)],
+        a.leading, b.leading, d.leading, a.stride_batch, b.stride_batch, d.stride_batch,
+        *((c.stride_row, c.stride_col, c.stride_batch) if c else (0, 0, 0)),
+        *(_custom_values(problem) if problem.epilogue.custom else ()),
+    )  # fmt: skip
 
 
 def _custom_values(problem: Problem) -> tuple[int, ...]:

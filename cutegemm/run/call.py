@@ -76,6 +76,11 @@ def key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, 
         hash(found)
     except (AttributeError, TypeError, RuntimeError):
         return None
+    return key_of_described(found, c, bias, out)
+
+
+def key_of_described(found: Any, c: Any, bias: Any, out: Any) -> Any:
+    """`key_of` the call with this hashable description."""
     plain = (
         (c is None or c.__class__ in PLAIN)
         and (bias is None or bias.__class__ in PLAIN)

@@ -20,6 +20,7 @@ from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers, Scalars
+from cutegemm.run.environment import variable
 
 Runner = Callable[..., torch.Tensor]
 """run(a, b, c, alpha, beta, bias, out) -> D; the device arrays of a work that has some come last, as a sequence"""
@@ -87,7 +88,7 @@ class Call(NamedTuple):
             known = None  # a winner may have been written
         choice = planning.choose(asked.problem, arch, self.backend, self.config, known)
         kernel = None
-        if not isinstance(backends.get(choice.backend), backends.OnTensors):
+        if choice.config is not None:
             assert arch is not None
             kernel = self._kernel(choice, arch)
         return Plan(asked.problem, choice, arch, kernel, asked.swapped, asked.copies, on_cpu and kernel is not None)
@@ -97,7 +98,7 @@ class Call(NamedTuple):
         asked, backend = self.request, backends.get(choice.backend)
         signature = asked.problem.signature
         # A driver's handle of a loaded kernel may belong to one device, and its files lie in one cache directory.
-        key = backend, choice.config, signature, arch, asked.device.index, os.environ.get("CUTEGEMM_CACHE_DIR")
+        key = backend, choice.config, signature, arch, asked.device.index, variable("CUTEGEMM_CACHE_DIR")
         kernel = _kernels.get(key)
         if kernel is None:
             if asked.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
@@ -119,11 +120,11 @@ class Call(NamedTuple):
 
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""
-        asked, backend = self.request, backends.get(plan.choice.backend)
-        assert not isinstance(asked, ProgramRequest)  # `fused` runs those
-        if isinstance(backend, backends.OnTensors):
+        asked: Any = self.request  # a Request: `fused` runs calls with a program
+        if plan.kernel is None:
+            backend = backends.get(plan.choice.backend)
+            assert isinstance(backend, backends.OnTensors)
             return backend.runner(asked)
-        assert plan.kernel is not None
         if asked.problem.m == 0 or asked.problem.n == 0 or asked.problem.batch == 0:
             return _empty_runner(asked)
         made = _staged if asked.copies or asked.into_temporary else _direct

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 import time
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem.text import other_16_bit
+from cutegemm.run.environment import variable
 from cutegemm.winners import table
 from cutegemm.winners.fingerprint import is_fresh
 from cutegemm.winners.row import STALE_ORIGIN, Measurement, pick
@@ -44,7 +44,7 @@ def deciding(own: Iterable[Measurement], shipped: Iterable[Measurement]) -> list
 
 def switched_off() -> bool:
     """Whether `CUTEGEMM_WINNERS` says that nothing measured counts."""
-    return os.environ.get("CUTEGEMM_WINNERS", "") == "off"
+    return variable("CUTEGEMM_WINNERS") == "off"
 
 
 def state() -> object:
@@ -202,7 +202,7 @@ def _reader() -> _Reader | None:
     if switched_off():
         _noticed = OFF
         return None
-    named = os.environ.get("CUTEGEMM_CACHE_DIR")
+    named = variable("CUTEGEMM_CACHE_DIR")
     path = _path_for(named) if not named or named[0] == "/" else default_path()
     reader = _current
     if reader is None or (reader.path is not path and reader.path != path):

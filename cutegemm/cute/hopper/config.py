@@ -325,6 +325,8 @@ class HopperConfig(LaunchedConfig):
         must be 0 as the words must.
         """
         shares, parts = work_count.shares(self, problem, arch)
+        if not shares:
+            return 0, 0
         words, part = word_bytes(shares), shares * self.owned_bytes
         return (words + part, 0) if self.in_arrival_order else (words, parts * part)
 

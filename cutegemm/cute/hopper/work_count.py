@@ -35,11 +35,13 @@ def shares(config: HopperConfig, problem: Problem, arch: Arch) -> tuple[int, int
     A share is a warpgroup's rows of a CTA tile. With split-K all tiles have `splits` parts. With stream-K those tiles
     that are cut have two; there is room for a cut behind each cluster.
     """
+    if config.splits == 1 and not config.stream_k:
+        return 0, 0
     if config.stream_k:
         resident, tiles = resident_clusters(arch, config.cluster_ctas), works(config, problem)
         divided, parts = (0, 0) if whole_tiles(tiles, resident) == tiles else (resident, 2)
     else:
-        divided, parts = (works(config, problem) // config.splits, config.splits) if config.splits > 1 else (0, 0)
+        divided, parts = works(config, problem) // config.splits, config.splits
     return divided * (config.cluster_ctas * config.consumers), parts
 
 

@@ -155,7 +155,7 @@ def host(signature: Signature, extra: Collection[str] = ()) -> tuple[Argument, .
     types |= _custom_pointers(signature)
     types |= dict.fromkeys(Scalars._fields, "float32") | _custom_numbers(signature) | {"stream": "stream"}
     types |= {WORKSPACE: Pointer("fp32", 16)} if WORKSPACE in extra else {}
-    types |= dict.fromkeys(_SIZES, "int32") | dict.fromkeys(_extras(extra), "int32")
+    types |= dict.fromkeys(_SIZES, "int32") | {name: "int32" for name in _EXTRAS if name in extra}
     types |= dict.fromkeys((*_STRIDES, *_custom_strides(signature)), "int64")
     return tuple(Argument(name, kind) for name, kind in types.items())
 
@@ -165,7 +165,7 @@ def fixed(problem: Problem, extra: Mapping[str, int]) -> tuple[int, ...]:
     a, b, c, d = problem.a, problem.b, problem.c, problem.d
     return (
         problem.m, problem.n, problem.k, problem.batch,
-        *[extra[name] for name in _extras(extra)],
+        *[extra[name] for name in _EXTRAS if name in extra],
         a.leading, b.leading, d.leading, a.stride_batch, b.stride_batch, d.stride_batch,
         *((c.stride_row, c.stride_col, c.stride_batch) if c else (0, 0, 0)),
         *(_custom_values(problem) if problem.epilogue.custom else ()),
@@ -183,10 +183,6 @@ def _custom_values(problem: Problem) -> tuple[int, ...]:
     for (name, *_), matrix in zip(epilogue.more_outputs, problem.outputs, strict=True):
         found |= {f"{name}_ld": matrix.leading, f"{name}_batch": matrix.stride_batch}
     return tuple(found[name] for name in _custom_strides(problem.signature))
-
-
-def _extras(extra: Collection[str]) -> list[str]:
-    return [name for name in _EXTRAS if name in extra]
 
 
 def named(names: Iterable[str], values: Iterable[Any]) -> Any:

@@ -5,8 +5,9 @@ The host entry of a kernel takes plain numbers: addresses, scalars, the stream, 
 emulator follow it. `device` gives those that the kernel on the GPU takes. Device arrays of a work (`problem.work`)
 follow D among the operands, by their names, and behind them those of a user's epilogue program. A new operand is a
 field of `Operands`, a place in `Addresses` and a row of `_OPERANDS`; a new scalar is a field of `Scalars` and a place
-in `Numbers`; a new size or stride is a name in `_SIZES` or `_STRIDES` and its value in `fixed`. A kernel family leaves out of its kernel what its signature has no use for
-(`host_only`): an unused parameter would move all those behind it, and so change the machine code.
+in `Numbers`; a new size or stride is a name in `_SIZES` or `_STRIDES` and its value in `fixed`. A kernel family leaves
+out of its kernel what its signature has no use for (`host_only`): an unused parameter would move all those behind it,
+and so change the machine code.
 
     a call brings            Operands, Scalars, the stream
     the problem fixes        sizes, strides
@@ -131,7 +132,7 @@ _OPERANDS: dict[str, Callable[[Signature], Pointer]] = {
     "bias": lambda s: _terms(s)[1],
     "d": lambda s: Pointer(s.out_dtype, s.align_d),
 }
-# Their values are in `fixed`, which every new shape asks: it names none of them.
+# `fixed` has their values in this order: a look-up by name would cost every new shape some microseconds.
 _SIZES = ("m", "n", "k", "batch")
 _EXTRAS = ("clusters",)
 _STRIDES = ("lda", "ldb", "ldd", "a_batch", "b_batch", "d_batch", "c_row", "c_col", "c_batch")

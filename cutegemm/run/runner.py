@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
     "out_dtype": None, "precision": None, "backend": "auto", "config": None,
 }  # fmt: skip
 """What `gemm` takes beside a, b and c."""
+_described = operator.itemgetter("alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
+"""Those of the options that `request.describe` takes, in its order."""
 
 
 def complete(options: dict[str, Any]) -> dict[str, Any]:
@@ -58,13 +61,11 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Call:
         """The call `gemm(a, b, c, **options)`; `options` names every one of them."""
-        known = dict(options)
-        backend, config = known.pop("backend"), known.pop("config")
-        found = request.describe(a, b, c, **known)
-        if known["out"] is not None:
-            inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": known["bias"]}
-            overlap.check(known["out"], inputs)
-        return cls(found, backend, config)
+        found = request.describe(a, b, c, *_described(options))
+        if options["out"] is not None:
+            inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": options["bias"]}
+            overlap.check(options["out"], inputs)
+        return cls(found, options["backend"], options["config"])
 
     def plan(self, state: planning.State | None = None) -> Plan:
         """Chooses and compiles. Raises GemmError during graph capture: compiling would break the capture.

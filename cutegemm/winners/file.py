@@ -94,7 +94,7 @@ class WinnersFile:
     def stamp(self) -> tuple[int, int, int] | None:
         """Changes when the file does; None without a file."""
         try:
-            info = os.stat(self.path)
+            info = os.stat(str(self.path))
         except OSError:
             return None
         return info.st_ino, info.st_size, info.st_mtime_ns

@@ -20,7 +20,8 @@ from cutegemm.choice import plan
 from cutegemm.problem import Problem
 from cutegemm.run import call as call_module
 from cutegemm.run import kernel_store, runner
-from cutegemm.winners import Measurement, Winners
+from cutegemm.run.environment import variable
+from cutegemm.winners import Measurement, Winners, reader
 from cutegemm.winners.fingerprint import fingerprint
 from tests.fake_backend import uncompiled
 from tests.waiting import wait_until
@@ -259,10 +260,22 @@ def test_a_new_shape_looks_at_the_store_and_the_environment_once(built, monkeypa
     call, looked = operands(264, 256, 256), []
     stamp = Winners.stamp
     monkeypatch.setattr(Winners, "stamp", lambda self: looked.append("store") or stamp(self))
-    read = os.environ.get
-    monkeypatch.setattr(os.environ, "get", lambda name, *more: looked.append(name) or read(name, *more))
+    for module in (plan, reader, runner):
+        monkeypatch.setattr(module, "variable", lambda name: looked.append(name) or variable(name))
     cutegemm.prepare(*call, backend="cute")
     assert [looked.count(one) for one in ("store", "CUTEGEMM_WINNERS", "CUTEGEMM_TUNE")] == [1, 1, 1]
+
+
+def test_a_variable_is_read_as_the_environment_has_it_now(monkeypatch):
+    monkeypatch.delenv("CUTEGEMM_TUNE", raising=False)
+    assert variable("CUTEGEMM_TUNE") is None
+    for value in ("", "1", "\u00fc"):
+        monkeypatch.setenv("CUTEGEMM_TUNE", value)
+        assert variable("CUTEGEMM_TUNE") == value
+    monkeypatch.delenv("CUTEGEMM_TUNE")
+    assert variable("CUTEGEMM_TUNE") is None
+    monkeypatch.setattr(os, "environ", {"CUTEGEMM_TUNE": "2"})  # another Python's, without a dictionary behind it
+    assert (variable("CUTEGEMM_TUNE"), variable("HOME")) == ("2", None)
 
 
 def test_a_signature_goes_to_another_process_without_what_is_remembered_of_it():

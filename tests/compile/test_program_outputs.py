@@ -25,6 +25,12 @@ BOTH_WAYS = (
 )
 
 
+DROPOUT = (
+    "def epilogue(acc, x0: int32): return where(random(x0, row(), column(), matrix()) >= 0.10000000149011612, "
+    "acc * 1.1111111640930176, 0.0)"
+)
+
+
 def problem(text: str, out: str = "bf16", size: int = 4096) -> Problem:
     """A square product whose operands and results are all aligned."""
     program = simplified(parse(text))
@@ -49,6 +55,8 @@ def problem(text: str, out: str = "bf16", size: int = 4096) -> Problem:
         (BOTH_WAYS, "sm90/128x176x64/pp/c1x1/s3/g8", "fp32", 0),
         (BOTH_WAYS, "sm90/128x128x64/coop2/c1x1/s3/row/swap", "bf16", 2),
         (BOTH_WAYS, "sm80/128x128x32/w64x64/s4/g8", "bf16", 0),
+        (DROPOUT, "sm90/128x192x64/pp/c1x2/s4/g8/pdl", "bf16", 0),
+        (DROPOUT, "sm90/64x192x64/pp/c1x4/s5/serp8/pdl", "bf16", 1),
     ],
 )
 @pytest.mark.product(keep=6)

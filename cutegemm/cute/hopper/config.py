@@ -233,6 +233,8 @@ class HopperConfig(LaunchedConfig):
             most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)
             if matrices:
                 most = min(most, 160 if staged else 0)
+        if signature.epilogue.program.uses("random"):
+            most = min(most, 64 if matrices else 96)  # ten rounds of multiplications for each element
         return (
             "slab" not in self.options
             and self.parts == 1

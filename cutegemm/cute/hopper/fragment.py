@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -65,6 +65,8 @@ class FragmentStore:
     @cute.jit
     def _put(self, target: cutlass.Constexpr, values, row, column, region):
         m, n = region.m, region.n
+        # Numbers of their own: what runs in a branch knows no object.
+        base, leading = target.base, target.leading
         result = cute.make_rmem_tensor(4, target.type)
         result.store(values.to(target.type))
         for r in cutlass.range_constexpr(2):
@@ -80,8 +82,8 @@ class FragmentStore:
             else:
                 for c in cutlass.range_constexpr(2):
                     y, x = self._own(row, column, c, r)
-                    place_of = target.at(y, x)
                     if (y < m) & (x < n):
+                        place_of = base + (Int64(y) * leading + Int64(x))
                         cute.make_tensor(place_of, cute.make_layout(1))[0] = result[2 * r + c]
 
     def _own(self, row, column, c: int, r: int) -> tuple:

@@ -122,7 +122,7 @@ def test_a_kernel_is_chosen_built_bound_and_launched_on_the_device_of_the_tensor
 
     def choose(problem, arch, backend, config, known):
         driver.note("choose")
-        return Choice("recorder", None, "")
+        return Choice("recorder", "the only one", "")
 
     monkeypatch.setattr(planning, "choose", choose)
     monkeypatch.setattr(runner.backends, "get", lambda name: Recorder(driver))

@@ -163,15 +163,21 @@ DERIVATIVES = {
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own: its gelu_backward has no such rule
 def test_derivatives_of_every_kind(route, derivative, seed):
-    """Every value is a sum of few terms of at most the size of the largest; fp32 rounds each step to 2^-24."""
+    """The error is that of a sum of few terms, of the size of the largest value, each rounded to fp32.
+
+    Where terms cancel (the third derivative of GELU at some numbers), torch's own formulas in fp32 have the larger error:
+    four times that error is allowed as well.
+    """
     for activation in ACTIVATIONS:
         ours, exact, tensors = pair(route, activation, seed)
         got = _pytree.tree_leaves(DERIVATIVES[derivative](ours, *tensors))
         want = _pytree.tree_leaves(DERIVATIVES[derivative](exact, *(t.double() for t in tensors)))
-        for x, y in zip(got, want, strict=True):
+        rounded = _pytree.tree_leaves(DERIVATIVES[derivative](exact, *tensors))
+        for x, y, z in zip(got, want, rounded, strict=True):
             assert x.dtype == torch.float32
-            size = max(1.0, float(y.abs().max()))
-            torch.testing.assert_close(x.double(), y, rtol=0, atol=2.0**-24 * 256 * size, msg=activation)
+            size = max(1.0, float(y.detach().abs().max()))
+            error = 4 * float((z.detach().double() - y.detach()).abs().max())
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=2.0**-24 * 256 * size + error, msg=activation)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Input #")  # the latter: it is not float64

@@ -23,7 +23,7 @@ from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, transforms
+from cutegemm.pytorch import autograd, programs, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, runner
@@ -219,6 +219,7 @@ def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, prec
         config = str(config)
     if out is None:
         return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    sharding.refuse_out(out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS
-from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch import autograd, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run.call import compute
 
@@ -142,9 +142,11 @@ def _recorded_gemm(
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
         if below.raw_repr() in _DEVICES:  # `_gemm`, without another passage through the dispatcher
             return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
+        sharding.needed()
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
 
+    sharding.needed()
     forward_mode = torch._C._is_fwd_grad_enabled()
 
     def with_modes(a, b, c, alpha, beta, bias, out):

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from cutegemm.cute import tile_order
 from cutegemm.cute.hopper import options as option_table
-from cutegemm.cute.hopper import work_count
+from cutegemm.cute.hopper import promotion, work_count
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig
 from cutegemm.hardware.arch import LINE, Arch
 from cutegemm.hardware.residency import resident_clusters
@@ -379,6 +379,7 @@ class HopperConfig(LaunchedConfig):
         return (
             self._why_tile_invalid()
             or self._why_program_invalid(signature)
+            or promotion.why_invalid(self, signature)
             or self._why_resource_invalid(signature, arch)
         )
 

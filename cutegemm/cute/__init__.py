@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 MAX_CTAS = 2**31 - 1
 _FOLDER = Path(__file__).parent
 _SHARED_SOURCES = (
-    "compile.py", "launch_config.py", "epilogue.py", "lowering.py", "reduction.py", "source.py", "tile_order.py",
-    "types.py", "workspace.py", "entry.py", "../problem/epilogue.py", "../problem/program/graph.py",
+    "compile.py", "launch_config.py", "epilogue.py", "lowering.py", "reduction.py", "source.py", "state_word.py",
+    "tile_order.py", "types.py", "workspace.py", "entry.py", "../problem/epilogue.py", "../problem/program/graph.py",
     "../run/arguments.py",
 )  # fmt: skip
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""

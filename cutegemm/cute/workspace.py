@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cutegemm import native
+
 WORDS_STEP = 64 * 1024
 PARTS_STEP = 2 * 1024 * 1024
 """Sizes are rounded up to these, in bytes, so that small differences between problems do not move a workspace."""
@@ -57,6 +59,7 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._of: _Of = {}
+        self._lent: _Of = {}
         self._of_threads: weakref.WeakKeyDictionary[_Thread, _Of] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._this_thread = threading.local()
@@ -91,7 +94,16 @@ class Workspaces:
             owner = owning_stream(stream)
             memory = _allocate(words, parts) if owner == stream else _allocate_on(device, owner, words, parts)
             return memory, memory.data_ptr()
+        if native.is_ready() and of is self._of and self._lent.get((device, stream)) is not kept:
+            self._lend(device, stream, kept)
         return kept.memory, kept.parts_at - words
+
+    def _lend(self, device: int, stream: int, kept: _Kept) -> None:
+        """Lets launches from C++ use it, where it is still the stream's."""
+        with self._lock:
+            if self is default and self._of.get((device, stream)) is kept:
+                self._lent[device, stream] = kept
+                native.lend(device, stream, kept.memory, kept.parts_at, kept.words, kept.parts)
 
     def _of_this_thread(self) -> _Of:
         """The workspaces that the calling thread has for itself."""
@@ -129,7 +141,8 @@ class Workspaces:
         """
         with self._lock:
             given_up = [kept for of in (self._of, *self._of_threads.values()) for kept in of.values()]
-            for of in (self._of, *self._of_threads.values()):
+            native.take_back()
+            for of in (self._of, self._lent, *self._of_threads.values()):
                 of.clear()
         return sum(kept.memory.nbytes for kept in given_up)
 

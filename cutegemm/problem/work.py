@@ -32,15 +32,18 @@ class Work:
     """One kind of work. Sizes are those of `Problem`: `batch` products; a ragged extent is the sum over all of them.
 
     Attributes:
-        name: as `Problem.work` and signatures have it. transposed: the name of the work of D^T = B^T A^T.
+        name: as `Problem.work` and signatures have it. transposed: the name of the work of D^T = B^T A^T; None where
+            no kernel computes that.
         ragged: the extent, "m", "n" or "k", that the products divide among them; None where all have the same sizes.
         arrays: what the kernel reads of the sizes on the device.
+        masked: whether each product has rows of its own that count, the first ones, and others that nobody touches.
     """
 
     name: str
-    transposed: str
+    transposed: str | None
     ragged: Literal["m", "n", "k"] | None = None
     arrays: tuple[DeviceArray, ...] = ()
+    masked: bool = False
 
     def matrices(self, operand: str, batch: int) -> int:
         """How many matrices "a", "b", "c" or "d" consists of: one where the products are parts of the same."""
@@ -68,7 +71,18 @@ class Work:
         return (along_m + more) * along_n if self.ragged == "m" else along_m * (along_n + more)
 
 
-_ROWS = {row.name: row for row in (Work(DENSE, transposed=DENSE),)}
+RAGGED_M, RAGGED_N, RAGGED_K, MASKED = "ragged_m", "ragged_n", "ragged_k", "masked"
+_ENDS = DeviceArray("ends", "int32")
+_ROWS = {
+    row.name: row
+    for row in (
+        Work(DENSE, transposed=DENSE),
+        Work(RAGGED_M, transposed=RAGGED_N, ragged="m", arrays=(_ENDS,)),
+        Work(RAGGED_N, transposed=RAGGED_M, ragged="n", arrays=(_ENDS,)),
+        Work(RAGGED_K, transposed=RAGGED_K, ragged="k", arrays=(_ENDS,)),
+        Work(MASKED, transposed=None, arrays=(DeviceArray("counts", "int32"),), masked=True),
+    )
+}
 TABLE: Mapping[str, Work] = MappingProxyType(_ROWS)
 """The kinds of work by name."""
 

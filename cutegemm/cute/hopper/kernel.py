@@ -34,6 +34,7 @@ import cutlass.cute as cute
 
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
+from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -61,8 +62,10 @@ class HopperGemm(Gemm):
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
         dtype, halves = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves"
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
+        groups = grouping.of(config, signature.work)
+        of_a, of_b = groups.of_operand("row"), groups.of_operand("column")
+        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped, of_a)
+        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped, of_b)
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
@@ -135,6 +138,7 @@ class HopperGemm(Gemm):
             cute.arch.griddepcontrol_wait()
             # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
             cute.arch.griddepcontrol_launch_dependents()
+        self.work.read()
 
         if cutlass.const_expr(config.solo):
             self.sums.start(output, memory, position, self.work)

@@ -1,0 +1,34 @@
+"""The public call for products in groups: many multiplications, whose sizes lie on the device, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cutegemm.run import grouped
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    *,
+    counts: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    epilogue: Any = None,
+    operands: Sequence[Any] = (),
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    backend: str = "auto",
+    config: Any = None,
+) -> Any:
+    if epilogue is None:
+        epilogue = _product
+    return grouped.compute(a, b, offsets, counts, epilogue, operands, out, out_dtype, precision, backend, config)
+
+
+def _product(acc: Any) -> Any:
+    return acc

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cutegemm.problem.grouped_request import Sizes
 from cutegemm.run import grouped
 
 
@@ -16,6 +17,9 @@ def grouped_gemm(
     offsets: torch.Tensor | None = None,
     *,
     counts: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+    out_rows: int | None = None,
     bias: torch.Tensor | None = None,
     epilogue: Any = None,
     operands: Sequence[Any] = (),
@@ -27,7 +31,8 @@ def grouped_gemm(
 ) -> Any:
     if epilogue is None:
         epilogue = _product
-    return grouped.compute(a, b, offsets, counts, epilogue, operands, out, out_dtype, precision, backend, config)
+    sizes = Sizes(offsets, counts, rows, places, out_rows)
+    return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
 
 
 def _product(acc: Any) -> Any:

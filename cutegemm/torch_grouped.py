@@ -16,14 +16,16 @@ from cutegemm.errors import GemmError
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.spread import ascending, groups_of, spread
-from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_M, RAGGED_N
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 if TYPE_CHECKING:
     from cutegemm.problem.program.graph import Program
     from cutegemm.problem.program_request import ProgramRequest
 
-Core = Callable[[Any, Any, Sequence[Any], tuple[torch.Tensor, ...], torch.Tensor], None]
-"""core(a, b, operands, outs, sizes): computes into outs; `sizes` are the groups' ends, or the counts."""
+Arrays = tuple[torch.Tensor, ...]
+"""The groups' ends, or the counts; then the index of rows, where there is one."""
+Core = Callable[[Any, Any, Sequence[Any], tuple[torch.Tensor, ...], Arrays], None]
+"""core(a, b, operands, outs, arrays): computes into outs."""
 
 
 def core(asked: ProgramRequest) -> Core:
@@ -32,19 +34,26 @@ def core(asked: ProgramRequest) -> Core:
     work = problem.work
     plain = problem.epilogue == Epilogue() and problem.dtype == problem.out_dtype == "bf16" and work != MASKED
 
-    def run(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...], sizes: torch.Tensor) -> None:
-        a, b = a.detach(), b.detach()
+    def run(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...], arrays: Arrays) -> None:
+        a, b, (sizes, *index) = a.detach(), b.detach(), arrays
+        if work == GATHERED:
+            a = gathered(a, index[0])
+        own = RAGGED_M if work in ROWS else work
+        written = written_places(own, sizes, problem.m, problem.columns)
+        values: Sequence[torch.Tensor]
         if plain and a.is_cuda and hasattr(torch, "_grouped_mm") and _aligned(a) and _aligned(b):
-            written = written_places(work, sizes, problem.m, problem.n)
-            ends = ascending(sizes, (problem.m, problem.n, problem.k)["mnk".index(work[-1])]).int()
-            _put(outs[0], torch._grouped_mm(a, b, offs=ends), written)
-            return
-        given = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
-        acc = accumulators(work, a.float(), b.float(), sizes)
-        values = elements(work, program, acc, given, sizes, torch.float32)
-        written = written_places(work, sizes, problem.m, problem.columns)
+            ends = ascending(sizes, (problem.m, problem.n, problem.k)["mnk".index(own[-1])]).int()
+            values = (torch._grouped_mm(a, b, offs=ends),)
+        else:
+            given = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
+            acc = accumulators(own, a.float(), b.float(), sizes)
+            values = elements(own, program, acc, given, sizes, torch.float32)
         for out, value in zip(outs, values, strict=True):
-            _put(out, value.to(out.dtype), written)
+            if work == SCATTERED:
+                assert written is not None
+                scatter(out, value.to(out.dtype), index[0], written[:, 0])
+            else:
+                out.copy_(value if written is None else torch.where(written, value.to(out.dtype), out))
 
     return run
 
@@ -55,8 +64,20 @@ def _aligned(x: torch.Tensor) -> bool:
     return strides[0] == 1 and strides[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def _put(out: torch.Tensor, value: torch.Tensor, written: torch.Tensor | None) -> None:
-    out.copy_(value if written is None else torch.where(written, value, out))
+def gathered(a: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of A that an index names; zeros for an entry that is no row."""
+    if not a.shape[0]:
+        return a.new_zeros(len(rows), a.shape[1])
+    taken = a.index_select(0, rows.long().clamp(0, a.shape[0] - 1))
+    return torch.where(((rows >= 0) & (rows < a.shape[0]))[:, None], taken, 0)
+
+
+def scatter(out: torch.Tensor, value: torch.Tensor, places: torch.Tensor, written: torch.Tensor) -> None:
+    """Writes the rows of `value` that are `written` into those of `out` that an index names, if it names one."""
+    named = written & (places >= 0) & (places < out.shape[0])
+    spare = torch.cat((out, out.new_empty(1, out.shape[1])))
+    spare.index_copy_(0, torch.where(named, places.long(), out.shape[0]), value)
+    out.copy_(spare[:-1])
 
 
 def written_places(work: str, sizes: torch.Tensor, m: int, n: int) -> torch.Tensor | None:

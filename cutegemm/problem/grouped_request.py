@@ -16,17 +16,44 @@ from cutegemm.problem.problem import MAX_EXTENT, Problem
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.terms import Terms, terms_of
 from cutegemm.problem.program_request import ProgramRequest
-from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_M, RAGGED_N
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 MOST_GROUPS = 1024
 MOST_ROWS = 1 << 30
 """Of an array that groups divide; see `cute.hopper.clip`."""
 
 
+class Sizes(NamedTuple):
+    """What a call says of its groups and rows, see `cutegemm.grouped_gemm`."""
+
+    offsets: Any
+    counts: Any = None
+    rows: Any = None
+    places: Any = None
+    out_rows: Any = None
+
+    @property
+    def groups(self) -> torch.Tensor:
+        """The ends, or the counts."""
+        found: torch.Tensor = self.offsets if self.counts is None else self.counts
+        return found
+
+    @property
+    def index(self) -> torch.Tensor | None:
+        """The rows of A, or of D, that the rows of the product are."""
+        found: torch.Tensor | None = self.rows if self.places is None else self.places
+        return found
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """The device arrays of the work, in its order."""
+        return (self.groups,) if self.index is None else (self.groups, self.index)
+
+
 class Extents(NamedTuple):
     """The sizes of a call: `work`, a name of `problem.work.TABLE`; M, N and K, of which one may be ragged; the groups.
 
-    shape: of D before columns are folded by gate and up. varies: which of (group, row, column) each result has.
+    results: rows of a result; M but where they are scattered.
     """
 
     work: str
@@ -34,13 +61,15 @@ class Extents(NamedTuple):
     n: int
     k: int
     groups: int
+    results: int
 
     def shape(self, columns: int) -> tuple[int, ...]:
         """Of a result with so many columns."""
-        return (self.m, columns) if self.work in (RAGGED_M, RAGGED_N) else (self.groups, self.m, columns)
+        single = self.work in (*ROWS, RAGGED_N)
+        return (self.results, columns) if single else (self.groups, self.m, columns)
 
 
-def extents(a: Any, b: Any, offsets: Any, counts: Any) -> Extents:
+def extents(a: Any, b: Any, given: Sizes) -> Extents:
     """The sizes that the shapes say; tensors may be fake.
 
     Raises TypeError or ValueError naming the argument, what was given and what is accepted.
@@ -50,14 +79,15 @@ def extents(a: Any, b: Any, offsets: Any, counts: Any) -> Extents:
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (rows of all groups) and 3")
+    offsets, counts = given.offsets, given.counts
     if (offsets is None) == (counts is None):
         both = "both" if offsets is not None else "neither"
         raise ValueError(f"offsets, counts: got {both}; pass the groups' ends, or the counts of a masked product")
     dims = a.dim(), b.dim()
     if (dims == (3, 3)) != (counts is not None):
-        given = "counts" if counts is not None else "offsets"
+        which = "counts" if counts is not None else "offsets"
         raise ValueError(
-            f"{given}: got them with a of {dims[0]} and b of {dims[1]} dimensions; counts belong to 3 and 3 "
+            f"{which}: got them with a of {dims[0]} and b of {dims[1]} dimensions; counts belong to 3 and 3 "
             "dimensions, offsets to all others (gemm computes a batch without either)"
         )
     sizes, name = (offsets, "offsets") if counts is None else (counts, "counts")
@@ -77,7 +107,36 @@ def extents(a: Any, b: Any, offsets: Any, counts: Any) -> Extents:
             f"K = {a.shape[-1]}"
         )
     work = {(2, 3): RAGGED_M, (3, 2): RAGGED_N, (2, 2): RAGGED_K, (3, 3): MASKED}[dims]
-    return Extents(work, a.shape[-2], b.shape[-1], a.shape[-1], groups)
+    if given.rows is not None and given.places is not None:
+        raise ValueError("rows, places: got both; gather rows of a, or scatter those of the result")
+    m = a.shape[-2]
+    for which, index, own in (("rows", given.rows, GATHERED), ("places", given.places, SCATTERED)):
+        if index is None:
+            continue
+        if work != RAGGED_M:
+            raise ValueError(f"{which}: got an index with {work.replace('_', ' ')}; it is for groups of rows")
+        _check_index(which, index, None if own == GATHERED else m)
+        work, m = own, index.shape[0]
+    if given.out_rows is not None:
+        if work != SCATTERED:
+            raise ValueError("out_rows: got it without places, whose results it counts")
+        if isinstance(given.out_rows, bool) or not isinstance(given.out_rows, int | torch.SymInt):
+            raise TypeError(f"out_rows: got {type(given.out_rows).__name__}, expected an int")
+        if isinstance(given.out_rows, int) and given.out_rows < 0:
+            raise ValueError(f"out_rows: got {given.out_rows}, accepted are numbers of rows")
+    results = m if given.out_rows is None else given.out_rows
+    return Extents(work, m, b.shape[-1], a.shape[-1], groups, results)
+
+
+def _check_index(name: str, index: Any, length: Any) -> None:
+    if not isinstance(index, torch.Tensor):
+        raise TypeError(f"{name}: got {type(index).__name__}, expected an int32 tensor of one number a row")
+    if index.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {index.dtype}, accepted is torch.int32")
+    if index.dim() != 1:
+        raise ValueError(f"{name}: got {index.dim()} dimensions, expected 1: one number a row")
+    if length is not None and index.shape[0] != length:
+        raise ValueError(f"{name}: got {index.shape[0]} numbers, and a has {length} rows")
 
 
 def check_program(program: Program, sizes: Extents) -> int:
@@ -104,13 +163,13 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
     shape = tuple(operand.shape)
     for own, extent in zip(reversed(shape), (columns, sizes.m, sizes.groups), strict=False):
         if own not in (1, extent):
-            wanted = sizes.shape(columns)
+            wanted = sizes._replace(results=sizes.m).shape(columns)
             raise ValueError(f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it")
-    axis = {RAGGED_M: "m", RAGGED_N: "n"}.get(sizes.work)
+    axis = "m" if sizes.work in ROWS else "n" if sizes.work == RAGGED_N else None
     if axis and given.batched and getattr(given, axis):
         one = f"({sizes.groups}, 1, {columns})" if axis == "m" else f"({sizes.groups}, {sizes.m}, 1)"
         raise ValueError(
-            f"operands[{number}]: got shape {shape}; accepted are {sizes.shape(columns)}, {one}, and what broadcasts "
+            f"operands[{number}]: got shape {shape}; accepted are ({sizes.m}, {columns}), {one}, and what broadcasts "
             "to one of them"
         )
 
@@ -118,8 +177,7 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
 def describe(
     a: torch.Tensor,
     b: torch.Tensor,
-    offsets: torch.Tensor | None,
-    counts: torch.Tensor | None,
+    given: Sizes,
     epilogue: Any,
     operands: Sequence[Any],
     out: Any,
@@ -131,17 +189,17 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
-    sizes = extents(a, b, offsets, counts)
+    sizes = extents(a, b, given)
     dtype = request._check_operands(a, b)
-    _check_sizes(a, offsets, counts)
+    _check_sizes(a, given)
     _check_limits(sizes)
     precision = "ieee" if precision is None else request._check_precision(precision, dtype)
     program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
     columns = check_program(program, sizes)
-    for number, (given, operand) in enumerate(zip(program.inputs, operands, strict=True)):
+    for number, (own, operand) in enumerate(zip(program.inputs, operands, strict=True)):
         if isinstance(operand, torch.Tensor):
             request.check_tensor(f"operands[{number}]", operand)
-        check_operand(number, given, operand, sizes, columns)
+        check_operand(number, own, operand, sizes, columns)
     shape = sizes.shape(columns)
     default = request._check_out(a, None, out_dtype, (), TABLE[dtype].output)
     outs = program_request._given_outputs(out, len(program.outputs))
@@ -155,12 +213,12 @@ def describe(
 
     copies: list[tuple[str, str]] = []
     groups = sizes.groups
-    matrix_a = request._operand("a", a, sizes.m, sizes.k, groups, copies)
+    matrix_a = request._operand("a", a, a.shape[-2], sizes.k, groups, copies)
     matrix_b = request._operand("b", b, sizes.k, sizes.n, groups, copies)
     given_tensors = [
-        (given, _own(sizes, program_request._strides(given, operand), given.dtype))
-        for given, operand in zip(program.inputs, operands, strict=True)
-        if not given.by_value
+        (own, _own(sizes, program_request._strides(own, operand), own.dtype))
+        for own, operand in zip(program.inputs, operands, strict=True)
+        if not own.by_value
     ]
     matrices = tuple(matrix for _, matrix in given_tensors)
     results = [
@@ -172,13 +230,13 @@ def describe(
     )  # fmt: skip
     terms = _terms(program, operands, columns)
     if terms is not None:
-        places = [i for i, given in enumerate(program.inputs) if not given.by_value]
+        places = [i for i, own in enumerate(program.inputs) if not own.by_value]
         c = None if terms.c is None else matrices[places.index(terms.c)]
         bias = None if terms.bias is None else program.inputs[terms.bias].dtype
         known = Epilogue(None if terms.c is None else program.inputs[terms.c].dtype, bias, "n", terms.activation)
         problem = replace(problem, c=c, epilogue=known)
     else:
-        aligns = [matrix.align if matrix.row_major else 0 for given, matrix in given_tensors if given.varies == "mn"]
+        aligns = [matrix.align if matrix.row_major else 0 for own, matrix in given_tensors if own.varies == "mn"]
         aligns += [matrix.align for matrix in results[1:]]
         custom = Epilogue(custom=program, aligns=tuple(aligns))
         problem = replace(problem, epilogue=custom, operands=matrices, outputs=tuple(results[1:]))
@@ -187,21 +245,23 @@ def describe(
     return ProgramRequest(problem, a.device, tuple(copies), program, shapes, temporaries, terms)
 
 
-def _check_sizes(a: torch.Tensor, offsets: Any, counts: Any) -> None:
-    sizes, name = (offsets, "offsets") if counts is None else (counts, "counts")
-    if sizes.layout != torch.strided or sizes.is_nested:
-        raise TypeError(f"{name}: got layout {sizes.layout}, expected a dense (strided) tensor")
-    if sizes.device != a.device:
-        raise ValueError(f"{name}: it is on {sizes.device}, expected the device of a, {a.device}")
-    if not 1 <= sizes.shape[0] <= MOST_GROUPS:
-        raise ValueError(f"{name}: got {sizes.shape[0]} groups, accepted are 1 to {MOST_GROUPS}")
-    if sizes.shape[0] > 1 and sizes.stride(0) != 1:
-        raise ValueError(f"{name}: got stride {sizes.stride(0)}, expected a contiguous tensor; call .contiguous()")
+def _check_sizes(a: torch.Tensor, given: Sizes) -> None:
+    names = "offsets" if given.counts is None else "counts", "rows" if given.places is None else "places"
+    for name, array in zip(names, given.arrays, strict=False):
+        if array.layout != torch.strided or array.is_nested:
+            raise TypeError(f"{name}: got layout {array.layout}, expected a dense (strided) tensor")
+        if array.device != a.device:
+            raise ValueError(f"{name}: it is on {array.device}, expected the device of a, {a.device}")
+        if array.shape[0] > 1 and array.stride(0) != 1:
+            raise ValueError(f"{name}: got stride {array.stride(0)}, expected a contiguous tensor; call .contiguous()")
+    groups = given.groups.shape[0]
+    if not 1 <= groups <= MOST_GROUPS:
+        raise ValueError(f"{names[0]}: got {groups} groups, accepted are 1 to {MOST_GROUPS}")
 
 
 def _check_limits(sizes: Extents) -> None:
     named = {"M": sizes.m, "N": sizes.n, "K": sizes.k}
-    ragged = {RAGGED_M: "M", RAGGED_N: "N", RAGGED_K: "K", MASKED: "M"}[sizes.work]
+    ragged = {RAGGED_N: "N", RAGGED_K: "K"}.get(sizes.work, "M")
     for name, extent in named.items():
         most = MOST_ROWS if name == ragged else MAX_EXTENT
         if extent > most:

@@ -272,7 +272,7 @@ class Problem:
                 total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
-        total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
+        total += sum((self.m if array.rows else batch) * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
         return total
 
     def transposed(self) -> Problem:

@@ -34,7 +34,6 @@ from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
 from cutegemm.problem.program.graph import Input
-from cutegemm.problem.work import RAGGED_N
 
 TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"))
 WORKS = grouping.WORKS
@@ -237,7 +236,7 @@ class HopperConfig(LaunchedConfig):
         return (
             "slab" not in self.options
             and self.parts == 1
-            and signature.work != RAGGED_N  # groups of columns of D, which begin and end at any element
+            and grouping.stores_boxes(signature.work)
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
             and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)

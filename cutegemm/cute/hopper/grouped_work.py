@@ -31,7 +31,7 @@ class GroupedWork(Work):
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
-        (self.array,) = TABLE[signature.work].arrays
+        self.array = TABLE[signature.work].arrays[0]
         self.grouping = grouping.of(config, signature.work)
         self.along = self.grouping.along
         self.groups = Groups(self.grouping.masked)

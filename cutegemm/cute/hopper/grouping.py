@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from cutegemm.problem.work import DENSE, MASKED, RAGGED_K, RAGGED_M, RAGGED_N
+from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
     from cutegemm.problem import Signature
 
-WORKS = (DENSE, RAGGED_M, RAGGED_N, RAGGED_K, MASKED)
+WORKS = (DENSE, RAGGED_M, RAGGED_N, RAGGED_K, MASKED, GATHERED, SCATTERED)
 """Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
+
+GATHER_REGISTERS = 40
+"""Registers of a producer thread that keeps the indices of its rows; with fewer, ptxas spills them."""
 
 
 class Grouping(NamedTuple):
@@ -45,14 +48,19 @@ def of(config: HopperConfig, work: str) -> Grouping:
         return Grouping("k")
     if work == RAGGED_N:
         return Grouping("row" if config.swapped else "column")
-    if work in (RAGGED_M, MASKED):
+    if work in (*ROWS, MASKED):
         return Grouping("column" if config.swapped else "row", work == MASKED)
     return Grouping(None)
 
 
 def clips_results(work: str) -> bool:
     """Whether the groups are rows of D, at whose ends TMA stores are clipped."""
-    return work in (RAGGED_M, MASKED)
+    return work in (RAGGED_M, GATHERED, MASKED)
+
+
+def stores_boxes(work: str) -> bool:
+    """Whether TMA can store the results: rows of D are neighbours, and tiles begin at columns that 16 bytes divide."""
+    return work not in (RAGGED_N, SCATTERED)
 
 
 def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
@@ -73,4 +81,16 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
                     f"{name} is K-major: TMA cannot end a ragged K inside a contiguous row; accepted are an M-major A "
                     "and an N-major B, for example x.t() and dy of row-major x and dy"
                 )
+    return _why_not_gathered(config, signature) if work == GATHERED else None
+
+
+def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
+    if signature.a_major != "k":
+        return "A is M-major: cp.async gathers rows that are contiguous; accepted is a row-major A"
+    if signature.precision == "tf32":
+        return "cp.async, which gathers rows of A, does not round them to tf32; gather them first"
+    if config.cluster[0 if config.swapped else 1] > 1:
+        return "each CTA gathers its rows of A by itself; accepted are clusters that share B only"
+    if config.registers is not None and config.registers[0] < GATHER_REGISTERS:
+        return f"a producer thread has {config.registers[0]} registers; gathering rows takes {GATHER_REGISTERS}"
     return None

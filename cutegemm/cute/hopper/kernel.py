@@ -37,6 +37,7 @@ from cutegemm.cute.entry import Gemm
 from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
+from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand, loaders
@@ -49,6 +50,7 @@ from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
 from cutegemm.cute.hopper.work import make_work
 from cutegemm.problem import Signature
+from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments
 
 
@@ -66,6 +68,7 @@ class HopperGemm(Gemm):
         of_a, of_b = groups.of_operand("row"), groups.of_operand("column")
         self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped, of_a)
         self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped, of_b)
+        self.gathers = signature.work == GATHERED
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
@@ -84,9 +87,10 @@ class HopperGemm(Gemm):
         atom_a, tensor_a = self.a.load_atom(a, rows, args.k, lda, a_batch, args.batch)
         atom_b, tensor_b = self.b.load_atom(b, columns, args.k, ldb, b_batch, args.batch)
         stores = self.store.make_atoms(args)
+        host_only = ("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch")
         on_device = arguments.device(
             args,
-            host_only=("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch"),
+            host_only=host_only if not self.gathers else tuple(each for each in host_only if each not in ("a", "lda")),
             tiles_m=cute.ceil_div(rows, config.bm * cm),
             tiles_n=cute.ceil_div(columns, config.bn * cn),
             wgmma_a_batch=a_batch,
@@ -149,7 +153,13 @@ class HopperGemm(Gemm):
             if position.group == config.consumers:
                 if cutlass.const_expr(config.registers is not None):
                     cute.arch.setmaxregister_decrease(config.registers[0])
-                if position.warp == config.consumers * 4:
+                if cutlass.const_expr(self.gathers):
+                    rows = self.b if config.swapped else self.a
+                    load_other = loaders(config, position, self.a, self.b)[0 if config.swapped else 1]
+                    first = position.warp == config.consumers * 4
+                    gathered = GatherLoader(rows, position, args)
+                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
+                elif position.warp == config.consumers * 4:
                     load_a, load_b = loaders(config, position, self.a, self.b)
                     Producer(self.ring, self.work, load_a, load_b).run()
             else:

@@ -319,7 +319,9 @@ class Quantize:
             places = range(4 * word, 4 * word + 4)
             words[word] = self._rounded([scaled[e] * inverses[e % len(inverses)] for e in places])
         row = self._row(corner, i)
-        self._put(words if self.signature.width % 4 == 0 else single, self._v_row(corner, row), row, self._k(corner, j), 1)
+        self._put(
+            words if self.signature.width % 4 == 0 else single, self._v_row(corner, row), row, self._k(corner, j), 1
+        )
 
     @cute.jit
     def _put(self, elements, start, row, k, size: cutlass.Constexpr):
@@ -383,9 +385,7 @@ class Quantize:
     def _numbers(self, word) -> Any:
         """The four values in the bytes of a word, in fp32."""
         if self.integer:
-            code = " ".join(
-                f"bfe.s32 t, {{$r0}}, {8 * e}, 8; cvt.rn.f32.s32 {{$w{e}}}, t;" for e in range(4)
-            )
+            code = " ".join(f"bfe.s32 t, {{$r0}}, {8 * e}, 8; cvt.rn.f32.s32 {{$w{e}}}, t;" for e in range(4))
             code = f"{{ .reg .b32 t; {code} }}"
         else:
             cvt = f"cvt.rn.f16x2.{self.format.name}x2"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
     from cutegemm.emulator.launch import Captured
     from cutegemm.hardware.arch import Arch
+    from cutegemm.native import Launcher
     from cutegemm.problem import Problem, Signature
     from cutegemm.problem.preparation import Preparation
     from cutegemm.problem.program_request import ProgramRequest
@@ -70,6 +71,10 @@ class Kernel(Protocol):
 
     def bind(self, problem: Problem) -> BoundLaunch:
         """The launch with the problem's sizes and strides filled in; see `cutegemm.run.arguments`."""
+        ...
+
+    def launcher(self, problem: Problem) -> Launcher | None:
+        """What `bind(problem)` calls, for callers in C++; None where only Python can launch it."""
         ...
 
     def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from cutegemm import backend as backends
+from cutegemm import native
 from cutegemm.backend import Backend, Kernel, Preparer
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
@@ -291,6 +292,7 @@ class PlanMemo:
         self._runners.put(key, runner)
 
     def clear(self) -> None:
+        native.forget()
         self._runners.clear()
         self._plans.clear()
 

@@ -138,6 +138,20 @@ class Call(NamedTuple):
         if wanted() and free and not torch.cuda.is_current_stream_capturing():
             on_demand(self.request.problem, arch, self.request.device.index)
 
+    def launch(self, plan: Plan) -> tuple[Any, ...] | None:
+        """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""
+        asked: Any = self.request
+        problem = asked.problem
+        if plan.kernel is None or plan.emulated or 0 in (problem.m, problem.n, problem.batch):
+            return None
+        if asked.copies or asked.into_temporary or WORKS[problem.work].arrays:
+            return None
+        with current_device(asked.device):
+            launcher = plan.kernel.launcher(plan.problem)
+        if launcher is None:
+            return None
+        return *launcher, tuple(asked.shape), torch_dtype(problem.out_dtype), asked.swapped
+
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""
         asked: Any = self.request  # a Request: `fused` runs calls with a program

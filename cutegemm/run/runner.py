@@ -144,7 +144,7 @@ class Call(NamedTuple):
         problem = asked.problem
         if plan.kernel is None or plan.emulated or 0 in (problem.m, problem.n, problem.batch):
             return None
-        if asked.copies or asked.into_temporary or WORKS[problem.work].arrays:
+        if asked.copies or asked.into_temporary or plan.preparations or WORKS[problem.work].arrays:
             return None
         with current_device(asked.device):
             launcher = plan.kernel.launcher(plan.problem)

@@ -37,6 +37,7 @@ class Plan(NamedTuple):
         problem: in the canonical form the kernel sees; `swapped` says that it is the transposed one.
         choice, arch: what was chosen, and for which GPU. kernel: None for torch, and in a plan that is only described.
         copies: for each operand that must be copied first, its name and why.
+        constant: "a" or "b" for an operand of `problem` that is promised to be constant, else "".
     """
 
     problem: Problem
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     swapped: bool = False
     copies: tuple[tuple[str, str], ...] = ()
     emulated: bool = False
+    constant: str = ""
 
 
 def emulated_arch() -> Arch:
@@ -212,6 +214,10 @@ def describe(plan: Plan) -> str:
     if plan.swapped:
         rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
     rows += [(f"copied first: {name}", why) for name, why in plan.copies]
+    if plan.constant:
+        used = plan.kernel is not None and plan.kernel.signature.constant
+        what = "its first tiles are loaded while the kernel in front still runs" if used else "this kernel waits anyway"
+        rows.append(("constant", f"{plan.constant.upper()}: {what}"))
     if choice.config is not None and plan.arch is not None:
         from cutegemm import winners
         from cutegemm.choice import heuristics

@@ -26,6 +26,7 @@ from cutegemm.cute.ampere import config as ampere_config
 from cutegemm.cute.ampere import footprint as ampere_footprint
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
+from cutegemm.cute.hopper import constant as hopper_constant
 from cutegemm.cute.hopper import footprint as hopper_footprint
 from cutegemm.cute.simt import candidates as simt_candidates
 from cutegemm.cute.simt import config as simt_config
@@ -69,6 +70,10 @@ def _no_splits(text: str, signature: Signature) -> tuple[int, ...]:
     return ()
 
 
+def _unused(config: Any, signature: Signature) -> Any:
+    return None
+
+
 def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
     return []
 
@@ -87,6 +92,7 @@ class Family:
         splits: of a candidate's text and a signature, the splits of K that it may also have.
         shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
             about these sizes; all are compared where it names none.
+        for_constant: `Backend.for_constant` of a configuration.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
         automatic: one that is not serves only calls that name a configuration.
         clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
@@ -102,6 +108,7 @@ class Family:
     works: tuple[str, ...] = (work.DENSE,)
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
+    for_constant: Callable[[Any, Signature], Any] = _unused
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
     automatic: bool = True
@@ -129,6 +136,7 @@ FAMILIES: dict[str, Family] = {
         works=hopper_config.WORKS,
         splits=hopper_candidates.splits,
         shortlist=hopper_candidates.shortlist,
+        for_constant=hopper_constant.for_constant,
         capability=(9, 0),
         forward=False,
         clips=True,
@@ -240,6 +248,10 @@ class CuteBackend(Backend[Any]):
         if not FAMILIES[config.family].automatic:
             return f"{config.family} has run in the emulator only so far"
         return config.only_by_name()
+
+    def for_constant(self, config: Any, signature: Signature) -> Any:
+        """See `Backend.for_constant`."""
+        return FAMILIES[config.family].for_constant(config, signature)
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""

@@ -39,6 +39,8 @@ class Signature:
         align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
+        constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none. Only what
+            is compiled depends on it: `Problem.signature`, by which kernels are chosen and measured, has none.
     """
 
     dtype: str
@@ -52,6 +54,7 @@ class Signature:
     align_c: int
     epilogue: Epilogue
     work: str = DENSE
+    constant: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -97,7 +100,7 @@ class Signature:
     def _fields(self) -> tuple[Any, ...]:
         return (
             self.dtype, self.out_dtype, self.precision, self.a_major, self.b_major, self.align_a, self.align_b,
-            self.align_d, self.align_c, self.epilogue, self.work,
+            self.align_d, self.align_c, self.epilogue, self.work, self.constant,
         )  # fmt: skip
 
     @cached_property
@@ -112,7 +115,7 @@ class Signature:
         return (
             f"{self.dtype}->{self.out_dtype}/{self.precision}/a{self.a_major}{self.align_a}"
             f"/b{self.b_major}{self.align_b}/c{self.align_c}/d{self.align_d}/{self.epilogue}"
-            f"{'' if self.work == DENSE else '/' + self.work}"
+            f"{'' if self.work == DENSE else '/' + self.work}{self.constant and '/constant_' + self.constant}"
         )
 
 

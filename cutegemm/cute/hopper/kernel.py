@@ -38,7 +38,9 @@ from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.constant import uses_constant
 from cutegemm.cute.hopper.consumer import Consumer
+from cutegemm.cute.hopper.early import EarlyProducer, is_constant
 from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.operand import Operand, loaders
@@ -79,6 +81,8 @@ class HopperGemm(Gemm):
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, self.store)
+        # Which operands no running kernel writes, where the kernel makes use of it.
+        self.constant = is_constant(config, signature) if uses_constant(config, signature) else (False, False)
 
     # -- host -------------------------------------------------------------------------------------------------------
     def launch(self, args) -> None:
@@ -141,8 +145,12 @@ class HopperGemm(Gemm):
                 self.sums.initialize(memory)
             cute.arch.mbarrier_init_fence()
         self._meet()
+        if cutlass.const_expr(any(self.constant)):  # noqa: SIM102
+            if position.warp == config.consumers * 4:
+                self._producer(position).fetch()
         if cutlass.const_expr("pdl" in config.options):
-            # Nothing before this line reads or writes what an earlier kernel may still be working on.
+            # Nothing before this line reads or writes what an earlier kernel may still be working on; what is fetched
+            # above is promised to be none of it.
             cute.arch.griddepcontrol_wait()
             # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
             cute.arch.griddepcontrol_launch_dependents()
@@ -164,8 +172,7 @@ class HopperGemm(Gemm):
                     gathered = GatherLoader(rows, position, args)
                     GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
                 elif position.warp == config.consumers * 4:
-                    load_a, load_b = loaders(config, position, self.a, self.b)
-                    Producer(self.ring, self.work, load_a, load_b).run()
+                    self._producer(position).run()
             else:
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_increase(self.registers[1])
@@ -173,6 +180,13 @@ class HopperGemm(Gemm):
                 self.products.start(self.a, self.b, position)
                 work = self.work.of_warpgroup(position.group)
                 Consumer(config, position.group, work, self.turns, self.products, self.sums).run()
+
+    def _producer(self, position: Position) -> Any:
+        """What its last warp runs."""
+        load_a, load_b = loaders(self.config, position, self.a, self.b)
+        if any(self.constant):
+            return EarlyProducer(self.ring, self.work, load_a, load_b, self.constant)
+        return Producer(self.ring, self.work, load_a, load_b)
 
     def _meet(self) -> None:
         """All threads of the cluster see the barriers initialized."""

@@ -131,6 +131,7 @@ FAMILIES: dict[str, Family] = {
         ampere_candidates.listed,
         ampere_footprint.of,
         ("warps/*.py", "ampere/*.py"),
+        splits=ampere_candidates.splits,
     ),
     "simt": Family(
         simt_config.SimtConfig,

@@ -20,8 +20,7 @@ pytest.importorskip("llvmlite")
 SIMT, SLICED = "simt/64x64x8/w32x32/s3/g8/k3", "simt/32x32x32/w32x32/s3/g1/x2/k2"
 SM80 = "sm80/64x32x32/w32x16/s3/g8/k4"
 EVERYTHING = (
-    "def epilogue(acc, x0: fp32[M, N]): t0 = acc + x0; return t0, -acc, "
-    "row_sum(acc + 3.0), column_max(t0 - 500.0)"
+    "def epilogue(acc, x0: fp32[M, N]): t0 = acc + x0; return t0, -acc, row_sum(acc + 3.0), column_max(t0 - 500.0)"
 )
 
 
@@ -72,7 +71,9 @@ def test_gated_programs(config, dtype, gated):
     got = cutegemm.gemm(a, b, epilogue=gated, config=config, backend="cute")
     assert torch.equal(got, cutegemm.gemm(a, b, epilogue=gated, config=config, backend="cute"))
     want = cutegemm.gemm(a, b, epilogue=gated, backend="torch")
-    assert (got.double() - want.double()).abs().max() <= want.abs().max() * (2.0**-7 if dtype != torch.float32 else 1e-5)
+    assert (got.double() - want.double()).abs().max() <= want.abs().max() * (
+        2.0**-7 if dtype != torch.float32 else 1e-5
+    )
 
 
 def test_the_parts_are_added_in_their_order_whoever_comes_last(monkeypatch):

@@ -132,7 +132,9 @@ class VectorConfig(TileConfig):
         least = 32 * (LANE_BYTES // 4)
         across, _ = self.long[1], self.bk
         if along_k and (self.bk % least or across > 16):
-            return f"bk is {self.bk} and a warp has {across} rows of a K-major matrix; accepted are {least}s and 1 to 16"
+            return (
+                f"bk is {self.bk} and a warp has {across} rows of a K-major matrix; accepted are {least}s and 1 to 16"
+            )
         if not along_k and (across % least or not 4 <= self.bk <= 32):
             return f"a warp has {across} of a row of the matrix and {self.bk} rows; accepted are {least}s, and 4 to 32"
         if not 1 <= self.stages <= 4:
@@ -146,7 +148,7 @@ class VectorConfig(TileConfig):
     def registers(self, along_k: bool) -> int:
         """Registers of a thread: accumulators, loads of the matrix and of the thin operand, addresses."""
         across, depth = self.held(along_k)
-        return self.thin * across + self.stages * across * depth + self.thin * depth + 2 * across + 48
+        return self.thin * across + self.stages * across * depth + 2 * self.thin * depth + 2 * across + 64
 
     @classmethod
     def space(cls, itemsize: int = 4) -> Iterator[VectorConfig]:

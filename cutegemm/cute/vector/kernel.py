@@ -3,8 +3,9 @@
 With M (or N) of 1 to 8 there is next to nothing to multiply: the time is that of reading the matrix, K x N (or M x K)
 elements of 4 bytes. Memory of an H200 brings 4.8 TB/s with about 1 us from a request to its data, so that by Little's
 law 4.8 MB must be under way, 36 KB on each of 132 SMs. Here nothing but registers stands in between: a lane has
-`stages` steps of 8 or more loads of 16 bytes under way, 256 bytes with two stages. Two CTAs of 256 threads an SM make
-that 128 KB at most and over 64 KB all the time, which leaves room for loads of 8 bytes. What else an SM does at that
+`stages` steps of 8 loads of 16 bytes under way, 256 bytes with two stages. A thread takes 164 registers for one row, so
+that an SM has three CTAs of 128 threads: 96 KB under way at most, and over 48 KB, which leaves room for the time
+between a step's use and its next load. What else an SM does at that
 rate, 21 bytes of the matrix a clock: 5 FFMA a clock for each of the thin side, of 128, and loads of the thin operand
 from the L1 cache, as many bytes again for each 8 rows of a K-major matrix. So 1x16384x4096 (268 MB) should take
 56 us / 0.9. Not measured yet.
@@ -87,8 +88,10 @@ class Stream:
 
         Of what lanes share out a lane has whole groups, each of them next to the other lanes' ones.
         """
-        return (self._shared_out(k), across) if self.lanes == "k" else (
-            (k, self._shared_out(across)) if self.lanes else (k, across)
+        return (
+            (self._shared_out(k), across)
+            if self.lanes == "k"
+            else ((k, self._shared_out(across)) if self.lanes else (k, across))
         )
 
     def _shared_out(self, number: int) -> Any:
@@ -116,8 +119,7 @@ def load_instruction(vector: int, cached: bool) -> str:
     kind = f"v{vector}.f32 {{{', '.join(outputs)}}}" if vector > 1 else f"f32 {outputs[0]}"
     cache = "" if cached else ".L1::no_allocate"
     return (
-        f"{{ .reg .pred valid; setp.gt.s32 valid, {{$r1}}, 0; {zeros} "
-        f"@valid ld.global.nc{cache}.{kind}, [{{$r0}}]; }}"
+        f"{{ .reg .pred valid; setp.gt.s32 valid, {{$r1}}, 0; {zeros} @valid ld.global.nc{cache}.{kind}, [{{$r0}}]; }}"
     )
 
 

@@ -38,7 +38,7 @@ AT_ONCE = 8
 class PartEpilogue(SlabEpilogue):
     """The epilogue of a warp whose accumulators are sums of parts that lie `distance` words apart, a tile each.
 
-    A part is the tile's warp tiles (wm, wn) one after the other, each with its rows side by side; it falls into `units`.
+    A part is the tile's warp tiles (wm, wn) one after the other, each with its rows side by side, and falls into units.
     """
 
     def __init__(self, config: Any, signature: Signature, parts: int, distance: int) -> None:

@@ -187,7 +187,7 @@ class CuteKernel:
 
     def bind(self, problem: Problem) -> BoundLaunch:
         words, parts = self.config.workspace_bytes(problem, self.arch)
-        function, behind = self._load(), self._behind_the_stream(problem, words)
+        function, behind = self._load(), self._behind_the_stream(problem, words + parts)
         take = workspace.default.take
 
         def launch(operands: Addresses, scalars: Numbers, stream: int) -> None:
@@ -197,7 +197,7 @@ class CuteKernel:
             _held, address = take(words, parts, stream)
             function(*operands, *scalars, stream, address, *behind)
 
-        chosen = launch_with_workspace if words else launch
+        chosen = launch_with_workspace if words + parts else launch
         if problem.k:
             return chosen
 
@@ -216,8 +216,8 @@ class CuteKernel:
             if self._host is None:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
         words, parts = self.config.workspace_bytes(problem, self.arch)
-        by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words)
-        if not words:
+        by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words + parts)
+        if not words + parts:
             return Captured(self._host.capture(*by_call, *behind))
         import torch
 
@@ -229,9 +229,9 @@ class CuteKernel:
         launches = self._host.capture(*by_call, scratch.data_ptr(), *behind)
         return Captured(launches, scratch={WORKSPACE: scratch})
 
-    def _behind_the_stream(self, problem: Problem, words: int) -> tuple[int, ...]:
-        """What every launch of the problem passes behind the stream and, where it has `words`, its workspace."""
-        null = (0,) if WORKSPACE in self.config.extra_arguments and not words else ()
+    def _behind_the_stream(self, problem: Problem, workspace: int) -> tuple[int, ...]:
+        """What every launch of the problem passes behind the stream and its workspace, if that has any bytes."""
+        null = (0,) if WORKSPACE in self.config.extra_arguments and not workspace else ()
         return (*null, *arguments.fixed(problem, self.config.launch_arguments(problem, self.arch)))
 
     def _load(self) -> Any:

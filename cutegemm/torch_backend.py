@@ -11,6 +11,7 @@ from cutegemm.backend import OnTensors
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -25,6 +26,7 @@ class TorchBackend(OnTensors):
     name = "torch"
     compiler = "torch"
     programs = True
+    works = tuple(WORKS)
 
     def supports(self, problem: Problem, arch: Arch | None = None) -> str | None:
         if refused := self.why_work_refused(problem.signature):

@@ -13,6 +13,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from cutegemm import native
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS
@@ -162,6 +163,14 @@ def _recorded_gemm(
 
 
 _library.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
+
+
+def _recorded_natively(keys: int, *arguments: Any) -> torch.Tensor:
+    """`_recorded_gemm` of what the C++ part leaves to Python."""
+    return _recorded_gemm(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
+
+
+native.in_python["record"] = _recorded_natively
 
 
 def _refuse_derivatives(keyset, a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:

@@ -36,8 +36,10 @@ import cutlass.cute as cute
 
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
+from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
+from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.operand import Operand, loaders
 from cutegemm.cute.hopper.output import Output
@@ -52,6 +54,7 @@ from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
 from cutegemm.cute.hopper.work import make_work
 from cutegemm.problem import Signature
+from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments
 
 
@@ -69,8 +72,12 @@ class HopperGemm(Gemm):
         if signature.parts is not None:
             dtype, count = types.NUMERIC[signature.parts.element], signature.parts.count
             a_k_major = b_k_major = True
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped, count)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped, count)
+        groups = grouping.of(config, signature.work)
+        of_a, of_b = groups.of_operand("row"), groups.of_operand("column")
+        (halves_a, halves_b), (cm, cn) = (halves and config.swapped, halves and not config.swapped), config.cluster
+        self.a = Operand(config, dtype, config.bm, cn, a_k_major, halves_a, of_a, count)
+        self.b = Operand(config, dtype, config.bn, cm, b_k_major, halves_b, of_b, count)
+        self.gathers = signature.work == GATHERED
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
@@ -93,9 +100,10 @@ class HopperGemm(Gemm):
         else:
             (atom_a, tensor_a), (atom_b, tensor_b) = self._load_parts(args)
         stores = self.store.make_atoms(args)
+        host_only = ("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch", *self._lines)
         on_device = arguments.device(
             args,
-            host_only=("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch", *self._lines),
+            host_only=host_only if not self.gathers else tuple(each for each in host_only if each not in ("a", "lda")),
             tiles_m=cute.ceil_div(rows, config.bm * cm),
             tiles_n=cute.ceil_div(columns, config.bn * cn),
             wgmma_a_batch=a_batch,
@@ -168,6 +176,7 @@ class HopperGemm(Gemm):
             cute.arch.griddepcontrol_wait()
             # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
             cute.arch.griddepcontrol_launch_dependents()
+        self.work.read()
 
         if cutlass.const_expr(config.solo):
             self.sums.start(output, memory, position, self.work)
@@ -178,7 +187,13 @@ class HopperGemm(Gemm):
             if position.group == config.consumers:
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_decrease(self.registers[0])
-                if position.warp == config.consumers * 4:
+                if cutlass.const_expr(self.gathers):
+                    rows = self.b if config.swapped else self.a
+                    load_other = loaders(config, position, self.a, self.b)[0 if config.swapped else 1]
+                    first = position.warp == config.consumers * 4
+                    gathered = GatherLoader(rows, position, args)
+                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
+                elif position.warp == config.consumers * 4:
                     load_a, load_b = loaders(config, position, self.a, self.b)
                     Producer(self.ring, self.work, load_a, load_b).run()
             else:

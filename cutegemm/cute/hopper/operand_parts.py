@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.hardware.arch import LINE
 from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.problem import Problem, Signature
@@ -36,6 +37,13 @@ def workspace_bytes(problem: Problem) -> int:
     return sum(
         in_lines(rows * (1 if matrix.stride_batch == 0 else problem.batch) * row) * LINE for rows, matrix in sides
     )
+
+
+def why_invalid(signature: Signature) -> str | None:
+    """None, or why operands of that signature cannot be split."""
+    if signature.parts is None or signature.work == DENSE:
+        return None
+    return f"operands are split into parts of dense matrices only; the groups of {signature.work} lie on the device"
 
 
 def in_lines(count: int) -> int:

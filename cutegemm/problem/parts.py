@@ -63,7 +63,8 @@ class Parts:
 def _terms(count: int, most: int) -> tuple[tuple[int, int], ...]:
     """Pairs of parts with i + j <= most, the smallest products first."""
     pairs = [(i, j) for i in range(count) for j in range(count) if i + j <= most]
-    return tuple(sorted(pairs, key=lambda pair: (-sum(pair), pair)))
+    # Of two that are as large the one with the last part, which holds infinities, before the one without.
+    return tuple(sorted(pairs, key=lambda pair: (-sum(pair), -max(pair), pair)))
 
 
 TABLE: Mapping[Kind, Parts] = MappingProxyType(

@@ -33,7 +33,8 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
 5. Output: half a unit in the last place of the output dtype at |D| + (error so far), and half its smallest
    subnormal.
 
-Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added.
+Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added. Tensor cores keep
+subnormal numbers (Fasi et al., as above), and so does what adds promoted sums of parts: there t K 2^-149 is added.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def _split_error(
     beyond = any(bool((x.abs() > largest).any()) for x in (a, b))
     relative += (4 if beyond else 1) * split.omitted
     rows, columns = a.abs().sum(-1, keepdim=True), b.abs().sum(-2, keepdim=True)
-    return relative * magnitude + split.lost * (rows + columns) + terms * k * 2.0**-126
+    return relative * magnitude + split.lost * (rows + columns) + terms * k * 2.0**-149
 
 
 def _truncates(a: torch.Tensor, precision: str) -> bool:

@@ -8,7 +8,8 @@
 Reads and writes are whole sectors either way. All four loads of a thread are under way before the first is used. How a
 number is split, and why, is told in `problem.parts`: part i is what the parts before it leave of x, rounded to nearest
 even. These differences are exact. The first part of a number that would round to infinity is the largest finite one.
-An infinity or a NaN gives NaN in one of its parts, and so in every product.
+An infinity is 1 of its sign and, in the last part, itself: that part meets the first part of the other operand alone
+(but in bf16x9), which is 0 only where the number is, and has its sign. So products are what they are in IEEE 754.
 """
 
 from __future__ import annotations
@@ -169,18 +170,19 @@ def _store(place, left, words: list) -> None:
 
 def _bf16_parts(first, second) -> list[tuple]:
     """Three words, each with one part of both: cvt rounds and packs two numbers at once."""
-    steps = []
+    given, steps = (("{$r0}", "{$r1}"), ("rx", "ry")), []
     for part in range(3):
+        if part == 1:  # of what an infinity leaves
+            steps.append(" ".join(_clamped(name, rest, _LARGEST_BF16) for name, rest in (("x", "rx"), ("y", "ry"))))
         steps.append(f"cvt.rn.bf16x2.f32 {{$w{part}}}, y, x;")
         if part < 2:
-            steps += [
-                f"shl.b32 low, {{$w{part}}}, 16;",
-                f"and.b32 high, {{$w{part}}}, 0xFFFF0000;",
-                f"sub.rn.f32 x, {'x' if part else '{$r0}'}, low;",
-                f"sub.rn.f32 y, {'y' if part else '{$r1}'}, high;",
-            ]
+            ends = ("rx", "ry") if part == 0 else ("x", "y")
+            steps.append(f"shl.b32 low, {{$w{part}}}, 16; and.b32 high, {{$w{part}}}, 0xFFFF0000;")
+            for end, of, rounded in zip(ends, given[part], ("low", "high"), strict=True):
+                steps.append(f"sub.rn.f32 {end}, {of}, {rounded};")
     words = cute.arch.inline_ptx(
-        f"{{ .reg .b32 low, high; .reg .f32 x, y; {_clamped(_LARGEST_BF16)} {' '.join(steps)} }}",
+        f"{{ .reg .b32 low, high, one; .reg .f32 x, y, rx, ry, size; .reg .pred infinite; "
+        f"{_first('x', '{$r0}', _LARGEST_BF16)} {_first('y', '{$r1}', _LARGEST_BF16)} {' '.join(steps)} }}",
         write_only_types=[Int32] * 3,
         read_only_args=[first, second],
     )
@@ -189,26 +191,30 @@ def _bf16_parts(first, second) -> list[tuple]:
 
 def _tf32_parts(first, second) -> list[tuple]:
     """Two words for each part: a tf32 number takes 32 bits."""
-    steps = [
-        "cvt.rn.tf32.f32 {$w0}, x;",
-        "cvt.rn.tf32.f32 {$w1}, y;",
-        "mov.b32 x, {$w0}; mov.b32 y, {$w1};",
-        "sub.rn.f32 x, {$r0}, x;",
-        "sub.rn.f32 y, {$r1}, y;",
-        "cvt.rn.tf32.f32 {$w2}, x;",
-        "cvt.rn.tf32.f32 {$w3}, y;",
-    ]
+    steps = []
+    for n, name in enumerate("xy"):
+        steps += [
+            _first(name, f"{{$r{n}}}", _LARGEST_TF32),
+            f"cvt.rn.tf32.f32 {{$w{n}}}, {name}; mov.b32 {name}, {{$w{n}}};",
+            f"sub.rn.f32 {name}, {{$r{n}}}, {name}; cvt.rn.tf32.f32 {{$w{n + 2}}}, {name};",
+        ]
     words = cute.arch.inline_ptx(
-        f"{{ .reg .f32 x, y; {_clamped(_LARGEST_TF32)} {' '.join(steps)} }}",
+        f"{{ .reg .b32 one; .reg .f32 x, y, size; .reg .pred infinite; {' '.join(steps)} }}",
         write_only_types=[Int32] * 4,
         read_only_args=[first, second],
     )
     return [(words[0], words[1]), (words[2], words[3])]
 
 
-def _clamped(largest: str) -> str:
-    """PTX: x and y become the inputs, at most the largest finite number of the parts' type in magnitude."""
-    low = f"{int(largest, 16) | 1 << 31:08X}"
-    return " ".join(
-        f"min.f32 {name}, {{$r{n}}}, 0f{largest}; max.f32 {name}, {name}, 0f{low};" for n, name in enumerate("xy")
+def _first(name: str, given: str, largest: str) -> str:
+    """PTX: the register becomes what the first part rounds: the number, clamped; of an infinity 1 of its sign."""
+    return (
+        f"{_clamped(name, given, largest)} abs.f32 size, {given}; setp.eq.f32 infinite, size, 0f7F800000; "
+        f"and.b32 one, {given}, 0x80000000; or.b32 one, one, 0x3F800000; selp.b32 {name}, one, {name}, infinite;"
     )
+
+
+def _clamped(name: str, given: str, largest: str) -> str:
+    """PTX: the register becomes the number, at most the largest finite number of the parts' type in magnitude."""
+    low = f"{int(largest, 16) | 1 << 31:08X}"
+    return f"min.f32 {name}, {given}, 0f{largest}; max.f32 {name}, {name}, 0f{low};"

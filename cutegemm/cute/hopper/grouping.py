@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 if TYPE_CHECKING:
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 WORKS = (DENSE, RAGGED_M, RAGGED_N, RAGGED_K, MASKED, GATHERED, SCATTERED)
 """Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
 
+WARPGROUP = 128
 GATHER_REGISTERS = 40
-"""Registers of a producer thread that keeps the indices of its rows; with fewer, ptxas spills them."""
+"""Registers of a producer thread that keeps the indices of its rows."""
+MOST_GATHERED = 16
+"""Most rows of a tile that such a thread copies pieces of; ptxas spilled with 32."""
 
 
 class Grouping(NamedTuple):
@@ -91,6 +95,10 @@ def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
         return "cp.async, which gathers rows of A, does not round them to tf32; gather them first"
     if config.cluster[0 if config.swapped else 1] > 1:
         return "each CTA gathers its rows of A by itself; accepted are clusters that share B only"
+    extent = config.bn if config.swapped else config.bm
+    copies = -(-extent * config.bk * ITEMSIZE[signature.dtype] // (16 * WARPGROUP))
+    if copies > MOST_GATHERED:
+        return f"a producer thread would gather {copies} rows of a tile; accepted are up to {MOST_GATHERED}"
     if config.registers is not None and config.registers[0] < GATHER_REGISTERS:
         return f"a producer thread has {config.registers[0]} registers; gathering rows takes {GATHER_REGISTERS}"
     return None

@@ -230,8 +230,10 @@ class _Backward:
         a, b, sizes = self.a, self.b, self.plain._replace(rows=self.sizes.rows)
         if not recompute:
             device = self.sizes.groups.device
-            a = torch.empty((e.m, 0), dtype=self.like_a.dtype, device=device)
-            b = torch.empty((e.groups, 0, columns), dtype=self.like_a.dtype, device=device)
+            # K-major, with strides that TMA takes; there is nothing to lie anywhere.
+            nothing = torch.empty(0, dtype=self.like_a.dtype, device=device)
+            a = nothing.as_strided((e.m, 0), (8, 1))
+            b = nothing.as_strided((e.groups, 0, columns), (8, 1, 8))
             sizes = self.plain
         text = described(form.program, [each for each in given if isinstance(each, torch.Tensor)]).text
         results = self.call(a, b, sizes, text, given, None)

@@ -77,14 +77,14 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     if config.solo:
         return f"solo is a lesson in dense products; this one is {work}"
     if work == RAGGED_K:
-        if config.ping_pong:
-            return "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
         for name, major in (("A", signature.a_major), ("B", signature.b_major)):
             if major == "k":
                 return (
                     f"{name} is K-major: TMA cannot end a ragged K inside a contiguous row; accepted are an M-major A "
                     "and an N-major B, for example x.t() and dy of row-major x and dy"
                 )
+        if config.ping_pong:
+            return "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
     return _why_not_gathered(config, signature) if work == GATHERED else None
 
 

@@ -71,7 +71,12 @@ class GroupCase:
                 each.copy_(torch.randint(-2, 3, each.shape, generator=generator, device=device))
         rest = slice(total - tail, total)
         if tail and work not in (MASKED, GATHERED):
-            for each, axis in {RAGGED_M: ((a, 0),), SCATTERED: ((a, 0),), RAGGED_N: ((b, 1),), RAGGED_K: ((a, 1), (b, 0))}[work]:
+            for each, axis in {
+                RAGGED_M: ((a, 0),),
+                SCATTERED: ((a, 0),),
+                RAGGED_N: ((b, 1),),
+                RAGGED_K: ((a, 1), (b, 0)),
+            }[work]:
                 each.movedim(axis, 0)[rest] = float("nan")
         counts = torch.tensor(list(sizes), dtype=torch.int32, device=device)
         if work == MASKED:

@@ -134,8 +134,8 @@ class _Backward:
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx
         self.settings: Settings = ctx.settings
-        self.a, self.b, *sizes = ctx.saved_tensors[:6]
-        self.sizes = Sizes(*sizes, ctx.out_rows)
+        self.a, self.b, offsets, counts, rows, places = ctx.saved_tensors[:6]
+        self.sizes = Sizes(offsets, counts, rows, places, ctx.out_rows)
         self.like_a, self.like_b, self.likes = ctx.like
         self.extents = _extents(self.like_a, self.like_b, self.sizes)
         self.work = self.extents.work
@@ -275,7 +275,7 @@ class _Backward:
             inside = written_places(MASKED, self.sizes.groups, a.shape[-2], 1)
             assert inside is not None
             s = autograd.Settings(1.0, 0.0, None, self.settings.precision, self.settings.backend)
-            return autograd._of_b(dacc, torch.where(inside, a, 0), self.like_b, s)  # type: ignore[arg-type]
+            return autograd._of_b(dacc, torch.where(inside, a, 0), self.like_b, s)
         return self.product(a.mT, dacc, self.like_b)
 
     def product(self, x: torch.Tensor, y: torch.Tensor, like: Like) -> torch.Tensor:
@@ -302,10 +302,9 @@ def _extents(like_a: Like, like_b: Like, sizes: Sizes) -> Extents:
     groups = sizes.groups.shape[0]
     if sizes.counts is not None:
         return Extents(MASKED, m, n, k, groups, m)
-    if sizes.index is not None:
-        m = sizes.index.shape[0]
+    if sizes.indices is not None:
+        m = sizes.indices.shape[0]
     work = GATHERED if sizes.rows is not None else SCATTERED if sizes.places is not None else ROWS[0]
     if dims != (2, 3):
         work = RAGGED_N if dims == (3, 2) else RAGGED_K
     return Extents(work, m, n, k, groups, m)
-

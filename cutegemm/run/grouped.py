@@ -140,7 +140,9 @@ def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:
         if len(wrong):
             row = int(wrong[0])
             which = "rows" if work.indexed == "a" else "places"
-            raise ValueError(f"{which}: row {row} has {int(index[row])}, accepted are 0 to {limit - 1}, and -1 for none")
+            raise ValueError(
+                f"{which}: row {row} has {int(index[row])}, accepted are 0 to {limit - 1}, and -1 for none"
+            )
 
 
 def _nothing(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:

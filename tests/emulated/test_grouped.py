@@ -63,7 +63,7 @@ def test_groups_of_any_sizes(work, config, majors, seed):
 
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_K, MASKED])
 def test_sizes_that_nobody_should_pass_write_nothing_outside(work, seed):
-    """Descending, negative, too large: the emulator finds any access outside of the tensors, `run` any wrong element."""
+    """Descending, negative, too large: the emulator finds accesses outside of the tensors, `run` wrong elements."""
     rng = random.Random(seed)
     majors = "nt" if work == RAGGED_K else "tn"
     case = GroupCase.random(work, [24, 24, 24], 72, 72, 72, majors=majors, seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -126,7 +127,7 @@ def test_a_bad_call_is_refused_with_the_reason(given, options, kind, message):
 def plain(case: GroupCase, a, b, operands):
     """The product group by group with torch's operators, 0 where no group is."""
     ends = [0, *case.sizes.tolist()]
-    pairs = list(zip(ends[:-1], ends[1:], strict=True))
+    pairs = list(itertools.pairwise(ends))
     if case.work == RAGGED_K:
         return torch.stack([a[:, i:j] @ b[i:j] for i, j in pairs])
     if case.work == RAGGED_N:

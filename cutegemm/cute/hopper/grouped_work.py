@@ -16,7 +16,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cutegemm.cute import tile_order
 from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.groups import Groups

@@ -84,7 +84,9 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
                     "and an N-major B, for example x.t() and dy of row-major x and dy"
                 )
         if config.ping_pong:
-            return "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
+            return (
+                "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
+            )
     return _why_not_gathered(config, signature) if work == GATHERED else None
 
 

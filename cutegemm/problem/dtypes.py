@@ -35,6 +35,8 @@ class DType:
         accumulator: name of the type in which products are added up. output: default type of D.
         dsl: the name of its class in the CuTe DSL. cuda: its C++ type. cutlass: its name in CUTLASS's emitter.
         alike: the type, if any, whose kernels take as long, so that measurements of one stand for the other too.
+        promoted: by precision, after how many elements of K the tensor cores' sums are added into fp32 registers, which
+            round to nearest. Where a precision is missing, the tensor cores add up all of K.
     """
 
     name: str
@@ -49,6 +51,7 @@ class DType:
     cuda: str
     cutlass: str
     alike: str | None = None
+    promoted: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 _ROWS = {

@@ -64,6 +64,11 @@ class Signature:
         return TABLE[self.dtype].units[self.precision]
 
     @property
+    def promotion(self) -> int | None:
+        """Elements of K after which sums are promoted into fp32 registers, see `DType.promoted`; None for never."""
+        return TABLE[self.dtype].promoted.get(self.precision)
+
+    @property
     def majors(self) -> str:
         """Of A and B, as in `Problem.of`: "t" is row-major for A, "n" column-major for B, where both lie along K."""
         return ("t" if self.a_major == "k" else "n") + ("n" if self.b_major == "k" else "t")

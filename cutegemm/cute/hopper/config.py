@@ -23,13 +23,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from cutegemm.cute import tile_order
-from cutegemm.cute.hopper import grouping, work_count
+from cutegemm.cute.hopper import grouping, promotion, work_count
 from cutegemm.cute.hopper import options as option_table
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig
-from cutegemm.hardware.arch import LINE, Arch
+from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
+from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
@@ -84,11 +84,6 @@ def _by_halves(signature: Signature, name: str) -> bool:
     return name == "B" and signature.b_major == "n" and signature.epilogue.gating == "halves"
 
 
-def word_bytes(shares: Any) -> Any:
-    """Bytes of the state words of so many shares in a workspace, in whole lines; for plain or device integers."""
-    return (shares * 8 + LINE - 1) // LINE * LINE
-
-
 @dataclass(frozen=True)
 class HopperConfig(LaunchedConfig):
     """A configuration of the Hopper kernel (`kernel`); the module docstring explains the attributes."""
@@ -105,7 +100,10 @@ class HopperConfig(LaunchedConfig):
     cluster_k: int = 1
 
     family: ClassVar[str] = "sm90"
-    extra_arguments: ClassVar[tuple[str, ...]] = ("clusters", "workspace")
+
+    @property
+    def extra_arguments(self) -> tuple[str, ...]:
+        return "clusters", "workspace"
 
     @property
     def ping_pong(self) -> bool:
@@ -379,6 +377,7 @@ class HopperConfig(LaunchedConfig):
             self._why_tile_invalid()
             or grouping.why_invalid(self, signature)
             or self._why_program_invalid(signature)
+            or promotion.why_invalid(self, signature)
             or self._why_resource_invalid(signature, arch)
         )
 

@@ -29,6 +29,8 @@ docs/hopper.md follows a tile from one end to the other: roles, barriers, phases
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 
@@ -39,12 +41,13 @@ from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
 from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
 from cutegemm.cute.hopper.memory import SharedMemory
-from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand, loaders
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
+from cutegemm.cute.hopper.promoted import make_products
+from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
@@ -72,7 +75,8 @@ class HopperGemm(Gemm):
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
-        self.products = Products(config, self.ring, self.turns)
+        self.products = make_products(config, signature, self.ring, self.turns)
+        self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, self.store)
 
@@ -151,8 +155,8 @@ class HopperGemm(Gemm):
             Solo(position, self.ring, self.work, load_a, load_b, self.products, self.sums).run()
         else:
             if position.group == config.consumers:
-                if cutlass.const_expr(config.registers is not None):
-                    cute.arch.setmaxregister_decrease(config.registers[0])
+                if cutlass.const_expr(self.registers is not None):
+                    cute.arch.setmaxregister_decrease(self.registers[0])
                 if cutlass.const_expr(self.gathers):
                     rows = self.b if config.swapped else self.a
                     load_other = loaders(config, position, self.a, self.b)[0 if config.swapped else 1]
@@ -163,8 +167,8 @@ class HopperGemm(Gemm):
                     load_a, load_b = loaders(config, position, self.a, self.b)
                     Producer(self.ring, self.work, load_a, load_b).run()
             else:
-                if cutlass.const_expr(config.registers is not None):
-                    cute.arch.setmaxregister_increase(config.registers[1])
+                if cutlass.const_expr(self.registers is not None):
+                    cute.arch.setmaxregister_increase(self.registers[1])
                 self.sums.start(output, memory, position, self.work)
                 self.products.start(self.a, self.b, position)
                 work = self.work.of_warpgroup(position.group)

@@ -7,8 +7,8 @@
 Either way one instruction multiplies 32 bytes of K.
 
 `Products` is how products are formed and accumulated: the tensor cores add every k tile to the same fp32 accumulators.
-Another way, for example partial sums that are scaled and promoted every few k tiles, is another class with these
-methods.
+Another way is another class with these methods: `promoted.PromotedProducts` adds partial sums of a few k tiles into
+registers of their own.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def operation(dtype: type[cutlass.Numeric], n: int, a_k_major: bool, b_k_major: 
 
 
 class Products:
-    """The products of a consumer warpgroup; `start` binds it to the operands' stages, `accumulators` holds the sums."""
+    """The products of a consumer warpgroup; `start` binds it to the operands' stages, `accumulators` holds the sums.
+
+    target: the registers that WGMMA adds to, here the accumulators.
+    """
 
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns) -> None:
         self.config, self.ring, self.turns = config, ring, turns
@@ -87,6 +90,7 @@ class Products:
         self.fragment_a = self.mma.make_fragment_A(part.partition_A(a.shared))
         self.fragment_b = self.mma.make_fragment_B(part.partition_B(b.shared))
         self.accumulators = self.mma.make_fragment_C(part.partition_shape_C((config.bm, config.bn)))
+        self.target = self.accumulators
 
     def clear(self) -> None:
         """Zeros for the accumulators."""
@@ -122,9 +126,9 @@ class Products:
         return stage, phase
 
     def issue(self, stage, overwrite: bool) -> None:
-        """One k tile's WGMMA as a group; the first of a tile may overwrite the accumulators."""
+        """One k tile's WGMMA as a group; the first of a tile may overwrite `target`."""
         for step in range(cute.size(self.fragment_a, mode=[2])):
             self.mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
             place = (None, None, step, stage)
-            cute.gemm(self.mma, self.accumulators, self.fragment_a[place], self.fragment_b[place], self.accumulators)
+            cute.gemm(self.mma, self.target, self.fragment_a[place], self.fragment_b[place], self.target)
         warpgroup.commit_group()

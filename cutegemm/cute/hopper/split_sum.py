@@ -9,13 +9,8 @@ the last split to arrive adds up all slices that were abandoned before.
     workspace   state words (uint64), one for each warpgroup's share of a tile, padded to whole lines
                 parts (fp32): share, split, then 4 accumulators of each of the 128 threads in turn
 
-    state       bits 0-7    splits that have arrived
-                bits 8-15   splits that will not touch the word again; the last sets it to 0 for the next launch
-                bits 32-63  slices abandoned
-
-Arriving is a release, seeing all arrived an acquire, both at GPU scope and by one thread; the warpgroup's barriers
-before and behind carry the order to the other 127. Whether a slice was abandoned before or after the last arrival is
-settled by the order of the operations on the word: an owner that finds all arrived keeps its slice.
+`cute.state_word` describes the word. One thread speaks to it; the warpgroup's barriers before and behind carry the
+order to the other 127.
 
 Parts are read once. What has been added up is discarded from the L2 cache (`discard.global.L2`), which would otherwise
 write it to memory when other data displaces it: slices are whole lines of the cache. Where the number of splits divides
@@ -42,10 +37,9 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.hopper.workspace import Workspace
 from cutegemm.cute.source import aligned
+from cutegemm.cute.state_word import abandon, arrive, clear, leave
 from cutegemm.hardware.arch import LINE
 
-POLLS = 24
-"""Looks at the state word, about 0.6 us each, before a slice is abandoned: more than CTAs of one wave lie apart."""
 VECTORS_IN_FLIGHT = 32
 """16-byte loads a thread issues before it adds: the sum is bound by the latency of the L2 cache."""
 IN_LINE = LINE // 16
@@ -98,11 +92,11 @@ class SplitSum:
         cta_tile = tile.cluster_tile * self.cluster_ctas + self.position.rank
         share = cta_tile * self.consumers + self.position.group
         slices = self._settle(sums, share, tile.work % self.splits)
-        state = self._leave_word(share)
+        state = leave(self.workspace.words + share, self.thread)
         for number in cutlass.range(self.splits, unroll=1):
             if (slices >> number) & 1 == 1:
                 self._add_up(share, number, tile, work)
-        self._clear(share, state)
+        clear(self.workspace.words + share, self.thread, state, self.splits)
 
     def end(self) -> None:
         """Nothing is under way in shared memory: sums go from registers to D."""
@@ -140,7 +134,8 @@ class SplitSum:
         self.workspace.meet()
         if self.thread == 0:
             word, mine = self.workspace.words + share, Int32(1) << self.split
-            self.workspace.tell(self._abandon(word, mine) if cutlass.const_expr(late) else self._arrive(word, mine))
+            ask = abandon if cutlass.const_expr(late) else arrive
+            self.workspace.tell(ask(word, mine, self.splits))
         self.workspace.meet()
         return self.workspace.answer[0]
 
@@ -151,62 +146,6 @@ class SplitSum:
     def _leave(self, values, share, place) -> None:
         """Brings four accumulators of this split into the workspace."""
         cute.autovec_copy(values, self._vector(share * self.stored + self.split, place))
-
-    @cute.jit
-    def _arrive(self, word, mine):
-        """One thread: counts this split in and waits for the others; its slices, 0 when it has waited too long."""
-        state = self._add(word, Int64(1))
-        if state & 255 == self.splits - 1:
-            mine = mine | (state >> 32).to(Int32)
-        else:
-            polls = Int32(0)
-            state = self._look(word)
-            while (state & 255 != self.splits) & (polls < POLLS):
-                state = self._look(word)
-                polls = polls + 1
-            if state & 255 != self.splits:
-                mine = Int32(0)
-        return mine
-
-    @cute.jit
-    def _abandon(self, word, mine):
-        """One thread: leaves its slice to the last to arrive, unless all have arrived by now."""
-        state = self._add(word, mine.to(Int64) << 32)
-        if state & 255 != self.splits:
-            mine = Int32(0)
-        return mine
-
-    @cute.jit
-    def _leave_word(self, share):
-        """Counts this split out, after `_settle`; returns what `_clear` needs. Nobody waits for the answer before."""
-        word = self.workspace.words + share
-        state = Int64(0)
-        if self.thread == 0:
-            state = cute.arch.inline_ptx(
-                "atom.relaxed.gpu.global.add.u64 {$w0}, [{$r0}], {$r1};",
-                write_only_types=[Int64],
-                read_only_args=[word.toint(), Int64(1 << 8)],
-            )
-        return state
-
-    @cute.jit
-    def _clear(self, share, state):
-        """The last to leave sets the state word to zero for the next launch."""
-        word, thread, others = self.workspace.words + share, self.thread, Int64(self.splits - 1)
-        if (thread == 0) & ((state >> 8) & 255 == others):
-            cute.arch.inline_ptx("st.relaxed.gpu.global.u64 [{$r0}], {$r1};", read_only_args=[word.toint(), Int64(0)])
-
-    def _add(self, word, value):
-        return cute.arch.inline_ptx(
-            "atom.acq_rel.gpu.global.add.u64 {$w0}, [{$r0}], {$r1};",
-            write_only_types=[Int64],
-            read_only_args=[word.toint(), value],
-        )
-
-    def _look(self, word):
-        return cute.arch.inline_ptx(
-            "ld.acquire.gpu.global.u64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[word.toint()]
-        )
 
     @cute.jit
     def _add_up(self, share, number, tile, work):

@@ -241,7 +241,21 @@ class CuteBackend(Backend[Any]):
             hint = "; backend 'cutlass2x' has 'tf32x3'" if problem.precision == "tf32x3" else ""
             asked = f"{problem.dtype} with precision {problem.precision!r}"
             return f"no CuTe kernel multiplies {asked}: {taken}{hint}"
+        if problem.work != work.DENSE:
+            return self._why_none(problem, arch)
         return f"no configuration fits {arch.name}"
+
+    def _why_none(self, problem: Problem, arch: Arch) -> str:
+        """Why no configuration of the families that take the problem's work can serve it."""
+        kind = problem.signature.kind
+        for name, family in FAMILIES.items():
+            if problem.work in family.works:
+                if not family.runs_on(arch):
+                    return f"{name} alone computes {problem.work} products, and does not run on {arch.name}"
+                if kind not in family.takes:
+                    return f"{name} alone computes {problem.work} products, and takes {kind_names(family.takes)}"
+                return str(self.check(_listed(name, problem.signature)[-1], problem, arch))
+        return f"no family computes {problem.work} products"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
         """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""

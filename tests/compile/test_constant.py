@@ -14,7 +14,7 @@ from tests.sass import opcodes, resources
 
 CONFIGS = (
     "sm90/64x16x128/coop1/c1x1/s8/row/swap/once/pdl",
-    "sm90/64x16x128/coop1/c2x1/s8/row/swap/k4/pdl",
+    "sm90/64x16x128/coop1/c2x1/s8/row/k4/swap/pdl",
     "sm90/128x192x64/pp/c2x1/s4/serp8/zig/pdl",
     "sm90/128x256x64/coop2/c1x1/s4/serp8/streamk/pdl",
 )

@@ -11,6 +11,7 @@ from cutegemm.backend import OnTensors
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -25,6 +26,7 @@ class TorchBackend(OnTensors):
     name = "torch"
     compiler = "torch"
     programs = True
+    works = tuple(WORKS)
 
     def supports(self, problem: Problem, arch: Arch | None = None) -> str | None:
         if refused := self.why_work_refused(problem.signature):
@@ -42,7 +44,7 @@ class TorchBackend(OnTensors):
         plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
 
         def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-            _check_tf32(a)
+            check_tf32(a)
             # torch.matmul picks its way, and with it the rounding, by what requires grad.
             a, b = a.detach(), b.detach()
             if plain and alpha == 1:
@@ -63,7 +65,7 @@ class TorchBackend(OnTensors):
         program = asked.program
 
         def core(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...]) -> None:
-            _check_tf32(a)
+            check_tf32(a)
             acc = torch.matmul(a.detach().float(), b.detach().float())
             operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
             for out, value in zip(outs, evaluate(program, acc, operands, dtype=torch.float32), strict=True):
@@ -72,7 +74,7 @@ class TorchBackend(OnTensors):
         return core
 
 
-def _check_tf32(a: torch.Tensor) -> None:
+def check_tf32(a: torch.Tensor) -> None:
     """Raises UnsupportedError where torch would multiply these operands in TF32."""
     if a.is_cuda and a.dtype == torch.float32 and _tf32_is_on():
         raise UnsupportedError(

@@ -18,6 +18,8 @@ from typing import Any
 from cutegemm.problem.dtypes import ITEMSIZE, PRECISIONS, TABLE, Kind, why_precision_refused
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
+from cutegemm.problem.parts import TABLE as PARTS
+from cutegemm.problem.parts import Parts
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -31,8 +33,8 @@ class Signature:
 
     Attributes:
         dtype: dtype name of A and B. out_dtype: of D.
-        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
-            into two TF32 numbers, three products).
+        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32), or a name of
+            `problem.parts`: each operand is a sum of narrower numbers, whose products are added.
         a_major: "k" or "m". b_major: "k" or "n".
         align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
             gate and up, `align_b` divides a half too.
@@ -65,6 +67,11 @@ class Signature:
     def unit(self) -> str:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
         return TABLE[self.dtype].units[self.precision]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
+        return PARTS.get(self.kind)
 
     @property
     def promotion(self) -> int | None:
@@ -180,7 +187,7 @@ class Problem:
             dtype: a name of `problem.dtypes.TABLE`; `out_dtype` defaults to that row's `output`.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
-            precision: "ieee", "tf32" or "tf32x3" (fp32 only).
+            precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9".
             epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
                 gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.
@@ -280,14 +287,17 @@ class Problem:
                 total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
-        total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
+        total += sum((self.m if array.rows else batch) * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
         return total
 
     def transposed(self) -> Problem:
         """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped.
 
-        Raises ValueError for one with a user's program.
+        Raises ValueError for one with a user's program, or of a work that has no transposed one.
         """
+        work = WORKS[self.work].transposed
+        if work is None:
+            raise ValueError(f"a {self.work} product is not computed as its transpose")
         return replace(
             self,
             m=self.n,
@@ -297,7 +307,7 @@ class Problem:
             c=self.c.transposed() if self.c else None,
             d=self.d.transposed(),
             epilogue=self.epilogue.transposed(),
-            work=WORKS[self.work].transposed,
+            work=work,
         )
 
     def without_program(self) -> Problem:

@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types
 from cutegemm.cute.epilogue import SlabEpilogue
-from cutegemm.cute.hopper import terms
+from cutegemm.cute.hopper import clip, grouping, terms
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -79,6 +79,7 @@ class TmaEpilogue:
         self.config = config
         self.blocks, self.block_step = config.out_blocks(signature), config.block_step
         self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
+        self.clipped = grouping.clips_results(signature.work)
         self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
         self.program, self.gated = signature.epilogue.program, signature.epilogue.gating is not None
@@ -121,7 +122,7 @@ class TmaEpilogue:
         found, columns = [], args.n // 2 if self.gated else args.n
         for _, name, _ in self.results:
             row, matrix = (cute.assume(each, divby=step) for each in strides(args, name))
-            layout = cute.make_layout((args.m, columns, args.batch), stride=(row, 1, matrix))
+            layout = clip.results((args.m, columns, args.batch), (row, 1, matrix), step, self.clipped)
             tensor = cute.make_tensor(getattr(args, name), layout)
             found.append(cpasync.make_tiled_tma_atom(store, tensor, self.buffer_layout(), self.box()))
         return tuple(found)
@@ -151,7 +152,8 @@ class TmaEpilogue:
             layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
         )
         pointer = cute.recast_ptr(base, layout.inner, dtype=dtype)
-        tiles = cute.local_tile(tensor, self.box(), (None, None, None))
+        box = self.box()
+        tiles = clip.windows(tensor, box) if self.clipped else cute.local_tile(tensor, box, (None, None, None))
         shared, target = cpasync.tma_partition(
             atom,
             0,
@@ -199,12 +201,17 @@ class TmaEpilogue:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             if self.warp == 0:
-                block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
-                place = (None, *block, region.matrix)
+                place = self._place(i, part, region)
                 for result in cutlass.range_constexpr(len(self.copies)):
                     atom, shared, target = self.copies[result]
                     cute.copy(atom, shared[None, buffer], target[place])
                 cute.arch.cp_async_bulk_commit_group()
+
+    def _place(self, i: int, part: int, region) -> tuple:
+        if self.clipped:
+            return None, *clip.place(self.box_corner(i, part, region), region.matrix, region.m)
+        block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
+        return None, *block, region.matrix
 
     def box_corner(self, i: int, part: int, region) -> tuple:
         """(row, column) of D where a staging buffer's box begins."""

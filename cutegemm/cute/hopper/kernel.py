@@ -40,6 +40,7 @@ from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
 from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
+from cutegemm.cute.hopper.grouped_work import make_work
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.operand import Operand, loaders
 from cutegemm.cute.hopper.output import Output
@@ -51,7 +52,6 @@ from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
-from cutegemm.cute.hopper.work import make_work
 from cutegemm.problem import Signature
 from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments

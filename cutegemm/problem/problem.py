@@ -18,6 +18,8 @@ from typing import Any
 from cutegemm.problem.dtypes import ITEMSIZE, PRECISIONS, TABLE, Kind, why_precision_refused
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
+from cutegemm.problem.parts import TABLE as PARTS
+from cutegemm.problem.parts import Parts
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -31,14 +33,16 @@ class Signature:
 
     Attributes:
         dtype: dtype name of A and B. out_dtype: of D.
-        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
-            into two TF32 numbers, three products).
+        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32), or a name of
+            `problem.parts`: each operand is a sum of narrower numbers, whose products are added.
         a_major: "k" or "m". b_major: "k" or "n".
         align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
             gate and up, `align_b` divides a half too.
         align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
+        constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none. Only what
+            is compiled depends on it: `Problem.signature`, by which kernels are chosen and measured, has none.
     """
 
     dtype: str
@@ -52,6 +56,7 @@ class Signature:
     align_c: int
     epilogue: Epilogue
     work: str = DENSE
+    constant: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -62,6 +67,11 @@ class Signature:
     def unit(self) -> str:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
         return TABLE[self.dtype].units[self.precision]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
+        return PARTS.get(self.kind)
 
     @property
     def promotion(self) -> int | None:
@@ -97,7 +107,7 @@ class Signature:
     def _fields(self) -> tuple[Any, ...]:
         return (
             self.dtype, self.out_dtype, self.precision, self.a_major, self.b_major, self.align_a, self.align_b,
-            self.align_d, self.align_c, self.epilogue, self.work,
+            self.align_d, self.align_c, self.epilogue, self.work, self.constant,
         )  # fmt: skip
 
     @cached_property
@@ -112,7 +122,7 @@ class Signature:
         return (
             f"{self.dtype}->{self.out_dtype}/{self.precision}/a{self.a_major}{self.align_a}"
             f"/b{self.b_major}{self.align_b}/c{self.align_c}/d{self.align_d}/{self.epilogue}"
-            f"{'' if self.work == DENSE else '/' + self.work}"
+            f"{'' if self.work == DENSE else '/' + self.work}{self.constant and '/constant_' + self.constant}"
         )
 
 
@@ -177,7 +187,7 @@ class Problem:
             dtype: a name of `problem.dtypes.TABLE`; `out_dtype` defaults to that row's `output`.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
-            precision: "ieee", "tf32" or "tf32x3" (fp32 only).
+            precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9".
             epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
                 gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.

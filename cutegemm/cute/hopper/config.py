@@ -36,7 +36,10 @@ from cutegemm.problem.dtypes import why_not_taken
 from cutegemm.problem.program.graph import Input
 from cutegemm.problem.work import DENSE
 
-TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"))
+TAKES: tuple[Kind, ...] = (
+    ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"),
+    ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
+)  # fmt: skip
 WORKS = (DENSE,)
 """Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
 WARPGROUP = 128
@@ -238,7 +241,7 @@ class HopperConfig(LaunchedConfig):
             and self.parts == 1
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
-            and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
+            and (ITEMSIZE[signature.out_dtype] == 2 or (ITEMSIZE[signature.out_dtype] == 4 and not self.swapped))
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"

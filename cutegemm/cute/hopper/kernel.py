@@ -63,16 +63,18 @@ class HopperGemm(Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
-        dtype, halves = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves"
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
+        dtypes = [types.NUMERIC[name] for name in signature.dtypes]
+        a_dtype, b_dtype = reversed(dtypes) if config.swapped else dtypes
+        halves = signature.epilogue.gating == "halves"
+        self.a = Operand(config, a_dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
+        self.b = Operand(config, b_dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
         self.products = make_products(config, signature, self.ring, self.turns)
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
-        self.sums = make_sums(config, self.store)
+        self.sums = make_sums(config, signature, self.store)
 
     # -- host -------------------------------------------------------------------------------------------------------
     def launch(self, args) -> None:

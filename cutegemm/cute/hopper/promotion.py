@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cutegemm.problem.dtypes import TABLE
+
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
     from cutegemm.problem import Signature
@@ -36,6 +38,8 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
 
 def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     """None when the configuration can promote as the signature asks, or need not; else why not."""
+    if TABLE[signature.dtype].is_integer and config.in_arrival_order:
+        return "arrival adds up fp32 numbers in the L2 cache; sums of int8 products are int32"
     every = signature.promotion
     if every is None:
         return None

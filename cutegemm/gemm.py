@@ -71,7 +71,8 @@ def gemm(
             `cutegemm.problem.dtypes.TABLE`.
         b: (K, N) or (L, K, N), dtype and device of `a`; e4m3 and e5m2 may be mixed. A batch of 1, or a 2-D operand,
             broadcasts.
-        c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not spread.
+        c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not
+            spread.
         alpha, beta: Python numbers, used in fp32.
         bias: (N,), any accepted dtype of 2 or 4 bytes.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
@@ -96,7 +97,7 @@ def gemm(
         save: with an epilogue, how the backward pass gets the accumulators where the gradients depend on them.
             "outputs" (None means this): the kernel also stores them, in a's dtype. "recompute": the backward pass
             makes the product again, which needs no memory in between; for fp16 accumulators that overflow, too.
-        scale_a, scale_b: for fp8 and int8 operands, fp32 on their device, in any strides: one number (), rows (M, 1) and
+        scale_a, scale_b: for fp8 and int8 operands, fp32 on their device, any strides: one number (), rows (M, 1) and
             columns (1, N), or blocks along K: (M, K / 128) or (M / 128, K / 128) of A with (K / 128, N / 128) or
             (K / 128, N) of B, rounded up; before that the batch, if each matrix has its own. The shape says which, for
             each operand by itself; see docs/fp8.md.

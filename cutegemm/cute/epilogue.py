@@ -20,7 +20,7 @@ from cutlass import Float32, Int32
 
 from cutegemm.cute import whole
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.reduction import partials
 from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import ITEMSIZE, Signature
@@ -195,7 +195,7 @@ class SlabEpilogue:
     @cute.jit
     def _put(self, target: cutlass.Constexpr, values, row: Int32):
         result = cute.make_rmem_tensor(self.chunk, target.type)
-        result.store(values.to(target.type))
+        result.store(rounded(values, target.type, self.chunk))
         begin = target.at(row, self.column)
         vectors = cute.logical_divide(result, cute.make_layout(target.vector))
         for v in cutlass.range_constexpr(self.chunk // target.vector):

@@ -1,8 +1,8 @@
 """Operands of one byte: tensor cores read them along K, in rows of whole 16 bytes; all others are packed first.
 
-Instructions that transpose shared tiles move elements of 16 bits. So an operand of fp8 or int8 whose K is not contiguous,
-or whose rows do not begin at multiples of 16 bytes, is copied into rows that do, with zeros behind them. A call then
-multiplies matrices of a K that 16 divides; zeros change no sum.
+Instructions that transpose shared tiles move elements of 16 bits. So an operand of fp8 or int8 whose K is not
+contiguous, or whose rows do not begin at multiples of 16 bytes, is copied into rows that do, with zeros behind them. A
+call then multiplies matrices of a K that 16 divides; zeros change no sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEP = 16
 def operands(
     a: torch.Tensor, b: torch.Tensor, matrix_a: Matrix, matrix_b: Matrix, copies: list[tuple[str, str]]
 ) -> tuple[Matrix, Matrix, int]:
-    """How kernels see A (M, K) and B (K, N) of one byte, and their K; names in `copies` what must be packed for that."""
+    """How kernels see A (M, K) and B (K, N) of one byte, and their K; `copies` gets what must be packed for that."""
     k = matrix_a.cols
     padded = -(-k // STEP) * STEP
     found_a, found_b = _seen("a", a, matrix_a, copies), _seen("b", b, matrix_b.transposed(), copies)
@@ -47,7 +47,7 @@ def _seen(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[st
 
 
 def packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of operand "a" or "b" as `operands` describes it: K contiguous, padded with zeros to a multiple of `STEP`."""
+    """A copy of operand "a" or "b" as `operands` describes it: K contiguous, zeros up to a multiple of `STEP`."""
     bits = tensor.detach().view(torch.uint8)
     bits = bits if name == "a" else bits.transpose(-1, -2)
     k = bits.shape[-1]

@@ -80,7 +80,7 @@ def describe(
     c_dtype = _check_c(a, c, beta, shape)
     bias_dtype = None if bias is None else _check_bias(a, bias, n)
     if out_name == "int32":
-        _check_whole(dtype, alpha, c_dtype, bias_dtype, activation)
+        _check_whole("out_dtype" if out is None else "out", dtype, alpha, c_dtype, bias_dtype, activation)
 
     copies: list[tuple[str, str]] = []
     if dtypes.ITEMSIZE[dtype] == 1:
@@ -258,14 +258,17 @@ def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...]
     return name
 
 
-def _check_whole(dtype: str, alpha: float, *terms: str | None) -> None:
-    """Raises ValueError unless D in int32 is a plain product of int8: such sums are not rounded to fp32."""
-    if dtypes.TABLE[dtype].is_integer and alpha == 1 and not any(terms):
-        return
-    got = dtype if not dtypes.TABLE[dtype].is_integer else "alpha, c, bias or an activation"
-    raise ValueError(
-        f"out_dtype: got torch.int32 with {got}; accepted for the plain product of int8 operands, whose sums are exact"
-    )
+def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> None:
+    """Raises TypeError or ValueError unless D in int32 is a plain product of int8: such sums are exact."""
+    if not dtypes.TABLE[dtype].is_integer:
+        raise TypeError(
+            f"{name}: got dtype torch.int32, accepted are {dtypes.ACCEPTED}; torch.int32 is for products of torch.int8"
+        )
+    if alpha != 1 or any(terms):
+        raise ValueError(
+            "out_dtype: got torch.int32 with alpha, c, bias or an activation; it is for the plain product of int8. "
+            f"Pass one of {dtypes.ACCEPTED}"
+        )
 
 
 def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:

@@ -304,7 +304,8 @@ class HopperConfig(LaunchedConfig):
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
-        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
+        more = BARRIER_BYTES + promotion.shared_bytes(self, signature)
+        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + more
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         if self.uses_tma_store(signature):

@@ -36,6 +36,7 @@ import cutlass.cute as cute
 
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
+from cutegemm.cute.hopper.block_scales import make_products
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -44,7 +45,6 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
-from cutegemm.cute.hopper.promoted import make_products
 from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
@@ -144,7 +144,7 @@ class HopperGemm(Gemm):
 
         if cutlass.const_expr(config.solo):
             self.sums.start(output, memory, position, self.work)
-            self.products.start(self.a, self.b, position)
+            self.products.start(self.a, self.b, position, args, self.work, memory)
             load_a, load_b = loaders(config, position, self.a, self.b)
             Solo(position, self.ring, self.work, load_a, load_b, self.products, self.sums).run()
         else:
@@ -158,7 +158,7 @@ class HopperGemm(Gemm):
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_increase(self.registers[1])
                 self.sums.start(output, memory, position, self.work)
-                self.products.start(self.a, self.b, position)
+                self.products.start(self.a, self.b, position, args, self.work, memory)
                 work = self.work.of_warpgroup(position.group)
                 Consumer(config, position.group, work, self.turns, self.products, self.sums).run()
 

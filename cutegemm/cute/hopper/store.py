@@ -33,7 +33,7 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.reduce import make_reductions
 from cutegemm.cute.launch_config import SLAB_ROWS
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
@@ -292,7 +292,7 @@ class TmaEpilogue:
             reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
         for number, _, dtype in self.results:
             result = cute.make_rmem_tensor(size, dtype)
-            result.store(finished[number].to(dtype))
+            result.store(rounded(finished[number], dtype, size))
             results.append(result)
         return results
 

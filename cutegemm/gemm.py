@@ -3,6 +3,7 @@
 A call that was made before, with plain tensors and nothing for autograd or autocast to do, is looked up by its
 description and launched; torch's dispatcher would cost as much again. Every other call goes through `_uncommon`:
 
+    a call whose launch the C++ part has                that, which Python only calls (native/__init__.py)
     torch.compile, torch.jit.trace, a dispatch mode,
     a tensor subclass, vmap, torch.func, batched
     gradients                                           the operator torch.ops.cutegemm.gemm (pytorch/operator.py)
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm import native
 from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, scaled, transforms
+from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, runner
@@ -154,6 +156,10 @@ def gemm(
             a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
             precision=precision, backend=backend, config=config,
         )  # fmt: skip
+    if (serves := native.gemm) is not None:
+        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+        if d is not None:
+            return d
     if not (
         alpha.__class__ is float and beta.__class__ is float
         and -_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX
@@ -244,6 +250,7 @@ def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, prec
         config = str(config)
     if out is None:
         return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    sharding.refuse_out(out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})
@@ -289,7 +296,11 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
     anew.
     """
-    print(planning.describe(_planned(a, b, c, options, anew=False)))
+    plan = _planned(a, b, c, options, anew=False)
+    print(planning.describe(plan))
+    if plan.kernel is not None and not plan.emulated:
+        native.want()
+        print(f"host code: {native.status()}")
 
 
 def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -> Program:

@@ -12,6 +12,7 @@ from cutegemm.errors import UnsupportedError
 from cutegemm.problem import reference, rounding, scales
 from cutegemm.problem.dtypes import TERMS, dtype_name
 from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -26,6 +27,7 @@ class TorchBackend(OnTensors):
     name = "torch"
     compiler = "torch"
     programs = True
+    works = tuple(WORKS)
 
     def supports(self, problem: Problem, arch: Arch | None = None) -> str | None:
         if refused := self.why_work_refused(problem.signature):

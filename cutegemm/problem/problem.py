@@ -318,14 +318,17 @@ class Problem:
                 total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
-        total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
+        total += sum((self.m if array.rows else batch) * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
         return total
 
     def transposed(self) -> Problem:
         """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped.
 
-        Raises ValueError for one with a user's program.
+        Raises ValueError for one with a user's program, or of a work that has no transposed one.
         """
+        work = WORKS[self.work].transposed
+        if work is None:
+            raise ValueError(f"a {self.work} product is not computed as its transpose")
         return replace(
             self,
             m=self.n,
@@ -335,7 +338,7 @@ class Problem:
             c=self.c.transposed() if self.c else None,
             d=self.d.transposed(),
             epilogue=self.epilogue.transposed(),
-            work=WORKS[self.work].transposed,
+            work=work,
             dtype=self.b_dtype or self.dtype,
             b_dtype=self.b_dtype and self.dtype,
         )

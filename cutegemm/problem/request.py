@@ -11,7 +11,7 @@ import torch
 from cutegemm.problem import dtypes, overlap, packing
 from cutegemm.problem.dtypes import ITEMSIZE, dtype_name, output_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
-from cutegemm.problem.operand import Matrix, alignment, compact, reads_by_rows
+from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
 FLT_MAX = 3.4028234663852886e38
@@ -84,7 +84,7 @@ def describe(
 
     copies: list[tuple[str, str]] = []
     if dtypes.ITEMSIZE[dtype] == 1:
-        matrix_a, matrix_b, k = packing.operands(a, b, _matrix(a, m, k), _matrix(b, k, n), copies)
+        matrix_a, matrix_b = packing.operands(a, b, _matrix(a, m, k), _matrix(b, k, n), copies)
     else:
         matrix_a = _operand("a", a, m, k, batch, copies)
         matrix_b = _operand("b", b, k, n, batch, copies)
@@ -315,8 +315,10 @@ def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     elif not row_major and rows == 1:
         stride_row = 1
     strides = (leading, stride_col) if row_major else (stride_row, leading)
-    align = alignment(tensor.data_ptr(), itemsize, inner, leading, stride_batch)
-    return Matrix(rows, cols, *strides, stride_batch, align)
+    base = tensor.data_ptr()
+    align = alignment(base, itemsize, inner, leading, stride_batch)
+    more = begins(align, base, itemsize, leading, others, stride_batch) if align < 16 else 0
+    return Matrix(rows, cols, *strides, stride_batch, align, more)
 
 
 def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:

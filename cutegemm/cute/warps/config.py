@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
@@ -41,7 +41,7 @@ class TileConfig(LaunchedConfig):
     wn: int
     stages: int
     group: int = 8
-    splits: int = 1
+    splits: int = field(default=1, kw_only=True)
 
     MOST_SPLITS: ClassVar[int] = 32
     """A state word has a bit for each."""

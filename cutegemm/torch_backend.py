@@ -46,7 +46,7 @@ class TorchBackend(OnTensors):
         plain = plain and problem.dtype in TERMS
 
         def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-            _check_tf32(a)
+            check_tf32(a)
             # torch.matmul picks its way, and with it the rounding, by what requires grad.
             a, b = a.detach(), b.detach()
             if plain and alpha == 1:
@@ -72,7 +72,7 @@ class TorchBackend(OnTensors):
         numbers = {f"scale_{given.scales[0]}": i for i, given in enumerate(program.inputs) if given.scales}
 
         def core(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...]) -> None:
-            _check_tf32(a)
+            check_tf32(a)
             operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
             of_blocks = {name: operands[number] for name, number in numbers.items()}
             acc = product(a.detach(), b.detach(), **of_blocks).float()
@@ -94,7 +94,7 @@ def wrapped(sums: torch.Tensor) -> torch.Tensor:
     return sums.to(torch.int64).to(torch.int32)
 
 
-def _check_tf32(a: torch.Tensor) -> None:
+def check_tf32(a: torch.Tensor) -> None:
     """Raises UnsupportedError where torch would multiply these operands in TF32."""
     if a.is_cuda and a.dtype == torch.float32 and _tf32_is_on():
         raise UnsupportedError(

@@ -77,8 +77,10 @@ _ROWS = {
         ),
         DType(
             "fp32", "float32", 4, 2.0**-24, 2.0**-149,
-            {"ieee": "float32", "tf32": "tfloat32", "tf32x3": "tfloat32"}, accumulator="fp32", output="fp32",
-            dsl="Float32", cuda="float", cutlass="f32",
+            {
+                "ieee": "float32", "tf32": "tfloat32", "tf32x3": "tfloat32", "bf16x6": "bfloat16", "bf16x9": "bfloat16",
+            }, accumulator="fp32", output="fp32", dsl="Float32", cuda="float", cutlass="f32",
+            promoted={"tf32x3": 32, "bf16x6": 32, "bf16x9": 32},
         ),
         DType(
             "e4m3", "float8_e4m3fn", 1, 2.0**-4, 2.0**-9, {"ieee": "float8", "fast": "float8"}, accumulator="fp32",

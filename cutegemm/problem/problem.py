@@ -26,6 +26,8 @@ from cutegemm.problem.dtypes import (
 )
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
+from cutegemm.problem.parts import TABLE as PARTS
+from cutegemm.problem.parts import Parts
 from cutegemm.problem.program.graph import SCALE_K
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
@@ -40,8 +42,9 @@ class Signature:
 
     Attributes:
         dtype: dtype name of A and B. out_dtype: of D.
-        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
-            into two TF32 numbers, three products); for fp8 operands "fast": sums that are not promoted.
+        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32), or a name of
+            `problem.parts`: each operand is a sum of narrower numbers, whose products are added; for fp8 operands
+            "fast": sums that are not promoted.
         a_major: "k" or "m". b_major: "k" or "n".
         align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
             gate and up, `align_b` divides a half too.
@@ -49,6 +52,8 @@ class Signature:
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
         b_dtype: dtype name of B where it is not that of A.
+        constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none. Only what
+            is compiled depends on it: `Problem.signature`, by which kernels are chosen and measured, has none.
     """
 
     dtype: str
@@ -62,6 +67,7 @@ class Signature:
     align_c: int
     epilogue: Epilogue
     work: str = DENSE
+    constant: str = ""
     b_dtype: str | None = None
 
     @property
@@ -78,6 +84,11 @@ class Signature:
     def unit(self) -> str:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
         return TABLE[self.dtype].units[self.precision]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
+        return PARTS.get(self.kind)
 
     @property
     def promotion(self) -> int | None:
@@ -126,7 +137,7 @@ class Signature:
     def _fields(self) -> tuple[Any, ...]:
         return (
             self.dtype, self.out_dtype, self.precision, self.a_major, self.b_major, self.align_a, self.align_b,
-            self.align_d, self.align_c, self.epilogue, self.work, self.b_dtype,
+            self.align_d, self.align_c, self.epilogue, self.work, self.constant, self.b_dtype,
         )  # fmt: skip
 
     @cached_property
@@ -142,7 +153,7 @@ class Signature:
             f"{self.dtype}{'*' + self.b_dtype if self.b_dtype else ''}->{self.out_dtype}/{self.precision}"
             f"/a{self.a_major}{self.align_a}"
             f"/b{self.b_major}{self.align_b}/c{self.align_c}/d{self.align_d}/{self.epilogue}"
-            f"{'' if self.work == DENSE else '/' + self.work}"
+            f"{'' if self.work == DENSE else '/' + self.work}{self.constant and '/constant_' + self.constant}"
         )
 
 
@@ -210,7 +221,7 @@ class Problem:
             dtype: a name of `problem.dtypes.TABLE`; `out_dtype` defaults to that row's `output`.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
-            precision: "ieee"; "tf32" or "tf32x3" (fp32 only); "fast" (fp8 only).
+            precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9"; for fp8 also "fast".
             epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
                 gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.
@@ -266,6 +277,7 @@ class Problem:
             0 if c is None or not c.row_major else c.align,
             self.epilogue,
             self.work,
+            "",
             self.b_dtype,
         )
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))

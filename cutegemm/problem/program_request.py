@@ -45,6 +45,10 @@ class ProgramRequest(NamedTuple):
         return False
 
     @property
+    def constant(self) -> str:
+        return ""
+
+    @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
 

@@ -26,6 +26,7 @@ class Request(NamedTuple):
         shape: of the result, as the caller sees it. device: of every tensor.
         copies: operands ("a", "b", "bias") that must be made contiguous first, with the reason.
         into_temporary: `out` has no unit stride; the result is computed apart and copied into it.
+        constant: "a" or "b" for an operand of `problem` that no running kernel writes, else "".
     """
 
     problem: Problem
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     device: torch.device
     copies: tuple[tuple[str, str], ...]
     into_temporary: bool
+    constant: str = ""
 
     @property
     def copied(self) -> frozenset[str]:
@@ -109,6 +111,25 @@ def describe(
     return Request(
         problem.transposed() if swapped else problem, swapped, shape, a.device, tuple(copies), into_temporary
     )
+
+
+def with_constant(asked: Request, constant: Any) -> Request:
+    """The call with the promise that no running kernel writes that operand.
+
+    A copy that stands in for the operand is written by the kernel just in front, so nothing is promised of it. Raises
+    ValueError for what names no operand.
+    """
+    check_constant(constant)
+    if constant in asked.copied:
+        return asked
+    exchanged = {"a": "b", "b": "a"}
+    return asked._replace(constant=exchanged[constant] if asked.swapped else constant)
+
+
+def check_constant(constant: Any) -> None:
+    """Raises ValueError unless it names an operand, or none."""
+    if constant not in (None, "a", "b"):
+        raise ValueError(f"constant: got {shown(constant)}, accepted are None, 'a' and 'b'")
 
 
 @functools.lru_cache(maxsize=256)

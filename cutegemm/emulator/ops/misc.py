@@ -9,9 +9,23 @@ from cutegemm.emulator.ptx import Instr
 from cutegemm.emulator.translate import Gen, emits, runtime
 
 
-@emits("membar", "nanosleep", "pmevent", "griddepcontrol", "brkpt")
+@emits("membar", "nanosleep", "pmevent", "brkpt")
 def nothing(g: Gen, i: Instr) -> None:
     """No effect here: one kernel runs at a time, and memory is sequentially consistent."""
+
+
+@emits("griddepcontrol")
+def griddepcontrol(g: Gen, i: Instr) -> None:
+    """wait is an edge of order behind the kernel in front; launch_dependents only lets the next one begin."""
+    if i.has("wait"):
+        g.line(f"grid_wait(X, {g.mask})")
+
+
+@runtime
+def grid_wait(X, mask):
+    in_front = X.wave.env.in_front
+    if in_front is not None:
+        in_front.wait(X, mask)
 
 
 @emits("fence")

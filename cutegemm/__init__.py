@@ -18,6 +18,8 @@ from cutegemm.problem import Problem
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
+from cutegemm.pytorch import quantize_operator as torch_quantize_op
+from cutegemm.quantize import dequantize, quantize
 from cutegemm.tune import tune
 
 __version__ = "0.1.0"
@@ -28,14 +30,16 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "clear_workspaces",
+    "dequantize",
     "explain",
     "gemm",
     "linear",
     "nn",
     "ops",
     "prepare",
+    "quantize",
     "trace_epilogue",
     "tune",
 ]
 
-del torch_op, torch_program_op  # imported for the operators that they define
+del torch_op, torch_program_op, torch_quantize_op  # imported for the operators that they define

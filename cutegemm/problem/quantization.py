@@ -3,9 +3,9 @@
     scale = max(amax / largest, 2^-126)      amax: the largest |x| of a group; largest: of the format
     value = round(x * (1 / scale))           to nearest even, saturating
 
-Every operation is one correctly rounded fp32 operation: the division, the reciprocal, the product, and last the rounding
-to the format. So the result is defined to the bit, and whoever quantizes with a given scale gets what the group's own
-would give. Kernels and the functions below compute the same.
+The division, the reciprocal and the product are each rounded once, in fp32, and last comes the rounding to the format.
+So the result is defined to the bit, and whoever quantizes with a given scale gets what the group's own would give.
+Kernels and the functions below compute the same.
 
     Inf      counts as the largest finite fp32 number in amax, and saturates
     NaN      fp8: left out of amax, and stays NaN (0x7f). int8, which has none: becomes 0, and the scale of its group is

@@ -26,7 +26,7 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("v_row", Int64),
     ("v_matrix", Int64),
 )
-"""The host entry's numbers behind the stream: extents, strides in elements. parts: partial maxima of a row or of all."""
+"""The entry's numbers behind the stream: extents, strides in elements. parts: partial maxima of a row, or of all."""
 POINTERS = ("x", "v", "s", "p")
 """Its addresses: x, values, scales, partial maxima."""
 
@@ -78,6 +78,9 @@ class Quantize:
             self.thread_r, self.thread_k = self.thread % self.config.threads_r, self.thread // self.config.threads_r
         tiles_r, tiles_k = cute.ceil_div(args.rows, self.config.rows), cute.ceil_div(args.k, self.config.k)
         number = cute.arch.block_idx()[0]
+        if cutlass.const_expr(self.signature.does == "parts"):
+            # What the first launch read last is still in the L2 cache: this one begins there.
+            number = cute.arch.grid_dim()[0] - 1 - number
         if cutlass.const_expr(self.signature.does == "amax"):
             self._find_maxima(number, tiles_r, tiles_k)
         elif cutlass.const_expr(self.signature.does == "back"):
@@ -319,7 +322,9 @@ class Quantize:
             places = range(4 * word, 4 * word + 4)
             words[word] = self._rounded([scaled[e] * inverses[e % len(inverses)] for e in places])
         row = self._row(corner, i)
-        self._put(words if self.signature.width % 4 == 0 else single, self._v_row(corner, row), row, self._k(corner, j), 1)
+        self._put(
+            words if self.signature.width % 4 == 0 else single, self._v_row(corner, row), row, self._k(corner, j), 1
+        )
 
     @cute.jit
     def _put(self, elements, start, row, k, size: cutlass.Constexpr):
@@ -383,9 +388,7 @@ class Quantize:
     def _numbers(self, word) -> Any:
         """The four values in the bytes of a word, in fp32."""
         if self.integer:
-            code = " ".join(
-                f"bfe.s32 t, {{$r0}}, {8 * e}, 8; cvt.rn.f32.s32 {{$w{e}}}, t;" for e in range(4)
-            )
+            code = " ".join(f"bfe.s32 t, {{$r0}}, {8 * e}, 8; cvt.rn.f32.s32 {{$w{e}}}, t;" for e in range(4))
             code = f"{{ .reg .b32 t; {code} }}"
         else:
             cvt = f"cvt.rn.f16x2.{self.format.name}x2"

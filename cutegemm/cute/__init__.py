@@ -42,10 +42,22 @@ if TYPE_CHECKING:
 MAX_CTAS = 2**31 - 1
 _FOLDER = Path(__file__).parent
 _SHARED_SOURCES = (
-    "compile.py", "launch_config.py", "epilogue.py", "lowering.py", "reduction.py", "source.py", "tile_order.py",
-    "types.py", "workspace.py", "entry.py", "../problem/epilogue.py", "../problem/program/graph.py",
+    "compile.py",
+    "entry.py",
+    "epilogue.py",
+    "graph_memory.py",
+    "launch_config.py",
+    "lowering.py",
+    "reduction.py",
+    "source.py",
+    "state_word.py",
+    "tile_order.py",
+    "types.py",
+    "workspace.py",
+    "../problem/epilogue.py",
+    "../problem/program/graph.py",
     "../run/arguments.py",
-)  # fmt: skip
+)
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
 _CHOICE_SOURCES = frozenset(("candidates.py", "shortlists.py", "footprint.py"))
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""

@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutegemm.cute import whole
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
 from cutegemm.cute.lowering import finish
 from cutegemm.cute.reduction import partials
@@ -41,6 +42,7 @@ class SlabEpilogue:
         self.wn = config.wn
         self.late_bias = late_bias
         self.epilogue = signature.epilogue
+        self.program, self.read = whole.program_of(signature), whole.reader(signature)
         self.fold = 2 if self.epilogue.gating else 1
         narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
         # A pass has 16 rows at most: two lanes or more share a row.
@@ -129,7 +131,7 @@ class SlabEpilogue:
 
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
-        values = finish(self.epilogue.program, self.chunk, functools.partial(self._leaf, slab_row, row))
+        values = finish(self.program, self.chunk, functools.partial(self._leaf, slab_row, row))
         for i in cutlass.range_constexpr(len(self.targets)):
             self._put(self.targets[i], values[self.targets[i].number], row)
         self._reduce(values)
@@ -184,10 +186,10 @@ class SlabEpilogue:
 
     def _leaf(self, slab_row, row, node: Node) -> Any:
         if node.op == "acc":
-            return self._sums(slab_row, node.attribute)
+            return self.read(self._sums(slab_row, node.attribute))
         if node.op == "input":
             assert isinstance(node.attribute, int)
-            return self._operand(self.epilogue.program.inputs[node.attribute], row)
+            return self._operand(self.program.inputs[node.attribute], row)
         return self._index(node.op, row)
 
     @cute.jit

@@ -16,7 +16,7 @@ from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import overlap, request, torch_dtype
+from cutegemm.problem import overlap, packing, request, torch_dtype
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
 from cutegemm.problem.work import TABLE as WORKS
@@ -260,9 +260,9 @@ def _staged(core: Core, asked: Request) -> Runner:
 
     def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
         if "a" in copied:
-            a = a.contiguous()
+            a = packing.copied("a", a)
         if "b" in copied:
-            b = b.contiguous()
+            b = packing.copied("b", b)
         if "bias" in copied:
             bias = bias.contiguous()
         if not asked.into_temporary:

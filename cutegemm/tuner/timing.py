@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutegemm.cute import workspace
-
 Call = Callable[[], object]
 
 SUSTAINED_FLOPS = 1e11
@@ -92,7 +90,6 @@ class Lane:
     def __init__(self, calls: Sequence[Call], graph_seconds: float) -> None:
         import torch
 
-        # Captured on the stream of the warm-up, with its workspace: a round stands for calls that are not captured.
         stream = capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -102,7 +99,7 @@ class Lane:
         self.seconds = single * self.calls
         self._kept = calls  # and with them what the graph uses
         self.graph = torch.cuda.CUDAGraph()
-        with workspace.default.lent_to_graphs() as self._lent, torch.cuda.graph(self.graph, stream=stream):
+        with torch.cuda.graph(self.graph, stream=stream):
             for i in range(self.calls):
                 calls[i % len(calls)]()
 

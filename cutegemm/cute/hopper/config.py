@@ -23,20 +23,23 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from cutegemm.cute import tile_order
 from cutegemm.cute.hopper import options as option_table
-from cutegemm.cute.hopper import work_count
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig
-from cutegemm.hardware.arch import LINE, Arch
+from cutegemm.cute.hopper import promotion, work_count
+from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
+from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
 from cutegemm.problem.program.graph import Input
 from cutegemm.problem.work import DENSE
 
-TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"))
+TAKES: tuple[Kind, ...] = (
+    ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"),
+    ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
+)  # fmt: skip
 WORKS = (DENSE,)
 """Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
 WARPGROUP = 128
@@ -86,11 +89,6 @@ def _by_halves(signature: Signature, name: str) -> bool:
     return name == "B" and signature.b_major == "n" and signature.epilogue.gating == "halves"
 
 
-def word_bytes(shares: Any) -> Any:
-    """Bytes of the state words of so many shares in a workspace, in whole lines; for plain or device integers."""
-    return (shares * 8 + LINE - 1) // LINE * LINE
-
-
 @dataclass(frozen=True)
 class HopperConfig(LaunchedConfig):
     """A configuration of the Hopper kernel (`kernel`); the module docstring explains the attributes."""
@@ -107,7 +105,10 @@ class HopperConfig(LaunchedConfig):
     cluster_k: int = 1
 
     family: ClassVar[str] = "sm90"
-    extra_arguments: ClassVar[tuple[str, ...]] = ("clusters", "workspace")
+
+    @property
+    def extra_arguments(self) -> tuple[str, ...]:
+        return "clusters", "workspace"
 
     @property
     def ping_pong(self) -> bool:
@@ -240,7 +241,7 @@ class HopperConfig(LaunchedConfig):
             and self.parts == 1
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
-            and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
+            and (ITEMSIZE[signature.out_dtype] == 2 or (ITEMSIZE[signature.out_dtype] == 4 and not self.swapped))
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"
@@ -379,6 +380,7 @@ class HopperConfig(LaunchedConfig):
         return (
             self._why_tile_invalid()
             or self._why_program_invalid(signature)
+            or promotion.why_invalid(self, signature)
             or self._why_resource_invalid(signature, arch)
         )
 

@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from cutegemm.cute import whole
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
@@ -30,7 +31,8 @@ class FragmentStore:
         self.columns_of_8 = config.bn // 8
         self.block_step = config.block_step
         self.swapped = config.swapped
-        self.program = signature.epilogue.program
+        self.program = whole.program_of(signature)
+        self.read = whole.reader(signature)
         self.targets = targets(signature, 2)
         self.sources = sources(signature)
 
@@ -92,7 +94,7 @@ class FragmentStore:
 
     def _leaf(self, sums, places, region, node: Node) -> Any:
         if node.op == "acc":
-            return sums.load()
+            return self.read(sums.load())
         if node.op == "input":
             assert isinstance(node.attribute, int)
             return self._operand(self.program.inputs[node.attribute], places, region)

@@ -29,6 +29,8 @@ docs/hopper.md follows a tile from one end to the other: roles, barriers, phases
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 
@@ -37,12 +39,13 @@ from cutegemm.cute.entry import Gemm
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
 from cutegemm.cute.hopper.memory import SharedMemory
-from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand, loaders
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
+from cutegemm.cute.hopper.promoted import make_products
+from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
@@ -60,15 +63,18 @@ class HopperGemm(Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
-        dtype, halves = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves"
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
+        dtypes = [types.NUMERIC[name] for name in signature.dtypes]
+        a_dtype, b_dtype = reversed(dtypes) if config.swapped else dtypes
+        halves = signature.epilogue.gating == "halves"
+        self.a = Operand(config, a_dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
+        self.b = Operand(config, b_dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
-        self.products = Products(config, self.ring, self.turns)
+        self.products = make_products(config, signature, self.ring, self.turns)
+        self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
-        self.sums = make_sums(config, self.store)
+        self.sums = make_sums(config, signature, self.store)
 
     # -- host -------------------------------------------------------------------------------------------------------
     def launch(self, args) -> None:
@@ -143,14 +149,14 @@ class HopperGemm(Gemm):
             Solo(position, self.ring, self.work, load_a, load_b, self.products, self.sums).run()
         else:
             if position.group == config.consumers:
-                if cutlass.const_expr(config.registers is not None):
-                    cute.arch.setmaxregister_decrease(config.registers[0])
+                if cutlass.const_expr(self.registers is not None):
+                    cute.arch.setmaxregister_decrease(self.registers[0])
                 if position.warp == config.consumers * 4:
                     load_a, load_b = loaders(config, position, self.a, self.b)
                     Producer(self.ring, self.work, load_a, load_b).run()
             else:
-                if cutlass.const_expr(config.registers is not None):
-                    cute.arch.setmaxregister_increase(config.registers[1])
+                if cutlass.const_expr(self.registers is not None):
+                    cute.arch.setmaxregister_increase(self.registers[1])
                 self.sums.start(output, memory, position, self.work)
                 self.products.start(self.a, self.b, position)
                 work = self.work.of_warpgroup(position.group)

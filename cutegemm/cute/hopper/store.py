@@ -23,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Vector
 from cutlass.cute.nvgpu import cpasync
 
-from cutegemm.cute import types
+from cutegemm.cute import types, whole
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.hopper import terms
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
@@ -81,7 +81,8 @@ class TmaEpilogue:
         self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
         self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
-        self.program, self.gated = signature.epilogue.program, signature.epilogue.gating is not None
+        self.program, self.gated = whole.program_of(signature), signature.epilogue.gating is not None
+        self.read = whole.reader(signature)
         self.itemsize = self.out_type.width // 8
         self.columns = config.store_columns(self.itemsize, signature)
         self.row_bytes = self.itemsize * self.columns
@@ -272,7 +273,7 @@ class TmaEpilogue:
                 # One by one: loaded as a vector, they would be vectors in the main loop too.
                 held = own if not node.attribute else cute.make_tensor(own.iterator + self.up, own.layout)
                 values = Vector.from_elements([held[q] for q in range(size)], Float32)
-                return cute.TensorSSA(values, size, Float32)
+                return self.read(cute.TensorSSA(values, size, Float32))
             if node.op != "input":
                 return self._index(node.op, corner, first, size)
             assert isinstance(node.attribute, int)
@@ -333,6 +334,7 @@ class WideTmaEpilogue(TmaEpilogue):
         row = self.warp * 16 + lane // 4
         swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
         self.row_address = base + row * self.row_bytes + (lane & 1) * 8
+        self.word = "f32" if self.out_type is Float32 else "s32"
         # Rows 8 further on have the same swizzle.
         self.own_piece = ((lane >> 1) & 1) ^ swizzle
 
@@ -344,7 +346,7 @@ class WideTmaEpilogue(TmaEpilogue):
                 place = address + number * self.result_bytes if number else address
                 for r in range(2):
                     cute.arch.inline_ptx(
-                        "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                        f"st.shared.v2.{self.word} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
                         read_only_args=[place + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
                     )
 

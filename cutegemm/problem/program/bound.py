@@ -76,7 +76,7 @@ def bounds(
             strict=True,
         )
     ]
-    given = [place.operand(each, value, torch.float64) for each, value in zip(program.inputs, operands, strict=True)]
+    given = [place.read(each, value, torch.float64) for each, value in zip(program.inputs, operands, strict=True)]
     known: list[_Known] = []
     for node, kind in zip(program.nodes, program.types, strict=True):
         if node.op == "acc":

@@ -1,0 +1,100 @@
+"""Promoted products: every few k tiles the tensor cores' sums are added into registers, which round to nearest.
+
+The tensor cores add with fewer bits than fp32 has, and truncate. So WGMMA writes *partial sums* of an interval of k
+tiles, and the CUDA cores add them to the accumulators:
+
+    for each interval of the tile
+        WGMMA of its k tiles: the first overwrites the partial sums, the others add to them
+        wait for the last, release its stage
+        accumulators += partial sums                  `Promotion.add`
+
+A warpgroup that promotes does not multiply. In a cooperative schedule the CTA's other warpgroups keep the tensor cores
+busy meanwhile: each has its own rows and meets the others at the ring's barriers only, so that their promotions fall
+apart by themselves. In ping-pong one warpgroup multiplies at a time, and nothing hides a promotion.
+
+The idea is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.mma import Products
+from cutegemm.cute.hopper.operand import Operand
+from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
+from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.hopper.promotion import interval
+from cutegemm.problem import Signature
+
+
+class Promotion:
+    """How partial sums become accumulators: added as they are. A class that scales them overrides these methods."""
+
+    def start(self, products: PromotedProducts, position: Position) -> None:
+        """Binds to a warpgroup whose products have been started."""
+
+    def open(self, tile) -> None:
+        """Before the first k tile of a work."""
+
+    def fetch(self, tile) -> None:
+        """When an interval's last WGMMA has been issued: what its promotion needs may be loaded while they run."""
+
+    def add(self, accumulators, partial) -> None:
+        """Adds an interval's partial sums to the accumulators."""
+        # One by one: as a vector, they would be vectors in the main loop too.
+        for i in range(cute.size(accumulators)):
+            accumulators[i] = accumulators[i] + partial[i]
+
+
+class PromotedProducts(Products):
+    """See the module docstring. tiles: k tiles of an interval."""
+
+    def __init__(self, config: HopperConfig, ring: Ring, turns: Turns, tiles: int, promotion: Promotion) -> None:
+        super().__init__(config, ring, turns)
+        self.tiles, self.promotion = tiles, promotion
+
+    def start(self, a: Operand, b: Operand, position: Position) -> None:
+        super().start(a, b, position)
+        self.target = cute.make_rmem_tensor(self.accumulators.layout, self.accumulators.element_type)
+        self.promotion.start(self, position)
+
+    @cute.jit
+    def add_up(self, stage, phase, tile):
+        """As `Products.add_up`, by intervals."""
+        self.clear()
+        self.promotion.open(tile)
+        left = tile.k_tiles
+        for _ in cutlass.range(cute.ceil_div(tile.k_tiles, self.tiles), unroll=1):
+            self.ring.wait(stage, phase)
+            warpgroup.fence()
+            self.issue(stage, True)
+            before = stage
+            stage, phase = advance(stage, phase, self.ring.stages)
+            if cutlass.const_expr(self.tiles > 1):
+                for _ in cutlass.range(cutlass.min(left, self.tiles) - 1, unroll=1):
+                    self.ring.wait(stage, phase)
+                    self.issue(stage, False)
+                    warpgroup.wait_group(1)
+                    self.ring.release(before, self.lane)
+                    before = stage
+                    stage, phase = advance(stage, phase, self.ring.stages)
+            left = left - self.tiles
+            if cutlass.const_expr(self.config.ping_pong):  # noqa: SIM102
+                if left <= 0:
+                    self.turns.hand_over(self.group, self.lane)
+            self.promotion.fetch(tile)
+            warpgroup.wait_group(0)
+            self.ring.release(before, self.lane)
+            self.promotion.add(self.accumulators, self.target)
+        return stage, phase
+
+
+def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns: Turns) -> Products:
+    """How a signature's products are accumulated."""
+    tiles = interval(config, signature)
+    if not tiles:
+        return Products(config, ring, turns)
+    return PromotedProducts(config, ring, turns, tiles, Promotion())

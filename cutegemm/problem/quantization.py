@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from cutegemm.problem.dtypes import TABLE, TERMS, torch_dtype
+
 FLT_MAX = 3.4028234663852886e38
 SMALLEST_SCALE = 2.0**-126
 """The least scale: its reciprocal is a normal fp32 number."""
@@ -38,22 +40,19 @@ class Format(NamedTuple):
     largest: float
 
 
-FORMATS: Mapping[torch.dtype, Format] = MappingProxyType(
-    {
-        format.dtype: format
-        for format in (
-            Format("e4m3", torch.float8_e4m3fn, 448.0),
-            Format("e5m2", torch.float8_e5m2, 57344.0),
-            Format("int8", torch.int8, 127.0),
-        )
-    }
+def _format(name: str, largest: float | None) -> Format:
+    assert largest is not None
+    return Format(name, torch_dtype(name), largest)
+
+
+NAMED: Mapping[str, Format] = MappingProxyType(
+    {row.name: _format(row.name, row.largest) for row in TABLE.values() if row.itemsize == 1}
 )
-NAMED: Mapping[str, Format] = MappingProxyType({format.name: format for format in FORMATS.values()})
+"""The formats by name: e4m3, e5m2, int8."""
+FORMATS: Mapping[torch.dtype, Format] = MappingProxyType({format.dtype: format for format in NAMED.values()})
 ACCEPTED = ", ".join(str(dtype) for dtype in FORMATS)
-INPUTS: Mapping[torch.dtype, str] = MappingProxyType(
-    {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-)
-"""What can be quantized, and what values can be dequantized into; by their names in `problem.dtypes`."""
+INPUTS: Mapping[torch.dtype, str] = MappingProxyType({torch_dtype(name): name for name in TERMS})
+"""What can be quantized, and what values can be dequantized into; by their names."""
 ACCEPTED_INPUTS = ", ".join(str(dtype) for dtype in INPUTS)
 
 

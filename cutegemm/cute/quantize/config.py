@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.quantization import BLOCK, Group
 
 THREADS = 256
@@ -27,7 +28,6 @@ DEEP = 8
 """Most vectors of a row that a thread keeps in registers."""
 PASSES = ("whole", "amax", "parts", "given", "back")
 """What a kernel does; "back" dequantizes."""
-ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
 from cutegemm.pytorch import quantize_operator as torch_quantize_op
 from cutegemm.quantize import dequantize, quantize
+from cutegemm.scaled_mm import scaled_mm
 from cutegemm.tune import tune
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "ops",
     "prepare",
     "quantize",
+    "scaled_mm",
     "trace_epilogue",
     "tune",
 ]

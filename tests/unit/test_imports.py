@@ -22,7 +22,7 @@ LAYERS = {
     "command lines": "tuning.*",
     "public calls": """
         cutegemm cutegemm.gemm cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
-        cutegemm.quantize
+        cutegemm.quantize cutegemm.quantized_linear cutegemm.scaled_mm
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """

@@ -57,8 +57,8 @@ def quantize(
     stays NaN; int8 has none: the value is 0 and the scale of its group NaN, so that it shows in every product (with a
     given `scale` nothing shows). A group of zeros has the scale 2^-126. An empty K gives that scale too.
 
-    On a GPU it is one launch that reads x once where a group fits into a CTA's registers: rows of up to 65536 elements
-    in 16 bits (32768 in fp32) that are contiguous, and all blocks. Otherwise, for tensor scaling and for long or
+    On a GPU it is one launch that reads x once where a group fits into a CTA's registers: rows of up to 32768 elements
+    in 16 bits (16384 in fp32) that are contiguous, and all blocks. Otherwise, for tensor scaling and for long or
     strided rows, it is two launches, which read x twice, of which the L2 cache holds a part. Bytes of one launch for
     16-bit x: 2 read and 1 written an element, and the scales; a copy of x moves 4. At 0.85 of a copy's rate (4.3 TB/s
     on an H200) 8192 x 8192 in bf16 would take 55 us: an expectation, not measured.

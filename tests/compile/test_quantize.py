@@ -16,7 +16,7 @@ from tests.sass import opcodes, resources
     [
         (Signature("whole", "bf16", "e4m3", ROWS, True, 8), 32768, "LDG.E.128", "STG.E.64", "F2FP.SATFINITE.E4M3"),
         (Signature("whole", "fp32", "int8", Group(128, 128), True, 4), 4096, "LDG.E.128", "STG.E", "F2IP.S8"),
-        (Signature("whole", "fp32", "e5m2", Group(128, 128), False, 16), 4096, "LDG.E", "STG.E.128", "F2FP.SATFINITE.E5M2"),
+        (Signature("whole", "fp32", "e5m2", Group(128, 128), False, 16), 4096, "LDG.E", "STG.E.128", "F2FP"),
         (Signature("back", "bf16", "e4m3", ROWS, True, 8), 4096, "LDG.E.64", "STG.E.128", "F2FP.F16.E4M3"),
     ],
     ids=str,

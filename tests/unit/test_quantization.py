@@ -1,4 +1,4 @@
-"""`quantize` and `dequantize` on the CPU: the definition, arguments, layouts, operators; the conversions behind them."""
+"""`quantize` and `dequantize` on the CPU: the definition, arguments, layouts, operators; conversions behind them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from cutegemm.emulator import numerics
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch
 from cutegemm.problem.quantization import (
-    BLOCKS, FLT_MAX, NAMED, ROWS, SMALLEST_SCALE, TENSOR, Group, expanded,
+    BLOCKS,
+    FLT_MAX,
+    NAMED,
+    ROWS,
+    SMALLEST_SCALE,
+    TENSOR,
+    Group,
+    expanded,
 )  # fmt: skip
 from tests.quantization import draw, same
 from tests.unit.emulator_references import BY_NAME, run
@@ -80,7 +87,9 @@ def test_a_value_is_the_nearest_of_its_format(format, group, seed):
 
 def test_rows_of_strange_numbers():
     nan, inf = math.nan, math.inf
-    x = torch.tensor([[0.0, -0.0, 0.0], [1.0, nan, -2.0], [inf, 1.0, -inf], [1e-40, -1e-42, 0.0], [FLT_MAX, -1.0, 1e30]])
+    x = torch.tensor(
+        [[0.0, -0.0, 0.0], [1.0, nan, -2.0], [inf, 1.0, -inf], [1e-40, -1e-42, 0.0], [FLT_MAX, -1.0, 1e30]]
+    )
     values, scale = cutegemm.quantize(x, torch.float8_e4m3fn)
     number = values.float()
     assert scale[0] == scale[3] == SMALLEST_SCALE

@@ -93,9 +93,10 @@ def new_values(shape: tuple[int, ...], turned: bool, dtype: torch.dtype, device:
 
     A row along K that 16 bytes do not divide is padded to the next multiple of them, so that TMA reads any K.
     """
-    *batch, rows, k = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
-    found = torch.empty((*batch, rows, -(-k // PITCH) * PITCH), dtype=dtype, device=device)[..., :k]
-    return found.mT if turned else found
+    rows, k = shape[-2:][::-1] if turned else shape[-2:]
+    pitch = -(-k // PITCH) * PITCH
+    strides = (1, pitch) if turned else (pitch, 1)
+    return torch.empty_strided(shape, (rows * pitch, *strides)[-len(shape) :], dtype=dtype, device=device)
 
 
 def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

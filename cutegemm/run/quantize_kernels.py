@@ -74,8 +74,8 @@ class Plan(NamedTuple):
     maxima: int
 
 
-def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: Format, group: Group | None) -> None:
-    """Writes the values of x and, with a group, the scales; without one the scales are given.
+def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: Format, group: Group | None) -> Plan:
+    """Writes the values of x and, with a group, the scales; without one the scales are given. Returns what it ran.
 
     x, values: (rows, K) or (matrices, rows, K), not empty; K contiguous in the values. scale: of as many dimensions, or
     (); any strides.
@@ -87,8 +87,8 @@ def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format
     if plan is None:
         plan = _quantize_plan(*lies, INPUTS[x.dtype], format.name, group, arch, x.device)
         _plans.put(key, plan)
-    written = {"v"} if group is None else {"v", "s"}
-    _run(plan, x, values, scale, written)
+    run(plan, x, values, scale, {"v"} if group is None else {"v", "s"})
+    return plan
 
 
 def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format: Format) -> None:
@@ -104,7 +104,7 @@ def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format:
         signature = Signature("back", INPUTS[x.dtype], format.name, _given_group(x_lies, s_lies), True, width)
         plan = Plan((_over_tiles(signature, lies, arch, x.device),), 0)
         _plans.put(key, plan)
-    _run(plan, x, values, scale, {"x"})
+    run(plan, x, values, scale, {"x"})
 
 
 def arch_of(device: torch.device) -> Arch:
@@ -210,7 +210,8 @@ def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) 
     return kernel
 
 
-def _run(plan: Plan, x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, written: set[str]) -> None:
+def run(plan: Plan, x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, written: set[str]) -> None:
+    """Launches a plan, or emulates it: on the tensors that it was made for, or others that lie as they do."""
     maxima = torch.empty(plan.maxima, dtype=torch.float32, device=x.device) if plan.maxima else None
     addresses = x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if maxima is None else maxima.data_ptr()
     if x.device.type == "cpu":

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
+from cutegemm.choice.plan import Memo
 from cutegemm.problem import quantization_request
-from cutegemm.problem.quantization import Format, Group, new_values, original, scale_of, values_of
+from cutegemm.problem.quantization import new_values, original, scale_of, values_of
+from cutegemm.run.call import PLAIN
+
+_remembered = Memo(limit=4096)
+_BOTH = {"v", "s"}
+"""What a call with new results writes: values and scales."""
 
 
 def quantize(
@@ -15,6 +22,14 @@ def quantize(
     out: tuple[torch.Tensor, torch.Tensor] | None, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`cutegemm.quantize` of plain tensors, with no regard to tracing. With a given scale `out` has it too."""
+    key = _key(x, dtype, scaling, dim, block, backend) if scale is None and out is None else None
+    known = _remembered.get(key)
+    if known is not None and not (x.requires_grad and torch.is_grad_enabled()):
+        plan, kernels, shape, turned = known
+        values = new_values(tuple(x.shape), turned, dtype, x.device)
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+        kernels.run(plan, x, values, scales, _BOTH)
+        return values, scales
     quantization_request.check_backend(backend)
     quantization_request.check_plain(x=x, scale=scale)
     asked = quantization_request.describe(x, dtype, scaling, dim, block, scale)
@@ -30,21 +45,33 @@ def quantize(
             inputs["out[0]"] = values
             quantization_request.check_out("out[1]", scales, asked.scales, torch.float32, inputs)
     x_k, v_k, s_k = (each.mT if asked.turned and each.dim() else each for each in (x, values, scales))
-    with torch.no_grad():
-        _quantize(x_k, v_k, s_k, asked.format, asked.group, _by_kernels(backend, x))
+    if _by_kernels(backend, x) and x.numel():
+        from cutegemm.run import quantize_kernels  # with the kernel families, when one is first needed
+
+        plan = quantize_kernels.quantized(x_k, v_k, s_k, asked.format, asked.group)
+        if key is not None:
+            _remembered.put(key, (plan, quantize_kernels, asked.scales, asked.turned))
+    else:
+        with torch.no_grad():
+            if asked.group is not None:
+                s_k.copy_(scale_of(x_k, asked.format, asked.group))
+            v_k.copy_(values_of(x_k, s_k, asked.format))
     _tell_autograd(out)
     return values, scales
 
 
-def _quantize(x: Any, values: Any, scales: Any, format: Format, group: Group | None, by_kernels: bool) -> None:
-    if by_kernels and x.numel():
-        from cutegemm.run.quantize_kernels import quantized  # with the kernel families, when one is first needed
-
-        quantized(x, values, scales, format, group)
-        return
-    if group is not None:
-        scales.copy_(scale_of(x, format, group))
-    values.copy_(values_of(x, scales, format))
+def _key(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, backend: Any) -> Any:
+    """All that the kernels of a call depend on that has new results; None where something about it is strange."""
+    try:
+        found = (
+            x.shape, x.stride(), x.dtype, x.device, (p := x.data_ptr()) and p & 63 | 64, x.is_neg(), dtype, scaling,
+            dim, None if block is None else tuple(block), backend,
+            None if x.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
+        )  # fmt: skip
+        hash(found)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return found if x.__class__ in PLAIN else None
 
 
 def dequantize(

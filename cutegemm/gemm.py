@@ -3,6 +3,7 @@
 A call that was made before, with plain tensors and nothing for autograd or autocast to do, is looked up by its
 description and launched; torch's dispatcher would cost as much again. Every other call goes through `_uncommon`:
 
+    a call whose launch the C++ part has                that, which Python only calls (native/__init__.py)
     torch.compile, torch.jit.trace, a dispatch mode,
     a tensor subclass, vmap, torch.func, batched
     gradients                                           the operator torch.ops.cutegemm.gemm (pytorch/operator.py)
@@ -19,11 +20,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm import native
 from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, scaled, transforms
+from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, runner
@@ -71,7 +73,8 @@ def gemm(
             `cutegemm.problem.dtypes.TABLE`.
         b: (K, N) or (L, K, N), dtype and device of `a`; e4m3 and e5m2 may be mixed. A batch of 1, or a 2-D operand,
             broadcasts.
-        c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not spread.
+        c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not
+            spread.
         alpha, beta: Python numbers, used in fp32.
         bias: (N,), any accepted dtype of 2 or 4 bytes.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
@@ -96,7 +99,7 @@ def gemm(
         save: with an epilogue, how the backward pass gets the accumulators where the gradients depend on them.
             "outputs" (None means this): the kernel also stores them, in a's dtype. "recompute": the backward pass
             makes the product again, which needs no memory in between; for fp16 accumulators that overflow, too.
-        scale_a, scale_b: for fp8 and int8 operands, fp32 on their device, in any strides: one number (), rows (M, 1) and
+        scale_a, scale_b: for fp8 and int8 operands, fp32 on their device, any strides: one number (), rows (M, 1) and
             columns (1, N), or blocks along K: (M, K / 128) or (M / 128, K / 128) of A with (K / 128, N / 128) or
             (K / 128, N) of B, rounded up; before that the batch, if each matrix has its own. The shape says which, for
             each operand by itself; see docs/fp8.md.
@@ -153,6 +156,10 @@ def gemm(
             a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
             precision=precision, backend=backend, config=config,
         )  # fmt: skip
+    if (serves := native.gemm) is not None:
+        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+        if d is not None:
+            return d
     if not (
         alpha.__class__ is float and beta.__class__ is float
         and -_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX
@@ -243,6 +250,7 @@ def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, prec
         config = str(config)
     if out is None:
         return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    sharding.refuse_out(out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})
@@ -288,7 +296,11 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
     anew.
     """
-    print(planning.describe(_planned(a, b, c, options, anew=False)))
+    plan = _planned(a, b, c, options, anew=False)
+    print(planning.describe(plan))
+    if plan.kernel is not None and not plan.emulated:
+        native.want()
+        print(f"host code: {native.status()}")
 
 
 def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -> Program:

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 
+from cutegemm import native
 from cutegemm.gemm import gemm
+from cutegemm.pytorch.native_gradients import mergeable
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def linear(
@@ -37,9 +41,13 @@ def linear(
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError, GemmError: as `gemm`.
     """
+    if not _is_dynamo_compiling() and (serves := native.linear) is not None:
+        d = serves(x, weight, bias, activation, precision, backend)
+        if d is not None:
+            return d
     try:
         if weight.dim() == 2 and (bias is None or bias.dim() == 1):
-            if x.dim() == 2 or (x.dim() == 3 and not _mergeable(x)):
+            if x.dim() == 2 or (x.dim() == 3 and not mergeable(x)):
                 return gemm(x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
             if x.dim() > 0:
                 rows = x.reshape(_extent(x), x.shape[-1])
@@ -50,11 +58,6 @@ def linear(
         if not torch.compiler.is_dynamo_compiling():
             _check(x, weight, bias, why)
         raise
-
-
-def _mergeable(x: torch.Tensor) -> bool:
-    """Whether the two leading dimensions of three are one in memory."""
-    return x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def _extent(x: torch.Tensor) -> int:

@@ -9,9 +9,10 @@ import torch
 
 from cutegemm.backend import OnTensors
 from cutegemm.errors import UnsupportedError
-from cutegemm.problem import reference, rounding, scaling
+from cutegemm.problem import reference, rounding, scales
 from cutegemm.problem.dtypes import TERMS, dtype_name
 from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -26,6 +27,7 @@ class TorchBackend(OnTensors):
     name = "torch"
     compiler = "torch"
     programs = True
+    works = tuple(WORKS)
 
     def supports(self, problem: Problem, arch: Arch | None = None) -> str | None:
         if refused := self.why_work_refused(problem.signature):
@@ -72,8 +74,8 @@ class TorchBackend(OnTensors):
         def core(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...]) -> None:
             _check_tf32(a)
             operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
-            scales = {name: operands[number] for name, number in numbers.items()}
-            acc = product(a.detach(), b.detach(), **scales).float()
+            of_blocks = {name: operands[number] for name, number in numbers.items()}
+            acc = product(a.detach(), b.detach(), **of_blocks).float()
             for out, value in zip(outs, evaluate(program, acc, operands, dtype=torch.float32), strict=True):
                 out.copy_(value if out.dtype.itemsize > 1 else rounding.rounded(value, str(dtype_name(out.dtype))))
 
@@ -82,7 +84,7 @@ class TorchBackend(OnTensors):
 
 def product(a: torch.Tensor, b: torch.Tensor, scale_a: Any = None, scale_b: Any = None) -> torch.Tensor:
     """a @ b in fp32, of int8 in float64, which holds their sums exactly. Scales are those of blocks of K."""
-    a, b = (scaling.unscaled(x, scale, rows) for x, scale, rows in ((a, scale_a, True), (b, scale_b, False)))
+    a, b = (scales.unscaled(x, scale, rows) for x, scale, rows in ((a, scale_a, True), (b, scale_b, False)))
     wide = torch.float64 if a.dtype == b.dtype == torch.int8 else torch.float32
     return torch.matmul(a.to(wide), b.to(wide))
 

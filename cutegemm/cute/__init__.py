@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.backend import Backend
+from cutegemm.cute import prepare
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.ampere import config as ampere_config
 from cutegemm.cute.ampere import footprint as ampere_footprint
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from cutegemm.cute.launch_config import LaunchedConfig
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Kind, Problem, Signature
+    from cutegemm.problem.preparation import Preparation
 
 MAX_CTAS = 2**31 - 1
 _FOLDER = Path(__file__).parent
@@ -87,6 +89,7 @@ class Family:
             about these sizes; all are compared where it names none.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
         automatic: one that is not serves only calls that name a configuration.
+        clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
     """
 
     config: Any
@@ -102,6 +105,7 @@ class Family:
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
     automatic: bool = True
+    clips: bool = False
 
     def runs_on(self, arch: Arch) -> bool:
         return arch.capability == self.capability or (self.forward and arch.capability > self.capability)
@@ -127,6 +131,7 @@ FAMILIES: dict[str, Family] = {
         shortlist=hopper_candidates.shortlist,
         capability=(9, 0),
         forward=False,
+        clips=True,
     ),
     "sm80": Family(
         ampere_config.AmpereConfig,
@@ -273,6 +278,17 @@ class CuteBackend(Backend[Any]):
 
     def sources(self, config: str) -> tuple[Path, ...]:
         return _sources(_family(config))
+
+    def prepared(self, problem: Problem, arch: Arch) -> tuple[Problem, tuple[Preparation, ...]] | None:
+        """With A and B as TMA can load them, where a family that loads by it is meant for these products."""
+        name = _fastest(problem.signature, arch)
+        return prepare.aligned(problem) if name is not None and FAMILIES[name].clips else None
+
+    def takes_prepared(self, config: Any) -> bool:
+        return FAMILIES[config.family].clips
+
+    def preparer(self, asked: Preparation, arch: Arch) -> prepare.PreparingKernel:
+        return prepare.build(asked, arch)
 
     def build(self, signature: Signature, config: Any, arch: Arch) -> CuteKernel:
         from cutegemm.cute import compile as compiler

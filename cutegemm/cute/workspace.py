@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from cutegemm import native
 from cutegemm.cute.graph_memory import Block, GraphMemory
 
 WORDS_STEP = 64 * 1024
@@ -50,6 +51,7 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._of: _Of = {}
+        self._lent: _Of = {}
         self._of_threads: weakref.WeakKeyDictionary[_Thread, _Of] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._this_thread = threading.local()
@@ -79,11 +81,20 @@ class Workspaces:
             kept = of.get((device, stream))
             if kept is None or not kept.serves(words, parts):
                 kept = self._grow(of, words, parts, device, stream) if words + parts <= MOST_KEPT else None
+            if kept and native.is_ready() and of is self._of and self._lent.get((device, stream)) is not kept:
+                self._lend(device, stream, kept)
         if kept is None:
             owner = owning_stream(stream)
             memory = _allocate(words, parts) if owner == stream else _allocate_on(device, owner, words, parts)
             return memory, memory.data_ptr()
         return kept.memory, kept.parts_at - words
+
+    def _lend(self, device: int, stream: int, kept: Block) -> None:
+        """Lets launches from C++ use it, where it is still the stream's."""
+        with self._lock:
+            if self is default and self._of.get((device, stream)) is kept:
+                self._lent[device, stream] = kept
+                native.lend(device, stream, kept.memory, kept.parts_at, kept.words, kept.parts)
 
     def _of_this_thread(self) -> _Of:
         """The workspaces that the calling thread has for itself."""
@@ -123,7 +134,8 @@ class Workspaces:
         """
         with self._lock:
             given_up = [kept for of in (self._of, *self._of_threads.values()) for kept in of.values()]
-            for of in (self._of, *self._of_threads.values()):
+            native.take_back()
+            for of in (self._of, self._lent, *self._of_threads.values()):
                 of.clear()
         return sum(kept.memory.nbytes for kept in given_up) + self._graphs.collect()
 

@@ -156,8 +156,15 @@ def why_not_multiplied(dtype: str, b_dtype: str) -> str | None:
     if dtype == b_dtype or (TABLE[dtype].family is not None and TABLE[dtype].family == TABLE[b_dtype].family):
         return None
     family = [row.torch_name for row in TABLE.values() if row.family and row.family == TABLE[dtype].family]
-    expected = f"one of {', '.join(family)}" if family else "that of a"
-    return f"b: got dtype {TABLE[b_dtype].torch_name}, expected {expected}, {TABLE[dtype].torch_name}"
+    if family:
+        accepted = f"accepted with {TABLE[dtype].torch_name} are {', '.join(family)}"
+        return f"b: got dtype torch.{TABLE[b_dtype].torch_name}, {accepted}"
+    return f"b: got dtype torch.{TABLE[b_dtype].torch_name}, expected that of a, torch.{TABLE[dtype].torch_name}"
+
+
+def why_not_rounded(what: str, narrow: Collection[str]) -> str | None:
+    """None when kernels that round to no type of one byte are for these results, else a sentence about `what`."""
+    return f"{what} no value to a type of one byte; these results have {' and '.join(narrow)}" if narrow else None
 
 
 def kind_name(dtype: str, precision: str) -> str:

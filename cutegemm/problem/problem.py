@@ -25,8 +25,8 @@ from cutegemm.problem.dtypes import (
     why_precision_refused,
 )
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.problem.program.graph import SCALE_K
 from cutegemm.problem.operand import Matrix, alignment, compact
+from cutegemm.problem.program.graph import SCALE_K
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -99,6 +99,14 @@ class Signature:
         """(number of the output, name, dtype, alignment class) of the matrices that a kernel writes, D first."""
         more = ((int(name[1:]), name, str(output.dtype), align) for name, output, align in self.epilogue.more_outputs)
         return ((0, "d", self.out_dtype, self.align_d), *more)
+
+    @property
+    def narrow(self) -> tuple[str, ...]:
+        """The dtypes of one byte that results are stored in, or that the program rounds values to."""
+        found = [dtype for _, _, dtype, _ in self.results]
+        if self.epilogue.custom is not None:
+            found += [str(node.attribute) for node in self.epilogue.custom.nodes if node.op == "cast"]
+        return tuple(dict.fromkeys(dtype for dtype in found if ITEMSIZE[dtype] == 1))
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -214,7 +222,7 @@ class Problem:
         for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
             if not isinstance(extent, int) or extent < 0:
                 raise ValueError(f"{name}: got {extent!r}, expected a Python int that is not negative")
-        if dtype not in TABLE or (out_dtype or dtype) not in OUTPUTS:
+        if dtype not in TABLE or (out_dtype is not None and out_dtype not in OUTPUTS):
             raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(TABLE)}")
         if b_dtype is not None and (b_dtype not in TABLE or why_not_multiplied(dtype, b_dtype)):
             raise ValueError(f"b_dtype: got {b_dtype!r}, which is not multiplied with {dtype}")
@@ -310,14 +318,17 @@ class Problem:
                 total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
-        total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
+        total += sum((self.m if array.rows else batch) * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
         return total
 
     def transposed(self) -> Problem:
         """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped.
 
-        Raises ValueError for one with a user's program.
+        Raises ValueError for one with a user's program, or of a work that has no transposed one.
         """
+        work = WORKS[self.work].transposed
+        if work is None:
+            raise ValueError(f"a {self.work} product is not computed as its transpose")
         return replace(
             self,
             m=self.n,
@@ -327,7 +338,7 @@ class Problem:
             c=self.c.transposed() if self.c else None,
             d=self.d.transposed(),
             epilogue=self.epilogue.transposed(),
-            work=WORKS[self.work].transposed,
+            work=work,
             dtype=self.b_dtype or self.dtype,
             b_dtype=self.b_dtype and self.dtype,
         )

@@ -241,7 +241,8 @@ def _dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) 
     given = dtype_name(target.dtype) if isinstance(target, torch.Tensor) and out_dtype is None else None
     if (given or default) == "int32":
         raise ValueError(
-            f"out_dtype: got None for int8 operands and an epilogue, whose results are no int32; pass one of {dtypes.ACCEPTED}"
+            "out_dtype: got None for int8 operands and an epilogue, whose results are no int32; pass one of "
+            f"{dtypes.ACCEPTED}"
         )
     return given or default
 

@@ -11,7 +11,7 @@ import torch
 from cutegemm.problem import dtypes, overlap, packing
 from cutegemm.problem.dtypes import ITEMSIZE, dtype_name, output_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
-from cutegemm.problem.operand import Matrix, alignment, compact, reads_by_rows
+from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
 FLT_MAX = 3.4028234663852886e38
@@ -80,11 +80,11 @@ def describe(
     c_dtype = _check_c(a, c, beta, shape)
     bias_dtype = None if bias is None else _check_bias(a, bias, n)
     if out_name == "int32":
-        _check_whole(dtype, alpha, c_dtype, bias_dtype, activation)
+        _check_whole("out_dtype" if out is None else "out", dtype, alpha, c_dtype, bias_dtype, activation)
 
     copies: list[tuple[str, str]] = []
     if dtypes.ITEMSIZE[dtype] == 1:
-        matrix_a, matrix_b, k = packing.operands(a, b, _matrix(a, m, k), _matrix(b, k, n), copies)
+        matrix_a, matrix_b = packing.operands(a, b, _matrix(a, m, k), _matrix(b, k, n), copies)
     else:
         matrix_a = _operand("a", a, m, k, batch, copies)
         matrix_b = _operand("b", b, k, n, batch, copies)
@@ -258,14 +258,17 @@ def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...]
     return name
 
 
-def _check_whole(dtype: str, alpha: float, *terms: str | None) -> None:
-    """Raises ValueError unless D in int32 is a plain product of int8: such sums are not rounded to fp32."""
-    if dtypes.TABLE[dtype].is_integer and alpha == 1 and not any(terms):
-        return
-    got = dtype if not dtypes.TABLE[dtype].is_integer else "alpha, c, bias or an activation"
-    raise ValueError(
-        f"out_dtype: got torch.int32 with {got}; accepted for the plain product of int8 operands, whose sums are exact"
-    )
+def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> None:
+    """Raises TypeError or ValueError unless D in int32 is a plain product of int8: such sums are exact."""
+    if not dtypes.TABLE[dtype].is_integer:
+        raise TypeError(
+            f"{name}: got dtype torch.int32, accepted are {dtypes.ACCEPTED}; torch.int32 is for products of torch.int8"
+        )
+    if alpha != 1 or any(terms):
+        raise ValueError(
+            "out_dtype: got torch.int32 with alpha, c, bias or an activation; it is for the plain product of int8. "
+            f"Pass one of {dtypes.ACCEPTED}"
+        )
 
 
 def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:
@@ -312,8 +315,10 @@ def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     elif not row_major and rows == 1:
         stride_row = 1
     strides = (leading, stride_col) if row_major else (stride_row, leading)
-    align = alignment(tensor.data_ptr(), itemsize, inner, leading, stride_batch)
-    return Matrix(rows, cols, *strides, stride_batch, align)
+    base = tensor.data_ptr()
+    align = alignment(base, itemsize, inner, leading, stride_batch)
+    more = begins(align, base, itemsize, leading, others, stride_batch) if align < 16 else 0
+    return Matrix(rows, cols, *strides, stride_batch, align, more)
 
 
 def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:

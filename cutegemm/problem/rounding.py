@@ -1,8 +1,8 @@
 """Rounding to an element type as every kernel does it: to nearest, ties to even.
 
 Types of one byte and integers saturate: a number beyond the largest becomes the largest, as quantization wants it, and
-as `cvt.satfinite` and `cvt.sat` do on the device. torch's own conversion to e4m3 gives NaN there. Of an integer type NaN
-becomes 0.
+as `cvt.satfinite` and `cvt.sat` do on the device. torch's own conversion to e4m3 gives NaN there. Of an integer type
+NaN becomes 0.
 """
 
 from __future__ import annotations

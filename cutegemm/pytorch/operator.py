@@ -13,10 +13,11 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from cutegemm import native
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS
-from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch import autograd, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run.call import compute
 
@@ -142,9 +143,11 @@ def _recorded_gemm(
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
         if below.raw_repr() in _DEVICES:  # `_gemm`, without another passage through the dispatcher
             return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
+        sharding.needed()
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
 
+    sharding.needed()
     forward_mode = torch._C._is_fwd_grad_enabled()
 
     def with_modes(a, b, c, alpha, beta, bias, out):
@@ -162,6 +165,14 @@ def _recorded_gemm(
 
 
 _library.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
+
+
+def _recorded_natively(keys: int, *arguments: Any) -> torch.Tensor:
+    """`_recorded_gemm` of what the C++ part leaves to Python."""
+    return _recorded_gemm(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
+
+
+native.in_python["record"] = _recorded_natively
 
 
 def _refuse_derivatives(keyset, a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:

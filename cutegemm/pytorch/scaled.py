@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cutegemm.problem import program_request, request, scaling
+from cutegemm.problem import scales as scale_recipes
 from cutegemm.problem.dtypes import TABLE, dtype_name, term_name
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
@@ -44,11 +45,11 @@ def precision_of(a: Any, precision: str | None, accumulate: Any) -> str | None:
 
 
 def arguments(
-    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any, epilogue: Any,
-    operands: Sequence[Any], scale_a: Any, scale_b: Any, scales: Any,
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
+    epilogue: Any, operands: Sequence[Any], scale_a: Any, scale_b: Any, scales: Any,
 ) -> tuple[Program, tuple[Any, ...], Any]:  # fmt: skip
     """(program, operands, out_dtype) of the call with a program that computes a scaled one."""
-    of_a, of_b = scaling.recipes(a, b, scale_a, scale_b, scales)
+    of_a, of_b = scale_recipes.recipes(a, b, scale_a, scale_b, scales)
     refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
         program, operands = _terms(c, alpha, beta, bias, activation)
@@ -58,12 +59,13 @@ def arguments(
     made = scaling.scaled(program, of_a and of_a.input, of_b and of_b.input)
     if out is None and out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
         out_dtype = torch.bfloat16
-    return made, (*operands, *scaling.operands_of(program, scale_a, scale_b, of_b)), out_dtype
+    return made, (*operands, *scaling.operands_of(program, scale_a, scale_b, of_a, of_b)), out_dtype
 
 
 def compute(
-    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any, precision: Any,
-    backend: str, config: Any, epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any, scale_b: Any, scales: Any,
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
+    precision: Any, backend: str, config: Any, epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any,
+    scale_b: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """`gemm` with a scale or two; see there."""
     refuse_gradients({"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)})
@@ -84,8 +86,8 @@ def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any,
     given = {"alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "epilogue": None, "operands": ()}
     terms = {name: known.pop(name, default) for name, default in given.items()}
     program, operands, out_dtype = arguments(
-        a, b, c, out=known.get("out"), out_dtype=known.get("out_dtype"), scale_a=scale_a, scale_b=scale_b, scales=scales,
-        **terms,
+        a, b, c, out=known.get("out"), out_dtype=known.get("out_dtype"), scale_a=scale_a, scale_b=scale_b,
+        scales=scales, **terms,
     )  # fmt: skip
     return a, b, None, {**known, "epilogue": program, "operands": operands, "out_dtype": out_dtype}
 

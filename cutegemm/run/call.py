@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
+from cutegemm import backend as backends
+from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo, State
-from cutegemm.problem import request
+from cutegemm.problem import PRECISIONS, request
+from cutegemm.problem.epilogue import ACTIVATIONS
 from cutegemm.run import runner
 from cutegemm.run.runner import Call, Runner
 
@@ -112,7 +115,40 @@ def planned(key: Any, call: Call, a: Any, b: Any, c: Any, options: dict[str, Any
             run = runner.writing(run, a, b, c if reads_c else None, options["bias"], options["out"])
         if key is not None:
             memo.put(key, run, plan)
+            _tell(call, plan, a, b, c, options)
     return run, plan
+
+
+def _tell(call: Call, plan: Plan, a: Any, b: Any, c: Any, options: dict[str, Any]) -> None:
+    """Tells the C++ part of a plan that is remembered; the first plan of a GPU has it made."""
+    if native.is_ready():
+        native.install(a, b, c, options, call.launch(plan))
+    elif plan.kernel is not None and call.request.device.type == "cuda":
+        native.want()
+
+
+def _plan_natively(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, out=None) -> None:
+    """Plans a call that the C++ part has not met, if nobody has, and tells it what to launch."""
+    options = {
+        "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
+        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
+    }  # fmt: skip
+    key = key_of_options(a, b, c, options)
+    call = Call.of(a, b, c, options)
+    with _lock:
+        plan = None if key is None else memo.plan(key)
+        if plan is not None:
+            _tell(call, plan, a, b, c, options)
+    if plan is None:
+        planned(key, call, a, b, c, options)
+
+
+def _compute_natively(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config) -> torch.Tensor:
+    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
+
+
+native.names = ACTIVATIONS, PRECISIONS, backends.NAMES
+native.in_python |= {"plan": _plan_natively, "compute": _compute_natively}
 
 
 def keep_up() -> State | None:

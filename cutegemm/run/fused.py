@@ -20,7 +20,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.request import FLT_MAX
-from cutegemm.run import call
+from cutegemm.run import call, preparing
 from cutegemm.run.arguments import Addresses, Numbers, Scalars
 from cutegemm.run.runner import Call, current_device
 
@@ -220,7 +220,7 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
     assert plan.kernel is not None
     index = asked.device.index
     with current_device(asked.device):
-        launch = plan.kernel.bind(plan.problem)
+        launch = preparing.bind(plan)
     current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     reductions = Reductions(plan.problem, plan.choice.config)
 
@@ -245,6 +245,7 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
     reductions = Reductions(plan.problem, plan.choice.config)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
+        a, b = preparing.emulate(plan, a, b)
         results = reductions.partials(outs)
         for number, *_ in reductions.rows:
             results[number].fill_(torch.nan)  # a piece that nobody writes shows

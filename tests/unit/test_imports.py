@@ -26,11 +26,11 @@ LAYERS = {
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """
-        cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.quantizing
+        cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.preparing cutegemm.run.quantizing
         cutegemm.run.quantize_kernels""",
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend",
-    "choice": "cutegemm.choice.plan cutegemm.choice.heuristics",
+    "choice": "cutegemm.choice.plan cutegemm.choice.prepared cutegemm.choice.heuristics",
     "winners": "cutegemm.winners.*",
     "what a backend is": "cutegemm.backend",
     "cost model": """

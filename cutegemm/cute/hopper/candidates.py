@@ -113,4 +113,8 @@ def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
     texts = [text]
     if signature is not None and len(signature.results) > 1:
         texts = [one for one, fits in _fitting(signature).items() if fits == text]
-    return NUMBERS if any(one in _SPLIT_TF32 or one in byte_candidates.SPLIT or shortlists.may_split(one) for one in texts) else ()
+    return (
+        NUMBERS
+        if any(one in _SPLIT_TF32 or one in byte_candidates.SPLIT or shortlists.may_split(one) for one in texts)
+        else ()
+    )

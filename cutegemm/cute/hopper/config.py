@@ -26,22 +26,20 @@ from itertools import product
 from typing import ClassVar
 
 from cutegemm.cute import tile_order
+from cutegemm.cute.hopper import grouping, promotion, work_count
 from cutegemm.cute.hopper import options as option_table
-from cutegemm.cute.hopper import promotion, work_count
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
 from cutegemm.problem.program.graph import Input
-from cutegemm.problem.work import DENSE
 
 TAKES: tuple[Kind, ...] = (
     ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"),
     ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
 )  # fmt: skip
-WORKS = (DENSE,)
-"""Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
+WORKS = grouping.WORKS
 WARPGROUP = 128
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
@@ -239,6 +237,7 @@ class HopperConfig(LaunchedConfig):
         return (
             "slab" not in self.options
             and self.parts == 1
+            and grouping.stores_boxes(signature.work)
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
             and (ITEMSIZE[signature.out_dtype] == 2 or (ITEMSIZE[signature.out_dtype] == 4 and not self.swapped))
@@ -304,7 +303,8 @@ class HopperConfig(LaunchedConfig):
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
-        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
+        more = BARRIER_BYTES + promotion.shared_bytes(self, signature)
+        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + more
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         if self.uses_tma_store(signature):
@@ -379,6 +379,7 @@ class HopperConfig(LaunchedConfig):
                 return f"TMA cannot load {name}: address, strides and {extent} need 16 bytes, they have {align}"
         return (
             self._why_tile_invalid()
+            or grouping.why_invalid(self, signature)
             or self._why_program_invalid(signature)
             or promotion.why_invalid(self, signature)
             or self._why_resource_invalid(signature, arch)

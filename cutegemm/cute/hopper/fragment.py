@@ -18,7 +18,7 @@ from cutegemm.cute import whole
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
@@ -70,7 +70,7 @@ class FragmentStore:
         # Numbers of their own: what runs in a branch knows no object.
         base, leading = target.base, target.leading
         result = cute.make_rmem_tensor(4, target.type)
-        result.store(values.to(target.type))
+        result.store(rounded(values, target.type, 4))
         for r in cutlass.range_constexpr(2):
             y, x = self._own(row, column, 0, r)
             if cutlass.const_expr(target.vector == 2 and not self.swapped):

@@ -36,21 +36,24 @@ import cutlass.cute as cute
 
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
+from cutegemm.cute.hopper import grouping
+from cutegemm.cute.hopper.block_scales import make_products
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.consumer import Consumer
+from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.operand import Operand, loaders
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
-from cutegemm.cute.hopper.promoted import make_products
 from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
 from cutegemm.cute.hopper.work import make_work
 from cutegemm.problem import Signature
+from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments
 
 
@@ -66,8 +69,11 @@ class HopperGemm(Gemm):
         dtypes = [types.NUMERIC[name] for name in signature.dtypes]
         a_dtype, b_dtype = reversed(dtypes) if config.swapped else dtypes
         halves = signature.epilogue.gating == "halves"
-        self.a = Operand(config, a_dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
-        self.b = Operand(config, b_dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
+        groups = grouping.of(config, signature.work)
+        of_a, of_b = groups.of_operand("row"), groups.of_operand("column")
+        self.a = Operand(config, a_dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped, of_a)
+        self.b = Operand(config, b_dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped, of_b)
+        self.gathers = signature.work == GATHERED
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
@@ -87,9 +93,10 @@ class HopperGemm(Gemm):
         atom_a, tensor_a = self.a.load_atom(a, rows, args.k, lda, a_batch, args.batch)
         atom_b, tensor_b = self.b.load_atom(b, columns, args.k, ldb, b_batch, args.batch)
         stores = self.store.make_atoms(args)
+        host_only = ("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch")
         on_device = arguments.device(
             args,
-            host_only=("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch"),
+            host_only=host_only if not self.gathers else tuple(each for each in host_only if each not in ("a", "lda")),
             tiles_m=cute.ceil_div(rows, config.bm * cm),
             tiles_n=cute.ceil_div(columns, config.bn * cn),
             wgmma_a_batch=a_batch,
@@ -141,24 +148,31 @@ class HopperGemm(Gemm):
             cute.arch.griddepcontrol_wait()
             # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
             cute.arch.griddepcontrol_launch_dependents()
+        self.work.read()
 
         if cutlass.const_expr(config.solo):
             self.sums.start(output, memory, position, self.work)
-            self.products.start(self.a, self.b, position)
+            self.products.start(self.a, self.b, position, args, self.work, memory)
             load_a, load_b = loaders(config, position, self.a, self.b)
             Solo(position, self.ring, self.work, load_a, load_b, self.products, self.sums).run()
         else:
             if position.group == config.consumers:
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_decrease(self.registers[0])
-                if position.warp == config.consumers * 4:
+                if cutlass.const_expr(self.gathers):
+                    rows = self.b if config.swapped else self.a
+                    load_other = loaders(config, position, self.a, self.b)[0 if config.swapped else 1]
+                    first = position.warp == config.consumers * 4
+                    gathered = GatherLoader(rows, position, args)
+                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
+                elif position.warp == config.consumers * 4:
                     load_a, load_b = loaders(config, position, self.a, self.b)
                     Producer(self.ring, self.work, load_a, load_b).run()
             else:
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_increase(self.registers[1])
                 self.sums.start(output, memory, position, self.work)
-                self.products.start(self.a, self.b, position)
+                self.products.start(self.a, self.b, position, args, self.work, memory)
                 work = self.work.of_warpgroup(position.group)
                 Consumer(config, position.group, work, self.turns, self.products, self.sums).run()
 

@@ -86,8 +86,11 @@ class Products:
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns) -> None:
         self.config, self.ring, self.turns = config, ring, turns
 
-    def start(self, a: Operand, b: Operand, position: Position) -> None:
-        """For the warpgroup at that position, and operands that have been started."""
+    def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
+        """For the warpgroup at that position, and operands that have been started.
+
+        args, work, memory: the kernel's arguments by name, the works of the CTA, its shared memory.
+        """
         config, self.group, self.lane = self.config, position.group, position.lane
         # A warpgroup's slice of a tiled MMA begins at its first thread; its descriptors are the same for all threads.
         first_thread = 0 if config.solo or config.ping_pong else position.group * WARPGROUP

@@ -25,7 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types, whole
 from cutegemm.cute.epilogue import SlabEpilogue
-from cutegemm.cute.hopper import terms
+from cutegemm.cute.hopper import clip, grouping, terms
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -33,7 +33,7 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.reduce import make_reductions
 from cutegemm.cute.launch_config import SLAB_ROWS
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
@@ -79,6 +79,7 @@ class TmaEpilogue:
         self.config = config
         self.blocks, self.block_step = config.out_blocks(signature), config.block_step
         self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
+        self.clipped = grouping.clips_results(signature.work)
         self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
         self.program, self.gated = whole.program_of(signature), signature.epilogue.gating is not None
@@ -122,7 +123,11 @@ class TmaEpilogue:
         found, columns = [], args.n // 2 if self.gated else args.n
         for _, name, _ in self.results:
             row, matrix = (cute.assume(each, divby=step) for each in strides(args, name))
-            layout = cute.make_layout((args.m, columns, args.batch), stride=(row, 1, matrix))
+            extents, steps = (args.m, columns, args.batch), (row, 1, matrix)
+            if self.clipped:
+                more = clip.dimensions(row, step)
+                extents, steps = (clip.ROWS, *extents[1:], *more[0]), (*steps, *more[1])
+            layout = cute.make_layout(extents, stride=steps)
             tensor = cute.make_tensor(getattr(args, name), layout)
             found.append(cpasync.make_tiled_tma_atom(store, tensor, self.buffer_layout(), self.box()))
         return tuple(found)
@@ -152,7 +157,10 @@ class TmaEpilogue:
             layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
         )
         pointer = cute.recast_ptr(base, layout.inner, dtype=dtype)
-        tiles = cute.local_tile(tensor, self.box(), (None, None, None))
+        if self.clipped:
+            tiles = clip.windows(tensor, self.box())
+        else:
+            tiles = cute.local_tile(tensor, self.box(), (None, None, None))
         shared, target = cpasync.tma_partition(
             atom,
             0,
@@ -200,12 +208,19 @@ class TmaEpilogue:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             if self.warp == 0:
-                block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
-                place = (None, *block, region.matrix)
+                place = self._place(i, part, region)
                 for result in cutlass.range_constexpr(len(self.copies)):
                     atom, shared, target = self.copies[result]
                     cute.copy(atom, shared[None, buffer], target[place])
                 cute.arch.cp_async_bulk_commit_group()
+
+    def _place(self, i: int, part: int, region) -> tuple:
+        """The box of a staging buffer among those of a result."""
+        if self.clipped:
+            row, column = self.box_corner(i, part, region)
+            return None, clip.row(row, region.m), column, region.matrix, *clip.coordinates(region.m)
+        block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
+        return None, *block, region.matrix
 
     def box_corner(self, i: int, part: int, region) -> tuple:
         """(row, column) of D where a staging buffer's box begins."""
@@ -292,7 +307,7 @@ class TmaEpilogue:
             reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
         for number, _, dtype in self.results:
             result = cute.make_rmem_tensor(size, dtype)
-            result.store(finished[number].to(dtype))
+            result.store(rounded(finished[number], dtype, size))
             results.append(result)
         return results
 

@@ -155,4 +155,4 @@ class SimtConfig(TileConfig):
         for (bm, bn), bk, (wm, wn), stages, group, slices in product(
             tiles, (32, 64, 128), ((16, 32), (32, 32), (32, 64)), (2, 3, 4), (1, 8), (2, 4, 8)
         ):
-            yield cls(bm, bn, bk, wm, wn, stages, group, slices=slices)
+            yield cls(bm, bn, bk, wm, wn, stages, group, slices)

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cutegemm.problem.dtypes import torch_dtype
 from cutegemm.problem import rounding
 from cutegemm.problem.program import random
 from cutegemm.problem.program.graph import I32, Input, Node, Program

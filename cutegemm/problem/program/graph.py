@@ -77,10 +77,10 @@ SCALE_K = 128
 class Input(NamedTuple):
     """An operand of a program.
 
-    name: as the text has it. dtype: a name of `dtypes.TABLE`, or "int32". m, n, batched: whether it has an element of
+    name: as the text has it. dtype: a name of `dtypes.TERMS`, or "int32". m, n, batched: whether it has an element of
     its own for each row, column and matrix of D. by_value: a Python number, passed with the launch as fp32 or int32.
-    scales: one of `SCALES` for a matrix of numbers that A's or B's elements are multiplied by before they are summed. It
-    belongs to the accumulators: no node reads it. "" for all others.
+    scales: one of `SCALES` for a matrix of numbers that A's or B's elements are multiplied by before they are summed,
+    which no node reads. "" for all others.
     """
 
     name: str

@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from cutegemm.problem.dtypes import ITEMSIZE, PRECISIONS, TABLE, Kind, why_precision_refused
+from cutegemm.problem.dtypes import (
+    ITEMSIZE,
+    PRECISIONS,
+    PRODUCTS,
+    Kind,
+    why_mixture_refused,
+    why_precision_refused,
+)
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
 from cutegemm.problem.work import DENSE, INTEGERS
@@ -61,7 +68,7 @@ class Signature:
     @property
     def unit(self) -> str:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
-        return TABLE[self.dtype].units[self.precision]
+        return PRODUCTS[self.dtype].units[self.precision]
 
     @property
     def majors(self) -> str:
@@ -169,7 +176,7 @@ class Problem:
 
         Args:
             m, n, k, batch: sizes in elements.
-            dtype: a name of `problem.dtypes.TABLE`; `out_dtype` defaults to that row's `output`.
+            dtype: a name of `problem.dtypes.PRODUCTS`; `out_dtype` defaults to that row's `output`.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
             precision: "ieee", "tf32" or "tf32x3" (fp32 only).
@@ -183,8 +190,8 @@ class Problem:
         for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
             if not isinstance(extent, int) or extent < 0:
                 raise ValueError(f"{name}: got {extent!r}, expected a Python int that is not negative")
-        if dtype not in TABLE or (out_dtype or dtype) not in TABLE:
-            raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(TABLE)}")
+        if dtype not in PRODUCTS or (out_dtype or dtype) not in PRODUCTS:
+            raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(PRODUCTS)}")
         if len(majors) != 2 or set(majors) - set("tn"):
             raise ValueError(f"majors: got {majors!r}, accepted are 'tn', 'tt', 'nn', 'nt'")
         if precision not in PRECISIONS:
@@ -193,8 +200,12 @@ class Problem:
             raise ValueError(refused)
         if work not in WORKS:
             raise ValueError(f"work: got {work!r}, accepted are {', '.join(WORKS)}")
-        out = out_dtype or TABLE[dtype].output
+        out = out_dtype or PRODUCTS[dtype].output
         epi = epilogue or Epilogue()
+        if refused := why_mixture_refused(dtype, out_dtype=out, c=epi.c_dtype, bias=epi.bias_dtype):
+            raise ValueError(refused)
+        if refused := epi.why_refused_for(dtype):
+            raise ValueError(refused)
         count_a, count_b, count_d = (WORKS[work].matrices(operand, batch) for operand in "abd")
         a = compact(m, k, count_a, majors[0] == "t", ITEMSIZE[dtype])
         b = compact(k, n, count_b, majors[1] == "t", ITEMSIZE[dtype])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.problem import dtypes, overlap
-from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
+from cutegemm.problem.dtypes import ITEMSIZE, product_dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
@@ -76,9 +76,9 @@ def describe(
     precision = "ieee" if precision is None else _check_precision(precision, dtype)
     if activation is not None:
         check_activation(activation)
-    out_name = _check_out(a, out, out_dtype, shape, dtypes.TABLE[dtype].output)
-    c_dtype = _check_c(a, c, beta, shape)
-    bias_dtype = None if bias is None else _check_bias(a, bias, n)
+    out_name = _check_out(a, out, out_dtype, shape, dtype)
+    c_dtype = _check_c(a, c, beta, shape, dtype)
+    bias_dtype = None if bias is None else _check_bias(a, bias, n, dtype)
 
     copies: list[tuple[str, str]] = []
     matrix_a = _operand("a", a, m, k, batch, copies)
@@ -97,6 +97,8 @@ def describe(
             into_temporary = True
             matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
     epilogue = _epilogue(c_dtype, bias_dtype, activation)
+    if dtype in dtypes.ALONE and (refused := epilogue.why_refused_for(dtype)):
+        raise ValueError(refused)
     problem = Problem(m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue)
     swapped = not matrix_d.row_major
     return Request(
@@ -114,9 +116,9 @@ def _check_operands(a: Any, b: Any) -> str:
         check_tensor(name, tensor)
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    dtype = dtype_name(a.dtype)
+    dtype = product_dtype_name(a.dtype)
     if dtype is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
     if b.dtype != a.dtype:
         raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
     device = a.device
@@ -132,7 +134,7 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
-    known = dtype_name(tensor.dtype) is not None  # then it is neither quantized nor complex
+    known = product_dtype_name(tensor.dtype) is not None  # then it is neither quantized nor complex
     if not known and tensor.is_quantized:
         raise TypeError(f"{name}: got a quantized tensor ({tensor.dtype}), expected a plain one; call .dequantize()")
     if tensor.is_nested:
@@ -226,26 +228,41 @@ def _check_precision(precision: str, dtype: str) -> str:
     return precision
 
 
-def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], default: str) -> str:
-    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or dtype_name(out_dtype) is None):
-        raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {dtypes.ACCEPTED}")
+def _mixed(dtype: torch.dtype, of_a: str) -> str | None:
+    """The name of a dtype that goes with operands of the type `of_a`, else None."""
+    name = product_dtype_name(dtype)
+    return name if name is not None and dtypes.why_mixture_refused(of_a, other=name) is None else None
+
+
+def _accepted(of_a: str) -> str:
+    """The dtypes that go with operands of the type `of_a`, for messages."""
+    if of_a not in dtypes.ALONE:
+        return f"accepted are {dtypes.ACCEPTED}"
+    name = dtypes.PRODUCTS[of_a].torch_name
+    return f"accepted with operands of torch.{name} is torch.{name}"
+
+
+def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], of_a: str) -> str:
+    default = dtypes.PRODUCTS[of_a].output
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or _mixed(out_dtype, of_a) is None):
+        raise TypeError(f"out_dtype: got {shown(out_dtype)}, {_accepted(of_a)}")
     if out is None:
-        return dtype_name(out_dtype) or default if out_dtype is not None else default
+        return _mixed(out_dtype, of_a) or default if out_dtype is not None else default
     check_tensor("out", out)
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if out.device != a.device:
         raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
-    name = dtype_name(out.dtype)
+    name = _mixed(out.dtype, of_a)
     if name is None:
-        raise TypeError(f"out: got dtype {out.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"out: got dtype {out.dtype}, {_accepted(of_a)}")
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
 
 
-def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:
+def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a: str) -> str | None:
     if c is None:
         if beta != 0:
             raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
@@ -257,21 +274,21 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> st
         raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
     if c.device != a.device:
         raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
-    name = dtype_name(c.dtype)
+    name = _mixed(c.dtype, of_a)
     if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"c: got dtype {c.dtype}, {_accepted(of_a)}")
     return name if beta != 0 else None
 
 
-def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str:
+def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
     check_tensor("bias", bias)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
     if bias.device != a.device:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
-    name = dtype_name(bias.dtype)
+    name = _mixed(bias.dtype, of_a)
     if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"bias: got dtype {bias.dtype}, {_accepted(of_a)}")
     return name
 
 

@@ -35,10 +35,11 @@ class TorchBackend(OnTensors):
         return f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
 
     def runner(self, asked: Request) -> Callable[..., torch.Tensor]:
-        """D by torch's own operators, in fp32 unless torch.matmul alone is the whole answer."""
+        """D by torch's own operators, in fp32 (fp64 of fp64 operands) unless torch.matmul alone is the whole answer."""
         problem = asked.problem
         dtype, epilogue = torch_dtype(problem.out_dtype), problem.epilogue
         on_cuda = asked.device.type == "cuda"
+        wide = torch.float64 if problem.dtype == "fp64" else torch.float32
         plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
 
         def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
@@ -48,11 +49,11 @@ class TorchBackend(OnTensors):
             if plain and alpha == 1:
                 d = torch.matmul(a, b)
             else:
-                z = torch.matmul(a.float(), b.float()) * alpha
+                z = torch.matmul(a.to(wide), b.to(wide)) * alpha
                 if epilogue.c_dtype is not None:
-                    z = z + beta * c.float()
+                    z = z + beta * c.to(wide)
                 if bias is not None:
-                    z = z + bias.float()
+                    z = z + bias.to(wide)
                 d = reference.activate(z, epilogue.activation).to(dtype)
             return d if out is None else out.copy_(d)
 

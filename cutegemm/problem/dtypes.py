@@ -6,6 +6,7 @@ type is not.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -82,7 +83,7 @@ ALONE: Mapping[str, DType] = MappingProxyType(
 )  # fmt: skip
 """The types that are not mixed with others: where A and B are of one, C, the bias and D are of it too, and so are the
 sums, alpha and beta; there are no activations and no programs."""
-PRODUCTS: Mapping[str, DType] = MappingProxyType({**TABLE, **ALONE})
+PRODUCTS: Mapping[str, DType] = ChainMap(dict(ALONE), _ROWS)
 """The types of A and B by name."""
 
 DTYPES = tuple(TABLE)
@@ -156,5 +157,7 @@ def why_mixture_refused(dtype: str, **others: str | None) -> str | None:
             alone = PRODUCTS[dtype if dtype in ALONE else other].torch_name
             given, wanted = PRODUCTS[other].torch_name, PRODUCTS[dtype].torch_name
             accepted = f"torch.{wanted}" if dtype in ALONE else ACCEPTED
-            return f"{name}: got torch.{given} with operands of torch.{wanted}; {alone} is not mixed, accepted: {accepted}"
+            return (
+                f"{name}: got torch.{given} with operands of torch.{wanted}; {alone} is not mixed, accepted: {accepted}"
+            )
     return None

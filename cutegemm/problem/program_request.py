@@ -49,6 +49,15 @@ class ProgramRequest(NamedTuple):
         return frozenset(name for name, _ in self.copies)
 
 
+def refuse_products(a: Any) -> None:
+    """Raises TypeError for operands whose sums no program is computed on."""
+    if isinstance(a, torch.Tensor) and (name := dtypes.product_dtype_name(a.dtype)) in dtypes.ALONE:
+        raise TypeError(
+            f"a: got dtype {a.dtype} with an epilogue program ({name} sums); programs compute in fp32, and their "
+            f"operands' dtypes are {dtypes.ACCEPTED}"
+        )
+
+
 def describe(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -63,6 +72,7 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
+    refuse_products(a)
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
     program = traced(epilogue, inputs_of(operands, a.device))

@@ -25,6 +25,9 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    subnormal.
 
 Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added.
+
+fp64 operands: u is 2^-53 (IEEE operations, each rounded to nearest), the smallest normal number 2^-1022. The value is
+rounded from twice as many digits (`double_double`), and what it may be off by itself is a part of the bound.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cutegemm.problem.dtypes import ACCEPTED, CUDA_CORES, TABLE, dtype_name
+from cutegemm.problem import double_double
+from cutegemm.problem.dtypes import ACCEPTED, ALONE, CUDA_CORES, PRODUCTS, TABLE, dtype_name, product_dtype_name
 from cutegemm.problem.epilogue import formula_of
 
 _LIPSCHITZ = {None: 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
@@ -100,9 +104,11 @@ def expected(
     """
     out_dtype = out_dtype or a.dtype
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
+    wide = a.dtype == torch.float64
     reads_c = c is not None and beta != 0  # as given: one that fp32 rounds to 0 still makes NaN of an infinity
-    alpha, beta = _fp32(alpha), _fp32(beta)
-    u = 2.0**-23 if tensor_cores else 2.0**-24
+    if not wide:
+        alpha, beta = _fp32(alpha), _fp32(beta)
+    u = 2.0**-53 if wide else 2.0**-23 if tensor_cores else 2.0**-24
     z, magnitude, error = accumulators(a, b, precision, tensor_cores)
     z, magnitude, error = alpha * z, abs(alpha) * magnitude, abs(alpha) * error
     if c is not None and reads_c:
@@ -110,15 +116,15 @@ def expected(
         z, magnitude = z + term, magnitude + term.abs()
     if bias is not None:
         z, magnitude = z + bias.double(), magnitude + bias.double().abs()
-    error += _gamma(5, u) * magnitude
+    error += _gamma(10 if wide else 5, u) * magnitude  # of fp64 the value has as many roundings as the kernel
     value = activate(z, activation)
     error *= _LIPSCHITZ[activation]
     if activation is not None:
         error += 16 * u * z.abs()
-    name = dtype_name(out_dtype)
-    if name is None:
+    name = product_dtype_name(out_dtype)
+    if name is None or (name in ALONE and not wide):
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {ACCEPTED}")
-    out = TABLE[name]
+    out = PRODUCTS[name]
     bound = error + out.roundoff * (value.abs() + error) + out.smallest
     return Expected(value, bound, out_dtype)
 
@@ -130,6 +136,8 @@ def accumulators(
 
     Arguments as those of `expected`.
     """
+    if a.dtype == torch.float64:
+        return _wide_accumulators(a, b)
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
     k, u = a.shape[-1], 2.0**-23 if tensor_cores else 2.0**-24
     a64, b64 = a.double(), b.double()
@@ -141,6 +149,14 @@ def accumulators(
     if precision == "tf32":
         error += (2.0**-10 + 2.0**-22) * magnitude
     return torch.matmul(a64, b64), magnitude, error
+
+
+def _wide_accumulators(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`accumulators` of fp64 operands; the error counts that of the value and of the magnitudes too."""
+    k, u = a.shape[-1], 2.0**-53
+    value, gamma = double_double.matmul(a, b), _gamma(k + 2, u)
+    magnitude = torch.matmul(a.abs(), b.abs()) * (1 + 2 * gamma)
+    return value, magnitude, (gamma + gamma**2) * magnitude + u * value.abs() + 2 * k * 2.0**-1022
 
 
 def _truncates(a: torch.Tensor, precision: str) -> bool:

@@ -228,13 +228,13 @@ def _check_precision(precision: str, dtype: str) -> str:
     return precision
 
 
-def _mixed(dtype: torch.dtype, of_a: str) -> str | None:
+def mixed(dtype: torch.dtype, of_a: str) -> str | None:
     """The name of a dtype that goes with operands of the type `of_a`, else None."""
     name = product_dtype_name(dtype)
     return name if name is not None and dtypes.why_mixture_refused(of_a, other=name) is None else None
 
 
-def _accepted(of_a: str) -> str:
+def accepted(of_a: str) -> str:
     """The dtypes that go with operands of the type `of_a`, for messages."""
     if of_a not in dtypes.ALONE:
         return f"accepted are {dtypes.ACCEPTED}"
@@ -244,19 +244,19 @@ def _accepted(of_a: str) -> str:
 
 def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], of_a: str) -> str:
     default = dtypes.PRODUCTS[of_a].output
-    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or _mixed(out_dtype, of_a) is None):
-        raise TypeError(f"out_dtype: got {shown(out_dtype)}, {_accepted(of_a)}")
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or mixed(out_dtype, of_a) is None):
+        raise TypeError(f"out_dtype: got {shown(out_dtype)}, {accepted(of_a)}")
     if out is None:
-        return _mixed(out_dtype, of_a) or default if out_dtype is not None else default
+        return mixed(out_dtype, of_a) or default if out_dtype is not None else default
     check_tensor("out", out)
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if out.device != a.device:
         raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
-    name = _mixed(out.dtype, of_a)
+    name = mixed(out.dtype, of_a)
     if name is None:
-        raise TypeError(f"out: got dtype {out.dtype}, {_accepted(of_a)}")
+        raise TypeError(f"out: got dtype {out.dtype}, {accepted(of_a)}")
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
@@ -274,9 +274,9 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a:
         raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
     if c.device != a.device:
         raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
-    name = _mixed(c.dtype, of_a)
+    name = mixed(c.dtype, of_a)
     if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, {_accepted(of_a)}")
+        raise TypeError(f"c: got dtype {c.dtype}, {accepted(of_a)}")
     return name if beta != 0 else None
 
 
@@ -286,9 +286,9 @@ def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
     if bias.device != a.device:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
-    name = _mixed(bias.dtype, of_a)
+    name = mixed(bias.dtype, of_a)
     if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, {_accepted(of_a)}")
+        raise TypeError(f"bias: got dtype {bias.dtype}, {accepted(of_a)}")
     return name
 
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Signature
 
-DMMA = CostFamily(
-    "dmma", "cute", Rates(launch=1.5, math=0.8, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=9.0)
-)
+DMMA = CostFamily("dmma", "cute", Rates(launch=1.5, math=0.8, l2=40.0, latency=0.9, step=40.0, tile=900.0, flop_pj=9.0))
 DMMA_NARROW = CostFamily(
     "dmma/8x4", "cute", Rates(launch=1.5, math=0.7, l2=40.0, latency=0.9, step=60.0, tile=900.0, flop_pj=9.0), DMMA
 )

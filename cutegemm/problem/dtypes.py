@@ -6,6 +6,7 @@ type is not.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -121,7 +122,7 @@ ALONE: Mapping[str, DType] = MappingProxyType(
 )  # fmt: skip
 """The types that are not mixed with others: where A and B are of one, C, the bias and D are of it too, and so are the
 sums, alpha and beta; there are no activations and no programs."""
-PRODUCTS: Mapping[str, DType] = MappingProxyType({**TABLE, **ALONE})
+PRODUCTS: Mapping[str, DType] = ChainMap(dict(ALONE), _ROWS)
 """The types of A and B by name."""
 TYPES: Mapping[str, DType] = MappingProxyType({**OUTPUTS, **ALONE})
 """The types that any matrix may have, by name."""

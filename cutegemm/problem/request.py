@@ -262,7 +262,7 @@ def _check_precision(precision: str, dtype: str) -> str:
     return precision
 
 
-def _goes_with(dtype: torch.dtype, of_a: str) -> str | None:
+def goes_with(dtype: torch.dtype, of_a: str) -> str | None:
     """The name of a dtype that C, a bias or an operand may have where A is of the type `of_a`, else None."""
     name = product_dtype_name(dtype)
     if name is None or dtypes.why_mixture_refused(of_a, other=name) is not None:
@@ -270,13 +270,13 @@ def _goes_with(dtype: torch.dtype, of_a: str) -> str | None:
     return name if name in dtypes.TERMS or name in dtypes.ALONE else None
 
 
-def _comes_of(dtype: torch.dtype, of_a: str) -> str | None:
+def comes_of(dtype: torch.dtype, of_a: str) -> str | None:
     """The name of a dtype that D may have where A is of the type `of_a`, else None."""
     name = output_name(dtype) or product_dtype_name(dtype)
     return None if name is None or dtypes.why_mixture_refused(of_a, other=name) is not None else name
 
 
-def _accepted(of_a: str, mixed: str) -> str:
+def accepted(of_a: str, mixed: str = dtypes.ACCEPTED) -> str:
     """The dtypes that go with operands of the type `of_a`, for messages; `mixed`: those of operands that are mixed."""
     if of_a not in dtypes.ALONE:
         return f"accepted are {mixed}"
@@ -285,20 +285,20 @@ def _accepted(of_a: str, mixed: str) -> str:
 
 
 def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], of_a: str) -> str:
-    default, accepted = dtypes.PRODUCTS[of_a].output, _accepted(of_a, dtypes.ACCEPTED)
-    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or _comes_of(out_dtype, of_a) is None):
-        raise TypeError(f"out_dtype: got {shown(out_dtype)}, {accepted}")
+    default = dtypes.PRODUCTS[of_a].output
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or comes_of(out_dtype, of_a) is None):
+        raise TypeError(f"out_dtype: got {shown(out_dtype)}, {accepted(of_a)}")
     if out is None:
-        return _comes_of(out_dtype, of_a) or default if out_dtype is not None else default
+        return comes_of(out_dtype, of_a) or default if out_dtype is not None else default
     check_tensor("out", out)
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if out.device != a.device:
         raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
-    name = _comes_of(out.dtype, of_a)
+    name = comes_of(out.dtype, of_a)
     if name is None:
-        raise TypeError(f"out: got dtype {out.dtype}, {accepted}")
+        raise TypeError(f"out: got dtype {out.dtype}, {accepted(of_a)}")
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
@@ -329,9 +329,9 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a:
         raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
     if c.device != a.device:
         raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
-    name = _goes_with(c.dtype, of_a)
+    name = goes_with(c.dtype, of_a)
     if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, {_accepted(of_a, dtypes.ACCEPTED_TERMS)}")
+        raise TypeError(f"c: got dtype {c.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
     return name if beta != 0 else None
 
 
@@ -341,9 +341,9 @@ def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
     if bias.device != a.device:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
-    name = _goes_with(bias.dtype, of_a)
+    name = goes_with(bias.dtype, of_a)
     if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, {_accepted(of_a, dtypes.ACCEPTED_TERMS)}")
+        raise TypeError(f"bias: got dtype {bias.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
     return name
 
 

@@ -61,9 +61,9 @@ class DmmaConfig(TileConfig):
         return self.stages * (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
 
     def registers(self) -> int:
-        """Registers of a thread, about: accumulators and two steps of fragments, two each, and addresses."""
+        """Registers of a thread at most: accumulators and most of a step's fragments, two each, and addresses."""
         depth = self.step[1]
-        return 2 * (self.wm * self.wn // 32 + 2 * (self.wm + self.wn) * depth // 32) + 40
+        return 2 * (self.wm * self.wn // 32 + 3 * (self.wm + self.wn) * depth // 128) + 64
 
     def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""

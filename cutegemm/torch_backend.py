@@ -84,7 +84,7 @@ class TorchBackend(OnTensors):
 
 
 def product(a: torch.Tensor, b: torch.Tensor, scale_a: Any = None, scale_b: Any = None) -> torch.Tensor:
-    """a @ b in fp32; in float64 of float64, and of int8, whose sums it holds exactly. Scales are those of blocks of K."""
+    """a @ b in fp32; in float64 of float64, and of int8, whose sums it holds exactly. Scales: of blocks of K."""
     a, b = (scales.unscaled(x, scale, rows) for x, scale, rows in ((a, scale_a, True), (b, scale_b, False)))
     wide = torch.float64 if a.dtype == b.dtype and a.dtype in (torch.int8, torch.float64) else torch.float32
     return torch.matmul(a.to(wide), b.to(wide))

@@ -19,6 +19,7 @@ from cutegemm.problem import Problem
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
+from cutegemm.run.float32 import float32_precision, get_float32_precision, set_float32_precision
 from cutegemm.tune import tune
 
 __version__ = "0.1.0"
@@ -30,12 +31,15 @@ __all__ = [
     "__version__",
     "clear_workspaces",
     "explain",
+    "float32_precision",
     "gemm",
+    "get_float32_precision",
     "grouped_gemm",
     "linear",
     "nn",
     "ops",
     "prepare",
+    "set_float32_precision",
     "trace_epilogue",
     "tune",
 ]

@@ -19,6 +19,9 @@ from cutegemm.problem import Problem
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
+from cutegemm.pytorch import quantize_operator as torch_quantize_op
+from cutegemm.quantize import dequantize, quantize
+from cutegemm.scaled_mm import scaled_mm
 from cutegemm.run.float32 import float32_precision, get_float32_precision, set_float32_precision
 from cutegemm.tune import tune
 
@@ -30,6 +33,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "clear_workspaces",
+    "dequantize",
     "explain",
     "float32_precision",
     "gemm",
@@ -39,9 +43,11 @@ __all__ = [
     "nn",
     "ops",
     "prepare",
+    "quantize",
+    "scaled_mm",
     "set_float32_precision",
     "trace_epilogue",
     "tune",
 ]
 
-del torch_op, torch_program_op  # imported for the operators that they define
+del torch_op, torch_program_op, torch_quantize_op  # imported for the operators that they define

@@ -225,9 +225,10 @@ class CuteKernel:
             if self._host is None:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
         words, parts = self.config.workspace_bytes(problem, self.arch)
+        constant = (self.signature.constant,) if self.signature.constant else ()
         by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words + parts)
         if not words + parts:
-            return Captured(self._host.capture(*by_call, *behind))
+            return Captured(self._host.capture(*by_call, *behind), constant=constant)
         import torch
 
         # Parts that nobody wrote are NaN. Parts begin on lines, as in memory of a GPU, and nothing lies behind them.
@@ -236,7 +237,7 @@ class CuteKernel:
         scratch = room[begin : begin + words + parts]
         scratch[:words] = 0
         launches = self._host.capture(*by_call, scratch.data_ptr(), *behind)
-        return Captured(launches, scratch={WORKSPACE: scratch})
+        return Captured(launches, scratch={WORKSPACE: scratch}, constant=constant)
 
     def _behind_the_stream(self, problem: Problem, workspace: int) -> tuple[int, ...]:
         """What every launch of the problem passes behind the stream and its workspace, if that has any bytes."""

@@ -8,7 +8,7 @@ about a tensor is promised to the compiler beyond its alignment class, which the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,9 +22,6 @@ from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
 from cutegemm.run import arguments
 
-if TYPE_CHECKING:
-    from cutegemm.cute.warps.config import TileConfig
-
 _NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32}
 
 
@@ -35,7 +32,7 @@ class Gemm:
     one tile, or its part of it.
     """
 
-    def __init__(self, config: TileConfig, signature: Signature) -> None:
+    def __init__(self, config: Any, signature: Signature) -> None:
         self.config: Any = config
         self.signature = signature
         self.ab_type = types.NUMERIC[signature.dtype]
@@ -106,8 +103,8 @@ class Gemm:
     @cute.jit
     def finish_parts(self, memory):
         """Adds up and stores what falls to this CTA of its tile; `memory`: shared, with a word that is free."""
-        args = self.args
-        matrix, row, column = self._place(self._share(self._number()), args.tiles_m, args.tiles_n)
+        assert self.parts is not None
+        matrix, row, column = self._place(self._share(self._number()), self.args.tiles_m, self.args.tiles_n)
         self.parts.finish(memory, matrix, row, column)
 
     def _number(self) -> Any:

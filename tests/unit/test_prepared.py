@@ -16,6 +16,8 @@ from cutegemm.choice.plan import Plan
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch
 from cutegemm.problem import ITEMSIZE, Problem, request
+from cutegemm.problem.work import DENSE
+from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run import call, runner
 from cutegemm.winners import reader
 from tests.unit.test_gated_programs import swiglu
@@ -173,3 +175,23 @@ def test_halves_of_an_odd_b_are_not_packed():
     assert found.problem == odd
     even = Problem.of(4095, 2 * 11008, 4096, majors="nt", epilogue=swiglu("halves", "bf16"))
     assert [each.operand for each in prepared.choose(even, H200).preparations] == ["a"]
+
+
+def test_host_code_in_cpp_leaves_packed_operands_to_python():
+    """It launches one kernel on the operands as they lie."""
+    a, b = MEMORY[: 64 * 64].view(64, 64), MEMORY[: 64 * 65].view(64, 65)
+    asked = runner.Call.of(a, b, None, runner.complete({}))
+    posed, choice, preparations = prepared.choose(described(a, b), H200, config="sm90/64x64x64/coop1/c1x1/s3/row")
+    kernel = SimpleNamespace(launcher=lambda problem: ("address", "arguments"))
+    plain = Plan(posed, choice, H200, kernel)
+    assert asked.launch(plain)[0] == "address"
+    assert preparations
+    assert asked.launch(plain._replace(preparations=tuple((each, None) for each in preparations))) is None
+
+
+def test_groups_are_left_alone():
+    """Their calls have no step in front of the product."""
+    for name in (name for name in WORKS if name != DENSE):
+        odd = Problem.of(4095, 4097, 4099, batch=4, work=name)
+        assert prepared.choose(replace(odd, work=DENSE), H200).preparations
+        assert prepared.backends.get("cute").prepared(odd, H200) is None

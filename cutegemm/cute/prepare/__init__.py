@@ -16,6 +16,7 @@ from cutegemm.errors import GemmError
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.preparation import ALIGNMENT, Preparation
+from cutegemm.problem.work import DENSE
 from cutegemm.run import kernel_store
 
 if TYPE_CHECKING:
@@ -75,9 +76,14 @@ def aligned(problem: Problem) -> tuple[Problem, tuple[Preparation, ...]] | None:
     """The problem with A and B as TMA can load them, and what must be packed for that; None where nothing helps.
 
     TMA stops at the end of a row, wherever that is: address and strides must be multiples of 16 bytes, the contiguous
-    extent need not be. An operand of which that holds is taken as it lies.
+    extent need not be. An operand of which that holds is taken as it lies. Works of groups are left alone: their calls
+    have no step in front of the product.
     """
-    if 0 in (problem.m, problem.n, problem.k, problem.batch) or min(problem.a.align, problem.b.align) >= ALIGNMENT:
+    if (
+        problem.work != DENSE
+        or 0 in (problem.m, problem.n, problem.k, problem.batch)
+        or min(problem.a.align, problem.b.align) >= ALIGNMENT
+    ):
         return None
     made: list[Preparation] = []
     a = _aligned("a", problem.a, problem, made)

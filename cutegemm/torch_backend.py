@@ -34,7 +34,7 @@ class TorchBackend(OnTensors):
             return refused
         if problem.precision in ("ieee", "fast"):  # sums in fp32 are at least as good as fp8's fast ones
             return None
-        able = "'cute' or 'cutlass2x'" if problem.precision == "tf32" else "'cutlass2x'"
+        able = "'cute' or 'cutlass2x'" if problem.precision in ("tf32", "tf32x3") else "'cute'"
         return f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
 
     def runner(self, asked: Request) -> Callable[..., torch.Tensor]:

@@ -249,11 +249,11 @@ class CuteBackend(Backend[Any]):
             return _too_old(arch)
         if any(self._serves(family, problem, arch) for family in self._automatic(problem.signature)):
             return None
-        if not any(problem.signature.kind in family.takes for family in FAMILIES.values()):
+        if not any(problem.signature.kind in family.takes for family in FAMILIES.values() if family.runs_on(arch)):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
             hint = "; backend 'cutlass2x' has 'tf32x3'" if problem.precision == "tf32x3" else ""
             asked = f"{problem.dtype} with precision {problem.precision!r}"
-            return f"no CuTe kernel multiplies {asked}: {taken}{hint}"
+            return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}{hint}"
         if problem.work != work.DENSE:
             return self._why_none(problem, arch)
         return f"no configuration fits {arch.name}"

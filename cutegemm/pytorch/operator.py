@@ -20,6 +20,7 @@ from cutegemm.problem.epilogue import ACTIVATIONS
 from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import autograd, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.run import float32
 from cutegemm.run.call import compute
 
 _library = torch.library.Library("cutegemm", "DEF")
@@ -41,10 +42,14 @@ def _gemm(
     activation: str | None = None, out_dtype: Any = None, precision: str | None = None, backend: str = "auto",
     config: str | None = None, constant: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
 
 
 def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None) -> None:
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     compute(a, b, c, alpha, beta, bias, activation, out, None, precision, backend, config, constant)
 
 
@@ -145,6 +150,8 @@ def _recorded_gemm(
 
     torch.library.register_autograd knows neither forward mode nor torch.func.
     """
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     below = keyset & _BELOW_AUTOGRAD
     grad = torch.is_grad_enabled()
     forward = autograd.may_have_tangent(a, b, c, bias)

@@ -39,7 +39,8 @@ LAYERS = {
     "emulator": "cutegemm.emulator.*",
     "what kernels run with": """
         cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest
-        cutegemm.run.cache_dir cutegemm.run.environment cutegemm.run.progress cutegemm.native.*""",
+        cutegemm.run.cache_dir cutegemm.run.float32 cutegemm.run.environment cutegemm.run.progress
+        cutegemm.native.*""",
     "hardware": "cutegemm.hardware.*",
     "problem": "cutegemm.problem.* cutegemm.ops",
     "errors": "cutegemm.errors",

@@ -60,6 +60,7 @@ class _State:
         self.begun = False
         self.why_not = "nothing has asked for it yet"
         self.module: Any = None
+        self.thread: threading.Thread | None = None
 
 
 _state = _State()
@@ -77,7 +78,16 @@ def want() -> None:
             _state.why_not = "CUTEGEMM_NATIVE=0"
             return
         _state.why_not = "it is being compiled or loaded"
-        threading.Thread(target=_make, name="cutegemm-native", daemon=True).start()
+        _state.thread = threading.Thread(target=_make, name="cutegemm-native", daemon=True)
+        _state.thread.start()
+
+
+def wait() -> bool:
+    """Has the extension made, and waits until it serves (True) or cannot be had (False); for benchmarks and tests."""
+    want()
+    if _state.thread is not None:
+        _state.thread.join()
+    return is_ready()
 
 
 def _make() -> None:

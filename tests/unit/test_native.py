@@ -517,9 +517,7 @@ def test_where_it_cannot_be_had_python_serves_and_explain_says_so(case, monkeypa
     with served(in_cpp=False):
         native._state = native._State()
         cutegemm.explain(A, B)
-        for thread in threading.enumerate():
-            if thread.name == "cutegemm-native":
-                thread.join()
+        assert not native.wait()
         capsys.readouterr()
         cutegemm.explain(A, B)
         assert torch.equal(cutegemm.gemm(A, B), (A.float() @ B.float()).bfloat16())

@@ -12,6 +12,7 @@ needed.
 from cutegemm import nn, ops
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.gemm import explain, gemm, prepare, trace_epilogue
+from cutegemm.grouped import grouped_gemm
 from cutegemm.linear import linear
 from cutegemm.memory import clear_workspaces
 from cutegemm.problem import Problem
@@ -30,6 +31,7 @@ __all__ = [
     "clear_workspaces",
     "explain",
     "gemm",
+    "grouped_gemm",
     "linear",
     "nn",
     "ops",

@@ -1,9 +1,10 @@
 """Times cutegemm against cuBLAS and others: `python -m tuning.bench --suite square,llm,deep --providers all`.
 
-Method: the providers are timed in the same process, round by round in turns, with inputs that rotate through three
-times the L2 cache and one CUDA graph a round (`cutegemm.tuner.timing`). Every result is checked against the float64
-reference before it is timed; a wrong one is not timed. A ratio above 1 is faster than torch. The kernels of ours that
-will run are compiled ahead, in processes of their own. Ctrl-C keeps what was measured.
+Method: the providers are timed in the same process, round by round in alternating order, with inputs that rotate
+through three times the L2 cache and one CUDA graph a round (`cutegemm.tuner.timing`), which holds the very calls that a
+user would capture. Beside each ratio stands its spread; where that holds 1, it says parity. Every result is checked
+against the float64 reference before it is timed; a wrong one is not timed. A ratio above 1 is faster than torch. The
+kernels of ours that will run are compiled ahead, in processes of their own. Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def bench_shape(
         timed = found.get(name)
         result = Result(str(problem), problem.m, problem.n, problem.k, name, verdicts[name])
         if timed is not None and first is not None:
+            spread = timed.spread(first)
             result = replace(
                 result,
                 backend=ready[name].backend,
@@ -119,6 +121,8 @@ def bench_shape(
                 limit=bound.limit,
                 intensity=bound.intensity,
                 ratio=first.us / timed.us,
+                ratio_low=spread.low if spread else None,
+                ratio_high=spread.high if spread else None,
                 clock_mhz=clock,
                 watts=watts,
             )

@@ -20,6 +20,8 @@ TOOLS = {
     "emulate": ("cutegemm.emulator.__main__", "run and profile one compiled kernel without a GPU"),
     "emit": ("cutegemm.cutlass2x.__main__", "print or compile a CUTLASS 2.x configuration"),
     "plot": ("tuning.plot", "draw what bench measured"),
+    "decode": ("tuning.decode", "time chains of decoding products, also with constant weights"),
+    "blocks": ("tuning.blocks", "time Llama blocks with torch's linears and with ours"),
     "host-cost": ("tuning.host_cost", "host time of eager calls, of a choice, and of new shapes"),
     "exhaustive": ("tuning.exhaustive", "how far a sweep's choice is from the best of many configurations"),
     "untuned": ("tuning.untuned", "how far the heuristic's choice is from the tuned one, on random shapes"),

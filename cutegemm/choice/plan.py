@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from cutegemm import backend as backends
 from cutegemm import native
-from cutegemm.backend import Backend, Kernel
+from cutegemm.backend import Backend, Kernel, Preparer
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
+from cutegemm.problem.preparation import Preparation
 from cutegemm.run.environment import variable
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
@@ -37,7 +38,10 @@ class Plan(NamedTuple):
     Attributes:
         problem: in the canonical form the kernel sees; `swapped` says that it is the transposed one.
         choice, arch: what was chosen, and for which GPU. kernel: None for torch, and in a plan that is only described.
-        copies: for each operand that must be copied first, its name and why.
+        copies: for each operand that torch must make contiguous first, its name and why.
+        preparations: what else is made of operands first, by kernels of ours, in this order; `problem` is the one that
+            is left then; with the kernel of each, None in a plan that is only described. See `choice.prepared`.
+        constant: "a" or "b" for an operand of `problem` that is promised to be constant, else "".
     """
 
     problem: Problem
@@ -47,6 +51,8 @@ class Plan(NamedTuple):
     swapped: bool = False
     copies: tuple[tuple[str, str], ...] = ()
     emulated: bool = False
+    preparations: tuple[tuple[Preparation, Preparer | None], ...] = ()
+    constant: str = ""
 
 
 def emulated_arch() -> Arch:
@@ -213,6 +219,12 @@ def describe(plan: Plan) -> str:
     if plan.swapped:
         rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
     rows += [(f"copied first: {name}", why) for name, why in plan.copies]
+    names = {"a": "b", "b": "a"} if plan.swapped else {"a": "a", "b": "b"}
+    rows += [(f"prepared first: {names[each.operand]}", each.text) for each, _ in plan.preparations]
+    if plan.constant:
+        used = plan.kernel is not None and plan.kernel.signature.constant
+        what = "its first tiles are loaded while the kernel in front still runs" if used else "this kernel waits anyway"
+        rows.append(("constant", f"{plan.constant.upper()}: {what}"))
     if choice.config is not None and plan.arch is not None:
         from cutegemm import winners
         from cutegemm.choice import heuristics

@@ -1,13 +1,16 @@
 """What every kernel of this package shares: the host entry, its arguments, and the CTA's place in the problem.
 
+With splits of K several CTAs have one tile, side by side in the grid; each multiplies its part (`warps.part_sum`).
+
 The host entry takes plain addresses, sizes and 64-bit strides, no tensors: a call then needs no views, and nothing
 about a tensor is promised to the compiler beyond its alignment class, which the plan has checked.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_ptr
@@ -15,11 +18,9 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from cutegemm.cute import types
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.tile_order import Grouped
+from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
 from cutegemm.run import arguments
-
-if TYPE_CHECKING:
-    from cutegemm.cute.warps.config import TileConfig
 
 _NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32}
 
@@ -27,10 +28,11 @@ _NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32}
 class Gemm:
     """Host entry and per-CTA set-up of a GEMM kernel; a family implements `compute_tile`.
 
-    The grid is one-dimensional: batch x tile rows x tile columns, in the tile order. Every CTA computes one tile.
+    The grid is one-dimensional: batch x tile rows x tile columns, in the tile order, x splits of K. Every CTA computes
+    one tile, or its part of it.
     """
 
-    def __init__(self, config: TileConfig, signature: Signature) -> None:
+    def __init__(self, config: Any, signature: Signature) -> None:
         self.config: Any = config
         self.signature = signature
         self.ab_type = types.NUMERIC[signature.dtype]
@@ -38,6 +40,7 @@ class Gemm:
         self.epilogue = SlabEpilogue(config, signature)
         # Of B: see `warps.tile_load`.
         self.halves = config.wn // 2 if signature.epilogue.gating == "halves" else 0
+        self.parts = PartSum(config, signature) if config.splits > 1 else None
 
     def arguments(self) -> tuple[arguments.Argument, ...]:
         """The host entry's arguments in order."""
@@ -56,8 +59,9 @@ class Gemm:
         """Launches the kernel. `args`: the host entry's arguments by name."""
         tiles_m = cute.ceil_div(args.m, self.config.bm)
         tiles_n = cute.ceil_div(args.n, self.config.bn)
-        self.kernel(arguments.device(args, host_only=("stream", "batch"), tiles_m=tiles_m, tiles_n=tiles_n)).launch(
-            grid=(tiles_m * tiles_n * args.batch, 1, 1),
+        host_only = ("stream", "batch") if self.config.splits == 1 else ("stream",)
+        self.kernel(arguments.device(args, host_only=host_only, tiles_m=tiles_m, tiles_n=tiles_n)).launch(
+            grid=(tiles_m * tiles_n * args.batch * self.config.splits, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,
             stream=args.stream,
@@ -66,11 +70,47 @@ class Gemm:
     @cute.kernel
     def kernel(self, args):
         """One CTA: find its tile, then load, multiply and store it."""
-        matrix, row, column = self._place(cute.arch.block_idx()[0], args.tiles_m, args.tiles_n)
         self.args = args
+        matrix, row, column = self._place(self._share(cute.arch.block_idx()[0]), args.tiles_m, args.tiles_n)
         a = args.a + Int64(matrix) * args.a_batch
         b = args.b + Int64(matrix) * args.b_batch
-        self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, args.k, row, column)
+        a, b, k = self._part(a, b, args.k)
+        self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, k, row, column)
+
+    def _share(self, block) -> Any:
+        """The tile that CTA number `block` computes, or a part of."""
+        return block if self.parts is None else block // self.config.splits
+
+    def _part(self, a, b, k) -> tuple[Any, Any, Any]:
+        """(A, B, K) of the part of the sum that falls to this CTA: some k tiles, the last ones fewer or none."""
+        if self.parts is None:
+            return a, b, k
+        bk, splits = self.config.bk, self.config.splits
+        own = cute.ceil_div(cute.ceil_div(k, bk), splits) * bk
+        first = cute.arch.block_idx()[0] % splits * own
+        step_a = 1 if self.signature.a_major == "k" else self.args.lda
+        step_b = 1 if self.signature.b_major == "k" else self.args.ldb
+        left = cutlass.max(cutlass.min(k - first, own), 0)
+        return a + Int64(first) * step_a, b + Int64(first) * step_b, left
+
+    def start_parts(self, tid) -> Any:
+        """Binds the sum of parts to this CTA's; returns it. Its place is worked out anew, as in `start_epilogue`."""
+        assert self.parts is not None
+        block, splits = self._number(), self.config.splits
+        self.parts.start(self.args, block // splits, block % splits, tid)
+        return self.parts
+
+    @cute.jit
+    def finish_parts(self, memory):
+        """Adds up and stores what falls to this CTA of its tile; `memory`: shared, with a word that is free."""
+        assert self.parts is not None
+        matrix, row, column = self._place(self._share(self._number()), self.args.tiles_m, self.args.tiles_n)
+        self.parts.finish(memory, matrix, row, column)
+
+    def _number(self) -> Any:
+        """The CTA's number behind a move that the compiler cannot see through, see `start_epilogue`."""
+        number = cute.arch.block_idx()[0]
+        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])
 
     def _place(self, block, tiles_m, tiles_n):
         """(matrix of the batch, first row, first column) of the tile of CTA number `block`."""
@@ -85,9 +125,7 @@ class Gemm:
         The tile's place is computed a second time, from the CTA's number behind a move that the compiler cannot
         see through: kept since the start, it would take registers from the main loop, which uses every one.
         """
-        number = cute.arch.block_idx()[0]
-        block = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])
-        matrix, row, column = self._place(block, self.args.tiles_m, self.args.tiles_n)
+        matrix, row, column = self._place(self._number(), self.args.tiles_m, self.args.tiles_n)
         row, column = row + warp_m * self.config.wm, column + warp_n * self.config.wn
         slab = cute.recast_ptr(memory, dtype=Float32)
         column, n = self.in_d(column), self.in_d(self.args.n)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.arch import LINE, Arch
 from cutegemm.problem import Problem, Signature
 
 SLAB_ROWS = 16
@@ -14,12 +14,20 @@ SLAB_PAD = 8
 """fp32 words after each slab row: with them the 8-byte stores of an m16n8 fragment hit all 32 banks once."""
 
 
+def word_bytes(shares: Any) -> Any:
+    """Bytes of the state words of so many shares in a workspace, in whole lines; for plain or device integers."""
+    return (shares * 8 + LINE - 1) // LINE * LINE
+
+
 class LaunchedConfig:
     """What a configuration adds to the arguments of its kernel's launch; nothing by default."""
 
     family: ClassVar[str] = ""
-    extra_arguments: ClassVar[tuple[str, ...]] = ()
-    """Names of what its kernel takes beside the common arguments; see `cutegemm.run.arguments`."""
+
+    @property
+    def extra_arguments(self) -> tuple[str, ...]:
+        """Names of what its kernel takes beside the common arguments; see `cutegemm.run.arguments`."""
+        return ()
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
         """The values of the extra arguments by name, without the workspace."""

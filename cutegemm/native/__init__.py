@@ -42,7 +42,7 @@ class Launcher(NamedTuple):
     """What a kernel's `BoundLaunch` calls, for callers in C++.
 
     address: of a function of TVM-FFI's C interface. It takes the operands, the scalars, the stream, a workspace where
-        there are `words`, and the integers `behind`.
+        there are `words` or `parts`, and the integers `behind`.
     words, parts: bytes of the workspace; see `cutegemm.cute.workspace`.
     """
 

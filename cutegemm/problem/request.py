@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm.problem import dtypes, overlap
-from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
+from cutegemm.problem import dtypes, overlap, packing
+from cutegemm.problem.dtypes import ITEMSIZE, dtype_name, output_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
-from cutegemm.problem.operand import Matrix, alignment, compact, reads_by_rows
+from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
 FLT_MAX = 3.4028234663852886e38
@@ -26,6 +26,7 @@ class Request(NamedTuple):
         shape: of the result, as the caller sees it. device: of every tensor.
         copies: operands ("a", "b", "bias") that must be made contiguous first, with the reason.
         into_temporary: `out` has no unit stride; the result is computed apart and copied into it.
+        constant: "a" or "b" for an operand of `problem` that no running kernel writes, else "".
     """
 
     problem: Problem
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     device: torch.device
     copies: tuple[tuple[str, str], ...]
     into_temporary: bool
+    constant: str = ""
 
     @property
     def copied(self) -> frozenset[str]:
@@ -57,7 +59,7 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
-    dtype = _check_operands(a, b)
+    dtype, b_dtype = _check_operands(a, b)
     shape_a, shape_b = a.shape, b.shape
     m, k, n = shape_a[-2], shape_a[-1], shape_b[-1]
     if shape_b[-2] != k:
@@ -79,10 +81,15 @@ def describe(
     out_name = _check_out(a, out, out_dtype, shape, dtypes.TABLE[dtype].output)
     c_dtype = _check_c(a, c, beta, shape)
     bias_dtype = None if bias is None else _check_bias(a, bias, n)
+    if out_name == "int32":
+        _check_whole("out_dtype" if out is None else "out", dtype, alpha, c_dtype, bias_dtype, activation)
 
     copies: list[tuple[str, str]] = []
-    matrix_a = _operand("a", a, m, k, batch, copies)
-    matrix_b = _operand("b", b, k, n, batch, copies)
+    if dtypes.ITEMSIZE[dtype] == 1:
+        matrix_a, matrix_b = packing.operands(a, b, _matrix(a, m, k), _matrix(b, k, n), copies)
+    else:
+        matrix_a = _operand("a", a, m, k, batch, copies)
+        matrix_b = _operand("b", b, k, n, batch, copies)
     if bias is not None and n > 1 and bias.stride(0) != 1:
         copies.append(("bias", f"stride {bias.stride(0)}: kernels read a contiguous bias"))
     matrix_c = None
@@ -97,11 +104,32 @@ def describe(
             into_temporary = True
             matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
     epilogue = _epilogue(c_dtype, bias_dtype, activation)
-    problem = Problem(m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue)
+    problem = Problem(
+        m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue, b_dtype=b_dtype
+    )
     swapped = not matrix_d.row_major
     return Request(
         problem.transposed() if swapped else problem, swapped, shape, a.device, tuple(copies), into_temporary
     )
+
+
+def with_constant(asked: Request, constant: Any) -> Request:
+    """The call with the promise that no running kernel writes that operand.
+
+    A copy that stands in for the operand is written by the kernel just in front, so nothing is promised of it. Raises
+    ValueError for what names no operand.
+    """
+    check_constant(constant)
+    if constant in asked.copied:
+        return asked
+    exchanged = {"a": "b", "b": "a"}
+    return asked._replace(constant=exchanged[constant] if asked.swapped else constant)
+
+
+def check_constant(constant: Any) -> None:
+    """Raises ValueError unless it names an operand, or none."""
+    if constant not in (None, "a", "b"):
+        raise ValueError(f"constant: got {shown(constant)}, accepted are None, 'a' and 'b'")
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,7 +137,8 @@ def _epilogue(c_dtype: str | None, bias_dtype: str | None, activation: str | Non
     return Epilogue(c_dtype, bias_dtype, "n", activation)
 
 
-def _check_operands(a: Any, b: Any) -> str:
+def _check_operands(a: Any, b: Any) -> tuple[str, str | None]:
+    """The dtype of A, and that of B where it is another one."""
     for name, tensor in (("a", a), ("b", b)):
         check_tensor(name, tensor)
         if tensor.dim() not in (2, 3):
@@ -117,14 +146,19 @@ def _check_operands(a: Any, b: Any) -> str:
     dtype = dtype_name(a.dtype)
     if dtype is None:
         raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+    b_dtype = None
     if b.dtype != a.dtype:
-        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+        b_dtype = dtype_name(b.dtype)
+        if b_dtype is None:
+            raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+        if refused := dtypes.why_not_multiplied(dtype, b_dtype):
+            raise TypeError(refused)
     device = a.device
     if b.device != device:
         raise ValueError(f"b: it is on {b.device}, expected the device of a, {device}")
     if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a: it is on {device}, accepted are CUDA and CPU tensors")
-    return dtype
+    return dtype, b_dtype
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -227,22 +261,35 @@ def _check_precision(precision: str, dtype: str) -> str:
 
 
 def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], default: str) -> str:
-    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or dtype_name(out_dtype) is None):
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or output_name(out_dtype) is None):
         raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {dtypes.ACCEPTED}")
     if out is None:
-        return dtype_name(out_dtype) or default if out_dtype is not None else default
+        return output_name(out_dtype) or default if out_dtype is not None else default
     check_tensor("out", out)
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if out.device != a.device:
         raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
-    name = dtype_name(out.dtype)
+    name = output_name(out.dtype)
     if name is None:
         raise TypeError(f"out: got dtype {out.dtype}, accepted are {dtypes.ACCEPTED}")
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
+
+
+def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> None:
+    """Raises TypeError or ValueError unless D in int32 is a plain product of int8: such sums are exact."""
+    if not dtypes.TABLE[dtype].is_integer:
+        raise TypeError(
+            f"{name}: got dtype torch.int32, accepted are {dtypes.ACCEPTED}; torch.int32 is for products of torch.int8"
+        )
+    if alpha != 1 or any(terms):
+        raise ValueError(
+            "out_dtype: got torch.int32 with alpha, c, bias or an activation; it is for the plain product of int8. "
+            f"Pass one of {dtypes.ACCEPTED}"
+        )
 
 
 def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:
@@ -257,9 +304,9 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> st
         raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
     if c.device != a.device:
         raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
-    name = dtype_name(c.dtype)
+    name = dtypes.term_name(c.dtype)
     if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"c: got dtype {c.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
     return name if beta != 0 else None
 
 
@@ -269,9 +316,9 @@ def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str:
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
     if bias.device != a.device:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
-    name = dtype_name(bias.dtype)
+    name = dtypes.term_name(bias.dtype)
     if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
     return name
 
 
@@ -289,8 +336,10 @@ def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     elif not row_major and rows == 1:
         stride_row = 1
     strides = (leading, stride_col) if row_major else (stride_row, leading)
-    align = alignment(tensor.data_ptr(), itemsize, inner, leading, stride_batch)
-    return Matrix(rows, cols, *strides, stride_batch, align)
+    base = tensor.data_ptr()
+    align = alignment(base, itemsize, inner, leading, stride_batch)
+    more = begins(align, base, itemsize, leading, others, stride_batch) if align < 16 else 0
+    return Matrix(rows, cols, *strides, stride_batch, align, more)
 
 
 def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:

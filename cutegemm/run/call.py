@@ -28,7 +28,7 @@ _lock = threading.Lock()
 _FLT_MAX = request.FLT_MAX
 
 
-def description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):
+def description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None):
     """All that a plan depends on; an unhashable or strange argument raises something.
 
     Of an address its alignment, and 0 where there is none: a tensor without memory is not taken for an aligned one.
@@ -48,34 +48,37 @@ def description(a, b, c, beta, bias, activation, out, out_dtype, precision, back
             out.__class__, out.shape, out.stride(), out.dtype, out.device, (p := out.data_ptr()) and p & 15 | 16,
             out.is_neg(),
         ),
-        activation, out_dtype, precision, backend, config,
+        activation, out_dtype, precision, backend, config, constant,
         None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
     )  # fmt: skip
 
 
-def compute(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config) -> torch.Tensor:
+def compute(
+    a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None
+) -> torch.Tensor:
     """`gemm` of plain tensors, with no regard to autograd, autocast or tracing; alpha and beta are floats."""
     if not (-_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX):
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
-    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
     run = memo.get(key)
     if run is None:
         run = plan_of(key, a, b, c, {
             "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
             "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
+            "constant": constant,
         })  # fmt: skip
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config) -> Any:
+def key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None) -> Any:
     """The key of a call, or None when something about it is strange.
 
     A call with a subclass of Tensor as c, bias or out gets a key that `gemm` itself never looks for: torch's dispatcher
     must see the subclass every time.
     """
     try:
-        found = description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+        found = description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
         hash(found)
     except (AttributeError, TypeError, RuntimeError):
         return None
@@ -121,6 +124,8 @@ def planned(key: Any, call: Call, a: Any, b: Any, c: Any, options: dict[str, Any
 
 def _tell(call: Call, plan: Plan, a: Any, b: Any, c: Any, options: dict[str, Any]) -> None:
     """Tells the C++ part of a plan that is remembered; the first plan of a GPU has it made."""
+    if options["constant"] is not None:
+        return  # the C++ part leaves such calls to Python
     if native.is_ready():
         native.install(a, b, c, options, call.launch(plan))
     elif plan.kernel is not None and call.request.device.type == "cuda":
@@ -131,7 +136,7 @@ def _plan_natively(_, a, b, c, alpha, beta, bias, activation, out_dtype, precisi
     """Plans a call that the C++ part has not met, if nobody has, and tells it what to launch."""
     options = {
         "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
+        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": None,
     }  # fmt: skip
     key = key_of_options(a, b, c, options)
     call = Call.of(a, b, c, options)
@@ -143,8 +148,10 @@ def _plan_natively(_, a, b, c, alpha, beta, bias, activation, out_dtype, precisi
         planned(key, call, a, b, c, options)
 
 
-def _compute_natively(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config) -> torch.Tensor:
-    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
+def _compute_natively(
+    _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+) -> torch.Tensor:
+    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
 
 
 native.names = ACTIVATIONS, PRECISIONS, backends.NAMES

@@ -10,7 +10,6 @@ error bound of `cutegemm.problem.reference`. A timing replays one CUDA graph a c
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 import time
 from collections import OrderedDict
@@ -26,6 +25,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Matrix, Problem, reference, torch_dtype
 from cutegemm.run.arguments import Operands, Scalars
 from cutegemm.tuner.child import Fatal, serve
+from cutegemm.tuner.spread import Seconds, order_of_round
 from cutegemm.tuner.timer import TORCH
 from cutegemm.tuner.timing import ROUND_SECONDS, Lane, capture_stream, gpu_state, rotation
 
@@ -96,7 +96,7 @@ class Bench:
         return verdict, took
 
     def _once(self, call: Any) -> float:
-        """Seconds of one launch, the host's part included. On the stream whose workspace the lanes use."""
+        """Seconds of one launch, the host's part included. On the stream on which lanes warm up and are captured."""
         if self._device != "cuda":
             begun = time.perf_counter()
             call()
@@ -109,8 +109,10 @@ class Bench:
         torch.cuda.synchronize()
         return time.perf_counter() - begun
 
-    def time(self, keys: Sequence[Key], rounds: int, block_seconds: float) -> dict[Key, float]:
-        """Seconds a call: the median over rounds in which each has one block, after a warm-up."""
+    def time(self, keys: Sequence[Key], rounds: int, block_seconds: float) -> dict[Key, Seconds]:
+        """Seconds a call: the median over rounds in which each has one block, after a warm-up. Rounds follow the orders
+        of `spread.order_of_round`.
+        """
         wanted: list[Key] = [TORCH, *keys]
         lanes = {key: self._lane(key) for key in wanted}
         samples: dict[Key, list[float]] = {key: [] for key in wanted}
@@ -120,10 +122,9 @@ class Bench:
             for lane in lanes.values():
                 lane.block()
         for number in range(rounds):
-            turn = number % len(wanted)
-            for key in wanted[turn:] + wanted[:turn]:
+            for key in order_of_round(wanted, number):
                 samples[key].append(lanes[key].block(block_seconds))
-        return {key: statistics.median(values) * 1e-6 for key, values in samples.items()}
+        return {key: Seconds([us * 1e-6 for us in values]) for key, values in samples.items()}
 
     def _verdict(self) -> str:
         if not bool((self._whole[:GUARD].isnan().all()) & (self._whole[-GUARD:].isnan().all())):

@@ -21,13 +21,13 @@ LIBRARY = ("cutegemm", "legacy_cuda")
 LAYERS = {
     "command lines": "tuning.*",
     "public calls": """
-        cutegemm cutegemm.gemm cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
+        cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
-    "a call": "cutegemm.run.call cutegemm.run.runner cutegemm.run.fused",
+    "a call": "cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.grouped cutegemm.run.preparing",
     "tuner": "cutegemm.tuner.*",
-    "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend",
-    "choice": "cutegemm.choice.plan cutegemm.choice.heuristics",
+    "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",
+    "choice": "cutegemm.choice.plan cutegemm.choice.prepared cutegemm.choice.heuristics",
     "winners": "cutegemm.winners.*",
     "what a backend is": "cutegemm.backend",
     "cost model": """

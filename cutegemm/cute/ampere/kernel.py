@@ -136,12 +136,18 @@ class AmpereGemm(Gemm):
 
         # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
         cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-        self.start_epilogue(memory, warp_m, warp_n, warp, lane)
-        slab = thread_mma.partition_C(self.epilogue.slab)
-        for i in cutlass.range_constexpr(config.wm // SLAB_ROWS):
-            cute.autovec_copy(accumulators[None, i, None], slab[None, 0, None])
-            self.epilogue.store_rows(i * SLAB_ROWS)
+        if cutlass.const_expr(self.parts is None):
+            cute.arch.sync_threads()
+            self.start_epilogue(memory, warp_m, warp_n, warp, lane)
+            slab = thread_mma.partition_C(self.epilogue.slab)
+            for i in cutlass.range_constexpr(config.wm // SLAB_ROWS):
+                cute.autovec_copy(accumulators[None, i, None], slab[None, 0, None])
+                self.epilogue.store_rows(i * SLAB_ROWS)
+        else:
+            layout = cute.make_layout((config.wm, config.wn), stride=(config.wn, 1))
+            part = cute.make_tensor(self.start_parts(tid).part_of(warp), layout)
+            cute.autovec_copy(accumulators, thread_mma.partition_C(part))
+            self.finish_parts(memory)
 
 
 @cute.jit

@@ -9,13 +9,8 @@ the last split to arrive adds up all slices that were abandoned before.
     workspace   state words (uint64), one for each warpgroup's share of a tile, padded to whole lines
                 parts (fp32): share, split, then 4 accumulators of each of the 128 threads in turn
 
-    state       bits 0-7    splits that have arrived
-                bits 8-15   splits that will not touch the word again; the last sets it to 0 for the next launch
-                bits 32-63  slices abandoned
-
-Arriving is a release, seeing all arrived an acquire, both at GPU scope and by one thread; the warpgroup's barriers
-before and behind carry the order to the other 127. Whether a slice was abandoned before or after the last arrival is
-settled by the order of the operations on the word: an owner that finds all arrived keeps its slice.
+`cute.state_word` describes the word. One thread speaks to it; the warpgroup's barriers before and behind carry the
+order to the other 127.
 
 Parts are read once. What has been added up is discarded from the L2 cache (`discard.global.L2`), which would otherwise
 write it to memory when other data displaces it: slices are whole lines of the cache. Where the number of splits divides
@@ -42,10 +37,10 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.hopper.workspace import Workspace
 from cutegemm.cute.source import aligned
+from cutegemm.cute.state_word import abandon, arrive, clear, leave
+from cutegemm.cute.whole import Adder
 from cutegemm.hardware.arch import LINE
 
-POLLS = 24
-"""Looks at the state word, about 0.6 us each, before a slice is abandoned: more than CTAs of one wave lie apart."""
 VECTORS_IN_FLIGHT = 32
 """16-byte loads a thread issues before it adds: the sum is bound by the latency of the L2 cache."""
 IN_LINE = LINE // 16
@@ -62,14 +57,16 @@ class SplitSum:
     """See the module docstring. `vectors` x 4 accumulators a thread make up a part.
 
     owner: gives the vectors that this CTA owns of a warpgroup's accumulators, and stores them when they are summed.
-    stored: parts of a share in the workspace, one for each split by default.
+    add: the sum of two vectors. stored: parts of a share in the workspace, one for each split by default.
     """
 
-    def __init__(self, config: HopperConfig, owner: FragmentStore | ClusterSum, stored: int | None = None) -> None:
+    def __init__(
+        self, config: HopperConfig, owner: FragmentStore | ClusterSum, add: Adder, stored: int | None = None
+    ) -> None:
         splits, vectors = config.splits, config.owned_vectors
         self.splits = splits
         self.stored = splits if stored is None else stored
-        self.vectors = vectors
+        self.vectors, self.add = vectors, add
         self.cluster_ctas, self.consumers = config.cluster_ctas, config.consumers
         self.owner = owner
         self.in_part = vectors * WARPGROUP
@@ -98,11 +95,11 @@ class SplitSum:
         cta_tile = tile.cluster_tile * self.cluster_ctas + self.position.rank
         share = cta_tile * self.consumers + self.position.group
         slices = self._settle(sums, share, tile.work % self.splits)
-        state = self._leave_word(share)
+        state = leave(self.workspace.words + share, self.thread)
         for number in cutlass.range(self.splits, unroll=1):
             if (slices >> number) & 1 == 1:
                 self._add_up(share, number, tile, work)
-        self._clear(share, state)
+        clear(self.workspace.words + share, self.thread, state, self.splits)
 
     def end(self) -> None:
         """Nothing is under way in shared memory: sums go from registers to D."""
@@ -140,7 +137,8 @@ class SplitSum:
         self.workspace.meet()
         if self.thread == 0:
             word, mine = self.workspace.words + share, Int32(1) << self.split
-            self.workspace.tell(self._abandon(word, mine) if cutlass.const_expr(late) else self._arrive(word, mine))
+            ask = abandon if cutlass.const_expr(late) else arrive
+            self.workspace.tell(ask(word, mine, self.splits))
         self.workspace.meet()
         return self.workspace.answer[0]
 
@@ -151,62 +149,6 @@ class SplitSum:
     def _leave(self, values, share, place) -> None:
         """Brings four accumulators of this split into the workspace."""
         cute.autovec_copy(values, self._vector(share * self.stored + self.split, place))
-
-    @cute.jit
-    def _arrive(self, word, mine):
-        """One thread: counts this split in and waits for the others; its slices, 0 when it has waited too long."""
-        state = self._add(word, Int64(1))
-        if state & 255 == self.splits - 1:
-            mine = mine | (state >> 32).to(Int32)
-        else:
-            polls = Int32(0)
-            state = self._look(word)
-            while (state & 255 != self.splits) & (polls < POLLS):
-                state = self._look(word)
-                polls = polls + 1
-            if state & 255 != self.splits:
-                mine = Int32(0)
-        return mine
-
-    @cute.jit
-    def _abandon(self, word, mine):
-        """One thread: leaves its slice to the last to arrive, unless all have arrived by now."""
-        state = self._add(word, mine.to(Int64) << 32)
-        if state & 255 != self.splits:
-            mine = Int32(0)
-        return mine
-
-    @cute.jit
-    def _leave_word(self, share):
-        """Counts this split out, after `_settle`; returns what `_clear` needs. Nobody waits for the answer before."""
-        word = self.workspace.words + share
-        state = Int64(0)
-        if self.thread == 0:
-            state = cute.arch.inline_ptx(
-                "atom.relaxed.gpu.global.add.u64 {$w0}, [{$r0}], {$r1};",
-                write_only_types=[Int64],
-                read_only_args=[word.toint(), Int64(1 << 8)],
-            )
-        return state
-
-    @cute.jit
-    def _clear(self, share, state):
-        """The last to leave sets the state word to zero for the next launch."""
-        word, thread, others = self.workspace.words + share, self.thread, Int64(self.splits - 1)
-        if (thread == 0) & ((state >> 8) & 255 == others):
-            cute.arch.inline_ptx("st.relaxed.gpu.global.u64 [{$r0}], {$r1};", read_only_args=[word.toint(), Int64(0)])
-
-    def _add(self, word, value):
-        return cute.arch.inline_ptx(
-            "atom.acq_rel.gpu.global.add.u64 {$w0}, [{$r0}], {$r1};",
-            write_only_types=[Int64],
-            read_only_args=[word.toint(), value],
-        )
-
-    def _look(self, word):
-        return cute.arch.inline_ptx(
-            "ld.acquire.gpu.global.u64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[word.toint()]
-        )
 
     @cute.jit
     def _add_up(self, share, number, tile, work):
@@ -231,7 +173,7 @@ class SplitSum:
             total = cute.make_rmem_tensor(4, Float32)
             total.store(loaded[None, 0, i].load())
             for part in cutlass.range_constexpr(1, self.stored):
-                total.store(total.load() + loaded[None, part, i].load())
+                total.store(self.add(total.load(), loaded[None, part, i].load()))
             place = self._place(number, first + i)
             if place < end:
                 self.owner.store(total, place, region)
@@ -289,8 +231,8 @@ class SplitSum:
 class ArrivalSum(SplitSum):
     """The same with one part a share, to which all splits add in the order of their arrival."""
 
-    def __init__(self, config: HopperConfig, owner: FragmentStore | ClusterSum) -> None:
-        super().__init__(config, owner, stored=1)
+    def __init__(self, config: HopperConfig, owner: FragmentStore | ClusterSum, add: Adder) -> None:
+        super().__init__(config, owner, add, stored=1)
 
     def _leave(self, values, share, place) -> None:
         # Relaxed: whoever reads the part has seen this split's arrival, a release after it.

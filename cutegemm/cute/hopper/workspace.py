@@ -12,10 +12,11 @@ from __future__ import annotations
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cutegemm.cute.hopper.config import WARPGROUP, word_bytes
+from cutegemm.cute.hopper.config import WARPGROUP
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.launch_config import word_bytes
 
 
 class Workspace:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.warps.config import TRANSPOSE_PAD, TileConfig
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import ITEMSIZE, Kind, Signature
+from cutegemm.problem import Kind, Signature
 from cutegemm.problem.dtypes import why_not_taken
 
 TAKES: tuple[Kind, ...] = (("fp32", "ieee"),)
@@ -34,12 +34,12 @@ class SimtConfig(TileConfig):
     CHUNK: ClassVar[int] = 4
     """Depth that a warp of a slice loads at a time: 16 bytes of a K-major row."""
 
-    def __str__(self) -> str:
-        return super().__str__() + (f"/x{self.slices}" if self.slices != 1 else "")
+    def _more_text(self) -> str:
+        return f"/x{self.slices}" if self.slices != 1 else ""
 
     @classmethod
     def form(cls) -> str:
-        return f"{super().form()}[/xSLICES]"
+        return super().form().replace("[/kSPLITS]", "[/xSLICES][/kSPLITS]")
 
     @property
     def threads(self) -> int:
@@ -73,10 +73,8 @@ class SimtConfig(TileConfig):
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         rows, columns = super().pieces(signature)
-        if self.slices > 1:  # a warp has every so many rows of the warp tile, as many as its lanes read at a time
-            narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
-            rows = 32 * min(16 // narrowest, columns // 2) // columns
-        return rows, columns
+        # With slices a warp has every so many rows of the warp tile, as many as its lanes read at a time.
+        return self._pass_rows(signature, columns) if self.slices > 1 else rows, columns
 
     @property
     def thread_tile(self) -> tuple[int, int]:

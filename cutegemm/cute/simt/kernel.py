@@ -23,6 +23,7 @@ from cutlass import Float32, Int32
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.simt.config import SimtConfig
+from cutegemm.cute.source import aligned
 from cutegemm.cute.warps.copy_ring import CopyRing
 from cutegemm.cute.warps.tile_load import TileLoader, TransposingLoader
 from cutegemm.problem import Signature
@@ -117,9 +118,12 @@ class SimtGemm(Gemm):
 
         # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
         cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-        self.start_epilogue(memory, warp_m, warp_n, warp, lane)
-        slab = thread_mma.partition_C(self.epilogue.slab)
+        if cutlass.const_expr(self.parts is None):
+            cute.arch.sync_threads()
+            self.start_epilogue(memory, warp_m, warp_n, warp, lane)
+            slab = thread_mma.partition_C(self.epilogue.slab)
+        else:
+            part = self.start_parts(tid).part_of(warp)
         # Accumulators lie row-fastest in registers; a copy that is column-fastest stores 16 bytes at a time.
         columns = config.wn // LANES_N
         rows = cute.make_rmem_tensor(cute.make_layout((1, 4, columns), stride=(0, columns, 1)), Float32)
@@ -127,5 +131,12 @@ class SimtGemm(Gemm):
             for r in cutlass.range_constexpr(4):
                 for j in cutlass.range_constexpr(columns):
                     rows[0, r, j] = accumulators[0, 4 * i + r, j]
-            cute.autovec_copy(rows, slab)
-            self.epilogue.store_rows(i * SLAB_ROWS)
+            if cutlass.const_expr(self.parts is None):
+                cute.autovec_copy(rows, slab)
+                self.epilogue.store_rows(i * SLAB_ROWS)
+            else:
+                band = aligned(part + i * SLAB_ROWS * config.wn, 16)
+                layout = cute.make_layout((SLAB_ROWS, config.wn), stride=(config.wn, 1))
+                cute.autovec_copy(rows, thread_mma.partition_C(cute.make_tensor(band, layout)))
+        if cutlass.const_expr(self.parts is not None):
+            self.finish_parts(memory)

@@ -116,7 +116,10 @@ class SlicedEpilogue(SlabEpilogue):
         return cute.make_tensor(memory + piece * self.slab_words, layout)
 
     def _accumulated(self, slab_row, first, count: int):
-        begin = self.slab.iterator + slab_row * self.pitch + first
+        return self.sum_of(self.slab.iterator + slab_row * self.pitch + first, count)
+
+    def sum_of(self, begin, count: int) -> Any:
+        """The slices' sums of `count` neighbours, the first slice's at `begin`, added in the order of the slices."""
         total: Any = None
         for piece in range(self.slices):
             values = cute.make_rmem_tensor(count, Float32)
@@ -243,11 +246,33 @@ class SlicedSimtGemm(Gemm):
                 target = slab.iterator + slab_row * self.epilogue.pitch + lane_n * 4 + j * (4 * LANES_N)
                 cute.autovec_copy(four, cute.make_tensor(aligned(target, 16), cute.make_layout(4)))
         cute.arch.sync_threads()
-        first_row, first_column = row + warp_m * config.wm, column + warp_n * config.wn
-        slab = cute.recast_ptr(slabs, dtype=Float32)
-        first_column, n = self.in_d(first_column), self.in_d(n)
-        self.epilogue.start(slab, self.matrix, first_row, first_column, m, n, 0, lane, self.args)
-        self.epilogue.store_part(piece)
+        if cutlass.const_expr(self.parts is None):
+            first_row, first_column = row + warp_m * config.wm, column + warp_n * config.wn
+            slab = cute.recast_ptr(slabs, dtype=Float32)
+            first_column, n = self.in_d(first_column), self.in_d(n)
+            self.epilogue.start(slab, self.matrix, first_row, first_column, m, n, 0, lane, self.args)
+            self.epilogue.store_part(piece)
+        else:
+            self._leave_part(cute.recast_ptr(memory, dtype=Float32), tid)
+            self.finish_parts(memory)
+
+    @cute.jit
+    def _leave_part(self, slabs, tid):
+        """Adds up the slices' sums of the whole tile, four neighbours a thread at a time, and leaves them as a part."""
+        target = self.start_parts(tid).part_of(0)
+        vectors = self.config.bm * self.config.bn // 4
+        for turn in cutlass.range_constexpr(-(-vectors // self.config.threads)):
+            place = turn * self.config.threads + tid
+            if place < vectors:
+                self._leave_four(slabs, target, place)
+
+    def _leave_four(self, slabs, target, place) -> None:
+        wm, in_row = self.config.wm, self.config.wn // 4
+        warp_tile, row, column = place // (wm * in_row), place // in_row % wm, place % in_row * 4
+        begin = slabs + warp_tile * (self.config.slices * self.epilogue.slab_words)
+        total = cute.make_rmem_tensor(4, Float32)
+        total.store(self.epilogue.sum_of(begin + row * self.epilogue.pitch + column, 4))
+        cute.autovec_copy(total, cute.make_tensor(aligned(target + place * 4, 16), cute.make_layout(4)))
 
     def _load(self, stage, chunk: int, buffer: int) -> None:
         self.rows.load(stage, chunk, buffer)

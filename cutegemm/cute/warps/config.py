@@ -2,19 +2,23 @@
 
 The text form is `family/BMxBNxBK/wWMxWN/sSTAGES/gGROUP`, for example `sm80/128x256x64/w64x64/s3/g8`: the CTA
 tile, the warp tile, the stages of the cp.async ring, and how many tile rows the grouped tile order walks
-together.
+together. `/kSPLITS` at its end is split-K: so many CTAs sum a part of K each (`warps.part_sum`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
 
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig
+from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
+from cutegemm.problem.dtypes import why_not_rounded
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TRANSPOSE_PAD = 4
 """Words after each k-row of a tile that was K-major, see `tile_load.TransposingLoader`."""
@@ -27,6 +31,7 @@ class TileConfig(LaunchedConfig):
     Attributes:
         bm, bn, bk: CTA tile in elements. wm, wn: warp tile. stages: depth of the cp.async ring.
         group: tile rows walked together by the grouped tile order (1: plain row by row).
+        splits: CTAs that sum a part of K each of one tile.
     """
 
     bm: int
@@ -36,9 +41,10 @@ class TileConfig(LaunchedConfig):
     wn: int
     stages: int
     group: int = 8
+    splits: int = field(default=1, kw_only=True)
 
-    splits: ClassVar[int] = 1
-    """Parts of K that different CTAs sum: these kernels know no split-K."""
+    MOST_SPLITS: ClassVar[int] = 32
+    """A state word has a bit for each."""
     PATTERN: ClassVar[str] = (
         r"FAMILY/(?P<bm>\d+)x(?P<bn>\d+)x(?P<bk>\d+)/w(?P<wm>\d+)x(?P<wn>\d+)/s(?P<stages>\d+)(?:/g(?P<group>\d+))?"
     )
@@ -55,12 +61,17 @@ class TileConfig(LaunchedConfig):
         return self.bm, self.bn, self.bk
 
     def __str__(self) -> str:
-        return f"{self.family}/{self.bm}x{self.bn}x{self.bk}/w{self.wm}x{self.wn}/s{self.stages}/g{self.group}"
+        text = f"{self.family}/{self.bm}x{self.bn}x{self.bk}/w{self.wm}x{self.wn}/s{self.stages}/g{self.group}"
+        return text + self._more_text() + (f"/k{self.splits}" if self.splits != 1 else "")
+
+    def _more_text(self) -> str:
+        """What a family adds to the text, before the splits of K."""
+        return ""
 
     @classmethod
-    def parse(cls, text: str) -> TileConfig:
+    def parse(cls, text: str) -> Self:
         """The configuration of a text form; ValueError when the text is not one."""
-        found = re.fullmatch(cls.PATTERN.replace("FAMILY", cls.family), text)
+        found = re.fullmatch(cls.PATTERN.replace("FAMILY", cls.family) + r"(?:/k(?P<splits>\d+))?", text)
         if not found:
             raise ValueError(f"config: got {text!r}, accepted is {cls.form()}")
         return cls(**{name: int(number) for name, number in found.groupdict().items() if number})
@@ -68,25 +79,57 @@ class TileConfig(LaunchedConfig):
     @classmethod
     def form(cls) -> str:
         """The text form, for messages."""
-        return f"{cls.family}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP]"
+        return f"{cls.family}/BMxBNxBK/wWMxWN/sSTAGES[/gGROUP][/kSPLITS]"
 
     @classmethod
-    def split_space(cls, problem: Problem, arch: Arch) -> Iterator[TileConfig]:
-        """The configurations with splits of K that the tuner may consider for a problem: none."""
-        yield from ()
+    def split_space(cls, problem: Problem, arch: Arch) -> Iterator[Self]:
+        """The same as `space` with splits of K, in one tile order: as many as give each SM one, two or four CTAs."""
+        for one in cls.space(ITEMSIZE[problem.dtype]):
+            if one.group != 8:
+                continue
+            fill = arch.sm_count // max(problem.tiles(one.bm, one.bn), 1)
+            for splits in sorted({fill, 2 * fill, 4 * fill}):
+                if 2 <= splits <= cls.MOST_SPLITS:
+                    yield replace(one, splits=splits)
+
+    @classmethod
+    def space(cls, itemsize: int) -> Iterator[Self]:
+        """Every configuration without splits of K that the tuner may consider, before the validity rule."""
+        raise TypeError(f"{cls.__name__} has no space of its own")
+
+    @property
+    def extra_arguments(self) -> tuple[str, ...]:
+        return ("workspace",) if self.splits > 1 else ()
+
+    def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
+        """(bytes that a launch takes and leaves zero, bytes of anything): with splits of K a state word for each tile,
+        and room in fp32 for each part of it.
+        """
+        if self.splits == 1:
+            return 0, 0
+        tiles = problem.tiles(self.bm, self.bn)
+        return word_bytes(tiles), tiles * self.splits * self.bm * self.bn * 4
 
     def slab_bytes(self) -> int:
         """Shared memory of the epilogue: one fp32 slab a warp. It reuses the ring's memory."""
         return self.warps[0] * self.warps[1] * SLAB_ROWS * (self.wn + SLAB_PAD) * 4
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
-        return SLAB_ROWS, self.wn // (2 if signature.epilogue.gating else 1)
+        columns = self.wn // (2 if signature.epilogue.gating else 1)
+        return SLAB_ROWS if self.splits == 1 else self._pass_rows(signature, columns), columns
+
+    def _pass_rows(self, signature: Signature, columns: int) -> int:
+        """Rows of a warp tile, `columns` of D wide, that a warp's lanes store at a time."""
+        narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
+        return 32 * min(16 // narrowest, columns // 2) // columns
 
     def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
         raise TypeError(f"{type(self).__name__} has no validity rule of its own")
 
     def _why_common_invalid(self, signature: Signature) -> str | None:
+        if refused := why_not_rounded("the kernels without TMA round", signature.narrow):
+            return refused
         sizes = {"bm": self.bm, "bn": self.bn, "bk": self.bk, "wm": self.wm, "wn": self.wn}
         for name, value in sizes.items():
             if value <= 0 or value & (value - 1):
@@ -95,6 +138,8 @@ class TileConfig(LaunchedConfig):
             return f"warp tile {self.wm}x{self.wn} does not divide the CTA tile {self.bm}x{self.bn}"
         if not 1 <= self.group <= 64:
             return f"group is {self.group}; accepted are 1 to 64"
+        if not 1 <= self.splits <= self.MOST_SPLITS:
+            return f"{self.splits} splits of K; accepted are 1 to {self.MOST_SPLITS}"
         if self.threads > 512:
             return f"{self.threads} threads; at most 512 (16 warps), more leave too few registers a thread"
         if self.wn * ITEMSIZE[signature.out_dtype] > 32 * 16:

@@ -26,7 +26,7 @@ struct Arguments {
   std::optional<at::ScalarType> out_dtype;
   OptionalText precision;
   c10::string_view backend;
-  OptionalText config;
+  OptionalText config, constant;
 
   Options options() const {
     Options made;
@@ -42,7 +42,7 @@ struct Arguments {
     const auto fits = [&](const at::Tensor& tensor, Matrix& matrix) {
       return describe(tensor, matrix) && tensor.device().index() == made.device;
     };
-    return !config && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
+    return !config && !constant && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
            (!c || fits(*c, made.c)) && (!bias || fits(*bias, made.bias));
   }
 
@@ -55,7 +55,7 @@ struct Arguments {
     PyObject* first = keys ? to_python(keys->raw_repr()) : none();
     return taken(call(
         function, first, to_python(a), to_python(b), to_python(c), to_python(alpha), to_python(beta), to_python(bias),
-        text(activation), to_python(out_dtype), text(precision), text(backend), text(config)));
+        text(activation), to_python(out_dtype), text(precision), text(backend), text(config), text(constant)));
   }
 };
 
@@ -77,8 +77,8 @@ inline std::optional<at::Tensor> product(const Arguments& given, const Options& 
 inline at::Tensor gemm_on_device(
     const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha, double beta,
     const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
-    OptionalText precision, c10::string_view backend, OptionalText config) {
-  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config};
+    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
   auto d = product(given, given.options());
   return d ? std::move(*d) : given.in_python(compute_in_python);
 }
@@ -87,8 +87,8 @@ inline at::Tensor gemm_on_device(
 inline at::Tensor gemm_recorded(
     c10::DispatchKeySet keys, const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha,
     double beta, const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
-    OptionalText precision, c10::string_view backend, OptionalText config) {
-  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config};
+    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
   const at::Tensor *c_ = c ? &*c : nullptr, *bias_ = bias ? &*bias : nullptr;
   const bool plain = (keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
                      state_of_thread() == Thread::plain && !has_tangent(&a) && !has_tangent(&b) && !has_tangent(c_) &&

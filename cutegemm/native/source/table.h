@@ -85,7 +85,7 @@ using Launcher = int (*)(void* self, const Value* arguments, int32_t count, Valu
 // A kernel bound to a problem.
 struct Launch {
   Launcher launcher = nullptr;
-  int64_t words = 0, parts = 0;  // bytes of a workspace; without words there is none
+  int64_t words = 0, parts = 0;  // bytes of a workspace; without either there is none
   std::vector<Value> behind;     // what stands behind the stream and the workspace
   std::vector<int64_t> shape;    // of D
   at::ScalarType dtype = at::ScalarType::Undefined;

@@ -180,7 +180,7 @@ def check_tensor(name: str, tensor: Any) -> None:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
-                "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
+                "make the call under torch.no_grad(), pass out.detach(), or leave out away"
             )
         check_inference(tensor)
 
@@ -190,7 +190,7 @@ def check_inference(out: torch.Tensor) -> None:
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             "out: it is an inference tensor, which can be written under torch.inference_mode() only; "
-            "call gemm there, pass out.clone(), or leave out away"
+            "make the call there, pass out.clone(), or leave out away"
         )
 
 

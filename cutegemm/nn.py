@@ -140,7 +140,9 @@ def replace_linears(
         if precision is not None:
             raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
         if constant_weights:
-            raise ValueError("constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away")
+            raise ValueError(
+                "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
+            )
     elif scaling != "rows" or accumulate is not None:
         raise ValueError("scaling, accumulate: they are for quantized layers; pass dtype='fp8' or 'int8'")
     made: dict[int, torch.nn.Module] = {}

@@ -14,6 +14,8 @@ from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
+CONSTANTS = ("a", "b")
+"""What `gemm(constant=)` may name."""
 FLT_MAX = 3.4028234663852886e38
 """The largest finite fp32 number."""
 
@@ -130,7 +132,7 @@ def with_constant(asked: Request, constant: Any) -> Request:
 
 def check_constant(constant: Any) -> None:
     """Raises ValueError unless it names an operand, or none."""
-    if constant not in (None, "a", "b"):
+    if constant is not None and constant not in CONSTANTS:
         raise ValueError(f"constant: got {shown(constant)}, accepted are None, 'a' and 'b'")
 
 

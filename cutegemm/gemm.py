@@ -25,7 +25,7 @@ from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, sharding, transforms
+from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, runner
@@ -59,22 +59,31 @@ def gemm(
     epilogue: Any = None,
     operands: Sequence[Any] = (),
     save: str | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    scaling: Any = None,
+    accumulate: str | None = None,
 ) -> Any:
     """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands).
 
-    Products are accumulated in fp32, and D is rounded once.
+    Products are accumulated in fp32 (of int8 in int32), and D is rounded once. With scales `a` and `b` stand for
+    scale_a a and scale_b b.
 
     Args:
         a: (M, K) or (L, M, K), any strides that torch allows. Accepted dtypes are the rows of
             `cutegemm.problem.dtypes.TABLE`.
-        b: (K, N) or (L, K, N), dtype and device of `a`. A batch of 1, or a 2-D operand, broadcasts.
-        c: broadcastable to D; any accepted dtype. With beta == 0 it is never read: a NaN in it does not spread.
+        b: (K, N) or (L, K, N), dtype and device of `a`; e4m3 and e5m2 may be mixed. A batch of 1, or a 2-D operand,
+            broadcasts.
+        c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not
+            spread.
         alpha, beta: Python numbers, used in fp32.
-        bias: (N,), any accepted dtype.
+        bias: (N,), any accepted dtype of 2 or 4 bytes.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out: D is written here; (M, N) or (L, M, N). It may be `c` itself and must not overlap another input.
             Autograd is told of the write, and an inference tensor is refused outside inference mode, as by torch.mm.
-        out_dtype: dtype of D, any accepted one; by default that of `out`, else `output` in the row of a's dtype.
+        out_dtype: dtype of D, any accepted one; by default that of `out`, else `output` in the row of a's dtype (of fp8
+            bfloat16; of int8 int32, which the plain product alone has, and bfloat16 with scales). D in fp8 or int8
+            saturates.
         precision: for float32: "ieee" (default; CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores,
             operands rounded to 10 mantissa bits) or "tf32x3" (tensor cores, each operand split into two TF32 numbers,
             three products: nearly fp32's accuracy for finite operands; an infinity gives NaN; backend "cutlass2x").
@@ -96,6 +105,13 @@ def gemm(
         save: with an epilogue, how the backward pass gets the accumulators where the gradients depend on them.
             "outputs" (None means this): the kernel also stores them, in a's dtype. "recompute": the backward pass
             makes the product again, which needs no memory in between; for fp16 accumulators that overflow, too.
+        scale_a, scale_b: for fp8 and int8 operands, fp32 on their device, any strides: one number (), rows (M, 1) and
+            columns (1, N), or blocks along K: (M, K / 128) or (M / 128, K / 128) of A with (K / 128, N / 128) or
+            (K / 128, N) of B, rounded up; before that the batch, if each matrix has its own. The shape says which, for
+            each operand by itself; see docs/fp8.md.
+        scaling: "tensor", "rows", "blocks" or a pair of these for A and B: the scales must then have such a shape.
+        accumulate: for fp8: "promoted" (None means this): sums of 128 products of the tensor cores, which add with 14
+            bits or so, are added up in fp32; "fast": the tensor cores add up all of K.
 
     Returns:
         D: `out`, or a new row-major tensor; with an epilogue of several results a tuple of them, and `out`, if given,
@@ -127,6 +143,13 @@ def gemm(
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given.
     """
+    if scale_a is not None or scale_b is not None or scaling is not None or accumulate is not None:
+        precision = scaled.precision_of(a, precision, accumulate)
+        if scale_a is not None or scale_b is not None or scaling is not None:
+            return scaled.compute(
+                a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands,
+                save, scale_a, scale_b, scaling,
+            )  # fmt: skip
     if epilogue is not None:
         programs.refuse_terms(c, alpha, beta, bias, activation)
         if constant is not None:
@@ -211,6 +234,8 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
     if run is None:
         run = call.plan_of(key, a, b, c, options)
     records = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias))
+    if records and a.element_size() == 1:
+        scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
     if out is not None:
         if records:
             raise ValueError(
@@ -257,6 +282,7 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
 
 def _planned(a: Any, b: Any, c: Any, options: dict[str, Any], anew: bool) -> Plan:
     """The plan of the call `gemm(a, b, c, **options)`. anew: chosen now, even if one is remembered."""
+    a, b, c, options = scaled.unscaled(a, b, c, options)
     if options.get("epilogue") is not None:
         return programs.plan_of(a, b, c, options)
     a, b, c, known = completed(a, b, c, options)

@@ -14,6 +14,7 @@ TOOLS = {
     "winners": ("tuning.winners", "list, export, import, prune and restamp what was measured"),
     "bench": ("tuning.bench", "time cutegemm beside torch and others: table, JSON, CSV, plot"),
     "fused": ("tuning.fused", "time epilogue programs beside torch eager and torch.compile"),
+    "quantize": ("tuning.quantize", "time quantization beside a copy and torch.compile"),
     "explain": ("tuning.explain", "say which kernel gemm would run for a problem on a GPU, and why"),
     "ladder": ("tuning.ladder", "climb a teaching ladder: fp32, 16bit or hopper"),
     "occupancy": ("tuning.occupancy", "registers, shared memory, CTAs per SM, waves, roofline of a kernel"),

@@ -76,6 +76,8 @@ def strides_of(given: Input) -> tuple[str, ...]:
     """The names of the arguments that are the strides of a tensor operand of an epilogue, in elements."""
     if given.name == "bias":  # contiguous
         return ()
+    if given.scales:
+        return tuple(f"{given.name}_{axis}" for axis in ("row", "col", *("batch",) * given.batched))
     along = ("row",) * given.m + ("col",) * given.n + ("batch",) * given.batched
     return tuple(f"{given.name}_{axis}" for axis in along)
 

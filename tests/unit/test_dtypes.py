@@ -40,7 +40,12 @@ def new(monkeypatch):
 @pytest.mark.parametrize("row", TABLE.values(), ids=str)
 def test_every_row_agrees_with_torch(row):
     dtype = getattr(torch, row.torch_name)
+    if row.is_integer:
+        assert (row.itemsize, row.roundoff, row.smallest) == (dtype.itemsize, 0, 0.5)
+        assert row.largest == torch.iinfo(dtype).max
+        return
     limits = torch.finfo(dtype)
+    assert row.largest == (limits.max if row.itemsize == 1 else None)
     assert (row.itemsize, row.roundoff, row.smallest) == (
         dtype.itemsize,
         limits.eps / 2,
@@ -56,7 +61,8 @@ def test_every_kind_has_a_peak_rate_and_a_backend():
     assert taken == {*KINDS}
     for dtype, precision in KINDS:
         problem = Problem.of(64, 64, 64, dtype, precision=precision)
-        assert all(roofline(problem, arch).flop_s > 0 for arch in ARCHS)
+        archs = [arch for arch in ARCHS if problem.signature.unit != "float8" or arch.name != "A100"]
+        assert all(roofline(problem, arch).flop_s > 0 for arch in archs)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

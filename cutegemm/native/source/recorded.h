@@ -44,10 +44,12 @@ struct GemmBackward : public torch::autograd::Node {
   }
 
   variable_list apply(variable_list&& gradients) override {
-    std::lock_guard<std::mutex> lock(mutex_);
     const at::Tensor dz = gradients[0];
     if (!dz.defined()) return variable_list(4);
-    const at::Tensor a_ = a.unpack(), b_ = b.unpack(), c_ = c.unpack(), bias_ = bias.unpack();
+    const auto [a_, b_, c_, bias_] = [this] {
+      std::lock_guard<std::mutex> lock(mutex_);
+      return std::array<at::Tensor, 4>{a.unpack(), b.unpack(), c.unpack(), bias.unpack()};
+    }();
     variable_list found(4);
     if (!in_place_of_python(dz, a_, b_, found)) by_python(dz, a_, b_, c_, bias_, found);
     return found;

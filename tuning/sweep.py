@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem import DTYPES, PRECISIONS
+from cutegemm.problem.dtypes import PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.timer import GpuProcess, TimerBroken
@@ -47,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made = cli.parser("sweep", summary, more, keep_lines=True)
     cli.add_shapes(made.add_argument_group("shapes (any of these together)"))
     kind = made.add_argument_group("the product")
-    kind.add_argument("--dtype", default="bf16", help=f"{', '.join(DTYPES)}, comma-separated (default bf16)")
+    kind.add_argument("--dtype", default="bf16", help=f"{', '.join(PRODUCTS)}, comma-separated (default bf16)")
     kind.add_argument("--majors", default="tn", help="tn (both K-major, the default), tt, nn, nt, comma-separated")
     kind.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of fp32")
     kind.add_argument("--out-dtype", choices=DTYPES, help="of D; the operands' when left out")

@@ -9,6 +9,7 @@ error bound of `cutegemm.problem.reference`. A timing replays one CUDA graph a c
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import time
@@ -23,6 +24,7 @@ from cutegemm import backend as backends
 from cutegemm.cute import workspace
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Matrix, Problem, reference, torch_dtype
+from cutegemm.problem.work import DENSE
 from cutegemm.run.arguments import Operands, Scalars
 from cutegemm.tuner.child import Fatal, serve
 from cutegemm.tuner.spread import Seconds, order_of_round
@@ -57,15 +59,20 @@ class Bench:
         self._beta = 0.5 if self._c is not None else 0.0
         self._whole = torch.empty(_span(p.d, p.batch) + 2 * GUARD, dtype=torch_dtype(p.out_dtype), device=device)
         self._d = _view(self._whole[GUARD:], p.d, p.batch)
+        self._calls: OrderedDict[Key, list[Any]] = OrderedDict()
+        self._lanes: dict[Key, Lane] = {}
+        self._out: torch.Tensor | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What the first input set must give."""
+        p, epilogue, (a, b) = self.problem, self.problem.epilogue, self._inputs[0]
         bias = self._bias if self._bias is None or epilogue.bias_axis == "n" else self._bias[:, None]
         self._want = reference.expected(
             a, b, self._c, beta=self._beta, bias=bias, activation=epilogue.activation, out_dtype=self._d.dtype,
             precision=p.precision,
         )  # fmt: skip
         self._low, self._high = self._want.value - self._want.bound, self._want.value + self._want.bound
-        self._calls: OrderedDict[Key, list[Any]] = OrderedDict()
-        self._lanes: dict[Key, Lane] = {}
-        self._out: torch.Tensor | None = None
 
     def check(self, backend: str, config: str) -> tuple[str, float]:
         """The verdict, and about how long one launch took."""
@@ -155,6 +162,11 @@ class Bench:
             self._calls.move_to_end(key)
             return found
         self._forget(MOST_KEPT - 1)
+        found = self._calls[key] = self._launches(key)
+        return found
+
+    def _launches(self, key: Key) -> list[Any]:
+        """The calls of a candidate."""
         backend = backends.get(key[0])
         kernel = backend.build(self.problem.signature, backend.parse(key[1]), self.arch)
         run = kernel.bind(self.problem)
@@ -164,10 +176,7 @@ class Bench:
         def call(operands: Operands) -> None:
             run(operands, scalars, torch.cuda.current_stream().cuda_stream if on_cuda else 0)
 
-        found = self._calls[key] = [
-            partial(call, Operands(a.data_ptr(), b.data_ptr(), c, bias, d)) for a, b in self._inputs
-        ]
-        return found
+        return [partial(call, Operands(a.data_ptr(), b.data_ptr(), c, bias, d)) for a, b in self._inputs]
 
     def _torch(self) -> list[Any]:
         """The product alone by cuBLAS, in the operands' dtype."""
@@ -214,6 +223,14 @@ def _survive(why: Exception) -> None:
         raise Fatal(str(why)) from why
 
 
+def _bench_of(problem: Problem) -> type[Bench]:
+    """What measures problems of that work."""
+    if problem.work == DENSE:
+        return Bench
+    found: type[Bench] = importlib.import_module("cutegemm.tuner.grouped_bench").GroupedBench
+    return found
+
+
 class Server:
     """The calls that `timer.GpuProcess` makes."""
 
@@ -242,7 +259,7 @@ class Server:
             torch.cuda.set_device(self._index)
             torch.cuda.empty_cache()
             begun = time.perf_counter()
-            self._bench = Bench(arguments[0], Arch.of_device(self._index))
+            self._bench = _bench_of(arguments[0])(arguments[0], Arch.of_device(self._index))
             return time.perf_counter() - begun
         if self._bench is None:
             raise RuntimeError("no problem is open")

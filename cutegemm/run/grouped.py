@@ -14,7 +14,7 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice.plan import Plan, PlanMemo
-from cutegemm.problem import grouped_request, torch_dtype
+from cutegemm.problem import grouped_request, packing, torch_dtype
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.work import TABLE as WORKS
@@ -96,9 +96,9 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         if checks:
             check_arrays(arrays, extent, work, limit)
         if "a" in copied:
-            a = a.contiguous()
+            a = packing.copied("a", a)
         if "b" in copied:
-            b = b.contiguous()
+            b = packing.copied("b", b)
         new = out is None or out is ZEROS
         given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
         make = torch.zeros if out is ZEROS else torch.empty

@@ -18,7 +18,7 @@ from cutegemm.choice import prepared
 from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Signature, overlap, request, torch_dtype
+from cutegemm.problem import Signature, overlap, packing, request, torch_dtype
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
@@ -166,6 +166,8 @@ class Call(NamedTuple):
             return None
         if asked.copies or asked.into_temporary or plan.preparations or WORKS[problem.work].arrays:
             return None
+        if problem.out_dtype == "int32":  # alpha must be looked at
+            return None
         with current_device(asked.device):
             launcher = plan.kernel.launcher(plan.problem)
         if launcher is None:
@@ -189,7 +191,8 @@ class Call(NamedTuple):
                 core_with = functools.partial(_cuda_core, preparing.bind(plan), asked)
         needed = WORKS[asked.problem.work].arrays
         if not needed:
-            return made(core_with({}), asked)
+            found = made(core_with({}), asked)
+            return _unscaled(found) if asked.problem.out_dtype == "int32" else found
 
         def run(*operands: Any) -> torch.Tensor:
             *dense, arrays = operands
@@ -197,6 +200,17 @@ class Call(NamedTuple):
             return made(core_with(named), asked)(*dense)
 
         return run
+
+
+def _unscaled(runner: Runner) -> Runner:
+    """The runner of D in int32, whose kernels do not multiply by alpha; see `request.describe`, which said so first."""
+
+    def run(a: Any, b: Any, c: Any, alpha: float, *others: Any) -> torch.Tensor:
+        if alpha != 1:
+            raise ValueError(f"alpha: got {alpha!r} with D in torch.int32; accepted is 1, or another out_dtype")
+        return runner(a, b, c, alpha, *others)
+
+    return run
 
 
 def writing(runner: Runner, a: Any, b: Any, c: Any, bias: Any, out: Any) -> Runner:
@@ -314,9 +328,9 @@ def _staged(core: Core, asked: Request) -> Runner:
 
     def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
         if "a" in copied:
-            a = a.contiguous()
+            a = packing.copied("a", a)
         if "b" in copied:
-            b = b.contiguous()
+            b = packing.copied("b", b)
         if "bias" in copied:
             bias = bias.contiguous()
         if not asked.into_temporary:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cutegemm.cute.hopper import part_candidates, shortlists
+from cutegemm.cute.hopper import byte_candidates, part_candidates, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
-_BY_UNIT: dict[str, Callable[[], tuple[str, ...]]] = {
-    "float16": shortlists.configurations,
-    "bfloat16": shortlists.configurations,
-    "tfloat32": lambda: _TF32,
+_BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
+    "float16": lambda _: shortlists.configurations(),
+    "bfloat16": lambda _: shortlists.configurations(),
+    "tfloat32": lambda _: _TF32,
+    "float8": byte_candidates.listed,
+    "int8": byte_candidates.listed,
 }
 _WITH_SHORTLISTS = ("float16", "bfloat16")
 
@@ -71,7 +73,7 @@ def listed(signature: Signature) -> tuple[str, ...]:
 def _of_one_result(signature: Signature) -> tuple[str, ...]:
     if signature.parts is not None:
         return part_candidates.listed(signature)
-    found = _BY_UNIT[signature.unit]()
+    found = _BY_UNIT[signature.unit](signature)
     return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
 
 
@@ -113,5 +115,9 @@ def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
     texts = [text]
     if signature is not None and len(signature.results) > 1:
         texts = [one for one, fits in _fitting(signature).items() if fits == text]
-    may = (one in _SPLIT_TF32 or shortlists.may_split(one) or part_candidates.may_split(one) for one in texts)
+    listed = (_SPLIT_TF32, byte_candidates.SPLIT)
+    may = (
+        any(one in each for each in listed) or shortlists.may_split(one) or part_candidates.may_split(one)
+        for one in texts
+    )
     return NUMBERS if any(may) else ()

@@ -36,7 +36,10 @@ from cutegemm.problem.dtypes import why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program.graph import Input
 
-TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT)
+TAKES: tuple[Kind, ...] = (
+    ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT,
+    ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
+)  # fmt: skip
 WORKS = grouping.WORKS
 WARPGROUP = 128
 BLOCK_ROWS = 64
@@ -239,7 +242,7 @@ class HopperConfig(LaunchedConfig):
             and grouping.stores_boxes(signature.work)
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
-            and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
+            and (ITEMSIZE[signature.out_dtype] == 2 or (ITEMSIZE[signature.out_dtype] == 4 and not self.swapped))
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"
@@ -302,7 +305,8 @@ class HopperConfig(LaunchedConfig):
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
-        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
+        more = BARRIER_BYTES + promotion.shared_bytes(self, signature)
+        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + more
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         if self.uses_tma_store(signature):

@@ -12,7 +12,9 @@ from cutegemm.problem.work import DENSE
 
 def uses_constant(config: HopperConfig, signature: Signature) -> bool:
     """Whether kernels of this configuration load a constant operand before they wait for the kernel in front."""
-    return "pdl" in config.options and not config.solo and signature.work == DENSE
+    # Operands that are split are not read by TMA themselves: their parts come from the kernel in front.
+    plain = signature.work == DENSE and signature.parts is None
+    return "pdl" in config.options and not config.solo and plain
 
 
 def for_constant(config: HopperConfig, signature: Signature) -> HopperConfig | None:

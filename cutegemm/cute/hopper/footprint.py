@@ -26,7 +26,11 @@ _SM90 = Rates(
 )  # fmt: skip
 SM90 = CostFamily("sm90", "cute", _SM90)
 SM90_TF32 = CostFamily("sm90/tf32", "cute", replace(_SM90, flop_pj=1.2), SM90)
-_FAMILIES = {"float16": SM90, "bfloat16": SM90, "tfloat32": SM90_TF32}
+SM90_FP8 = CostFamily("sm90/fp8", "cute", replace(_SM90, flop_pj=0.4), SM90)
+SM90_INT8 = CostFamily("sm90/int8", "cute", replace(_SM90, flop_pj=0.4), SM90)
+_FAMILIES = {
+    "float16": SM90, "bfloat16": SM90, "tfloat32": SM90_TF32, "float8": SM90_FP8, "int8": SM90_INT8,
+}  # fmt: skip
 """By arithmetic unit."""
 
 

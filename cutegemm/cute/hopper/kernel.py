@@ -37,6 +37,7 @@ import cutlass.cute as cute
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.hopper import grouping
+from cutegemm.cute.hopper.block_scales import make_products
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.constant import uses_constant
 from cutegemm.cute.hopper.consumer import Consumer
@@ -49,7 +50,6 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
-from cutegemm.cute.hopper.promoted import make_products
 from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.splitter import Splitter, matrices
@@ -69,16 +69,18 @@ class HopperGemm(Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
-        dtype, halves, count = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves", 1
+        dtypes, count = [types.NUMERIC[name] for name in signature.dtypes], 1
+        halves = signature.epilogue.gating == "halves"
         self.splitter = None if signature.parts is None else Splitter(signature, signature.parts)
         if signature.parts is not None:
-            dtype, count = types.NUMERIC[signature.parts.element], signature.parts.count
+            dtypes, count = [types.NUMERIC[signature.parts.element]] * 2, signature.parts.count
             a_k_major = b_k_major = True
+        a_dtype, b_dtype = reversed(dtypes) if config.swapped else dtypes
         groups = grouping.of(config, signature.work)
         of_a, of_b = groups.of_operand("row"), groups.of_operand("column")
         (halves_a, halves_b), (cm, cn) = (halves and config.swapped, halves and not config.swapped), config.cluster
-        self.a = Operand(config, dtype, config.bm, cn, a_k_major, halves_a, of_a, count)
-        self.b = Operand(config, dtype, config.bn, cm, b_k_major, halves_b, of_b, count)
+        self.a = Operand(config, a_dtype, config.bm, cn, a_k_major, halves_a, of_a, count)
+        self.b = Operand(config, b_dtype, config.bn, cm, b_k_major, halves_b, of_b, count)
         self.gathers = signature.work == GATHERED
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
@@ -86,7 +88,7 @@ class HopperGemm(Gemm):
         self.products = make_products(config, signature, self.ring, self.turns)
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
-        self.sums = make_sums(config, self.store)
+        self.sums = make_sums(config, signature, self.store)
         # Which operands no running kernel writes, where the kernel makes use of it.
         self.constant = is_constant(config, signature) if uses_constant(config, signature) else (False, False)
 
@@ -188,7 +190,7 @@ class HopperGemm(Gemm):
 
         if cutlass.const_expr(config.solo):
             self.sums.start(output, memory, position, self.work)
-            self.products.start(self.a, self.b, position)
+            self.products.start(self.a, self.b, position, args, self.work, memory)
             load_a, load_b = loaders(config, position, self.a, self.b)
             Solo(position, self.ring, self.work, load_a, load_b, self.products, self.sums).run()
         else:
@@ -207,7 +209,7 @@ class HopperGemm(Gemm):
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_increase(self.registers[1])
                 self.sums.start(output, memory, position, self.work)
-                self.products.start(self.a, self.b, position)
+                self.products.start(self.a, self.b, position, args, self.work, memory)
                 work = self.work.of_warpgroup(position.group)
                 Consumer(config, position.group, work, self.turns, self.products, self.sums).run()
 

@@ -17,8 +17,11 @@ The idea is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
 from cutegemm.cute.hopper.config import HopperConfig
@@ -26,16 +29,14 @@ from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promotion import interval
-from cutegemm.problem import Signature
 from cutegemm.problem.parts import Parts
 
 
 class Promotion:
     """How partial sums become accumulators: added as they are. A class that scales them overrides these methods."""
 
-    def start(self, products: PromotedProducts, position: Position) -> None:
-        """Binds to a warpgroup whose products have been started."""
+    def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
+        """Binds to a warpgroup's products, the kernel's arguments, the works of the CTA, its shared memory."""
 
     def open(self, tile) -> None:
         """Before the first k tile of a work."""
@@ -57,10 +58,10 @@ class PromotedProducts(Products):
         super().__init__(config, ring, turns)
         self.tiles, self.promotion = tiles, promotion
 
-    def start(self, a: Operand, b: Operand, position: Position) -> None:
-        super().start(a, b, position)
-        self.target = cute.make_rmem_tensor(self.accumulators.layout, self.accumulators.element_type)
-        self.promotion.start(self, position)
+    def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
+        super().start(a, b, position, args, work, memory)
+        self.accumulators = cute.make_rmem_tensor(self.target.layout, Float32)
+        self.promotion.start(self, position, args, work, memory)
 
     @cute.jit
     def add_up(self, stage, phase, tile):
@@ -111,13 +112,3 @@ class PartProducts(PromotedProducts):
                 a, b = (None, None, step, first + i), (None, None, step, first + j)
                 cute.gemm(self.mma, self.target, self.fragment_a[a], self.fragment_b[b], self.target)
         warpgroup.commit_group()
-
-
-def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns: Turns) -> Products:
-    """How a signature's products are accumulated."""
-    tiles = interval(config, signature)
-    if not tiles:
-        return Products(config, ring, turns)
-    if signature.parts is None:
-        return PromotedProducts(config, ring, turns, tiles, Promotion())
-    return PartProducts(config, ring, turns, tiles, Promotion(), signature.parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from cutegemm.problem import Problem
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_M, SCATTERED
@@ -33,7 +34,8 @@ def kin(problem: Problem) -> Iterator[tuple[Problem, str]]:
     extent = getattr(found, axis)
     rounded = _nearest_power(extent)
     if rounded != extent:
-        yield replace(found, **{axis: rounded}), f"{name} at {axis.upper()} = {rounded}"
+        sizes: dict[str, Any] = {axis: rounded}
+        yield replace(found, **sizes), f"{name} at {axis.upper()} = {rounded}"
 
 
 def _nearest_power(extent: int) -> int:

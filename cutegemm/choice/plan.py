@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from cutegemm import backend as backends
 from cutegemm import native
 from cutegemm.backend import Backend, Kernel, Preparer
+from cutegemm.choice.group_kin import kin
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch

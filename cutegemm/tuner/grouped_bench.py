@@ -1,4 +1,4 @@
-"""A problem of groups on one GPU, for a sweep: what `gpu_process.Bench` is for dense products.
+"""A problem of groups on one GPU, for a sweep: what `problem_bench.Bench` is for dense products.
 
 Sizes are not part of a problem, so that a measurement needs a draw of them: group i has rows in proportion to
 1 / (i + 1), in an order drawn for each input set. Such a skew is what experts meet, and it asks more of a configuration
@@ -23,7 +23,7 @@ from cutegemm.problem.program.bound import check
 from cutegemm.problem.program.graph import Node, Output, Program
 from cutegemm.problem.work import RAGGED_K, RAGGED_M, RAGGED_N
 from cutegemm.run.arguments import Scalars
-from cutegemm.tuner.gpu_process import GUARD, Bench, Key
+from cutegemm.tuner.problem_bench import GUARD, Bench, Key
 
 MEASURED = (RAGGED_M, RAGGED_N, RAGGED_K)
 

@@ -60,7 +60,8 @@ def test_the_tuner_checks_results_in_groups(work):
     small = replace(H200, l2_bytes=1)
     bench = GroupedBench(problem, small, seed=1, device="cpu")
     assert int(bench._ends[0][-1]) == {"ragged_m": 24, "ragged_n": 16, "ragged_k": 8}[work]
-    for call in bench._torch():
+    bench._whole.fill_(torch.nan)
+    for call in bench._torch()[:1]:
         call()
     assert bench._verdict() == "ok"
     bench._d[(0,) * bench._d.dim()] += 10

@@ -41,6 +41,7 @@ class Plan(NamedTuple):
         copies: for each operand that torch must make contiguous first, its name and why.
         preparations: what else is made of operands first, by kernels of ours, in this order; `problem` is the one that
             is left then; with the kernel of each, None in a plan that is only described. See `choice.prepared`.
+        constant: "a" or "b" for an operand of `problem` that is promised to be constant, else "".
     """
 
     problem: Problem
@@ -51,6 +52,7 @@ class Plan(NamedTuple):
     copies: tuple[tuple[str, str], ...] = ()
     emulated: bool = False
     preparations: tuple[tuple[Preparation, Preparer | None], ...] = ()
+    constant: str = ""
 
 
 def emulated_arch() -> Arch:
@@ -219,6 +221,10 @@ def describe(plan: Plan) -> str:
     rows += [(f"copied first: {name}", why) for name, why in plan.copies]
     names = {"a": "b", "b": "a"} if plan.swapped else {"a": "a", "b": "b"}
     rows += [(f"prepared first: {names[each.operand]}", each.text) for each, _ in plan.preparations]
+    if plan.constant:
+        used = plan.kernel is not None and plan.kernel.signature.constant
+        what = "its first tiles are loaded while the kernel in front still runs" if used else "this kernel waits anyway"
+        rows.append(("constant", f"{plan.constant.upper()}: {what}"))
     if choice.config is not None and plan.arch is not None:
         from cutegemm import winners
         from cutegemm.choice import heuristics

@@ -18,8 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutegemm.cute import whole
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.reduction import partials
 from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import ITEMSIZE, Signature
@@ -42,6 +43,7 @@ class SlabEpilogue:
         self.wn = config.wn
         self.late_bias = late_bias
         self.epilogue = signature.epilogue
+        self.program, self.read = whole.program_of(signature), whole.reader(signature)
         self.fold = 2 if self.epilogue.gating else 1
         narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
         # A pass has 16 rows at most: two lanes or more share a row.
@@ -131,7 +133,7 @@ class SlabEpilogue:
 
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
-        values = finish(self.epilogue.program, self.chunk, functools.partial(self._leaf, slab_row, row))
+        values = finish(self.program, self.chunk, functools.partial(self._leaf, slab_row, row))
         place, limit = row, self.n
         if cutlass.const_expr(self.scatters):
             place, limit = self._scattered(row)
@@ -198,16 +200,16 @@ class SlabEpilogue:
 
     def _leaf(self, slab_row, row, node: Node) -> Any:
         if node.op == "acc":
-            return self._sums(slab_row, node.attribute)
+            return self.read(self._sums(slab_row, node.attribute))
         if node.op == "input":
             assert isinstance(node.attribute, int)
-            return self._operand(self.epilogue.program.inputs[node.attribute], row)
+            return self._operand(self.program.inputs[node.attribute], row)
         return self._index(node.op, row)
 
     @cute.jit
     def _put(self, target: cutlass.Constexpr, values, row: Int32, limit: Int32):
         result = cute.make_rmem_tensor(self.chunk, target.type)
-        result.store(values.to(target.type))
+        result.store(rounded(values, target.type, self.chunk))
         begin = target.at(row, self.column)
         vectors = cute.logical_divide(result, cute.make_layout(target.vector))
         for v in cutlass.range_constexpr(self.chunk // target.vector):

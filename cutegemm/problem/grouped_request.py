@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm.problem import program_request, request
+from cutegemm.problem import packing, program_request, request
 from cutegemm.problem.dtypes import ITEMSIZE, TABLE
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
         return found
 
     @property
-    def index(self) -> torch.Tensor | None:
+    def indices(self) -> torch.Tensor | None:
         """The rows of A, or of D, that the rows of the product are."""
         found: torch.Tensor | None = self.rows if self.places is None else self.places
         return found
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
         """The device arrays of the work, in its order."""
-        return (self.groups,) if self.index is None else (self.groups, self.index)
+        return (self.groups,) if self.indices is None else (self.groups, self.indices)
 
 
 class Extents(NamedTuple):
@@ -190,7 +190,7 @@ def describe(
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
     sizes = extents(a, b, given)
-    dtype = request._check_operands(a, b)
+    dtype, b_dtype = request._check_operands(a, b)
     _check_sizes(a, given)
     _check_limits(sizes)
     precision = "ieee" if precision is None else request._check_precision(precision, dtype)
@@ -213,8 +213,12 @@ def describe(
 
     copies: list[tuple[str, str]] = []
     groups = sizes.groups
-    matrix_a = request._operand("a", a, a.shape[-2], sizes.k, groups, copies)
-    matrix_b = request._operand("b", b, sizes.k, sizes.n, groups, copies)
+    if ITEMSIZE[dtype] == 1:
+        seen = request._matrix(a, a.shape[-2], sizes.k), request._matrix(b, sizes.k, sizes.n)
+        matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
+    else:
+        matrix_a = request._operand("a", a, a.shape[-2], sizes.k, groups, copies)
+        matrix_b = request._operand("b", b, sizes.k, sizes.n, groups, copies)
     given_tensors = [
         (own, _own(sizes, program_request._strides(own, operand), own.dtype))
         for own, operand in zip(program.inputs, operands, strict=True)
@@ -226,7 +230,7 @@ def describe(
     ]  # fmt: skip
     problem = Problem(
         sizes.m, sizes.n, sizes.k, groups, dtype, str(resolved[0].dtype), precision, matrix_a, matrix_b, None,
-        results[0], Epilogue(), sizes.work,
+        results[0], Epilogue(), sizes.work, b_dtype=b_dtype,
     )  # fmt: skip
     terms = _terms(program, operands, columns)
     if terms is not None:

@@ -15,7 +15,7 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice.plan import Plan, PlanMemo
-from cutegemm.problem import Problem, overlap, program_request, torch_dtype
+from cutegemm.problem import Problem, overlap, packing, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
@@ -126,9 +126,9 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
 
     def run(a: Any, b: Any, operands: Sequence[Any], out: Any) -> Results:
         if "a" in copied:
-            a = a.contiguous()
+            a = packing.copied("a", a)
         if "b" in copied:
-            b = b.contiguous()
+            b = packing.copied("b", b)
         given = (None,) * len(dtypes) if out is None else (out,) if isinstance(out, torch.Tensor) else out
         if out is not None:
             _check_writable(given, a, b, operands)

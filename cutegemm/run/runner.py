@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from cutegemm.choice import prepared
 from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Signature, overlap, request, torch_dtype
+from cutegemm.problem import Signature, overlap, packing, request, torch_dtype
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
@@ -40,6 +41,7 @@ _kernels = planning.Memo(limit=1024)
 DEFAULTS: dict[str, Any] = {
     "alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "out": None,
     "out_dtype": None, "precision": None, "backend": "auto", "config": None,
+    "constant": None,
 }  # fmt: skip
 """What `gemm` takes beside a, b and c."""
 _described = operator.itemgetter("alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
@@ -68,6 +70,8 @@ class Call(NamedTuple):
         if options["out"] is not None:
             inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": options["bias"]}
             overlap.check(options["out"], inputs)
+        if options["constant"] is not None:
+            found = request.with_constant(found, options["constant"])
         return cls(found, options["backend"], options["config"])
 
     def plan(self, state: planning.State | None = None) -> Plan:
@@ -95,14 +99,30 @@ class Call(NamedTuple):
         preparers = []
         if choice.config is not None:
             assert arch is not None
+            choice = self._for_constant(choice)
             kernel = self._kernel(choice, arch, problem.signature)
             preparers = [(each, self._preparer(choice, arch, each)) for each in preparations]
         emulated = on_cpu and kernel is not None
-        return Plan(problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers))
+        return Plan(
+            problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), asked.constant
+        )
+
+    def _for_constant(self, choice: planning.Choice) -> planning.Choice:
+        """The choice, for a constant operand with what makes use of that; a configuration asked for stays as it is."""
+        asked = self.request
+        if not asked.constant or self.config is not None:
+            return choice
+        config = backends.get(choice.backend).for_constant(choice.config, asked.problem.signature)
+        return choice if config is None else choice._replace(config=config)
 
     def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature | None = None) -> backends.Kernel:
         """The kernel of a choice, by default for the problem as it was asked."""
-        backend, signature = backends.get(choice.backend), signature or self.request.problem.signature
+        asked, backend = self.request, backends.get(choice.backend)
+        plain = asked.problem.signature
+        signature = signature or plain
+        # An operand that is packed first is written by the kernel in front.
+        if asked.constant and signature == plain and backend.for_constant(choice.config, signature) == choice.config:
+            signature = replace(signature, constant=asked.constant)
         key = backend, choice.config, signature, arch
         found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))
         return found
@@ -146,6 +166,8 @@ class Call(NamedTuple):
             return None
         if asked.copies or asked.into_temporary or plan.preparations or WORKS[problem.work].arrays:
             return None
+        if problem.out_dtype == "int32":  # alpha must be looked at
+            return None
         with current_device(asked.device):
             launcher = plan.kernel.launcher(plan.problem)
         if launcher is None:
@@ -169,7 +191,8 @@ class Call(NamedTuple):
                 core_with = functools.partial(_cuda_core, preparing.bind(plan), asked)
         needed = WORKS[asked.problem.work].arrays
         if not needed:
-            return made(core_with({}), asked)
+            found = made(core_with({}), asked)
+            return _unscaled(found) if asked.problem.out_dtype == "int32" else found
 
         def run(*operands: Any) -> torch.Tensor:
             *dense, arrays = operands
@@ -177,6 +200,17 @@ class Call(NamedTuple):
             return made(core_with(named), asked)(*dense)
 
         return run
+
+
+def _unscaled(runner: Runner) -> Runner:
+    """The runner of D in int32, whose kernels do not multiply by alpha; see `request.describe`, which said so first."""
+
+    def run(a: Any, b: Any, c: Any, alpha: float, *others: Any) -> torch.Tensor:
+        if alpha != 1:
+            raise ValueError(f"alpha: got {alpha!r} with D in torch.int32; accepted is 1, or another out_dtype")
+        return runner(a, b, c, alpha, *others)
+
+    return run
 
 
 def writing(runner: Runner, a: Any, b: Any, c: Any, bias: Any, out: Any) -> Runner:
@@ -294,9 +328,9 @@ def _staged(core: Core, asked: Request) -> Runner:
 
     def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
         if "a" in copied:
-            a = a.contiguous()
+            a = packing.copied("a", a)
         if "b" in copied:
-            b = b.contiguous()
+            b = packing.copied("b", b)
         if "bias" in copied:
             bias = bias.contiguous()
         if not asked.into_temporary:

@@ -48,7 +48,7 @@ CASES = [
         TypeError,
         r"out: got dtype torch\.float32, but out_dtype says torch\.float16",
     ),
-    ("out_dtype", (A, B), {"out_dtype": torch.int8}, TypeError, r"out_dtype: got torch\.int8, accepted are"),
+    ("out_dtype", (A, B), {"out_dtype": torch.int16}, TypeError, r"out_dtype: got torch\.int16, accepted are"),
     (
         "out overlaps a",
         (BIG[:8, :8], BIG[8:16, :8].contiguous()),

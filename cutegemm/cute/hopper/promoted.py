@@ -17,8 +17,11 @@ The idea is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
 from cutegemm.cute.hopper.config import HopperConfig
@@ -26,15 +29,14 @@ from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promotion import interval
-from cutegemm.problem import Signature
+from cutegemm.problem.parts import Parts
 
 
 class Promotion:
     """How partial sums become accumulators: added as they are. A class that scales them overrides these methods."""
 
-    def start(self, products: PromotedProducts, position: Position) -> None:
-        """Binds to a warpgroup whose products have been started."""
+    def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
+        """Binds to a warpgroup's products, the kernel's arguments, the works of the CTA, its shared memory."""
 
     def open(self, tile) -> None:
         """Before the first k tile of a work."""
@@ -56,10 +58,10 @@ class PromotedProducts(Products):
         super().__init__(config, ring, turns)
         self.tiles, self.promotion = tiles, promotion
 
-    def start(self, a: Operand, b: Operand, position: Position) -> None:
-        super().start(a, b, position)
-        self.target = cute.make_rmem_tensor(self.accumulators.layout, self.accumulators.element_type)
-        self.promotion.start(self, position)
+    def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
+        super().start(a, b, position, args, work, memory)
+        self.accumulators = cute.make_rmem_tensor(self.target.layout, Float32)
+        self.promotion.start(self, position, args, work, memory)
 
     @cute.jit
     def add_up(self, stage, phase, tile):
@@ -92,9 +94,21 @@ class PromotedProducts(Products):
         return stage, phase
 
 
-def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns: Turns) -> Products:
-    """How a signature's products are accumulated."""
-    tiles = interval(config, signature)
-    if not tiles:
-        return Products(config, ring, turns)
-    return PromotedProducts(config, ring, turns, tiles, Promotion())
+class PartProducts(PromotedProducts):
+    """Products of operands that are sums of parts: the products of their parts, the smallest first in each k tile."""
+
+    def __init__(
+        self, config: HopperConfig, ring: Ring, turns: Turns, tiles: int, promotion: Promotion, parts: Parts
+    ) -> None:
+        super().__init__(config, ring, turns, tiles, promotion)
+        self.parts = parts
+
+    def issue(self, stage, overwrite: bool) -> None:
+        """All products of one k tile as a group."""
+        first = stage * self.parts.count
+        for number, (i, j) in enumerate(self.parts.terms):
+            for step in range(cute.size(self.fragment_a, mode=[2])):
+                self.mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and number == 0 and step == 0))
+                a, b = (None, None, step, first + i), (None, None, step, first + j)
+                cute.gemm(self.mma, self.target, self.fragment_a[a], self.fragment_b[b], self.target)
+        warpgroup.commit_group()

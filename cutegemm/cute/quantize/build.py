@@ -17,7 +17,7 @@ OLDEST, OLDEST_FP8 = (8, 0), (8, 9)
 
 
 class QuantizeKernel(CuteKernel):
-    """A kernel without a product: its host entry takes four addresses, the stream and the numbers of `kernel.NUMBERS`."""
+    """A kernel without a product: its host entry takes four addresses, the stream and `kernel.NUMBERS`."""
 
     @property
     def function(self) -> Callable[..., None]:

@@ -157,7 +157,8 @@ class Warpgroups:
             table[c[stale], w[stale]] = gather(self.wave, acc, c[stale], w[stale])
         old = table[c, w]
         old[~keep] = 0.0
-        table[c, w] = _sums(left, right, which, old, first.spec[2], acc.half)
+        add = _whole_sums if first.spec[2] == "s8" else _sums
+        table[c, w] = add(left, right, which, old, first.spec[2], acc.half)
         inside[c, w] = True
         self.fresh[acc.index][c, w] = True
         if acc.overlapping:
@@ -203,6 +204,14 @@ def _sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarra
         )
         return shared.reshape(-1, 16, n)
     return tensor_cores.add_products(left, right[which], old, rule, kind, half)
+
+
+def _whole_sums(
+    left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, kind: str, half: bool
+) -> np.ndarray:
+    """The same for int8: exact sums modulo 2^32. Tables of accumulators hold their bits."""
+    product = np.matmul(left.astype(np.float64), right.astype(np.float64)[which]).astype(np.int64)
+    return (product + np.ascontiguousarray(old).view(np.int32)).astype(np.int32).view(np.float32)
 
 
 @runtime
@@ -262,7 +271,8 @@ def mma_async(g: Gen, i: Instr) -> None:
     shape = next(p for p in i.parts if p.startswith("m64n"))
     n, k = (int(x) for x in shape[4:].split("k"))
     dt, at, bt = i.parts[-3:]
-    if dt not in ("f32", "f16") or at not in PER_WORD or bt not in PER_WORD or at in ("s8", "u8"):
+    known = dt in ("f32", "f16") and at in PER_WORD and bt in PER_WORD and not {at, bt} & {"s8", "u8"}
+    if not known and (dt, at, bt) != ("s32", "s8", "s8"):
         raise g.unsupported(f"types {dt}.{at}.{bt}")
     if n % 8 or not 8 <= n <= 256 or k * 4 // PER_WORD[at] != 32:
         raise g.unsupported(f"shape {shape}")

@@ -28,7 +28,7 @@ from cutegemm.errors import GemmError
 _MODULE = "torch.distributed.tensor"
 _FIRST_OPTION = 3
 """Where in the arguments of torch.ops.cutegemm.gemm the first stands that is no tensor: alpha."""
-_NO_TENSORS = [None] * 5
+_NO_TENSORS = [None] * 6
 """The placements of the arguments behind the bias."""
 _registered = False
 

@@ -13,6 +13,7 @@ TOOLS = {
     "sweep": ("tuning.sweep", "find the fastest configuration of a shape, for gemm to use"),
     "winners": ("tuning.winners", "list, export, import, prune and restamp what was measured"),
     "bench": ("tuning.bench", "time cutegemm beside torch and others: table, JSON, CSV, plot"),
+    "grouped": ("tuning.grouped", "time products in groups beside torch's grouped_mm and a loop"),
     "fused": ("tuning.fused", "time epilogue programs beside torch eager and torch.compile"),
     "quantize": ("tuning.quantize", "time quantization beside a copy and torch.compile"),
     "explain": ("tuning.explain", "say which kernel gemm would run for a problem on a GPU, and why"),

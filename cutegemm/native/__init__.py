@@ -61,6 +61,7 @@ class _State:
         self.begun = False
         self.why_not = "nothing has asked for it yet"
         self.module: Any = None
+        self.asks_for_float32 = False
         self.thread: threading.Thread | None = None
 
 
@@ -112,10 +113,19 @@ def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
     module.configure(*names, *functions, stream, capturing)
 
 
+def leave_float32_to_python() -> None:
+    """The operator no longer serves products of float32 whose call gives no precision: `run.float32` decides it."""
+    _state.asks_for_float32 = True
+    if _state.module is not None:
+        _state.module.leave_float32_to_python()
+
+
 def serve(module: Any) -> None:
     """Lets calls ask this extension from now on, or none (None)."""
     global gemm, linear
     _state.module = module
+    if module and _state.asks_for_float32:
+        module.leave_float32_to_python()
     gemm, linear = (module.gemm, module.linear) if module else (None, None)
 
 

@@ -17,7 +17,7 @@ from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo, State
 from cutegemm.problem import PRECISIONS, request
 from cutegemm.problem.epilogue import ACTIVATIONS
-from cutegemm.run import runner
+from cutegemm.run import float32, runner
 from cutegemm.run.runner import Call, Runner
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -151,6 +151,8 @@ def _plan_natively(
 def _compute_natively(
     _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
 ) -> torch.Tensor:
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
 
 

@@ -30,7 +30,7 @@ LAYERS = {
         cutegemm.run.quantizing cutegemm.run.quantize_kernels""",
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",
-    "choice": "cutegemm.choice.plan cutegemm.choice.prepared cutegemm.choice.heuristics",
+    "choice": "cutegemm.choice.plan cutegemm.choice.group_kin cutegemm.choice.prepared cutegemm.choice.heuristics",
     "winners": "cutegemm.winners.*",
     "what a backend is": "cutegemm.backend",
     "cost model": """
@@ -39,7 +39,8 @@ LAYERS = {
     "emulator": "cutegemm.emulator.*",
     "what kernels run with": """
         cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest
-        cutegemm.run.cache_dir cutegemm.run.environment cutegemm.run.progress cutegemm.native.*""",
+        cutegemm.run.cache_dir cutegemm.run.float32 cutegemm.run.environment cutegemm.run.progress
+        cutegemm.native.*""",
     "hardware": "cutegemm.hardware.*",
     "problem": "cutegemm.problem.* cutegemm.ops",
     "errors": "cutegemm.errors",

@@ -260,6 +260,14 @@ PyObject* forget(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+// leave_float32_to_python(): of the operator, the products that name no precision.
+PyObject* leave_float32_to_python(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  leaves_float32 = true;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* known(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   return checked(PyLong_FromSize_t(launches().size()));
@@ -356,6 +364,7 @@ PyMethodDef methods[] = {
     {"install", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(install)), METH_FASTCALL, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"known", known, METH_NOARGS, nullptr},
+    {"leave_float32_to_python", leave_float32_to_python, METH_NOARGS, nullptr},
     {"lend", lend, METH_VARARGS, nullptr},
     {"take_back", take_back, METH_NOARGS, nullptr},
     {"configure", configure, METH_VARARGS, nullptr},

@@ -1,6 +1,7 @@
 // torch.ops.cutegemm.gemm for plain tensors; cutegemm/pytorch/operator.py defines it and computes all other calls.
 #pragma once
 
+#include <atomic>
 #include <cfloat>
 
 #include <torch/library.h>
@@ -60,10 +61,14 @@ struct Arguments {
   }
 };
 
+// Whether Python decides the precision of float32 products that name none.
+inline std::atomic<bool> leaves_float32{false};
+
 // The product where it can be computed here. What was never met before is planned by Python first.
 inline std::optional<at::Tensor> product(const Arguments& given, const Options& options) {
   Operands of;
   if (!options.known() || !given.operands(of)) return std::nullopt;
+  if (!given.precision && leaves_float32 && given.a.scalar_type() == at::ScalarType::Float) return std::nullopt;
   Known launch;
   Found found = look_up(of, given.beta, options, launch);
   if (found == Found::unknown) {

@@ -21,6 +21,7 @@ from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
 from cutegemm.pytorch import quantize_operator as torch_quantize_op
 from cutegemm.quantize import dequantize, quantize
+from cutegemm.run.float32 import float32_precision, get_float32_precision, set_float32_precision
 from cutegemm.scaled_mm import scaled_mm
 from cutegemm.tune import tune
 
@@ -34,7 +35,9 @@ __all__ = [
     "clear_workspaces",
     "dequantize",
     "explain",
+    "float32_precision",
     "gemm",
+    "get_float32_precision",
     "grouped_gemm",
     "linear",
     "nn",
@@ -42,6 +45,7 @@ __all__ = [
     "prepare",
     "quantize",
     "scaled_mm",
+    "set_float32_precision",
     "trace_epilogue",
     "tune",
 ]

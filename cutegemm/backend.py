@@ -171,6 +171,12 @@ class Backend(ABC, Generic[C]):
         """
         return None
 
+    def for_constant(self, config: C, signature: Signature) -> C | None:
+        """The configuration with what makes use of an operand that no running kernel writes (`Signature.constant`);
+        None where nothing would, and the kernel of the plain signature serves.
+        """
+        return None
+
     def why_work_refused(self, signature: Signature) -> str | None:
         """None, or that it takes other works or no epilogue programs; `supports` and `check` ask this first."""
         if signature.epilogue.custom is not None and not self.programs:

@@ -28,7 +28,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
-from cutegemm.run import call, runner
+from cutegemm.run import call, float32, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
 _FLT_MAX = request.FLT_MAX
@@ -55,6 +55,7 @@ def gemm(
     precision: str | None = None,
     backend: str = "auto",
     config: Any = None,
+    constant: str | None = None,
     epilogue: Any = None,
     operands: Sequence[Any] = (),
     save: str | None = None,
@@ -83,14 +84,20 @@ def gemm(
         out_dtype: dtype of D, any accepted one; by default that of `out`, else `output` in the row of a's dtype (of fp8
             bfloat16; of int8 int32, which the plain product alone has, and bfloat16 with scales). D in fp8 or int8
             saturates.
-        precision: for float32: "ieee" (default; CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores,
-            operands rounded to 10 mantissa bits) or "tf32x3" (tensor cores, each operand split into two TF32 numbers,
-            three products: nearly fp32's accuracy for finite operands; an infinity gives NaN; backend "cutlass2x").
-            For 16-bit operands None or "ieee".
+        precision: for float32: "ieee" (CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores, operands
+            rounded to 10 mantissa bits), or fp32's accuracy on tensor cores from parts of the operands: "bf16x6",
+            "bf16x9" (Hopper) and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds and
+            the ends of their range: docs/precision.md. None is "ieee", or what `set_float32_precision` says. For
+            16-bit operands None or "ieee".
         backend: "auto" (default), "cute", "cutlass2x", "legacy" or "torch". A kernel backend named for CPU tensors
             runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by
             default the backend chooses.
+        constant: "a" or "b" promises that no kernel that may still be running writes that operand: neither the kernel
+            in front on this stream nor one on another. Hopper kernels then load its first tiles before the kernel in
+            front has ended; all others make no use of it. Where the promise is broken, D may be computed from old or
+            half-written values. None (default) promises nothing. The backward pass makes no use of it; an operand that
+            must be copied or cast first is not constant, nor is any under vmap. Not for a call with an epilogue.
         epilogue: a function of the accumulators and of `operands`, written with Python operators and `cutegemm.ops`, or
             a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
             function says them.
@@ -144,8 +151,12 @@ def gemm(
                 a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands,
                 save, scale_a, scale_b, scaling,
             )  # fmt: skip
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     if epilogue is not None:
         programs.refuse_terms(c, alpha, beta, bias, activation)
+        if constant is not None:
+            programs.refuse_constant(constant)
         return programs.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
     if operands != () or save is not None:
         programs.refuse_alone({"operands": operands, "save": save})
@@ -154,10 +165,10 @@ def gemm(
         request.check_number("beta", beta)
         return _by_operator(
             a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
-            precision=precision, backend=backend, config=config,
+            precision=precision, backend=backend, config=config, constant=constant,
         )  # fmt: skip
     if (serves := native.gemm) is not None:
-        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
         if d is not None:
             return d
     if not (
@@ -170,7 +181,7 @@ def gemm(
     key = run = None
     try:
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes() and not _is_autocast_on():
-            key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+            key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
             run = _memo.get(key)
         if run is not None and forward_ad._current_level >= 0:
             run = None
@@ -181,26 +192,28 @@ def gemm(
     except (AttributeError, TypeError, RuntimeError):
         key = run = None  # not a dense tensor, or something unhashable: what it is is found out below
     if run is None or (records and out is not None):
-        return _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+        return _uncommon(
+            key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant
+        )
     if records:
         if _has_transforms():
             return _by_operator(
                 a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=None, out_dtype=out_dtype,
-                precision=precision, backend=backend, config=config,
+                precision=precision, backend=backend, config=config, constant=constant,
             )  # fmt: skip
         settings = autograd.Settings(alpha, beta, activation, precision, backend)
         return _record(a, b, c, bias, settings, run)
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
+def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant):
     """A call that is new, or that is more than a multiplication of plain tensors.
 
     described: `call.description` of it, if `gemm` has made one.
     """
     options = {
         "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
+        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
     }  # fmt: skip
     if transforms.active(a, b, c, bias, out):
         transforms.refuse_escaped({"a": a, "b": b, "c": c, "bias": bias, "out": out})
@@ -216,7 +229,7 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
         with torch._C._DisableAutocast():
             return gemm(a, b, c, **options)
     if described is None:
-        key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+        key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
     else:
         key = call.key_of_described(described, c, bias, out)
     # What was remembered is not enough where `out` must be looked at.
@@ -244,17 +257,19 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
+def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None):
     """The call as torch's operator; see pytorch/operator.py. torch.compile puts this into its graph."""
     if config is not None and not isinstance(config, str):
         config = str(config)
     if out is None:
-        return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+        return torch.ops.cutegemm.gemm(
+            a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+        )
     sharding.refuse_out(out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})
-    torch.ops.cutegemm.gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out)
+    torch.ops.cutegemm.gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant)
     return out
 
 
@@ -263,6 +278,7 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
 
     Raises TypeError for a name that `gemm` does not take, ValueError for what an epilogue needs.
     """
+    options = float32.completed(a, options)
     programs.refuse_alone(options)
     known = runner.complete({name: value for name, value in options.items() if name not in programs.OPTIONS})
     return cast_operands(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
@@ -271,6 +287,7 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
 def _planned(a: Any, b: Any, c: Any, options: dict[str, Any], anew: bool) -> Plan:
     """The plan of the call `gemm(a, b, c, **options)`. anew: chosen now, even if one is remembered."""
     a, b, c, options = scaled.unscaled(a, b, c, options)
+    options = float32.completed(a, options)
     if options.get("epilogue") is not None:
         return programs.plan_of(a, b, c, options)
     a, b, c, known = completed(a, b, c, options)

@@ -30,6 +30,8 @@ class Linear(torch.nn.Linear):
         in_features, out_features, bias, device, dtype: as in torch.nn.Linear; `dtype` one that `cutegemm.gemm` accepts.
         activation: as in `cutegemm.gemm`, fused into the product.
         precision, backend: as in `cutegemm.gemm`.
+        constant_weight: promises that no running kernel writes the weight when `forward` is called: as
+            `cutegemm.gemm(..., constant="b")`, for inference.
 
     Raises:
         ValueError: no such activation, precision or backend.
@@ -38,6 +40,7 @@ class Linear(torch.nn.Linear):
     activation: str | None = None
     precision: str | None = None
     backend: str = "auto"
+    constant_weight: bool = False
 
     def __init__(
         self,
@@ -50,20 +53,26 @@ class Linear(torch.nn.Linear):
         activation: str | None = None,
         precision: str | None = None,
         backend: str = "auto",
+        constant_weight: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._configure(activation, precision, backend)
+        self._configure(activation, precision, backend, constant_weight)
 
-    def _configure(self, activation: str | None, precision: str | None, backend: str) -> None:
+    def _configure(self, activation: str | None, precision: str | None, backend: str, constant_weight: bool) -> None:
         _check(activation, precision, backend)
         self.activation, self.precision, self.backend = activation, precision, backend
+        self.constant_weight = constant_weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self.weight, self.bias, self.activation, precision=self.precision, backend=self.backend)
+        return linear(
+            input, self.weight, self.bias, self.activation, precision=self.precision, backend=self.backend,
+            constant_weight=self.constant_weight,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        for name, default in (("activation", None), ("precision", None), ("backend", "auto")):
+        defaults = {"activation": None, "precision": None, "backend": "auto", "constant_weight": False}
+        for name, default in defaults.items():
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)!r}"
         return text
@@ -76,6 +85,7 @@ class Linear(torch.nn.Linear):
         activation: str | None = None,
         precision: str | None = None,
         backend: str = "auto",
+        constant_weight: bool = False,
     ) -> Linear:
         """A Linear with the very parameters (not copies), hooks and training mode of `module`.
 
@@ -89,7 +99,7 @@ class Linear(torch.nn.Linear):
             raise TypeError(f"module: {reason}")
         made = cls.__new__(cls)
         made.__dict__.update({name: _own(value) for name, value in module.__dict__.items()})
-        made._configure(activation, precision, backend)
+        made._configure(activation, precision, backend, constant_weight)
         return made
 
 
@@ -99,6 +109,7 @@ def replace_linears(
     where: Callable[[str, torch.nn.Linear], bool] | None = None,
     precision: str | None = None,
     backend: str = "auto",
+    constant_weights: bool = False,
     dtype: Any = None,
     scaling: str | tuple[str, str] = "rows",
     accumulate: str | None = None,
@@ -113,6 +124,10 @@ def replace_linears(
     takes, parametrized ones, and those for which `where(name, module)` is false. Tied parameters stay tied, and a
     module that stands in several places is replaced by one.
 
+    constant_weights=True promises that no running kernel writes a weight when its layer is called, so that a layer may
+    fetch its weight while the kernel in front still runs: for inference with weights that stay as they are. Not for
+    training, whose optimizer writes them, nor for FSDP, which gathers them.
+
     Returns:
         `model`, or its replacement when it is a torch.nn.Linear itself.
 
@@ -124,6 +139,10 @@ def replace_linears(
         Settings.of(dtype, scaling, None, accumulate, backend)
         if precision is not None:
             raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
+        if constant_weights:
+            raise ValueError(
+                "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
+            )
     elif scaling != "rows" or accumulate is not None:
         raise ValueError("scaling, accumulate: they are for quantized layers; pass dtype='fp8' or 'int8'")
     made: dict[int, torch.nn.Module] = {}
@@ -134,7 +153,9 @@ def replace_linears(
         if id(module) not in made:
             assert isinstance(module, torch.nn.Linear)
             if dtype is None:
-                made[id(module)] = Linear.from_linear(module, precision=precision, backend=backend)
+                made[id(module)] = Linear.from_linear(
+                    module, precision=precision, backend=backend, constant_weight=constant_weights
+                )
             else:
                 made[id(module)] = Fp8Linear.from_linear(
                     module, dtype, scaling=scaling, accumulate=accumulate, backend=backend

@@ -17,6 +17,7 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.spread import ascending, groups_of, spread
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+from cutegemm.torch_backend import check_tf32
 
 if TYPE_CHECKING:
     from cutegemm.problem.program.graph import Program
@@ -35,6 +36,7 @@ def core(asked: ProgramRequest) -> Core:
     plain = problem.epilogue == Epilogue() and problem.dtype == problem.out_dtype == "bf16" and work != MASKED
 
     def run(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...], arrays: Arrays) -> None:
+        check_tf32(a)
         a, b, (sizes, *index) = a.detach(), b.detach(), arrays
         if work == GATHERED:
             a = gathered(a, index[0])

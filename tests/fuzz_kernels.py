@@ -15,7 +15,8 @@ from typing import Any
 from cutegemm import backend as backends
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import DTYPES, ITEMSIZE
+from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.epilogue import ACTIVATIONS
 from tests.fuzz_draw import Limits, Pair, Template, draw
 
@@ -74,12 +75,12 @@ def _templates(kind: str, rng: random.Random, arch: Arch) -> Callable[[], Templa
     """Gives one template after another; those that no kernel serves are dropped by the caller."""
     deck = {
         "kinds": Deck(rng, _operand_kinds(kind)),
-        "out": Deck(rng, DTYPES),
+        "out": Deck(rng, TERMS),
         "majors": Deck(rng, ("tn", "tt", "nn", "nt")),
         "order": Deck(rng, ("row", "row", "col")),
         "c": Deck(rng, ("no", "no", "aligned", "aligned", "any")),
-        "c_dtype": Deck(rng, DTYPES),
-        "bias": Deck(rng, (None, None, *DTYPES)),
+        "c_dtype": Deck(rng, TERMS),
+        "bias": Deck(rng, (None, None, *TERMS)),
         "activation": Deck(rng, (None, None, None, *ACTIVATIONS)),
         "align": Deck(rng, (16, 8, 4, 2)),
         "even": Deck(rng, (True, False)),

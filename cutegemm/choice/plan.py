@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from cutegemm import backend as backends
 from cutegemm import native
 from cutegemm.backend import Backend, Kernel, Preparer
+from cutegemm.choice.group_kin import kin
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
@@ -41,6 +42,7 @@ class Plan(NamedTuple):
         copies: for each operand that torch must make contiguous first, its name and why.
         preparations: what else is made of operands first, by kernels of ours, in this order; `problem` is the one that
             is left then; with the kernel of each, None in a plan that is only described. See `choice.prepared`.
+        constant: "a" or "b" for an operand of `problem` that is promised to be constant, else "".
     """
 
     problem: Problem
@@ -51,6 +53,7 @@ class Plan(NamedTuple):
     copies: tuple[tuple[str, str], ...] = ()
     emulated: bool = False
     preparations: tuple[tuple[Preparation, Preparer | None], ...] = ()
+    constant: str = ""
 
 
 def emulated_arch() -> Arch:
@@ -139,6 +142,10 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_program(), arch, known)
         names = "tuned winner of the plain product", "tuned winner of the plain product in the other 16-bit type"
+    for relative, name in kin(problem) if rows == (None, None) else ():
+        if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):
+            names = f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
+            break
     if rows == (None, None):
         return None
     for whose, row in zip(names, rows, strict=True):
@@ -219,6 +226,10 @@ def describe(plan: Plan) -> str:
     rows += [(f"copied first: {name}", why) for name, why in plan.copies]
     names = {"a": "b", "b": "a"} if plan.swapped else {"a": "a", "b": "b"}
     rows += [(f"prepared first: {names[each.operand]}", each.text) for each, _ in plan.preparations]
+    if plan.constant:
+        used = plan.kernel is not None and plan.kernel.signature.constant
+        what = "its first tiles are loaded while the kernel in front still runs" if used else "this kernel waits anyway"
+        rows.append(("constant", f"{plan.constant.upper()}: {what}"))
     if choice.config is not None and plan.arch is not None:
         from cutegemm import winners
         from cutegemm.choice import heuristics

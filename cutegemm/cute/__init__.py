@@ -3,6 +3,8 @@
     sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    hopper/kernel.py
     sm80   tensor cores by mma.sync: fp16, bf16, tf32               ampere/kernel.py
     simt   fp32 on CUDA cores, also with sliced K                   simt/kernel.py, simt/sliced.py
+    dmma   tensor cores by mma.sync: fp64                           dmma/kernel.py
+    vector fp32 with few rows or columns of D, at memory's speed    vector/kernel.py
 
 A kernel family is a folder and one row of `FAMILIES`: its configurations, the kinds of products that it takes, its
 operator, candidates and footprints. Nothing else here knows a family by name. The cost model chooses among the
@@ -24,12 +26,19 @@ from cutegemm.cute import prepare
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.ampere import config as ampere_config
 from cutegemm.cute.ampere import footprint as ampere_footprint
+from cutegemm.cute.dmma import candidates as dmma_candidates
+from cutegemm.cute.dmma import config as dmma_config
+from cutegemm.cute.dmma import footprint as dmma_footprint
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
+from cutegemm.cute.hopper import constant as hopper_constant
 from cutegemm.cute.hopper import footprint as hopper_footprint
 from cutegemm.cute.simt import candidates as simt_candidates
 from cutegemm.cute.simt import config as simt_config
 from cutegemm.cute.simt import footprint as simt_footprint
+from cutegemm.cute.vector import candidates as vector_candidates
+from cutegemm.cute.vector import config as vector_config
+from cutegemm.cute.vector import footprint as vector_footprint
 from cutegemm.problem import ITEMSIZE, work
 from cutegemm.problem.dtypes import kind_names
 
@@ -69,6 +78,10 @@ def _no_splits(text: str, signature: Signature) -> tuple[int, ...]:
     return ()
 
 
+def _unused(config: Any, signature: Signature) -> Any:
+    return None
+
+
 def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
     return []
 
@@ -87,9 +100,12 @@ class Family:
         splits: of a candidate's text and a signature, the splits of K that it may also have.
         shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
             about these sizes; all are compared where it names none.
+        for_constant: `Backend.for_constant` of a configuration.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
         automatic: one that is not serves only calls that name a configuration.
         clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
+        beside: the family with whose candidates its own are compared; without one they count where no family before has
+            any.
     """
 
     config: Any
@@ -102,10 +118,12 @@ class Family:
     works: tuple[str, ...] = (work.DENSE,)
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
+    for_constant: Callable[[Any, Signature], Any] = _unused
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
     automatic: bool = True
     clips: bool = False
+    beside: str | None = None
 
     def runs_on(self, arch: Arch) -> bool:
         return arch.capability == self.capability or (self.forward and arch.capability > self.capability)
@@ -129,6 +147,7 @@ FAMILIES: dict[str, Family] = {
         works=hopper_config.WORKS,
         splits=hopper_candidates.splits,
         shortlist=hopper_candidates.shortlist,
+        for_constant=hopper_constant.for_constant,
         capability=(9, 0),
         forward=False,
         clips=True,
@@ -141,6 +160,7 @@ FAMILIES: dict[str, Family] = {
         ampere_candidates.listed,
         ampere_footprint.of,
         ("warps/*.py", "ampere/*.py"),
+        splits=ampere_candidates.splits,
     ),
     "simt": Family(
         simt_config.SimtConfig,
@@ -150,6 +170,27 @@ FAMILIES: dict[str, Family] = {
         simt_candidates.listed,
         simt_footprint.of,
         ("warps/*.py", "simt/*.py"),
+        splits=simt_candidates.splits,
+    ),
+    "vector": Family(
+        vector_config.VectorConfig,
+        "vector.kernel",
+        "VectorGemm",
+        vector_config.TAKES,
+        vector_candidates.listed,
+        vector_footprint.of,
+        ("warps/*.py", "vector/*.py"),
+        splits=vector_candidates.splits,
+        beside="simt",
+    ),
+    "dmma": Family(
+        dmma_config.DmmaConfig,
+        "dmma.kernel",
+        "DmmaGemm",
+        dmma_config.TAKES,
+        dmma_candidates.listed,
+        dmma_footprint.of,
+        ("warps/*.py", "dmma/*.py"),
     ),
 }
 _OLDEST = min(family.capability for family in FAMILIES.values())
@@ -208,12 +249,26 @@ class CuteBackend(Backend[Any]):
             return _too_old(arch)
         if any(self._serves(family, problem, arch) for family in self._automatic(problem.signature)):
             return None
-        if not any(problem.signature.kind in family.takes for family in FAMILIES.values()):
+        if not any(problem.signature.kind in family.takes for family in FAMILIES.values() if family.runs_on(arch)):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
             hint = "; backend 'cutlass2x' has 'tf32x3'" if problem.precision == "tf32x3" else ""
             asked = f"{problem.dtype} with precision {problem.precision!r}"
-            return f"no CuTe kernel multiplies {asked}: {taken}{hint}"
+            return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}{hint}"
+        if problem.work != work.DENSE:
+            return self._why_none(problem, arch)
         return f"no configuration fits {arch.name}"
+
+    def _why_none(self, problem: Problem, arch: Arch) -> str:
+        """Why no configuration of the families that take the problem's work can serve it."""
+        kind = problem.signature.kind
+        for name, family in FAMILIES.items():
+            if problem.work in family.works:
+                if not family.runs_on(arch):
+                    return f"{name} alone computes {problem.work} products, and does not run on {arch.name}"
+                if kind not in family.takes:
+                    return f"{name} alone computes {problem.work} products, and takes {kind_names(family.takes)}"
+                return str(self.check(_listed(name, problem.signature)[-1], problem, arch))
+        return f"no family computes {problem.work} products"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
         """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""
@@ -241,6 +296,10 @@ class CuteBackend(Backend[Any]):
             return f"{config.family} has run in the emulator only so far"
         return config.only_by_name()
 
+    def for_constant(self, config: Any, signature: Signature) -> Any:
+        """See `Backend.for_constant`."""
+        return FAMILIES[config.family].for_constant(config, signature)
+
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
         for family in self._automatic(problem.signature):
@@ -254,11 +313,16 @@ class CuteBackend(Backend[Any]):
         """(configuration, splits that it may also have) of the few that the heuristic may take: those of the first
         automatic family that has any.
         """
-        family = self._first(signature, arch)
-        if family is None:
+        first = self._first(signature, arch)
+        if first is None:
             return []
-        usable = _usable(family.config.family, signature, arch)
-        return [(config, family.splits(str(config), signature)) for config in usable]
+        name = first.config.family
+        beside = (family for family in self._automatic(signature) if family.beside == name)
+        return [
+            (config, family.splits(str(config), signature))
+            for family in (first, *beside)
+            for config in _usable(family.config.family, signature, arch)
+        ]
 
     def shortlist(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
         """(text, whether K is split) of the `candidates` to compare for about these sizes; none: compare all."""

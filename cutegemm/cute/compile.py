@@ -189,7 +189,7 @@ class CuteKernel:
 
     def bind(self, problem: Problem) -> BoundLaunch:
         words, parts = self.config.workspace_bytes(problem, self.arch)
-        function, behind = self._load(), self._behind_the_stream(problem, words)
+        function, behind = self._load(), self._behind_the_stream(problem, words + parts)
         take = workspace.default.take
 
         def launch(operands: Addresses, scalars: Numbers, stream: int) -> None:
@@ -199,7 +199,7 @@ class CuteKernel:
             _held, address = take(words, parts, stream)
             function(*operands, *scalars, stream, address, *behind)
 
-        chosen = launch_with_workspace if words else launch
+        chosen = launch_with_workspace if words + parts else launch
         if problem.k:
             return chosen
 
@@ -215,7 +215,7 @@ class CuteKernel:
         if self._address is None or problem.k == 0:
             return None
         words, parts = self.config.workspace_bytes(problem, self.arch)
-        return Launcher(self._address, words, parts, self._behind_the_stream(problem, words))
+        return Launcher(self._address, words, parts, self._behind_the_stream(problem, words + parts))
 
     def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:
         from cutegemm.emulator.capture import HostObject
@@ -225,9 +225,10 @@ class CuteKernel:
             if self._host is None:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
         words, parts = self.config.workspace_bytes(problem, self.arch)
-        by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words)
-        if not words:
-            return Captured(self._host.capture(*by_call, *behind))
+        constant = (self.signature.constant,) if self.signature.constant else ()
+        by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words + parts)
+        if not words + parts:
+            return Captured(self._host.capture(*by_call, *behind), constant=constant)
         import torch
 
         # Parts that nobody wrote are NaN. Parts begin on lines, as in memory of a GPU, and nothing lies behind them.
@@ -236,11 +237,11 @@ class CuteKernel:
         scratch = room[begin : begin + words + parts]
         scratch[:words] = 0
         launches = self._host.capture(*by_call, scratch.data_ptr(), *behind)
-        return Captured(launches, scratch={WORKSPACE: scratch})
+        return Captured(launches, scratch={WORKSPACE: scratch}, constant=constant)
 
-    def _behind_the_stream(self, problem: Problem, words: int) -> tuple[int, ...]:
-        """What every launch of the problem passes behind the stream and, where it has `words`, its workspace."""
-        null = (0,) if WORKSPACE in self.config.extra_arguments and not words else ()
+    def _behind_the_stream(self, problem: Problem, workspace: int) -> tuple[int, ...]:
+        """What every launch of the problem passes behind the stream and its workspace, if that has any bytes."""
+        null = (0,) if WORKSPACE in self.config.extra_arguments and not workspace else ()
         return (*null, *arguments.fixed(problem, self.config.launch_arguments(problem, self.arch)))
 
     def _load(self) -> Any:

@@ -8,11 +8,11 @@ about a tensor is promised to the compiler beyond its alignment class, which the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Float64, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from cutegemm.cute import types
@@ -22,10 +22,7 @@ from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
 from cutegemm.run import arguments
 
-if TYPE_CHECKING:
-    from cutegemm.cute.warps.config import TileConfig
-
-_NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32}
+_NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32, "float64": Float64}
 
 
 class Gemm:
@@ -35,12 +32,13 @@ class Gemm:
     one tile, or its part of it.
     """
 
-    def __init__(self, config: TileConfig, signature: Signature) -> None:
+    def __init__(self, config: Any, signature: Signature) -> None:
         self.config: Any = config
         self.signature = signature
         self.ab_type = types.NUMERIC[signature.dtype]
         self.order = Grouped(config.group)
-        self.epilogue = SlabEpilogue(config, signature)
+        if signature.dtype != "fp64":  # whose kernel has an epilogue of its own
+            self.epilogue = SlabEpilogue(config, signature)
         # Of B: see `warps.tile_load`.
         self.halves = config.wn // 2 if signature.epilogue.gating == "halves" else 0
         self.parts = PartSum(config, signature) if config.splits > 1 else None
@@ -106,8 +104,8 @@ class Gemm:
     @cute.jit
     def finish_parts(self, memory):
         """Adds up and stores what falls to this CTA of its tile; `memory`: shared, with a word that is free."""
-        args = self.args
-        matrix, row, column = self._place(self._share(self._number()), args.tiles_m, args.tiles_n)
+        assert self.parts is not None
+        matrix, row, column = self._place(self._share(self._number()), self.args.tiles_m, self.args.tiles_n)
         self.parts.finish(memory, matrix, row, column)
 
     def _number(self) -> Any:

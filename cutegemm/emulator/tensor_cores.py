@@ -10,10 +10,10 @@ take no part in the largest exponent, which is at least -126, and a sum beyond f
 Sources. The model and the numbers of `RULES`: Xie et al., "MMA-Sim: Bit-accurate reference model of tensor cores and
 matrix cores", arXiv 2511.10909, and its code (github.com/microsoft/MMA-Sim), which its authors compared bit by bit
 with GPUs. Khattak and Mikaitis, "Accurate models of NVIDIA tensor cores", arXiv 2512.07004, describe the same
-structure; Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021, first measured
-the truncation and the extra bits. Not certain: what E is where all products are below 2^-126 (here -126, as MMA-Sim
-has it), the sign of a sum that is zero (here +), and the payload of NaN. `tests/gpu/test_tensor_cores.py` compares the
-bits with a GPU.
+structure; Fasi, Higham, Mikaitis and Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021, were the
+first to measure the truncation and the extra bits. Not certain: what E is where all products are below 2^-126 (here
+-126, as MMA-Sim has it), the sign of a sum that is zero (here +), and the payload of NaN.
+`tests/gpu/test_tensor_cores.py` compares the bits with a GPU.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
         return found
 
     @property
-    def index(self) -> torch.Tensor | None:
+    def indices(self) -> torch.Tensor | None:
         """The rows of A, or of D, that the rows of the product are."""
         found: torch.Tensor | None = self.rows if self.places is None else self.places
         return found
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
         """The device arrays of the work, in its order."""
-        return (self.groups,) if self.index is None else (self.groups, self.index)
+        return (self.groups,) if self.indices is None else (self.groups, self.indices)
 
 
 class Extents(NamedTuple):

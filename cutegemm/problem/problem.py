@@ -17,15 +17,18 @@ from typing import Any
 
 from cutegemm.problem.dtypes import (
     ITEMSIZE,
-    OUTPUTS,
     PRECISIONS,
-    TABLE,
+    PRODUCTS,
+    TYPES,
     Kind,
+    why_mixture_refused,
     why_not_multiplied,
     why_precision_refused,
 )
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
+from cutegemm.problem.parts import TABLE as PARTS
+from cutegemm.problem.parts import Parts
 from cutegemm.problem.program.graph import SCALE_K
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
@@ -40,8 +43,9 @@ class Signature:
 
     Attributes:
         dtype: dtype name of A and B. out_dtype: of D.
-        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
-            into two TF32 numbers, three products); for fp8 operands "fast": sums that are not promoted.
+        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32), or a name of
+            `problem.parts`: each operand is a sum of narrower numbers, whose products are added; for fp8 operands
+            "fast": sums that are not promoted.
         a_major: "k" or "m". b_major: "k" or "n".
         align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
             gate and up, `align_b` divides a half too.
@@ -49,6 +53,8 @@ class Signature:
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
         b_dtype: dtype name of B where it is not that of A.
+        constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none. Only what
+            is compiled depends on it: `Problem.signature`, by which kernels are chosen and measured, has none.
     """
 
     dtype: str
@@ -62,6 +68,7 @@ class Signature:
     align_c: int
     epilogue: Epilogue
     work: str = DENSE
+    constant: str = ""
     b_dtype: str | None = None
 
     @property
@@ -77,7 +84,12 @@ class Signature:
     @property
     def unit(self) -> str:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
-        return TABLE[self.dtype].units[self.precision]
+        return PRODUCTS[self.dtype].units[self.precision]
+
+    @property
+    def parts(self) -> Parts | None:
+        """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
+        return PARTS.get(self.kind)
 
     @property
     def promotion(self) -> int | None:
@@ -87,7 +99,7 @@ class Signature:
         """
         if self.epilogue.custom is not None and self.epilogue.custom.block_scales:
             return SCALE_K
-        return TABLE[self.dtype].promoted.get(self.precision)
+        return PRODUCTS[self.dtype].promoted.get(self.precision)
 
     @property
     def majors(self) -> str:
@@ -126,7 +138,7 @@ class Signature:
     def _fields(self) -> tuple[Any, ...]:
         return (
             self.dtype, self.out_dtype, self.precision, self.a_major, self.b_major, self.align_a, self.align_b,
-            self.align_d, self.align_c, self.epilogue, self.work, self.b_dtype,
+            self.align_d, self.align_c, self.epilogue, self.work, self.constant, self.b_dtype,
         )  # fmt: skip
 
     @cached_property
@@ -142,7 +154,7 @@ class Signature:
             f"{self.dtype}{'*' + self.b_dtype if self.b_dtype else ''}->{self.out_dtype}/{self.precision}"
             f"/a{self.a_major}{self.align_a}"
             f"/b{self.b_major}{self.align_b}/c{self.align_c}/d{self.align_d}/{self.epilogue}"
-            f"{'' if self.work == DENSE else '/' + self.work}"
+            f"{'' if self.work == DENSE else '/' + self.work}{self.constant and '/constant_' + self.constant}"
         )
 
 
@@ -207,10 +219,10 @@ class Problem:
 
         Args:
             m, n, k, batch: sizes in elements.
-            dtype: a name of `problem.dtypes.TABLE`; `out_dtype` defaults to that row's `output`.
+            dtype: a name of `problem.dtypes.PRODUCTS`; `out_dtype` defaults to that row's `output`.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
-            precision: "ieee"; "tf32" or "tf32x3" (fp32 only); "fast" (fp8 only).
+            precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9"; for fp8 also "fast".
             epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
                 gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.
@@ -222,9 +234,9 @@ class Problem:
         for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
             if not isinstance(extent, int) or extent < 0:
                 raise ValueError(f"{name}: got {extent!r}, expected a Python int that is not negative")
-        if dtype not in TABLE or (out_dtype is not None and out_dtype not in OUTPUTS):
-            raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(TABLE)}")
-        if b_dtype is not None and (b_dtype not in TABLE or why_not_multiplied(dtype, b_dtype)):
+        if dtype not in PRODUCTS or (out_dtype is not None and out_dtype not in TYPES):
+            raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(PRODUCTS)}")
+        if b_dtype is not None and (b_dtype not in PRODUCTS or why_not_multiplied(dtype, b_dtype)):
             raise ValueError(f"b_dtype: got {b_dtype!r}, which is not multiplied with {dtype}")
         if len(majors) != 2 or set(majors) - set("tn"):
             raise ValueError(f"majors: got {majors!r}, accepted are 'tn', 'tt', 'nn', 'nt'")
@@ -234,8 +246,12 @@ class Problem:
             raise ValueError(refused)
         if work not in WORKS:
             raise ValueError(f"work: got {work!r}, accepted are {', '.join(WORKS)}")
-        out = out_dtype or TABLE[dtype].output
+        out = out_dtype or PRODUCTS[dtype].output
         epi = epilogue or Epilogue()
+        if refused := why_mixture_refused(dtype, out_dtype=out, c=epi.c_dtype, bias=epi.bias_dtype):
+            raise ValueError(refused)
+        if refused := epi.why_refused_for(dtype):
+            raise ValueError(refused)
         count_a, count_b, count_d = (WORKS[work].matrices(operand, batch) for operand in "abd")
         a = compact(m, k, count_a, majors[0] == "t", ITEMSIZE[dtype])
         b = compact(k, n, count_b, majors[1] == "t", ITEMSIZE[dtype])
@@ -266,6 +282,7 @@ class Problem:
             0 if c is None or not c.row_major else c.align,
             self.epilogue,
             self.work,
+            "",
             self.b_dtype,
         )
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))

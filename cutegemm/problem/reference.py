@@ -26,6 +26,15 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    K / 32. The fp32 sums of chains, at most 2 K / 32 + 2 with those of splits, round to nearest: gamma with 2^-24.
    int8: sums are exact (they wrap beyond 2^31); an epilogue reads them in fp32: 2^-24 |acc|.
    Scales of blocks of K multiply the operands exactly here. The kernel rounds their product, and adds in one rounding.
+   Operands split into parts (`problem.parts`), sums promoted every P of K: the tensor cores add t P products of parts
+   at a time, the smallest first, and what they give is added in fp32 registers, which round to nearest. All but the
+   P largest products of these are together at most s = 2^-7 1.02 of |A||B| (tf32x3: 2^-10 1.02), since the second part
+   of x is at most 2^-8 |x| (2^-11 |x|), and the third smaller. So an interval errs by at most gamma_{(t-1) P}(2^-23) s
+   for the small products and then gamma_{P+1}(2^-23) (1 + s) for the large ones, relative to its share of |A||B|;
+   intervals add up to the same, relative to the whole. The ceil(K / P) promotions, however K is divided, err by at most
+   gamma_{ceil(K / P) + 2}(2^-24) (1 + s). What is left out of a product is `Parts.omitted` of it, four times as much
+   for numbers beyond the largest of bf16 or tf32, whose first part is truncated. An operand's parts miss at most
+   `Parts.lost` of it, times the other operand. With P >= K without end this is the bound of step 1 for t K products.
 3. Epilogue: at most five more fp32 operations: gamma_5 (|alpha| |A||B| + |beta C| + |bias|).
 4. Activation: all four have |f'| <= 1.13 (silu 1.0999, gelu 1.1290), so the error so far grows by at most that;
    evaluating f itself costs at most 16 u |z| (every formula used is z times a value in [0, 1] known to a few
@@ -33,7 +42,11 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
 5. Output: half a unit in the last place of the output dtype at |D| + (error so far), and half its smallest
    subnormal.
 
-Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added.
+Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added. Tensor cores keep
+subnormal numbers (Fasi et al., as above), and so does what adds promoted sums of parts: there t K 2^-149 is added.
+
+fp64 operands: u is 2^-53 (IEEE operations, each rounded to nearest), the smallest normal number 2^-1022. The value is
+rounded from twice as many digits (`double_double`), and what it may be off by itself is a part of the bound.
 """
 
 from __future__ import annotations
@@ -44,9 +57,21 @@ from dataclasses import dataclass
 
 import torch
 
-from cutegemm.problem import scales
-from cutegemm.problem.dtypes import ACCEPTED, CUDA_CORES, OUTPUTS, TABLE, dtype_name, output_name, torch_dtype
+from cutegemm.problem import double_double, scales
+from cutegemm.problem.dtypes import (
+    ACCEPTED,
+    ALONE,
+    CUDA_CORES,
+    TABLE,
+    TYPES,
+    dtype_name,
+    output_name,
+    product_dtype_name,
+    torch_dtype,
+)
 from cutegemm.problem.epilogue import formula_of
+from cutegemm.problem.parts import TABLE as PARTS
+from cutegemm.problem.parts import Parts
 
 STEP, PROMOTED = 32, 128
 """Products of fp8 that a tensor core adds at a time, and those between two promotions."""
@@ -98,6 +123,7 @@ def expected(
     out_dtype: torch.dtype | None = None,
     precision: str = "ieee",
     tensor_cores: bool | None = None,
+    promotion: int | None = None,
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> Expected:
@@ -108,17 +134,21 @@ def expected(
         alpha, beta, activation, scale_a, scale_b: as in `cutegemm.gemm`. precision: also "fast", for accumulate="fast".
         out_dtype: dtype the result is rounded to; a's when None, of operands of one byte that of `gemm`.
         tensor_cores: whether fp32 accumulation truncates (see above); by default all but fp32/ieee.
+        promotion: after how many elements of K sums leave the tensor cores, for "tf32x3" by the Hopper kernel; None is
+            for any kernel. "bf16x6" and "bf16x9" have one kernel, whose promotion is known.
 
     Returns:
         `Expected` on the device of `a`.
     """
     out_dtype = out_dtype or _default(a, scale_a, scale_b)
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
+    wide = a.dtype == torch.float64
     reads_c = c is not None and beta != 0  # as given: one that fp32 rounds to 0 still makes NaN of an infinity
-    alpha, beta = _fp32(alpha), _fp32(beta)
-    u = 2.0**-23 if tensor_cores else 2.0**-24
+    if not wide:
+        alpha, beta = _fp32(alpha), _fp32(beta)
+    u = 2.0**-53 if wide else 2.0**-23 if tensor_cores else 2.0**-24
     factors, blocks = _divided(a, b, scale_a, scale_b)
-    z, magnitude, error = accumulators(a, b, precision, tensor_cores, *blocks)
+    z, magnitude, error = accumulators(a, b, precision, tensor_cores, promotion, *blocks)
     for factor in factors:
         z, magnitude, error = z * factor, magnitude * factor.abs(), error * factor.abs()
     z, magnitude, error = alpha * z, abs(alpha) * magnitude, abs(alpha) * error
@@ -127,15 +157,17 @@ def expected(
         z, magnitude = z + term, magnitude + term.abs()
     if bias is not None:
         z, magnitude = z + bias.double(), magnitude + bias.double().abs()
-    error += _gamma(5 + len(factors), u) * magnitude
+    error += (
+        _gamma(10 if wide else 5 + len(factors), u) * magnitude
+    )  # of fp64 the value has as many roundings as the kernel
     value = activate(z, activation)
     error *= _LIPSCHITZ[activation]
     if activation is not None:
         error += 16 * u * z.abs()
-    name = output_name(out_dtype)
-    if name is None:
+    name = output_name(out_dtype) or product_dtype_name(out_dtype)
+    if name is None or (name in ALONE and not wide):
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {ACCEPTED}")
-    out = OUTPUTS[name]
+    out = TYPES[name]
     if name == "int32":
         return Expected(z, torch.zeros_like(z), out_dtype)
     if out.largest is not None:  # it saturates
@@ -171,6 +203,7 @@ def accumulators(
     b: torch.Tensor,
     precision: str = "ieee",
     tensor_cores: bool | None = None,
+    promotion: int | None = None,
     scale_a: torch.Tensor | None = None,
     scale_b: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -180,11 +213,18 @@ def accumulators(
     """
     if a.element_size() == 1:
         return _of_one_byte(a, b, precision, scale_a, scale_b)
+    if a.dtype == torch.float64:
+        return _wide_accumulators(a, b)
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
     k, u = a.shape[-1], 2.0**-23 if tensor_cores else 2.0**-24
     a64, b64 = a.double(), b.double()
     magnitude = torch.matmul(a64.abs(), b64.abs())
-    if precision == "tf32x3":
+    split = PARTS.get((dtype_name(a.dtype) or "", precision))
+    if split is not None and promotion is None and precision != "tf32x3":
+        promotion = TABLE["fp32"].promoted[precision]
+    if split is not None and promotion is not None:
+        error = _split_error(a64, b64, magnitude, split, promotion)
+    elif precision == "tf32x3":
         error = (1.01 * _gamma(3 * k + 2, u) + 1.01 * 2.0**-19) * magnitude + 3 * k * 2.0**-126
     else:
         error = _gamma(k + 2, u) * magnitude + k * 2.0**-126
@@ -218,6 +258,30 @@ def _of_one_byte(
     return z, magnitude, 34 * chain * 2.0**-13 * torch.matmul(*aligned) + sums + k * 2.0**-126
 
 
+def _split_error(
+    a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor, split: Parts, promotion: int
+) -> torch.Tensor:
+    """Of operands that are split into parts and promoted, see the module docstring; a, b in float64."""
+    k, terms, bits = a.shape[-1], len(split.terms), 8 if split.element == "bf16" else 11
+    interval = min(k, promotion)
+    small = 1.02 * 2.0 ** (1 - bits)
+    relative = _gamma((terms - 1) * interval, 2.0**-23) * small + _gamma(interval + 1, 2.0**-23) * (1 + small)
+    relative += _gamma(-(-k // promotion) + 2, 2.0**-24) * (1 + small)
+    largest = (2 - 2.0 ** (1 - bits)) * 2.0**127
+    beyond = any(bool((x.abs() > largest).any()) for x in (a, b))
+    relative += (4 if beyond else 1) * split.omitted
+    rows, columns = a.abs().sum(-1, keepdim=True), b.abs().sum(-2, keepdim=True)
+    return relative * magnitude + split.lost * (rows + columns) + terms * k * 2.0**-149
+
+
+def _wide_accumulators(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`accumulators` of fp64 operands; the error counts that of the value and of the magnitudes too."""
+    k, u = a.shape[-1], 2.0**-53
+    value, gamma = double_double.matmul(a, b), _gamma(k + 2, u)
+    magnitude = torch.matmul(a.abs(), b.abs()) * (1 + 2 * gamma)
+    return value, magnitude, (gamma + gamma**2) * magnitude + u * value.abs() + 2 * k * 2.0**-1022
+
+
 def _truncates(a: torch.Tensor, precision: str) -> bool:
     """Whether the arithmetic unit adds up as tensor cores do."""
     operands = dtype_name(a.dtype)
@@ -236,7 +300,7 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
         return Verdict(False, math.inf, f"dtype {got.dtype}, expected {want.out_dtype}")
     if got.numel() == 0:
         return Verdict(True, 0.0, "empty")
-    saturates = OUTPUTS[str(output_name(want.out_dtype))].largest is not None
+    saturates = TYPES[str(output_name(want.out_dtype) or product_dtype_name(want.out_dtype))].largest is not None
     largest = math.inf if saturates else torch.finfo(want.out_dtype).max
     got64, value, bound = got.double(), want.value, want.bound
     finite = torch.isfinite(value)

@@ -66,7 +66,7 @@ class Pointer(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """An argument of a host entry. `type`: "int32", "int64", "float32", "stream" or a `Pointer`."""
+    """An argument of a host entry. `type`: "int32", "int64", "float32", "float64", "stream" or a `Pointer`."""
 
     name: str
     type: str | Pointer
@@ -138,7 +138,7 @@ _OPERANDS: dict[str, Callable[[Signature], Pointer]] = {
 }
 # `fixed` has their values in this order: a look-up by name would cost every new shape some microseconds.
 _SIZES = ("m", "n", "k", "batch")
-_EXTRAS = ("clusters",)
+_EXTRAS = ("clusters", "operand_lines")
 _STRIDES = ("lda", "ldb", "ldd", "a_batch", "b_batch", "d_batch", "c_row", "c_col", "c_batch")
 # What a host entry computes for its kernel: the grid of tiles; batch strides of the WGMMA's operands, which are the
 # problem's or exchanged.
@@ -158,7 +158,8 @@ def host(signature: Signature, extra: Collection[str] = ()) -> tuple[Argument, .
     types: dict[str, str | Pointer] = {name: pointer(signature) for name, pointer in _OPERANDS.items()}
     types |= {array.name: Pointer(array.dtype, INTEGERS[array.dtype]) for array in WORKS[signature.work].arrays}
     types |= _custom_pointers(signature)
-    types |= dict.fromkeys(Scalars._fields, "float32") | _custom_numbers(signature) | {"stream": "stream"}
+    scalar = "float64" if signature.dtype == "fp64" else "float32"
+    types |= dict.fromkeys(Scalars._fields, scalar) | _custom_numbers(signature) | {"stream": "stream"}
     types |= {WORKSPACE: Pointer("fp32", 16)} if WORKSPACE in extra else {}
     types |= dict.fromkeys(_SIZES, "int32") | {name: "int32" for name in _EXTRAS if name in extra}
     types |= dict.fromkeys((*_STRIDES, *_custom_strides(signature)), "int64")

@@ -27,6 +27,8 @@ from cutegemm.torch_grouped import core as torch_core
 Runner = Callable[..., Results]
 """run(a, b, arrays, operands, out) -> the results, as the caller gets them"""
 
+ZEROS = "zeros"
+
 memo = PlanMemo()
 _lock = threading.Lock()
 
@@ -35,11 +37,12 @@ def compute(
     a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any,
     precision: Any, backend: str, config: Any,
 ) -> Results:  # fmt: skip
-    """`grouped_gemm` with no regard to autograd, autocast or tracing."""
-    key = key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    """`grouped_gemm` with no regard to autograd, autocast or tracing. out: `ZEROS` for new results, 0 in no group."""
+    written = None if out is ZEROS else out
+    key = key_of(a, b, sizes, epilogue, operands, written, out_dtype, precision, backend, config)
     run = None if key is None else memo.get(key)
     if run is None:
-        run = planned(key, a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)[0]
+        run = planned(key, a, b, sizes, epilogue, operands, written, out_dtype, precision, backend, config)[0]
     return run(a, b, sizes.arrays, operands, out)
 
 
@@ -96,11 +99,13 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
             a = packing.copied("a", a)
         if "b" in copied:
             b = packing.copied("b", b)
-        given = (None,) * len(dtypes) if out is None else (out,) if isinstance(out, torch.Tensor) else out
-        if out is not None:
+        new = out is None or out is ZEROS
+        given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
+        make = torch.zeros if out is ZEROS else torch.empty
+        if not new:
             fused._check_writable(given, a, b, (*operands, *arrays))
         outs = tuple(
-            torch.empty(shape, dtype=dtype, device=asked.device) if own is None
+            make(shape, dtype=dtype, device=asked.device) if own is None
             else torch.empty(shape, dtype=dtype, device=asked.device).copy_(own) if number in temporaries
             else own
             for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
@@ -184,3 +189,15 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
         emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
 
     return core
+
+
+def plan_of(
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str,
+    config: Any,
+) -> Plan:  # fmt: skip
+    """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
+    key = key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    call.keep_up()
+    memo.keep_up()
+    plan = None if key is None else memo.plan(key)
+    return plan or planned(key, a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)[1]

@@ -7,6 +7,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ _kernels = planning.Memo(limit=1024)
 DEFAULTS: dict[str, Any] = {
     "alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "out": None,
     "out_dtype": None, "precision": None, "backend": "auto", "config": None,
+    "constant": None,
 }  # fmt: skip
 """What `gemm` takes beside a, b and c."""
 _described = operator.itemgetter("alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
@@ -68,6 +70,8 @@ class Call(NamedTuple):
         if options["out"] is not None:
             inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": options["bias"]}
             overlap.check(options["out"], inputs)
+        if options["constant"] is not None:
+            found = request.with_constant(found, options["constant"])
         return cls(found, options["backend"], options["config"])
 
     def plan(self, state: planning.State | None = None) -> Plan:
@@ -95,14 +99,30 @@ class Call(NamedTuple):
         preparers = []
         if choice.config is not None:
             assert arch is not None
+            choice = self._for_constant(choice)
             kernel = self._kernel(choice, arch, problem.signature)
             preparers = [(each, self._preparer(choice, arch, each)) for each in preparations]
         emulated = on_cpu and kernel is not None
-        return Plan(problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers))
+        return Plan(
+            problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), asked.constant
+        )
+
+    def _for_constant(self, choice: planning.Choice) -> planning.Choice:
+        """The choice, for a constant operand with what makes use of that; a configuration asked for stays as it is."""
+        asked = self.request
+        if not asked.constant or self.config is not None:
+            return choice
+        config = backends.get(choice.backend).for_constant(choice.config, asked.problem.signature)
+        return choice if config is None else choice._replace(config=config)
 
     def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature | None = None) -> backends.Kernel:
         """The kernel of a choice, by default for the problem as it was asked."""
-        backend, signature = backends.get(choice.backend), signature or self.request.problem.signature
+        asked, backend = self.request, backends.get(choice.backend)
+        plain = asked.problem.signature
+        signature = signature or plain
+        # An operand that is packed first is written by the kernel in front.
+        if asked.constant and signature == plain and backend.for_constant(choice.config, signature) == choice.config:
+            signature = replace(signature, constant=asked.constant)
         key = backend, choice.config, signature, arch
         found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))
         return found

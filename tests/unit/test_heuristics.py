@@ -21,6 +21,7 @@ from cutegemm.cute.hopper import footprint as hopper_footprint
 from cutegemm.cute.hopper.footprint import SM90, SM90_TF32
 from cutegemm.cute.simt import footprint as simt_footprint
 from cutegemm.cute.simt.footprint import SIMT
+from cutegemm.cute.vector import footprint as vector_footprint
 from cutegemm.cutlass2x import footprint as cutlass2x_footprint
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch
@@ -312,7 +313,7 @@ def test_shapes_get_what_suits_them():
 
 def families():
     """What the backends declare."""
-    modules = ampere_footprint, hopper_footprint, simt_footprint, legacy_footprint
+    modules = ampere_footprint, hopper_footprint, simt_footprint, vector_footprint, legacy_footprint
     declared = [value for module in modules for value in vars(module).values()]
     found = [family for family in declared if isinstance(family, CostFamily)]
     return [*found, *dict.fromkeys(cutlass2x_footprint.FAMILIES.values())]
@@ -320,12 +321,12 @@ def families():
 
 def test_constants_of_every_family_are_complete():
     by_name = {family.name: family for family in families()}
-    assert len(by_name) == len(families()) == 11
+    assert len(by_name) == len(families()) == 14
     for name, stored in cost_rates._stored().items():
         assert stored["backend"] == by_name[name].backend
         assert cost_rates.fitted(by_name[name])
         assert cost_rates.rates(by_name[name]).math == stored["math"]
-        assert stored.keys() - {"backend", "gpu", "command"} <= dataclasses.asdict(SIMT.first).keys()
+        assert stored.keys() - {"backend", "gpu", "command", "derived"} <= dataclasses.asdict(SIMT.first).keys()
     for family in by_name.values():
         assert cost_rates.rates(family).math > 0
         assert all(value >= 0 for value in dataclasses.asdict(family.first).values())
@@ -446,10 +447,12 @@ def test_another_backend_serves_what_the_first_cannot(monkeypatch):
     problem = Problem.of(256, 256, 256, "fp32", precision="tf32x3")
     cutlass = backend.get("cutlass2x")
     monkeypatch.setattr(type(cutlass), "missing", lambda self: None)
-    assert plan.choose(problem, H200).backend == "cutlass2x"
+    a100 = arch.get("A100")
+    assert plan.choose(problem, a100).backend == "cutlass2x"
     monkeypatch.setattr(type(cutlass), "missing", lambda self: "there is no nvcc")
     with pytest.raises(UnsupportedError, match="cutlass2x"):
-        plan.choose(problem, H200)
+        plan.choose(problem, a100)
+    assert plan.choose(problem, H200).backend == "cute"
 
 
 def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_path):
@@ -464,7 +467,7 @@ def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_
 
     fit(legacy=fast)
     assert heuristics.choose(problem, H200)[0] == "cute"  # simt is not calibrated
-    fit(legacy=fast, simt={"backend": "cute"})
+    fit(legacy=fast, simt={"backend": "cute"}, vector={"backend": "cute"})
     try:
         assert heuristics.choose(problem, H200)[0] == "legacy"
         assert heuristics.choose(problem, H200, "cute")[0] == "cute"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 import cutegemm
 from cutegemm import backend
-from cutegemm.choice import plan
+from cutegemm.choice import heuristics, plan
 from cutegemm.cute.ampere.config import AmpereConfig
 from cutegemm.cute.simt.config import SimtConfig
+from cutegemm.cute.vector.config import VectorConfig
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
@@ -35,12 +37,29 @@ def test_text_round_trip(bm, bn, bk, wm, wn, stages, group):
         assert sliced.threads == slices * config.threads
 
 
-def test_kernels_without_split_k_offer_none():
+def test_splits_of_k_are_offered_where_tiles_leave_sms_idle():
     deep = Problem.of(64, 64, 65536, "fp32", precision="tf32")
-    for kind in (AmpereConfig, SimtConfig):
-        assert list(kind.split_space(deep, H200)) == []
-        assert {config.splits for config in kind.space()} == {1}
+    for kind in (AmpereConfig, SimtConfig, VectorConfig):
+        assert {config.splits for config in kind.space(4)} == {1}
+        offered = list(kind.split_space(Problem.of(256, 256, 4096, "fp32"), H200))
+        assert {4, 8, 16} <= {config.splits for config in offered} <= {*range(2, 33)}
+        assert list(kind.split_space(Problem.of(8192, 8192, 4096, "fp32"), H200)) == []
     assert {config.splits for config in CUTE.configs(deep, H200)} >= {1, 2, 4, 32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((128, 4096, 4096), "simt/.*/k4"), ((64, 64, 16384), "simt/.*/k32"), ((256, 256, 65536), "simt/.*/k32"),
+        ((1, 16384, 4096), "vector/1x.*"), ((4096, 1, 4096), "vector/1x.*"), ((8, 4096, 4096), "vector/8x.*"),
+        ((4096, 8, 4096), r"vector/\d+x8x.*"), ((64, 4096, 4096), "simt/.*"), ((1024, 4096, 4096), "simt/[^k]*"),
+    ],
+)  # fmt: skip
+def test_fp32_without_a_measurement(shape, expected):
+    """Few tiles split K, and thin results go to the kernel that streams the matrix, whatever its major."""
+    for majors in ("tn", "tt", "nn", "nt"):
+        chosen = heuristics.untuned(Problem.of(*shape, "fp32", majors=majors), H200)
+        assert re.fullmatch(expected, str(chosen[1])), chosen
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,15 @@ _TF32 = (
     "sm80/32x32x32/w16x16/s5/g8",
 )
 _BY_UNIT = {"float16": _16_BIT, "bfloat16": _16_BIT, "tfloat32": _TF32}
+NUMBERS = tuple(range(2, 33))
+"""The numbers of parts that a candidate may split K into."""
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     return _BY_UNIT[signature.unit]
+
+
+def splits(text: str, signature: Signature) -> tuple[int, ...]:
+    """The splits of K, ascending, that a candidate may have as well as none."""
+    return NUMBERS

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cutegemm.cute.hopper import byte_candidates, shortlists
+from cutegemm.cute.hopper import byte_candidates, part_candidates, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 
 def _of_one_result(signature: Signature) -> tuple[str, ...]:
+    if signature.parts is not None:
+        return part_candidates.listed(signature)
     found = _BY_UNIT[signature.unit](signature)
     return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
 
@@ -90,7 +92,7 @@ def _with_room(text: str, signature: Signature) -> str:
 
 def has_shortlists(signature: Signature) -> bool:
     """Whether the table of `shortlists` was made for such products."""
-    return signature.unit in _WITH_SHORTLISTS
+    return signature.unit in _WITH_SHORTLISTS and signature.parts is None
 
 
 def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
@@ -113,8 +115,9 @@ def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
     texts = [text]
     if signature is not None and len(signature.results) > 1:
         texts = [one for one, fits in _fitting(signature).items() if fits == text]
-    return (
-        NUMBERS
-        if any(one in _SPLIT_TF32 or one in byte_candidates.SPLIT or shortlists.may_split(one) for one in texts)
-        else ()
+    listed = (_SPLIT_TF32, byte_candidates.SPLIT)
+    may = (
+        any(one in each for each in listed) or shortlists.may_split(one) or part_candidates.may_split(one)
+        for one in texts
     )
+    return NUMBERS if any(may) else ()

@@ -50,3 +50,16 @@ def windows(tensor: cute.Tensor, box: tuple[int, ...]) -> cute.Tensor:
     shape, stride = tensor.layout.shape, tensor.layout.stride
     layout = cute.make_layout((*box, *shape), stride=(*stride[: len(box)], *stride))
     return cute.make_tensor(tensor.iterator, layout)
+
+
+def results(shape: tuple, stride: tuple, divby: int, clipped: bool):
+    """The layout of row-major matrices (row, column, matrix) of results; clipped, with the dimensions up and down."""
+    if not clipped:
+        return cute.make_layout(shape, stride=stride)
+    extents, strides = dimensions(stride[0], divby)
+    return cute.make_layout((ROWS, *shape[1:], *extents), stride=(*stride, *strides))
+
+
+def place(corner: tuple, matrix, end) -> tuple:
+    """Where a box that begins at (row, column) `corner` of a clipped matrix lies; its group ends before row `end`."""
+    return row(corner[0], end), corner[1], matrix, *coordinates(end)

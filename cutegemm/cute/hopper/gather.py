@@ -30,8 +30,6 @@ from cutegemm.cute.hopper.work import Work
 
 COPY_BYTES = 16
 """Of one cp.async."""
-MOST_ROWS_A_THREAD = 16
-"""Indices that a thread of the producer warpgroup keeps in registers."""
 
 
 class GatherLoader:

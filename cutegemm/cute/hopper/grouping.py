@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from cutegemm.cute.hopper.promotion import registers
+from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
 if TYPE_CHECKING:
@@ -20,10 +22,13 @@ if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
 WORKS = (DENSE, RAGGED_M, RAGGED_N, RAGGED_K, MASKED, GATHERED, SCATTERED)
-"""Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
+"""Names of `problem.work` that the kernel takes; `grouped_work.make_work` has the classes."""
 
+WARPGROUP = 128
 GATHER_REGISTERS = 40
-"""Registers of a producer thread that keeps the indices of its rows; with fewer, ptxas spills them."""
+"""Registers of a producer thread that keeps the indices of its rows."""
+MOST_GATHERED = 16
+"""Most rows of a tile that such a thread copies pieces of; ptxas spilled with 32."""
 
 
 class Grouping(NamedTuple):
@@ -73,16 +78,16 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     if config.solo:
         return f"solo is a lesson in dense products; this one is {work}"
     if work == RAGGED_K:
-        if config.ping_pong:
-            return (
-                "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
-            )
         for name, major in (("A", signature.a_major), ("B", signature.b_major)):
             if major == "k":
                 return (
                     f"{name} is K-major: TMA cannot end a ragged K inside a contiguous row; accepted are an M-major A "
                     "and an N-major B, for example x.t() and dy of row-major x and dy"
                 )
+        if config.ping_pong:
+            return (
+                "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
+            )
     return _why_not_gathered(config, signature) if work == GATHERED else None
 
 
@@ -93,6 +98,11 @@ def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
         return "cp.async, which gathers rows of A, does not round them to tf32; gather them first"
     if config.cluster[0 if config.swapped else 1] > 1:
         return "each CTA gathers its rows of A by itself; accepted are clusters that share B only"
-    if config.registers is not None and config.registers[0] < GATHER_REGISTERS:
-        return f"a producer thread has {config.registers[0]} registers; gathering rows takes {GATHER_REGISTERS}"
+    extent = config.bn if config.swapped else config.bm
+    copies = -(-extent * config.bk * ITEMSIZE[signature.dtype] // (16 * WARPGROUP))
+    if copies > MOST_GATHERED:
+        return f"a producer thread would gather {copies} rows of a tile; accepted are up to {MOST_GATHERED}"
+    dealt = registers(config, signature)
+    if dealt is not None and dealt[0] < GATHER_REGISTERS:
+        return f"a producer thread has {dealt[0]} registers; gathering rows takes {GATHER_REGISTERS}"
     return None

@@ -42,12 +42,12 @@ class Groups:
     def read(self):
         """The number of all works; afterwards the first 32 groups are in registers."""
         begin, end = self._load(Int32(0), Int32(0))
-        own = self.works(begin, end)
+        own = self._count(Int32(0), begin, end)
         self._keep(Int32(0), Int32(0), begin, end, own)
         last = cute.arch.shuffle_sync(end, LANES - 1)
         for base in cutlass.range(LANES, self.groups, LANES, unroll=1):
             begin, end = self._load(base, last)
-            own = own + self.works(begin, end)
+            own = own + self._count(base, begin, end)
             last = cute.arch.shuffle_sync(end, LANES - 1)
         return cute.arch.warp_redux_sync(own, "add")
 
@@ -64,7 +64,7 @@ class Groups:
             last = cute.arch.shuffle_sync(end, LANES - 1)
             base, before = base + LANES, total
             begin, end = self._load(base, last)
-            upto = self._upto(self.works(begin, end)) + before
+            upto = self._upto(self._count(base, begin, end)) + before
             total = cute.arch.shuffle_sync(upto, LANES - 1)
         state[_FIRST_GROUP], state[_WORKS_BEFORE] = base, before
         state[_BEGIN], state[_END], state[_WORKS] = begin, end, upto
@@ -73,6 +73,14 @@ class Groups:
         found_begin = cute.arch.shuffle_sync(begin, place)
         found_end = cute.arch.shuffle_sync(end, place)
         return base + place, found_begin, found_end, first
+
+    @cute.jit
+    def _count(self, base, begin, end):
+        """The works of this lane's group, of the groups from `base` on; none behind the last group."""
+        works = Int32(0)
+        if base + self.lane < self.groups:
+            works = self.works(begin, end)
+        return works
 
     def _keep(self, base, before, begin, end, works) -> None:
         state = self.state

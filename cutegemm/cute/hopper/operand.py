@@ -72,6 +72,8 @@ class Operand:
     extent: rows of a tile. sharers: CTAs of a cluster that need the same tile. k_major: whether K is contiguous.
     halves: whether a tile consists of matching rows of the operand's two halves.
     groups: what the groups of the work divide: "rows", "k", or None for nothing (`grouping`).
+    parts: K-major matrices that make up the operand (`problem.parts`): a stage of the ring holds a tile of each. They
+    lie behind one another as all matrices of part 0, all of part 1, ...
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class Operand:
         k_major: bool,
         halves: bool = False,
         groups: str | None = None,
+        parts: int = 1,
     ) -> None:
         self.dtype, self.extent, self.sharers, self.k_major, self.halves = dtype, extent, sharers, k_major, halves
-        self.bk, self.stages = config.bk, config.stages
+        self.bk, self.stages, self.parts = config.bk, config.stages * parts, parts
         self.itemsize = dtype.width // 8
         self.groups = groups
         # Whether the ends of groups are clipped: they divide what lies in rows in memory.
@@ -93,7 +96,7 @@ class Operand:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the operand's tiles in all stages."""
+        """Bytes of the operand's tiles in all stages. `stages` counts each part's."""
         return self.stages * self.extent * self.bk * self.itemsize
 
     def _swizzle(self) -> tuple[int, int]:
@@ -152,9 +155,9 @@ class Operand:
         tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
         return tma_load(tensor, self._box_layout(), self.box(), self.sharers)
 
-    def start(self, atom, tensor, batch_stride, memory) -> None:
-        """Binds to what `load_atom` made, and to `ring_bytes` of shared memory."""
-        self.atom, self.tensor, self.batch_stride = atom, tensor, batch_stride
+    def start(self, atom, tensor, batch_stride, memory, matrices: Any = None) -> None:
+        """Binds to what `load_atom` made, and to `ring_bytes` of shared memory. matrices: of each part, if several."""
+        self.atom, self.tensor, self.batch_stride, self.matrices = atom, tensor, batch_stride, matrices
         layout = self.stage_layout()
         depth = cute.make_layout(self.stages, stride=self.extent * self.bk)
         pointer = cute.recast_ptr(memory, layout.inner, dtype=operand_type(self.dtype))
@@ -206,6 +209,14 @@ class Loader:
     def load(self, place: tuple, k_tile, stage, barrier) -> None:
         """Asks TMA for a k tile at that place into a stage; `barrier` counts its bytes."""
         tiles, row, behind = place
+        if self.operand.parts == 1:
+            self._load(tiles, row, behind, k_tile, stage, barrier)
+            return
+        for part in range(self.operand.parts):
+            matrix = (behind[0] + part * self.operand.matrices,)
+            self._load(tiles, row, matrix, k_tile, stage * self.operand.parts + part, barrier)
+
+    def _load(self, tiles, row, behind: tuple, k_tile, stage, barrier) -> None:
         tile = (None, row, 0, k_tile, *behind) if self.operand.halves else (None, row, k_tile, *behind)
         source, target = tiles[tile], self.target[None, stage]
         if self.multicasts:

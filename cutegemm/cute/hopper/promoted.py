@@ -29,6 +29,7 @@ from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
+from cutegemm.problem.parts import Parts
 
 
 class Promotion:
@@ -91,3 +92,23 @@ class PromotedProducts(Products):
             self.ring.release(before, self.lane)
             self.promotion.add(self.accumulators, self.target)
         return stage, phase
+
+
+class PartProducts(PromotedProducts):
+    """Products of operands that are sums of parts: the products of their parts, the smallest first in each k tile."""
+
+    def __init__(
+        self, config: HopperConfig, ring: Ring, turns: Turns, tiles: int, promotion: Promotion, parts: Parts
+    ) -> None:
+        super().__init__(config, ring, turns, tiles, promotion)
+        self.parts = parts
+
+    def issue(self, stage, overwrite: bool) -> None:
+        """All products of one k tile as a group."""
+        first = stage * self.parts.count
+        for number, (i, j) in enumerate(self.parts.terms):
+            for step in range(cute.size(self.fragment_a, mode=[2])):
+                self.mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and number == 0 and step == 0))
+                a, b = (None, None, step, first + i), (None, None, step, first + j)
+                cute.gemm(self.mma, self.target, self.fragment_a[a], self.fragment_b[b], self.target)
+        warpgroup.commit_group()

@@ -123,11 +123,7 @@ class TmaEpilogue:
         found, columns = [], args.n // 2 if self.gated else args.n
         for _, name, _ in self.results:
             row, matrix = (cute.assume(each, divby=step) for each in strides(args, name))
-            extents, steps = (args.m, columns, args.batch), (row, 1, matrix)
-            if self.clipped:
-                more = clip.dimensions(row, step)
-                extents, steps = (clip.ROWS, *extents[1:], *more[0]), (*steps, *more[1])
-            layout = cute.make_layout(extents, stride=steps)
+            layout = clip.results((args.m, columns, args.batch), (row, 1, matrix), step, self.clipped)
             tensor = cute.make_tensor(getattr(args, name), layout)
             found.append(cpasync.make_tiled_tma_atom(store, tensor, self.buffer_layout(), self.box()))
         return tuple(found)
@@ -157,10 +153,8 @@ class TmaEpilogue:
             layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
         )
         pointer = cute.recast_ptr(base, layout.inner, dtype=dtype)
-        if self.clipped:
-            tiles = clip.windows(tensor, self.box())
-        else:
-            tiles = cute.local_tile(tensor, self.box(), (None, None, None))
+        box = self.box()
+        tiles = clip.windows(tensor, box) if self.clipped else cute.local_tile(tensor, box, (None, None, None))
         shared, target = cpasync.tma_partition(
             atom,
             0,
@@ -215,10 +209,8 @@ class TmaEpilogue:
                 cute.arch.cp_async_bulk_commit_group()
 
     def _place(self, i: int, part: int, region) -> tuple:
-        """The box of a staging buffer among those of a result."""
         if self.clipped:
-            row, column = self.box_corner(i, part, region)
-            return None, clip.row(row, region.m), column, region.matrix, *clip.coordinates(region.m)
+            return None, *clip.place(self.box_corner(i, part, region), region.matrix, region.m)
         block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
         return None, *block, region.matrix
 

@@ -26,7 +26,15 @@ _FP32 = (
     "simt/16x32x64/w16x32/s4/g8/x8",
 )
 
+NUMBERS = tuple(range(2, 33))
+"""The numbers of parts that a candidate may split K into."""
+
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     return _FP32
+
+
+def splits(text: str, signature: Signature) -> tuple[int, ...]:
+    """The splits of K, ascending, that a candidate may have as well as none."""
+    return NUMBERS

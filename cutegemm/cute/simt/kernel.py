@@ -118,8 +118,8 @@ class SimtGemm(Gemm):
 
         # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
         cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
         if cutlass.const_expr(self.parts is None):
+            cute.arch.sync_threads()
             self.start_epilogue(memory, warp_m, warp_n, warp, lane)
             slab = thread_mma.partition_C(self.epilogue.slab)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice.footprint import Footprint, of_warps
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 def of(family: CostFamily, config: Any, signature: Signature, arch: Arch, slices: int = 1) -> Footprint:
     """One CTA of a `TileConfig`; `slices` as in `of_warps`."""
     warp, smem_bytes = (config.wm, config.wn), config.smem_bytes(signature)
-    return of_warps(
-        family, config.tile(), warp, config.stages, smem_bytes, signature, arch, group=config.group, slices=slices
-    )
+    found = of_warps(
+        family, config.tile(), warp, config.stages, smem_bytes, signature, arch, group=config.group,
+        splits=config.splits, slices=slices,
+    )  # fmt: skip
+    return replace(found, serial=False)

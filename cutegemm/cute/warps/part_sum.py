@@ -16,7 +16,7 @@ other data displaces it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -29,9 +29,6 @@ from cutegemm.cute.state_word import abandon, arrive, clear, leave
 from cutegemm.hardware.arch import LINE
 from cutegemm.problem import Signature
 
-if TYPE_CHECKING:
-    from cutegemm.cute.warps.config import TileConfig
-
 LEAST_DISCARDED = 64 * 1024
 """Bytes of a tile's part from which on what is read is discarded: of smaller ones, all SMs leave 8 MB at most."""
 AT_ONCE = 8
@@ -39,19 +36,28 @@ AT_ONCE = 8
 
 
 class PartEpilogue(SlabEpilogue):
-    """The epilogue of a warp whose accumulators are sums of parts in global memory, `distance` words apart."""
+    """The epilogue of a warp whose accumulators are sums of parts that lie `distance` words apart, a tile each.
 
-    def __init__(self, config: TileConfig, signature: Signature) -> None:
+    A part is the tile's warp tiles (wm, wn) one after the other, each with its rows side by side, and falls into units.
+    """
+
+    def __init__(self, config: Any, signature: Signature, parts: int, distance: int) -> None:
         super().__init__(config, signature)
-        self.splits, self.distance = config.splits, config.bm * config.bn
-        self.pitch = config.wn
+        self.parts, self.distance = parts, distance
+        self.pitch, self.wm, self.tile_columns = config.wn, config.wm, config.bn // config.wn
         self.pieces = config.pieces(signature)
+        self.in_unit = min(self.rows_per_pass, config.wm) * config.wn
+        self.units_of_warp_tile = max(config.wm // self.rows_per_pass, 1)
+        self.units = config.bm * config.bn // (config.wm * config.wn) * self.units_of_warp_tile
 
     def _accumulated(self, slab_row, first, count: int):
-        begin = self.slab.iterator + (slab_row * self.pitch + first)
+        return self.sum_of(self.slab.iterator + (slab_row * self.pitch + first), count)
+
+    def sum_of(self, begin, count: int) -> Any:
+        """The sum of `count` neighbours over all parts, in their order; those of the first part lie at `begin`."""
         total: Any = None
-        for some in range(0, self.splits, AT_ONCE):
-            parts = range(some, min(some + AT_ONCE, self.splits))
+        for some in range(0, self.parts, AT_ONCE):
+            parts = range(some, min(some + AT_ONCE, self.parts))
             loaded = cute.make_rmem_tensor((count, len(parts)), Float32)
             for i, part in enumerate(parts):
                 source = aligned(begin + part * self.distance, 16)
@@ -62,12 +68,25 @@ class PartEpilogue(SlabEpilogue):
         return total
 
     @cute.jit
-    def store_unit(self, slab_row, rows: cutlass.Constexpr):
-        """Finishes and stores the lanes' rows of a warp tile of `rows`; `slab_row` is this lane's."""
+    def finish_unit(self, parts, unit, matrix, row, column, lane, args):
+        """Finishes and stores unit number `unit` of a tile. `parts` points to the first part of its sum, (row, column)
+        is the tile's first output.
+        """
+        warp_tile, number = unit // self.units_of_warp_tile, unit % self.units_of_warp_tile
+        row = row + warp_tile // self.tile_columns * self.wm
+        column = column + warp_tile % self.tile_columns * self.wn
+        n = args.n
+        if cutlass.const_expr(self.fold == 2):
+            column, n = column // 2, n // 2
+        self.start(parts + warp_tile * (self.wm * self.wn), matrix, row, column, args.m, n, 0, lane, args)
+        self._store_lanes_rows(number * self.rows_per_pass + self.lane_row)
+
+    @cute.jit
+    def _store_lanes_rows(self, slab_row):
         row = self.row + slab_row
         inside = row < self.m
-        if cutlass.const_expr(self.rows_per_pass > rows):
-            inside = inside & (slab_row < rows)
+        if cutlass.const_expr(self.rows_per_pass > self.wm):
+            inside = inside & (slab_row < self.wm)
         self._begin_columns()
         self._begin_rows()
         if inside:
@@ -79,15 +98,12 @@ class PartEpilogue(SlabEpilogue):
 class PartSum:
     """The sum of a tile's parts, see the module docstring; one object for all threads of a CTA."""
 
-    def __init__(self, config: TileConfig, signature: Signature) -> None:
-        self.epilogue = PartEpilogue(config, signature)
-        self.config, self.splits, self.gated = config, config.splits, signature.epilogue.gating is not None
+    def __init__(self, config: Any, signature: Signature) -> None:
         self.in_part = config.bm * config.bn
-        self.passes = max(config.wm // self.epilogue.rows_per_pass, 1)
-        self.units = self.in_part // (config.wm * config.wn) * self.passes
-        self.in_unit = min(self.epilogue.rows_per_pass, config.wm) * config.wn
+        self.epilogue = PartEpilogue(config, signature, config.splits, self.in_part)
+        self.config, self.splits, self.units = config, config.splits, self.epilogue.units
         self.turns = -(-self.units // (config.splits * (config.threads // 32)))
-        self.discards = self.in_part * 4 >= LEAST_DISCARDED and self.in_unit * 4 % LINE == 0
+        self.discards = self.in_part * 4 >= LEAST_DISCARDED and self.epilogue.in_unit * 4 % LINE == 0
 
     def start(self, args, share, split, tid) -> None:
         """Binds to a launch's workspace, to tile number `share` and to the CTA that sums part number `split` of it."""
@@ -136,26 +152,16 @@ class PartSum:
 
     @cute.jit
     def _add_up(self, unit, matrix, row, column):
-        config, epilogue, lane = self.config, self.epilogue, self.tid % 32
-        warp_tile, number = unit // self.passes, unit % self.passes
-        columns = config.bn // config.wn
-        row = row + warp_tile // columns * config.wm
-        column = column + warp_tile % columns * config.wn
-        n = self.args.n
-        if cutlass.const_expr(self.gated):
-            column, n = column // 2, n // 2
-        begin = self.parts + Int64(warp_tile * (config.wm * config.wn))
-        epilogue.start(begin, matrix, row, column, self.args.m, n, 0, lane, self.args)
-        first = number * epilogue.rows_per_pass
-        epilogue.store_unit(first + epilogue.lane_row, config.wm)
+        lane = self.tid % 32
+        self.epilogue.finish_unit(self.parts, unit, matrix, row, column, lane, self.args)
         if cutlass.const_expr(self.discards):
             cute.arch.sync_warp()
-            self._discard(begin + Int64(first * config.wn), lane)
+            self._discard(self.parts + unit * self.epilogue.in_unit, lane)
 
     @cute.jit
     def _discard(self, begin, lane):
         """Discards what the warp has read of all parts, a line a lane."""
-        lines = self.in_unit * 4 // LINE
+        lines = self.epilogue.in_unit * 4 // LINE
         for first in cutlass.range_constexpr(0, lines * self.splits, 32):
             number = first + lane
             if number < lines * self.splits:

@@ -38,7 +38,7 @@ inline bool enqueue(const Launch& launch, const Operands& of, const void* d, dou
   values[count++] = Value::of(alpha), values[count++] = Value::of(beta);
   values[count++] = Value::of(stream);
   std::optional<Workspaces::Kept> kept;  // held until the launch is enqueued
-  if (launch.words != 0) {
+  if (launch.words != 0 || launch.parts != 0) {
     int capturing = 1;
     if (stream == PER_THREAD || served.is_capturing(stream, &capturing) != 0 || capturing != 0) return false;
     kept = workspaces().find(of.device, stream);

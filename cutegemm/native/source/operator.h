@@ -1,6 +1,7 @@
 // torch.ops.cutegemm.gemm for plain tensors; cutegemm/pytorch/operator.py defines it and computes all other calls.
 #pragma once
 
+#include <atomic>
 #include <cfloat>
 
 #include <torch/library.h>
@@ -26,12 +27,13 @@ struct Arguments {
   std::optional<at::ScalarType> out_dtype;
   OptionalText precision;
   c10::string_view backend;
-  OptionalText config;
+  OptionalText config, constant;
 
   Options options() const {
     Options made;
     made.activation = place(activations, activation), made.precision = place(precisions, precision);
     made.backend = backends.find({backend.data(), backend.size()});
+    made.constant = place(constants, constant);
     if (out_dtype) made.out_dtype = static_cast<int>(*out_dtype);
     return made;
   }
@@ -55,14 +57,18 @@ struct Arguments {
     PyObject* first = keys ? to_python(keys->raw_repr()) : none();
     return taken(call(
         function, first, to_python(a), to_python(b), to_python(c), to_python(alpha), to_python(beta), to_python(bias),
-        text(activation), to_python(out_dtype), text(precision), text(backend), text(config)));
+        text(activation), to_python(out_dtype), text(precision), text(backend), text(config), text(constant)));
   }
 };
+
+// Whether Python decides the precision of float32 products that name none.
+inline std::atomic<bool> leaves_float32{false};
 
 // The product where it can be computed here. What was never met before is planned by Python first.
 inline std::optional<at::Tensor> product(const Arguments& given, const Options& options) {
   Operands of;
   if (!options.known() || !given.operands(of)) return std::nullopt;
+  if (!given.precision && leaves_float32 && given.a.scalar_type() == at::ScalarType::Float) return std::nullopt;
   Known launch;
   Found found = look_up(of, given.beta, options, launch);
   if (found == Found::unknown) {
@@ -77,8 +83,8 @@ inline std::optional<at::Tensor> product(const Arguments& given, const Options& 
 inline at::Tensor gemm_on_device(
     const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha, double beta,
     const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
-    OptionalText precision, c10::string_view backend, OptionalText config) {
-  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config};
+    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
   auto d = product(given, given.options());
   return d ? std::move(*d) : given.in_python(compute_in_python);
 }
@@ -87,8 +93,8 @@ inline at::Tensor gemm_on_device(
 inline at::Tensor gemm_recorded(
     c10::DispatchKeySet keys, const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha,
     double beta, const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
-    OptionalText precision, c10::string_view backend, OptionalText config) {
-  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config};
+    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
   const at::Tensor *c_ = c ? &*c : nullptr, *bias_ = bias ? &*bias : nullptr;
   const bool plain = (keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
                      state_of_thread() == Thread::plain && !has_tangent(&a) && !has_tangent(&b) && !has_tangent(c_) &&
@@ -97,7 +103,7 @@ inline at::Tensor gemm_recorded(
     const Options options = given.options();
     const bool records = c10::GradMode::is_enabled() && (requires_grad(&a) || requires_grad(&b) ||
                                                         requires_grad(c_) || requires_grad(bias_));
-    if (!records || may_record(options)) {
+    if (!records || may_record(options, a)) {
       if (auto d = product(given, options)) {
         if (records)
           record(*d, a, b, c.value_or(at::Tensor()), bias.value_or(at::Tensor()), {options, alpha, beta, false});

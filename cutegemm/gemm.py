@@ -167,8 +167,8 @@ def gemm(
             a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
             precision=precision, backend=backend, config=config, constant=constant,
         )  # fmt: skip
-    if constant is None and (serves := native.gemm) is not None:
-        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+    if (serves := native.gemm) is not None:
+        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
         if d is not None:
             return d
     if not (

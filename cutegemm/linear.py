@@ -47,11 +47,11 @@ def linear(
     """
     if precision is None and float32.in_use:
         precision = float32.default(x, backend)
-    if not constant_weight and not _is_dynamo_compiling() and (serves := native.linear) is not None:
-        d = serves(x, weight, bias, activation, precision, backend)
+    constant = "b" if constant_weight else None
+    if not _is_dynamo_compiling() and (serves := native.linear) is not None:
+        d = serves(x, weight, bias, activation, precision, backend, constant)
         if d is not None:
             return d
-    constant = "b" if constant_weight else None
     try:
         if weight.dim() == 2 and (bias is None or bias.dim() == 1):
             if x.dim() == 2 or (x.dim() == 3 and not mergeable(x)):

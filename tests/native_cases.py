@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+import cutegemm
 from cutegemm.cute import compile as compiler
 from cutegemm.emulator.capture import _Any
 from cutegemm.problem import reference, torch_dtype
@@ -108,3 +109,51 @@ def served(in_cpp: bool) -> Iterator[list[Launched]]:
     with host_stub.on_cpu(TorchKernel, in_cpp=in_cpp):
         yield launched
     refuse_next.clear()
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def numbers(*shape: int, dtype: torch.dtype = BF16, grad: bool = False, seed: int = 0) -> torch.Tensor:
+    """Small integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype).requires_grad_(grad)
+
+
+def flat(result: Any) -> list[Any]:
+    """A result as a list of results."""
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def both(road: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
+    """What a road gives when it is taken a third time: by Python alone, and by the C++ part."""
+    found = []
+    for in_cpp in (False, True):
+        with served(in_cpp) as launched:
+            for _ in range(3):
+                launched.clear()
+                result = flat(road())
+            found.append([result, [(each.by, each.arguments) for each in launched]])
+    return found[0], found[1]
+
+
+A, B = numbers(24, 40), numbers(40, 16)
+W, BIAS, C = numbers(16, 40), numbers(16), numbers(24, 16)
+OUT = torch.empty(24, 16, dtype=BF16)
+DEEP = numbers(64, 16384), numbers(64, 16384).t()
+
+
+def autocast(function: Callable[[], Any]) -> Any:
+    """What a function gives under autocast to bf16."""
+    with torch.autocast("cpu", dtype=BF16):
+        return function()
+
+
+def linear_module(activation: str | None = None, bias: bool = True) -> cutegemm.nn.Linear:
+    """A layer with the weight W and the bias BIAS."""
+    module = cutegemm.nn.Linear(40, 16, bias, dtype=BF16, activation=activation)
+    with torch.no_grad():
+        module.weight.copy_(W)
+        if bias:
+            module.bias.copy_(BIAS)
+    return module

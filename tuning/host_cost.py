@@ -8,7 +8,8 @@ Backward passes are issued by autograd's own thread, so that they are timed to t
 once (`tuning.host_stub`): all that the host does but for the driver's launch and the launcher that encodes TMA
 descriptors. Python's way and the C++ part's stand beside each other. The column of torch is its CPU operator at 16^3,
 whose dispatch, allocation and bookkeeping are those of its CUDA operator, with a small product in place of cuBLAS's
-choice and launch. Backward passes run in the calling thread there.
+choice and launch; that of "K split" has the time of a large product instead, and says nothing. Backward passes run in
+the calling thread there.
 
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met: random problems
 of `tuning.untuned`, the fastest of some rounds each, after one that worked out what problems of a magnitude share.
@@ -34,6 +35,7 @@ import torch
 from tabulate import tabulate
 
 import cutegemm
+from cutegemm import native
 from cutegemm.choice import heuristics
 from cutegemm.hardware import arch as arch_table
 from cutegemm.run import call as call_module
@@ -54,6 +56,8 @@ def candidates(
     theirs = torch.nn.Linear(size, size, device=device, dtype=dtype)
     ours = cutegemm.nn.Linear(size, size, device=device, dtype=dtype)
     wide = x.float()
+    deep, other = (torch.ones(64, 16384, device=device, dtype=dtype) for _ in range(2))
+    other = other.t()
 
     def without_gradients(function: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(function)
@@ -81,6 +85,7 @@ def candidates(
         "nn.Linear, recorded": (lambda: theirs(x), lambda: ours(x)),
         "nn.Linear, forward and backward": (step(theirs), step(ours)),
         "mm under autocast": (autocast(torch.mm, wide, wide), autocast(cutegemm.gemm, wide, wide)),
+        "mm, K split": (lambda: torch.mm(deep, other), lambda: cutegemm.gemm(deep, other)),
         "mm as an operator": (
             lambda: torch.ops.aten.mm.default(x, b),
             lambda: torch.ops.cutegemm.gemm.default(x, b),
@@ -202,6 +207,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("tuning.host_cost times launches on a GPU, and torch sees none here")
         return 2
     print(timing.gpu_state())
+    native.wait()
+    print(f"host code: {native.status()}")
     pairs = candidates(options.size, torch.float16)
     flat = {f"{name}/{who}": pair[i] for name, pair in pairs.items() for i, who in enumerate(("torch", "ours"))}
     best = timing.host_us(flat, options.calls, options.rounds)

@@ -3,6 +3,7 @@
     sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    hopper/kernel.py
     sm80   tensor cores by mma.sync: fp16, bf16, tf32               ampere/kernel.py
     simt   fp32 on CUDA cores, also with sliced K                   simt/kernel.py, simt/sliced.py
+    dmma   tensor cores by mma.sync: fp64                           dmma/kernel.py
     vector fp32 with few rows or columns of D, at memory's speed    vector/kernel.py
 
 A kernel family is a folder and one row of `FAMILIES`: its configurations, the kinds of products that it takes, its
@@ -25,6 +26,9 @@ from cutegemm.cute import prepare
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.ampere import config as ampere_config
 from cutegemm.cute.ampere import footprint as ampere_footprint
+from cutegemm.cute.dmma import candidates as dmma_candidates
+from cutegemm.cute.dmma import config as dmma_config
+from cutegemm.cute.dmma import footprint as dmma_footprint
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
 from cutegemm.cute.hopper import constant as hopper_constant
@@ -178,6 +182,15 @@ FAMILIES: dict[str, Family] = {
         ("warps/*.py", "vector/*.py"),
         splits=vector_candidates.splits,
         beside="simt",
+    ),
+    "dmma": Family(
+        dmma_config.DmmaConfig,
+        "dmma.kernel",
+        "DmmaGemm",
+        dmma_config.TAKES,
+        dmma_candidates.listed,
+        dmma_footprint.of,
+        ("warps/*.py", "dmma/*.py"),
     ),
 }
 _OLDEST = min(family.capability for family in FAMILIES.values())

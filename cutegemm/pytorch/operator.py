@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm import native
-from cutegemm.problem import dtypes
-from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem import dtypes, request
+from cutegemm.problem.dtypes import product_dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS
 from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import autograd, sharding, transforms
@@ -64,8 +64,8 @@ def _fake_gemm(
 ):  # fmt: skip
     shape = _check(a, b, c, beta, bias, activation)
     check_constant(constant)
-    if out_dtype is not None and dtype_name(out_dtype) is None:
-        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
+    if out_dtype is not None and request.comes_of(out_dtype, of_a(a)) is None:
+        raise TypeError(f"out_dtype: got {out_dtype}, {request.accepted(of_a(a))}")
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
@@ -74,8 +74,13 @@ def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, c
     check_constant(constant)
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
-    if dtype_name(out.dtype) is None:
-        raise TypeError(f"out: got dtype {out.dtype}, accepted are {dtypes.ACCEPTED}")
+    if request.comes_of(out.dtype, of_a(a)) is None:
+        raise TypeError(f"out: got dtype {out.dtype}, {request.accepted(of_a(a))}")
+
+
+def of_a(a: torch.Tensor) -> str:
+    """The name of the operands' dtype, which `_check` has looked at."""
+    return str(product_dtype_name(a.dtype))
 
 
 def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
@@ -83,8 +88,8 @@ def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | Non
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    if dtype_name(a.dtype) is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+    if product_dtype_name(a.dtype) is None:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
     if b.dtype != a.dtype:
         raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
     torch._check_value(
@@ -113,8 +118,8 @@ def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | Non
                 f"c: got shape {tuple(c.shape)}, expected {tuple(shape)} or one that broadcasts to it"
             ) from None
     for name, tensor in (("c", c), ("bias", bias)):
-        if tensor is not None and dtype_name(tensor.dtype) is None:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {dtypes.ACCEPTED}")
+        if tensor is not None and request.comes_of(tensor.dtype, of_a(a)) is None:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, {request.accepted(of_a(a))}")
     if bias is not None:
         if bias.dim() != 1:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")

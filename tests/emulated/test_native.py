@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm.cute import FAMILIES
+from cutegemm.cute import FAMILIES, workspace
 from cutegemm.cute import compile as compiler
-from cutegemm.cute import workspace
 from cutegemm.emulator.capture import HostObject
 from cutegemm.emulator.recorder import recording
 from tuning import host_stub

@@ -12,8 +12,8 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, reference
 from cutegemm.problem.dtypes import TABLE
 from tests import needs
-from tests.precisions import INPUTS, error, inputs
 from tests.problems import MAJORS, Case
+from tuning.precision import INPUTS, error, inputs
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = ("tf32x3", "bf16x6", "bf16x9")

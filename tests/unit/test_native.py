@@ -20,10 +20,25 @@ from cutegemm import native
 from cutegemm.errors import GemmError
 from cutegemm.native import build
 from cutegemm.run import call
-from tests.native_cases import refuse_next, served
+from tests.native_cases import (
+    BF16,
+    BIAS,
+    DEEP,
+    FP32,
+    OUT,
+    A,
+    B,
+    C,
+    W,
+    autocast,
+    both,
+    flat,
+    linear_module,
+    numbers,
+    refuse_next,
+    served,
+)  # fmt: skip
 from tuning import host_stub
-
-BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -32,33 +47,6 @@ def alone(no_winners):
     assert native.gemm is None
     assert native.linear is None
 
-
-def numbers(*shape: int, dtype: torch.dtype = BF16, grad: bool = False, seed: int = 0) -> torch.Tensor:
-    """Small integers, whose sums are exact."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randint(-2, 3, shape, generator=generator).to(dtype).requires_grad_(grad)
-
-
-def flat(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
-def both(road: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
-    """What a road gives when it is taken a third time: by Python alone, and by the C++ part."""
-    found = []
-    for in_cpp in (False, True):
-        with served(in_cpp) as launched:
-            for _ in range(3):
-                launched.clear()
-                result = flat(road())
-            found.append([result, [(each.by, each.arguments) for each in launched]])
-    return found[0], found[1]
-
-
-A, B = numbers(24, 40), numbers(40, 16)
-W, BIAS, C = numbers(16, 40), numbers(16), numbers(24, 16)
-OUT = torch.empty(24, 16, dtype=BF16)
-DEEP = numbers(64, 16384), numbers(64, 16384).t()
 
 PRODUCTS: dict[str, Callable[[], Any]] = {
     "mm": lambda: cutegemm.gemm(A, B),
@@ -74,6 +62,8 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
     "column-major out": lambda: cutegemm.gemm(A, B, out=torch.empty(16, 24, dtype=BF16).t()),
     "K split": lambda: cutegemm.gemm(*DEEP),
     "misaligned": lambda: cutegemm.gemm(numbers(24, 41)[:, 1:], B),
+    "a constant operand": lambda: cutegemm.gemm(A, W.t(), constant="b"),
+    "linear with a constant weight": lambda: cutegemm.linear(numbers(2, 3, 40), W, constant_weight=True),
     "linear": lambda: cutegemm.linear(A, W, BIAS),
     "linear, one row": lambda: cutegemm.linear(A[:1], W, BIAS, "relu"),
     "linear of a vector": lambda: cutegemm.linear(A[0], W),
@@ -83,19 +73,14 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
     "inference mode": lambda: torch.inference_mode()(cutegemm.linear)(A, W, BIAS),
     "operator": lambda: torch.ops.cutegemm.gemm(A, B, C, 1.0, 1.0, BIAS, "relu", FP32),
     "operator below autograd": lambda: _below_autograd(torch.ops.cutegemm.gemm, A, B),
-    "autocast": lambda: _autocast(lambda: cutegemm.gemm(A.float(), B.float(), precision="tf32")),
-    "linear under autocast": lambda: _autocast(lambda: cutegemm.linear(A.float(), W.float(), BIAS.float())),
+    "autocast": lambda: autocast(lambda: cutegemm.gemm(A.float(), B.float(), precision="tf32")),
+    "linear under autocast": lambda: autocast(lambda: cutegemm.linear(A.float(), W.float(), BIAS.float())),
 }  # fmt: skip
 
 
 def _below_autograd(function: Callable[..., Any], *arguments: Any) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return function(*arguments)
-
-
-def _autocast(function: Callable[[], Any]) -> Any:
-    with torch.autocast("cpu", dtype=BF16):
-        return function()
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -113,109 +98,6 @@ def test_products_are_launched_from_cpp_with_the_arguments_that_python_passes(na
     assert arguments_cpp[4] == other.data_ptr()
     if name in ("mm", "addmm", "a C that is not read", "out", "bias, gelu", "operator"):
         assert arguments[:4] == arguments_cpp[:4]
-
-
-def _module(activation: str | None = None, bias: bool = True) -> cutegemm.nn.Linear:
-    module = cutegemm.nn.Linear(40, 16, bias, dtype=BF16, activation=activation)
-    with torch.no_grad():
-        module.weight.copy_(W)
-        if bias:
-            module.bias.copy_(BIAS)
-    return module
-
-
-def _trained(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """y, dx, and the gradients of the parameters."""
-    x = x.detach().requires_grad_()
-    y = module(x)
-    y.backward(numbers(*y.shape, seed=1) if grad is None else grad)
-    found = [y, x.grad, *(each.grad for each in module.parameters())]
-    module.zero_grad()
-    return found
-
-
-def _gradients(of: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    leaves = [each.detach().clone(memory_format=torch.preserve_format).requires_grad_() for each in tensors]
-    d = of(*leaves)
-    return [d, *torch.autograd.grad(d, leaves, numbers(*d.shape, dtype=d.dtype, seed=2))]
-
-
-RECORDED: dict[str, tuple[Callable[[], Any], int]] = {
-    "nn.Linear": (lambda: _trained(_module(), A), 3),
-    "nn.Linear, three dimensions": (lambda: _trained(_module(), numbers(2, 3, 40)), 3),
-    "nn.Linear without a bias": (lambda: _trained(_module(bias=False), A), 3),
-    "nn.Linear, x without a gradient": (lambda: _module()(A), 1),
-    "a product": (lambda: _gradients(cutegemm.gemm, A, B), 3),
-    "a product, column-major": (lambda: _gradients(cutegemm.gemm, numbers(40, 24).t(), W.t()), 3),
-    "alpha, an fp32 bias": (
-        lambda: _gradients(lambda a, b, bias: cutegemm.gemm(a, b, bias=bias, alpha=2.0), A, B, BIAS.float()), 3,
-    ),
-    "the operator": (lambda: _gradients(torch.ops.cutegemm.gemm, A, B), 3),
-}  # fmt: skip
-BY_PYTHON: dict[str, Callable[[], Any]] = {
-    "gelu": lambda: _trained(_module("gelu"), A),
-    "relu": lambda: _trained(_module("relu"), A),
-    "a C": lambda: _gradients(lambda a, b, c: cutegemm.gemm(a, b, c, beta=0.5), A, B, C),
-    "a batch": lambda: _gradients(cutegemm.gemm, numbers(2, 24, 40), numbers(2, 40, 16)),
-    "a batch whose rows are apart": lambda: _trained(_module(), numbers(4, 6, 40)[:, :3]),
-    "an expanded gradient": lambda: _trained(_module(), A, numbers(1, 1).expand(24, 16)),
-    "backward under autocast": lambda: _autocast(lambda: _trained(_module(), A)),
-}
-
-
-@pytest.mark.parametrize("name", [*RECORDED, *BY_PYTHON])
-def test_gradients_are_those_that_python_records(name):
-    road, launches = RECORDED[name] if name in RECORDED else (BY_PYTHON[name], None)
-    (expected, by_python), (found, by_cpp) = both(road)
-    assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(expected, found, strict=True))
-    assert len(by_python) == len(by_cpp)
-    if launches is not None:
-        assert [by for by, _ in by_cpp] == ["C++"] * launches
-
-
-def test_recorded_calls_keep_autograds_promises():
-    with served(in_cpp=True):
-        module, x = _module(), A.clone().requires_grad_()
-        for _ in range(2):
-            y = module(x)
-            assert y.grad_fn.name() == "GemmBackward"
-            with torch.no_grad():
-                module.weight.add_(0)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                y.sum().backward()
-        y = module(x)
-        y.backward(C)
-        with pytest.raises(RuntimeError, match="second time"):
-            y.backward(C)
-        packed: list[Any] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.clone(), lambda t: t):
-            y = module(x)
-        assert len(packed) == 2
-        again = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)
-        for each in (y, again):
-            x.grad = None
-            each.backward(C)
-            assert torch.equal(x.grad, (C.float() @ W.float()).bfloat16())
-        # A batch of gradients, and a tensor that is frozen.
-        d = module(x)
-        (batched,) = torch.autograd.grad(d, x, torch.stack([C, 2 * C]), is_grads_batched=True)
-        assert torch.equal(batched[1], (2 * C.float() @ W.float()).bfloat16())
-        module.zero_grad()
-        module.weight.requires_grad_(False)
-        _, _dx, dw, dbias = _trained(module, A, C)
-        assert dw is None
-        assert torch.equal(dbias, C.float().sum(0).bfloat16())
-
-
-def test_derivatives_of_derivatives():
-    a, b = (numbers(*shape, dtype=FP32, grad=True) for shape in ((4, 8), (8, 4)))
-
-    def twice() -> list[torch.Tensor]:
-        da, db = torch.autograd.grad((cutegemm.gemm(a, b) ** 2).sum(), (a, b), create_graph=True)
-        return [da, db, *torch.autograd.grad((da**2).sum() + (db**2).sum(), (a, b))]
-
-    (expected, _), (found, _) = both(twice)
-    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
 class Subclass(torch.Tensor):
@@ -266,6 +148,10 @@ UNUSUAL: dict[str, Callable[[], Any]] = {
     "no such precision": lambda: cutegemm.gemm(A, B, precision="fast"),
     "a backend that is none": lambda: cutegemm.gemm(A, B, backend=None),
     "a dtype that is none": lambda: cutegemm.gemm(A, B, out_dtype="bf16"),
+    "no such operand": lambda: cutegemm.gemm(A, B, constant="c"),
+    "a constant operand under autocast": lambda: autocast(lambda: cutegemm.gemm(A.float(), B, constant="a")),
+    "8-bit operands that require grad": lambda: cutegemm.gemm(
+        A.to(torch.float8_e4m3fn).requires_grad_(), W.to(torch.float8_e4m3fn).t()),
     "mixed dtypes": lambda: cutegemm.gemm(A, B.float()),
     "no tensor": lambda: cutegemm.gemm(A, None),
     "a number for a tensor": lambda: cutegemm.linear(A, 1),
@@ -290,10 +176,10 @@ UNUSUAL: dict[str, Callable[[], Any]] = {
     "out of another shape": lambda: cutegemm.gemm(A, B, out=numbers(16, 24)),
     "out with an operand that requires grad": lambda: cutegemm.gemm(numbers(24, 40, grad=True), B, out=OUT),
     "an inference tensor as out": _inference_out,
-    "out under autocast": lambda: _autocast(lambda: cutegemm.gemm(A.float(), B.float(), out=OUT.float())),
+    "out under autocast": lambda: autocast(lambda: cutegemm.gemm(A.float(), B.float(), out=OUT.float())),
     "the operator, under vmap": lambda: torch.vmap(torch.ops.cutegemm.gemm, (0, None))(numbers(3, 24, 40), B),
     "the operator, a shape that does not fit": lambda: torch.ops.cutegemm.gemm(A, A),
-    "the operator, under autocast": lambda: _autocast(lambda: torch.ops.cutegemm.gemm(A.float(), B.float())),
+    "the operator, under autocast": lambda: autocast(lambda: torch.ops.cutegemm.gemm(A.float(), B.float())),
     "the operator, a configuration": lambda: torch.ops.cutegemm.gemm(
         A, B, config="sm90/64x64x64/coop1/c1x1/s4/row"),
     "the operator, no such backend": lambda: torch.ops.cutegemm.gemm(A, B, backend="none"),
@@ -468,7 +354,7 @@ def test_torch_compile_neither_sees_nor_minds_it():
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return graph
 
-    module = _module()
+    module = linear_module()
     expected = (A.float() @ W.float().t() + BIAS.float()).bfloat16()
     with served(in_cpp=False) as launched:
         compiled = torch.compile(module, backend=backend, fullgraph=True)
@@ -481,20 +367,6 @@ def test_torch_compile_neither_sees_nor_minds_it():
         assert getattr(target, "overloadpacket", target) is torch.ops.cutegemm.gemm
         assert launched[-1].by == "C++"
         host_stub.extension().unregister_operator()
-
-
-def test_compiled_autograd_follows_the_node():
-    from torch._dynamo import compiled_autograd
-
-    with served(in_cpp=True):
-        module, x = _module(), A.clone().requires_grad_()
-        for _ in range(2):
-            y = module(x)
-        assert y.grad_fn.name() == "GemmBackward"
-        with compiled_autograd._enable(torch.compile(backend="eager")):
-            y.backward(C)
-        assert torch.equal(x.grad, (C.float() @ W.float()).bfloat16())
-        assert torch.equal(module.weight.grad, (C.float().t() @ A.float()).bfloat16())
 
 
 @pytest.mark.parametrize("case", ["switched off", "no compiler", "a compiler that fails", "an extension that is none"])
@@ -517,9 +389,7 @@ def test_where_it_cannot_be_had_python_serves_and_explain_says_so(case, monkeypa
     with served(in_cpp=False):
         native._state = native._State()
         cutegemm.explain(A, B)
-        for thread in threading.enumerate():
-            if thread.name == "cutegemm-native":
-                thread.join()
+        assert not native.wait()
         capsys.readouterr()
         cutegemm.explain(A, B)
         assert torch.equal(cutegemm.gemm(A, B), (A.float() @ B.float()).bfloat16())

@@ -129,7 +129,7 @@ def test_every_backend_refuses_a_work_and_names_those_that_it_takes(name):
     assert list(backend.candidates(problem.signature, H200)) == list(backend.configs(problem, H200)) == []
     with pytest.raises(UnsupportedError, match=rf"computes {taken} products; this one is later"):
         plan.choose(problem, H200, name)
-    with pytest.raises(UnsupportedError, match="backend 'torch' computes dense, .* products; this one is later"):
+    with pytest.raises(UnsupportedError, match=r"backend 'torch' computes dense, .* products; this one is later"):
         plan.choose(problem, H200)
     if name in backends.WITH_KERNELS:
         for config, _ in list(backend.candidates(of(DENSE).signature, H200))[:2]:

@@ -33,6 +33,7 @@ struct Arguments {
     Options made;
     made.activation = place(activations, activation), made.precision = place(precisions, precision);
     made.backend = backends.find({backend.data(), backend.size()});
+    made.constant = place(constants, constant);
     if (out_dtype) made.out_dtype = static_cast<int>(*out_dtype);
     return made;
   }
@@ -43,7 +44,7 @@ struct Arguments {
     const auto fits = [&](const at::Tensor& tensor, Matrix& matrix) {
       return describe(tensor, matrix) && tensor.device().index() == made.device;
     };
-    return !config && !constant && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
+    return !config && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
            (!c || fits(*c, made.c)) && (!bias || fits(*bias, made.bias));
   }
 
@@ -102,7 +103,7 @@ inline at::Tensor gemm_recorded(
     const Options options = given.options();
     const bool records = c10::GradMode::is_enabled() && (requires_grad(&a) || requires_grad(&b) ||
                                                         requires_grad(c_) || requires_grad(bias_));
-    if (!records || may_record(options)) {
+    if (!records || may_record(options, a)) {
       if (auto d = product(given, options)) {
         if (records)
           record(*d, a, b, c.value_or(at::Tensor()), bias.value_or(at::Tensor()), {options, alpha, beta, false});

@@ -19,6 +19,7 @@ from cutegemm.problem import Problem
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
+from cutegemm.pytorch import scaled_operator as torch_scaled_op
 from cutegemm.tune import tune
 
 __version__ = "0.1.0"

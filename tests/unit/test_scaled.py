@@ -70,15 +70,15 @@ def test_bad_arguments(given, error, message):
 
 def test_what_other_operands_do_not_take():
     x = torch.zeros(4, 4)
-    with pytest.raises(TypeError, match="scale_a: a has dtype torch.float32; scales are for torch.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"scale_a: a has dtype torch\.float32; scales are for torch\.float8_e4m3fn"):
         cutegemm.gemm(x, x, scale_a=torch.ones(()))
-    with pytest.raises(ValueError, match="accumulate: got 'fast' for torch.float32, whose sums are never promoted"):
+    with pytest.raises(ValueError, match=r"accumulate: got 'fast' for torch\.float32, whose sums are never promoted"):
         cutegemm.gemm(x, x, accumulate="fast")
-    with pytest.raises(TypeError, match="b: got dtype torch.int8, accepted with float8_e4m3fn are float8_e4m3fn, fl"):
+    with pytest.raises(TypeError, match=r"b: got dtype torch\.int8, accepted with float8_e4m3fn are float8_e4m3fn, fl"):
         cutegemm.gemm(A, torch.zeros(K, N, dtype=torch.int8))
-    with pytest.raises(TypeError, match="c: got dtype torch.float8_e4m3fn, accepted are torch.float16"):
+    with pytest.raises(TypeError, match=r"c: got dtype torch\.float8_e4m3fn, accepted are torch\.float16"):
         cutegemm.gemm(x, x, torch.zeros(4, 4).to(torch.float8_e4m3fn), beta=1.0)
-    with pytest.raises(ValueError, match="no gradients"):
+    with pytest.raises(ValueError, match=r"no gradients"):
         cutegemm.gemm(A.float().to(torch.float8_e4m3fn).requires_grad_(), B)
 
 
@@ -97,7 +97,7 @@ def test_torch_computes_every_recipe(kinds, recipes, accumulate, seed):
 def test_sums_of_int8_are_exact_and_take_no_alpha():
     a = torch.full((2, 2**16), -128, dtype=torch.int8)
     assert cutegemm.gemm(a, a.t()).tolist() == [[2**30] * 2] * 2
-    with pytest.raises(ValueError, match="out_dtype: got torch.int32 with alpha"):
+    with pytest.raises(ValueError, match=r"out_dtype: got torch\.int32 with alpha"):
         cutegemm.gemm(a, a.t(), alpha=2.0, backend="torch")
     assert cutegemm.gemm(a, a.t(), alpha=2.0**-30, out_dtype=torch.bfloat16).tolist() == [[1.0] * 2] * 2
 
@@ -107,7 +107,7 @@ def test_alpha_of_a_remembered_int32_product_is_looked_at(monkeypatch):
     a, b = torch.ones(4, 32, dtype=torch.int8), torch.ones(16, 32, dtype=torch.int8).t()
     given = {"backend": "cute", "config": "sm90/64x16x32/coop1/c1x1/s2/row"}
     assert (cutegemm.gemm(a, b, **given) == 32).all()
-    with pytest.raises(ValueError, match="alpha: got 2.0 with D in torch.int32"):
+    with pytest.raises(ValueError, match=r"alpha: got 2\.0 with D in torch\.int32"):
         cutegemm.gemm(a, b, alpha=2.0, **given)
 
 
@@ -170,3 +170,22 @@ def test_explain_says_what_runs(capsys, monkeypatch):
     said = capsys.readouterr().out
     assert re.search(r"fp32\[A, 1, 128\].*fp32\[B, 128, 128\]", said)
     assert "copied first: a" in said  # rows of 500 bytes
+
+
+def test_the_operator_and_its_fake(seed):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(24, 40, generator=generator).to(torch.float8_e4m3fn)
+    b = torch.randn(16, 40, generator=generator).to(torch.float8_e4m3fn).t()
+    given = {"scale_a": torch.rand(24, 1, generator=generator), "scale_b": torch.rand(1, 16, generator=generator)}
+    eager = cutegemm.gemm(a, b, bias=torch.ones(16), **given)
+    assert eager.dtype == torch.bfloat16
+
+    def layer(a, b, scale_a, scale_b):
+        return cutegemm.gemm(a, b, bias=torch.ones(16), scale_a=scale_a, scale_b=scale_b) * 2
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(a, b, **given), eager * 2)
+    with torch._subclasses.FakeTensorMode() as mode:
+        x, y = mode.from_tensor(a), mode.from_tensor(b)
+        assert cutegemm.gemm(x, y, scale_a=mode.from_tensor(torch.ones(()))).dtype == torch.bfloat16
+        assert cutegemm.gemm(x, y).dtype == torch.bfloat16

@@ -145,6 +145,8 @@ def gemm(
         NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given.
     """
     if scale_a is not None or scale_b is not None or scaling is not None or accumulate is not None:
+        if constant is not None:
+            programs.refuse_constant(constant)
         precision = scaled.precision_of(a, precision, accumulate)
         if scale_a is not None or scale_b is not None or scaling is not None:
             return scaled.compute(

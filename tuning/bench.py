@@ -58,7 +58,8 @@ def operands(problem: Problem, seed: int, device: str = "cuda") -> tuple[torch.T
 
     def draw(rows: int, cols: int, row_major: bool) -> torch.Tensor:
         shape = (rows, cols) if row_major else (cols, rows)
-        values = torch.randn(shape, device=device, generator=generator).to(dtype)
+        values = torch.randn(shape, device=device, generator=generator)
+        values = (40 * values).clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
         return values if row_major else values.t()
 
     return draw(problem.m, problem.k, problem.a.row_major), draw(problem.k, problem.n, problem.b.row_major)

@@ -20,6 +20,7 @@ from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.tuner.timing import Call, quick_seconds
+from tuning import bench_scaled
 
 Inputs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -50,7 +51,9 @@ class Provider(Protocol):
 
 
 class Torch:
-    """torch.mm, which is cuBLAS on a GPU. TF32 follows the problem's precision."""
+    """torch.mm, which is cuBLAS on a GPU. TF32 follows the problem's precision. Of fp8 `torch._scaled_mm` with one
+    scale a matrix and as the problem accumulates, of int8 `torch._int_mm`.
+    """
 
     name = "torch"
 
@@ -59,6 +62,8 @@ class Torch:
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         def call(a: torch.Tensor, b: torch.Tensor) -> Call:
+            if a.element_size() == 1:
+                return bench_scaled.torch_call(problem, "tensor", problem.precision == "fast", a, b, out)
             return lambda: torch.mm(a, b, out=out)
 
         return Prepared([call(a, b) for a, b in inputs])
@@ -219,6 +224,7 @@ _MAKERS: dict[str, tuple[Callable[[], Provider], str, str]] = {
     "torch": (Torch, "torch", "torch"),
     "triton": (Triton, "triton", "triton"),
     "quack": (Quack, "quack", "quack-kernels"),
+    **bench_scaled.MAKERS,
     "operators": (Operators, "cutlass.operators", "nvidia-cutlass-operators"),
 }
 NAMES = tuple(_MAKERS)

@@ -198,6 +198,8 @@ def gemm(
             key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant
         )
     if records:
+        if a.element_size() == 1:
+            scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
         if _has_transforms():
             return _by_operator(
                 a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=None, out_dtype=out_dtype,

@@ -190,15 +190,20 @@ UNUSUAL: dict[str, Callable[[], Any]] = {
 def test_what_is_not_its_own_is_left_to_python(name):
     """A result or an error is the same, the first time and later."""
 
+    kinds = []
+
     def outcome() -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return flat(UNUSUAL[name]())
+                result = flat(UNUSUAL[name]())
         except Exception as why:
-            return [type(why), str(why)]
+            result = [type(why), str(why)]
+        kinds.append([type(each) for each in result])
+        return result
 
     (expected, _), (found, _) = both(outcome)
+    assert all(kind == kinds[0] for kind in kinds)
     for x, y in zip(expected, found, strict=True):
         if isinstance(x, torch.Tensor):
             assert type(x) is type(y)

@@ -126,7 +126,7 @@ def replace_linears(
 
     constant_weights=True promises that no running kernel writes a weight when its layer is called, so that a layer may
     fetch its weight while the kernel in front still runs: for inference with weights that stay as they are. Not for
-    training, whose optimizer writes them, nor for FSDP, which gathers them.
+    training, whose optimizer writes them, nor for FSDP, which gathers them; DTensors are refused.
 
     Returns:
         `model`, or its replacement when it is a torch.nn.Linear itself.

@@ -117,3 +117,14 @@ def test_another_way_to_register_is_named(monkeypatch):
     monkeypatch.setattr(dtensor.DTensor, "_op_dispatcher", hidden)
     with pytest.raises(GemmError, match="registers sharding rules in a way that cutegemm does not know"):
         sharding.needed()
+
+
+def test_an_operand_that_may_be_gathered_is_not_constant():
+    from cutegemm.pytorch import sharding
+
+    a, b = SimpleNamespace(shape=(4, 8)), SimpleNamespace(shape=(8, 6))
+    options = (None, None, "auto", None)
+    assert sharding.rules(a, b, None, 1.0, 0.0, None, None, *options, None)
+    for given_ in ({"constant": "b"}, {}):
+        with pytest.raises(ValueError, match="constant: got 'b' with DTensors"):
+            sharding.rules(a, b, None, 1.0, 0.0, None, None, *options, *(() if given_ else ("b",)), **given_)

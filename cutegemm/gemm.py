@@ -28,7 +28,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
-from cutegemm.run import call, runner
+from cutegemm.run import call, float32, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
 _FLT_MAX = request.FLT_MAX
@@ -84,10 +84,11 @@ def gemm(
         out_dtype: dtype of D, any accepted one; by default that of `out`, else `output` in the row of a's dtype (of fp8
             bfloat16; of int8 int32, which the plain product alone has, and bfloat16 with scales). D in fp8 or int8
             saturates.
-        precision: for float32: "ieee" (default; CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores,
-            operands rounded to 10 mantissa bits) or "tf32x3" (tensor cores, each operand split into two TF32 numbers,
-            three products: nearly fp32's accuracy for finite operands; an infinity gives NaN; backend "cutlass2x").
-            For 16-bit operands None or "ieee".
+        precision: for float32: "ieee" (CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores, operands
+            rounded to 10 mantissa bits), or fp32's accuracy on tensor cores from parts of the operands: "bf16x6",
+            "bf16x9" (Hopper) and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds and
+            the ends of their range: docs/precision.md. None is "ieee", or what `set_float32_precision` says. For
+            16-bit operands None or "ieee".
         backend: "auto" (default), "cute", "cutlass2x", "legacy" or "torch". A kernel backend named for CPU tensors
             runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by
@@ -152,6 +153,8 @@ def gemm(
                 a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands,
                 save, scale_a, scale_b, scaling,
             )  # fmt: skip
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     if epilogue is not None:
         programs.refuse_terms(c, alpha, beta, bias, activation)
         if constant is not None:
@@ -166,8 +169,8 @@ def gemm(
             a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
             precision=precision, backend=backend, config=config, constant=constant,
         )  # fmt: skip
-    if constant is None and (serves := native.gemm) is not None:
-        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+    if (serves := native.gemm) is not None:
+        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
         if d is not None:
             return d
     if not (
@@ -277,6 +280,7 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
 
     Raises TypeError for a name that `gemm` does not take, ValueError for what an epilogue needs.
     """
+    options = float32.completed(a, options)
     programs.refuse_alone(options)
     known = runner.complete({name: value for name, value in options.items() if name not in programs.OPTIONS})
     return cast_operands(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
@@ -285,6 +289,7 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
 def _planned(a: Any, b: Any, c: Any, options: dict[str, Any], anew: bool) -> Plan:
     """The plan of the call `gemm(a, b, c, **options)`. anew: chosen now, even if one is remembered."""
     a, b, c, options = scaled.unscaled(a, b, c, options)
+    options = float32.completed(a, options)
     if options.get("epilogue") is not None:
         return programs.plan_of(a, b, c, options)
     a, b, c, known = completed(a, b, c, options)

@@ -9,6 +9,7 @@ import torch
 from cutegemm import native
 from cutegemm.gemm import gemm
 from cutegemm.pytorch.native_gradients import mergeable
+from cutegemm.run import float32
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -31,7 +32,8 @@ def linear(
         bias: (N,) or (), of any dtype that `gemm` accepts.
         activation: as in `gemm`.
         constant_weight: promises that no running kernel writes the weight, as `gemm(..., constant="b")` does.
-        precision, backend: as in `gemm`. float32 is IEEE by default, whatever torch's TF32 switch says.
+        precision, backend: as in `gemm`. float32 is IEEE by default, whatever torch's TF32 switch says; see
+            `set_float32_precision`.
 
     Returns:
         (..., N), contiguous, of x's dtype (under autocast, of autocast's).
@@ -43,11 +45,13 @@ def linear(
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError, GemmError: as `gemm`.
     """
-    if not constant_weight and not _is_dynamo_compiling() and (serves := native.linear) is not None:
-        d = serves(x, weight, bias, activation, precision, backend)
+    if precision is None and float32.in_use:
+        precision = float32.default(x, backend)
+    constant = "b" if constant_weight else None
+    if not _is_dynamo_compiling() and (serves := native.linear) is not None:
+        d = serves(x, weight, bias, activation, precision, backend, constant)
         if d is not None:
             return d
-    constant = "b" if constant_weight else None
     try:
         if weight.dim() == 2 and (bias is None or bias.dim() == 1):
             if x.dim() == 2 or (x.dim() == 3 and not mergeable(x)):

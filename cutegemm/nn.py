@@ -1,5 +1,5 @@
-"""`Linear` and `SwiGLU`: a layer and a gated MLP by these kernels; `replace_linears` and `replace_mlps` put them into a
-model.
+"""`Linear`, `Fp8Linear` and `SwiGLU`: layers and a gated MLP by these kernels; `replace_linears` and `replace_mlps` put
+them into a model; `compare` tells how far a quantized model is from the original.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from cutegemm.linear import linear
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
+from cutegemm.quantized_linear import Comparison, Fp8Linear, LayerError, Settings, compare
+
+__all__ = [
+    "Comparison", "Fp8Linear", "LayerError", "Linear", "SwiGLU", "compare", "replace_linears", "replace_mlps",
+]  # fmt: skip
 
 
 class Linear(torch.nn.Linear):
@@ -105,8 +110,15 @@ def replace_linears(
     precision: str | None = None,
     backend: str = "auto",
     constant_weights: bool = False,
+    dtype: Any = None,
+    scaling: str | tuple[str, str] = "rows",
+    accumulate: str | None = None,
 ) -> torch.nn.Module:
     """Replaces every torch.nn.Linear in `model`, in place, by a `Linear` with the same parameters.
+
+    With `dtype` ("fp8", "int8" and what else `Fp8Linear` takes) by an `Fp8Linear`, whose weight is quantized now, with
+    `scaling` and `accumulate` as there. The memory of a replaced weight is freed when nothing else holds it: a weight
+    tied to an embedding stays. Layers that must be exact, often the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
     takes, parametrized ones, and those for which `where(name, module)` is false. Tied parameters stay tied, and a
@@ -120,18 +132,34 @@ def replace_linears(
         `model`, or its replacement when it is a torch.nn.Linear itself.
 
     Raises:
-        ValueError: no such precision or backend; `model` is left as it was.
+        TypeError, ValueError: no such precision, backend, dtype or scaling; `model` is left as it was.
     """
     _check(None, precision, backend)
-    made: dict[int, Linear] = {}
+    if dtype is not None:
+        Settings.of(dtype, scaling, None, accumulate, backend)
+        if precision is not None:
+            raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
+        if constant_weights:
+            raise ValueError(
+                "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
+            )
+    elif scaling != "rows" or accumulate is not None:
+        raise ValueError("scaling, accumulate: they are for quantized layers; pass dtype='fp8' or 'int8'")
+    made: dict[int, torch.nn.Module] = {}
 
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
         if _why_not(module) is not None or (where is not None and not where(name, module)):
             return module
         if id(module) not in made:
-            made[id(module)] = Linear.from_linear(
-                module, precision=precision, backend=backend, constant_weight=constant_weights
-            )
+            assert isinstance(module, torch.nn.Linear)
+            if dtype is None:
+                made[id(module)] = Linear.from_linear(
+                    module, precision=precision, backend=backend, constant_weight=constant_weights
+                )
+            else:
+                made[id(module)] = Fp8Linear.from_linear(
+                    module, dtype, scaling=scaling, accumulate=accumulate, backend=backend
+                )
         return made[id(module)]
 
     for prefix, parent in list(model.named_modules(remove_duplicate=True)):

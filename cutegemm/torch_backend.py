@@ -34,14 +34,15 @@ class TorchBackend(OnTensors):
             return refused
         if problem.precision in ("ieee", "fast"):  # sums in fp32 are at least as good as fp8's fast ones
             return None
-        able = "'cute' or 'cutlass2x'" if problem.precision == "tf32" else "'cutlass2x'"
+        able = "'cute' or 'cutlass2x'" if problem.precision in ("tf32", "tf32x3") else "'cute'"
         return f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
 
     def runner(self, asked: Request) -> Callable[..., torch.Tensor]:
-        """D by torch's own operators, in fp32 unless torch.matmul alone is the whole answer."""
+        """D by torch's own operators, in fp32 (fp64 of fp64 operands) unless torch.matmul alone is the whole answer."""
         problem = asked.problem
         epilogue = problem.epilogue
         on_cuda = asked.device.type == "cuda"
+        wide = torch.float64 if problem.dtype == "fp64" else torch.float32
         plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
         plain = plain and problem.dtype in TERMS
 
@@ -56,11 +57,11 @@ class TorchBackend(OnTensors):
                 if problem.out_dtype == "int32":
                     d = wrapped(acc)
                     return d if out is None else out.copy_(d)
-                z = acc.float() * alpha
+                z = acc.to(wide) * alpha
                 if epilogue.c_dtype is not None:
-                    z = z + beta * c.float()
+                    z = z + beta * c.to(wide)
                 if bias is not None:
-                    z = z + bias.float()
+                    z = z + bias.to(wide)
                 d = rounding.rounded(reference.activate(z, epilogue.activation), problem.out_dtype)
             return d if out is None else out.copy_(d)
 
@@ -83,9 +84,9 @@ class TorchBackend(OnTensors):
 
 
 def product(a: torch.Tensor, b: torch.Tensor, scale_a: Any = None, scale_b: Any = None) -> torch.Tensor:
-    """a @ b in fp32, of int8 in float64, which holds their sums exactly. Scales are those of blocks of K."""
+    """a @ b in fp32; in float64 of float64, and of int8, whose sums it holds exactly. Scales: of blocks of K."""
     a, b = (scales.unscaled(x, scale, rows) for x, scale, rows in ((a, scale_a, True), (b, scale_b, False)))
-    wide = torch.float64 if a.dtype == b.dtype == torch.int8 else torch.float32
+    wide = torch.float64 if a.dtype == b.dtype and a.dtype in (torch.int8, torch.float64) else torch.float32
     return torch.matmul(a.to(wide), b.to(wide))
 
 

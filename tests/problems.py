@@ -11,6 +11,7 @@ import cutegemm
 from cutegemm.problem import Problem, reference, request
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_ALL = {**DTYPES, "fp64": torch.float64}
 MAJORS = ("tn", "tt", "nn", "nt")
 
 
@@ -64,11 +65,11 @@ class Case:
     ) -> Case:
         generator = torch.Generator(device=device).manual_seed(seed)
         layout = {"batch": batch, "pad": pad, "offset": offset}
-        a = matrix(m, k, DTYPES[dtype], generator, row_major=majors[0] == "t", **layout)
-        b = matrix(k, n, DTYPES[dtype], generator, row_major=majors[1] == "t", **layout)
+        a = matrix(m, k, _ALL[dtype], generator, row_major=majors[0] == "t", **layout)
+        b = matrix(k, n, _ALL[dtype], generator, row_major=majors[1] == "t", **layout)
         for name, shape in (("c", (m, n)), ("bias", (n,))):
             if options.get(name) is True:
-                options[name] = torch.randn(shape, generator=generator, device=device).to(DTYPES[dtype])
+                options[name] = torch.randn(shape, generator=generator, device=device).to(_ALL[dtype])
         return cls(a, b, options)
 
     def problem(self) -> Problem:

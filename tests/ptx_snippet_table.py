@@ -199,6 +199,7 @@ def _conversions() -> list[Snippet]:
         add(f"cvt.f16x2.{kind}", "b16", "f16x2", f"cvt.rn.f16x2.{kind} x, a;", "float")
     add("cvt.pack.sat.s16.s32", "s32 s32", "b32", "cvt.pack.sat.s16.s32 x, a, b;")
     add("cvt.pack.sat.u8.s32.b32", "s32 s32 b32", "b32", "cvt.pack.sat.u8.s32.b32 x, a, b, c;")
+    add("cvt.pack.sat.s8.s32.b32", "s32 s32 b32", "b32", "cvt.pack.sat.s8.s32.b32 x, a, b, c;")
     return s
 
 

@@ -24,11 +24,12 @@ from tabulate import tabulate
 import cutegemm
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import roofline
-from cutegemm.problem import DTYPES, PRECISIONS, Problem, reference, torch_dtype
-from cutegemm.problem.dtypes import why_precision_refused
+from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
+from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
 from cutegemm.tuner import timing
 from tuning import bench_report, cli, suites
-from tuning.bench_providers import NAMES, Cutegemm, NotServed, Prepared, Provider, make, versions
+from tuning.bench_basis import NotServed, Prepared, Provider
+from tuning.bench_providers import NAMES, Cutegemm, make, versions
 from tuning.bench_report import Result
 
 ROUNDS = 9
@@ -242,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("bench", (__doc__ or "").split("\n\n")[0])
     what = parser.add_argument_group("what", "shapes add up; without any, 1024, 2048, 4096 and 8192 cubed")
     cli.add_shapes(what)
-    what.add_argument("--dtype", default="bf16", choices=DTYPES)
+    what.add_argument("--dtype", default="bf16", choices=tuple(PRODUCTS))
     what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
     what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
     who = parser.add_argument_group("who")

@@ -31,7 +31,8 @@ from cutegemm.run import call, runner
 _SOURCE = """
 int launch(void *self, const void *arguments, int count, void *result) { return 0; }
 int current_stream(int device, void **stream) { *stream = 0; return 0; }
-int is_capturing(void *stream, int *status) { *status = 0; return 0; }
+int capturing = 0;
+int is_capturing(void *stream, int *status) { *status = capturing; return 0; }
 """
 
 
@@ -97,6 +98,7 @@ def on_cpu(
         # In C, as torch's own: the index of the CPU is None, and the handle of the default stream 0.
         patch(torch._C, "_cuda_getDevice", [].clear)
         patch(torch._C, "_cuda_getCurrentRawStream", {None: 0}.get)
+        patch(torch.cuda, "synchronize", lambda device=None: None)
         patch(workspace, "default", workspace.Workspaces())
         patch(workspace, "_current_device", lambda: -1)
         patch(workspace, "_current_stream", lambda device: 0)

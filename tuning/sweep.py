@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem import DTYPES, PRECISIONS
+from cutegemm.problem.dtypes import PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.timer import GpuProcess, TimerBroken
-from tuning import cli
+from tuning import cli, suites
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -47,11 +48,14 @@ def parser() -> argparse.ArgumentParser:
     made = cli.parser("sweep", summary, more, keep_lines=True)
     cli.add_shapes(made.add_argument_group("shapes (any of these together)"))
     kind = made.add_argument_group("the product")
-    kind.add_argument("--dtype", default="bf16", help=f"{', '.join(DTYPES)}, comma-separated (default bf16)")
+    kind.add_argument("--dtype", default="bf16", help=f"{', '.join(PRODUCTS)}, comma-separated (default bf16)")
     kind.add_argument("--majors", default="tn", help="tn (both K-major, the default), tt, nn, nt, comma-separated")
     kind.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of fp32")
     kind.add_argument("--out-dtype", choices=DTYPES, help="of D; the operands' when left out")
-    kind.add_argument("--batch", type=int, default=1)
+    kind.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
+    kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k"),
+                      help="groups that divide M, N or K, which the shapes then have the totals of")  # fmt: skip
+    kind.add_argument("--moe", action="store_true", help="the suite of experts of published models, in place of shapes")
     kind.add_argument("--activation", choices=ACTIVATIONS)
     kind.add_argument("--bias", metavar="DTYPE", choices=DTYPES, help="a bias along N is added")
     kind.add_argument("--c", metavar="DTYPE", choices=DTYPES, help="beta C is added")
@@ -85,6 +89,13 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     """What is to be tuned. Raises ValueError naming what is wrong."""
     from cutegemm.problem import Problem
 
+    if options.moe:
+        return [
+            Problem.of(each.rows, each.n, each.k, dtype, majors=majors, batch=each.experts, work="ragged_m")
+            for dtype, majors, each in itertools.product(
+                options.dtype.split(","), options.majors.split(","), suites.MOE
+            )
+        ]
     shapes = cli.shapes(options)
     if not shapes:
         raise ValueError("name the shapes: --shapes 4096x4096x4096, --shapes-file F, --square 64..8192 or --suite llm")
@@ -96,7 +107,7 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     return [
         Problem.of(
             m, n, k, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
-            precision=options.precision, epilogue=epilogue,
+            precision=options.precision, epilogue=epilogue, work=options.work,
         )
         for dtype, majors, (m, n, k) in kinds
     ]  # fmt: skip

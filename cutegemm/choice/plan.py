@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from cutegemm import backend as backends
 from cutegemm import native
 from cutegemm.backend import Backend, Kernel, Preparer
+from cutegemm.choice.group_kin import kin
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
@@ -141,6 +142,10 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_program(), arch, known)
         names = "tuned winner of the plain product", "tuned winner of the plain product in the other 16-bit type"
+    for relative, name in kin(problem) if rows == (None, None) else ():
+        if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):
+            names = f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
+            break
     if rows == (None, None):
         return None
     for whose, row in zip(names, rows, strict=True):

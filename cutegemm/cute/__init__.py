@@ -3,6 +3,7 @@
     sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    hopper/kernel.py
     sm80   tensor cores by mma.sync: fp16, bf16, tf32               ampere/kernel.py
     simt   fp32 on CUDA cores, also with sliced K                   simt/kernel.py, simt/sliced.py
+    dmma   tensor cores by mma.sync: fp64                           dmma/kernel.py
     vector fp32 with few rows or columns of D, at memory's speed    vector/kernel.py
 
 A kernel family is a folder and one row of `FAMILIES`: its configurations, the kinds of products that it takes, its
@@ -25,6 +26,9 @@ from cutegemm.cute import prepare
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.ampere import config as ampere_config
 from cutegemm.cute.ampere import footprint as ampere_footprint
+from cutegemm.cute.dmma import candidates as dmma_candidates
+from cutegemm.cute.dmma import config as dmma_config
+from cutegemm.cute.dmma import footprint as dmma_footprint
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
 from cutegemm.cute.hopper import constant as hopper_constant
@@ -179,6 +183,15 @@ FAMILIES: dict[str, Family] = {
         splits=vector_candidates.splits,
         beside="simt",
     ),
+    "dmma": Family(
+        dmma_config.DmmaConfig,
+        "dmma.kernel",
+        "DmmaGemm",
+        dmma_config.TAKES,
+        dmma_candidates.listed,
+        dmma_footprint.of,
+        ("warps/*.py", "dmma/*.py"),
+    ),
 }
 _OLDEST = min(family.capability for family in FAMILIES.values())
 
@@ -236,11 +249,11 @@ class CuteBackend(Backend[Any]):
             return _too_old(arch)
         if any(self._serves(family, problem, arch) for family in self._automatic(problem.signature)):
             return None
-        if not any(problem.signature.kind in family.takes for family in FAMILIES.values()):
+        if not any(problem.signature.kind in family.takes for family in FAMILIES.values() if family.runs_on(arch)):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
             hint = "; backend 'cutlass2x' has 'tf32x3'" if problem.precision == "tf32x3" else ""
             asked = f"{problem.dtype} with precision {problem.precision!r}"
-            return f"no CuTe kernel multiplies {asked}: {taken}{hint}"
+            return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}{hint}"
         if problem.work != work.DENSE:
             return self._why_none(problem, arch)
         return f"no configuration fits {arch.name}"

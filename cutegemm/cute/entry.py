@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Float64, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from cutegemm.cute import types
@@ -22,7 +22,7 @@ from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
 from cutegemm.run import arguments
 
-_NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32}
+_NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32, "float64": Float64}
 
 
 class Gemm:
@@ -37,7 +37,8 @@ class Gemm:
         self.signature = signature
         self.ab_type = types.NUMERIC[signature.dtype]
         self.order = Grouped(config.group)
-        self.epilogue = SlabEpilogue(config, signature)
+        if signature.dtype != "fp64":  # whose kernel has an epilogue of its own
+            self.epilogue = SlabEpilogue(config, signature)
         # Of B: see `warps.tile_load`.
         self.halves = config.wn // 2 if signature.epilogue.gating == "halves" else 0
         self.parts = PartSum(config, signature) if config.splits > 1 else None

@@ -12,7 +12,8 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from cutegemm.problem import TABLE, Signature
+from cutegemm.problem import Signature
+from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.program.graph import Node, Output, Program
 
 Adder = Callable[[Any, Any], Any]
@@ -22,7 +23,7 @@ _AS_IT_IS = Program((), (Node("acc"),), (Output(0),))
 
 def is_whole(signature: Signature) -> bool:
     """Whether the accumulators are the bits of int32. Scaled blocks of K are summed in fp32."""
-    return TABLE[signature.dtype].is_integer and not signature.epilogue.program.block_scales
+    return TYPES[signature.dtype].is_integer and not signature.epilogue.program.block_scales
 
 
 def program_of(signature: Signature) -> Program:

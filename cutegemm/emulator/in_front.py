@@ -5,9 +5,9 @@ writes can be read only behind the wait, and what it reads must not be written b
 between the two kernels, and every access to global memory by a thread that has not waited is reported, unless it reads
 what is promised to be constant. Bulk copies belong to the thread that asks for them.
 
-The model is stricter than CUDA in one point: a barrier behind another thread's wait does not count. A kernel in front
-that is given ends at the latest moment that is legal, when the first thread passes the wait; copies that were asked for
-before take what lay there then.
+The model is stricter than CUDA in one point: a barrier behind another thread's wait does not count. The kernel in front
+ends at the latest moment that is legal, when no thread can go on without; copies that were asked for before take what
+lay there then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class InFront:
     """The kernel in front of one launch.
 
     constant: (first address, address behind the last) of memory that no running kernel writes.
-    end: does what that kernel has left to do; it is called once, when the first thread has waited.
+    end: does what that kernel has left to do; it is called once, before the first thread goes on behind the wait.
     """
 
     constant: Iterable[tuple[int, int]] = ()
@@ -40,17 +40,32 @@ class InFront:
         self._spans = [*self.constant, *own]
         self._wave = wave
         self._waited = ~wave.live
+        self._waiting = np.zeros_like(self._waited)
         self._all = bool(self._waited.all())
 
-    def wait(self, X: Any, mask: Any) -> None:
-        """griddepcontrol.wait by the lanes of a box."""
-        here = self._waited[X.at]
-        here |= np.ones(X.shape, bool) if mask is None else np.broadcast_to(mask, X.shape)
-        self._all = bool(self._waited.all())
+    def wait(self, X: Any, mask: Any) -> np.ndarray | None:
+        """griddepcontrol.wait by the lanes of a box: those that must wait, None for none."""
+        lanes = np.ones(X.shape, bool) if mask is None else np.broadcast_to(mask, X.shape).copy()
         if not self.ended:
-            self.ended = True
-            if self.end is not None:
-                self.end()
+            self._waiting[X.at] |= lanes
+            return lanes
+        self._waited[X.at] |= lanes
+        self._all = bool(self._waited.all())
+        return None
+
+    def finish(self) -> bool:
+        """No thread can go on: the kernel in front ends now, and who waits for it goes on. False where nobody does."""
+        if self.ended:
+            return False
+        self.ended = True
+        if self.end is not None:
+            self.end()
+        self._waited |= self._waiting
+        self._all = bool(self._waited.all())
+        self._wave.lane_wait[self._waiting] = False
+        warps = np.nonzero(self._waiting.any(-1))
+        self._wave.settle(*warps)
+        return bool(len(warps[0]))
 
     def too_early(self, X: Any, lanes: Any) -> np.ndarray | None:
         """Which of the lanes have not waited; None when all have."""

@@ -18,20 +18,21 @@ from typing import Any, NamedTuple
 from cutegemm.run.environment import variable
 
 gemm: Callable[..., Any] | None = None
-"""gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config) -> D, or None: not here."""
+"""gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config,
+constant) -> D, or None: not here."""
 linear: Callable[..., Any] | None = None
-"""linear(x, weight, bias, activation, precision, backend) -> D, or None: not here."""
+"""linear(x, weight, bias, activation, precision, backend, constant) -> D, or None: not here."""
 
 names: tuple[tuple[str, ...], ...] = ()
-"""The activations, precisions and backends that `gemm` takes; `cutegemm.run.call` puts them here."""
+"""The activations, precisions, backends and constant operands that `gemm` takes; `cutegemm.run.call` puts them here."""
 in_python: dict[str, Callable[..., Any]] = {}
 """What the extension calls in Python; the modules that have these functions put them here when they are imported.
 
-    plan(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, out=None)
+    plan(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant, out=None)
         plans a call that `install` has not been told of, and tells it
-    compute(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config) -> D
+    compute(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant) -> D
         the operator below autograd
-    record(keys, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config) -> D
+    record(keys, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant) -> D
         the operator for autograd; keys: the number of a torch._C.DispatchKeySet
     gradients(...) -> (dA, dB, dC, dbias)
         see `cutegemm.pytorch.autograd.gradients_of_saved`
@@ -60,6 +61,8 @@ class _State:
         self.begun = False
         self.why_not = "nothing has asked for it yet"
         self.module: Any = None
+        self.asks_for_float32 = False
+        self.thread: threading.Thread | None = None
 
 
 _state = _State()
@@ -77,7 +80,16 @@ def want() -> None:
             _state.why_not = "CUTEGEMM_NATIVE=0"
             return
         _state.why_not = "it is being compiled or loaded"
-        threading.Thread(target=_make, name="cutegemm-native", daemon=True).start()
+        _state.thread = threading.Thread(target=_make, name="cutegemm-native", daemon=True)
+        _state.thread.start()
+
+
+def wait() -> bool:
+    """Has the extension made, and waits until it serves (True) or cannot be had (False); for benchmarks and tests."""
+    want()
+    if _state.thread is not None:
+        _state.thread.join()
+    return is_ready()
 
 
 def _make() -> None:
@@ -101,10 +113,19 @@ def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
     module.configure(*names, *functions, stream, capturing)
 
 
+def leave_float32_to_python() -> None:
+    """The operator no longer serves products of float32 whose call gives no precision: `run.float32` decides it."""
+    _state.asks_for_float32 = True
+    if _state.module is not None:
+        _state.module.leave_float32_to_python()
+
+
 def serve(module: Any) -> None:
     """Lets calls ask this extension from now on, or none (None)."""
     global gemm, linear
     _state.module = module
+    if module and _state.asks_for_float32:
+        module.leave_float32_to_python()
     gemm, linear = (module.gemm, module.linear) if module else (None, None)
 
 
@@ -127,7 +148,8 @@ def install(a: Any, b: Any, c: Any, options: dict[str, Any], launch: tuple[Any, 
     if _state.module is not None:
         _state.module.install(
             a, b, c, float(options["alpha"]), float(options["beta"]), options["bias"], options["activation"],
-            options["out"], options["out_dtype"], options["precision"], options["backend"], options["config"], launch,
+            options["out"], options["out_dtype"], options["precision"], options["backend"], options["config"],
+            options["constant"], launch,
         )  # fmt: skip
 
 

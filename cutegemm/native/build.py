@@ -126,7 +126,8 @@ class _Running:
 def load(path: Path) -> Any:
     """The extension of that file, not yet configured."""
     spec = importlib.util.spec_from_file_location(NAME, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

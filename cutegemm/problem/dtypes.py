@@ -6,6 +6,7 @@ type is not.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,33 +112,56 @@ OUTPUTS: Mapping[str, DType] = MappingProxyType(
 """The types that D may have, by name: also int32, for products of int8."""
 TERMS = tuple(name for name, row in TABLE.items() if row.itemsize > 1)
 """The types that C, a bias and the operands of an epilogue may have."""
+ALONE: Mapping[str, DType] = MappingProxyType(
+    {
+        "fp64": DType(
+            "fp64", "float64", 8, 2.0**-53, 2.0**-1074, {"ieee": "float64"}, accumulator="fp64", output="fp64",
+            dsl="Float64", cuda="double", cutlass="f64",
+        )
+    }
+)  # fmt: skip
+"""The types that are not mixed with others: where A and B are of one, C, the bias and D are of it too, and so are the
+sums, alpha and beta; there are no activations and no programs."""
+PRODUCTS: Mapping[str, DType] = ChainMap(dict(ALONE), _ROWS)
+"""The types of A and B by name."""
+TYPES: Mapping[str, DType] = MappingProxyType({**OUTPUTS, **ALONE})
+"""The types that any matrix may have, by name."""
 
 DTYPES = tuple(TABLE)
-KINDS: tuple[Kind, ...] = tuple((name, precision) for name, row in TABLE.items() for precision in row.units)
+KINDS: tuple[Kind, ...] = tuple((name, precision) for name, row in PRODUCTS.items() for precision in row.units)
 """Every kind of product that may be asked for."""
 PRECISIONS = tuple(dict.fromkeys(precision for _, precision in KINDS))
-ITEMSIZE: Mapping[str, int] = MappingProxyType({name: row.itemsize for name, row in OUTPUTS.items()})
+ITEMSIZE: Mapping[str, int] = MappingProxyType({name: row.itemsize for name, row in TYPES.items()})
 """Bytes of an element by the type's name."""
 ACCEPTED = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values())
-"""The torch dtypes that some kernel takes, for messages."""
+"""The torch dtypes that may be mixed, for messages."""
 ACCEPTED_TERMS = ", ".join(f"torch.{TABLE[name].torch_name}" for name in TERMS)
 """The torch dtypes of `TERMS`, for messages."""
+ACCEPTED_PRODUCTS = ", ".join(f"torch.{row.torch_name}" for row in PRODUCTS.values())
+"""The torch dtypes of A and B that some kernel takes, for messages."""
 
-_NAMES = {f"torch.{row.torch_name}": name for name, row in TABLE.items()}
+_NAMES = {f"torch.{row.torch_name}": name for name, row in PRODUCTS.items()}
 
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str | None:
-    """Our short name of a torch dtype, or None when no kernel takes it."""
+    """Our short name of a torch dtype of `TABLE`, else None."""
+    name = _NAMES.get(str(dtype))
+    return name if name in TABLE else None
+
+
+@cache
+def product_dtype_name(dtype: torch.dtype) -> str | None:
+    """Our short name of a torch dtype of `PRODUCTS`, or None when no kernel multiplies it."""
     return _NAMES.get(str(dtype))
 
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name of `OUTPUTS`."""
+    """The torch dtype of a name of `TYPES`."""
     import torch
 
-    return getattr(torch, OUTPUTS[name].torch_name)
+    return getattr(torch, TYPES[name].torch_name)
 
 
 @cache
@@ -155,13 +179,13 @@ def output_name(dtype: torch.dtype) -> str | None:
 
 def why_not_multiplied(dtype: str, b_dtype: str) -> str | None:
     """None when A of the one and B of the other type can be multiplied, else why not."""
-    if dtype == b_dtype or (TABLE[dtype].family is not None and TABLE[dtype].family == TABLE[b_dtype].family):
+    if dtype == b_dtype or (PRODUCTS[dtype].family is not None and PRODUCTS[dtype].family == PRODUCTS[b_dtype].family):
         return None
-    family = [row.torch_name for row in TABLE.values() if row.family and row.family == TABLE[dtype].family]
+    family = [row.torch_name for row in TABLE.values() if row.family and row.family == PRODUCTS[dtype].family]
     if family:
-        accepted = f"accepted with {TABLE[dtype].torch_name} are {', '.join(family)}"
-        return f"b: got dtype torch.{TABLE[b_dtype].torch_name}, {accepted}"
-    return f"b: got dtype torch.{TABLE[b_dtype].torch_name}, expected that of a, torch.{TABLE[dtype].torch_name}"
+        accepted = f"accepted with {PRODUCTS[dtype].torch_name} are {', '.join(family)}"
+        return f"b: got dtype torch.{PRODUCTS[b_dtype].torch_name}, {accepted}"
+    return f"b: got dtype torch.{PRODUCTS[b_dtype].torch_name}, expected that of a, torch.{PRODUCTS[dtype].torch_name}"
 
 
 def why_not_rounded(what: str, narrow: Collection[str]) -> str | None:
@@ -188,7 +212,24 @@ def why_not_taken(what: str, takes: Collection[Kind], kind: Kind) -> str | None:
 
 def why_precision_refused(dtype: str, precision: str) -> str | None:
     """None when operands of `dtype`, a name of `TABLE`, can be multiplied with that precision; else why not."""
-    if precision in TABLE[dtype].units:
+    if precision in PRODUCTS[dtype].units:
         return None
     having = [row.torch_name for row in TABLE.values() if precision in row.units]
     return f"precision: got {precision!r} for {dtype} operands; it applies to {' and '.join(having)} only"
+
+
+def why_mixture_refused(dtype: str, **others: str | None) -> str | None:
+    """None when an operand of A's `dtype` may go with the other dtypes, else why not.
+
+    Args:
+        others: dtype names of further operands and of D by their arguments' names; None for what there is not.
+    """
+    for name, other in others.items():
+        if other is not None and other != dtype and (dtype in ALONE or other in ALONE):
+            alone = PRODUCTS[dtype if dtype in ALONE else other].torch_name
+            given, wanted = TYPES[other].torch_name, TYPES[dtype].torch_name
+            accepted = f"torch.{wanted}" if dtype in ALONE else ACCEPTED
+            return (
+                f"{name}: got torch.{given} with operands of torch.{wanted}; {alone} is not mixed, accepted: {accepted}"
+            )
+    return None

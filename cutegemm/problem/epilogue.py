@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
+from cutegemm.problem.dtypes import ALONE
 from cutegemm.problem.program.graph import Input, Node, Output, Program
 
 T = TypeVar("T")
@@ -57,6 +58,19 @@ class Epilogue:
             raise ValueError(f"bias_axis: got {self.bias_axis!r}, accepted are 'm' and 'n'")
         if self.custom is not None and (self.c_dtype or self.bias_dtype or self.activation):
             raise ValueError("custom: a program has operands of its own; C, bias and activation are not for it")
+
+    def why_refused_for(self, dtype: str) -> str | None:
+        """None when these terms go with operands of a dtype, a name of `dtypes.PRODUCTS`; else why not."""
+        if dtype not in ALONE:
+            return None
+        if self.custom is not None:
+            return f"epilogue: programs compute in fp32; with {ALONE[dtype].torch_name} operands accepted is None"
+        if self.activation is not None:
+            return (
+                f"activation: got {self.activation!r}; activations are computed in fp32, with "
+                f"{ALONE[dtype].torch_name} operands accepted is None"
+            )
+        return None
 
     @cached_property
     def program(self) -> Program:

@@ -17,10 +17,11 @@ from typing import Any
 
 from cutegemm.problem.dtypes import (
     ITEMSIZE,
-    OUTPUTS,
     PRECISIONS,
-    TABLE,
+    PRODUCTS,
+    TYPES,
     Kind,
+    why_mixture_refused,
     why_not_multiplied,
     why_precision_refused,
 )
@@ -83,7 +84,7 @@ class Signature:
     @property
     def unit(self) -> str:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
-        return TABLE[self.dtype].units[self.precision]
+        return PRODUCTS[self.dtype].units[self.precision]
 
     @property
     def parts(self) -> Parts | None:
@@ -98,7 +99,7 @@ class Signature:
         """
         if self.epilogue.custom is not None and self.epilogue.custom.block_scales:
             return SCALE_K
-        return TABLE[self.dtype].promoted.get(self.precision)
+        return PRODUCTS[self.dtype].promoted.get(self.precision)
 
     @property
     def majors(self) -> str:
@@ -218,7 +219,7 @@ class Problem:
 
         Args:
             m, n, k, batch: sizes in elements.
-            dtype: a name of `problem.dtypes.TABLE`; `out_dtype` defaults to that row's `output`.
+            dtype: a name of `problem.dtypes.PRODUCTS`; `out_dtype` defaults to that row's `output`.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
             precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9"; for fp8 also "fast".
@@ -233,9 +234,9 @@ class Problem:
         for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
             if not isinstance(extent, int) or extent < 0:
                 raise ValueError(f"{name}: got {extent!r}, expected a Python int that is not negative")
-        if dtype not in TABLE or (out_dtype is not None and out_dtype not in OUTPUTS):
-            raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(TABLE)}")
-        if b_dtype is not None and (b_dtype not in TABLE or why_not_multiplied(dtype, b_dtype)):
+        if dtype not in PRODUCTS or (out_dtype is not None and out_dtype not in TYPES):
+            raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(PRODUCTS)}")
+        if b_dtype is not None and (b_dtype not in PRODUCTS or why_not_multiplied(dtype, b_dtype)):
             raise ValueError(f"b_dtype: got {b_dtype!r}, which is not multiplied with {dtype}")
         if len(majors) != 2 or set(majors) - set("tn"):
             raise ValueError(f"majors: got {majors!r}, accepted are 'tn', 'tt', 'nn', 'nt'")
@@ -245,8 +246,12 @@ class Problem:
             raise ValueError(refused)
         if work not in WORKS:
             raise ValueError(f"work: got {work!r}, accepted are {', '.join(WORKS)}")
-        out = out_dtype or TABLE[dtype].output
+        out = out_dtype or PRODUCTS[dtype].output
         epi = epilogue or Epilogue()
+        if refused := why_mixture_refused(dtype, out_dtype=out, c=epi.c_dtype, bias=epi.bias_dtype):
+            raise ValueError(refused)
+        if refused := epi.why_refused_for(dtype):
+            raise ValueError(refused)
         count_a, count_b, count_d = (WORKS[work].matrices(operand, batch) for operand in "abd")
         a = compact(m, k, count_a, majors[0] == "t", ITEMSIZE[dtype])
         b = compact(k, n, count_b, majors[1] == "t", ITEMSIZE[dtype])

@@ -53,6 +53,15 @@ class ProgramRequest(NamedTuple):
         return frozenset(name for name, _ in self.copies)
 
 
+def refuse_products(a: Any) -> None:
+    """Raises TypeError for operands whose sums no program is computed on."""
+    if isinstance(a, torch.Tensor) and (name := dtypes.product_dtype_name(a.dtype)) in dtypes.ALONE:
+        raise TypeError(
+            f"a: got dtype {a.dtype} with an epilogue program ({name} sums); programs compute in fp32, and their "
+            f"operands' dtypes are {dtypes.ACCEPTED}"
+        )
+
+
 def describe(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -67,6 +76,7 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
+    refuse_products(a)
     if out_dtype == torch.int32:
         raise ValueError("out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)

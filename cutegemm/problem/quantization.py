@@ -3,9 +3,9 @@
     scale = max(amax / largest, 2^-126)      amax: the largest |x| of a group; largest: of the format
     value = round(x * (1 / scale))           to nearest even, saturating
 
-Every operation is one correctly rounded fp32 operation: the division, the reciprocal, the product, and last the rounding
-to the format. So the result is defined to the bit, and whoever quantizes with a given scale gets what the group's own
-would give. Kernels and the functions below compute the same.
+The division, the reciprocal and the product are each rounded once, in fp32, and last comes the rounding to the format.
+So the result is defined to the bit, and whoever quantizes with a given scale gets what the group's own would give.
+Kernels and the functions below compute the same.
 
     Inf      counts as the largest finite fp32 number in amax, and saturates
     NaN      fp8: left out of amax, and stays NaN (0x7f). int8, which has none: becomes 0, and the scale of its group is
@@ -20,6 +20,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+
+from cutegemm.problem.dtypes import TABLE, TERMS, torch_dtype
 
 FLT_MAX = 3.4028234663852886e38
 SMALLEST_SCALE = 2.0**-126
@@ -38,22 +40,19 @@ class Format(NamedTuple):
     largest: float
 
 
-FORMATS: Mapping[torch.dtype, Format] = MappingProxyType(
-    {
-        format.dtype: format
-        for format in (
-            Format("e4m3", torch.float8_e4m3fn, 448.0),
-            Format("e5m2", torch.float8_e5m2, 57344.0),
-            Format("int8", torch.int8, 127.0),
-        )
-    }
+def _format(name: str, largest: float | None) -> Format:
+    assert largest is not None
+    return Format(name, torch_dtype(name), largest)
+
+
+NAMED: Mapping[str, Format] = MappingProxyType(
+    {row.name: _format(row.name, row.largest) for row in TABLE.values() if row.itemsize == 1}
 )
-NAMED: Mapping[str, Format] = MappingProxyType({format.name: format for format in FORMATS.values()})
+"""The formats by name: e4m3, e5m2, int8."""
+FORMATS: Mapping[torch.dtype, Format] = MappingProxyType({format.dtype: format for format in NAMED.values()})
 ACCEPTED = ", ".join(str(dtype) for dtype in FORMATS)
-INPUTS: Mapping[torch.dtype, str] = MappingProxyType(
-    {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-)
-"""What can be quantized, and what values can be dequantized into; by their names in `problem.dtypes`."""
+INPUTS: Mapping[torch.dtype, str] = MappingProxyType({torch_dtype(name): name for name in TERMS})
+"""What can be quantized, and what values can be dequantized into; by their names."""
 ACCEPTED_INPUTS = ", ".join(str(dtype) for dtype in INPUTS)
 
 
@@ -94,9 +93,10 @@ def new_values(shape: tuple[int, ...], turned: bool, dtype: torch.dtype, device:
 
     A row along K that 16 bytes do not divide is padded to the next multiple of them, so that TMA reads any K.
     """
-    *batch, rows, k = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
-    found = torch.empty((*batch, rows, -(-k // PITCH) * PITCH), dtype=dtype, device=device)[..., :k]
-    return found.mT if turned else found
+    rows, k = shape[-2:][::-1] if turned else shape[-2:]
+    pitch = -(-k // PITCH) * PITCH
+    strides = (1, pitch) if turned else (pitch, 1)
+    return torch.empty_strided(shape, (rows * pitch, *strides)[-len(shape) :], dtype=dtype, device=device)
 
 
 def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

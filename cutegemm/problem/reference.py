@@ -44,6 +44,9 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
 
 Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added. Tensor cores keep
 subnormal numbers (Fasi et al., as above), and so does what adds promoted sums of parts: there t K 2^-149 is added.
+
+fp64 operands: u is 2^-53 (IEEE operations, each rounded to nearest), the smallest normal number 2^-1022. The value is
+rounded from twice as many digits (`double_double`), and what it may be off by itself is a part of the bound.
 """
 
 from __future__ import annotations
@@ -54,8 +57,18 @@ from dataclasses import dataclass
 
 import torch
 
-from cutegemm.problem import scales
-from cutegemm.problem.dtypes import ACCEPTED, CUDA_CORES, OUTPUTS, TABLE, dtype_name, output_name, torch_dtype
+from cutegemm.problem import double_double, scales
+from cutegemm.problem.dtypes import (
+    ACCEPTED,
+    ALONE,
+    CUDA_CORES,
+    TABLE,
+    TYPES,
+    dtype_name,
+    output_name,
+    product_dtype_name,
+    torch_dtype,
+)
 from cutegemm.problem.epilogue import formula_of
 from cutegemm.problem.parts import TABLE as PARTS
 from cutegemm.problem.parts import Parts
@@ -129,9 +142,11 @@ def expected(
     """
     out_dtype = out_dtype or _default(a, scale_a, scale_b)
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
+    wide = a.dtype == torch.float64
     reads_c = c is not None and beta != 0  # as given: one that fp32 rounds to 0 still makes NaN of an infinity
-    alpha, beta = _fp32(alpha), _fp32(beta)
-    u = 2.0**-23 if tensor_cores else 2.0**-24
+    if not wide:
+        alpha, beta = _fp32(alpha), _fp32(beta)
+    u = 2.0**-53 if wide else 2.0**-23 if tensor_cores else 2.0**-24
     factors, blocks = _divided(a, b, scale_a, scale_b)
     z, magnitude, error = accumulators(a, b, precision, tensor_cores, promotion, *blocks)
     for factor in factors:
@@ -142,15 +157,17 @@ def expected(
         z, magnitude = z + term, magnitude + term.abs()
     if bias is not None:
         z, magnitude = z + bias.double(), magnitude + bias.double().abs()
-    error += _gamma(5 + len(factors), u) * magnitude
+    error += (
+        _gamma(10 if wide else 5 + len(factors), u) * magnitude
+    )  # of fp64 the value has as many roundings as the kernel
     value = activate(z, activation)
     error *= _LIPSCHITZ[activation]
     if activation is not None:
         error += 16 * u * z.abs()
-    name = output_name(out_dtype)
-    if name is None:
+    name = output_name(out_dtype) or product_dtype_name(out_dtype)
+    if name is None or (name in ALONE and not wide):
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {ACCEPTED}")
-    out = OUTPUTS[name]
+    out = TYPES[name]
     if name == "int32":
         return Expected(z, torch.zeros_like(z), out_dtype)
     if out.largest is not None:  # it saturates
@@ -196,6 +213,8 @@ def accumulators(
     """
     if a.element_size() == 1:
         return _of_one_byte(a, b, precision, scale_a, scale_b)
+    if a.dtype == torch.float64:
+        return _wide_accumulators(a, b)
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
     k, u = a.shape[-1], 2.0**-23 if tensor_cores else 2.0**-24
     a64, b64 = a.double(), b.double()
@@ -255,6 +274,14 @@ def _split_error(
     return relative * magnitude + split.lost * (rows + columns) + terms * k * 2.0**-149
 
 
+def _wide_accumulators(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`accumulators` of fp64 operands; the error counts that of the value and of the magnitudes too."""
+    k, u = a.shape[-1], 2.0**-53
+    value, gamma = double_double.matmul(a, b), _gamma(k + 2, u)
+    magnitude = torch.matmul(a.abs(), b.abs()) * (1 + 2 * gamma)
+    return value, magnitude, (gamma + gamma**2) * magnitude + u * value.abs() + 2 * k * 2.0**-1022
+
+
 def _truncates(a: torch.Tensor, precision: str) -> bool:
     """Whether the arithmetic unit adds up as tensor cores do."""
     operands = dtype_name(a.dtype)
@@ -273,7 +300,7 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
         return Verdict(False, math.inf, f"dtype {got.dtype}, expected {want.out_dtype}")
     if got.numel() == 0:
         return Verdict(True, 0.0, "empty")
-    saturates = OUTPUTS[str(output_name(want.out_dtype))].largest is not None
+    saturates = TYPES[str(output_name(want.out_dtype) or product_dtype_name(want.out_dtype))].largest is not None
     largest = math.inf if saturates else torch.finfo(want.out_dtype).max
     got64, value, bound = got.double(), want.value, want.bound
     finite = torch.isfinite(value)

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.problem import dtypes, overlap, packing
-from cutegemm.problem.dtypes import ITEMSIZE, dtype_name, output_name
+from cutegemm.problem.dtypes import ITEMSIZE, output_name, product_dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
+CONSTANTS = ("a", "b")
+"""What `gemm(constant=)` may name."""
 FLT_MAX = 3.4028234663852886e38
 """The largest finite fp32 number."""
 
@@ -78,9 +80,9 @@ def describe(
     precision = "ieee" if precision is None else _check_precision(precision, dtype)
     if activation is not None:
         check_activation(activation)
-    out_name = _check_out(a, out, out_dtype, shape, dtypes.TABLE[dtype].output)
-    c_dtype = _check_c(a, c, beta, shape)
-    bias_dtype = None if bias is None else _check_bias(a, bias, n)
+    out_name = _check_out(a, out, out_dtype, shape, dtype)
+    c_dtype = _check_c(a, c, beta, shape, dtype)
+    bias_dtype = None if bias is None else _check_bias(a, bias, n, dtype)
     if out_name == "int32":
         _check_whole("out_dtype" if out is None else "out", dtype, alpha, c_dtype, bias_dtype, activation)
 
@@ -104,6 +106,8 @@ def describe(
             into_temporary = True
             matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
     epilogue = _epilogue(c_dtype, bias_dtype, activation)
+    if dtype in dtypes.ALONE and (refused := epilogue.why_refused_for(dtype)):
+        raise ValueError(refused)
     problem = Problem(
         m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue, b_dtype=b_dtype
     )
@@ -128,7 +132,7 @@ def with_constant(asked: Request, constant: Any) -> Request:
 
 def check_constant(constant: Any) -> None:
     """Raises ValueError unless it names an operand, or none."""
-    if constant not in (None, "a", "b"):
+    if constant is not None and constant not in CONSTANTS:
         raise ValueError(f"constant: got {shown(constant)}, accepted are None, 'a' and 'b'")
 
 
@@ -143,12 +147,12 @@ def _check_operands(a: Any, b: Any) -> tuple[str, str | None]:
         check_tensor(name, tensor)
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    dtype = dtype_name(a.dtype)
+    dtype = product_dtype_name(a.dtype)
     if dtype is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
     b_dtype = None
     if b.dtype != a.dtype:
-        b_dtype = dtype_name(b.dtype)
+        b_dtype = product_dtype_name(b.dtype)
         if b_dtype is None:
             raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
         if refused := dtypes.why_not_multiplied(dtype, b_dtype):
@@ -166,7 +170,7 @@ def check_tensor(name: str, tensor: Any) -> None:
         raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
-    known = dtype_name(tensor.dtype) is not None  # then it is neither quantized nor complex
+    known = product_dtype_name(tensor.dtype) is not None  # then it is neither quantized nor complex
     if not known and tensor.is_quantized:
         raise TypeError(f"{name}: got a quantized tensor ({tensor.dtype}), expected a plain one; call .dequantize()")
     if tensor.is_nested:
@@ -180,7 +184,7 @@ def check_tensor(name: str, tensor: Any) -> None:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
-                "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
+                "make the call under torch.no_grad(), pass out.detach(), or leave out away"
             )
         check_inference(tensor)
 
@@ -190,7 +194,7 @@ def check_inference(out: torch.Tensor) -> None:
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             "out: it is an inference tensor, which can be written under torch.inference_mode() only; "
-            "call gemm there, pass out.clone(), or leave out away"
+            "make the call there, pass out.clone(), or leave out away"
         )
 
 
@@ -260,20 +264,43 @@ def _check_precision(precision: str, dtype: str) -> str:
     return precision
 
 
-def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], default: str) -> str:
-    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or output_name(out_dtype) is None):
-        raise TypeError(f"out_dtype: got {shown(out_dtype)}, accepted are {dtypes.ACCEPTED}")
+def goes_with(dtype: torch.dtype, of_a: str) -> str | None:
+    """The name of a dtype that C, a bias or an operand may have where A is of the type `of_a`, else None."""
+    name = product_dtype_name(dtype)
+    if name is None or dtypes.why_mixture_refused(of_a, other=name) is not None:
+        return None
+    return name if name in dtypes.TERMS or name in dtypes.ALONE else None
+
+
+def comes_of(dtype: torch.dtype, of_a: str) -> str | None:
+    """The name of a dtype that D may have where A is of the type `of_a`, else None."""
+    name = output_name(dtype) or product_dtype_name(dtype)
+    return None if name is None or dtypes.why_mixture_refused(of_a, other=name) is not None else name
+
+
+def accepted(of_a: str, mixed: str = dtypes.ACCEPTED) -> str:
+    """The dtypes that go with operands of the type `of_a`, for messages; `mixed`: those of operands that are mixed."""
+    if of_a not in dtypes.ALONE:
+        return f"accepted are {mixed}"
+    name = dtypes.PRODUCTS[of_a].torch_name
+    return f"accepted with operands of torch.{name} is torch.{name}"
+
+
+def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], of_a: str) -> str:
+    default = dtypes.PRODUCTS[of_a].output
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or comes_of(out_dtype, of_a) is None):
+        raise TypeError(f"out_dtype: got {shown(out_dtype)}, {accepted(of_a)}")
     if out is None:
-        return output_name(out_dtype) or default if out_dtype is not None else default
+        return comes_of(out_dtype, of_a) or default if out_dtype is not None else default
     check_tensor("out", out)
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if out.device != a.device:
         raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
-    name = output_name(out.dtype)
+    name = comes_of(out.dtype, of_a)
     if name is None:
-        raise TypeError(f"out: got dtype {out.dtype}, accepted are {dtypes.ACCEPTED}")
+        raise TypeError(f"out: got dtype {out.dtype}, {accepted(of_a)}")
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
@@ -281,7 +308,7 @@ def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...]
 
 def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> None:
     """Raises TypeError or ValueError unless D in int32 is a plain product of int8: such sums are exact."""
-    if not dtypes.TABLE[dtype].is_integer:
+    if not dtypes.PRODUCTS[dtype].is_integer:
         raise TypeError(
             f"{name}: got dtype torch.int32, accepted are {dtypes.ACCEPTED}; torch.int32 is for products of torch.int8"
         )
@@ -292,7 +319,7 @@ def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> Non
         )
 
 
-def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> str | None:
+def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a: str) -> str | None:
     if c is None:
         if beta != 0:
             raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
@@ -304,21 +331,21 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...]) -> st
         raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
     if c.device != a.device:
         raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
-    name = dtypes.term_name(c.dtype)
+    name = goes_with(c.dtype, of_a)
     if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
+        raise TypeError(f"c: got dtype {c.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
     return name if beta != 0 else None
 
 
-def _check_bias(a: torch.Tensor, bias: Any, n: int) -> str:
+def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
     check_tensor("bias", bias)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
     if bias.device != a.device:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
-    name = dtypes.term_name(bias.dtype)
+    name = goes_with(bias.dtype, of_a)
     if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
+        raise TypeError(f"bias: got dtype {bias.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
     return name
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from cutegemm.problem.dtypes import OUTPUTS, torch_dtype
+from cutegemm.problem.dtypes import TYPES, torch_dtype
 
 
 def rounded(x: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor with its elements in the dtype of that name, one of `dtypes.OUTPUTS`."""
-    row = OUTPUTS[dtype]
+    """The tensor with its elements in the dtype of that name, one of `dtypes.TYPES`."""
+    row = TYPES[dtype]
     if row.is_integer:
         info = torch.iinfo(torch_dtype(dtype))
         return x.double().nan_to_num(0.0).round().clamp(info.min, info.max).to(torch_dtype(dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from cutegemm.problem import ITEMSIZE, MAX_EXTENT, TABLE, Matrix, Problem
-from cutegemm.problem.dtypes import OUTPUTS, why_not_multiplied
+from cutegemm.problem.dtypes import PRODUCTS, TYPES, why_mixture_refused, why_not_multiplied
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.work import DENSE
 from cutegemm.problem.work import TABLE as WORKS
@@ -40,13 +40,17 @@ def parse(text: str) -> Problem:
     work = work or DENSE
     count_a, count_b, count_d = (WORKS[work].matrices(operand, batch) for operand in "abd")
     for named in (dtype, b_dtype, out_dtype, c_dtype, bias_dtype):
-        if named not in (None, *(OUTPUTS if named is out_dtype else TABLE)):
-            raise ValueError(f"dtype {named!r}, accepted are {', '.join(TABLE)}")
+        if named not in (None, *(TYPES if named is out_dtype else PRODUCTS)):
+            raise ValueError(f"dtype {named!r}, accepted are {', '.join(PRODUCTS)}")
     if b_dtype is not None and (refused := why_not_multiplied(dtype, b_dtype)):
         raise ValueError(refused)
-    if precision not in TABLE[dtype].units:
-        raise ValueError(f"precision {precision!r} of {dtype}, accepted are {', '.join(TABLE[dtype].units)}")
+    if precision not in PRODUCTS[dtype].units:
+        raise ValueError(f"precision {precision!r} of {dtype}, accepted are {', '.join(PRODUCTS[dtype].units)}")
+    if refused := why_mixture_refused(dtype, out_dtype=out_dtype, c=c_dtype, bias=bias_dtype):
+        raise ValueError(refused)
     epilogue = Epilogue(c_dtype, bias_dtype, bias_axis or "n", activation)
+    if refused := epilogue.why_refused_for(dtype):
+        raise ValueError(refused)
     a = _matrix(m, k, count_a, a_major == "k", _alignment("A", align_a, dtype))
     b = _matrix(k, n, count_b, b_major == "n", _alignment("B", align_b, b_dtype or dtype))
     d = _matrix(m, n, count_d, True, _alignment("D", align_d, out_dtype))

@@ -107,16 +107,22 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
     beta = 0.0 if dc is None else s.beta
     if da is not None and db is not None:
         # The sum of the two products is rounded once.
-        part = _gemm(da, b, dc, beta=beta, bias=dbias, out_dtype=torch.float32, **options)
+        part = _gemm(da, b, dc, beta=beta, bias=dbias, out_dtype=wide(d.dtype), **options)
         dz = _gemm(a, db, part, beta=1.0, out_dtype=d.dtype, **options)
     elif da is not None or db is not None:
         x, y = (da, b) if db is None else (a, db)
         dz = _gemm(x, y, dc, beta=beta, bias=dbias, out_dtype=d.dtype, **options)
     else:
-        terms = [term.float() for term in (None if dc is None else dc.float() * beta, dbias) if term is not None]
-        total = sum(terms, torch.zeros((), device=d.device))
+        to = wide(d.dtype)
+        terms = [term.to(to) for term in (None if dc is None else dc.to(to) * beta, dbias) if term is not None]
+        total = sum(terms, torch.zeros((), device=d.device, dtype=to))
         dz = total.expand(d.shape).to(d.dtype)
     return _times_slope(dz, a, b, c, bias, d, s)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums of numbers of a dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def may_have_tangent(*tensors: Any) -> bool:
@@ -166,11 +172,11 @@ def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[to
         elif shape == dz.shape:
             dc = (dz if s.beta == 1 else dz * s.beta).to(dtype)
         else:
-            dc = (dz.float() * s.beta).sum_to_size(shape).to(dtype)
+            dc = (dz.to(wide(dz.dtype)) * s.beta).sum_to_size(shape).to(dtype)
     if needs[3]:
         rows, dtype = tuple(range(dz.dim() - 1)), ctx.bias_dtype
         # Torch sums 16-bit numbers in fp32 and rounds once.
-        dbias = dz.sum(dim=rows) if dz.dtype == dtype else dz.sum(dim=rows, dtype=torch.float32).to(dtype)
+        dbias = dz.sum(dim=rows) if dz.dtype == dtype else dz.sum(dim=rows, dtype=wide(dz.dtype)).to(dtype)
     return da, db, dc, dbias
 
 

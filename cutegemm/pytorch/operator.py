@@ -14,12 +14,13 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm import native
-from cutegemm.problem import dtypes
-from cutegemm.problem.dtypes import TABLE, dtype_name, output_name, term_name, torch_dtype
+from cutegemm.problem import dtypes, request
+from cutegemm.problem.dtypes import dtype_name, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import ACTIVATIONS
 from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import autograd, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.run import float32
 from cutegemm.run.call import compute
 
 _library = torch.library.Library("cutegemm", "DEF")
@@ -41,10 +42,14 @@ def _gemm(
     activation: str | None = None, out_dtype: Any = None, precision: str | None = None, backend: str = "auto",
     config: str | None = None, constant: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
 
 
 def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None) -> None:
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     compute(a, b, c, alpha, beta, bias, activation, out, None, precision, backend, config, constant)
 
 
@@ -59,9 +64,9 @@ def _fake_gemm(
 ):  # fmt: skip
     shape = check(a, b, c, beta, bias, activation)
     check_constant(constant)
-    if out_dtype is not None and output_name(out_dtype) is None:
-        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
-    return a.new_empty(shape, dtype=out_dtype or torch_dtype(TABLE[str(dtype_name(a.dtype))].output))
+    if out_dtype is not None and request.comes_of(out_dtype, of_a(a)) is None:
+        raise TypeError(f"out_dtype: got {out_dtype}, {request.accepted(of_a(a))}")
+    return a.new_empty(shape, dtype=out_dtype or torch_dtype(dtypes.PRODUCTS[of_a(a)].output))
 
 
 def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None):
@@ -69,8 +74,13 @@ def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, c
     check_constant(constant)
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
-    if output_name(out.dtype) is None:
-        raise TypeError(f"out: got dtype {out.dtype}, accepted are {dtypes.ACCEPTED}")
+    if request.comes_of(out.dtype, of_a(a)) is None:
+        raise TypeError(f"out: got dtype {out.dtype}, {request.accepted(of_a(a))}")
+
+
+def of_a(a: torch.Tensor) -> str:
+    """The name of the operands' dtype, which `_check` has looked at."""
+    return str(product_dtype_name(a.dtype))
 
 
 def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
@@ -78,8 +88,8 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    if dtype_name(a.dtype) is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+    if product_dtype_name(a.dtype) is None:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
     if b.dtype != a.dtype:
         b_dtype = dtype_name(b.dtype)
         if b_dtype is None:
@@ -112,8 +122,9 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
                 f"c: got shape {tuple(c.shape)}, expected {tuple(shape)} or one that broadcasts to it"
             ) from None
     for name, tensor in (("c", c), ("bias", bias)):
-        if tensor is not None and term_name(tensor.dtype) is None:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
+        if tensor is not None and request.goes_with(tensor.dtype, of_a(a)) is None:
+            accepted = request.accepted(of_a(a), dtypes.ACCEPTED_TERMS)
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, {accepted}")
     if bias is not None:
         if bias.dim() != 1:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
@@ -144,6 +155,8 @@ def _recorded_gemm(
 
     torch.library.register_autograd knows neither forward mode nor torch.func.
     """
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     below = keyset & _BELOW_AUTOGRAD
     grad = torch.is_grad_enabled()
     forward = autograd.may_have_tangent(a, b, c, bias)

@@ -100,6 +100,7 @@ def compute(
         return _by_operator(
             a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, precision, backend, config, save
         )
+    program_request.refuse_products(a)
     run = program = None
     try:
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():

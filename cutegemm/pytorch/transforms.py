@@ -118,7 +118,8 @@ def merge(size: int, tensors: tuple[Any, ...], dims: tuple[Any, ...], beta: floa
         # A kernel takes one bias for all matrices: this one becomes a C.
         term = spread(bias.unsqueeze(1), True)
         if c is not None and beta != 0:
-            term = term.float() + beta * spread(c, mapped[2]).float()
+            wide = torch.promote_types(term.dtype, torch.float32)
+            term = term.to(wide) + beta * spread(c, mapped[2]).to(wide)
         return (a, b, term, None), 1.0, shape
     if c is not None:
         c = spread(c, mapped[2])

@@ -66,7 +66,7 @@ class Pointer(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """An argument of a host entry. `type`: "int32", "int64", "float32", "stream" or a `Pointer`."""
+    """An argument of a host entry. `type`: "int32", "int64", "float32", "float64", "stream" or a `Pointer`."""
 
     name: str
     type: str | Pointer
@@ -158,7 +158,8 @@ def host(signature: Signature, extra: Collection[str] = ()) -> tuple[Argument, .
     types: dict[str, str | Pointer] = {name: pointer(signature) for name, pointer in _OPERANDS.items()}
     types |= {array.name: Pointer(array.dtype, INTEGERS[array.dtype]) for array in WORKS[signature.work].arrays}
     types |= _custom_pointers(signature)
-    types |= dict.fromkeys(Scalars._fields, "float32") | _custom_numbers(signature) | {"stream": "stream"}
+    scalar = "float64" if signature.dtype == "fp64" else "float32"
+    types |= dict.fromkeys(Scalars._fields, scalar) | _custom_numbers(signature) | {"stream": "stream"}
     types |= {WORKSPACE: Pointer("fp32", 16)} if WORKSPACE in extra else {}
     types |= dict.fromkeys(_SIZES, "int32") | {name: "int32" for name in _EXTRAS if name in extra}
     types |= dict.fromkeys((*_STRIDES, *_custom_strides(signature)), "int64")

@@ -17,7 +17,7 @@ from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo, State
 from cutegemm.problem import PRECISIONS, request
 from cutegemm.problem.epilogue import ACTIVATIONS
-from cutegemm.run import runner
+from cutegemm.run import float32, runner
 from cutegemm.run.runner import Call, Runner
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -124,19 +124,19 @@ def planned(key: Any, call: Call, a: Any, b: Any, c: Any, options: dict[str, Any
 
 def _tell(call: Call, plan: Plan, a: Any, b: Any, c: Any, options: dict[str, Any]) -> None:
     """Tells the C++ part of a plan that is remembered; the first plan of a GPU has it made."""
-    if options["constant"] is not None:
-        return  # the C++ part leaves such calls to Python
     if native.is_ready():
         native.install(a, b, c, options, call.launch(plan))
     elif plan.kernel is not None and call.request.device.type == "cuda":
         native.want()
 
 
-def _plan_natively(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, out=None) -> None:
+def _plan_natively(
+    _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant, out=None
+) -> None:
     """Plans a call that the C++ part has not met, if nobody has, and tells it what to launch."""
     options = {
         "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": None,
+        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
     }  # fmt: skip
     key = key_of_options(a, b, c, options)
     call = Call.of(a, b, c, options)
@@ -151,10 +151,12 @@ def _plan_natively(_, a, b, c, alpha, beta, bias, activation, out_dtype, precisi
 def _compute_natively(
     _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
 ) -> torch.Tensor:
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
 
 
-native.names = ACTIVATIONS, PRECISIONS, backends.NAMES
+native.names = ACTIVATIONS, PRECISIONS, backends.NAMES, request.CONSTANTS
 native.in_python |= {"plan": _plan_natively, "compute": _compute_natively}
 
 

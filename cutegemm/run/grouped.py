@@ -189,3 +189,15 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
         emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
 
     return core
+
+
+def plan_of(
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str,
+    config: Any,
+) -> Plan:  # fmt: skip
+    """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
+    key = key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    call.keep_up()
+    memo.keep_up()
+    plan = None if key is None else memo.plan(key)
+    return plan or planned(key, a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)[1]

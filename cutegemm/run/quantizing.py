@@ -1,229 +1,125 @@
-"""From checked tensors to launched kernels that quantize and dequantize.
-
-`quantized` and `restored` take tensors in the kernels' orientation: K is the last dimension of all of them.
-"""
+"""`cutegemm.quantize` and `dequantize` of plain tensors: checks, memory for the results, then kernels or torch."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import os
+from typing import Any
 
 import torch
 
-from cutegemm.choice import plan as planning
-from cutegemm.cute.quantize import config
-from cutegemm.cute.quantize.build import QuantizeKernel, build
-from cutegemm.cute.quantize.config import Signature, Tile
-from cutegemm.errors import GemmError
-from cutegemm.hardware.arch import Arch
-from cutegemm.problem.quantization import INPUTS, Format, Group, group_along
-from cutegemm.run.environment import variable
-from cutegemm.run.runner import current_device
+from cutegemm.choice.plan import Memo
+from cutegemm.problem import quantization_request
+from cutegemm.problem.quantization import new_values, original, scale_of, values_of
+from cutegemm.run.call import PLAIN
 
-MAX_EXTENT = 2**31 - 2**16
-"""Rows and elements of a row are counted in 32 bits, up to the end of the last tile."""
-MAX_CTAS = 2**31 - 1
-_kernels = planning.Memo(limit=1024)
-_plans = planning.Memo(limit=4096)
+_remembered = Memo(limit=4096)
+_BOTH = {"v", "s"}
+"""What a call with new results writes: values and scales."""
 
 
-class Lies(NamedTuple):
-    """How matrices lie in memory: (matrices, rows, K) and their strides in elements; 0 for an extent of 1.
-
-    `align`: the largest power of 2, at most 16, that divides the address in elements.
-    """
-
-    extents: tuple[int, int, int]
-    strides: tuple[int, int, int]
-    align: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Lies:
-        extents: Any = (*(1,) * (3 - tensor.dim()), *tensor.shape)
-        strides: Any = (*(0,) * (3 - tensor.dim()), *tensor.stride())
-        units = tensor.data_ptr() // tensor.element_size() | 16
-        free = tuple(stride if extent > 1 else 0 for extent, stride in zip(extents, strides, strict=True))
-        return cls(extents, (free[0], free[1], free[2]), units & -units)
-
-    @property
-    def along_k(self) -> bool:
-        """Whether the elements of a row are neighbours."""
-        return self.extents[2] == 1 or self.strides[2] == 1
-
-    def width(self, most: int) -> int:
-        """The largest power of 2, at most `most`, of neighbouring elements that every row is made of, aligned."""
-        bits = most | self.align | self.extents[2] | self.strides[0] | self.strides[1]
-        return bits & -bits
-
-    def turned(self) -> Lies:
-        """With rows and K exchanged."""
-        (batch, rows, k), (s_batch, s_rows, s_k) = self.extents, self.strides
-        return Lies((batch, k, rows), (s_batch, s_k, s_rows), self.align)
-
-
-class Step(NamedTuple):
-    """One launch: the kernel, and its numbers behind the stream."""
-
-    kernel: QuantizeKernel
-    numbers: tuple[int, ...]
-
-
-class Plan(NamedTuple):
-    """The launches of a call in order, and how many partial maxima they exchange."""
-
-    steps: tuple[Step, ...]
-    maxima: int
-
-
-def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: Format, group: Group | None) -> None:
-    """Writes the values of x and, with a group, the scales; without one the scales are given.
-
-    x, values: (rows, K) or (matrices, rows, K), not empty; K contiguous in the values. scale: of as many dimensions, or
-    (); any strides.
-    """
-    arch = arch_of(x.device)
-    lies = Lies.of(x), Lies.of(values), _scales(scale, x.dim())
-    key = "quantize", x.dtype, format, group, arch, x.device.index, lies, variable("CUTEGEMM_CACHE_DIR")
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _quantize_plan(*lies, INPUTS[x.dtype], format.name, group, arch, x.device)
-        _plans.put(key, plan)
-    written = {"v"} if group is None else {"v", "s"}
-    _run(plan, x, values, scale, written)
-
-
-def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format: Format) -> None:
-    """Writes values * scale into x; tensors as in `quantized`, K contiguous in both."""
-    arch = arch_of(x.device)
-    lies = Lies.of(x), Lies.of(values), _scales(scale, x.dim())
-    key = "restore", x.dtype, format, arch, x.device.index, lies, variable("CUTEGEMM_CACHE_DIR")
-    plan = _plans.get(key)
-    if plan is None:
-        x_lies, v_lies, s_lies = lies
-        vector = config.vector_of(INPUTS[x.dtype], True)
-        width = min(x_lies.width(vector), v_lies.width(vector))
-        signature = Signature("back", INPUTS[x.dtype], format.name, _given_group(x_lies, s_lies), True, width)
-        plan = Plan((_over_tiles(signature, lies, arch, x.device),), 0)
-        _plans.put(key, plan)
-    _run(plan, x, values, scale, {"x"})
-
-
-def arch_of(device: torch.device) -> Arch:
-    """The GPU that computes for tensors of a device: of the CPU the one that is emulated."""
-    return planning.emulated_arch() if device.type == "cpu" else Arch.of_device(device.index)
-
-
-def _scales(scale: torch.Tensor, dims: int) -> Lies:
-    """Scales of a whole tensor are one number, of whatever row and K."""
-    return Lies.of(scale.reshape((1,) * dims) if scale.dim() == 0 else scale)
-
-
-def _given_group(x: Lies, scale: Lies) -> Group:
-    """The elements that share a given scale: the checks have seen that there are such."""
-    rows, k = (group_along(of_x, of_scale) for of_x, of_scale in zip(x.extents[1:], scale.extents[1:], strict=True))
-    assert rows is not None
-    assert k is not None
-    return Group(rows, k)
-
-
-def _quantize_plan(
-    x: Lies, v: Lies, s: Lies, dtype: str, values: str, group: Group | None, arch: Arch, device: torch.device
-) -> Plan:
-    k = x.extents[2]
-    vector = config.vector_of(dtype, x.along_k)
-    width = min(v.width(vector), x.width(vector)) if x.along_k else v.width(vector)
-
-    def signature(does: str, group: Group) -> Signature:
-        return Signature(does, dtype, values, group, x.along_k, width)
-
-    if group is None:
-        return Plan((_over_tiles(signature("given", _given_group(x, s)), (x, v, s), arch, device),), 0)
-    if config.in_one_pass(group, dtype, x.along_k, k):
-        return Plan((_over_tiles(signature("whole", group), (x, v, s), arch, device),), 0)
-    first, maxima, parts = _maxima_step(x, v, s, dtype, values, group, arch, device)
-    second = _over_tiles(signature("parts", group), (x, v, s), arch, device, parts)
-    return Plan((first, second), maxima)
-
-
-def _maxima_step(
-    x: Lies, v: Lies, s: Lies, dtype: str, values: str, group: Group, arch: Arch, device: torch.device
-) -> tuple[Step, int, int]:
-    """(the launch that finds partial maxima, how many there are, how many the second launch takes the maximum of)."""
-    if group.rows == 0 and not x.along_k and x.turned().along_k:
-        x = x.turned()  # the largest element of a whole tensor is the same either way
-    vector = config.vector_of(dtype, x.along_k)
-    signature = Signature("amax", dtype, values, group, x.along_k, x.width(vector) if x.along_k else _power(x, vector))
-    matrices, rows, k = x.extents
-    tile = config.choose(signature, rows, k, matrices, arch.sm_count)
-    if group.rows:
-        tile = tile._replace(deep_r=1)
-    tiles_r, tiles_k = -(-rows // tile.rows), -(-k // tile.k)
-    # Eight CTAs of 256 threads fill an SM.
-    if group.rows:
-        parts = max(min(tiles_k, -(-8 * arch.sm_count // (tiles_r * matrices))), 1)
-        maxima, ctas = matrices * rows * parts, parts * tiles_r * matrices
+def quantize(
+    x: torch.Tensor, dtype: torch.dtype, scaling: str | None, dim: int, block: Any, scale: torch.Tensor | None,
+    out: tuple[torch.Tensor, torch.Tensor] | None, backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`cutegemm.quantize` of plain tensors, with no regard to tracing. With a given scale `out` has it too."""
+    key = _key(x, dtype, scaling, dim, block, backend) if scale is None and out is None else None
+    known = _remembered.get(key)
+    if known is not None and not (x.requires_grad and torch.is_grad_enabled()):
+        plan, kernels, shape, turned = known
+        values = new_values(tuple(x.shape), turned, dtype, x.device)
+        scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+        kernels.run(plan, x, values, scales, _BOTH)
+        return values, scales
+    quantization_request.check_backend(backend)
+    quantization_request.check_plain(x=x, scale=scale)
+    asked = quantization_request.describe(x, dtype, scaling, dim, block, scale)
+    quantization_request.refuse_gradient("x", x)
+    if out is None:
+        values = new_values(tuple(x.shape), asked.turned, dtype, x.device)
+        scales = scale if scale is not None else torch.empty(asked.scales, dtype=torch.float32, device=x.device)
     else:
-        parts = max(min(tiles_r * tiles_k * matrices, 8 * arch.sm_count, config.MOST_PARTS), 1)
-        maxima = ctas = parts
-    step = Step(_kernel(signature, tile, arch, device), _numbers((x, v, s), parts, ctas))
-    return step, maxima, parts
+        values, scales = out
+        inputs = {"x": x, "scale": scale}
+        quantization_request.check_out("out", values, tuple(x.shape), dtype, inputs, -2 if asked.turned else -1)
+        if scale is None:
+            inputs["out[0]"] = values
+            quantization_request.check_out("out[1]", scales, asked.scales, torch.float32, inputs)
+    x_k, v_k, s_k = (each.mT if asked.turned and each.dim() else each for each in (x, values, scales))
+    if _by_kernels(backend, x) and x.numel():
+        from cutegemm.run import quantize_kernels  # with the kernel families, when one is first needed
+
+        plan = quantize_kernels.quantized(x_k, v_k, s_k, asked.format, asked.group)
+        if key is not None:
+            _remembered.put(key, (plan, quantize_kernels, asked.scales, asked.turned))
+    else:
+        with torch.no_grad():
+            if asked.group is not None:
+                s_k.copy_(scale_of(x_k, asked.format, asked.group))
+            v_k.copy_(values_of(x_k, s_k, asked.format))
+    _tell_autograd(out)
+    return values, scales
 
 
-def _power(x: Lies, most: int) -> int:
-    """The largest power of 2, at most `most`, that divides K."""
-    bits = most | x.extents[2]
-    return bits & -bits
+def _key(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, backend: Any) -> Any:
+    """All that the kernels of a call depend on that has new results; None where something about it is strange."""
+    try:
+        found = (
+            x.shape, x.stride(), x.dtype, x.device, (p := x.data_ptr()) and p & 63 | 64, x.is_neg(), dtype, scaling,
+            dim, None if block is None else tuple(block), backend,
+            None if x.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
+        )  # fmt: skip
+        hash(found)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return found if x.__class__ in PLAIN else None
 
 
-def _over_tiles(
-    signature: Signature, lies: tuple[Lies, Lies, Lies], arch: Arch, device: torch.device, parts: int = 0
-) -> Step:
-    """The launch of one CTA for each tile."""
-    matrices, rows, k = lies[0].extents
-    tile = config.choose(signature, rows, k, matrices, arch.sm_count)
-    ctas = -(-rows // tile.rows) * -(-k // tile.k) * matrices
-    if ctas > MAX_CTAS:
-        raise ValueError(f"x: {ctas} CTAs would quantize {lies[0].extents}; a grid has at most {MAX_CTAS}")
-    return Step(_kernel(signature, tile, arch, device), _numbers(lies, parts, ctas))
+def dequantize(
+    values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None, backend: str
+) -> torch.Tensor:
+    """`cutegemm.dequantize` of plain tensors, with no regard to tracing."""
+    quantization_request.check_backend(backend)
+    quantization_request.check_plain(values=values, scale=scale)
+    format = quantization_request.describe_values(values, scale, dtype)
+    quantization_request.refuse_gradient("scale", scale)
+    turned = is_turned(values)
+    if out is None:
+        x = new_like(values, dtype)
+    else:
+        x = out
+        inputs = {"values": values, "scale": scale}
+        quantization_request.check_out("out", x, tuple(values.shape), dtype, inputs, -2 if turned else -1)
+    if turned:
+        values, scale, x_k = values.mT, scale.mT if scale.dim() else scale, x.mT
+    else:
+        x_k = x
+    with torch.no_grad():
+        if not (_by_kernels(backend, values) and values.numel()):
+            x_k.copy_(original(values, scale, dtype))
+        else:
+            from cutegemm.run.quantize_kernels import Lies, restored
+
+            restored(values if Lies.of(values).along_k else values.contiguous(), scale, x_k, format)
+    _tell_autograd((out,) if out is not None else None)
+    return x
 
 
-def _numbers(lies: tuple[Lies, Lies, Lies], parts: int, ctas: int) -> tuple[int, ...]:
-    """In the order of `cute.quantize.kernel.NUMBERS`."""
-    x, v, s = lies
-    matrices, rows, k = x.extents
-    strides = (each for lie in (x, s) for each in (lie.strides[1], lie.strides[2], lie.strides[0]))
-    return (rows, k, matrices, parts, ctas, *strides, v.strides[1], v.strides[0])
+def is_turned(values: torch.Tensor) -> bool:
+    """Whether columns are contiguous, and rows are not."""
+    return values.stride(-2) == 1 and values.stride(-1) != 1
 
 
-def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) -> QuantizeKernel:
-    key = signature, tile, arch, device.index, variable("CUTEGEMM_CACHE_DIR")
-    kernel: QuantizeKernel | None = _kernels.get(key)
-    if kernel is None:
-        if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
-            raise GemmError(
-                f"this call's kernel ({tile}) is not loaded yet, and loading it would break the CUDA graph capture "
-                "under way; call cutegemm.quantize once with tensors of the same description before capturing"
-            )
-        kernel = build(signature, tile, arch)
-        _kernels.put(key, kernel)
-    return kernel
+def new_like(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a compact matrix of the major of `values`."""
+    shape = values.mT.shape if is_turned(values) else values.shape
+    found = torch.empty(shape, dtype=dtype, device=values.device)
+    return found.mT if is_turned(values) else found
 
 
-def _run(plan: Plan, x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, written: set[str]) -> None:
-    maxima = torch.empty(plan.maxima, dtype=torch.float32, device=x.device) if plan.maxima else None
-    addresses = x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if maxima is None else maxima.data_ptr()
-    if x.device.type == "cpu":
-        _emulate(plan, addresses, {"x": x, "v": values, "s": scale, "p": maxima}, {*written, "p"})
-        return
-    with current_device(x.device):
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        for kernel, numbers in plan.steps:
-            kernel.function(*addresses, stream, *numbers)
+def _by_kernels(backend: str, tensor: torch.Tensor) -> bool:
+    return backend == "cute" or (backend == "auto" and tensor.device.type != "cpu")
 
 
-def _emulate(plan: Plan, addresses: tuple[int, ...], tensors: dict[str, Any], written: set[str]) -> None:
-    from cutegemm.emulator.bridge import emulate
-
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for kernel, numbers in plan.steps:
-        launches = kernel.captured(*addresses, 0, *numbers)
-        emulate(kernel.ptx, launches, present, outputs=written & set(present))
+def _tell_autograd(out: tuple[torch.Tensor, ...] | None) -> None:
+    if out is not None:
+        torch.autograd.graph.increment_version(out)

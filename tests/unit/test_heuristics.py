@@ -447,10 +447,12 @@ def test_another_backend_serves_what_the_first_cannot(monkeypatch):
     problem = Problem.of(256, 256, 256, "fp32", precision="tf32x3")
     cutlass = backend.get("cutlass2x")
     monkeypatch.setattr(type(cutlass), "missing", lambda self: None)
-    assert plan.choose(problem, H200).backend == "cutlass2x"
+    a100 = arch.get("A100")
+    assert plan.choose(problem, a100).backend == "cutlass2x"
     monkeypatch.setattr(type(cutlass), "missing", lambda self: "there is no nvcc")
     with pytest.raises(UnsupportedError, match="cutlass2x"):
-        plan.choose(problem, H200)
+        plan.choose(problem, a100)
+    assert plan.choose(problem, H200).backend == "cute"
 
 
 def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from cutegemm.tuner import timing
-from cutegemm.tuner.gpu_process import Bench
+from cutegemm.tuner.problem_bench import Bench
 from cutegemm.tuner.spread import METHOD, Seconds, Spread, order_of_round, spread, spread_of
 from cutegemm.winners import Measurement, Winners, table
 from tests.tuning_fakes import PROBLEM, FakeCompiler, FakeTimer, space

@@ -22,7 +22,7 @@ from cutegemm.cute.hopper.groups import Groups
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Region, Tile, Work
 from cutegemm.problem import Signature
-from cutegemm.problem.work import TABLE
+from cutegemm.problem.work import DENSE, TABLE
 
 
 class GroupedWork(Work):
@@ -117,3 +117,8 @@ class GroupedWork(Work):
     def k_tiles_before(self, group):
         """As `Work.k_tiles_before`; in ping-pong all tiles have all of K."""
         return group * cutlass.max(cute.ceil_div(self.k, self.config.bk), Int32(1))
+
+
+def make_work(config: HopperConfig, signature: Signature) -> Work:
+    """What a kernel of that signature has to compute."""
+    return (Work if signature.work == DENSE else GroupedWork)(config, signature)

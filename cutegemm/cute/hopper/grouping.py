@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from cutegemm.cute.hopper.promotion import registers
 from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
 WORKS = (DENSE, RAGGED_M, RAGGED_N, RAGGED_K, MASKED, GATHERED, SCATTERED)
-"""Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
+"""Names of `problem.work` that the kernel takes; `grouped_work.make_work` has the classes."""
 
 WARPGROUP = 128
 GATHER_REGISTERS = 40
@@ -101,6 +102,7 @@ def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
     copies = -(-extent * config.bk * ITEMSIZE[signature.dtype] // (16 * WARPGROUP))
     if copies > MOST_GATHERED:
         return f"a producer thread would gather {copies} rows of a tile; accepted are up to {MOST_GATHERED}"
-    if config.registers is not None and config.registers[0] < GATHER_REGISTERS:
-        return f"a producer thread has {config.registers[0]} registers; gathering rows takes {GATHER_REGISTERS}"
+    dealt = registers(config, signature)
+    if dealt is not None and dealt[0] < GATHER_REGISTERS:
+        return f"a producer thread has {dealt[0]} registers; gathering rows takes {GATHER_REGISTERS}"
     return None

@@ -43,6 +43,7 @@ from cutegemm.cute.hopper.constant import uses_constant
 from cutegemm.cute.hopper.consumer import Consumer
 from cutegemm.cute.hopper.early import EarlyProducer, is_constant
 from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
+from cutegemm.cute.hopper.grouped_work import make_work
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.operand import Operand, loaders
 from cutegemm.cute.hopper.output import Output
@@ -54,7 +55,6 @@ from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.splitter import Splitter, matrices
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
-from cutegemm.cute.hopper.work import make_work
 from cutegemm.problem import Signature
 from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments

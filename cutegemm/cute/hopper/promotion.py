@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cutegemm.problem.dtypes import TABLE
+from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.program.graph import SCALE_K
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def shared_bytes(config: HopperConfig, signature: Signature) -> int:
 
 def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     """None when the configuration can promote as the signature asks, or need not; else why not."""
-    if TABLE[signature.dtype].is_integer and config.in_arrival_order:
+    if TYPES[signature.dtype].is_integer and config.in_arrival_order:
         return "arrival adds up fp32 numbers in the L2 cache; sums of int8 products are int32"
     every = signature.promotion
     if every is None:

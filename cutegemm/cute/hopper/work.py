@@ -36,7 +36,6 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work_count import whole_tiles
 from cutegemm.cute.tile_order import device_min
 from cutegemm.problem import Signature
-from cutegemm.problem.work import DENSE
 
 
 @dataclass(frozen=True)
@@ -271,12 +270,3 @@ def make_division(config: HopperConfig) -> WholeK | PartsOfK | Stretches:
     if config.stream_k:
         return Stretches()
     return PartsOfK(config.splits, config.cluster_k) if config.parts > 1 else WholeK()
-
-
-def make_work(config: HopperConfig, signature: Signature) -> Work:
-    """What a kernel of that signature has to compute."""
-    if signature.work == DENSE:
-        return Work(config, signature)
-    from cutegemm.cute.hopper.grouped_work import GroupedWork
-
-    return GroupedWork(config, signature)

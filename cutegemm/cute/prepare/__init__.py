@@ -79,8 +79,6 @@ def aligned(problem: Problem) -> tuple[Problem, tuple[Preparation, ...]] | None:
     extent need not be. An operand of which that holds is taken as it lies. Works of groups are left alone: their calls
     have no step in front of the product.
     """
-    if problem.work != DENSE:
-        return None
     if (
         problem.work != DENSE
         or 0 in (problem.m, problem.n, problem.k, problem.batch)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.quantization import BLOCK, Group
 
 THREADS = 256
@@ -23,11 +24,10 @@ MOST_THREADS = 1024
 WARP = 32
 MOST_PARTS = 1024
 """Partial maxima of a whole tensor: each warp of the second launch reads all of them."""
-DEEP = 8
-"""Most vectors of a row that a thread keeps in registers."""
+DEEP = 4
+"""Most vectors of a row that a thread keeps in registers: 1024 threads of a CTA have 64 registers each."""
 PASSES = ("whole", "amax", "parts", "given", "back")
 """What a kernel does; "back" dequantizes."""
-ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def choose(signature: Signature, rows: int, k: int, matrices: int, sms: int) -> 
         return Tile(threads_r, threads_k, deep, 1, vector)
     if signature.does == "whole":
         vectors = -(-k // vector)
-        threads_k, most = 8, DEEP // 2
-        while threads_k < MOST_THREADS and vectors > threads_k * most:
+        threads_k = 8
+        while vectors > threads_k * DEEP:
             threads_k *= 4 if threads_k == 8 else 2
         deep = 1
         while vectors > threads_k * deep:

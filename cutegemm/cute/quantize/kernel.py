@@ -26,7 +26,7 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("v_row", Int64),
     ("v_matrix", Int64),
 )
-"""The host entry's numbers behind the stream: extents, strides in elements. parts: partial maxima of a row or of all."""
+"""The entry's numbers behind the stream: extents, strides in elements. parts: partial maxima of a row, or of all."""
 POINTERS = ("x", "v", "s", "p")
 """Its addresses: x, values, scales, partial maxima."""
 
@@ -78,6 +78,9 @@ class Quantize:
             self.thread_r, self.thread_k = self.thread % self.config.threads_r, self.thread // self.config.threads_r
         tiles_r, tiles_k = cute.ceil_div(args.rows, self.config.rows), cute.ceil_div(args.k, self.config.k)
         number = cute.arch.block_idx()[0]
+        if cutlass.const_expr(self.signature.does == "parts"):
+            # What the first launch read last is still in the L2 cache: this one begins there.
+            number = cute.arch.grid_dim()[0] - 1 - number
         if cutlass.const_expr(self.signature.does == "amax"):
             self._find_maxima(number, tiles_r, tiles_k)
         elif cutlass.const_expr(self.signature.does == "back"):

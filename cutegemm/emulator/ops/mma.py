@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from cutegemm.emulator import numerics, tensor_cores
+from cutegemm.emulator.ops import mma_f64
 from cutegemm.emulator.ops.loadstore import address_code, space_of
 from cutegemm.emulator.ptx import Instr, Vec
 from cutegemm.emulator.translate import RUNTIME, Gen, emits, runtime
@@ -38,7 +39,10 @@ def unpack(words: np.ndarray, kind: str) -> np.ndarray:
 
 @emits("mma")
 def mma(g: Gen, i: Instr) -> None:
-    """mma.sync.aligned.m16n8k*: A of 16 x k (row), B of k x 8 (col)."""
+    """mma.sync.aligned.m16n8k*: A of 16 x k (row), B of k x 8 (col); fp64 in `mma_f64`."""
+    if "f64" in i.parts:
+        mma_f64.emit(g, i)
+        return
     shape = next((p for p in i.parts if p.startswith("m") and "n8k" in p), None)
     if shape is None or not shape.startswith("m16n8k") or "sp" in i.parts or not (i.has("row") and i.has("col")):
         raise g.unsupported("only dense m16n8k* with row.col operands is implemented")

@@ -62,12 +62,13 @@ bool read_dtype(PyObject* object, int& dtype) {
 
 // The arguments of `gemm` as `call.description` has them, alpha before beta. False where Python must look at them.
 bool read(PyObject* const* args, Py_ssize_t count, Asked& asked) {
-  return count == 12 && read_tensor(args[0], asked.a()) && asked.a() && read_tensor(args[1], asked.b()) && asked.b() &&
+  return count == 13 && read_tensor(args[0], asked.a()) && asked.a() && read_tensor(args[1], asked.b()) && asked.b() &&
          read_tensor(args[2], asked.c()) && read_number(args[3], asked.alpha) && read_number(args[4], asked.beta) &&
          read_tensor(args[5], asked.bias()) && read_name(args[6], activations, asked.options.activation) &&
          read_tensor(args[7], asked.out()) && read_dtype(args[8], asked.options.out_dtype) &&
          read_name(args[9], precisions, asked.options.precision) && args[10] != Py_None &&
-         read_name(args[10], backends, asked.options.backend) && args[11] == Py_None;
+         read_name(args[10], backends, asked.options.backend) && args[11] == Py_None &&
+         read_name(args[12], constants, asked.options.constant);
 }
 
 bool read_operands(Asked& asked, Operands& of) {
@@ -119,7 +120,7 @@ Answer computed(Asked& asked, at::Tensor& result) {
     return what(asked.a()) || what(asked.b()) || what(asked.c()) || what(asked.bias()) || what(asked.out());
   };
   const bool records = c10::GradMode::is_enabled() && any(requires_grad);
-  if ((records && (asked.out() || !may_record(asked.options))) || any(has_tangent)) return Answer::python;
+  if ((records && (asked.out() || !may_record(asked.options, *asked.a()))) || any(has_tangent)) return Answer::python;
   Operands of;
   if (!read_operands(asked, of)) return Answer::python;
   if (asked.out() && !may_write(asked, of)) return Answer::python;
@@ -150,7 +151,8 @@ Answer answer(Asked& asked, at::Tensor& result) {
   const Thread thread = state_of_thread();
   if (thread == Thread::other) return Answer::python;
   if (thread == Thread::plain) return computed(asked, result);
-  if (asked.out() || !is_plain(*asked.a()) || !is_plain(*asked.b()) || (asked.c() && !is_plain(*asked.c())) ||
+  // What is cast is not constant, which Python sees to.
+  if (asked.out() || asked.options.constant != 0 || !is_plain(*asked.a()) || !is_plain(*asked.b()) || (asked.c() && !is_plain(*asked.c())) ||
       (asked.bias() && !is_plain(*asked.bias())) || asked.a()->device() != asked.b()->device())
     return Answer::python;
   const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);
@@ -158,7 +160,7 @@ Answer answer(Asked& asked, at::Tensor& result) {
   return computed(asked, result);
 }
 
-// gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+// gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
 PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
@@ -170,13 +172,13 @@ PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
     found = answer(asked, result);
   }
   if (found == Answer::unknown && state_of_thread() == Thread::plain) {
-    PyObject* arguments[13] = {Py_None};
-    std::copy(args, args + 12, arguments + 1);
+    PyObject* arguments[14] = {Py_None};
+    std::copy(args, args + 13, arguments + 1);
     // `out` stands between activation and out_dtype here, and last there.
     PyObject* out = arguments[8];
-    std::copy(arguments + 9, arguments + 13, arguments + 8);
-    arguments[12] = out;
-    Py_DECREF(checked(PyObject_Vectorcall(plan_in_python, arguments, 13, nullptr)));
+    std::copy(arguments + 9, arguments + 14, arguments + 8);
+    arguments[13] = out;
+    Py_DECREF(checked(PyObject_Vectorcall(plan_in_python, arguments, 14, nullptr)));
     const WithoutInterpreter released;
     found = answer(asked, result);
   }
@@ -186,15 +188,16 @@ PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// linear(x, weight, bias, activation, precision, backend). What nobody has planned, Python passes to `gemm`.
+// linear(x, weight, bias, activation, precision, backend, constant). What nobody has planned, Python passes to `gemm`.
 PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
   asked.is_linear = true;
-  if (count != 6 || !read_tensor(args[0], asked.a()) || !asked.a() || !read_tensor(args[1], asked.b()) || !asked.b() ||
+  if (count != 7 || !read_tensor(args[0], asked.a()) || !asked.a() || !read_tensor(args[1], asked.b()) || !asked.b() ||
       !read_tensor(args[2], asked.bias()) || !read_name(args[3], activations, asked.options.activation) ||
       !read_name(args[4], precisions, asked.options.precision) || args[5] == Py_None ||
-      !read_name(args[5], backends, asked.options.backend))
+      !read_name(args[5], backends, asked.options.backend) ||
+      !read_name(args[6], constants, asked.options.constant))
     Py_RETURN_NONE;
   at::Tensor result;
   Answer found;
@@ -225,15 +228,15 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
   Operands of;
-  if (count != 13 || !read(args, 12, asked) || !read_operands(asked, of)) Py_RETURN_FALSE;
+  if (count != 14 || !read(args, 13, asked) || !read_operands(asked, of)) Py_RETURN_FALSE;
   Known known;
-  if (args[12] != Py_None) {
+  if (args[13] != Py_None) {
     auto launch = std::make_shared<Launch>();
     unsigned long long launcher = 0;
     long long words = 0, parts = 0;
     PyObject *behind = nullptr, *shape = nullptr, *dtype = nullptr;
     int swapped = 0, out_dtype = -1;
-    if (!PyArg_ParseTuple(args[12], "KLLOOOp", &launcher, &words, &parts, &behind, &shape, &dtype, &swapped))
+    if (!PyArg_ParseTuple(args[13], "KLLOOOp", &launcher, &words, &parts, &behind, &shape, &dtype, &swapped))
       throw_python_error();
     launch->launcher = reinterpret_cast<Launcher>(launcher);
     launch->words = words, launch->parts = parts;
@@ -253,6 +256,14 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   launches().clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// leave_float32_to_python(): of the operator, the products that name no precision.
+PyObject* leave_float32_to_python(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  leaves_float32 = true;
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -303,20 +314,20 @@ void* found_in(const char* library, const char* name) {
   return address;
 }
 
-// configure(activations, precisions, backends, plan, compute, record, gradients, stream, capturing): once, first of
+// configure(activations, precisions, backends, constants, plan, compute, record, gradients, stream, capturing): once, first of
 // all. stream, capturing: 0 where CUDA tensors are served; else addresses of functions, and CPU tensors are.
 PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *activation, *precision, *backend;
+  PyObject *activation, *precision, *backend, *constant;
   unsigned long long stream = 0, capturing = 0;
   TORCH_CHECK(plan_in_python == nullptr, "cutegemm: configured twice");
-  if (!PyArg_ParseTuple(args, "OOOOOOOKK", &activation, &precision, &backend, &plan_in_python, &compute_in_python,
-                        &record_in_python, &gradients_in_python, &stream, &capturing))
+  if (!PyArg_ParseTuple(args, "OOOOOOOOKK", &activation, &precision, &backend, &constant, &plan_in_python,
+                        &compute_in_python, &record_in_python, &gradients_in_python, &stream, &capturing))
     throw_python_error();
   for (PyObject* function : {plan_in_python, compute_in_python, record_in_python, gradients_in_python})
     Py_INCREF(function);
   activations.known = texts_of(activation), precisions.known = texts_of(precision);
-  backends.known = texts_of(backend);
+  backends.known = texts_of(backend), constants.known = texts_of(constant);
   if (stream != 0) {
     served.type = c10::DeviceType::CPU, served.key = c10::DispatchKey::CPU;
     served.autograd = c10::DispatchKey::AutogradCPU, served.autocast = c10::DispatchKey::AutocastCPU;
@@ -353,6 +364,7 @@ PyMethodDef methods[] = {
     {"install", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(install)), METH_FASTCALL, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"known", known, METH_NOARGS, nullptr},
+    {"leave_float32_to_python", leave_float32_to_python, METH_NOARGS, nullptr},
     {"lend", lend, METH_VARARGS, nullptr},
     {"take_back", take_back, METH_NOARGS, nullptr},
     {"configure", configure, METH_VARARGS, nullptr},

@@ -1,6 +1,7 @@
 // torch.ops.cutegemm.gemm for plain tensors; cutegemm/pytorch/operator.py defines it and computes all other calls.
 #pragma once
 
+#include <atomic>
 #include <cfloat>
 
 #include <torch/library.h>
@@ -32,6 +33,7 @@ struct Arguments {
     Options made;
     made.activation = place(activations, activation), made.precision = place(precisions, precision);
     made.backend = backends.find({backend.data(), backend.size()});
+    made.constant = place(constants, constant);
     if (out_dtype) made.out_dtype = static_cast<int>(*out_dtype);
     return made;
   }
@@ -42,7 +44,7 @@ struct Arguments {
     const auto fits = [&](const at::Tensor& tensor, Matrix& matrix) {
       return describe(tensor, matrix) && tensor.device().index() == made.device;
     };
-    return !config && !constant && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
+    return !config && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
            (!c || fits(*c, made.c)) && (!bias || fits(*bias, made.bias));
   }
 
@@ -59,10 +61,14 @@ struct Arguments {
   }
 };
 
+// Whether Python decides the precision of float32 products that name none.
+inline std::atomic<bool> leaves_float32{false};
+
 // The product where it can be computed here. What was never met before is planned by Python first.
 inline std::optional<at::Tensor> product(const Arguments& given, const Options& options) {
   Operands of;
   if (!options.known() || !given.operands(of)) return std::nullopt;
+  if (!given.precision && leaves_float32 && given.a.scalar_type() == at::ScalarType::Float) return std::nullopt;
   Known launch;
   Found found = look_up(of, given.beta, options, launch);
   if (found == Found::unknown) {
@@ -97,7 +103,7 @@ inline at::Tensor gemm_recorded(
     const Options options = given.options();
     const bool records = c10::GradMode::is_enabled() && (requires_grad(&a) || requires_grad(&b) ||
                                                         requires_grad(c_) || requires_grad(bias_));
-    if (!records || may_record(options)) {
+    if (!records || may_record(options, a)) {
       if (auto d = product(given, options)) {
         if (records)
           record(*d, a, b, c.value_or(at::Tensor()), bias.value_or(at::Tensor()), {options, alpha, beta, false});

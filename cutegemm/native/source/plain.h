@@ -131,13 +131,13 @@ struct Names {
   }
 };
 
-inline Names activations, precisions, backends;
+inline Names activations, precisions, backends, constants;
 
 // The options of a call, by their places in those lists; 0 is None. out_dtype: -1 is None.
 struct Options {
-  int activation = 0, precision = 0, backend = 0, out_dtype = -1;
+  int activation = 0, precision = 0, backend = 0, constant = 0, out_dtype = -1;
 
-  bool known() const { return activation >= 0 && precision >= 0 && backend >= 0; }
+  bool known() const { return activation >= 0 && precision >= 0 && backend >= 0 && constant >= 0; }
 };
 
 }  // namespace cutegemm

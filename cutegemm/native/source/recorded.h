@@ -24,9 +24,9 @@ struct Settings {
   bool is_linear = false;  // b is the weight of a linear, (N, K), and a has any dimensions
 };
 
-// relu's derivative is read off the result: its recording is left to Python.
-inline bool may_record(const Options& options) {
-  return options.activation == 0 || activations.known[options.activation - 1] != "relu";
+// relu's derivative is read off the result: its recording is left to Python, which refuses that of 8-bit operands.
+inline bool may_record(const Options& options, const at::Tensor& a) {
+  return a.element_size() > 1 && (options.activation == 0 || activations.known[options.activation - 1] != "relu");
 }
 
 // Gradients of D = act(alpha a b + beta c + bias): of a, b, c and bias.
@@ -44,10 +44,12 @@ struct GemmBackward : public torch::autograd::Node {
   }
 
   variable_list apply(variable_list&& gradients) override {
-    std::lock_guard<std::mutex> lock(mutex_);
     const at::Tensor dz = gradients[0];
     if (!dz.defined()) return variable_list(4);
-    const at::Tensor a_ = a.unpack(), b_ = b.unpack(), c_ = c.unpack(), bias_ = bias.unpack();
+    const auto [a_, b_, c_, bias_] = [this] {
+      std::lock_guard<std::mutex> lock(mutex_);
+      return std::array<at::Tensor, 4>{a.unpack(), b.unpack(), c.unpack(), bias.unpack()};
+    }();
     variable_list found(4);
     if (!in_place_of_python(dz, a_, b_, found)) by_python(dz, a_, b_, c_, bias_, found);
     return found;
@@ -108,7 +110,7 @@ struct GemmBackward : public torch::autograd::Node {
     const bool transposed = column_major(like);
     of.a = transposed ? y.turned() : x, of.b = transposed ? x.turned() : y;
     Options options = settings.options;
-    options.out_dtype = static_cast<int>(like.dtype);
+    options.out_dtype = static_cast<int>(like.dtype), options.constant = 0;
     Known launch;
     if (look_up(of, 0, options, launch) != Found::launch) return false;
     auto d = multiply(*launch, of, settings.alpha, 0, shape.empty() ? c10::IntArrayRef(launch->shape) : shape);

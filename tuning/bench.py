@@ -28,7 +28,8 @@ from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
 from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
 from cutegemm.tuner import timing
 from tuning import bench_report, cli, suites
-from tuning.bench_providers import NAMES, Cutegemm, NotServed, Prepared, Provider, make, versions
+from tuning.bench_basis import NotServed, Prepared, Provider
+from tuning.bench_providers import NAMES, Cutegemm, make, versions
 from tuning.bench_report import Result
 
 ROUNDS = 9

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import cutegemm
 from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.tuner.timing import Call
-
-if TYPE_CHECKING:
-    from cutegemm.hardware.arch import Arch
-    from tuning.bench_providers import Inputs, Prepared
+from tuning.bench_basis import Inputs, NotServed, Prepared
 
 RECIPES = ("tensor", "rows", "blocks")
 
@@ -61,8 +59,6 @@ class ScaledTorch:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
-        from tuning.bench_providers import NotServed, Prepared
-
         if problem.dtype not in ("e4m3", "e5m2"):
             raise NotServed(f"torch._scaled_mm multiplies fp8, not {problem.dtype}")
         try:
@@ -82,8 +78,6 @@ class ScaledCutegemm:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
-        from tuning.bench_providers import NotServed, Prepared
-
         calls = []
         for a, b in inputs:
             scale_a, scale_b = scales(problem, self._recipe, a.device)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.dtypes import product_dtype_name
-from cutegemm.problem.epilogue import ACTIVATIONS
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run.call import compute
@@ -92,6 +92,8 @@ def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | Non
     )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    if refused := Epilogue(activation=activation).why_refused_for(of_a(a)):
+        raise ValueError(refused)
     m, n = a.shape[-2], b.shape[-1]
     shape: tuple[Any, ...] = (m, n)
     if a.dim() == 3 or b.dim() == 3:

@@ -170,6 +170,8 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
             if rng.random() < 0.3:
                 changes["bk"] = 32
             found = dataclasses.replace(found, **changes)
+        elif rng.random() < 0.25:
+            found = dataclasses.replace(found, splits=rng.choice((2, 3, 5, 8, 32)))
         return str(found)
 
     return config

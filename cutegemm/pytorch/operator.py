@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm import native
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
-from cutegemm.problem.epilogue import ACTIVATIONS
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import autograd, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
@@ -105,6 +105,8 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
     )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    if refused := Epilogue(activation=activation).why_refused_for(of_a(a)):
+        raise ValueError(refused)
     m, n = a.shape[-2], b.shape[-1]
     shape: tuple[Any, ...] = (m, n)
     if a.dim() == 3 or b.dim() == 3:

@@ -35,12 +35,12 @@ from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program.graph import Input
+from cutegemm.problem.work import DENSE
 
 TAKES: tuple[Kind, ...] = (
     ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT,
     ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
 )  # fmt: skip
-WORKS = grouping.WORKS
 WARPGROUP = 128
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
@@ -229,6 +229,7 @@ class HopperConfig(LaunchedConfig):
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
         staged = len(matrices) == 1 and self.staged_matrix(signature) is not None
         most = 208 if not matrices else 192 if staged else 160
+        most = min(most, 176) if matrices and signature.work != DENSE else most  # a warp keeps the ends of groups
         if reductions:
             both_ways = len({reduce.split("_")[0] for _, reduce in reductions}) == 2
             most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)

@@ -40,15 +40,27 @@ def scale(recipe: str | None, rows: int, k: int, generator: torch.Generator, *, 
     return torch.rand(shape, generator=generator, device=generator.device) + 0.5
 
 
+def _laid(x: torch.Tensor, by_rows: bool, gap: int) -> torch.Tensor:
+    """The same numbers, row-major or column-major, with a gap behind each row (column) that holds other bits."""
+    bits = (x if by_rows else x.mT).contiguous().view(torch.uint8)
+    lying = torch.nn.functional.pad(bits, (0, gap), value=0x7F)[..., : bits.shape[-1]].view(x.dtype)
+    return lying if by_rows else lying.mT
+
+
 def check(
     m: int, n: int, k: int, *, a: str = "e4m3", b: str | None = None, recipes: tuple[str | None, str | None], seed: int,
     device: str = "cpu", batch: int | None = None, whole: bool = False, out_dtype: torch.dtype | None = None,
-    accumulate: str | None = None, options: dict[str, Any] | None = None, **backend: Any,
+    accumulate: str | None = None, options: dict[str, Any] | None = None, majors: str = "tn",
+    gaps: tuple[int, int] = (0, 0), **backend: Any,
 ) -> reference.Verdict:  # fmt: skip
-    """Computes one product and checks it against the reference; raises AssertionError with the worst element."""
+    """Computes one product and checks it against the reference; raises AssertionError with the worst element.
+
+    majors: as `Problem.of` has them. gaps: elements behind each row of A and of B as they lie in memory.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     x = operand(m, k, a, generator, batch=batch, whole=whole)
     y = operand(n, k, b or a, generator, batch=batch, whole=whole).mT
+    x, y = _laid(x, majors[0] == "t", gaps[0]), _laid(y, majors[1] == "t", gaps[1])
     scale_a, scale_b = (
         scale(recipe, rows, k, generator, batch=batch) for recipe, rows in zip(recipes, (m, n), strict=True)
     )

@@ -99,6 +99,11 @@ def compute_eager(
     program, given, out_dtype = arguments(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
     )
+    if precision == "fast" and program.block_scales:
+        raise ValueError(
+            "accumulate: got 'fast' with scales of blocks of K, which are applied where sums are promoted; leave it "
+            "away"
+        )
     return programs.compute(a, b, program, given, out, out_dtype, precision, backend, config, save)
 
 

@@ -1,0 +1,99 @@
+"""Random scaled products of fp8 and int8 through the real kernels, each checked against the reference's bound.
+
+    python -m tests.fuzz_scaled --count 200 --seed 1                   in the emulator, as on an H200
+    python -m tests.fuzz_scaled --count 10000 --seed 1 --device cuda   on a GPU
+
+Number i draws sizes, types, recipes, majors, gaps, a batch, an epilogue and a kernel from seed + i, which alone repeats
+it (`--count 1 --seed N`). Exit status 0 when all were right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+
+from cutegemm.errors import UnsupportedError
+from tests.scaled import RECIPES, check
+
+KINDS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"))
+TILES = ("64x16", "64x32", "64x48", "64x64", "64x96", "64x128", "64x144", "128x32", "128x64", "128x96", "128x128")
+SIZES = (1, 2, 15, 16, 17, 31, 40, 64, 65, 96, 127, 128, 129, 136, 160, 200)
+WHAT_COMES = (None, None, torch.float32, torch.float16, torch.float8_e4m3fn)
+
+
+def draw(number: int, device: str) -> dict[str, Any]:
+    """The arguments of `check` for a number."""
+    r = random.Random(number)
+    big = 1 if device == "cpu" else 6
+    m, n, k = (r.choice(SIZES) * r.choice((1, 1, big)) for _ in range(3))
+    a, b = r.choice(KINDS)
+    recipes = r.choice(RECIPES), r.choice(RECIPES)
+    blocks = any(each and each.startswith("blocks") for each in recipes)
+    plain_int8 = a == "int8" and recipes == (None, None)
+    options = {} if plain_int8 else r.choice(({}, {}, {"bias": True}, {"alpha": -0.5, "activation": "relu"}))
+    return {
+        "m": m, "n": n, "k": k, "a": a, "b": b, "recipes": recipes, "seed": number, "device": device,
+        "batch": r.choice((None, None, None, 1, 3)), "options": options,
+        "majors": r.choice(("tn", "tn", "tt", "nn", "nt")),
+        "gaps": (r.choice((0, 0, 16, 5)), r.choice((0, 0, 16, 3))),
+        "out_dtype": None if plain_int8 else r.choice(WHAT_COMES),
+        "accumulate": None if blocks or a == "int8" else r.choice((None, "promoted", "fast")),
+        "backend": "cute", "config": _config(r),
+    }  # fmt: skip
+
+
+def _config(r: random.Random) -> str | None:
+    """A configuration of the Hopper kernel, valid or not; None for the heuristic's choice."""
+    if r.random() < 0.2:
+        return None
+    tile = r.choice(TILES)
+    schedule = r.choice(("coop2", "pp") if tile.startswith("128") else ("coop1", "pp"))
+    cluster = r.choice(("1x1", "1x1", "2x1", "1x2", "1x1x2"))
+    splits = "" if schedule == "pp" else r.choice(("", "", "/k2", "/k3"))
+    options = r.choice(("", "", "/swap", "/zig", "/skew", "/streamk", "/swap/pdl", "/slab"))
+    return (
+        f"sm90/{tile}x{r.choice((64, 128, 128))}/{schedule}/c{cluster}/s3/{r.choice(('row', 'serp8'))}{splits}{options}"
+    )
+
+
+def run(number: int, device: str) -> tuple[str, str]:
+    """("right", "refused", "wrong" or "failed", what is said of it)."""
+    given = draw(number, device)
+    sizes = given.pop("m"), given.pop("n"), given.pop("k")
+    try:
+        check(*sizes, **given)
+    except UnsupportedError as why:
+        return "refused", str(why)
+    except AssertionError as why:
+        return "wrong", f"{sizes} {given}: {why}"
+    except Exception as why:
+        return "failed", f"{sizes} {given}: {type(why).__name__}: {why}"
+    return "right", ""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_scaled", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=100, help="products (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first one (default %(default)s)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="cpu: in the emulator (default)")
+    options = parser.parse_args(arguments)
+    if options.device == "cpu":
+        os.environ.setdefault("CUTEGEMM_ARCH", "H200")
+    found: Counter[str] = Counter()
+    for number in range(options.seed, options.seed + options.count):
+        kind, said = run(number, options.device)
+        found[kind] += 1
+        if kind in ("wrong", "failed"):
+            print(f"number {number} {kind}: {said}", flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(found.items())))
+    return 1 if found["wrong"] or found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,6 +20,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
 from cutegemm.pytorch import quantize_operator as torch_quantize_op
+from cutegemm.pytorch import scaled_operator as torch_scaled_op
 from cutegemm.quantize import dequantize, quantize
 from cutegemm.run.float32 import float32_precision, get_float32_precision, set_float32_precision
 from cutegemm.scaled_mm import scaled_mm
@@ -50,4 +51,4 @@ __all__ = [
     "tune",
 ]
 
-del torch_op, torch_program_op, torch_quantize_op  # imported for the operators that they define
+del torch_op, torch_program_op, torch_quantize_op, torch_scaled_op  # imported for the operators that they define

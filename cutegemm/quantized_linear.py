@@ -156,7 +156,7 @@ class Fp8Linear(torch.nn.Module):
         of_weight = self.weight_scale.t() if self.weight_scale.dim() else self.weight_scale
         # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            result = gemm(
+            result: torch.Tensor = gemm(
                 values, self.weight.t(), scale_a=scale, scale_b=of_weight, bias=self.bias,
                 activation=settings.activation, out_dtype=input.dtype, accumulate=settings.accumulate,
                 backend=settings.backend,

@@ -91,7 +91,7 @@ def product(a: torch.Tensor, b: torch.Tensor, scale_a: Any = None, scale_b: Any 
 
 
 def wrapped(sums: torch.Tensor) -> torch.Tensor:
-    """Whole numbers as int32, modulo 2^32 as the kernels' sums are."""
+    """Whole numbers as int32; where they do not fit, what there is is not defined."""
     return sums.to(torch.int64).to(torch.int32)
 
 

@@ -144,6 +144,8 @@ SPECS: tuple[Spec, ...] = (
         majors="nt",
     ),
     _cute("sm80-split", "sm80/64x64x64/w16x32/s3/g8/k28", "fp16", ((8, 8, 3584), (8, 8, 5376), (8, 264, 136))),
+    _cute("dmma", "dmma/32x32x16/w16x32/s3/g1/i8x4", "fp64", ((34, 36, 70), (2, 2, 2)), majors="nt", quick=True),
+    _cute("vector-split", "vector/8x32x128/w8x4/s2/g1/k28", "fp32", ((4, 4, 3600), (8, 132, 44))),
     _sm90("coop-slab", "64x64x64/coop1/c1x1/s2/row/slab", "fp16", quick=True),
     _sm90("coop-cluster", "128x32x64/coop2/c2x1/s2/serp2"),
     _sm90("pp-cluster", "64x32x64/pp/c1x2/s3/g2/pdl"),

@@ -24,11 +24,12 @@ from tabulate import tabulate
 import cutegemm
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import roofline
-from cutegemm.problem import DTYPES, PRECISIONS, Problem, reference, torch_dtype
-from cutegemm.problem.dtypes import why_precision_refused
+from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
+from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
 from cutegemm.tuner import timing
 from tuning import bench_report, cli, suites
-from tuning.bench_providers import NAMES, Cutegemm, NotServed, Prepared, Provider, make, versions
+from tuning.bench_basis import NotServed, Prepared, Provider
+from tuning.bench_providers import NAMES, Cutegemm, make, versions
 from tuning.bench_report import Result
 
 ROUNDS = 9
@@ -58,7 +59,8 @@ def operands(problem: Problem, seed: int, device: str = "cuda") -> tuple[torch.T
 
     def draw(rows: int, cols: int, row_major: bool) -> torch.Tensor:
         shape = (rows, cols) if row_major else (cols, rows)
-        values = torch.randn(shape, device=device, generator=generator).to(dtype)
+        values = torch.randn(shape, device=device, generator=generator)
+        values = (40 * values).clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
         return values if row_major else values.t()
 
     return draw(problem.m, problem.k, problem.a.row_major), draw(problem.k, problem.n, problem.b.row_major)
@@ -241,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = cli.parser("bench", (__doc__ or "").split("\n\n")[0])
     what = parser.add_argument_group("what", "shapes add up; without any, 1024, 2048, 4096 and 8192 cubed")
     cli.add_shapes(what)
-    what.add_argument("--dtype", default="bf16", choices=DTYPES)
+    what.add_argument("--dtype", default="bf16", choices=tuple(PRODUCTS))
     what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
     what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
     who = parser.add_argument_group("who")

@@ -15,6 +15,7 @@ from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
+from cutegemm.problem.dtypes import PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from tuning import cli, suites
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.parser("explain", __doc__.split("\n\n")[0])
     parser.add_argument("--shapes", required=True, help="MxNxK, or one number for a square product; several by commas")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--dtype", choices=tuple(PRODUCTS), default="bf16")
     parser.add_argument("--out-dtype", choices=DTYPES, help="by default that of the operands")
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
     parser.add_argument("--majors", default="tn", help="BLAS letters of A and B: tn has both along K (default: tn)")

@@ -43,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out.add_argument("--backend", default="cute", choices=backend.WITH_KERNELS)
-    out.add_argument("--dtype", default="fp16", choices=problem.DTYPES, help="of A and B (default: fp16)")
+    products = tuple(problem.dtypes.PRODUCTS)
+    out.add_argument("--dtype", default="fp16", choices=products, help="of A and B (default: fp16)")
     out.add_argument("--out-dtype", choices=problem.DTYPES, help="of D (default: that of A and B)")
     out.add_argument("--precision", default="ieee", choices=problem.PRECISIONS, help="tf32: fp32 on tensor cores")
     out.add_argument(

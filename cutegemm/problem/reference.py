@@ -24,7 +24,7 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    magnitudes add up to S = |A|'|B|', is therefore off by at most 2^-13 (33 (S + (s - 1) S) + s S) = 34 s 2^-13 S, where
    S is its own. Sums promoted every 128 of K are chains of 4 steps: 136 2^-13 (|A|'|B|') in all; fast sums are one of
    K / 32. The fp32 sums of chains, at most 2 K / 32 + 2 with those of splits, round to nearest: gamma with 2^-24.
-   int8: sums are exact (they wrap beyond 2^31); an epilogue reads them in fp32: 2^-24 |acc|.
+   int8: sums that int32 holds are exact; an epilogue reads them in fp32: 2^-24 |acc|.
    Scales of blocks of K multiply the operands exactly here. The kernel rounds their product, and adds in one rounding.
    Operands split into parts (`problem.parts`), sums promoted every P of K: the tensor cores add t P products of parts
    at a time, the smallest first, and what they give is added in fp32 registers, which round to nearest. All but the
@@ -310,7 +310,8 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
     may_overflow = finite & torch.isfinite(bound) & (value.abs() + bound >= largest)
     bad &= ~(may_overflow & got64.isinf() & (got64.sign() == value.sign()))
     error = (got64 - value).abs()
-    ratio = torch.where(finite & torch.isfinite(got64) & torch.isfinite(bound), error / bound, torch.zeros_like(error))
+    off = finite & torch.isfinite(got64) & torch.isfinite(bound) & (error > 0)
+    ratio = torch.where(off, error / bound, torch.zeros_like(error))
     ratio = torch.where(bad, torch.full_like(ratio, math.inf), ratio)
     worst = float(ratio.max())
     if worst <= 1.0:

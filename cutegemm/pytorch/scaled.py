@@ -19,9 +19,12 @@ from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.pytorch import programs
+from cutegemm.pytorch.dispatch import is_dispatched
 
 ACCUMULATIONS = ("promoted", "fast")
 """What `accumulate` may be."""
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_tracing = torch._C._is_tracing
 SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
 """What `gemm` takes for operands of fp8 and int8 only."""
 
@@ -68,6 +71,30 @@ def compute(
     scale_b: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """`gemm` with a scale or two; see there."""
+    tensors = a, b, c, bias, scale_a, scale_b
+    if epilogue is None and (_is_dynamo_compiling() or _is_tracing() or is_dispatched(*tensors)):
+        if out is not None:
+            raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
+        refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
+        if scales is not None:
+            scales = [each or "" for each in (scales if isinstance(scales, (tuple, list)) else (scales, scales))]
+        return torch.ops.cutegemm.scaled_gemm(
+            a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend,
+            config if config is None else str(config), scales,
+        )  # fmt: skip
+    run = _outside_of_graphs if _is_dynamo_compiling() else compute_eager
+    return run(
+        a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands, save,
+        scale_a, scale_b, scales,
+    )  # fmt: skip
+
+
+def compute_eager(
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
+    precision: Any, backend: str, config: Any, epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any,
+    scale_b: Any, scales: Any,
+) -> Any:  # fmt: skip
+    """The same, with no regard to tracing."""
     refuse_gradients({"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)})
     program, given, out_dtype = arguments(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
@@ -151,3 +178,7 @@ def _program(
     if activation is not None:
         z = builder.add(activation, z)
     return simplified(builder.program([Output(z)]))
+
+
+_outside_of_graphs = torch.compiler.disable(compute_eager)
+"""torch.compile breaks its graph here: for calls with an epilogue."""

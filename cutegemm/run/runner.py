@@ -176,6 +176,10 @@ class Call(NamedTuple):
 
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""
+        found = self._runner(plan)
+        return _unscaled(found) if self.request.problem.out_dtype == "int32" else found
+
+    def _runner(self, plan: Plan) -> Runner:
         asked: Any = self.request  # a Request: `fused` runs calls with a program
         if plan.kernel is None:
             backend = backends.get(plan.choice.backend)
@@ -191,8 +195,7 @@ class Call(NamedTuple):
                 core_with = functools.partial(_cuda_core, preparing.bind(plan), asked)
         needed = WORKS[asked.problem.work].arrays
         if not needed:
-            found = made(core_with({}), asked)
-            return _unscaled(found) if asked.problem.out_dtype == "int32" else found
+            return made(core_with({}), asked)
 
         def run(*operands: Any) -> torch.Tensor:
             *dense, arrays = operands

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm.nn import Fp8Linear
 from cutegemm.problem import quantization
 from cutegemm.problem.quantization import BLOCKS, NAMED, ROWS, TENSOR, Group
 from cutegemm.run import quantize_kernels
@@ -70,6 +71,19 @@ def test_long_and_strange_rows(seed):
     got, _ = cutegemm.quantize(x, format.dtype, scale=scale, backend="cute")
     assert same(got, quantization.values_of(x, scale, format))
     assert same(cutegemm.dequantize(got, scale, backend="cute"), cutegemm.dequantize(got, scale))
+
+
+@pytest.mark.parametrize(("dtype", "scaling"), [("int8", "rows"), ("fp8", "blocks")])
+def test_a_quantized_layer_by_the_kernels(dtype, scaling, seed):
+    """Quantization and product, K no multiple of 16: sums of int8 are exact, those of fp8 differ by a rounding."""
+    torch.manual_seed(seed)
+    linear, x = torch.nn.Linear(200, 96).bfloat16(), torch.randn(40, 200).bfloat16()
+    ours, torchs = (Fp8Linear.from_linear(linear, dtype, scaling=scaling, backend=name) for name in ("cute", "torch"))
+    with torch.no_grad():
+        got, want = ours(x), torchs(x)
+    if dtype == "int8":
+        assert torch.equal(got, want)
+    assert torch.allclose(got, want, rtol=2.0**-7, atol=2.0**-8)
 
 
 def test_the_public_call_of_a_second_operand(seed):

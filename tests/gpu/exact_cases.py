@@ -78,6 +78,8 @@ def warps(number: int, arch: Arch) -> Drawn:
         config = rng.choice(_space(family, dtype))
         if family == "simt" and number % 4 == 1:
             config = rng.choice([other for other in _space(family, dtype) if other.slices > 1])
+        if number % 3 == 2:
+            config = replace(config, splits=rng.randint(2, 32))
         m, n = (rng.randint(1, 300) for _ in "mn")
         return _drawn((m, n, int(2 ** rng.uniform(9, 16))), dtype, config, rng.choice(MAJORS), precision)
 

@@ -26,13 +26,20 @@ from cutegemm.hardware.arch import Arch
 from tests.problems import Case
 
 CONFIGS = {
-    ("fp16", None): ("sm80/128x256x64/w64x64/s3/g8", "sm80/64x64x32/w32x32/s2/g1", "sm80/32x32x32/w16x16/s5/g8"),
+    ("fp16", None): (
+        "sm80/128x256x64/w64x64/s3/g8",
+        "sm80/64x64x32/w32x32/s2/g1",
+        "sm80/32x32x32/w16x16/s5/g8",
+        "sm80/64x64x32/w32x32/s3/g8/k3",
+    ),
     ("bf16", None): ("sm80/128x128x32/w64x64/s4/g8",),
     ("fp32", None): (
         "simt/256x128x16/w64x64/s3/g8",
         "simt/64x64x8/w32x32/s2/g8",
         "simt/32x32x64/w32x32/s3/g8/x8",
         "simt/32x32x32/w32x32/s3/g1/x8",
+        "simt/64x64x8/w32x32/s3/g8/k3",
+        "simt/32x32x64/w32x32/s3/g8/x4/k5",
     ),
     ("fp32", "tf32"): ("sm80/128x128x32/w64x32/s3/g8", "sm80/64x64x16/w32x32/s2/g8"),
 }

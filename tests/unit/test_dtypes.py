@@ -16,7 +16,7 @@ from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import ITEMSIZE, KINDS, TABLE, Problem, text
-from cutegemm.problem.dtypes import PRODUCTS, TYPES, DType, kind_names
+from cutegemm.problem.dtypes import TYPES, DType, kind_names
 from legacy_cuda.rungs import RUNGS
 
 ARCHS = [arch_table.get(name) for name in ("H200", "A100", "RTX 4090")]
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_winners")
 @pytest.fixture
 def new(monkeypatch):
     """The name of a type that the table has and no kernel takes."""
-    for table, value in ((TABLE, NEW), (PRODUCTS, NEW), (TYPES, NEW), (ITEMSIZE, NEW.itemsize)):
+    for table, value in ((TABLE, NEW), (TYPES, NEW), (ITEMSIZE, NEW.itemsize)):
         (rows,) = gc.get_referents(table)  # the dict behind the read-only view
         monkeypatch.setitem(rows, NEW.name, value)
     return NEW.name

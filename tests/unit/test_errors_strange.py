@@ -100,6 +100,8 @@ def test_every_argument_refuses_every_strange_kind(name, kind):
     expected = rf"^{name}: .*{message}"
     if (name, kind) == ("a", "on meta"):
         expected = "^b: it is on cpu, expected the device of a, meta"
+    if (name, kind) == ("a", "torch.float64"):  # which is not mixed with others
+        expected = "^b: got dtype torch.float32, expected that of a, torch.float64"
     with pytest.raises(error, match=expected):
         call(**{name: make(SHAPES[name])})
 

@@ -66,7 +66,7 @@ def test_torch_serves_float64_in_float64(seed):
     [
         ({"activation": "gelu"}, ValueError, "activation: got 'gelu'; .* with float64 operands accepted is None"),
         ({"epilogue": lambda acc: acc * 2.0}, TypeError, "programs compute in fp32"),
-        ({"out_dtype": torch.float32}, TypeError, "out_dtype: .* accepted with operands of torch.float64 is"),
+        ({"out_dtype": torch.float32}, TypeError, "out_dtype: .* with operands of torch.float64 is torch.float64"),
         ({"bias": torch.ones(4)}, TypeError, "bias: got dtype torch.float32, accepted with"),
         ({"c": torch.ones(4, 4), "beta": 1.0}, TypeError, "c: got dtype torch.float32, accepted with"),
         ({"out": torch.ones(4, 4)}, TypeError, "out: got dtype torch.float32, accepted with"),

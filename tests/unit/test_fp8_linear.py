@@ -152,6 +152,27 @@ def test_activation_bias_hooks_and_text(seed):
     assert sum(1 for _ in layer.parameters()) == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_compiled_model_is_one_graph(seed):
+    """Also with another number of rows, without another compilation of the whole."""
+    quantized, rows = replace_linears(model(seed), dtype="fp8"), functional.ScalingType.RowWise
+    values, scale = cutegemm.quantize(torch.randn(48, 130), E4M3)
+
+    def step(x):
+        a, of_a = cutegemm.quantize(quantized(x).view(-1, 130), E4M3)
+        return cutegemm.scaled_mm(a, values.t(), of_a, rows, scale.t(), "RowWise")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for x in (inputs(seed), inputs(seed)[:2]):
+            assert torch.equal(compiled(x), step(x))
+    bad = torch.ones(4, 200, requires_grad=True)
+    with pytest.raises(RuntimeError, match="input: it requires grad"):
+        quantized(bad)
+
+
 def test_what_cannot_be_is_refused(seed):
     linear, x = model(seed)[0], inputs(seed)
     layer = Fp8Linear.from_linear(linear)
@@ -187,6 +208,9 @@ def test_replaced_layers_share_and_choose(seed):
     assert whole[2] is whole[3]
     assert isinstance(whole[2], Fp8Linear)
     assert whole[2].training is False
+    for strange in (E4M3, torch.float64):
+        whole[0].weight = torch.nn.Parameter(whole[0].weight.detach().to(strange), requires_grad=False)
+        assert type(replace_linears(whole, dtype="fp8")[0]) is torch.nn.Linear
 
 
 RECIPES = ["TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128"]

@@ -82,7 +82,12 @@ def test_weights_of_one_row_and_biases_of_one_number(seed):
         ((torch.ones(()), torch.ones(5, 7)), ValueError, r"x: got no dimension"),
         ((torch.ones(9, 7), torch.ones(7), torch.ones(1)), ValueError, r"bias: got shape \(1,\), expected \(\)"),
         ((torch.ones(9, 7), torch.ones(5, 7).half()), TypeError, r"weight: got dtype torch\.float16.* that of x"),
-        ((torch.ones(9, 7).double(), torch.ones(5, 7)), TypeError, r"x: got dtype torch\.float64, accepted are"),
+        (
+            (torch.ones(9, 7).double(), torch.ones(5, 7)),
+            TypeError,
+            r"weight: got dtype .*float32.* that of x, .*float64",
+        ),
+        ((torch.ones(9, 7).int(), torch.ones(5, 7)), TypeError, r"x: got dtype torch\.int32, accepted are"),
         ((torch.ones(9, 7), torch.ones(5, 7, device="meta")), ValueError, r"weight: it is on meta, .* of x, cpu"),
         ((torch.ones(9, 7), torch.ones(5, 7), None, "tanh"), ValueError, r"activation: got 'tanh', accepted are"),
     ],

@@ -11,10 +11,11 @@ from cutegemm.problem.work import DENSE
 
 
 def uses_constant(config: HopperConfig, signature: Signature) -> bool:
-    """Whether kernels of this configuration load a constant operand before they wait for the kernel in front."""
-    # Operands that are split are not read by TMA themselves: their parts come from the kernel in front.
-    plain = signature.work == DENSE and signature.parts is None
-    return "pdl" in config.options and not config.solo and plain
+    """Whether kernels of this configuration load a constant operand before they wait for the kernel in front. Parts of
+    fp32 operands never are constant: the kernel in front has just made them.
+    """
+    pdl = "pdl" in config.options and not config.solo
+    return pdl and signature.work == DENSE and signature.parts is None
 
 
 def for_constant(config: HopperConfig, signature: Signature) -> HopperConfig | None:

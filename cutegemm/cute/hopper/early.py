@@ -11,8 +11,9 @@ its stages with the tiles of that operand, and adds those of the other one behin
 A stage's full barrier is armed once, for the bytes of both operands, by the first of the two loads. Everything else,
 the epilogue's operands and the workspace of a split sum, is touched behind the wait only, as without a promise.
 
-The promise belongs to the signature, because it makes other machine code. It changes nothing in a kernel without
-option `pdl`, in `solo`, whose warps all load and multiply in turn, and for works whose sizes lie on the device.
+The promise belongs to the signature, because it makes other machine code. It changes nothing where `constant` says that
+a kernel makes no use of it: without option `pdl`, in `solo`, whose warps all load and multiply in turn, for works whose
+sizes lie on the device, and for fp32 operands that are split into parts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class EarlyProducer(Producer):
 
     def _places(self, tile):
         """Where the tiles of `ahead` and `behind` lie for a tile of D."""
-        places = self.load_a.place(tile.row, tile.matrix), self.load_b.place(tile.column, tile.matrix)
+        places = self.load_a.place(tile.row, tile), self.load_b.place(tile.column, tile)
         return places if self.a_is_ahead else places[::-1]
 
     @cute.jit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from cutegemm.cute import compile as compiler
@@ -11,6 +13,9 @@ from cutegemm.cute.quantize.config import Signature, Tile
 from cutegemm.emulator.launch import Captured
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware.arch import Arch
+from cutegemm.problem import quantization
+from cutegemm.run import kernel_store
+from cutegemm.run.source_digest import source_digest
 
 OLDEST, OLDEST_FP8 = (8, 0), (8, 9)
 """Compute capabilities: of any kernel, and of one that converts to or from fp8."""
@@ -62,5 +67,14 @@ def build(signature: Signature, tile: Tile, arch: Arch) -> QuantizeKernel:
 
         return Quantize(tile, signature)
 
-    made = compiler.build(named, config, arch, operator)
-    return QuantizeKernel(named, config, arch, made._entry)
+    key = {**compiler.store_key(named, config, arch.target), "definition": _definition()}
+    entry = kernel_store.default_store().get_or_build(
+        key, lambda: compiler.compile_operator(compiler._made(operator), arch.target)
+    )
+    return QuantizeKernel(named, config, arch, entry)
+
+
+@functools.cache
+def _definition() -> str:
+    """A digest of the constants of the definition, which are compiled into the kernels."""
+    return source_digest(Path(quantization.__file__))

@@ -192,7 +192,8 @@ class VectorGemm(Gemm):
             self._store(sums, row, column, warp, lane)
         else:
             self._leave_part(sums, tid)
-            self.finish_parts(memory)
+            # The last word of the slabs, which another warp reads: the emulator then sees that a barrier is missing.
+            self.finish_parts(memory + (config.smem_bytes(self.signature) - 4))
 
     @cute.jit
     def _leave(self, slab, accumulators, place, lane):

@@ -157,8 +157,10 @@ class Warpgroups:
             table[c[stale], w[stale]] = gather(self.wave, acc, c[stale], w[stale])
         old = table[c, w]
         old[~keep] = 0.0
-        add = _whole_sums if first.spec[2] == "s8" else _sums
-        table[c, w] = add(left, right, which, old, first.spec[2], acc.half)
+        if first.spec[2] == "s8":
+            table[c, w] = _whole_sums(left, right, which, old, first.instr.has("satfinite"))
+        else:
+            table[c, w] = _sums(left, right, which, old, first.spec[2], acc.half)
         inside[c, w] = True
         self.fresh[acc.index][c, w] = True
         if acc.overlapping:
@@ -206,12 +208,13 @@ def _sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarra
     return tensor_cores.add_products(left, right[which], old, rule, kind, half)
 
 
-def _whole_sums(
-    left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, kind: str, half: bool
-) -> np.ndarray:
-    """The same for int8: exact sums modulo 2^32. Tables of accumulators hold their bits."""
+def _whole_sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, saturates: bool) -> np.ndarray:
+    """The same for int8: exact sums in int32, which saturate or wrap. Tables of accumulators hold their bits."""
     product = np.matmul(left.astype(np.float64), right.astype(np.float64)[which]).astype(np.int64)
-    return (product + np.ascontiguousarray(old).view(np.int32)).astype(np.int32).view(np.float32)
+    sums = product + np.ascontiguousarray(old).view(np.int32)
+    if saturates:
+        sums = np.clip(sums, -(2**31), 2**31 - 1)
+    return sums.astype(np.int32).view(np.float32)
 
 
 @runtime

@@ -164,3 +164,13 @@ def test_what_no_kernel_serves_is_refused_with_the_reason():
     ):
         with pytest.raises(UnsupportedError, match=reason):
             GroupCase.random(work, [8, 8], 16, 72, 72).run(backend="cute", config=f"sm90/{config}")
+
+
+def test_fp8_with_scales_of_rows_and_of_a_groups_columns(seed):
+    """Sums are promoted as in dense products; the scales are operands of the epilogue."""
+    generator = torch.Generator().manual_seed(seed)
+    case = GroupCase.random(RAGGED_M, [70, 0, 3, 55], 0, 72, 272, seed=seed, out_dtype=torch.bfloat16)
+    case.a, case.b = case.a.to(torch.float8_e4m3fn), case.b.to(torch.float8_e4m3fn)
+    case.epilogue = lambda acc, row, column: acc * row * column
+    case.operands = (torch.rand(128, 1, generator=generator), torch.rand(4, 1, 72, generator=generator))
+    case.run(backend="cute", config="sm90/64x16x128/coop1/c1x1/s3/g2/swap")

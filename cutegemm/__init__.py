@@ -12,12 +12,18 @@ needed.
 from cutegemm import nn, ops
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.gemm import explain, gemm, prepare, trace_epilogue
+from cutegemm.grouped import grouped_gemm
 from cutegemm.linear import linear
 from cutegemm.memory import clear_workspaces
 from cutegemm.problem import Problem
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
+from cutegemm.pytorch import quantize_operator as torch_quantize_op
+from cutegemm.pytorch import scaled_operator as torch_scaled_op
+from cutegemm.quantize import dequantize, quantize
+from cutegemm.run.float32 import float32_precision, get_float32_precision, set_float32_precision
+from cutegemm.scaled_mm import scaled_mm
 from cutegemm.tune import tune
 
 __version__ = "0.1.0"
@@ -28,14 +34,21 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "clear_workspaces",
+    "dequantize",
     "explain",
+    "float32_precision",
     "gemm",
+    "get_float32_precision",
+    "grouped_gemm",
     "linear",
     "nn",
     "ops",
     "prepare",
+    "quantize",
+    "scaled_mm",
+    "set_float32_precision",
     "trace_epilogue",
     "tune",
 ]
 
-del torch_op, torch_program_op  # imported for the operators that they define
+del torch_op, torch_program_op, torch_quantize_op, torch_scaled_op  # imported for the operators that they define

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
     from cutegemm.emulator.launch import Captured
     from cutegemm.hardware.arch import Arch
+    from cutegemm.native import Launcher
     from cutegemm.problem import Problem, Signature
+    from cutegemm.problem.preparation import Preparation
     from cutegemm.problem.program_request import ProgramRequest
     from cutegemm.problem.request import Request
     from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers
@@ -71,8 +73,31 @@ class Kernel(Protocol):
         """The launch with the problem's sizes and strides filled in; see `cutegemm.run.arguments`."""
         ...
 
+    def launcher(self, problem: Problem) -> Launcher | None:
+        """What `bind(problem)` calls, for callers in C++; None where only Python can launch it."""
+        ...
+
     def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:
         """What `bind(problem)(operands, scalars, stream)` would ask of the driver, for the emulator."""
+        ...
+
+
+class Preparer(Protocol):
+    """A compiled kernel that prepares an operand."""
+
+    @property
+    def ptx(self) -> str:
+        """The PTX text."""
+        ...
+
+    def bind(self, asked: Preparation) -> Callable[[int, int, int], None]:
+        """run(source, target, stream): addresses and the handle of a CUDA stream. It enqueues the kernel on the current
+        device and returns at once.
+        """
+        ...
+
+    def capture(self, asked: Preparation, source: int, target: int) -> Captured:
+        """What that would ask of the driver, for the emulator."""
         ...
 
 
@@ -146,11 +171,34 @@ class Backend(ABC, Generic[C]):
         """
         return None
 
+    def for_constant(self, config: C, signature: Signature) -> C | None:
+        """The configuration with what makes use of an operand that no running kernel writes (`Signature.constant`);
+        None where nothing would, and the kernel of the plain signature serves.
+        """
+        return None
+
     def why_work_refused(self, signature: Signature) -> str | None:
         """None, or that it takes other works or no epilogue programs; `supports` and `check` ask this first."""
         if signature.epilogue.custom is not None and not self.programs:
             return f"backend {self.name!r} computes no epilogue programs; backends 'cute' and 'torch' do"
         return why_not_taken(f"backend {self.name!r} computes", self.works, signature.work)
+
+    def prepared(self, problem: Problem, arch: Arch) -> tuple[Problem, tuple[Preparation, ...]] | None:
+        """The problem with operands as this backend's fastest kernels take them, and the preparations that make it of
+        this one, in their order; None where there is no other way to pose it. Only a configuration for which
+        `takes_prepared` holds may serve it.
+        """
+        return None
+
+    def takes_prepared(self, config: C) -> bool:
+        """Whether a configuration that `check` accepts for a problem of `prepared` computes it."""
+        return False
+
+    def preparer(self, asked: Preparation, arch: Arch) -> Preparer:
+        """The kernel of a preparation that `prepared` gave, compiled or loaded from the kernel store. Raises GemmError
+        where it cannot be compiled here.
+        """
+        raise ValueError(f"backend {self.name!r} prepares no operands")
 
     def missing(self) -> str | None:
         """None, or which tool it needs is not installed."""
@@ -236,6 +284,9 @@ LAST_RESORT = "torch"
 WITH_KERNELS = tuple(name for name in _MODULES if name != LAST_RESORT)
 """Backends with kernels of ours. backend="auto" asks them for a CUDA tensor in this order: a later one serves what the
 earlier cannot, or what it is estimated to do clearly faster."""
+
+PREPARING = ("cute",)
+"""Those of them that may prepare operands (`Backend.prepared`): a choice asks no others, nor imports them for it."""
 
 
 def check_name(name: Any) -> None:

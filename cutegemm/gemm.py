@@ -3,6 +3,7 @@
 A call that was made before, with plain tensors and nothing for autograd or autocast to do, is looked up by its
 description and launched; torch's dispatcher would cost as much again. Every other call goes through `_uncommon`:
 
+    a call whose launch the C++ part has                that, which Python only calls (native/__init__.py)
     torch.compile, torch.jit.trace, a dispatch mode,
     a tensor subclass, vmap, torch.func, batched
     gradients                                           the operator torch.ops.cutegemm.gemm (pytorch/operator.py)
@@ -19,14 +20,15 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm import native
 from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, transforms
+from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
-from cutegemm.run import call, runner
+from cutegemm.run import call, float32, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
 _FLT_MAX = request.FLT_MAX
@@ -53,34 +55,50 @@ def gemm(
     precision: str | None = None,
     backend: str = "auto",
     config: Any = None,
+    constant: str | None = None,
     epilogue: Any = None,
     operands: Sequence[Any] = (),
     save: str | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    scaling: Any = None,
+    accumulate: str | None = None,
 ) -> Any:
     """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands).
 
-    Products are accumulated in fp32, those of float64 operands in fp64, and D is rounded once.
+    Products are accumulated in fp32 (of int8 in int32, of float64 in float64), and D is rounded once. With scales `a`
+    and `b` stand for scale_a a and scale_b b.
 
     Args:
         a: (M, K) or (L, M, K), any strides that torch allows. Accepted dtypes are the rows of
             `cutegemm.problem.dtypes.PRODUCTS`. float64 is not mixed with others: c, bias and D are float64 too, and
             activation and epilogue are None.
-        b: (K, N) or (L, K, N), dtype and device of `a`. A batch of 1, or a 2-D operand, broadcasts.
-        c: broadcastable to D; any accepted dtype. With beta == 0 it is never read: a NaN in it does not spread.
-        alpha, beta: Python numbers that fp32 can hold, used in fp32, with float64 operands in fp64.
-        bias: (N,), any accepted dtype.
+        b: (K, N) or (L, K, N), dtype and device of `a`; e4m3 and e5m2 may be mixed. A batch of 1, or a 2-D operand,
+            broadcasts.
+        c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not
+            spread.
+        alpha, beta: Python numbers that fp32 can hold, used in fp32, with float64 operands in float64.
+        bias: (N,), any accepted dtype of 2 or 4 bytes.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out: D is written here; (M, N) or (L, M, N). It may be `c` itself and must not overlap another input.
             Autograd is told of the write, and an inference tensor is refused outside inference mode, as by torch.mm.
-        out_dtype: dtype of D, any accepted one; by default that of `out`, else `output` in the row of a's dtype.
-        precision: for float32: "ieee" (default; CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores,
-            operands rounded to 10 mantissa bits) or "tf32x3" (tensor cores, each operand split into two TF32 numbers,
-            three products: nearly fp32's accuracy for finite operands; an infinity gives NaN; backend "cutlass2x").
-            For 16-bit operands None or "ieee".
+        out_dtype: dtype of D, any accepted one; by default that of `out`, else `output` in the row of a's dtype (of fp8
+            bfloat16; of int8 int32, which the plain product alone has, and bfloat16 with scales). D in fp8 or int8
+            saturates.
+        precision: for float32: "ieee" (CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores, operands
+            rounded to 10 mantissa bits), or fp32's accuracy on tensor cores from parts of the operands: "bf16x6",
+            "bf16x9" (Hopper) and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds and
+            the ends of their range: docs/precision.md. None is "ieee", or what `set_float32_precision` says. For
+            16-bit operands None or "ieee".
         backend: "auto" (default), "cute", "cutlass2x", "legacy" or "torch". A kernel backend named for CPU tensors
             runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by
             default the backend chooses.
+        constant: "a" or "b" promises that no kernel that may still be running writes that operand: neither the kernel
+            in front on this stream nor one on another. Hopper kernels then load its first tiles before the kernel in
+            front has ended; all others make no use of it. Where the promise is broken, D may be computed from old or
+            half-written values. None (default) promises nothing. The backward pass makes no use of it; an operand that
+            must be copied or cast first is not constant, nor is any under vmap. Not for a call with an epilogue.
         epilogue: a function of the accumulators and of `operands`, written with Python operators and `cutegemm.ops`, or
             a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
             function says them.
@@ -89,6 +107,13 @@ def gemm(
         save: with an epilogue, how the backward pass gets the accumulators where the gradients depend on them.
             "outputs" (None means this): the kernel also stores them, in a's dtype. "recompute": the backward pass
             makes the product again, which needs no memory in between; for fp16 accumulators that overflow, too.
+        scale_a, scale_b: for fp8 and int8 operands, fp32 on their device, any strides: one number (), rows (M, 1) and
+            columns (1, N), or blocks along K: (M, K / 128) or (M / 128, K / 128) of A with (K / 128, N / 128) or
+            (K / 128, N) of B, rounded up; before that the batch, if each matrix has its own. The shape says which, for
+            each operand by itself; see docs/fp8.md.
+        scaling: "tensor", "rows", "blocks" or a pair of these for A and B: the scales must then have such a shape.
+        accumulate: for fp8: "promoted" (None means this): sums of 128 products of the tensor cores, which add with 14
+            bits or so, are added up in fp32; "fast": the tensor cores add up all of K.
 
     Returns:
         D: `out`, or a new row-major tensor; with an epilogue of several results a tuple of them, and `out`, if given,
@@ -120,8 +145,21 @@ def gemm(
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given.
     """
+    if scale_a is not None or scale_b is not None or scaling is not None or accumulate is not None:
+        if constant is not None:
+            programs.refuse_constant(constant)
+        precision = scaled.precision_of(a, precision, accumulate)
+        if scale_a is not None or scale_b is not None or scaling is not None:
+            return scaled.compute(
+                a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands,
+                save, scale_a, scale_b, scaling,
+            )  # fmt: skip
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     if epilogue is not None:
         programs.refuse_terms(c, alpha, beta, bias, activation)
+        if constant is not None:
+            programs.refuse_constant(constant)
         return programs.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
     if operands != () or save is not None:
         programs.refuse_alone({"operands": operands, "save": save})
@@ -130,8 +168,12 @@ def gemm(
         request.check_number("beta", beta)
         return _by_operator(
             a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
-            precision=precision, backend=backend, config=config,
+            precision=precision, backend=backend, config=config, constant=constant,
         )  # fmt: skip
+    if (serves := native.gemm) is not None:
+        d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+        if d is not None:
+            return d
     if not (
         alpha.__class__ is float and beta.__class__ is float
         and -_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX
@@ -142,7 +184,7 @@ def gemm(
     key = run = None
     try:
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes() and not _is_autocast_on():
-            key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+            key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
             run = _memo.get(key)
         if run is not None and forward_ad._current_level >= 0:
             run = None
@@ -153,26 +195,30 @@ def gemm(
     except (AttributeError, TypeError, RuntimeError):
         key = run = None  # not a dense tensor, or something unhashable: what it is is found out below
     if run is None or (records and out is not None):
-        return _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config)
+        return _uncommon(
+            key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant
+        )
     if records:
+        if a.element_size() == 1:
+            scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
         if _has_transforms():
             return _by_operator(
                 a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=None, out_dtype=out_dtype,
-                precision=precision, backend=backend, config=config,
+                precision=precision, backend=backend, config=config, constant=constant,
             )  # fmt: skip
         settings = autograd.Settings(alpha, beta, activation, precision, backend)
         return _record(a, b, c, bias, settings, run)
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
+def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant):
     """A call that is new, or that is more than a multiplication of plain tensors.
 
     described: `call.description` of it, if `gemm` has made one.
     """
     options = {
         "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
+        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
     }  # fmt: skip
     if transforms.active(a, b, c, bias, out):
         transforms.refuse_escaped({"a": a, "b": b, "c": c, "bias": bias, "out": out})
@@ -188,7 +234,7 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
         with torch._C._DisableAutocast():
             return gemm(a, b, c, **options)
     if described is None:
-        key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+        key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
     else:
         key = call.key_of_described(described, c, bias, out)
     # What was remembered is not enough where `out` must be looked at.
@@ -196,6 +242,8 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
     if run is None:
         run = call.plan_of(key, a, b, c, options)
     records = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias))
+    if records and a.element_size() == 1:
+        scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
     if out is not None:
         if records:
             raise ValueError(
@@ -214,16 +262,19 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config):
+def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None):
     """The call as torch's operator; see pytorch/operator.py. torch.compile puts this into its graph."""
     if config is not None and not isinstance(config, str):
         config = str(config)
     if out is None:
-        return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+        return torch.ops.cutegemm.gemm(
+            a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+        )
+    sharding.refuse_out(out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})
-    torch.ops.cutegemm.gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out)
+    torch.ops.cutegemm.gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant)
     return out
 
 
@@ -232,6 +283,7 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
 
     Raises TypeError for a name that `gemm` does not take, ValueError for what an epilogue needs.
     """
+    options = float32.completed(a, options)
     programs.refuse_alone(options)
     known = runner.complete({name: value for name, value in options.items() if name not in programs.OPTIONS})
     return cast_operands(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
@@ -239,6 +291,8 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
 
 def _planned(a: Any, b: Any, c: Any, options: dict[str, Any], anew: bool) -> Plan:
     """The plan of the call `gemm(a, b, c, **options)`. anew: chosen now, even if one is remembered."""
+    a, b, c, options = scaled.unscaled(a, b, c, options)
+    options = float32.completed(a, options)
     if options.get("epilogue") is not None:
         return programs.plan_of(a, b, c, options)
     a, b, c, known = completed(a, b, c, options)
@@ -264,7 +318,11 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
     anew.
     """
-    print(planning.describe(_planned(a, b, c, options, anew=False)))
+    plan = _planned(a, b, c, options, anew=False)
+    print(planning.describe(plan))
+    if plan.kernel is not None and not plan.emulated:
+        native.want()
+        print(f"host code: {native.status()}")
 
 
 def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -> Program:

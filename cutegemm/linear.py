@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 
+from cutegemm import native
 from cutegemm.gemm import gemm
+from cutegemm.pytorch.native_gradients import mergeable
+from cutegemm.run import float32
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 def linear(
@@ -17,6 +22,7 @@ def linear(
     *,
     precision: str | None = None,
     backend: str = "auto",
+    constant_weight: bool = False,
 ) -> torch.Tensor:
     """activation(x @ weight^T + bias), as torch.nn.functional.linear, rounded once.
 
@@ -25,7 +31,9 @@ def linear(
         weight: (N, K), or (K,) for a result without its last dimension; dtype and device of x.
         bias: (N,) or (), of any dtype that `gemm` accepts.
         activation: as in `gemm`.
-        precision, backend: as in `gemm`. float32 is IEEE by default, whatever torch's TF32 switch says.
+        constant_weight: promises that no running kernel writes the weight, as `gemm(..., constant="b")` does.
+        precision, backend: as in `gemm`. float32 is IEEE by default, whatever torch's TF32 switch says; see
+            `set_float32_precision`.
 
     Returns:
         (..., N), contiguous, of x's dtype (under autocast, of autocast's).
@@ -37,24 +45,32 @@ def linear(
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError, GemmError: as `gemm`.
     """
+    if precision is None and float32.in_use:
+        precision = float32.default(x, backend)
+    constant = "b" if constant_weight else None
+    if not _is_dynamo_compiling() and (serves := native.linear) is not None:
+        d = serves(x, weight, bias, activation, precision, backend, constant)
+        if d is not None:
+            return d
     try:
         if weight.dim() == 2 and (bias is None or bias.dim() == 1):
-            if x.dim() == 2 or (x.dim() == 3 and not _mergeable(x)):
-                return gemm(x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
+            if x.dim() == 2 or (x.dim() == 3 and not mergeable(x)):
+                return gemm(
+                    x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend,
+                    constant=constant,
+                )  # fmt: skip
             if x.dim() > 0:
                 rows = x.reshape(_extent(x), x.shape[-1])
-                d = gemm(rows, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend)
+                d = gemm(
+                    rows, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend,
+                    constant=constant,
+                )  # fmt: skip
                 return d.view(*x.shape[:-1], weight.shape[0])
-        return _unusual(x, weight, bias, activation, precision, backend)
+        return _unusual(x, weight, bias, activation, precision, backend, constant_weight)
     except (TypeError, ValueError, AttributeError, RuntimeError) as why:
         if not torch.compiler.is_dynamo_compiling():
             _check(x, weight, bias, why)
         raise
-
-
-def _mergeable(x: torch.Tensor) -> bool:
-    """Whether the two leading dimensions of three are one in memory."""
-    return x.shape[0] == 1 or x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -65,7 +81,9 @@ def _extent(x: torch.Tensor) -> int:
     return count
 
 
-def _unusual(x: Any, weight: Any, bias: Any, activation: Any, precision: Any, backend: Any) -> torch.Tensor:
+def _unusual(
+    x: Any, weight: Any, bias: Any, activation: Any, precision: Any, backend: Any, constant_weight: bool
+) -> torch.Tensor:
     """A weight of one row, or a bias of one number."""
     if bias is not None and bias.dim() == 0:
         bias = bias.expand(weight.shape[0] if weight.dim() == 2 else 1)
@@ -75,10 +93,10 @@ def _unusual(x: Any, weight: Any, bias: Any, activation: Any, precision: Any, ba
         raise ValueError(f"weight: got {weight.dim()} dimensions, accepted are 2, (N, K), and 1, (K,)")
     if x.dim() == 0:
         raise ValueError("x: got no dimension, expected (..., K)")
+    options: dict[str, Any] = {"precision": precision, "backend": backend, "constant_weight": constant_weight}
     if weight.dim() == 1:
-        d = linear(x, weight.unsqueeze(0), bias, activation, precision=precision, backend=backend)
-        return d.squeeze(-1)
-    return linear(x, weight, bias, activation, precision=precision, backend=backend)
+        return linear(x, weight.unsqueeze(0), bias, activation, **options).squeeze(-1)
+    return linear(x, weight, bias, activation, **options)
 
 
 def _check(x: Any, weight: Any, bias: Any, why: Exception) -> None:

@@ -1,5 +1,5 @@
-"""`Linear` and `SwiGLU`: a layer and a gated MLP by these kernels; `replace_linears` and `replace_mlps` put them into a
-model.
+"""`Linear`, `Fp8Linear` and `SwiGLU`: layers and a gated MLP by these kernels; `replace_linears` and `replace_mlps` put
+them into a model; `compare` tells how far a quantized model is from the original.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ import torch
 from cutegemm import backend as backends
 from cutegemm.linear import linear
 from cutegemm.problem import dtypes, request
+from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
+from cutegemm.quantized_linear import Comparison, Fp8Linear, LayerError, Settings, compare
+
+__all__ = [
+    "Comparison", "Fp8Linear", "LayerError", "Linear", "SwiGLU", "compare", "replace_linears", "replace_mlps",
+]  # fmt: skip
 
 
 class Linear(torch.nn.Linear):
@@ -25,6 +31,8 @@ class Linear(torch.nn.Linear):
         in_features, out_features, bias, device, dtype: as in torch.nn.Linear; `dtype` one that `cutegemm.gemm` accepts.
         activation: as in `cutegemm.gemm`, fused into the product.
         precision, backend: as in `cutegemm.gemm`.
+        constant_weight: promises that no running kernel writes the weight when `forward` is called: as
+            `cutegemm.gemm(..., constant="b")`, for inference.
 
     Raises:
         ValueError: no such activation, precision or backend.
@@ -33,6 +41,7 @@ class Linear(torch.nn.Linear):
     activation: str | None = None
     precision: str | None = None
     backend: str = "auto"
+    constant_weight: bool = False
 
     def __init__(
         self,
@@ -45,20 +54,26 @@ class Linear(torch.nn.Linear):
         activation: str | None = None,
         precision: str | None = None,
         backend: str = "auto",
+        constant_weight: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._configure(activation, precision, backend)
+        self._configure(activation, precision, backend, constant_weight)
 
-    def _configure(self, activation: str | None, precision: str | None, backend: str) -> None:
+    def _configure(self, activation: str | None, precision: str | None, backend: str, constant_weight: bool) -> None:
         _check(activation, precision, backend)
         self.activation, self.precision, self.backend = activation, precision, backend
+        self.constant_weight = constant_weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self.weight, self.bias, self.activation, precision=self.precision, backend=self.backend)
+        return linear(
+            input, self.weight, self.bias, self.activation, precision=self.precision, backend=self.backend,
+            constant_weight=self.constant_weight,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        for name, default in (("activation", None), ("precision", None), ("backend", "auto")):
+        defaults = {"activation": None, "precision": None, "backend": "auto", "constant_weight": False}
+        for name, default in defaults.items():
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)!r}"
         return text
@@ -71,6 +86,7 @@ class Linear(torch.nn.Linear):
         activation: str | None = None,
         precision: str | None = None,
         backend: str = "auto",
+        constant_weight: bool = False,
     ) -> Linear:
         """A Linear with the very parameters (not copies), hooks and training mode of `module`.
 
@@ -84,7 +100,7 @@ class Linear(torch.nn.Linear):
             raise TypeError(f"module: {reason}")
         made = cls.__new__(cls)
         made.__dict__.update({name: _own(value) for name, value in module.__dict__.items()})
-        made._configure(activation, precision, backend)
+        made._configure(activation, precision, backend, constant_weight)
         return made
 
 
@@ -94,27 +110,59 @@ def replace_linears(
     where: Callable[[str, torch.nn.Linear], bool] | None = None,
     precision: str | None = None,
     backend: str = "auto",
+    constant_weights: bool = False,
+    dtype: Any = None,
+    scaling: str | tuple[str, str] = "rows",
+    accumulate: str | None = None,
 ) -> torch.nn.Module:
     """Replaces every torch.nn.Linear in `model`, in place, by a `Linear` with the same parameters.
+
+    With `dtype` ("fp8", "int8" and what else `Fp8Linear` takes) by an `Fp8Linear`, whose weight is quantized now, with
+    `scaling` and `accumulate` as there. The memory of a replaced weight is freed when nothing else holds it: a weight
+    tied to an embedding stays. Layers that must be exact, often the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
     takes, parametrized ones, and those for which `where(name, module)` is false. Tied parameters stay tied, and a
     module that stands in several places is replaced by one.
 
+    constant_weights=True promises that no running kernel writes a weight when its layer is called, so that a layer may
+    fetch its weight while the kernel in front still runs: for inference with weights that stay as they are. Not for
+    training, whose optimizer writes them, nor for FSDP, which gathers them; DTensors are refused.
+
     Returns:
         `model`, or its replacement when it is a torch.nn.Linear itself.
 
     Raises:
-        ValueError: no such precision or backend; `model` is left as it was.
+        TypeError, ValueError: no such precision, backend, dtype or scaling; `model` is left as it was.
     """
     _check(None, precision, backend)
-    made: dict[int, Linear] = {}
+    if dtype is not None:
+        Settings.of(dtype, scaling, None, accumulate, backend)
+        if precision is not None:
+            raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
+        if constant_weights:
+            raise ValueError(
+                "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
+            )
+    elif scaling != "rows" or accumulate is not None:
+        raise ValueError("scaling, accumulate: they are for quantized layers; pass dtype='fp8' or 'int8'")
+    made: dict[int, torch.nn.Module] = {}
 
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
         if _why_not(module) is not None or (where is not None and not where(name, module)):
             return module
+        assert isinstance(module, torch.nn.Linear)
+        if dtype is not None and module.weight.dtype not in INPUTS:
+            return module
         if id(module) not in made:
-            made[id(module)] = Linear.from_linear(module, precision=precision, backend=backend)
+            if dtype is None:
+                made[id(module)] = Linear.from_linear(
+                    module, precision=precision, backend=backend, constant_weight=constant_weights
+                )
+            else:
+                made[id(module)] = Fp8Linear.from_linear(
+                    module, dtype, scaling=scaling, accumulate=accumulate, backend=backend
+                )
         return made[id(module)]
 
     for prefix, parent in list(model.named_modules(remove_duplicate=True)):
@@ -327,6 +375,8 @@ def _why_not(module: Any) -> str | None:
         return "got a torch.nn.Linear whose forward was replaced"
     if dtypes.dtype_name(module.weight.dtype) is None:
         return f"got a weight of {module.weight.dtype}, accepted are {dtypes.ACCEPTED}"
+    if module.weight.dtype.itemsize == 1:
+        return f"got a quantized weight, of {module.weight.dtype}; pass it to Fp8Linear.from_quantized with its scale"
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cutegemm.problem.dtypes import TABLE, torch_dtype
-from cutegemm.problem.program import trace
+from cutegemm.problem.program import value
 from cutegemm.problem.program.evaluate import UNARY
 
 __all__ = [
@@ -39,16 +39,16 @@ def _unary(op: str, x: Operand) -> Any:
         return UNARY[op](x)
     if isinstance(x, numbers.Real):
         return float(UNARY[op](torch.tensor(float(x), dtype=torch.float64)))
-    return trace.function(op, x)
+    return value.function(op, x)
 
 
 def _binary(op: str, x: Operand, y: Operand) -> Any:
-    if not any(isinstance(each, trace.Value) for each in (x, y)):
+    if not any(isinstance(each, value.Value) for each in (x, y)):
         tensors = [each for each in (x, y) if isinstance(each, torch.Tensor)]
         dtype = tensors[0].dtype if tensors else torch.float64
         result = getattr(torch, op)(torch.as_tensor(x, dtype=dtype), torch.as_tensor(y, dtype=dtype))
         return result if tensors else float(result)
-    return trace.function(op, x, y)
+    return value.function(op, x, y)
 
 
 def exp(x: Operand) -> Any:
@@ -183,7 +183,7 @@ def where(condition: Operand, x: Operand, y: Operand) -> Any:
     >>> where(torch.tensor([True, False]), 1.0, 2.0)
     tensor([1., 2.])
     """
-    return torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else trace.where(condition, x, y)
+    return torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else value.where(condition, x, y)
 
 
 def relu(x: Operand) -> Any:
@@ -231,7 +231,7 @@ def cast(x: Operand, dtype: torch.dtype | str) -> Any:
     torch.bfloat16
     """
     if not isinstance(x, torch.Tensor):
-        return trace.cast(x, dtype)
+        return value.cast(x, dtype)
     return x.to(torch_dtype(dtype) if isinstance(dtype, str) and dtype in TABLE else dtype)
 
 
@@ -242,7 +242,7 @@ def row() -> Any:
     Example, the lower triangle of D:
         lambda acc: ops.where(ops.column() <= ops.row(), acc, 0.0)
     """
-    return trace.leaf("row")
+    return value.leaf("row")
 
 
 def column() -> Any:
@@ -251,7 +251,7 @@ def column() -> Any:
     Example, a stripe of every fourth column:
         lambda acc: ops.where(ops.column() % 4 == 0, acc, 0.0)
     """
-    return trace.leaf("column")
+    return value.leaf("column")
 
 
 def matrix() -> Any:
@@ -260,7 +260,7 @@ def matrix() -> Any:
     Example, only the first matrix with an activation:
         lambda acc: ops.where(ops.matrix() == 0, ops.relu(acc), acc)
     """
-    return trace.leaf("matrix")
+    return value.leaf("matrix")
 
 
 def halves(acc: Operand) -> tuple[Any, Any]:
@@ -275,7 +275,7 @@ def halves(acc: Operand) -> tuple[Any, Any]:
         _even(acc, "halves")
         gate, up = acc.chunk(2, -1)
         return gate, up
-    return trace.divided("halves", acc)
+    return value.divided("halves", acc)
 
 
 def pairs(acc: Operand) -> tuple[Any, Any]:
@@ -289,7 +289,7 @@ def pairs(acc: Operand) -> tuple[Any, Any]:
     if isinstance(acc, torch.Tensor):
         _even(acc, "pairs")
         return acc[..., 0::2], acc[..., 1::2]
-    return trace.divided("pairs", acc)
+    return value.divided("pairs", acc)
 
 
 def partner(x: Operand) -> Any:
@@ -301,12 +301,12 @@ def partner(x: Operand) -> Any:
     if isinstance(x, torch.Tensor):
         _even(x, "partner")
         return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return trace.function("partner", x)
+    return value.function("partner", x)
 
 
 def _even(x: torch.Tensor, what: str) -> None:
     if x.dim() == 0 or x.shape[-1] % 2:
-        trace.fail(f"{what}: expected an even number of columns, got a tensor of shape {tuple(x.shape)}")
+        value.fail(f"{what}: expected an even number of columns, got a tensor of shape {tuple(x.shape)}")
 
 
 def random(seed: Operand) -> Any:
@@ -318,12 +318,12 @@ def random(seed: Operand) -> Any:
     Example, stochastic masking with a seed that changes every step (operands=(step,)):
         lambda acc, seed: ops.where(ops.random(seed) < 0.5, acc, 0.0)
     """
-    return trace.random(seed)
+    return value.random(seed)
 
 
 def _reduced(kind: str, x: Operand) -> Any:
     if not isinstance(x, torch.Tensor):
-        return trace.reduction(kind, x)
+        return value.reduction(kind, x)
     axis = -1 if kind.startswith("row") else -2
     if kind.endswith("sum"):
         return x.sum(axis, keepdim=True)
@@ -473,7 +473,7 @@ def dropout(x: Operand, p: Operand, seed: Operand) -> Any:
         lambda acc, residual, seed: ops.dropout(acc, 0.1, seed) + residual
     """
     if isinstance(p, (int, float)) and not 0 <= p < 1:
-        trace.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
+        value.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
     return where(random(seed) >= p, x * (1.0 / (1.0 - p)), 0.0)
 
 

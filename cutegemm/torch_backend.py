@@ -9,8 +9,10 @@ import torch
 
 from cutegemm.backend import OnTensors
 from cutegemm.errors import UnsupportedError
-from cutegemm.problem import reference, torch_dtype
+from cutegemm.problem import reference, rounding, scales
+from cutegemm.problem.dtypes import TERMS, dtype_name
 from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -25,36 +27,42 @@ class TorchBackend(OnTensors):
     name = "torch"
     compiler = "torch"
     programs = True
+    works = tuple(WORKS)
 
     def supports(self, problem: Problem, arch: Arch | None = None) -> str | None:
         if refused := self.why_work_refused(problem.signature):
             return refused
-        if problem.precision == "ieee":
+        if problem.precision in ("ieee", "fast"):  # sums in fp32 are at least as good as fp8's fast ones
             return None
-        able = "'cute' or 'cutlass2x'" if problem.precision == "tf32" else "'cutlass2x'"
+        able = "'cute' or 'cutlass2x'" if problem.precision in ("tf32", "tf32x3") else "'cute'"
         return f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
 
     def runner(self, asked: Request) -> Callable[..., torch.Tensor]:
         """D by torch's own operators, in fp32 (fp64 of fp64 operands) unless torch.matmul alone is the whole answer."""
         problem = asked.problem
-        dtype, epilogue = torch_dtype(problem.out_dtype), problem.epilogue
+        epilogue = problem.epilogue
         on_cuda = asked.device.type == "cuda"
         wide = torch.float64 if problem.dtype == "fp64" else torch.float32
         plain = epilogue == type(epilogue)() and problem.dtype == problem.out_dtype and on_cuda
+        plain = plain and problem.dtype in TERMS
 
         def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
-            _check_tf32(a)
+            check_tf32(a)
             # torch.matmul picks its way, and with it the rounding, by what requires grad.
             a, b = a.detach(), b.detach()
             if plain and alpha == 1:
                 d = torch.matmul(a, b)
             else:
-                z = torch.matmul(a.to(wide), b.to(wide)) * alpha
+                acc = product(a, b)
+                if problem.out_dtype == "int32":
+                    d = wrapped(acc)
+                    return d if out is None else out.copy_(d)
+                z = acc.to(wide) * alpha
                 if epilogue.c_dtype is not None:
                     z = z + beta * c.to(wide)
                 if bias is not None:
                     z = z + bias.to(wide)
-                d = reference.activate(z, epilogue.activation).to(dtype)
+                d = rounding.rounded(reference.activate(z, epilogue.activation), problem.out_dtype)
             return d if out is None else out.copy_(d)
 
         return run
@@ -62,18 +70,32 @@ class TorchBackend(OnTensors):
     def program_core(self, asked: ProgramRequest) -> Callable[..., None]:
         """The product and the program's values in fp32, each result rounded once."""
         program = asked.program
+        numbers = {f"scale_{given.scales[0]}": i for i, given in enumerate(program.inputs) if given.scales}
 
         def core(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...]) -> None:
-            _check_tf32(a)
-            acc = torch.matmul(a.detach().float(), b.detach().float())
+            check_tf32(a)
             operands = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
+            of_blocks = {name: operands[number] for name, number in numbers.items()}
+            acc = product(a.detach(), b.detach(), **of_blocks).float()
             for out, value in zip(outs, evaluate(program, acc, operands, dtype=torch.float32), strict=True):
-                out.copy_(value)
+                out.copy_(value if out.dtype.itemsize > 1 else rounding.rounded(value, str(dtype_name(out.dtype))))
 
         return core
 
 
-def _check_tf32(a: torch.Tensor) -> None:
+def product(a: torch.Tensor, b: torch.Tensor, scale_a: Any = None, scale_b: Any = None) -> torch.Tensor:
+    """a @ b in fp32; in float64 of float64, and of int8, whose sums it holds exactly. Scales: of blocks of K."""
+    a, b = (scales.unscaled(x, scale, rows) for x, scale, rows in ((a, scale_a, True), (b, scale_b, False)))
+    wide = torch.float64 if a.dtype == b.dtype and a.dtype in (torch.int8, torch.float64) else torch.float32
+    return torch.matmul(a.to(wide), b.to(wide))
+
+
+def wrapped(sums: torch.Tensor) -> torch.Tensor:
+    """Whole numbers as int32; where they do not fit, what there is is not defined."""
+    return sums.to(torch.int64).to(torch.int32)
+
+
+def check_tf32(a: torch.Tensor) -> None:
     """Raises UnsupportedError where torch would multiply these operands in TF32."""
     if a.is_cuda and a.dtype == torch.float32 and _tf32_is_on():
         raise UnsupportedError(

@@ -15,6 +15,7 @@ from cutegemm.backend import Backend
 from cutegemm.choice.footprint import Footprint
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
+from cutegemm.problem.dtypes import why_not_rounded
 from legacy_cuda import build as builder
 from legacy_cuda import footprint, space
 from legacy_cuda.config import WORKS, LegacyConfig, parse, why_invalid
@@ -41,6 +42,8 @@ class LegacyBackend(Backend[LegacyConfig]):
             return f"backend 'legacy' needs compute capability 8.0 or newer, {arch.name} has {arch.capability}"
         if problem.dtype not in TAKES:
             return f"backend 'legacy' multiplies {', '.join(TAKES)}; these operands are {problem.dtype}"
+        if refused := why_not_rounded("backend 'legacy' rounds", problem.signature.narrow):
+            return refused
         if problem.precision != "ieee":
             return "backend 'legacy' computes fp32 in full precision; for TF32 use backend 'cute' or 'cutlass2x'"
         if epilogue.bias_dtype is not None:

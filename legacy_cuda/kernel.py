@@ -125,6 +125,9 @@ class LegacyKernel:
             for count, params in geometry.launches(operands, scalars)
         )
 
+    def launcher(self, problem: Problem) -> None:
+        """See `cutegemm.backend.Kernel`: Python launches these kernels."""
+
     def bind(self, problem: Problem) -> BoundLaunch:
         """See `cutegemm.run.arguments.BoundLaunch`."""
         from cuda.bindings import driver

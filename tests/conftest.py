@@ -45,7 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of each test marked `product(keep=N)` N cases or more, in which every value of every parameter occurs."""
+    """Leaves of each test marked `product(keep=N)` N cases or more, in which every value of every parameter occurs.
+
+    A parameter with more values than half the cases, as a plain list has, does not count: of a list N cases are left.
+    """
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("product"):
@@ -55,8 +58,10 @@ def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
         cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
         seen: set[tuple[str, str]] = set()
         chosen = []
+        found = {name: {repr(case.callspec.params[name]) for case in cases} for name in cases[0].callspec.params}
+        shared = [name for name, values in found.items() if 2 * len(values) <= len(cases)]
         for case in cases:
-            values = {(name, repr(value)) for name, value in case.callspec.params.items()}
+            values = {(name, repr(case.callspec.params[name])) for name in shared}
             if values - seen:
                 chosen.append(case)
                 seen |= values

@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from cutegemm.choice import plan
+from cutegemm.choice import plan, prepared
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Signature, alignment, request
@@ -77,8 +77,8 @@ def resolve(spec: Spec, arch: Arch) -> Pair:
     tensors = spec.unfilled()
     asked = request.describe(tensors["a"], tensors["b"], tensors.get("c"), **spec.arguments(tensors))
     on_cpu_alone = spec.device == "cpu" and spec.backend in ("auto", "torch")
-    choice = plan.choose(asked.problem, None if on_cpu_alone else arch, spec.backend, spec.config)
-    return Pair(choice.backend, asked.problem.signature, str(choice.config))
+    problem, choice, _ = prepared.choose(asked.problem, None if on_cpu_alone else arch, spec.backend, spec.config)
+    return Pair(choice.backend, problem.signature, str(choice.config))
 
 
 def draw(
@@ -152,7 +152,9 @@ def _attempt(t: Template, rng: random.Random, limits: Limits) -> Spec | None:
         backend=backend,
         config=t.config,
         values=values,
-        specials=_specials(layouts, rng) if rng.random() < 0.1 and t.precision != "tf32x3" and values != EXACT else (),
+        specials=_specials(layouts, rng)
+        if rng.random() < 0.1 and t.precision not in ("tf32x3", "bf16x9") and values != EXACT
+        else (),
         poison=rng.choice((0xFF, 0x5A)),
     )
 

@@ -15,7 +15,8 @@ from typing import Any
 from cutegemm import backend as backends
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import DTYPES, ITEMSIZE
+from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.epilogue import ACTIVATIONS
 from tests.fuzz_draw import Limits, Pair, Template, draw
 
@@ -74,12 +75,12 @@ def _templates(kind: str, rng: random.Random, arch: Arch) -> Callable[[], Templa
     """Gives one template after another; those that no kernel serves are dropped by the caller."""
     deck = {
         "kinds": Deck(rng, _operand_kinds(kind)),
-        "out": Deck(rng, DTYPES),
+        "out": Deck(rng, TERMS),
         "majors": Deck(rng, ("tn", "tt", "nn", "nt")),
         "order": Deck(rng, ("row", "row", "col")),
         "c": Deck(rng, ("no", "no", "aligned", "aligned", "any")),
-        "c_dtype": Deck(rng, DTYPES),
-        "bias": Deck(rng, (None, None, *DTYPES)),
+        "c_dtype": Deck(rng, TERMS),
+        "bias": Deck(rng, (None, None, *TERMS)),
         "activation": Deck(rng, (None, None, None, *ACTIVATIONS)),
         "align": Deck(rng, (16, 8, 4, 2)),
         "even": Deck(rng, (True, False)),
@@ -114,7 +115,7 @@ def _operand_kinds(kind: str) -> list[tuple[str, str | None]]:
     sixteen = [("fp16", None), ("bf16", None)]
     single = ("fp32", None)
     if kind == "sm90":
-        return list(sixteen)
+        return [*sixteen, ("fp32", "bf16x6"), ("fp32", "tf32x3"), ("fp32", "bf16x9")]
     if kind == "simt":
         return [single, ("fp32", "ieee")]
     if kind == "sm80":
@@ -153,6 +154,9 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
     dtype = "fp32" if kind == "simt" else "fp16"
     defaults = Deck(rng, family.candidates(Problem.of(8, 8, 8, dtype).signature))
     space = list(family.config.space())
+    if kind == "sm90":  # the candidates for parts of operands, which the others rarely leave enough room for
+        more = (family.candidates(Problem.of(8, 8, 8, "fp32", precision=p).signature) for p in ("bf16x6", "tf32x3"))
+        space += [family.config.parse(text) for texts in more for text in texts] * (len(space) // 100)
 
     def config() -> str:
         if rng.random() < 0.3:

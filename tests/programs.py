@@ -6,7 +6,8 @@ import random
 
 import torch
 
-from cutegemm.problem import TABLE, torch_dtype
+from cutegemm.problem import torch_dtype
+from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import F32, GATINGS, I32, OPS, REDUCTIONS, Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
@@ -38,7 +39,7 @@ class _Draw:
         r = self.random
         if r.random() < 0.15:
             return Input(f"x{i}", r.choice(("fp32", "int32")), by_value=True)
-        dtype = "int32" if r.random() < 0.1 else r.choice(tuple(TABLE))
+        dtype = "int32" if r.random() < 0.1 else r.choice(TERMS)
         m, n = r.choice(((False, True), (True, False), (True, True), (True, True), (False, False)))
         return Input(f"x{i}", dtype, m, n, r.random() < 0.3)
 
@@ -90,7 +91,7 @@ class _Draw:
             places = [add(op) for op in ("row", "column", "matrix")]
             self.floats.append(add("random", self.integer(), *places))
         elif not self.smooth:
-            self.floats.append(add("cast", self.float(), attribute=r.choice(tuple(TABLE))))
+            self.floats.append(add("cast", self.float(), attribute=r.choice(TERMS)))
 
     def guarded(self, op: str) -> int:
         """A function whose argument is kept where the result is an ordinary number, mostly."""
@@ -120,11 +121,11 @@ class _Draw:
         for i, given in enumerate(self.builder.inputs):  # whatever no node has read yet
             number = self.builder.add("input", attribute=i)
             last = self.builder.add("add", last, number if given.type == F32 else self.builder.add("float", number))
-        found = [Output(last, r.choice((None, None, *TABLE)))]
+        found = [Output(last, r.choice((None, None, *TERMS)))]
         if r.random() < 0.35:
-            found.append(Output(r.choice(self.floats), r.choice((None, *TABLE))))
+            found.append(Output(r.choice(self.floats), r.choice((None, *TERMS))))
         if reductions and r.random() < 0.35:
-            found.append(Output(r.choice(self.floats), r.choice((None, None, *TABLE)), r.choice(reductions)))
+            found.append(Output(r.choice(self.floats), r.choice((None, None, *TERMS)), r.choice(reductions)))
         return found
 
 

@@ -199,6 +199,7 @@ def _conversions() -> list[Snippet]:
         add(f"cvt.f16x2.{kind}", "b16", "f16x2", f"cvt.rn.f16x2.{kind} x, a;", "float")
     add("cvt.pack.sat.s16.s32", "s32 s32", "b32", "cvt.pack.sat.s16.s32 x, a, b;")
     add("cvt.pack.sat.u8.s32.b32", "s32 s32 b32", "b32", "cvt.pack.sat.u8.s32.b32 x, a, b, c;")
+    add("cvt.pack.sat.s8.s32.b32", "s32 s32 b32", "b32", "cvt.pack.sat.s8.s32.b32 x, a, b, c;")
     return s
 
 
@@ -312,7 +313,8 @@ def _warp_level() -> list[Snippet]:
             f"{t}x2 {t}x2",
             "f32 f32",
             f"{load}mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {f4}, {a4}, {b2}, {f4}; {both}",
-            3e-5,
+            "float",
+            "sm_90",
             scale=1.0,
         )
     add(
@@ -320,19 +322,21 @@ def _warp_level() -> list[Snippet]:
         "f16x2 f16x2",
         "f32 f32",
         f"{load}mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {f4}, {{%r1, %r2}}, {{%r5}}, {f4}; {both}",
-        3e-5,
+        "float",
+        "sm_90",
         scale=1.0,
     )
     add("mma.k16.f16.f16", "f16x2 f16x2", "f16x2 f16x2", f"{load}mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 "
         f"{{%r7, %r8}}, {a4}, {b2}, {{%r1, %r2}}; "
-        "mov.b32 x, %r7; mov.b32 y, %r8;", 1e-2, scale=1.0)  # fmt: skip
+        "mov.b32 x, %r7; mov.b32 y, %r8;", "bits", "sm_90", scale=1.0)  # fmt: skip
     tf = load.replace("0x80008000", "0x80000000")
     add(
         "mma.k8.tf32",
         "tf32 tf32",
         "f32 f32",
         f"{tf}mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {f4}, {a4}, {b2}, {f4}; {both}",
-        3e-5,
+        "float",
+        "sm_90",
         scale=1.0,
     )
     add(
@@ -340,11 +344,12 @@ def _warp_level() -> list[Snippet]:
         "tf32 tf32",
         "f32 f32",
         f"{tf}mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {f4}, {{%r1, %r2}}, {{%r5}}, {f4}; {both}",
-        3e-5,
+        "float",
+        "sm_90",
         scale=1.0,
     )
     for t in ("e4m3", "e5m2"):
-        # each float pair becomes four fp8 values of both signs; hardware keeps fewer bits of these sums
+        # each float pair becomes four fp8 values of both signs
         pack = (
             f"cvt.rn.satfinite.{t}x2.f32 %h1, a, b; cvt.rn.satfinite.{t}x2.f32 "
             f"%h2, b, a; mov.b32 %r1, {{%h1, %h2}}; mov.b32 %r2, {{%h2, %h1}}; "
@@ -355,7 +360,7 @@ def _warp_level() -> list[Snippet]:
             "f32 f32",
             "f32 f32",
             f"{body}mma.sync.aligned.m16n8k32.row.col.f32.{t}.{t}.f32 {f4}, {a4}, {b2}, {f4}; {both}",
-            2e-2,
+            "float",
             "sm_90",
             scale=1.0,
         )

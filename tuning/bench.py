@@ -1,9 +1,10 @@
 """Times cutegemm against cuBLAS and others: `python -m tuning.bench --suite square,llm,deep --providers all`.
 
-Method: the providers are timed in the same process, round by round in turns, with inputs that rotate through three
-times the L2 cache and one CUDA graph a round (`cutegemm.tuner.timing`). Every result is checked against the float64
-reference before it is timed; a wrong one is not timed. A ratio above 1 is faster than torch. The kernels of ours that
-will run are compiled ahead, in processes of their own. Ctrl-C keeps what was measured.
+Method: the providers are timed in the same process, round by round in alternating order, with inputs that rotate
+through three times the L2 cache and one CUDA graph a round (`cutegemm.tuner.timing`), which holds the very calls that a
+user would capture. Beside each ratio stands its spread; where that holds 1, it says parity. Every result is checked
+against the float64 reference before it is timed; a wrong one is not timed. A ratio above 1 is faster than torch. The
+kernels of ours that will run are compiled ahead, in processes of their own. Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
 from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
 from cutegemm.tuner import timing
 from tuning import bench_report, cli, suites
-from tuning.bench_providers import NAMES, Cutegemm, NotServed, Prepared, Provider, make, versions
+from tuning.bench_basis import NotServed, Prepared, Provider
+from tuning.bench_providers import NAMES, Cutegemm, make, versions
 from tuning.bench_report import Result
 
 ROUNDS = 9
@@ -57,7 +59,8 @@ def operands(problem: Problem, seed: int, device: str = "cuda") -> tuple[torch.T
 
     def draw(rows: int, cols: int, row_major: bool) -> torch.Tensor:
         shape = (rows, cols) if row_major else (cols, rows)
-        values = torch.randn(shape, device=device, generator=generator).to(dtype)
+        values = torch.randn(shape, device=device, generator=generator)
+        values = (40 * values).clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
         return values if row_major else values.t()
 
     return draw(problem.m, problem.k, problem.a.row_major), draw(problem.k, problem.n, problem.b.row_major)
@@ -107,6 +110,7 @@ def bench_shape(
         timed = found.get(name)
         result = Result(str(problem), problem.m, problem.n, problem.k, name, verdicts[name])
         if timed is not None and first is not None:
+            spread = timed.spread(first)
             result = replace(
                 result,
                 backend=ready[name].backend,
@@ -119,6 +123,8 @@ def bench_shape(
                 limit=bound.limit,
                 intensity=bound.intensity,
                 ratio=first.us / timed.us,
+                ratio_low=spread.low if spread else None,
+                ratio_high=spread.high if spread else None,
                 clock_mhz=clock,
                 watts=watts,
             )

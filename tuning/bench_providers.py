@@ -9,8 +9,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,37 +19,14 @@ from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.tuner.timing import Call, quick_seconds
-
-Inputs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-class NotServed(Exception):
-    """The provider cannot serve the problem; the message says why."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """calls: one an input set, each writes the output. config: what runs, as text; empty where that is not known."""
-
-    calls: list[Call]
-    config: str = ""
-    backend: str = ""
-
-
-class Provider(Protocol):
-    """name: in tables. `kernels` lists what to compile ahead; `prepare` readies the calls."""
-
-    name: str
-
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
-        """(backend, configuration) of the kernels of ours that the problem will run."""
-        ...
-
-    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared: ...
+from tuning import bench_scaled
+from tuning.bench_basis import Inputs, NotServed, Prepared, Provider
 
 
 class Torch:
-    """torch.mm, which is cuBLAS on a GPU. TF32 follows the problem's precision."""
+    """torch.mm, which is cuBLAS on a GPU. TF32 follows the problem's precision. Of fp8 `torch._scaled_mm` with one
+    scale a matrix and as the problem accumulates, of int8 `torch._int_mm`.
+    """
 
     name = "torch"
 
@@ -59,6 +35,8 @@ class Torch:
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         def call(a: torch.Tensor, b: torch.Tensor) -> Call:
+            if a.element_size() == 1:
+                return bench_scaled.torch_call(problem, "tensor", problem.precision == "fast", a, b, out)
             return lambda: torch.mm(a, b, out=out)
 
         return Prepared([call(a, b) for a, b in inputs])
@@ -219,6 +197,7 @@ _MAKERS: dict[str, tuple[Callable[[], Provider], str, str]] = {
     "torch": (Torch, "torch", "torch"),
     "triton": (Triton, "triton", "triton"),
     "quack": (Quack, "quack", "quack-kernels"),
+    **bench_scaled.MAKERS,
     "operators": (Operators, "cutlass.operators", "nvidia-cutlass-operators"),
 }
 NAMES = tuple(_MAKERS)

@@ -14,7 +14,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-METHOD = "normal inputs, checked against float64, interleaved round by round, L2-cold, CUDA graphs, median of rounds"
+from cutegemm.tuner.spread import Spread
+
+METHOD = (
+    "normal inputs, checked against float64, interleaved round by round in alternating order, L2-cold, the captured "
+    "call in CUDA graphs, median of rounds; spread: the middle half of the rounds' ratios, parity where it holds 1"
+)
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,9 @@ class Result:
 
     problem: `str(Problem)`. verdict: "ok", or why there is no time. backend, config: of our kernel that ran. us, low,
     high: microseconds, the median and the extremes of the rounds. of_bound: share of the roofline bound, which is by
-    `limit`; intensity in flop/byte. ratio: speed over that of torch. clock_mhz, watts: of the GPU while this shape ran.
-    kernels: what cuBLAS launched, where that was asked for.
+    `limit`; intensity in flop/byte. ratio: speed over that of torch; ratio_low, ratio_high: the quartiles of single
+    rounds, None where they are not known. clock_mhz, watts: of the GPU while this shape ran. kernels: what cuBLAS
+    launched, where that was asked for.
     """
 
     problem: str
@@ -45,6 +51,8 @@ class Result:
     ratio: float | None = None
     clock_mhz: float | None = None
     watts: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
     kernels: tuple[str, ...] = ()
 
     @property
@@ -55,19 +63,25 @@ class Result:
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
 
+    @property
+    def spread(self) -> Spread | None:
+        return None if self.ratio_low is None or self.ratio_high is None else Spread(self.ratio_low, self.ratio_high)
+
 
 def table(results: Sequence[Result]) -> str:
     """The results as text, then why some were not timed and what cuBLAS launched."""
-    headers = ["shape", "provider", "us", "+-", "TFLOP/s", "of bound", "ratio", "MHz", "W", "configuration"]
+    headers = ["shape", "provider", "us", "+-", "TFLOP/s", "of bound", "ratio", "spread", "MHz", "W"]
+    headers.append("configuration")
     rows, remarks = [], []
     for r in results:
         if r.us is None or r.low is None or r.high is None:
-            rows.append((r.shape, r.provider, *["-"] * 7, ""))
+            rows.append((r.shape, r.provider, *["-"] * 8, ""))
             remarks.append(f"{r.shape} {r.provider}: {r.verdict}")
             continue
+        spread = "" if r.provider == "torch" else str(r.spread or "-")
         rows.append(
             (r.shape, r.provider, f"{r.us:.2f}", f"{(r.high - r.low) / r.us:.1%}", f"{r.tflops:.1f}",
-             f"{r.of_bound:.1%}", f"{r.ratio:.3f}", _whole(r.clock_mhz), _whole(r.watts), r.config)
+             f"{r.of_bound:.1%}", f"{r.ratio:.3f}", spread, _whole(r.clock_mhz), _whole(r.watts), r.config)
         )  # fmt: skip
         if r.kernels:
             remarks.append(f"{r.shape} {r.provider} ran {', '.join(r.kernels)}")
@@ -75,7 +89,9 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Per provider the geometric mean, minimum and maximum of the ratio to torch, and on how many shapes."""
+    """Per provider the geometric mean, minimum and maximum of the ratio to torch, on how many shapes, and how many of
+    them are faster, slower, or as fast within the spread.
+    """
     lines = []
     for name in dict.fromkeys(r.provider for r in results if r.provider != "torch"):
         timed = [r for r in results if r.provider == name and r.ratio is not None]
@@ -90,6 +106,11 @@ def summary(results: Sequence[Result]) -> str:
             f"{name}: ratio to torch {statistics.geometric_mean(ratios):.3f} (geometric mean of {len(ratios)} shapes), "
             f"{min(ratios):.3f} ({worst.shape}) to {max(ratios):.3f}{note}"
         )
+        known = [(r.spread, r.ratio) for r in timed if r.spread is not None and r.ratio is not None]
+        if known:
+            parity = sum(spread.parity for spread, _ in known)
+            faster = sum(ratio > 1 and not spread.parity for spread, ratio in known)
+            lines[-1] += f"; {faster} faster, {parity} at parity, {len(known) - faster - parity} slower"
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from cutegemm.problem import DTYPES
 from cutegemm.tuner.budget import Budget
 from cutegemm.tuner.compile_pool import CompilePool, Compiler, default_jobs
 from cutegemm.tuner.space import Candidate
+from cutegemm.tuner.spread import Spread, spread_of
 from cutegemm.tuner.timer import GpuProcess, Timer, TimerBroken, TimerLost
 from cutegemm.tuner.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
 from tuning import cli
@@ -51,6 +52,10 @@ class Met:
 
     seconds: dict[Key, float]
     failed: dict[Key, str]
+
+    def spread(self, ours: Candidate, theirs: Candidate) -> Spread | None:
+        """Of the speed of ours over that of theirs, over the rounds in which both were timed."""
+        return spread_of(self.seconds[ours.key], self.seconds[theirs.key])
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,11 @@ def _right(timer: Timer, candidates: Sequence[Candidate], failed: dict[Key, str]
         if verdict != "ok":
             failed[candidate.key] = verdict
     return [candidate for candidate in candidates if candidate.key not in failed]
+
+
+def spread_text(spread: Spread | None) -> str:
+    """A cell of a table: the spread of a ratio, and whether it means parity."""
+    return "" if spread is None else str(spread)
 
 
 def missed_text(missed: Sequence[Missed]) -> str:

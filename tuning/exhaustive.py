@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.space import Candidate, Frontier, enumerate_all
+from cutegemm.tuner.spread import Spread
 from tuning import cli, contest, suites
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Line:
     wrong: int
     failed: int
     whole: bool
+    spread: Spread | None = None
 
     @property
     def ratio(self) -> float:
@@ -140,7 +142,7 @@ def compare(
         return Line(
             str(problem), sweeps.enumerated, len(sweeps.results), str(ours), met.seconds[ours.key] * 1e6, str(best),
             met.seconds[best.key] * 1e6, outcome.count("ok"), outcome.count("wrong"), outcome.count("failed"),
-            outcome.ended == "done",
+            outcome.ended == "done", met.spread(ours, best),
         )  # fmt: skip
 
     def report(lane: int, phase: str, outcome: Outcome) -> None:
@@ -197,9 +199,9 @@ def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
         counts = f"{line.timed}/{line.wrong}/{line.failed}{'' if line.whole else ' (cut short)'}"
         tried = f"{line.tried} of {line.enumerated}"
         sweeps, best = (line.swept, f"{line.swept_us:.2f}", tried), (line.best, f"{line.best_us:.2f}", counts)
-        return (line.problem.split(" ")[0], *sweeps, *best, f"{line.ratio:.4f}")
+        return (line.problem.split(" ")[0], *sweeps, *best, f"{line.ratio:.4f}", contest.spread_text(line.spread))
 
-    headers = ["shape", "sweep's choice", "us", "tried", "best of all", "us", "ok/wrong/failed", "ratio"]
+    headers = ["shape", "sweep's choice", "us", "tried", "best of all", "us", "ok/wrong/failed", "ratio", "spread"]
     text = tabulate(map(row, lines), headers=headers, disable_numparse=True)
     if lines:
         worst = min(lines, key=lambda line: line.ratio)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from cutegemm.backend import NAMES
 from cutegemm.choice import plan as planning
+from cutegemm.choice import prepared
 from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware import arch as arch_table
@@ -45,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 *shape, options.dtype, majors=options.majors, batch=options.batch, out_dtype=options.out_dtype,
                 precision=options.precision, epilogue=epilogue,
             )  # fmt: skip
-            choice = planning.choose(problem, arch, options.backend, options.config)
-            print("\n" * bool(number) + planning.describe(Plan(problem, choice, arch, None)))
+            problem, choice, asked = prepared.choose(problem, arch, options.backend, options.config)
+            plan = Plan(problem, choice, arch, None, preparations=tuple((each, None) for each in asked))
+            print("\n" * bool(number) + planning.describe(plan))
     except (ValueError, KeyError, GemmError) as why:
         print(f"{parser.prog}: {why}", file=sys.stderr)
         return 2

@@ -4,6 +4,13 @@ Calls of a size whose kernel takes less time than its launch (128^3, fp16) are i
 synchronization, and the host's clock is read; the fastest of many rounds counts, rounds of all candidates in turn.
 Backward passes are issued by autograd's own thread, so that they are timed to the end of `backward()`.
 
+`--stub` times the same calls on a machine without a GPU, for CPU tensors whose kernels are stand-ins that return at
+once (`tuning.host_stub`): all that the host does but for the driver's launch and the launcher that encodes TMA
+descriptors. Python's way and the C++ part's stand beside each other. The column of torch is its CPU operator at 16^3,
+whose dispatch, allocation and bookkeeping are those of its CUDA operator, with a small product in place of cuBLAS's
+choice and launch; that of "K split" has the time of a large product instead, and says nothing. Backward passes run in
+the calling thread there.
+
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met: random problems
 of `tuning.untuned`, the fastest of some rounds each, after one that worked out what problems of a magnitude share.
 
@@ -28,31 +35,36 @@ import torch
 from tabulate import tabulate
 
 import cutegemm
+from cutegemm import native
 from cutegemm.choice import heuristics
 from cutegemm.hardware import arch as arch_table
 from cutegemm.run import call as call_module
 from cutegemm.run.progress import Bars
 from cutegemm.tuner import timing
-from tuning import cli, untuned
+from tuning import cli, host_stub, untuned
 
 
-def candidates(size: int, dtype: torch.dtype) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+def candidates(
+    size: int, dtype: torch.dtype, device: str = "cuda"
+) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """What is called: name -> (torch's way, ours)."""
     functional = torch.nn.functional
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    x, weight = (torch.randn(size, size, device="cuda", generator=generator).to(dtype) for _ in range(2))
-    bias, out = torch.randn(size, device="cuda", generator=generator).to(dtype), torch.empty_like(x)
+    generator = torch.Generator(device=device).manual_seed(0)
+    x, weight = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    bias, out = torch.randn(size, device=device, generator=generator).to(dtype), torch.empty_like(x)
     b = weight.t()
-    theirs = torch.nn.Linear(size, size, device="cuda", dtype=dtype)
-    ours = cutegemm.nn.Linear(size, size, device="cuda", dtype=dtype)
+    theirs = torch.nn.Linear(size, size, device=device, dtype=dtype)
+    ours = cutegemm.nn.Linear(size, size, device=device, dtype=dtype)
     wide = x.float()
+    deep, other = (torch.ones(64, 16384, device=device, dtype=dtype) for _ in range(2))
+    other = other.t()
 
     def without_gradients(function: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(function)
 
     def autocast(function: Callable[..., object], *tensors: torch.Tensor) -> Callable[[], object]:
         def call() -> object:
-            with torch.autocast("cuda", dtype=dtype):
+            with torch.autocast(device, dtype=dtype):
                 return function(*tensors)
 
         return call
@@ -73,11 +85,27 @@ def candidates(size: int, dtype: torch.dtype) -> dict[str, tuple[Callable[[], ob
         "nn.Linear, recorded": (lambda: theirs(x), lambda: ours(x)),
         "nn.Linear, forward and backward": (step(theirs), step(ours)),
         "mm under autocast": (autocast(torch.mm, wide, wide), autocast(cutegemm.gemm, wide, wide)),
+        "mm, K split": (lambda: torch.mm(deep, other), lambda: cutegemm.gemm(deep, other)),
         "mm as an operator": (
             lambda: torch.ops.aten.mm.default(x, b),
             lambda: torch.ops.cutegemm.gemm.default(x, b),
         ),
     }
+
+
+def stubbed(calls: int, rounds: int) -> list[tuple[str, float, float, float]]:
+    """(name, torch's, Python's, the C++ part's) host microseconds of each call with a stand-in for the launch."""
+    times = []
+    for in_cpp in (False, True):
+        with host_stub.on_cpu(in_cpp=in_cpp):
+            pairs = candidates(16, torch.bfloat16, "cpu")
+            flat = {f"{name}/{who}": pair[i] for name, pair in pairs.items() for i, who in enumerate(("torch", "ours"))}
+            times.append(timing.host_us(flat, calls, rounds))
+    first, second = times
+    return [
+        (name, min(first[f"{name}/torch"], second[f"{name}/torch"]), first[f"{name}/ours"], second[f"{name}/ours"])
+        for name in pairs
+    ]
 
 
 def choices(count: int, rounds: int) -> list[float]:
@@ -151,6 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", type=int, default=128, help="M = N = K")
     parser.add_argument("--calls", type=int, default=100, help="calls a round")
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--stub", action="store_true", help="without a GPU: all but the launch itself")
     parser.add_argument("--choice", type=int, metavar="COUNT", help="time the heuristic's choice for COUNT problems")
     parser.add_argument("--new-shapes", type=int, metavar="COUNT", help="time COUNT new shapes of a known signature")
     parser.add_argument("--arch", default="H200", help="the GPU that --new-shapes plans for where there is none")
@@ -170,10 +199,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"a new shape of a known signature takes {statistics.median(took):.1f} us on the host in the median of "
               f"{len(took)}, {took[-1]:.1f} at most ({where})")  # fmt: skip
         return 0
+    if options.stub:
+        headers = ["16^3 bf16, no launch", "torch on the CPU, us", "Python, us", "C++, us"]
+        print(tabulate(stubbed(options.calls, options.rounds), headers=headers, floatfmt=".2f"))
+        return 0
     if not torch.cuda.is_available():
         print("tuning.host_cost times launches on a GPU, and torch sees none here")
         return 2
     print(timing.gpu_state())
+    native.wait()
+    print(f"host code: {native.status()}")
     pairs = candidates(options.size, torch.float16)
     flat = {f"{name}/{who}": pair[i] for name, pair in pairs.items() for i, who in enumerate(("torch", "ours"))}
     best = timing.host_us(flat, options.calls, options.rounds)

@@ -3,6 +3,8 @@
 square   64 ... 8192: how a kernel grows with the problem
 llm      the four linear layers of an 8B transformer, for 16 (decoding) to 4096 (a prompt) rows
 deep     few outputs and a long sum, and the reverse: split-K and stores
+
+`MOE` lists products in groups instead, the experts of published models (`python -m tuning.grouped`).
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 Shape = tuple[int, int, int]
 """(M, N, K) in elements."""
@@ -26,6 +29,59 @@ SUITES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
         "deep": ((256, 256, 65536), (512, 512, 16384), (64, 64, 16384), (2048, 128, 8192), (8192, 8192, 512)),
     }
 )
+
+
+class Experts(NamedTuple):
+    """The products of one layer of experts: D (rows, n) of A (rows, k) and weights (experts, k, n).
+
+    model: whose sizes these are. rows: tokens times the experts that each token goes to. skew: how the rows are divided
+    among experts: "uniform" (each token draws its experts), "zipf" (expert i in proportion to 1 / (i + 1)), "one".
+    """
+
+    model: str
+    experts: int
+    rows: int
+    n: int
+    k: int
+    skew: str
+
+    def __str__(self) -> str:
+        return f"{self.experts}x{self.rows}x{self.n}x{self.k} {self.skew} ({self.model})"
+
+
+MOE = (
+    # (experts, hidden, F of an expert): gate and up are 2 F x hidden, down is hidden x F.
+    Experts("Mixtral 8x7B, gate and up", 8, 2, 28672, 4096, "uniform"),
+    Experts("Mixtral 8x7B, gate and up", 8, 128, 28672, 4096, "uniform"),
+    Experts("Mixtral 8x7B, gate and up", 8, 8192, 28672, 4096, "zipf"),
+    Experts("Mixtral 8x7B, down", 8, 32, 4096, 14336, "uniform"),
+    Experts("Mixtral 8x7B, down", 8, 8192, 4096, 14336, "uniform"),
+    Experts("Mixtral 8x22B, down", 8, 4096, 6144, 16384, "zipf"),
+    Experts("DBRX, gate and up", 16, 1024, 21504, 6144, "uniform"),
+    Experts("Phi-3.5-MoE, down", 16, 512, 4096, 6400, "zipf"),
+    Experts("Llama 4 Scout, gate and up", 16, 64, 16384, 5120, "uniform"),
+    Experts("Llama 4 Scout, gate and up", 16, 4096, 16384, 5120, "one"),
+    Experts("gpt-oss-20b, gate and up", 32, 64, 5760, 2880, "uniform"),
+    Experts("gpt-oss-20b, down", 32, 16384, 2880, 2880, "zipf"),
+    Experts("OLMoE, gate and up", 64, 1024, 2048, 2048, "uniform"),
+    Experts("OLMoE, down", 64, 32768, 2048, 1024, "zipf"),
+    Experts("Qwen3-30B-A3B, gate and up", 128, 8, 1536, 2048, "uniform"),
+    Experts("Qwen3-30B-A3B, gate and up", 128, 1024, 1536, 2048, "zipf"),
+    Experts("Qwen3-30B-A3B, gate and up", 128, 65536, 1536, 2048, "uniform"),
+    Experts("Qwen3-30B-A3B, down", 128, 8192, 2048, 768, "zipf"),
+    Experts("Qwen3-235B-A22B, gate and up", 128, 128, 3072, 4096, "uniform"),
+    Experts("Qwen3-235B-A22B, down", 128, 16384, 4096, 1536, "zipf"),
+    Experts("gpt-oss-120b, gate and up", 128, 512, 5760, 2880, "uniform"),
+    Experts("DeepSeek-V3, gate and up", 256, 8, 4096, 7168, "uniform"),
+    Experts("DeepSeek-V3, gate and up", 256, 8192, 4096, 7168, "zipf"),
+    Experts("DeepSeek-V3, down", 256, 32768, 7168, 2048, "uniform"),
+    # Those of shared/design/grouped.md, where other libraries were measured on an H200.
+    Experts("8 x 1024", 8, 8192, 4096, 7168, "uniform"),
+    Experts("8 x 1024", 8, 8192, 7168, 2048, "uniform"),
+    Experts("8 x 64", 8, 512, 4096, 7168, "uniform"),
+    Experts("64 x 16", 64, 1024, 2048, 2048, "uniform"),
+)
+"""The suite `moe`: 1 to 65536 rows."""
 
 
 def suite(names: str) -> list[Shape]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.space import Candidate
+from cutegemm.tuner.spread import Spread
 from tuning import cli, contest
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Line:
     tuned: str
     tuned_us: float
     tried: int
+    spread: Spread | None = None
 
     @property
     def ratio(self) -> float:
@@ -124,7 +126,8 @@ def compare(
             if candidate.key not in met.seconds:
                 return f"{whose}, {candidate}: {met.failed[candidate.key]}"
         ours_us, tuned_us = met.seconds[ours.key] * 1e6, met.seconds[tuned.candidate.key] * 1e6
-        return Line(str(problem), str(ours), why, ours_us, str(tuned.candidate), tuned_us, len(outcome.results))
+        spread = met.spread(ours, tuned.candidate)
+        return Line(str(problem), str(ours), why, ours_us, str(tuned.candidate), tuned_us, len(outcome.results), spread)
 
     progress = Progress(len(problems), options.limit)
 
@@ -161,10 +164,10 @@ def table(lines: Sequence[Line], missed: Sequence[contest.Missed] = ()) -> str:
 
     rows = [
         (line.problem.split(" ")[0], line.chosen, f"{line.chosen_us:.2f}", line.tuned, f"{line.tuned_us:.2f}",
-         str(line.tried), f"{line.ratio:.3f}")
+         str(line.tried), f"{line.ratio:.3f}", contest.spread_text(line.spread))
         for line in lines
     ]  # fmt: skip
-    headers = ["shape", "heuristic's choice", "us", "tuned", "us", "tried", "heuristic/tuned"]
+    headers = ["shape", "heuristic's choice", "us", "tuned", "us", "tried", "heuristic/tuned", "spread"]
     text = tabulate(rows, headers=headers, disable_numparse=True)
     if lines:
         worst = min(lines, key=lambda line: line.ratio)

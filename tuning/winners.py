@@ -51,8 +51,8 @@ def show(store: Winners, options: argparse.Namespace) -> int:
             "" if row.seconds is None else f"{row.seconds * 1e6:.2f}",
             "" if not row.seconds or _flops(row) is None else f"{(_flops(row) or 0) / row.seconds * 1e-12:.1f}",
             "" if row.ratio is None else f"{row.ratio:.3f}",
-            row.kind, row.verdict if len(row.verdict) < 60 else row.verdict[:57] + "...", trust(row),
-            row.measured_at[:16],
+            f"{row.kind} {row.method}".strip(),
+            row.verdict if len(row.verdict) < 60 else row.verdict[:57] + "...", trust(row), row.measured_at[:16],
         )
         for row in rows
     ]  # fmt: skip

@@ -185,7 +185,7 @@ class Model:
     def __init__(self, footprint: Footprint, signature: Signature, arch: Arch, constants: Rates | None = None) -> None:
         f, r = footprint, constants or rates(footprint.family)
         clock = arch.clock_mhz * 1e6
-        size = ITEMSIZE[signature.dtype]
+        size = ITEMSIZE[signature.dtype] if f.itemsize is None else f.itemsize
         # Bytes for each element of the product, of which a gated D has half as many.
         read, out = (each / 2 if signature.epilogue.gating else each for each in signature.moved)
         sharers = f.cluster[0] * f.cluster[1]
@@ -198,7 +198,7 @@ class Model:
         self._parts = f.splits * f.parts
 
         # -- a k step
-        flops, stage = 2 * f.bm * f.bn * f.bk, (f.bm + f.bn) * f.bk * size
+        flops, stage = 2 * f.bm * f.bn * f.bk * f.terms, (f.bm + f.bn) * f.bk * size
         # Of the CTAs that share loads, each byte once.
         from_l2 = (rows_a + rows_b) * f.bk * size
         self._multiply = multiply = flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)

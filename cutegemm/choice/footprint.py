@@ -39,6 +39,8 @@ class Footprint:
     narrow: slowdown of a stage's TMA loads relative to boxes with rows of whole lines; 1.0 means none.
     segment: part of a row of D that the epilogue stores as one, at most a line [bytes].
     swapped: the kernel multiplies D^T = B^T A^T and stores D transposed.
+    terms: products for each pair of elements, and itemsize: bytes that a stage holds of an element, where operands are
+    split into parts (`problem.parts`). Splitting them takes as long whatever the configuration, and is not estimated.
     """
 
     family: CostFamily
@@ -64,6 +66,8 @@ class Footprint:
     segment: int = LINE
     swapped: bool = False
     leaves_room: bool = False
+    terms: int = 1
+    itemsize: int | None = None
 
     @property
     def cluster_tile(self) -> tuple[int, int]:

@@ -11,12 +11,15 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from cutegemm import backend as backends
-from cutegemm.backend import Backend, Kernel
+from cutegemm import native
+from cutegemm.backend import Backend, Kernel, Preparer
+from cutegemm.choice.group_kin import kin
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
+from cutegemm.problem.preparation import Preparation
 from cutegemm.run.environment import variable
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
@@ -36,7 +39,10 @@ class Plan(NamedTuple):
     Attributes:
         problem: in the canonical form the kernel sees; `swapped` says that it is the transposed one.
         choice, arch: what was chosen, and for which GPU. kernel: None for torch, and in a plan that is only described.
-        copies: for each operand that must be copied first, its name and why.
+        copies: for each operand that torch must make contiguous first, its name and why.
+        preparations: what else is made of operands first, by kernels of ours, in this order; `problem` is the one that
+            is left then; with the kernel of each, None in a plan that is only described. See `choice.prepared`.
+        constant: "a" or "b" for an operand of `problem` that is promised to be constant, else "".
     """
 
     problem: Problem
@@ -46,6 +52,8 @@ class Plan(NamedTuple):
     swapped: bool = False
     copies: tuple[tuple[str, str], ...] = ()
     emulated: bool = False
+    preparations: tuple[tuple[Preparation, Preparer | None], ...] = ()
+    constant: str = ""
 
 
 def emulated_arch() -> Arch:
@@ -134,6 +142,10 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_program(), arch, known)
         names = "tuned winner of the plain product", "tuned winner of the plain product in the other 16-bit type"
+    for relative, name in kin(problem) if rows == (None, None) else ():
+        if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):
+            names = f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"
+            break
     if rows == (None, None):
         return None
     for whose, row in zip(names, rows, strict=True):
@@ -212,6 +224,12 @@ def describe(plan: Plan) -> str:
     if plan.swapped:
         rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
     rows += [(f"copied first: {name}", why) for name, why in plan.copies]
+    names = {"a": "b", "b": "a"} if plan.swapped else {"a": "a", "b": "b"}
+    rows += [(f"prepared first: {names[each.operand]}", each.text) for each, _ in plan.preparations]
+    if plan.constant:
+        used = plan.kernel is not None and plan.kernel.signature.constant
+        what = "its first tiles are loaded while the kernel in front still runs" if used else "this kernel waits anyway"
+        rows.append(("constant", f"{plan.constant.upper()}: {what}"))
     if choice.config is not None and plan.arch is not None:
         from cutegemm import winners
         from cutegemm.choice import heuristics
@@ -285,6 +303,7 @@ class PlanMemo:
         self._runners.put(key, runner)
 
     def clear(self) -> None:
+        native.forget()
         self._runners.clear()
         self._plans.clear()
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.backend import Backend
+from cutegemm.cute import prepare
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.ampere import config as ampere_config
 from cutegemm.cute.ampere import footprint as ampere_footprint
@@ -30,6 +31,7 @@ from cutegemm.cute.dmma import config as dmma_config
 from cutegemm.cute.dmma import footprint as dmma_footprint
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
+from cutegemm.cute.hopper import constant as hopper_constant
 from cutegemm.cute.hopper import footprint as hopper_footprint
 from cutegemm.cute.simt import candidates as simt_candidates
 from cutegemm.cute.simt import config as simt_config
@@ -46,14 +48,27 @@ if TYPE_CHECKING:
     from cutegemm.cute.launch_config import LaunchedConfig
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Kind, Problem, Signature
+    from cutegemm.problem.preparation import Preparation
 
 MAX_CTAS = 2**31 - 1
 _FOLDER = Path(__file__).parent
 _SHARED_SOURCES = (
-    "compile.py", "launch_config.py", "epilogue.py", "lowering.py", "reduction.py", "source.py", "state_word.py",
-    "tile_order.py", "types.py", "workspace.py", "entry.py", "../problem/epilogue.py", "../problem/program/graph.py",
+    "compile.py",
+    "entry.py",
+    "epilogue.py",
+    "graph_memory.py",
+    "launch_config.py",
+    "lowering.py",
+    "reduction.py",
+    "source.py",
+    "state_word.py",
+    "tile_order.py",
+    "types.py",
+    "workspace.py",
+    "../problem/epilogue.py",
+    "../problem/program/graph.py",
     "../run/arguments.py",
-)  # fmt: skip
+)
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
 _CHOICE_SOURCES = frozenset(("candidates.py", "shortlists.py", "footprint.py"))
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
@@ -61,6 +76,10 @@ _CHOICE_SOURCES = frozenset(("candidates.py", "shortlists.py", "footprint.py"))
 
 def _no_splits(text: str, signature: Signature) -> tuple[int, ...]:
     return ()
+
+
+def _unused(config: Any, signature: Signature) -> Any:
+    return None
 
 
 def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
@@ -81,8 +100,10 @@ class Family:
         splits: of a candidate's text and a signature, the splits of K that it may also have.
         shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
             about these sizes; all are compared where it names none.
+        for_constant: `Backend.for_constant` of a configuration.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
         automatic: one that is not serves only calls that name a configuration.
+        clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
         beside: the family with whose candidates its own are compared; without one they count where no family before has
             any.
     """
@@ -97,9 +118,11 @@ class Family:
     works: tuple[str, ...] = (work.DENSE,)
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
+    for_constant: Callable[[Any, Signature], Any] = _unused
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
     automatic: bool = True
+    clips: bool = False
     beside: str | None = None
 
     def runs_on(self, arch: Arch) -> bool:
@@ -124,8 +147,10 @@ FAMILIES: dict[str, Family] = {
         works=hopper_config.WORKS,
         splits=hopper_candidates.splits,
         shortlist=hopper_candidates.shortlist,
+        for_constant=hopper_constant.for_constant,
         capability=(9, 0),
         forward=False,
+        clips=True,
     ),
     "sm80": Family(
         ampere_config.AmpereConfig,
@@ -224,12 +249,26 @@ class CuteBackend(Backend[Any]):
             return _too_old(arch)
         if any(self._serves(family, problem, arch) for family in self._automatic(problem.signature)):
             return None
-        if not any(problem.signature.kind in family.takes for family in FAMILIES.values()):
+        if not any(problem.signature.kind in family.takes for family in FAMILIES.values() if family.runs_on(arch)):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
             hint = "; backend 'cutlass2x' has 'tf32x3'" if problem.precision == "tf32x3" else ""
             asked = f"{problem.dtype} with precision {problem.precision!r}"
-            return f"no CuTe kernel multiplies {asked}: {taken}{hint}"
+            return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}{hint}"
+        if problem.work != work.DENSE:
+            return self._why_none(problem, arch)
         return f"no configuration fits {arch.name}"
+
+    def _why_none(self, problem: Problem, arch: Arch) -> str:
+        """Why no configuration of the families that take the problem's work can serve it."""
+        kind = problem.signature.kind
+        for name, family in FAMILIES.items():
+            if problem.work in family.works:
+                if not family.runs_on(arch):
+                    return f"{name} alone computes {problem.work} products, and does not run on {arch.name}"
+                if kind not in family.takes:
+                    return f"{name} alone computes {problem.work} products, and takes {kind_names(family.takes)}"
+                return str(self.check(_listed(name, problem.signature)[-1], problem, arch))
+        return f"no family computes {problem.work} products"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
         """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""
@@ -256,6 +295,10 @@ class CuteBackend(Backend[Any]):
         if not FAMILIES[config.family].automatic:
             return f"{config.family} has run in the emulator only so far"
         return config.only_by_name()
+
+    def for_constant(self, config: Any, signature: Signature) -> Any:
+        """See `Backend.for_constant`."""
+        return FAMILIES[config.family].for_constant(config, signature)
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
@@ -299,6 +342,17 @@ class CuteBackend(Backend[Any]):
 
     def sources(self, config: str) -> tuple[Path, ...]:
         return _sources(_family(config))
+
+    def prepared(self, problem: Problem, arch: Arch) -> tuple[Problem, tuple[Preparation, ...]] | None:
+        """With A and B as TMA can load them, where a family that loads by it is meant for these products."""
+        name = _fastest(problem.signature, arch)
+        return prepare.aligned(problem) if name is not None and FAMILIES[name].clips else None
+
+    def takes_prepared(self, config: Any) -> bool:
+        return FAMILIES[config.family].clips
+
+    def preparer(self, asked: Preparation, arch: Arch) -> prepare.PreparingKernel:
+        return prepare.build(asked, arch)
 
     def build(self, signature: Signature, config: Any, arch: Arch) -> CuteKernel:
         from cutegemm.cute import compile as compiler

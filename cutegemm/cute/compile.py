@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from cutegemm.cute import workspace
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import LINE
+from cutegemm.native import Launcher
 from cutegemm.run import arguments, kernel_store
 from cutegemm.run.arguments import WORKSPACE, Addresses, BoundLaunch, Numbers, Operands
 from cutegemm.run.kernel_store import Artefacts, Entry
@@ -170,6 +171,7 @@ class CuteKernel:
         self.signature, self.config, self.arch = signature, config, arch
         self._entry = entry
         self._function: Any = None
+        self._address: int | None = None
         self._host: Any = None
         self._lock = threading.Lock()
 
@@ -187,7 +189,7 @@ class CuteKernel:
 
     def bind(self, problem: Problem) -> BoundLaunch:
         words, parts = self.config.workspace_bytes(problem, self.arch)
-        function, behind = self._load(), self._behind_the_stream(problem, words)
+        function, behind = self._load(), self._behind_the_stream(problem, words + parts)
         take = workspace.default.take
 
         def launch(operands: Addresses, scalars: Numbers, stream: int) -> None:
@@ -197,7 +199,7 @@ class CuteKernel:
             _held, address = take(words, parts, stream)
             function(*operands, *scalars, stream, address, *behind)
 
-        chosen = launch_with_workspace if words else launch
+        chosen = launch_with_workspace if words + parts else launch
         if problem.k:
             return chosen
 
@@ -208,6 +210,13 @@ class CuteKernel:
 
         return launch_without_operands
 
+    def launcher(self, problem: Problem) -> Launcher | None:
+        self._load()
+        if self._address is None or problem.k == 0:
+            return None
+        words, parts = self.config.workspace_bytes(problem, self.arch)
+        return Launcher(self._address, words, parts, self._behind_the_stream(problem, words + parts))
+
     def capture(self, problem: Problem, operands: Addresses, scalars: Numbers) -> Captured:
         from cutegemm.emulator.capture import HostObject
         from cutegemm.emulator.launch import Captured
@@ -216,9 +225,10 @@ class CuteKernel:
             if self._host is None:
                 self._host = HostObject.load(self.object_path, FUNCTION, self.ptx, arch=self.arch)
         words, parts = self.config.workspace_bytes(problem, self.arch)
-        by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words)
-        if not words:
-            return Captured(self._host.capture(*by_call, *behind))
+        constant = (self.signature.constant,) if self.signature.constant else ()
+        by_call, behind = (*operands, *scalars, 0), self._behind_the_stream(problem, words + parts)
+        if not words + parts:
+            return Captured(self._host.capture(*by_call, *behind), constant=constant)
         import torch
 
         # Parts that nobody wrote are NaN. Parts begin on lines, as in memory of a GPU, and nothing lies behind them.
@@ -227,11 +237,11 @@ class CuteKernel:
         scratch = room[begin : begin + words + parts]
         scratch[:words] = 0
         launches = self._host.capture(*by_call, scratch.data_ptr(), *behind)
-        return Captured(launches, scratch={WORKSPACE: scratch})
+        return Captured(launches, scratch={WORKSPACE: scratch}, constant=constant)
 
-    def _behind_the_stream(self, problem: Problem, words: int) -> tuple[int, ...]:
-        """What every launch of the problem passes behind the stream and, where it has `words`, its workspace."""
-        null = (0,) if WORKSPACE in self.config.extra_arguments and not words else ()
+    def _behind_the_stream(self, problem: Problem, workspace: int) -> tuple[int, ...]:
+        """What every launch of the problem passes behind the stream and its workspace, if that has any bytes."""
+        null = (0,) if WORKSPACE in self.config.extra_arguments and not workspace else ()
         return (*null, *arguments.fixed(problem, self.config.launch_arguments(problem, self.arch)))
 
     def _load(self) -> Any:
@@ -239,7 +249,11 @@ class CuteKernel:
             with self._lock:
                 if self._function is None:
                     library = self._entry.file("kernel.so")
-                    self._function = _open_library(library) if library.exists() else _open_object(self.object_path)
+                    if library.exists():
+                        self._address = _open_library(library)
+                        self._function = function_at(self._address)
+                    else:
+                        self._function = _open_object(self.object_path)
         return self._function
 
 
@@ -254,14 +268,22 @@ def _runtime_library() -> ctypes.CDLL:
     raise GemmError("libcute_dsl_runtime.so is not installed; pip install 'nvidia-cutlass-dsl[cu13]==4.8.*'")
 
 
-def _open_library(path: Path) -> Any:
+def _open_library(path: Path) -> int:
+    """The address of the launcher in a linked kernel, which stays loaded for as long as the process lives."""
     import tvm_ffi
 
     _runtime_library()
     ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(path))
-    address = ctypes.cast(getattr(library, f"__tvm_ffi_{FUNCTION}"), ctypes.c_void_p).value
-    return tvm_ffi.Function.__from_extern_c__(address, keep_alive_object=library)
+    address = ctypes.cast(getattr(ctypes.CDLL(str(path)), f"__tvm_ffi_{FUNCTION}"), ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def function_at(address: int) -> Any:
+    """The Python function of a launcher, for addresses, numbers and integers."""
+    import tvm_ffi
+
+    return tvm_ffi.Function.__from_extern_c__(address)
 
 
 def _open_object(path: Path) -> Any:

@@ -18,12 +18,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutegemm.cute import whole
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.reduction import partials
 from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import ITEMSIZE, Signature
 from cutegemm.problem.program.graph import Node
+from cutegemm.problem.work import SCATTERED
 
 if TYPE_CHECKING:
     from cutegemm.cute.warps.config import TileConfig
@@ -41,11 +43,13 @@ class SlabEpilogue:
         self.wn = config.wn
         self.late_bias = late_bias
         self.epilogue = signature.epilogue
+        self.program, self.read = whole.program_of(signature), whole.reader(signature)
         self.fold = 2 if self.epilogue.gating else 1
         narrowest = min(ITEMSIZE[dtype] for _, _, dtype, _ in signature.results)
         # A pass has 16 rows at most: two lanes or more share a row.
         self.chunk = min(16 // narrowest, self.wn // self.fold // 2)
         self.targets = targets(signature, self.chunk)
+        self.scatters = signature.work == SCATTERED
         self.lanes_per_row = self.wn // self.fold // self.chunk
         self.rows_per_pass = 32 // self.lanes_per_row
         self.passes = SLAB_ROWS // self.rows_per_pass
@@ -129,10 +133,22 @@ class SlabEpilogue:
 
     @cute.jit
     def _store_chunk(self, slab_row: Int32, row: Int32):
-        values = finish(self.epilogue.program, self.chunk, functools.partial(self._leaf, slab_row, row))
+        values = finish(self.program, self.chunk, functools.partial(self._leaf, slab_row, row))
+        place, limit = row, self.n
+        if cutlass.const_expr(self.scatters):
+            place, limit = self._scattered(row)
         for i in cutlass.range_constexpr(len(self.targets)):
-            self._put(self.targets[i], values[self.targets[i].number], row)
+            self._put(self.targets[i], values[self.targets[i].number], place, limit)
         self._reduce(values)
+
+    @cute.jit
+    def _scattered(self, row: Int32):
+        """(row of the results that a row of the product goes to, columns of it): none where the index names no row."""
+        place = cute.make_tensor(self.operands.index + row, cute.make_layout(1))[0]
+        limit = self.n
+        if (place < 0) | (place >= self.operands.index_rows):
+            place, limit = Int32(0), Int32(0)
+        return place, limit
 
     # -- reduced results. Lanes exchange what they have behind the rows' branch, which lanes may leave out.
     def _begin_columns(self) -> None:
@@ -184,20 +200,20 @@ class SlabEpilogue:
 
     def _leaf(self, slab_row, row, node: Node) -> Any:
         if node.op == "acc":
-            return self._sums(slab_row, node.attribute)
+            return self.read(self._sums(slab_row, node.attribute))
         if node.op == "input":
             assert isinstance(node.attribute, int)
-            return self._operand(self.epilogue.program.inputs[node.attribute], row)
+            return self._operand(self.program.inputs[node.attribute], row)
         return self._index(node.op, row)
 
     @cute.jit
-    def _put(self, target: cutlass.Constexpr, values, row: Int32):
+    def _put(self, target: cutlass.Constexpr, values, row: Int32, limit: Int32):
         result = cute.make_rmem_tensor(self.chunk, target.type)
-        result.store(values.to(target.type))
+        result.store(rounded(values, target.type, self.chunk))
         begin = target.at(row, self.column)
         vectors = cute.logical_divide(result, cute.make_layout(target.vector))
         for v in cutlass.range_constexpr(self.chunk // target.vector):
-            if self.column + v * target.vector < self.n:
+            if self.column + v * target.vector < limit:
                 place = aligned(begin + v * target.vector, target.vector * target.bytes)
                 cute.autovec_copy(vectors[None, v], cute.make_tensor(place, cute.make_layout(target.vector)))
 

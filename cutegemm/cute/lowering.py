@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int8, Int32
 
 from cutegemm.cute import types
 from cutegemm.problem.epilogue import formula_of
@@ -48,7 +48,7 @@ def _apply(node: Node, args: list[Any], size: int) -> Any:
     if not any(isinstance(arg, cute.TensorSSA) for arg in args):
         args[0] = _vector(args[0], size, Int32 if OPS[node.op].takes[0] == I32 else Float32)
     if node.op == "cast":
-        return args[0].to(types.NUMERIC[str(node.attribute)]).to(Float32)
+        return widened(rounded(args[0], types.NUMERIC[str(node.attribute)], size), size)
     if node.op == "partner":
         return _reordered(args[0], [element ^ 1 for element in range(size)])
     if node.op == "random":
@@ -56,6 +56,24 @@ def _apply(node: Node, args: list[Any], size: int) -> Any:
     if node.op == "where":
         return cute.where(args[0], *(_vector(arg, size, Float32) for arg in args[1:]))
     return _OPERATIONS[node.op](*args)
+
+
+def rounded(values: Any, dtype: Any, size: int) -> Any:
+    """A vector of fp32 rounded to `dtype`, to nearest even; types of one byte saturate."""
+    if dtype is not Int8:
+        return values.to(dtype)
+    given, found = _elements(values, size, Float32), cute.make_rmem_tensor(size, Int8)
+    for i in range(size):
+        whole = cute.arch.inline_ptx(
+            "cvt.rni.sat.s8.f32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[given[i]]
+        )
+        found[i] = whole.to(Int8)
+    return found.load()
+
+
+def widened(values: Any, size: int) -> Any:
+    """The vector in fp32."""
+    return values.to(Float32)
 
 
 def _vector(value: Any, size: int, dtype: Any) -> Any:

@@ -118,7 +118,7 @@ def strides(args, name: str) -> tuple[Any, Any]:
 def sources(signature: Signature) -> dict[str, Source]:
     """The tensor operands of a signature's epilogue by name."""
     aligns = {"c": signature.align_c, **signature.epilogue.matrices}
-    given = (each for each in signature.epilogue.program.inputs if not each.by_value)
+    given = (each for each in signature.epilogue.program.inputs if not each.by_value and not each.scales)
     return {each.name: Source(each, aligns.get(each.name, 0)) for each in given}
 
 

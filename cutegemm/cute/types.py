@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import cutlass
 
-from cutegemm.problem.dtypes import PRODUCTS
+from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.work import INTEGERS
 
-NUMERIC = {name: getattr(cutlass, row.dsl) for name, row in PRODUCTS.items()}
+NUMERIC = {name: getattr(cutlass, row.dsl) for name, row in TYPES.items()}
 NUMERIC |= {name: getattr(cutlass, name.capitalize()) for name in INTEGERS}

@@ -10,21 +10,22 @@ The handle of the per-thread default stream means another stream in every thread
 its own for it, which goes when the thread does. It is memory of the legacy default stream, which waits for all threads'
 default streams and which they wait for: whoever uses the memory next comes after the launches that used it here.
 
-A graph may be replayed on any stream, at the same time as anything, so a launch that is captured gets memory of its
-graph's own, whose words are cleared at every replay. Very large workspaces are not kept either: each launch gets memory
-of its own.
+A graph may be replayed on any stream, at the same time as anything, so a launch that is captured gets memory that its
+graph keeps (`graph_memory`). Very large workspaces are not kept: each launch gets memory of its own and clears its
+words, a captured one at every replay.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from cutegemm import native
+from cutegemm.cute.graph_memory import Block, GraphMemory
 
 WORDS_STEP = 64 * 1024
 PARTS_STEP = 2 * 1024 * 1024
@@ -37,14 +38,7 @@ LEGACY_DEFAULT = 0
 """CUDA's handle of the default stream that all threads share."""
 
 
-class _Kept(NamedTuple):
-    memory: torch.Tensor
-    words: int
-    parts: int
-    parts_at: int
-
-
-_Of = dict[tuple[int, int], _Kept]
+_Of = dict[tuple[int, int], Block]
 """Workspaces by device and handle of the stream."""
 
 
@@ -57,9 +51,11 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._of: _Of = {}
+        self._lent: _Of = {}
         self._of_threads: weakref.WeakKeyDictionary[_Thread, _Of] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._this_thread = threading.local()
+        self._graphs = GraphMemory()
 
     def take(self, words: int, parts: int, stream: int) -> tuple[Any, int]:
         """(what keeps the memory, to be held until the launch is enqueued; the address of the workspace).
@@ -75,23 +71,30 @@ class Workspaces:
         return self._take(words, parts, device, stream)
 
     def _take(self, words: int, parts: int, device: int, stream: int) -> tuple[Any, int]:
-        of = self._of if stream != PER_THREAD else self._of_this_thread()
-        kept = of.get((device, stream))
-        if kept is not None and (kept.words < words or kept.parts < parts):
-            kept = None
+        kept: Block | None
         if _is_capturing():
-            lent = getattr(self._this_thread, "lent", None)
-            if lent is None:
-                kept = None
-            elif kept is not None:
-                lent.append(kept.memory)
-        elif kept is None and words + parts <= MOST_KEPT:
-            kept = self._grow(of, words, parts, device, stream)
+            thread = threading.get_ident() if stream == PER_THREAD else 0
+            within = words + parts <= MOST_KEPT
+            kept = self._graphs.take(words, parts, device, stream, thread) if within else None
+        else:
+            of = self._of if stream != PER_THREAD else self._of_this_thread()
+            kept = of.get((device, stream))
+            if kept is None or not kept.serves(words, parts):
+                kept = self._grow(of, words, parts, device, stream) if words + parts <= MOST_KEPT else None
+            if kept and native.is_ready() and of is self._of and self._lent.get((device, stream)) is not kept:
+                self._lend(device, stream, kept)
         if kept is None:
             owner = owning_stream(stream)
             memory = _allocate(words, parts) if owner == stream else _allocate_on(device, owner, words, parts)
             return memory, memory.data_ptr()
         return kept.memory, kept.parts_at - words
+
+    def _lend(self, device: int, stream: int, kept: Block) -> None:
+        """Lets launches from C++ use it, where it is still the stream's."""
+        with self._lock:
+            if self is default and self._of.get((device, stream)) is kept:
+                self._lent[device, stream] = kept
+                native.lend(device, stream, kept.memory, kept.parts_at, kept.words, kept.parts)
 
     def _of_this_thread(self) -> _Of:
         """The workspaces that the calling thread has for itself."""
@@ -102,7 +105,7 @@ class Workspaces:
                 self._of_threads[thread] = {}
         return self._of_threads[thread]
 
-    def _grow(self, of: _Of, words: int, parts: int, device: int, stream: int) -> _Kept:
+    def _grow(self, of: _Of, words: int, parts: int, device: int, stream: int) -> Block:
         owner = owning_stream(stream)
         with self._lock:
             old = of.get((device, stream))
@@ -112,7 +115,7 @@ class Workspaces:
             # torch.compile's graphs), that pool must not hold what outlives it.
             with ThreadPoolExecutor(1) as other:
                 memory = other.submit(_allocate_on, device, owner, words, parts).result()
-            made = of[device, stream] = _Kept(memory, words, parts, memory.data_ptr() + words)
+            made = of[device, stream] = Block.of(memory, words, parts)
             return made
 
     def clear(self) -> None:
@@ -122,31 +125,19 @@ class Workspaces:
                 for (device, stream), kept in of.items():
                     with _on(device, owning_stream(stream)):
                         kept.memory[: kept.words].zero_()
+        for block in self._graphs.blocks():
+            block.memory[: block.words].zero_()
 
     def free(self) -> int:
-        """Gives up all workspaces; returns their bytes. Launches under way keep theirs until they are done, because
-        torch's allocator hands memory of a stream out again on that stream only.
+        """Gives up all workspaces and what graphs that are gone have kept; returns their bytes. Launches under way keep
+        theirs until they are done, because torch's allocator hands memory of a stream out again on that stream only.
         """
         with self._lock:
             given_up = [kept for of in (self._of, *self._of_threads.values()) for kept in of.values()]
-            for of in (self._of, *self._of_threads.values()):
+            native.take_back()
+            for of in (self._of, self._lent, *self._of_threads.values()):
                 of.clear()
-        return sum(kept.memory.nbytes for kept in given_up)
-
-    @contextlib.contextmanager
-    def lent_to_graphs(self) -> Iterator[list[torch.Tensor]]:
-        """While this is open, launches that this thread captures use the workspace of their stream, where there is one
-        that is large enough: for timing what a launch that is not captured would take.
-
-        Yields a list of what must be kept as long as the graph. Two graphs that use it must never run at the same time.
-        """
-        before = getattr(self._this_thread, "lent", None)
-        lent: list[torch.Tensor] = []
-        self._this_thread.lent = lent
-        try:
-            yield lent
-        finally:
-            self._this_thread.lent = before
+        return sum(kept.memory.nbytes for kept in given_up) + self._graphs.collect()
 
 
 def owning_stream(stream: int) -> int:

@@ -18,7 +18,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from cutegemm.problem import ITEMSIZE, Kind, work
-from cutegemm.problem.dtypes import why_not_taken
+from cutegemm.problem.dtypes import why_not_rounded, why_not_taken
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -141,6 +141,8 @@ class Cutlass2xConfig:
         if refused := work.why_not_taken("it computes", WORKS, signature.work):
             return refused
         if refused := why_not_taken("it multiplies", TAKES, signature.kind):
+            return refused
+        if refused := why_not_rounded("it rounds", signature.narrow):
             return refused
         for rule in (self._instruction, self._tiles, self._pipeline, self._split):
             invalid = rule(signature)

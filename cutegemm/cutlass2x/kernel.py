@@ -64,6 +64,9 @@ class Cutlass2xKernel:
         """The C++ of the translation unit."""
         return self._entry.text("unit.cu")
 
+    def launcher(self, problem: Problem) -> None:
+        """See `cutegemm.backend.Kernel`: Python launches these kernels."""
+
     def bind(self, problem: Problem) -> BoundLaunch:
         """The launch with the problem's sizes and strides filled in; asks the library for the workspace it needs."""
         from cutegemm.cute.workspace import owning_stream

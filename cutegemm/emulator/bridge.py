@@ -18,7 +18,7 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +52,7 @@ def emulate(
     profile: bool = False,
     progress: bool | None = None,
     flops: float | None = None,
+    in_front: Callable[[], None] | None = None,
 ) -> list[Report]:
     """Runs captured launches and clears in order on CPU tensors; returns one report a launch.
 
@@ -66,12 +67,17 @@ def emulate(
         profile: count instructions, bank conflicts and sectors, see the reports.
         progress: print progress to stderr; when None, for a run of more than a few seconds on a terminal.
         flops: what the launches compute in all, for the estimate; without it none is logged.
+        in_front: what a kernel in front of the first launch still does, where that is programmatic: it is done when the
+            first thread passes griddepcontrol.wait.
+
+    Operands that `operations` (a `Captured`) names as constant may be read before that wait, and no others.
 
     Raises:
         EmulationError: the kernel did something wrong; names the PTX line and the thread.
         TypeError, ValueError: a tensor is not in CPU memory, or `outputs` names none of `tensors`.
     """
     from cutegemm.emulator import Checks, Memory, run
+    from cutegemm.emulator.in_front import InFront
 
     if seed is None:
         seed = _environment_seed()
@@ -82,6 +88,7 @@ def emulate(
     memory = Memory()
     map_tensors(memory, tensors, set(tensors) if outputs is None else set(outputs))
     todo = list(operations)
+    constant = [span(tensors[name]) for name in getattr(operations, "constant", ()) if tensors[name].numel()]
     seconds = estimate(module.text, flops) if flops is not None else 0.0
     if flops is not None and seconds > ANNOUNCE_SECONDS:
         log.warning("emulating %.3g Gflop will take about %s", flops / 1e9, _duration(seconds))
@@ -102,6 +109,7 @@ def emulate(
                 checks=checks if checks is not None else Checks.all(),
                 profile=profile,
                 progress=shown,
+                in_front=InFront(constant, None if reports else in_front),
             )
         reports.append(report)
     return reports

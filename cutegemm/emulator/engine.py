@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cutegemm.emulator.errors import LaunchError
+from cutegemm.emulator.in_front import InFront
 from cutegemm.emulator.launch import Launch
 from cutegemm.emulator.machine import DTYPES, IDLE, Wave
 from cutegemm.emulator.memory import Memory
@@ -118,6 +119,7 @@ class Env:
         self._wgmma: Any = None
         self._registers: Any = None
         self.wave: Wave | None = None
+        self.in_front: InFront | None = None  # of a programmatic launch
 
     # -- parts of a wave, made when first used ------------------------------------------------------------------
     def start(self, wave: Wave) -> None:
@@ -126,6 +128,8 @@ class Env:
         self.wave = wave
         self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = self._registers = None
         self.hb = HappensBefore(wave, self) if self.checks.shared_memory and wave.smem_bytes > 0 else None
+        if self.in_front is not None:
+            self.in_front.start(wave)
         self.events = False
 
     def end(self) -> None:
@@ -316,6 +320,7 @@ def run(
     profile: bool = False,
     progress: Callable[[int, int], None] | None = None,
     wave_ctas: int | None = None,
+    in_front: InFront | None = None,
 ) -> Report:
     """Run one launch to its end.
 
@@ -323,6 +328,7 @@ def run(
     completion.
     checks: which findings raise (default: all). profile: count instructions, conflicts, sectors and bytes.
     progress: called with (CTAs done, CTAs in the grid) after every wave of CTAs. wave_ctas: CTAs that run together.
+    in_front: the kernel in front of a programmatic launch; when None, one that may use all memory.
     Raises an EmulationError subclass for every finding, LaunchError where the launch does not fit the kernel.
     """
     checks = Checks.all() if checks is None else checks
@@ -340,6 +346,8 @@ def run(
 
         counters = Profile(translation.program)
     env = Env(translation, launch, seed, checks, counters)
+    if launch.programmatic:
+        env.in_front = in_front or InFront()
     total = launch.grid[0] * launch.grid[1] * launch.grid[2]
     report = Report(kernel.name, total, int(np.prod(launch.block)), seed=seed)
     done = 0

@@ -47,6 +47,10 @@ class DataRace(EmulationError):
     """Two accesses of the same shared memory, at least one a write, that no synchronization orders."""
 
 
+class BeforeTheWait(DataRace):
+    """Global memory that the kernel in front may still write, or read, is used before griddepcontrol.wait."""
+
+
 class MissingProxyFence(EmulationError):
     """Shared memory written by ordinary stores is read by TMA or wgmma without fence.proxy.async between."""
 

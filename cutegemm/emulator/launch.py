@@ -90,6 +90,7 @@ class Captured(list[Launch | Memset]):
     """The launches and clears of one call, in order.
 
     scratch: the workspaces that they use, by name. checks: what the emulator shall check; None: everything.
+    constant: names of the operands that no running kernel writes, as the call promised.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Captured(list[Launch | Memset]):
         operations: Iterable[Launch | Memset],
         scratch: dict[str, torch.Tensor] | None = None,
         checks: Checks | None = None,
+        constant: tuple[str, ...] = (),
     ) -> None:
         super().__init__(operations)
-        self.scratch, self.checks = scratch or {}, checks
+        self.scratch, self.checks, self.constant = scratch or {}, checks, constant

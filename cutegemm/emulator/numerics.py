@@ -144,6 +144,12 @@ def overflow(rounded: np.ndarray, top: float, mode: str, x: np.ndarray) -> np.nd
     return np.where(over, huge, rounded)
 
 
+def round_half(x: np.ndarray) -> np.ndarray:
+    """float64 -> fp16 values in fp32 with one rounding, to nearest even; overflow gives an infinity."""
+    man, emin, top = FORMATS["f16"]
+    return overflow(round_to(x, man, emin, "rn"), top, "rn", x).astype(F4)
+
+
 def tf32_bits(x: np.ndarray, mode: str) -> np.ndarray:
     """fp32 -> tf32 held in the upper 19 bits of 32 (mode rna or rn or rz); the low 13 bits are zero."""
     bits = np.ascontiguousarray(x, F4).view(U4)

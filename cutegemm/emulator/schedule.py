@@ -58,6 +58,8 @@ class Scheduler:
                     break
                 if env.advance_async(wave, everything=False) or env.wake(wave):
                     continue
+                if env.in_front is not None and env.in_front.finish():
+                    continue
                 raise NoProgress(self.stuck("no warp can continue"))
             self.steps += 1
             env.progressed = False

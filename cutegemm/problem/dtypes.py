@@ -36,6 +36,12 @@ class DType:
         accumulator: name of the type in which products are added up. output: default type of D.
         dsl: the name of its class in the CuTe DSL. cuda: its C++ type. cutlass: its name in CUTLASS's emitter.
         alike: the type, if any, whose kernels take as long, so that measurements of one stand for the other too.
+        promoted: by precision, after how many elements of K the tensor cores' sums are added into fp32 registers, which
+            round to nearest. Where a precision is missing, the tensor cores add up all of K.
+        family: A and B may have two types of the same family. The type's own name by default.
+        largest: of a type of one byte or an integer the largest number: what is rounded to the type saturates there.
+            None for types whose larger numbers become infinite. An integer's `roundoff` is 0 and its `smallest` 0.5:
+            the error of rounding to the nearest integer.
     """
 
     name: str
@@ -50,6 +56,13 @@ class DType:
     cuda: str
     cutlass: str
     alike: str | None = None
+    promoted: Mapping[str, int] = field(default_factory=dict, hash=False)
+    family: str | None = None
+    largest: float | None = None
+
+    @property
+    def is_integer(self) -> bool:
+        return self.accumulator == "int32"
 
 
 _ROWS = {
@@ -65,14 +78,40 @@ _ROWS = {
         ),
         DType(
             "fp32", "float32", 4, 2.0**-24, 2.0**-149,
-            {"ieee": "float32", "tf32": "tfloat32", "tf32x3": "tfloat32"}, accumulator="fp32", output="fp32",
-            dsl="Float32", cuda="float", cutlass="f32",
+            {
+                "ieee": "float32", "tf32": "tfloat32", "tf32x3": "tfloat32", "bf16x6": "bfloat16", "bf16x9": "bfloat16",
+            }, accumulator="fp32", output="fp32", dsl="Float32", cuda="float", cutlass="f32",
+            promoted={"tf32x3": 32, "bf16x6": 32, "bf16x9": 32},
+        ),
+        DType(
+            "e4m3", "float8_e4m3fn", 1, 2.0**-4, 2.0**-9, {"ieee": "float8", "fast": "float8"}, accumulator="fp32",
+            output="bf16", dsl="Float8E4M3FN", cuda="__nv_fp8_e4m3", cutlass="e4m3", promoted={"ieee": 128},
+            family="fp8", largest=448.0,
+        ),
+        DType(
+            "e5m2", "float8_e5m2", 1, 2.0**-3, 2.0**-16, {"ieee": "float8", "fast": "float8"}, accumulator="fp32",
+            output="bf16", dsl="Float8E5M2", cuda="__nv_fp8_e5m2", cutlass="e5m2", promoted={"ieee": 128},
+            family="fp8", largest=57344.0,
+        ),
+        DType(
+            "int8", "int8", 1, 0.0, 0.5, {"ieee": "int8"}, accumulator="int32", output="int32",
+            dsl="Int8", cuda="int8_t", cutlass="s8", largest=127.0,
         ),
     )
 }  # fmt: skip
 TABLE: Mapping[str, DType] = MappingProxyType(_ROWS)
-"""The types whose products are added up in fp32, by name: of operands, results and epilogue programs in any mixture."""
-
+"""The types of operands by name. Each may be D's type too."""
+OUTPUTS: Mapping[str, DType] = MappingProxyType(
+    _ROWS | {
+        "int32": DType(
+            "int32", "int32", 4, 0.0, 0.5, {}, accumulator="int32", output="int32", dsl="Int32", cuda="int32_t",
+            cutlass="s32", largest=2.0**31 - 1,
+        )
+    }
+)  # fmt: skip
+"""The types that D may have, by name: also int32, for products of int8."""
+TERMS = tuple(name for name, row in TABLE.items() if row.itemsize > 1)
+"""The types that C, a bias and the operands of an epilogue may have."""
 ALONE: Mapping[str, DType] = MappingProxyType(
     {
         "fp64": DType(
@@ -85,15 +124,19 @@ ALONE: Mapping[str, DType] = MappingProxyType(
 sums, alpha and beta; there are no activations and no programs."""
 PRODUCTS: Mapping[str, DType] = ChainMap(dict(ALONE), _ROWS)
 """The types of A and B by name."""
+TYPES: Mapping[str, DType] = MappingProxyType({**OUTPUTS, **ALONE})
+"""The types that any matrix may have, by name."""
 
 DTYPES = tuple(TABLE)
 KINDS: tuple[Kind, ...] = tuple((name, precision) for name, row in PRODUCTS.items() for precision in row.units)
 """Every kind of product that may be asked for."""
 PRECISIONS = tuple(dict.fromkeys(precision for _, precision in KINDS))
-ITEMSIZE: Mapping[str, int] = MappingProxyType({name: row.itemsize for name, row in PRODUCTS.items()})
+ITEMSIZE: Mapping[str, int] = MappingProxyType({name: row.itemsize for name, row in TYPES.items()})
 """Bytes of an element by the type's name."""
 ACCEPTED = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values())
 """The torch dtypes that may be mixed, for messages."""
+ACCEPTED_TERMS = ", ".join(f"torch.{TABLE[name].torch_name}" for name in TERMS)
+"""The torch dtypes of `TERMS`, for messages."""
 ACCEPTED_PRODUCTS = ", ".join(f"torch.{row.torch_name}" for row in PRODUCTS.values())
 """The torch dtypes of A and B that some kernel takes, for messages."""
 
@@ -115,10 +158,39 @@ def product_dtype_name(dtype: torch.dtype) -> str | None:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of one of `PRODUCTS`."""
+    """The torch dtype of a name of `TYPES`."""
     import torch
 
-    return getattr(torch, PRODUCTS[name].torch_name)
+    return getattr(torch, TYPES[name].torch_name)
+
+
+@cache
+def term_name(dtype: torch.dtype) -> str | None:
+    """Our short name of a torch dtype of `TERMS`, None for any other."""
+    name = dtype_name(dtype)
+    return name if name in TERMS else None
+
+
+@cache
+def output_name(dtype: torch.dtype) -> str | None:
+    """Our short name of a torch dtype that D may have, None for any other."""
+    return "int32" if str(dtype) == "torch.int32" else dtype_name(dtype)
+
+
+def why_not_multiplied(dtype: str, b_dtype: str) -> str | None:
+    """None when A of the one and B of the other type can be multiplied, else why not."""
+    if dtype == b_dtype or (PRODUCTS[dtype].family is not None and PRODUCTS[dtype].family == PRODUCTS[b_dtype].family):
+        return None
+    family = [row.torch_name for row in TABLE.values() if row.family and row.family == PRODUCTS[dtype].family]
+    if family:
+        accepted = f"accepted with {PRODUCTS[dtype].torch_name} are {', '.join(family)}"
+        return f"b: got dtype torch.{PRODUCTS[b_dtype].torch_name}, {accepted}"
+    return f"b: got dtype torch.{PRODUCTS[b_dtype].torch_name}, expected that of a, torch.{PRODUCTS[dtype].torch_name}"
+
+
+def why_not_rounded(what: str, narrow: Collection[str]) -> str | None:
+    """None when kernels that round to no type of one byte are for these results, else a sentence about `what`."""
+    return f"{what} no value to a type of one byte; these results have {' and '.join(narrow)}" if narrow else None
 
 
 def kind_name(dtype: str, precision: str) -> str:
@@ -155,7 +227,7 @@ def why_mixture_refused(dtype: str, **others: str | None) -> str | None:
     for name, other in others.items():
         if other is not None and other != dtype and (dtype in ALONE or other in ALONE):
             alone = PRODUCTS[dtype if dtype in ALONE else other].torch_name
-            given, wanted = PRODUCTS[other].torch_name, PRODUCTS[dtype].torch_name
+            given, wanted = TYPES[other].torch_name, TYPES[dtype].torch_name
             accepted = f"torch.{wanted}" if dtype in ALONE else ACCEPTED
             return (
                 f"{name}: got torch.{given} with operands of torch.{wanted}; {alone} is not mixed, accepted: {accepted}"

@@ -14,6 +14,8 @@ class Matrix(NamedTuple):
         stride_batch: distance between matrices of the batch; 0 broadcasts one matrix.
         align: bytes (16, 8, 4 or 2) that divide the address of every run of elements a kernel may read at
             once: the base address, the leading stride, the batch stride and the contiguous extent.
+        begins: bytes (up to 16) that divide the addresses at which its rows begin, whatever their extent; 0 where that
+            is not more than `align`.
     """
 
     rows: int
@@ -22,6 +24,7 @@ class Matrix(NamedTuple):
     stride_col: int
     stride_batch: int
     align: int
+    begins: int = 0
 
     @property
     def row_major(self) -> bool:
@@ -33,7 +36,9 @@ class Matrix(NamedTuple):
         return self.stride_row if self.stride_col == 1 else self.stride_col
 
     def transposed(self) -> Matrix:
-        return Matrix(self.cols, self.rows, self.stride_col, self.stride_row, self.stride_batch, self.align)
+        return Matrix(
+            self.cols, self.rows, self.stride_col, self.stride_row, self.stride_batch, self.align, self.begins
+        )
 
 
 def alignment(base: int, itemsize: int, *counts: int) -> int:
@@ -44,12 +49,19 @@ def alignment(base: int, itemsize: int, *counts: int) -> int:
     return bits & -bits
 
 
+def begins(align: int, base: int, itemsize: int, leading: int, others: int, stride_batch: int) -> int:
+    """`Matrix.begins` of a matrix of `others` rows at a distance of `leading` elements, where `align` is its class."""
+    found = alignment(base, itemsize, leading if others > 1 else 0, stride_batch)
+    return found if found > align else 0
+
+
 def compact(rows: int, cols: int, batch: int, row_major: bool, itemsize: int) -> Matrix:
     """A contiguous matrix on a 16-byte aligned address; one of one row or column is contiguous along the other."""
     row_major = reads_by_rows(rows, cols, cols if row_major else 1, 1 if row_major else rows)
-    inner = cols if row_major else rows
+    inner, others = (cols, rows) if row_major else (rows, cols)
     strides = (max(cols, 1), 1) if row_major else (1, max(rows, 1))
-    return Matrix(rows, cols, *strides, rows * cols if batch > 1 else 0, alignment(0, itemsize, inner))
+    stride_batch, align = rows * cols if batch > 1 else 0, alignment(0, itemsize, inner)
+    return Matrix(rows, cols, *strides, stride_batch, align, begins(align, 0, itemsize, inner, others, stride_batch))
 
 
 def reads_by_rows(rows: int, cols: int, stride_row: int, stride_col: int) -> bool:

@@ -19,12 +19,17 @@ from cutegemm.problem.dtypes import (
     ITEMSIZE,
     PRECISIONS,
     PRODUCTS,
+    TYPES,
     Kind,
     why_mixture_refused,
+    why_not_multiplied,
     why_precision_refused,
 )
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
+from cutegemm.problem.parts import TABLE as PARTS
+from cutegemm.problem.parts import Parts
+from cutegemm.problem.program.graph import SCALE_K
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -38,14 +43,18 @@ class Signature:
 
     Attributes:
         dtype: dtype name of A and B. out_dtype: of D.
-        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32) or "tf32x3" (each split
-            into two TF32 numbers, three products).
+        precision: "ieee"; for fp32 operands on the tensor cores "tf32" (rounded to TF32), or a name of
+            `problem.parts`: each operand is a sum of narrower numbers, whose products are added; for fp8 operands
+            "fast": sums that are not promoted.
         a_major: "k" or "m". b_major: "k" or "n".
         align_a, align_b, align_d: alignment classes in bytes, see `Matrix.align`. Of a row-major B whose halves are
             gate and up, `align_b` divides a half too.
         align_c: the same for C, or 0 when C is read element by element through arbitrary strides.
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
+        b_dtype: dtype name of B where it is not that of A.
+        constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none. Only what
+            is compiled depends on it: `Problem.signature`, by which kernels are chosen and measured, has none.
     """
 
     dtype: str
@@ -59,6 +68,13 @@ class Signature:
     align_c: int
     epilogue: Epilogue
     work: str = DENSE
+    constant: str = ""
+    b_dtype: str | None = None
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """The dtype names of A and B."""
+        return self.dtype, self.b_dtype or self.dtype
 
     @property
     def kind(self) -> Kind:
@@ -71,6 +87,21 @@ class Signature:
         return PRODUCTS[self.dtype].units[self.precision]
 
     @property
+    def parts(self) -> Parts | None:
+        """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
+        return PARTS.get(self.kind)
+
+    @property
+    def promotion(self) -> int | None:
+        """Elements of K after which sums are promoted into fp32 registers, see `DType.promoted`; None for never.
+
+        Where blocks of K have scales, they are applied then.
+        """
+        if self.epilogue.custom is not None and self.epilogue.custom.block_scales:
+            return SCALE_K
+        return PRODUCTS[self.dtype].promoted.get(self.precision)
+
+    @property
     def majors(self) -> str:
         """Of A and B, as in `Problem.of`: "t" is row-major for A, "n" column-major for B, where both lie along K."""
         return ("t" if self.a_major == "k" else "n") + ("n" if self.b_major == "k" else "t")
@@ -80,6 +111,14 @@ class Signature:
         """(number of the output, name, dtype, alignment class) of the matrices that a kernel writes, D first."""
         more = ((int(name[1:]), name, str(output.dtype), align) for name, output, align in self.epilogue.more_outputs)
         return ((0, "d", self.out_dtype, self.align_d), *more)
+
+    @property
+    def narrow(self) -> tuple[str, ...]:
+        """The dtypes of one byte that results are stored in, or that the program rounds values to."""
+        found = [dtype for _, _, dtype, _ in self.results]
+        if self.epilogue.custom is not None:
+            found += [str(node.attribute) for node in self.epilogue.custom.nodes if node.op == "cast"]
+        return tuple(dict.fromkeys(dtype for dtype in found if ITEMSIZE[dtype] == 1))
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -99,7 +138,7 @@ class Signature:
     def _fields(self) -> tuple[Any, ...]:
         return (
             self.dtype, self.out_dtype, self.precision, self.a_major, self.b_major, self.align_a, self.align_b,
-            self.align_d, self.align_c, self.epilogue, self.work,
+            self.align_d, self.align_c, self.epilogue, self.work, self.constant, self.b_dtype,
         )  # fmt: skip
 
     @cached_property
@@ -112,9 +151,10 @@ class Signature:
     @cached_property
     def _text(self) -> str:
         return (
-            f"{self.dtype}->{self.out_dtype}/{self.precision}/a{self.a_major}{self.align_a}"
+            f"{self.dtype}{'*' + self.b_dtype if self.b_dtype else ''}->{self.out_dtype}/{self.precision}"
+            f"/a{self.a_major}{self.align_a}"
             f"/b{self.b_major}{self.align_b}/c{self.align_c}/d{self.align_d}/{self.epilogue}"
-            f"{'' if self.work == DENSE else '/' + self.work}"
+            f"{'' if self.work == DENSE else '/' + self.work}{self.constant and '/constant_' + self.constant}"
         )
 
 
@@ -125,6 +165,7 @@ class Problem:
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
     how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the number of columns of
     the product, and D may have half as many (gating); `operands` are its tensors, `outputs` its outputs behind D.
+    `b_dtype` is the type of B where it is not `dtype`, that of A.
     """
 
     m: int
@@ -142,16 +183,17 @@ class Problem:
     work: str = DENSE
     operands: tuple[Matrix, ...] = ()
     outputs: tuple[Matrix, ...] = ()
+    b_dtype: str | None = None
 
     def __init__(
         self, m: int, n: int, k: int, batch: int, dtype: str, out_dtype: str, precision: str,
         a: Matrix, b: Matrix, c: Matrix | None, d: Matrix, epilogue: Epilogue, work: str = DENSE,
-        operands: tuple[Matrix, ...] = (), outputs: tuple[Matrix, ...] = (),
+        operands: tuple[Matrix, ...] = (), outputs: tuple[Matrix, ...] = (), b_dtype: str | None = None,
     ) -> None:  # fmt: skip
         # What a dataclass makes for a frozen class calls a function for each field; every new shape makes a problem.
         vars(self).update(
             m=m, n=n, k=k, batch=batch, dtype=dtype, out_dtype=out_dtype, precision=precision, a=a, b=b, c=c, d=d,
-            epilogue=epilogue, work=work, operands=operands, outputs=outputs,
+            epilogue=epilogue, work=work, operands=operands, outputs=outputs, b_dtype=b_dtype,
         )  # fmt: skip
 
     @classmethod
@@ -168,6 +210,7 @@ class Problem:
         precision: str = "ieee",
         epilogue: Epilogue | None = None,
         work: str = DENSE,
+        b_dtype: str | None = None,
     ) -> Problem:
         """The problem of contiguous, 16-byte aligned tensors of these sizes, in the form that `gemm` gives it.
 
@@ -179,10 +222,11 @@ class Problem:
             dtype: a name of `problem.dtypes.PRODUCTS`; `out_dtype` defaults to that row's `output`.
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
-            precision: "ieee", "tf32" or "tf32x3" (fp32 only).
+            precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9"; for fp8 also "fast".
             epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
                 gate and up, `n` is the columns of the product.
             work: a name of `problem.work.TABLE`.
+            b_dtype: of B, where it is not that of A.
 
         Raises:
             ValueError: naming the argument, what was given and what is accepted.
@@ -190,8 +234,10 @@ class Problem:
         for name, extent in (("m", m), ("n", n), ("k", k), ("batch", batch)):
             if not isinstance(extent, int) or extent < 0:
                 raise ValueError(f"{name}: got {extent!r}, expected a Python int that is not negative")
-        if dtype not in PRODUCTS or (out_dtype or dtype) not in PRODUCTS:
+        if dtype not in PRODUCTS or (out_dtype is not None and out_dtype not in TYPES):
             raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(PRODUCTS)}")
+        if b_dtype is not None and (b_dtype not in PRODUCTS or why_not_multiplied(dtype, b_dtype)):
+            raise ValueError(f"b_dtype: got {b_dtype!r}, which is not multiplied with {dtype}")
         if len(majors) != 2 or set(majors) - set("tn"):
             raise ValueError(f"majors: got {majors!r}, accepted are 'tn', 'tt', 'nn', 'nt'")
         if precision not in PRECISIONS:
@@ -217,7 +263,8 @@ class Problem:
             columns = n // 2 if epi.gating else n
             align = alignment(0, ITEMSIZE[out], columns)
             d = Matrix(m, columns, max(columns, 1), 1, m * columns if count_d > 1 else 0, align)
-        problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work)
+        b_dtype = None if b_dtype == dtype else b_dtype
+        problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, b_dtype=b_dtype)
         return problem if d.row_major else problem.transposed()
 
     @cached_property
@@ -235,6 +282,8 @@ class Problem:
             0 if c is None or not c.row_major else c.align,
             self.epilogue,
             self.work,
+            "",
+            self.b_dtype,
         )
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))
 
@@ -274,6 +323,9 @@ class Problem:
         if self.epilogue.custom is not None:
             given = (each for each in self.epilogue.custom.inputs if not each.by_value)
             for each, matrix in zip(given, self.operands, strict=True):
+                if each.scales:
+                    total += matrix.rows * matrix.cols * (batch if each.batched else 1) * ITEMSIZE[each.dtype]
+                    continue
                 elements = (matrix.rows if each.m else 1) * (matrix.cols if each.n else 1)
                 total += elements * (batch if each.batched else 1) * {**ITEMSIZE, **INTEGERS}[each.dtype]
             for (_, output, _), matrix in zip(self.epilogue.more_outputs, self.outputs, strict=True):
@@ -283,14 +335,17 @@ class Problem:
                 total += extent * batch * ITEMSIZE[str(self.epilogue.custom.outputs[number].dtype)]
         if self.epilogue.c_dtype:
             total += d * ITEMSIZE[self.epilogue.c_dtype]
-        total += sum(batch * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
+        total += sum((self.m if array.rows else batch) * INTEGERS[array.dtype] for array in WORKS[self.work].arrays)
         return total
 
     def transposed(self) -> Problem:
         """The problem D^T = act(alpha * B^T A^T + beta * C^T + bias): the same numbers, roles swapped.
 
-        Raises ValueError for one with a user's program.
+        Raises ValueError for one with a user's program, or of a work that has no transposed one.
         """
+        work = WORKS[self.work].transposed
+        if work is None:
+            raise ValueError(f"a {self.work} product is not computed as its transpose")
         return replace(
             self,
             m=self.n,
@@ -300,7 +355,9 @@ class Problem:
             c=self.c.transposed() if self.c else None,
             d=self.d.transposed(),
             epilogue=self.epilogue.transposed(),
-            work=WORKS[self.work].transposed,
+            work=work,
+            dtype=self.b_dtype or self.dtype,
+            b_dtype=self.b_dtype and self.dtype,
         )
 
     def without_program(self) -> Problem:

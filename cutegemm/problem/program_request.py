@@ -45,6 +45,10 @@ class ProgramRequest(NamedTuple):
         return False
 
     @property
+    def constant(self) -> str:
+        return ""
+
+    @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
 
@@ -73,6 +77,8 @@ def describe(
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
     refuse_products(a)
+    if out_dtype == torch.int32:
+        raise ValueError("out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
     program = traced(epilogue, inputs_of(operands, a.device))
@@ -155,6 +161,8 @@ def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
             raise ValueError(f"operands: got {len(inputs)}, but the program takes {len(epilogue.inputs)}: {epilogue}")
         for number, (given, own) in enumerate(zip(inputs, epilogue.inputs, strict=True)):
             alike = given.dtype == own.dtype and given.by_value == own.by_value
+            if alike and own.scales and given.batched <= own.batched:
+                continue
             if not alike or given.m > own.m or given.n > own.n or given.batched > own.batched:
                 needs, got = (annotation(each) for each in (own, given))
                 raise ValueError(f"operands[{number}]: got {got}, but the program takes {needs}: {epilogue}")
@@ -183,10 +191,10 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
             raise ValueError(f"operands[{number}]: it is on {operand.device}, expected the device of a, {device}")
         if operand.dim() > 3:
             raise ValueError(f"operands[{number}]: got {operand.dim()} dimensions, accepted are 0 to 3")
-        dtype = "int32" if operand.dtype == torch.int32 else dtype_name(operand.dtype)
+        dtype = "int32" if operand.dtype == torch.int32 else dtypes.term_name(operand.dtype)
         if dtype is None:
             raise TypeError(
-                f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED}, torch.int32"
+                f"operands[{number}]: got dtype {operand.dtype}, accepted are {dtypes.ACCEPTED_TERMS}, torch.int32"
             )
         batched, m, n = (bool(extent != 1) for extent in (1, 1, 1, *operand.shape)[-3:])
         return Input(name, dtype, m=m, n=n, batched=batched)
@@ -202,7 +210,7 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
 
 def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, int, int]) -> None:
     """Raises ValueError unless a tensor operand broadcasts to D."""
-    if given.by_value:
+    if given.by_value or given.scales:  # of scales `scaling` has checked the shape
         return
     for own, extent in zip(reversed(operand.shape), reversed(extents), strict=False):
         if own not in (1, extent):
@@ -214,7 +222,7 @@ def _strides(given: Input, operand: torch.Tensor) -> Matrix:
     """How an operand lies; the stride of an extent of 1 is 0, as is that of one along which the program reads none."""
     shape = (1, 1, 1, *operand.shape)[-3:]
     strides = (0, 0, 0, *operand.stride())[-3:]
-    varies = (given.batched, given.m, given.n)
+    varies = (given.batched, *((True, True) if given.scales else (given.m, given.n)))
     batch, row, col = (
         stride if varied and extent > 1 else 0 for stride, varied, extent in zip(strides, varies, shape, strict=True)
     )
@@ -245,6 +253,11 @@ def _dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) 
     if own is not None:
         return own
     given = dtype_name(target.dtype) if isinstance(target, torch.Tensor) and out_dtype is None else None
+    if (given or default) == "int32":
+        raise ValueError(
+            "out_dtype: got None for int8 operands and an epilogue, whose results are no int32; pass one of "
+            f"{dtypes.ACCEPTED}"
+        )
     return given or default
 
 

@@ -17,6 +17,24 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    it leaves out small small, at most 2^-20 (1 + 2^-10)^2 |xy|, and the terms with a rest, at most
    2 2^-21 (1 + 2^-10)^2 |xy| : together under 1.01 2^-19 (|A| |B|) is added. It sums 3 K products, whose magnitudes
    add up to at most (1 + 2^-10)^2 + ... < 1.01 (|A| |B|): step 1 becomes 1.01 gamma_{3K+2}.
+   fp8: one step of Hopper's tensor cores adds 32 products and the accumulator. It aligns them to the largest exponent E
+   among them, keeps 13 fraction bits of each, truncating, and truncates the sum to 13 fraction bits (arXiv 2512.07004,
+   arXiv 2511.10909). With |x|' = max(|x|, the smallest normal number) for x other than 0, because subnormal operands
+   keep the smallest normal exponent, 2^E <= max |a|'|b|' of the step or |accumulator|. A chain of s steps, whose
+   magnitudes add up to S = |A|'|B|', is therefore off by at most 2^-13 (33 (S + (s - 1) S) + s S) = 34 s 2^-13 S, where
+   S is its own. Sums promoted every 128 of K are chains of 4 steps: 136 2^-13 (|A|'|B|') in all; fast sums are one of
+   K / 32. The fp32 sums of chains, at most 2 K / 32 + 2 with those of splits, round to nearest: gamma with 2^-24.
+   int8: sums that int32 holds are exact; an epilogue reads them in fp32: 2^-24 |acc|.
+   Scales of blocks of K multiply the operands exactly here. The kernel rounds their product, and adds in one rounding.
+   Operands split into parts (`problem.parts`), sums promoted every P of K: the tensor cores add t P products of parts
+   at a time, the smallest first, and what they give is added in fp32 registers, which round to nearest. All but the
+   P largest products of these are together at most s = 2^-7 1.02 of |A||B| (tf32x3: 2^-10 1.02), since the second part
+   of x is at most 2^-8 |x| (2^-11 |x|), and the third smaller. So an interval errs by at most gamma_{(t-1) P}(2^-23) s
+   for the small products and then gamma_{P+1}(2^-23) (1 + s) for the large ones, relative to its share of |A||B|;
+   intervals add up to the same, relative to the whole. The ceil(K / P) promotions, however K is divided, err by at most
+   gamma_{ceil(K / P) + 2}(2^-24) (1 + s). What is left out of a product is `Parts.omitted` of it, four times as much
+   for numbers beyond the largest of bf16 or tf32, whose first part is truncated. An operand's parts miss at most
+   `Parts.lost` of it, times the other operand. With P >= K without end this is the bound of step 1 for t K products.
 3. Epilogue: at most five more fp32 operations: gamma_5 (|alpha| |A||B| + |beta C| + |bias|).
 4. Activation: all four have |f'| <= 1.13 (silu 1.0999, gelu 1.1290), so the error so far grows by at most that;
    evaluating f itself costs at most 16 u |z| (every formula used is z times a value in [0, 1] known to a few
@@ -24,7 +42,8 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
 5. Output: half a unit in the last place of the output dtype at |D| + (error so far), and half its smallest
    subnormal.
 
-Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added.
+Sums whose terms fall under the fp32 normal range may lose them: K * 2^-126 * |alpha| is added. Tensor cores keep
+subnormal numbers (Fasi et al., as above), and so does what adds promoted sums of parts: there t K 2^-149 is added.
 
 fp64 operands: u is 2^-53 (IEEE operations, each rounded to nearest), the smallest normal number 2^-1022. The value is
 rounded from twice as many digits (`double_double`), and what it may be off by itself is a part of the bound.
@@ -38,10 +57,24 @@ from dataclasses import dataclass
 
 import torch
 
-from cutegemm.problem import double_double
-from cutegemm.problem.dtypes import ACCEPTED, ALONE, CUDA_CORES, PRODUCTS, TABLE, dtype_name, product_dtype_name
+from cutegemm.problem import double_double, scales
+from cutegemm.problem.dtypes import (
+    ACCEPTED,
+    ALONE,
+    CUDA_CORES,
+    TABLE,
+    TYPES,
+    dtype_name,
+    output_name,
+    product_dtype_name,
+    torch_dtype,
+)
 from cutegemm.problem.epilogue import formula_of
+from cutegemm.problem.parts import TABLE as PARTS
+from cutegemm.problem.parts import Parts
 
+STEP, PROMOTED = 32, 128
+"""Products of fp8 that a tensor core adds at a time, and those between two promotions."""
 _LIPSCHITZ = {None: 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 _FORMULAS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
     None: lambda z: z,
@@ -90,65 +123,155 @@ def expected(
     out_dtype: torch.dtype | None = None,
     precision: str = "ieee",
     tensor_cores: bool | None = None,
+    promotion: int | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> Expected:
     """The float64 result and its error bound for act(alpha * a @ b + beta * c + bias).
 
     Args:
         a: (M, K) or (L, M, K). b: (K, N) or (L, K, N). c: broadcastable to D; not read when beta == 0. bias: (N,).
-        alpha, beta, activation, precision: as in `cutegemm.gemm`.
-        out_dtype: dtype the result is rounded to; a's when None.
+        alpha, beta, activation, scale_a, scale_b: as in `cutegemm.gemm`. precision: also "fast", for accumulate="fast".
+        out_dtype: dtype the result is rounded to; a's when None, of operands of one byte that of `gemm`.
         tensor_cores: whether fp32 accumulation truncates (see above); by default all but fp32/ieee.
+        promotion: after how many elements of K sums leave the tensor cores, for "tf32x3" by the Hopper kernel; None is
+            for any kernel. "bf16x6" and "bf16x9" have one kernel, whose promotion is known.
 
     Returns:
         `Expected` on the device of `a`.
     """
-    out_dtype = out_dtype or a.dtype
+    out_dtype = out_dtype or _default(a, scale_a, scale_b)
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
     wide = a.dtype == torch.float64
     reads_c = c is not None and beta != 0  # as given: one that fp32 rounds to 0 still makes NaN of an infinity
     if not wide:
         alpha, beta = _fp32(alpha), _fp32(beta)
     u = 2.0**-53 if wide else 2.0**-23 if tensor_cores else 2.0**-24
-    z, magnitude, error = accumulators(a, b, precision, tensor_cores)
+    factors, blocks = _divided(a, b, scale_a, scale_b)
+    z, magnitude, error = accumulators(a, b, precision, tensor_cores, promotion, *blocks)
+    for factor in factors:
+        z, magnitude, error = z * factor, magnitude * factor.abs(), error * factor.abs()
     z, magnitude, error = alpha * z, abs(alpha) * magnitude, abs(alpha) * error
     if c is not None and reads_c:
         term = beta * c.double()
         z, magnitude = z + term, magnitude + term.abs()
     if bias is not None:
         z, magnitude = z + bias.double(), magnitude + bias.double().abs()
-    error += _gamma(10 if wide else 5, u) * magnitude  # of fp64 the value has as many roundings as the kernel
+    error += (
+        _gamma(10 if wide else 5 + len(factors), u) * magnitude
+    )  # of fp64 the value has as many roundings as the kernel
     value = activate(z, activation)
     error *= _LIPSCHITZ[activation]
     if activation is not None:
         error += 16 * u * z.abs()
-    name = product_dtype_name(out_dtype)
+    name = output_name(out_dtype) or product_dtype_name(out_dtype)
     if name is None or (name in ALONE and not wide):
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {ACCEPTED}")
-    out = PRODUCTS[name]
+    out = TYPES[name]
+    if name == "int32":
+        return Expected(z, torch.zeros_like(z), out_dtype)
+    if out.largest is not None:  # it saturates
+        value = value.clamp(-out.largest, out.largest)
     bound = error + out.roundoff * (value.abs() + error) + out.smallest
     return Expected(value, bound, out_dtype)
 
 
+def _default(a: torch.Tensor, *scales: torch.Tensor | None) -> torch.dtype:
+    if a.element_size() > 1:
+        return a.dtype
+    name = TABLE[str(dtype_name(a.dtype))].output
+    return torch_dtype("bf16" if name == "int32" and scales != (None, None) else name)
+
+
+def _divided(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """(scales that multiply the accumulators, scales of blocks of K of A and B)."""
+    if scale_a is None and scale_b is None:
+        return [], [None, None]
+    factors, blocks = list[torch.Tensor](), list[torch.Tensor | None]()
+    for recipe, scale in zip(scales.recipes(a, b, scale_a, scale_b, None), (scale_a, scale_b), strict=True):
+        of_blocks = recipe is not None and bool(recipe.input.scales)
+        blocks.append(scale if of_blocks else None)
+        if recipe is not None and scale is not None and not of_blocks:
+            factors.append(scale.double())
+    return factors, blocks
+
+
 def accumulators(
-    a: torch.Tensor, b: torch.Tensor, precision: str = "ieee", tensor_cores: bool | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    precision: str = "ieee",
+    tensor_cores: bool | None = None,
+    promotion: int | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(a @ b, |a| @ |b|, how far a kernel's fp32 accumulators may be off) in float64: steps 1 and 2 of the bound.
 
-    Arguments as those of `expected`.
+    Arguments as those of `expected`; scales are those of blocks of K.
     """
+    if a.element_size() == 1:
+        return _of_one_byte(a, b, precision, scale_a, scale_b)
     if a.dtype == torch.float64:
         return _wide_accumulators(a, b)
     tensor_cores = _truncates(a, precision) if tensor_cores is None else tensor_cores
     k, u = a.shape[-1], 2.0**-23 if tensor_cores else 2.0**-24
     a64, b64 = a.double(), b.double()
     magnitude = torch.matmul(a64.abs(), b64.abs())
-    if precision == "tf32x3":
+    split = PARTS.get((dtype_name(a.dtype) or "", precision))
+    if split is not None and promotion is None and precision != "tf32x3":
+        promotion = TABLE["fp32"].promoted[precision]
+    if split is not None and promotion is not None:
+        error = _split_error(a64, b64, magnitude, split, promotion)
+    elif precision == "tf32x3":
         error = (1.01 * _gamma(3 * k + 2, u) + 1.01 * 2.0**-19) * magnitude + 3 * k * 2.0**-126
     else:
         error = _gamma(k + 2, u) * magnitude + k * 2.0**-126
     if precision == "tf32":
         error += (2.0**-10 + 2.0**-22) * magnitude
     return torch.matmul(a64, b64), magnitude, error
+
+
+def _of_one_byte(
+    a: torch.Tensor, b: torch.Tensor, precision: str, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`accumulators` of fp8 and int8."""
+    scaled = scale_a is not None or scale_b is not None
+    exact, sizes, aligned = [], [], []
+    for x, scale, rows in ((a, scale_a, True), (b, scale_b, False)):
+        wide, row = x.double(), TABLE[str(dtype_name(x.dtype))]
+        factor = torch.ones((), dtype=torch.float64, device=x.device)
+        if scale is not None:
+            factor = scales.expanded(scale, tuple(x.shape), rows).double()
+        exact.append(wide * factor)
+        sizes.append(exact[-1].abs())
+        least = row.smallest / (2 * row.roundoff) if row.roundoff else 0.0
+        aligned.append(torch.where(wide == 0, 0.0, wide.abs().clamp(min=least)) * factor.abs())
+    k, z = a.shape[-1], torch.matmul(*exact)
+    magnitude = torch.matmul(*sizes)
+    steps = -(-k // STEP)
+    sums = (_gamma(2 * steps + 2, 2.0**-24) + 3 * 2.0**-24 * scaled) * magnitude + 2 * k * 2.0**-126 * scaled
+    if TABLE[str(dtype_name(a.dtype))].is_integer:
+        return z, magnitude, sums if scaled else 2.0**-24 * z.abs()
+    chain = min(steps, PROMOTED // STEP) if precision != "fast" or scaled else steps
+    return z, magnitude, 34 * chain * 2.0**-13 * torch.matmul(*aligned) + sums + k * 2.0**-126
+
+
+def _split_error(
+    a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor, split: Parts, promotion: int
+) -> torch.Tensor:
+    """Of operands that are split into parts and promoted, see the module docstring; a, b in float64."""
+    k, terms, bits = a.shape[-1], len(split.terms), 8 if split.element == "bf16" else 11
+    interval = min(k, promotion)
+    small = 1.02 * 2.0 ** (1 - bits)
+    relative = _gamma((terms - 1) * interval, 2.0**-23) * small + _gamma(interval + 1, 2.0**-23) * (1 + small)
+    relative += _gamma(-(-k // promotion) + 2, 2.0**-24) * (1 + small)
+    largest = (2 - 2.0 ** (1 - bits)) * 2.0**127
+    beyond = any(bool((x.abs() > largest).any()) for x in (a, b))
+    relative += (4 if beyond else 1) * split.omitted
+    rows, columns = a.abs().sum(-1, keepdim=True), b.abs().sum(-2, keepdim=True)
+    return relative * magnitude + split.lost * (rows + columns) + terms * k * 2.0**-149
 
 
 def _wide_accumulators(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -177,7 +300,8 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
         return Verdict(False, math.inf, f"dtype {got.dtype}, expected {want.out_dtype}")
     if got.numel() == 0:
         return Verdict(True, 0.0, "empty")
-    largest = torch.finfo(want.out_dtype).max
+    saturates = TYPES[str(output_name(want.out_dtype) or product_dtype_name(want.out_dtype))].largest is not None
+    largest = math.inf if saturates else torch.finfo(want.out_dtype).max
     got64, value, bound = got.double(), want.value, want.bound
     finite = torch.isfinite(value)
     bad = torch.where(finite, ~torch.isfinite(got64), (got64 != value) & ~(got64.isnan() & value.isnan()))
@@ -186,7 +310,8 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
     may_overflow = finite & torch.isfinite(bound) & (value.abs() + bound >= largest)
     bad &= ~(may_overflow & got64.isinf() & (got64.sign() == value.sign()))
     error = (got64 - value).abs()
-    ratio = torch.where(finite & torch.isfinite(got64) & torch.isfinite(bound), error / bound, torch.zeros_like(error))
+    off = finite & torch.isfinite(got64) & torch.isfinite(bound) & (error > 0)
+    ratio = torch.where(off, error / bound, torch.zeros_like(error))
     ratio = torch.where(bad, torch.full_like(ratio, math.inf), ratio)
     worst = float(ratio.max())
     if worst <= 1.0:

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm.problem import dtypes, overlap
-from cutegemm.problem.dtypes import ITEMSIZE, product_dtype_name
+from cutegemm.problem import dtypes, overlap, packing
+from cutegemm.problem.dtypes import ITEMSIZE, output_name, product_dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
-from cutegemm.problem.operand import Matrix, alignment, compact, reads_by_rows
+from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
+CONSTANTS = ("a", "b")
+"""What `gemm(constant=)` may name."""
 FLT_MAX = 3.4028234663852886e38
 """The largest finite fp32 number."""
 
@@ -26,6 +28,7 @@ class Request(NamedTuple):
         shape: of the result, as the caller sees it. device: of every tensor.
         copies: operands ("a", "b", "bias") that must be made contiguous first, with the reason.
         into_temporary: `out` has no unit stride; the result is computed apart and copied into it.
+        constant: "a" or "b" for an operand of `problem` that no running kernel writes, else "".
     """
 
     problem: Problem
@@ -34,6 +37,7 @@ class Request(NamedTuple):
     device: torch.device
     copies: tuple[tuple[str, str], ...]
     into_temporary: bool
+    constant: str = ""
 
     @property
     def copied(self) -> frozenset[str]:
@@ -57,7 +61,7 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
-    dtype = _check_operands(a, b)
+    dtype, b_dtype = _check_operands(a, b)
     shape_a, shape_b = a.shape, b.shape
     m, k, n = shape_a[-2], shape_a[-1], shape_b[-1]
     if shape_b[-2] != k:
@@ -79,10 +83,15 @@ def describe(
     out_name = _check_out(a, out, out_dtype, shape, dtype)
     c_dtype = _check_c(a, c, beta, shape, dtype)
     bias_dtype = None if bias is None else _check_bias(a, bias, n, dtype)
+    if out_name == "int32":
+        _check_whole("out_dtype" if out is None else "out", dtype, alpha, c_dtype, bias_dtype, activation)
 
     copies: list[tuple[str, str]] = []
-    matrix_a = _operand("a", a, m, k, batch, copies)
-    matrix_b = _operand("b", b, k, n, batch, copies)
+    if dtypes.ITEMSIZE[dtype] == 1:
+        matrix_a, matrix_b = packing.operands(a, b, _matrix(a, m, k), _matrix(b, k, n), copies)
+    else:
+        matrix_a = _operand("a", a, m, k, batch, copies)
+        matrix_b = _operand("b", b, k, n, batch, copies)
     if bias is not None and n > 1 and bias.stride(0) != 1:
         copies.append(("bias", f"stride {bias.stride(0)}: kernels read a contiguous bias"))
     matrix_c = None
@@ -99,11 +108,32 @@ def describe(
     epilogue = _epilogue(c_dtype, bias_dtype, activation)
     if dtype in dtypes.ALONE and (refused := epilogue.why_refused_for(dtype)):
         raise ValueError(refused)
-    problem = Problem(m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue)
+    problem = Problem(
+        m, n, k, batch, dtype, out_name, precision, matrix_a, matrix_b, matrix_c, matrix_d, epilogue, b_dtype=b_dtype
+    )
     swapped = not matrix_d.row_major
     return Request(
         problem.transposed() if swapped else problem, swapped, shape, a.device, tuple(copies), into_temporary
     )
+
+
+def with_constant(asked: Request, constant: Any) -> Request:
+    """The call with the promise that no running kernel writes that operand.
+
+    A copy that stands in for the operand is written by the kernel just in front, so nothing is promised of it. Raises
+    ValueError for what names no operand.
+    """
+    check_constant(constant)
+    if constant in asked.copied:
+        return asked
+    exchanged = {"a": "b", "b": "a"}
+    return asked._replace(constant=exchanged[constant] if asked.swapped else constant)
+
+
+def check_constant(constant: Any) -> None:
+    """Raises ValueError unless it names an operand, or none."""
+    if constant is not None and constant not in CONSTANTS:
+        raise ValueError(f"constant: got {shown(constant)}, accepted are None, 'a' and 'b'")
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,7 +141,8 @@ def _epilogue(c_dtype: str | None, bias_dtype: str | None, activation: str | Non
     return Epilogue(c_dtype, bias_dtype, "n", activation)
 
 
-def _check_operands(a: Any, b: Any) -> str:
+def _check_operands(a: Any, b: Any) -> tuple[str, str | None]:
+    """The dtype of A, and that of B where it is another one."""
     for name, tensor in (("a", a), ("b", b)):
         check_tensor(name, tensor)
         if tensor.dim() not in (2, 3):
@@ -119,14 +150,19 @@ def _check_operands(a: Any, b: Any) -> str:
     dtype = product_dtype_name(a.dtype)
     if dtype is None:
         raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
+    b_dtype = None
     if b.dtype != a.dtype:
-        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+        b_dtype = product_dtype_name(b.dtype)
+        if b_dtype is None:
+            raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+        if refused := dtypes.why_not_multiplied(dtype, b_dtype):
+            raise TypeError(refused)
     device = a.device
     if b.device != device:
         raise ValueError(f"b: it is on {b.device}, expected the device of a, {device}")
     if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a: it is on {device}, accepted are CUDA and CPU tensors")
-    return dtype
+    return dtype, b_dtype
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -148,7 +184,7 @@ def check_tensor(name: str, tensor: Any) -> None:
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "out: it requires grad, and no gradient is recorded of what is written into a tensor; "
-                "call gemm under torch.no_grad(), pass out.detach(), or leave out away"
+                "make the call under torch.no_grad(), pass out.detach(), or leave out away"
             )
         check_inference(tensor)
 
@@ -158,7 +194,7 @@ def check_inference(out: torch.Tensor) -> None:
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             "out: it is an inference tensor, which can be written under torch.inference_mode() only; "
-            "call gemm there, pass out.clone(), or leave out away"
+            "make the call there, pass out.clone(), or leave out away"
         )
 
 
@@ -228,38 +264,59 @@ def _check_precision(precision: str, dtype: str) -> str:
     return precision
 
 
-def mixed(dtype: torch.dtype, of_a: str) -> str | None:
-    """The name of a dtype that goes with operands of the type `of_a`, else None."""
+def goes_with(dtype: torch.dtype, of_a: str) -> str | None:
+    """The name of a dtype that C, a bias or an operand may have where A is of the type `of_a`, else None."""
     name = product_dtype_name(dtype)
-    return name if name is not None and dtypes.why_mixture_refused(of_a, other=name) is None else None
+    if name is None or dtypes.why_mixture_refused(of_a, other=name) is not None:
+        return None
+    return name if name in dtypes.TERMS or name in dtypes.ALONE else None
 
 
-def accepted(of_a: str) -> str:
-    """The dtypes that go with operands of the type `of_a`, for messages."""
+def comes_of(dtype: torch.dtype, of_a: str) -> str | None:
+    """The name of a dtype that D may have where A is of the type `of_a`, else None."""
+    name = output_name(dtype) or product_dtype_name(dtype)
+    return None if name is None or dtypes.why_mixture_refused(of_a, other=name) is not None else name
+
+
+def accepted(of_a: str, mixed: str = dtypes.ACCEPTED) -> str:
+    """The dtypes that go with operands of the type `of_a`, for messages; `mixed`: those of operands that are mixed."""
     if of_a not in dtypes.ALONE:
-        return f"accepted are {dtypes.ACCEPTED}"
+        return f"accepted are {mixed}"
     name = dtypes.PRODUCTS[of_a].torch_name
     return f"accepted with operands of torch.{name} is torch.{name}"
 
 
 def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...], of_a: str) -> str:
     default = dtypes.PRODUCTS[of_a].output
-    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or mixed(out_dtype, of_a) is None):
+    if out_dtype is not None and (not isinstance(out_dtype, torch.dtype) or comes_of(out_dtype, of_a) is None):
         raise TypeError(f"out_dtype: got {shown(out_dtype)}, {accepted(of_a)}")
     if out is None:
-        return mixed(out_dtype, of_a) or default if out_dtype is not None else default
+        return comes_of(out_dtype, of_a) or default if out_dtype is not None else default
     check_tensor("out", out)
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
     if out.device != a.device:
         raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
-    name = mixed(out.dtype, of_a)
+    name = comes_of(out.dtype, of_a)
     if name is None:
         raise TypeError(f"out: got dtype {out.dtype}, {accepted(of_a)}")
     if out_dtype is not None and out.dtype != out_dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     return name
+
+
+def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> None:
+    """Raises TypeError or ValueError unless D in int32 is a plain product of int8: such sums are exact."""
+    if not dtypes.PRODUCTS[dtype].is_integer:
+        raise TypeError(
+            f"{name}: got dtype torch.int32, accepted are {dtypes.ACCEPTED}; torch.int32 is for products of torch.int8"
+        )
+    if alpha != 1 or any(terms):
+        raise ValueError(
+            "out_dtype: got torch.int32 with alpha, c, bias or an activation; it is for the plain product of int8. "
+            f"Pass one of {dtypes.ACCEPTED}"
+        )
 
 
 def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a: str) -> str | None:
@@ -274,9 +331,9 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a:
         raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
     if c.device != a.device:
         raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
-    name = mixed(c.dtype, of_a)
+    name = goes_with(c.dtype, of_a)
     if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, {accepted(of_a)}")
+        raise TypeError(f"c: got dtype {c.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
     return name if beta != 0 else None
 
 
@@ -286,9 +343,9 @@ def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
     if bias.device != a.device:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
-    name = mixed(bias.dtype, of_a)
+    name = goes_with(bias.dtype, of_a)
     if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, {accepted(of_a)}")
+        raise TypeError(f"bias: got dtype {bias.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
     return name
 
 
@@ -306,8 +363,10 @@ def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     elif not row_major and rows == 1:
         stride_row = 1
     strides = (leading, stride_col) if row_major else (stride_row, leading)
-    align = alignment(tensor.data_ptr(), itemsize, inner, leading, stride_batch)
-    return Matrix(rows, cols, *strides, stride_batch, align)
+    base = tensor.data_ptr()
+    align = alignment(base, itemsize, inner, leading, stride_batch)
+    more = begins(align, base, itemsize, leading, others, stride_batch) if align < 16 else 0
+    return Matrix(rows, cols, *strides, stride_batch, align, more)
 
 
 def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 
 from cutegemm.problem import ITEMSIZE, MAX_EXTENT, TABLE, Matrix, Problem
-from cutegemm.problem.dtypes import PRODUCTS, why_mixture_refused
+from cutegemm.problem.dtypes import PRODUCTS, TYPES, why_mixture_refused, why_not_multiplied
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.work import DENSE
 from cutegemm.problem.work import TABLE as WORKS
 
 _SIZE = r"(\d{1,10})"
 _FORM = re.compile(
-    rf"(?:{_SIZE}x)?{_SIZE}x{_SIZE}x{_SIZE} (\w+)->(\w+)/(\w+)/a([km])(\d+)/b([kn])(\d+)/c(\d+)/d(\d+)"
+    rf"(?:{_SIZE}x)?{_SIZE}x{_SIZE}x{_SIZE} (\w+)(?:\*(\w+))?->(\w+)/(\w+)/a([km])(\d+)/b([kn])(\d+)/c(\d+)/d(\d+)"
     r"/(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?(?:/(\w+))?",
     re.ASCII,
 )
-_ALIGNMENTS = ("2", "4", "8", "16")
+_ALIGNMENTS = ("1", "2", "4", "8", "16")
 _HAVING_ALIKE = re.compile(rf"\b(?:{'|'.join(name for name, row in TABLE.items() if row.alike)})\b")
 
 
@@ -33,15 +33,17 @@ def parse(text: str) -> Problem:
     for name, extent in (("the batch", batch), ("M", m), ("N", n), ("K", k)):
         if not 1 <= extent <= MAX_EXTENT:
             raise ValueError(f"{name} is {extent}, accepted are 1 to {MAX_EXTENT}")
-    dtype, out_dtype, precision, a_major, align_a, b_major, align_b, align_c, align_d = found.groups()[4:13]
-    activation, c_dtype, bias_axis, bias_dtype, work = found.groups()[13:]
+    dtype, b_dtype, out_dtype, precision, a_major, align_a, b_major, align_b, align_c, align_d = found.groups()[4:14]
+    activation, c_dtype, bias_axis, bias_dtype, work = found.groups()[14:]
     if work not in (None, *WORKS):
         raise ValueError(f"work {work!r}, accepted are {', '.join(WORKS)}")
     work = work or DENSE
     count_a, count_b, count_d = (WORKS[work].matrices(operand, batch) for operand in "abd")
-    for named in (dtype, out_dtype, c_dtype, bias_dtype):
-        if named not in (None, *PRODUCTS):
+    for named in (dtype, b_dtype, out_dtype, c_dtype, bias_dtype):
+        if named not in (None, *(TYPES if named is out_dtype else PRODUCTS)):
             raise ValueError(f"dtype {named!r}, accepted are {', '.join(PRODUCTS)}")
+    if b_dtype is not None and (refused := why_not_multiplied(dtype, b_dtype)):
+        raise ValueError(refused)
     if precision not in PRODUCTS[dtype].units:
         raise ValueError(f"precision {precision!r} of {dtype}, accepted are {', '.join(PRODUCTS[dtype].units)}")
     if refused := why_mixture_refused(dtype, out_dtype=out_dtype, c=c_dtype, bias=bias_dtype):
@@ -50,14 +52,14 @@ def parse(text: str) -> Problem:
     if refused := epilogue.why_refused_for(dtype):
         raise ValueError(refused)
     a = _matrix(m, k, count_a, a_major == "k", _alignment("A", align_a, dtype))
-    b = _matrix(k, n, count_b, b_major == "n", _alignment("B", align_b, dtype))
+    b = _matrix(k, n, count_b, b_major == "n", _alignment("B", align_b, b_dtype or dtype))
     d = _matrix(m, n, count_d, True, _alignment("D", align_d, out_dtype))
     c = None
     if c_dtype is not None and align_c == "0":
         c = Matrix(m, n, 2 * n, 2, 2 * m * n if count_d > 1 else 0, ITEMSIZE[c_dtype])
     elif c_dtype is not None:
         c = _matrix(m, n, count_d, True, _alignment("C", align_c, c_dtype))
-    problem = Problem(m, n, k, batch, dtype, out_dtype, precision, a, b, c, d, epilogue, work)
+    problem = Problem(m, n, k, batch, dtype, out_dtype, precision, a, b, c, d, epilogue, work, b_dtype=b_dtype)
     if str(problem) != text:
         raise ValueError(f"it would be written {str(problem)!r}")
     return problem
@@ -65,7 +67,7 @@ def parse(text: str) -> Problem:
 
 def _alignment(name: str, text: str, dtype: str) -> int:
     if text not in _ALIGNMENTS or int(text) < ITEMSIZE[dtype]:
-        raise ValueError(f"{name} is aligned to {text} bytes, accepted are 2, 4, 8 and 16, and at least an element")
+        raise ValueError(f"{name} is aligned to {text} bytes, accepted are 1, 2, 4, 8 and 16, and at least an element")
     return int(text)
 
 

@@ -18,13 +18,15 @@ _AXES = {"a": "mk", "b": "kn", "c": "mn", "d": "mn"}
 
 
 class DeviceArray(NamedTuple):
-    """An array in the GPU's memory with an element a product, which a launch takes as one more operand.
+    """An array in the GPU's memory, which a launch takes as one more operand.
 
-    name: of the kernel's argument. dtype: a name of `INTEGERS`.
+    name: of the kernel's argument. dtype: a name of `INTEGERS`. rows: whether it has an element a row of A, not one a
+    product.
     """
 
     name: str
     dtype: str
+    rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,20 @@ class Work:
     """One kind of work. Sizes are those of `Problem`: `batch` products; a ragged extent is the sum over all of them.
 
     Attributes:
-        name: as `Problem.work` and signatures have it. transposed: the name of the work of D^T = B^T A^T.
+        name: as `Problem.work` and signatures have it. transposed: the name of the work of D^T = B^T A^T; None where
+            no kernel computes that.
         ragged: the extent, "m", "n" or "k", that the products divide among them; None where all have the same sizes.
         arrays: what the kernel reads of the sizes on the device.
+        masked: whether each product has rows of its own that count, the first ones, and others that nobody touches.
+        indexed: "a" or "d", the operand whose rows the array `index` names, one for each row of the product; or None.
     """
 
     name: str
-    transposed: str
+    transposed: str | None
     ragged: Literal["m", "n", "k"] | None = None
     arrays: tuple[DeviceArray, ...] = ()
+    masked: bool = False
+    indexed: Literal["a", "d"] | None = None
 
     def matrices(self, operand: str, batch: int) -> int:
         """How many matrices "a", "b", "c" or "d" consists of: one where the products are parts of the same."""
@@ -68,7 +75,23 @@ class Work:
         return (along_m + more) * along_n if self.ragged == "m" else along_m * (along_n + more)
 
 
-_ROWS = {row.name: row for row in (Work(DENSE, transposed=DENSE),)}
+RAGGED_M, RAGGED_N, RAGGED_K, MASKED = "ragged_m", "ragged_n", "ragged_k", "masked"
+GATHERED, SCATTERED = "gathered_m", "scattered_m"
+ROWS = (RAGGED_M, GATHERED, SCATTERED)
+"""Works whose groups are rows."""
+_ENDS, _INDEX = DeviceArray("ends", "int32"), DeviceArray("index", "int32", rows=True)
+_ROWS = {
+    row.name: row
+    for row in (
+        Work(DENSE, transposed=DENSE),
+        Work(RAGGED_M, transposed=RAGGED_N, ragged="m", arrays=(_ENDS,)),
+        Work(RAGGED_N, transposed=RAGGED_M, ragged="n", arrays=(_ENDS,)),
+        Work(RAGGED_K, transposed=RAGGED_K, ragged="k", arrays=(_ENDS,)),
+        Work(GATHERED, transposed=None, ragged="m", arrays=(_ENDS, _INDEX), indexed="a"),
+        Work(SCATTERED, transposed=None, ragged="m", arrays=(_ENDS, _INDEX), indexed="d"),
+        Work(MASKED, transposed=None, arrays=(DeviceArray("counts", "int32"),), masked=True),
+    )
+}
 TABLE: Mapping[str, Work] = MappingProxyType(_ROWS)
 """The kinds of work by name."""
 

@@ -25,4 +25,8 @@ def cast_operands(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any,
     options = {**options, "bias": cast(options["bias"])}
     if a.dtype == torch.float32 and dtype != torch.float32:
         options["precision"] = None
-    return cast(a), cast(b), cast(c), options
+    given = {"a": a, "b": b}
+    a, b = cast(a), cast(b)
+    if (promised := options.get("constant")) in given and given[promised] is not {"a": a, "b": b}[promised]:
+        options["constant"] = None  # what was cast is written by the kernel just in front
+    return a, b, cast(c), options

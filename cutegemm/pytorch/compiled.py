@@ -18,7 +18,8 @@ from cutegemm.problem import program_request
 from cutegemm.problem.dtypes import TABLE, dtype_name
 from cutegemm.problem.program.graph import F32, I32, OPS, Input, Program
 from cutegemm.problem.program.simplify import simplified
-from cutegemm.problem.program.trace import _RUNNING, Reduction, Value, _output, _Trace
+from cutegemm.problem.program.trace import output_of
+from cutegemm.problem.program.value import RUNNING, Reduction, Trace, Value
 
 F = TypeVar("F")
 Described = tuple[torch.dtype | str, bool, bool, bool]
@@ -46,11 +47,11 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
     arguments = []
     for number in range(len(described)):
         arguments.append(Value(recorded, recorded.builder.add("input", attribute=number)))
-    _RUNNING.traces.append(recorded)
+    RUNNING.traces.append(recorded)
     try:
         result = epilogue(Value(recorded, recorded.acc), *arguments)
     finally:
-        _RUNNING.traces.pop()
+        RUNNING.traces.pop()
     outputs: list[tuple[int, str | None, str | None]] = []
     for each in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(each, Reduction):
@@ -99,7 +100,7 @@ class _Recorder:
         return attribute.stop if op == "const" else None
 
 
-class _Recorded(_Trace):
+class _Recorded(Trace):
     """A trace that dynamo follows."""
 
     def __init__(self, described: tuple[Described, ...]) -> None:
@@ -138,7 +139,7 @@ def _text_of_program(program: Program, described: tuple[Described, ...]) -> str:
 @_once_a_graph
 def _text(written: Any, outputs: Any, gating: str | None, described: tuple[Described, ...]) -> str:
     """The text of what was recorded, checked and simplified as every traced program."""
-    trace = _Trace(_inputs(described))
+    trace = Trace(_inputs(described))
     trace.gating = gating
     numbers: list[int] = []
     for op, args, attribute in written:
@@ -149,7 +150,7 @@ def _text(written: Any, outputs: Any, gating: str | None, described: tuple[Descr
     results = []
     for number, dtype, kind in outputs:
         value = Value(trace, numbers[number])
-        results.append(_output(value if kind is None else Reduction(value, kind, dtype), trace, "the epilogue"))
+        results.append(output_of(value if kind is None else Reduction(value, kind, dtype), trace, "the epilogue"))
     program = simplified(trace.builder.program(results, gating))
     unused = {*range(len(described))} - {node.attribute for node in program.nodes if node.op == "input"}
     if unused:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cutegemm.pytorch import sharding
 from cutegemm.run.call import PLAIN
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -26,6 +27,7 @@ def is_dispatched(*tensors: Any) -> bool:
                 special.append(tensor)
     if zeros or not special:
         return zeros
+    sharding.needed()
     return torch.overrides.has_torch_function(special) or any(
         type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in special
     )

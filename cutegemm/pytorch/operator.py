@@ -13,23 +13,26 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from cutegemm import native
 from cutegemm.problem import dtypes, request
-from cutegemm.problem.dtypes import product_dtype_name
+from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
-from cutegemm.pytorch import autograd, transforms
+from cutegemm.problem.request import check_constant
+from cutegemm.pytorch import autograd, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.run import float32
 from cutegemm.run.call import compute
 
 _library = torch.library.Library("cutegemm", "DEF")
 _library.define(
     "gemm(Tensor a, Tensor b, Tensor? c=None, float alpha=1.0, float beta=0.0, Tensor? bias=None, "
-    "str? activation=None, ScalarType? out_dtype=None, str? precision=None, str backend='auto', str? config=None) "
-    "-> Tensor",
+    "str? activation=None, ScalarType? out_dtype=None, str? precision=None, str backend='auto', str? config=None, "
+    "str? constant=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     "gemm_out(Tensor a, Tensor b, Tensor? c, float alpha, float beta, Tensor? bias, str? activation, "
-    "str? precision, str backend, str? config, Tensor(d!) out) -> ()",
+    "str? precision, str backend, str? config, Tensor(d!) out, str? constant=None) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -37,13 +40,17 @@ _library.define(
 def _gemm(
     a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
     activation: str | None = None, out_dtype: Any = None, precision: str | None = None, backend: str = "auto",
-    config: str | None = None,
+    config: str | None = None, constant: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
+    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
 
 
-def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:
-    compute(a, b, c, alpha, beta, bias, activation, out, None, precision, backend, config)
+def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None) -> None:
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
+    compute(a, b, c, alpha, beta, bias, activation, out, None, precision, backend, config, constant)
 
 
 for _device in ("CPU", "CUDA"):
@@ -53,28 +60,30 @@ for _device in ("CPU", "CUDA"):
 
 def _fake_gemm(
     a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
-    config=None,
+    config=None, constant=None,
 ):  # fmt: skip
-    shape = _check(a, b, c, beta, bias, activation)
-    if out_dtype is not None and request.mixed(out_dtype, of_a(a)) is None:
+    shape = check(a, b, c, beta, bias, activation)
+    check_constant(constant)
+    if out_dtype is not None and request.comes_of(out_dtype, of_a(a)) is None:
         raise TypeError(f"out_dtype: got {out_dtype}, {request.accepted(of_a(a))}")
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+    return a.new_empty(shape, dtype=out_dtype or torch_dtype(PRODUCTS[of_a(a)].output))
 
 
-def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out):
-    shape = _check(a, b, c, beta, bias, activation)
+def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None):
+    shape = check(a, b, c, beta, bias, activation)
+    check_constant(constant)
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
-    if request.mixed(out.dtype, of_a(a)) is None:
+    if request.comes_of(out.dtype, of_a(a)) is None:
         raise TypeError(f"out: got dtype {out.dtype}, {request.accepted(of_a(a))}")
 
 
 def of_a(a: torch.Tensor) -> str:
-    """The name of the operands' dtype, which `_check` has looked at."""
+    """The name of the operands' dtype, which `check` has looked at."""
     return str(product_dtype_name(a.dtype))
 
 
-def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
+def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
     """The shape of D. Raises what `gemm` would raise, as far as shapes and dtypes tell."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dim() not in (2, 3):
@@ -82,7 +91,11 @@ def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | Non
     if product_dtype_name(a.dtype) is None:
         raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
     if b.dtype != a.dtype:
-        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+        b_dtype = product_dtype_name(b.dtype)
+        if b_dtype is None:
+            raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+        if refused := dtypes.why_not_multiplied(of_a(a), b_dtype):
+            raise TypeError(refused)
     torch._check_value(
         a.shape[-1] == b.shape[-2],
         lambda: (
@@ -111,8 +124,8 @@ def _check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | Non
                 f"c: got shape {tuple(c.shape)}, expected {tuple(shape)} or one that broadcasts to it"
             ) from None
     for name, tensor in (("c", c), ("bias", bias)):
-        if tensor is not None and request.mixed(tensor.dtype, of_a(a)) is None:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, {request.accepted(of_a(a))}")
+        if tensor is not None and request.goes_with(tensor.dtype, of_a(a)) is None:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, {request.accepted(of_a(a), dtypes.ACCEPTED_TERMS)}")
     if bias is not None:
         if bias.dim() != 1:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
@@ -137,21 +150,29 @@ _DEVICES = frozenset(
 
 def _recorded_gemm(
     keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
-    backend="auto", config=None,
+    backend="auto", config=None, constant=None,
 ):  # fmt: skip
     """gemm for one level of autograd: the function that is recorded calls the operator below it.
 
     torch.library.register_autograd knows neither forward mode nor torch.func.
     """
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
     below = keyset & _BELOW_AUTOGRAD
     grad = torch.is_grad_enabled()
     forward = autograd.may_have_tangent(a, b, c, bias)
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
         if below.raw_repr() in _DEVICES:  # `_gemm`, without another passage through the dispatcher
-            return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config)
+            return compute(
+                a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant
+            )
+        sharding.needed()
         with torch._C._AutoDispatchBelowAutograd():
-            return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+            return _redispatch(
+                below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+            )
 
+    sharding.needed()
     forward_mode = torch._C._is_fwd_grad_enabled()
 
     def with_modes(a, b, c, alpha, beta, bias, out):
@@ -161,7 +182,9 @@ def _recorded_gemm(
             forward_ad._set_fwd_grad_enabled(forward_mode),
             torch._C._AutoDispatchBelowAutograd(),
         ):
-            return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+            return _redispatch(
+                below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+            )
 
     settings = autograd.Settings(alpha, beta, activation, precision, backend, forward)
     with enable_single_level_autograd_function():
@@ -171,7 +194,17 @@ def _recorded_gemm(
 _library.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
 
 
-def _refuse_derivatives(keyset, a, b, c, alpha, beta, bias, activation, precision, backend, config, out) -> None:
+def _recorded_natively(keys: int, *arguments: Any) -> torch.Tensor:
+    """`_recorded_gemm` of what the C++ part leaves to Python."""
+    return _recorded_gemm(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
+
+
+native.in_python["record"] = _recorded_natively
+
+
+def _refuse_derivatives(
+    keyset, a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None
+) -> None:
     """gemm_out below autograd; no derivative is computed of what is written into a tensor."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias, out)):
         raise RuntimeError(
@@ -183,7 +216,7 @@ def _refuse_derivatives(keyset, a, b, c, alpha, beta, bias, activation, precisio
     with torch._C._AutoDispatchBelowAutograd():
         torch.ops.cutegemm.gemm_out.default.redispatch(
             keyset & _BELOW_AUTOGRAD,
-            a, b, c, alpha, beta, bias, activation, precision, backend, config, out,
+            a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant,
         )  # fmt: skip
 
 
@@ -192,13 +225,15 @@ _library.impl("gemm_out", _refuse_derivatives, "Autograd", with_keyset=True)
 
 def _autocast_gemm(
     a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
-    config=None,
+    config=None, constant=None,
 ):  # fmt: skip
-    a, b, c, cast = cast_operands(a, b, c, {"bias": bias, "precision": precision, "out": None})
+    options = {"bias": bias, "precision": precision, "out": None, "constant": constant}
+    a, b, c, cast = cast_operands(a, b, c, options)
     with torch._C._DisableAutocast():
         return torch.ops.cutegemm.gemm(
-            a, b, c, alpha, beta, cast["bias"], activation, out_dtype, cast["precision"], backend, config
-        )
+            a, b, c, alpha, beta, cast["bias"], activation, out_dtype, cast["precision"], backend, config,
+            cast["constant"],
+        )  # fmt: skip
 
 
 for _device in ("CPU", "CUDA"):
@@ -207,9 +242,9 @@ for _device in ("CPU", "CUDA"):
 
 def _vmap_gemm(
     info, in_dims, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
-    backend="auto", config=None,
+    backend="auto", config=None, constant=None,
 ):  # fmt: skip
-    dims = (*in_dims, *(None,) * 11)
+    dims = (*in_dims, *(None,) * 12)
     (a, b, c, bias), beta, shape = transforms.merge(
         info.batch_size, (a, b, c, bias), (dims[0], dims[1], dims[2], dims[5]), beta
     )
@@ -222,9 +257,11 @@ torch.library.register_vmap("cutegemm::gemm", _vmap_gemm, lib=_library)
 
 def _batched_gemm(
     a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
-    config=None,
+    config=None, constant=None,
 ):  # fmt: skip
-    """gemm of tensors of the older vmap, by which torch.autograd.grad takes a batch of gradients."""
+    """gemm of tensors of the older vmap, by which torch.autograd.grad takes a batch of gradients. As in `_vmap_gemm`
+    operands may be copied, so that none is constant.
+    """
     level, size, tensors, dims = transforms.unwrap((a, b, c, bias))
     (a, b, c, bias), beta, shape = transforms.merge(size, tensors, dims, beta)
     d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)

@@ -22,7 +22,7 @@ from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from cutegemm.pytorch import program_autograd, program_batches, transforms
 from cutegemm.pytorch.autocast import cast_operands
-from cutegemm.pytorch.operator import _check as check_product
+from cutegemm.pytorch.operator import check as check_product
 from cutegemm.run import fused
 
 _library = torch.library.Library("cutegemm", "FRAGMENT")
@@ -116,6 +116,11 @@ def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list
     return [program_request.result_shape(output, tuple(leading), m, n) for output in program.outputs]
 
 
+def _default(out_dtype: torch.dtype | None, a: torch.Tensor) -> str:
+    """The name of the dtype of results that nothing else decides."""
+    return str(dtype_name(out_dtype)) if out_dtype else dtypes.TABLE[str(dtype_name(a.dtype))].output
+
+
 def _fake(
     a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
     save="outputs",
@@ -126,7 +131,7 @@ def _fake(
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
     results = []
     for number, (output, shape) in enumerate(zip(known.outputs, shapes, strict=True)):
-        name = program_request._dtype(number, output, None, out_dtype, str(dtype_name(out_dtype or a.dtype)))
+        name = program_request._dtype(number, output, None, out_dtype, _default(out_dtype, a))
         results.append(a.new_empty(shape, dtype=torch_dtype(name)))
     return results
 

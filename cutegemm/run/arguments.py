@@ -76,6 +76,8 @@ def strides_of(given: Input) -> tuple[str, ...]:
     """The names of the arguments that are the strides of a tensor operand of an epilogue, in elements."""
     if given.name == "bias":  # contiguous
         return ()
+    if given.scales:
+        return tuple(f"{given.name}_{axis}" for axis in ("row", "col", *("batch",) * given.batched))
     along = ("row",) * given.m + ("col",) * given.n + ("batch",) * given.batched
     return tuple(f"{given.name}_{axis}" for axis in along)
 
@@ -125,6 +127,8 @@ def _terms(signature: Signature) -> tuple[Pointer, Pointer]:
 
 WORKSPACE = "workspace"
 """Each launch has an address of its own here, which stands behind the stream among the host's arguments."""
+INDEX_ROWS = "index_rows"
+"""The rows of the operand that an index names, behind all others; of works that have one."""
 _OPERANDS: dict[str, Callable[[Signature], Pointer]] = {
     "a": lambda s: Pointer(s.dtype, s.align_a),
     "b": lambda s: Pointer(s.dtype, s.align_b),
@@ -134,7 +138,7 @@ _OPERANDS: dict[str, Callable[[Signature], Pointer]] = {
 }
 # `fixed` has their values in this order: a look-up by name would cost every new shape some microseconds.
 _SIZES = ("m", "n", "k", "batch")
-_EXTRAS = ("clusters",)
+_EXTRAS = ("clusters", "operand_lines")
 _STRIDES = ("lda", "ldb", "ldd", "a_batch", "b_batch", "d_batch", "c_row", "c_col", "c_batch")
 # What a host entry computes for its kernel: the grid of tiles; batch strides of the WGMMA's operands, which are the
 # problem's or exchanged.
@@ -159,6 +163,7 @@ def host(signature: Signature, extra: Collection[str] = ()) -> tuple[Argument, .
     types |= {WORKSPACE: Pointer("fp32", 16)} if WORKSPACE in extra else {}
     types |= dict.fromkeys(_SIZES, "int32") | {name: "int32" for name in _EXTRAS if name in extra}
     types |= dict.fromkeys((*_STRIDES, *_custom_strides(signature)), "int64")
+    types |= {INDEX_ROWS: "int32"} if WORKS[signature.work].indexed else {}
     return tuple(Argument(name, kind) for name, kind in types.items())
 
 
@@ -171,6 +176,7 @@ def fixed(problem: Problem, extra: Mapping[str, int]) -> tuple[int, ...]:
         a.leading, b.leading, d.leading, a.stride_batch, b.stride_batch, d.stride_batch,
         *((c.stride_row, c.stride_col, c.stride_batch) if c else (0, 0, 0)),
         *(_custom_values(problem) if problem.epilogue.custom else ()),
+        *([getattr(problem, indexed).rows] if (indexed := WORKS[problem.work].indexed) else ()),
     )  # fmt: skip
 
 
@@ -199,7 +205,7 @@ def device(arguments: Any, host_only: Collection[str], **computed: Any) -> Any:
     """
     values = arguments._asdict() | computed
     arrays = dict.fromkeys(array.name for work in WORKS.values() for array in work.arrays)
-    known = (*_ON_DEVICE, *arrays)
+    known = (*_ON_DEVICE, *arrays, INDEX_ROWS)
     order = (*known, *(name for name in arguments._fields if _is_custom(name) and name not in known))
     unknown = {*host_only} - {*arguments._fields} or {*values} - {*order}
     if unknown:

@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 
+from cutegemm import backend as backends
+from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo, State
-from cutegemm.problem import request
-from cutegemm.run import runner
+from cutegemm.problem import PRECISIONS, request
+from cutegemm.problem.epilogue import ACTIVATIONS
+from cutegemm.run import float32, runner
 from cutegemm.run.runner import Call, Runner
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -25,7 +28,7 @@ _lock = threading.Lock()
 _FLT_MAX = request.FLT_MAX
 
 
-def description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config):
+def description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None):
     """All that a plan depends on; an unhashable or strange argument raises something.
 
     Of an address its alignment, and 0 where there is none: a tensor without memory is not taken for an aligned one.
@@ -45,34 +48,37 @@ def description(a, b, c, beta, bias, activation, out, out_dtype, precision, back
             out.__class__, out.shape, out.stride(), out.dtype, out.device, (p := out.data_ptr()) and p & 15 | 16,
             out.is_neg(),
         ),
-        activation, out_dtype, precision, backend, config,
+        activation, out_dtype, precision, backend, config, constant,
         None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
     )  # fmt: skip
 
 
-def compute(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config) -> torch.Tensor:
+def compute(
+    a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None
+) -> torch.Tensor:
     """`gemm` of plain tensors, with no regard to autograd, autocast or tracing; alpha and beta are floats."""
     if not (-_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX):
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
-    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
     run = memo.get(key)
     if run is None:
         run = plan_of(key, a, b, c, {
             "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
             "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
+            "constant": constant,
         })  # fmt: skip
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config) -> Any:
+def key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None) -> Any:
     """The key of a call, or None when something about it is strange.
 
     A call with a subclass of Tensor as c, bias or out gets a key that `gemm` itself never looks for: torch's dispatcher
     must see the subclass every time.
     """
     try:
-        found = description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config)
+        found = description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
         hash(found)
     except (AttributeError, TypeError, RuntimeError):
         return None
@@ -112,7 +118,46 @@ def planned(key: Any, call: Call, a: Any, b: Any, c: Any, options: dict[str, Any
             run = runner.writing(run, a, b, c if reads_c else None, options["bias"], options["out"])
         if key is not None:
             memo.put(key, run, plan)
+            _tell(call, plan, a, b, c, options)
     return run, plan
+
+
+def _tell(call: Call, plan: Plan, a: Any, b: Any, c: Any, options: dict[str, Any]) -> None:
+    """Tells the C++ part of a plan that is remembered; the first plan of a GPU has it made."""
+    if native.is_ready():
+        native.install(a, b, c, options, call.launch(plan))
+    elif plan.kernel is not None and call.request.device.type == "cuda":
+        native.want()
+
+
+def _plan_natively(
+    _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant, out=None
+) -> None:
+    """Plans a call that the C++ part has not met, if nobody has, and tells it what to launch."""
+    options = {
+        "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
+        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
+    }  # fmt: skip
+    key = key_of_options(a, b, c, options)
+    call = Call.of(a, b, c, options)
+    with _lock:
+        plan = None if key is None else memo.plan(key)
+        if plan is not None:
+            _tell(call, plan, a, b, c, options)
+    if plan is None:
+        planned(key, call, a, b, c, options)
+
+
+def _compute_natively(
+    _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+) -> torch.Tensor:
+    if precision is None and float32.in_use:
+        precision = float32.default(a, backend)
+    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
+
+
+native.names = ACTIVATIONS, PRECISIONS, backends.NAMES, request.CONSTANTS
+native.in_python |= {"plan": _plan_natively, "compute": _compute_natively}
 
 
 def keep_up() -> State | None:

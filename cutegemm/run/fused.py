@@ -15,12 +15,12 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice.plan import Plan, PlanMemo
-from cutegemm.problem import Problem, overlap, program_request, torch_dtype
+from cutegemm.problem import Problem, overlap, packing, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.request import FLT_MAX
-from cutegemm.run import call
+from cutegemm.run import call, preparing
 from cutegemm.run.arguments import Addresses, Numbers, Scalars
 from cutegemm.run.runner import Call, current_device
 
@@ -126,9 +126,9 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
 
     def run(a: Any, b: Any, operands: Sequence[Any], out: Any) -> Results:
         if "a" in copied:
-            a = a.contiguous()
+            a = packing.copied("a", a)
         if "b" in copied:
-            b = b.contiguous()
+            b = packing.copied("b", b)
         given = (None,) * len(dtypes) if out is None else (out,) if isinstance(out, torch.Tensor) else out
         if out is not None:
             _check_writable(given, a, b, operands)
@@ -220,7 +220,7 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
     assert plan.kernel is not None
     index = asked.device.index
     with current_device(asked.device):
-        launch = plan.kernel.bind(plan.problem)
+        launch = preparing.bind(plan)
     current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     reductions = Reductions(plan.problem, plan.choice.config)
 
@@ -245,6 +245,7 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
     reductions = Reductions(plan.problem, plan.choice.config)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
+        a, b = preparing.emulate(plan, a, b)
         results = reductions.partials(outs)
         for number, *_ in reductions.rows:
             results[number].fill_(torch.nan)  # a piece that nobody writes shows

@@ -7,19 +7,23 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice import plan as planning
+from cutegemm.choice import prepared
 from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import overlap, request, torch_dtype
+from cutegemm.problem import Signature, overlap, packing, request, torch_dtype
+from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
 from cutegemm.problem.work import TABLE as WORKS
+from cutegemm.run import preparing
 from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers, Scalars
 from cutegemm.run.environment import variable
 
@@ -37,6 +41,7 @@ _kernels = planning.Memo(limit=1024)
 DEFAULTS: dict[str, Any] = {
     "alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "out": None,
     "out_dtype": None, "precision": None, "backend": "auto", "config": None,
+    "constant": None,
 }  # fmt: skip
 """What `gemm` takes beside a, b and c."""
 _described = operator.itemgetter("alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
@@ -65,6 +70,8 @@ class Call(NamedTuple):
         if options["out"] is not None:
             inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": options["bias"]}
             overlap.check(options["out"], inputs)
+        if options["constant"] is not None:
+            found = request.with_constant(found, options["constant"])
         return cls(found, options["backend"], options["config"])
 
     def plan(self, state: planning.State | None = None) -> Plan:
@@ -87,27 +94,59 @@ class Call(NamedTuple):
         if arch is not None and not on_cpu and (state.tune if state else os.environ.get("CUTEGEMM_TUNE")):
             self._tune(arch)
             known = None  # a winner may have been written
-        choice = planning.choose(asked.problem, arch, self.backend, self.config, known)
+        problem, choice, preparations = prepared.choose(asked.problem, arch, self.backend, self.config, known)
         kernel = None
+        preparers = []
         if choice.config is not None:
             assert arch is not None
-            kernel = self._kernel(choice, arch)
-        return Plan(asked.problem, choice, arch, kernel, asked.swapped, asked.copies, on_cpu and kernel is not None)
+            choice = self._for_constant(choice)
+            kernel = self._kernel(choice, arch, problem.signature)
+            preparers = [(each, self._preparer(choice, arch, each)) for each in preparations]
+        emulated = on_cpu and kernel is not None
+        return Plan(
+            problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), asked.constant
+        )
 
-    def _kernel(self, choice: planning.Choice, arch: Arch) -> backends.Kernel:
-        """The kernel of a choice: one that this process has, else from the backend, compiled or loaded."""
+    def _for_constant(self, choice: planning.Choice) -> planning.Choice:
+        """The choice, for a constant operand with what makes use of that; a configuration asked for stays as it is."""
+        asked = self.request
+        if not asked.constant or self.config is not None:
+            return choice
+        config = backends.get(choice.backend).for_constant(choice.config, asked.problem.signature)
+        return choice if config is None else choice._replace(config=config)
+
+    def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature | None = None) -> backends.Kernel:
+        """The kernel of a choice, by default for the problem as it was asked."""
         asked, backend = self.request, backends.get(choice.backend)
-        signature = asked.problem.signature
+        plain = asked.problem.signature
+        signature = signature or plain
+        # An operand that is packed first is written by the kernel in front.
+        if asked.constant and signature == plain and backend.for_constant(choice.config, signature) == choice.config:
+            signature = replace(signature, constant=asked.constant)
+        key = backend, choice.config, signature, arch
+        found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))
+        return found
+
+    def _preparer(self, choice: planning.Choice, arch: Arch, asked: Preparation) -> backends.Preparer:
+        """The kernel of a preparation."""
+        backend = backends.get(choice.backend)
+        key = backend, asked.variant, arch
+        found: backends.Preparer = self._held(key, asked.kind, lambda: backend.preparer(asked, arch))
+        return found
+
+    def _held(self, key: tuple[Any, ...], name: object, build: Callable[[], Any]) -> Any:
+        """What this process has of that key, else what `build` gives: compiled or loaded by the backend."""
+        device = self.request.device
         # A driver's handle of a loaded kernel may belong to one device, and its files lie in one cache directory.
-        key = backend, choice.config, signature, arch, asked.device.index, variable("CUTEGEMM_CACHE_DIR")
+        key = *key, device.index, variable("CUTEGEMM_CACHE_DIR")
         kernel = _kernels.get(key)
         if kernel is None:
-            if asked.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+            if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
                 raise GemmError(
-                    f"this call's kernel ({choice.config}) is not loaded yet, and loading it would break the CUDA "
+                    f"this call's kernel ({name}) is not loaded yet, and loading it would break the CUDA "
                     "graph capture under way; call cutegemm.prepare with the same arguments before capturing"
                 )
-            kernel = backend.build(signature, choice.config, arch)
+            kernel = build()
             _kernels.put(key, kernel)
         return kernel
 
@@ -119,8 +158,28 @@ class Call(NamedTuple):
         if wanted() and free and not torch.cuda.is_current_stream_capturing():
             on_demand(self.request.problem, arch, self.request.device.index)
 
+    def launch(self, plan: Plan) -> tuple[Any, ...] | None:
+        """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""
+        asked: Any = self.request
+        problem = asked.problem
+        if plan.kernel is None or plan.emulated or 0 in (problem.m, problem.n, problem.batch):
+            return None
+        if asked.copies or asked.into_temporary or plan.preparations or WORKS[problem.work].arrays:
+            return None
+        if problem.out_dtype == "int32":  # alpha must be looked at
+            return None
+        with current_device(asked.device):
+            launcher = plan.kernel.launcher(plan.problem)
+        if launcher is None:
+            return None
+        return *launcher, tuple(asked.shape), torch_dtype(problem.out_dtype), asked.swapped
+
     def runner(self, plan: Plan) -> Runner:
         """What runs the plan on this call's tensors, and on any others of the same description."""
+        found = self._runner(plan)
+        return _unscaled(found) if self.request.problem.out_dtype == "int32" else found
+
+    def _runner(self, plan: Plan) -> Runner:
         asked: Any = self.request  # a Request: `fused` runs calls with a program
         if plan.kernel is None:
             backend = backends.get(plan.choice.backend)
@@ -133,7 +192,7 @@ class Call(NamedTuple):
             core_with: Callable[[Mapping[str, torch.Tensor]], Core] = functools.partial(_emulated_core, plan)
         else:
             with current_device(asked.device):
-                core_with = functools.partial(_cuda_core, plan.kernel.bind(plan.problem), asked)
+                core_with = functools.partial(_cuda_core, preparing.bind(plan), asked)
         needed = WORKS[asked.problem.work].arrays
         if not needed:
             return made(core_with({}), asked)
@@ -144,6 +203,17 @@ class Call(NamedTuple):
             return made(core_with(named), asked)(*dense)
 
         return run
+
+
+def _unscaled(runner: Runner) -> Runner:
+    """The runner of D in int32, whose kernels do not multiply by alpha; see `request.describe`, which said so first."""
+
+    def run(a: Any, b: Any, c: Any, alpha: float, *others: Any) -> torch.Tensor:
+        if alpha != 1:
+            raise ValueError(f"alpha: got {alpha!r} with D in torch.int32; accepted is 1, or another out_dtype")
+        return runner(a, b, c, alpha, *others)
+
+    return run
 
 
 def writing(runner: Runner, a: Any, b: Any, c: Any, bias: Any, out: Any) -> Runner:
@@ -229,6 +299,7 @@ def _emulated_core(plan: Plan, arrays: Mapping[str, torch.Tensor]) -> Core:
     def core(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, d: torch.Tensor) -> None:
         if plan.swapped:
             a, b = b, a
+        a, b = preparing.emulate(plan, a, b)
         named = {"a": a, "b": b, "bias": bias, "d": d, **arrays}
         if problem.epilogue.c_dtype is not None and c is not d:
             named["c"] = c
@@ -260,9 +331,9 @@ def _staged(core: Core, asked: Request) -> Runner:
 
     def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
         if "a" in copied:
-            a = a.contiguous()
+            a = packing.copied("a", a)
         if "b" in copied:
-            b = b.contiguous()
+            b = packing.copied("b", b)
         if "bias" in copied:
             bias = bias.contiguous()
         if not asked.into_temporary:

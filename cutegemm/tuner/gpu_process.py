@@ -1,216 +1,27 @@
 """The process that owns one GPU during a sweep: `python -m cutegemm.tuner.gpu_process INDEX`, called through
-`timer`.
-
-For a problem it draws normal inputs, as many sets as pass three times the L2 cache, and computes the float64 reference
-once. A check runs a candidate on an output poisoned with NaN between guard bands, and compares every element with the
-error bound of `cutegemm.problem.reference`. A timing replays one CUDA graph a candidate, in turns
-(`cutegemm.tuner.timing`).
+`timer`. What it does with a problem is `problem_bench`.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from cutegemm import backend as backends
-from cutegemm.cute import workspace
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Matrix, Problem, reference, torch_dtype
-from cutegemm.run.arguments import Operands, Scalars
-from cutegemm.tuner.child import Fatal, serve
-from cutegemm.tuner.timer import TORCH
-from cutegemm.tuner.timing import ROUND_SECONDS, Lane, capture_stream, gpu_state, rotation
-
-GUARD = 2048
-"""Elements before and after D that no kernel may touch."""
-LOADING_SECONDS = 0.005
-"""A first launch that takes longer may have spent it on loading the module."""
-MOST_KEPT = 16
-"""Candidates whose kernels and graphs are kept; the least recently used go first."""
-Key = tuple[str, str]
+from cutegemm.problem import Problem
+from cutegemm.problem.work import DENSE
+from cutegemm.tuner.child import serve
+from cutegemm.tuner.grouped_bench import GroupedBench
+from cutegemm.tuner.problem_bench import Bench, survive
+from cutegemm.tuner.timing import gpu_state
 
 
-class Bench:
-    """One problem on the current CUDA device (on the CPU, in tests, nothing can be timed)."""
-
-    def __init__(self, problem: Problem, arch: Arch, seed: int | None = None, device: str = "cuda") -> None:
-        self.problem, self.arch, self._device = problem, arch, device
-        self._generator = torch.Generator(device=device)
-        self.seed = self._generator.seed() if seed is None else self._generator.manual_seed(seed).initial_seed()
-        p, epilogue = problem, problem.epilogue
-        a, b = self._draw(p.a, p.dtype), self._draw(p.b, p.dtype)
-        sets = rotation(p.min_bytes, arch.l2_bytes)
-        self._inputs = [(a, b)] + [(_copy(a, p.a), _copy(b, p.b)) for _ in range(sets - 1)]
-        self._c = self._draw(p.c, epilogue.c_dtype) if p.c is not None and epilogue.c_dtype else None
-        self._bias = None
-        if epilogue.bias_dtype:
-            length = p.n if epilogue.bias_axis == "n" else p.m
-            self._bias = self._normal(length).to(torch_dtype(epilogue.bias_dtype))
-        self._beta = 0.5 if self._c is not None else 0.0
-        self._whole = torch.empty(_span(p.d, p.batch) + 2 * GUARD, dtype=torch_dtype(p.out_dtype), device=device)
-        self._d = _view(self._whole[GUARD:], p.d, p.batch)
-        bias = self._bias if self._bias is None or epilogue.bias_axis == "n" else self._bias[:, None]
-        self._want = reference.expected(
-            a, b, self._c, beta=self._beta, bias=bias, activation=epilogue.activation, out_dtype=self._d.dtype,
-            precision=p.precision,
-        )  # fmt: skip
-        self._low, self._high = self._want.value - self._want.bound, self._want.value + self._want.bound
-        self._calls: OrderedDict[Key, list[Any]] = OrderedDict()
-        self._lanes: dict[Key, Lane] = {}
-        self._out: torch.Tensor | None = None
-
-    def check(self, backend: str, config: str) -> tuple[str, float]:
-        """The verdict, and about how long one launch took."""
-        for again in (True, False):
-            try:
-                return self._check((backend, config))
-            except torch.OutOfMemoryError as why:
-                self._forget(0)
-                torch.cuda.empty_cache()
-                if not again:
-                    return f"failed to run: {why}", math.inf
-            except Exception as why:
-                if self._device == "cuda":
-                    _survive(why)
-                self._calls.pop((backend, config), None)
-                return f"failed to run: {why}", math.inf
-        raise AssertionError("unreachable")
-
-    def _check(self, key: Key) -> tuple[str, float]:
-        call = self._bound(key)[0]
-        self._whole.fill_(math.nan)
-        took = self._once(call)
-        verdict = self._verdict()
-        if verdict == "ok" and took > LOADING_SECONDS:
-            took = self._once(call)  # the first launch loads the module
-        if verdict != "ok" and self._device == "cuda":
-            workspace.default.clear()
-        return verdict, took
-
-    def _once(self, call: Any) -> float:
-        """Seconds of one launch, the host's part included. On the stream whose workspace the lanes use."""
-        if self._device != "cuda":
-            begun = time.perf_counter()
-            call()
-            return time.perf_counter() - begun
-        stream = capture_stream(torch.cuda.current_device())
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    def time(self, keys: Sequence[Key], rounds: int, block_seconds: float) -> dict[Key, float]:
-        """Seconds a call: the median over rounds in which each has one block, after a warm-up."""
-        wanted: list[Key] = [TORCH, *keys]
-        lanes = {key: self._lane(key) for key in wanted}
-        samples: dict[Key, list[float]] = {key: [] for key in wanted}
-        if block_seconds:
-            lanes[TORCH].block(block_seconds)  # brings the card to its power limit
-        else:
-            for lane in lanes.values():
-                lane.block()
-        for number in range(rounds):
-            turn = number % len(wanted)
-            for key in wanted[turn:] + wanted[:turn]:
-                samples[key].append(lanes[key].block(block_seconds))
-        return {key: statistics.median(values) * 1e-6 for key, values in samples.items()}
-
-    def _verdict(self) -> str:
-        if not bool((self._whole[:GUARD].isnan().all()) & (self._whole[-GUARD:].isnan().all())):
-            return f"wrong: it wrote outside D (seed {self.seed})"
-        # The same bound in one pass; what does not pass gets a diagnosis.
-        if bool(((self._d >= self._low) & (self._d <= self._high)).all()):
-            return "ok"
-        verdict = reference.check(self._d, self._want)
-        return "ok" if verdict else f"wrong: {verdict.message} (seed {self.seed})"
-
-    def _lane(self, key: Key) -> Lane:
-        calls = self._torch() if key == TORCH else self._bound(key)
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = Lane(calls, ROUND_SECONDS)
-        return lane
-
-    def _forget(self, kept: int) -> None:
-        """Lets go of the candidates used longest ago, until `kept` are left."""
-        while len(self._calls) > kept:
-            key, _ = self._calls.popitem(last=False)
-            self._lanes.pop(key, None)
-
-    def _bound(self, key: Key) -> list[Any]:
-        """One launch per input set, on the current stream."""
-        found = self._calls.get(key)
-        if found is not None:
-            self._calls.move_to_end(key)
-            return found
-        self._forget(MOST_KEPT - 1)
-        backend = backends.get(key[0])
-        kernel = backend.build(self.problem.signature, backend.parse(key[1]), self.arch)
-        run = kernel.bind(self.problem)
-        c, bias, d = (0 if t is None else t.data_ptr() for t in (self._c, self._bias, self._d))
-        scalars, on_cuda = Scalars(beta=self._beta), self._device == "cuda"
-
-        def call(operands: Operands) -> None:
-            run(operands, scalars, torch.cuda.current_stream().cuda_stream if on_cuda else 0)
-
-        found = self._calls[key] = [
-            partial(call, Operands(a.data_ptr(), b.data_ptr(), c, bias, d)) for a, b in self._inputs
-        ]
-        return found
-
-    def _torch(self) -> list[Any]:
-        """The product alone by cuBLAS, in the operands' dtype."""
-        p = self.problem
-        torch.backends.cuda.matmul.allow_tf32 = p.precision == "tf32"
-        if self._out is None:
-            self._out = torch.empty((p.batch, p.m, p.n), dtype=torch_dtype(p.dtype), device=self._device)
-        out = self._out
-        if p.batch > 1:
-            return [partial(torch.bmm, a, b, out=out) for a, b in self._inputs]
-        return [partial(torch.mm, a[0], b[0], out=out[0]) for a, b in self._inputs]
-
-    def _draw(self, matrix: Matrix, dtype: str) -> torch.Tensor:
-        flat = self._normal(_span(matrix, self.problem.batch)).to(torch_dtype(dtype))
-        return _view(flat, matrix, self.problem.batch)
-
-    def _normal(self, count: int) -> torch.Tensor:
-        return torch.randn(count, device=self._device, generator=self._generator)
-
-
-def _span(matrix: Matrix, batch: int) -> int:
-    """Elements from the first to the last that the matrices reach."""
-    if not (matrix.rows and matrix.cols and batch):
-        return 0
-    ends = (matrix.rows - 1) * matrix.stride_row + (matrix.cols - 1) * matrix.stride_col
-    return ends + (batch - 1) * matrix.stride_batch + 1
-
-
-def _view(flat: torch.Tensor, matrix: Matrix, batch: int) -> torch.Tensor:
-    strides = (matrix.stride_batch, matrix.stride_row, matrix.stride_col)
-    return flat.as_strided((batch, matrix.rows, matrix.cols), strides)
-
-
-def _copy(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    batch = tensor.shape[0]
-    return _view(tensor.as_strided((_span(matrix, batch),), (1,)).clone(), matrix, batch)
-
-
-def _survive(why: Exception) -> None:
-    """Raises Fatal when the error has ruined the CUDA context."""
-    try:
-        torch.cuda.synchronize()
-    except Exception:
-        raise Fatal(str(why)) from why
+def _bench_of(problem: Problem) -> type[Bench]:
+    """What measures problems of that work."""
+    return Bench if problem.work == DENSE else GroupedBench
 
 
 class Server:
@@ -232,7 +43,7 @@ class Server:
         try:
             return self._measure(what, *arguments)
         except Exception as why:
-            _survive(why)
+            survive(why)
             raise
 
     def _measure(self, what: str, *arguments: Any) -> Any:
@@ -241,7 +52,7 @@ class Server:
             torch.cuda.set_device(self._index)
             torch.cuda.empty_cache()
             begun = time.perf_counter()
-            self._bench = Bench(arguments[0], Arch.of_device(self._index))
+            self._bench = _bench_of(arguments[0])(arguments[0], Arch.of_device(self._index))
             return time.perf_counter() - begun
         if self._bench is None:
             raise RuntimeError("no problem is open")

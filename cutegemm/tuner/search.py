@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.tuner.budget import MOST_WAITED, Budget
 from cutegemm.tuner.space import Candidate, Frontier
+from cutegemm.tuner.spread import METHOD
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
 from cutegemm.tuner.timing import BLOCK_SECONDS, SUSTAINED_FLOPS
 from cutegemm.winners import Measurement, Winners
@@ -447,7 +448,7 @@ class Search:
         rows = [
             Measurement(
                 arch.name, arch.sm_count, str(self.problem), *r.candidate.key, fingerprint(*r.candidate.key), r.seconds,
-                r.verdict, kind=r.kind, reference_seconds=r.reference_seconds,
+                r.verdict, kind=r.kind, reference_seconds=r.reference_seconds, method=METHOD,
             )
             for r in results
         ]  # fmt: skip

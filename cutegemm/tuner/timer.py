@@ -56,7 +56,8 @@ class Timer(Protocol):
         self, candidates: Sequence[Candidate], rounds: int, block_seconds: float
     ) -> Mapping[tuple[str, str], float]:
         """Seconds a call of each candidate by key, and of torch under `TORCH`: medians over rounds of one block each
-        in turn, after a warm-up round. block_seconds: 0 for one graph replay a block. Raises TimerLost."""
+        in turn, after a warm-up round. block_seconds: 0 for one graph replay a block. A `spread.Seconds` also has the
+        times of its rounds. Raises TimerLost."""
 
     def close(self) -> None: ...
 

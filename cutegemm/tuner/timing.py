@@ -4,6 +4,7 @@ The method and its reasons:
 
 - Clocks drift and large products are limited by power, so a ratio is only meaningful between candidates timed in the
   same process, in turns (A B, B A, A B, ...): who goes first in a round would lose or gain by it.
+- A graph holds the calls as any program captures them, workspaces and all: what is timed is what a user gets.
 - Inputs rotate through enough sets to pass three times the L2 cache; one CUDA graph holds the calls of a round, so
   that launch gaps stay out.
 - Up to 1e11 flop a round is a few milliseconds. Beyond, the card runs into its power limit, and short blocks borrow
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cutegemm.cute import workspace
+from cutegemm.tuner.spread import Spread, order_of_round, spread
 
 Call = Callable[[], object]
 
@@ -31,15 +32,20 @@ ROUND_SECONDS = 0.004
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median over rounds, and the extremes."""
+    """Microseconds a call: the median over rounds, the extremes, and the median of each round."""
 
     us: float
     low: float
     high: float
     rounds: int
+    samples: tuple[float, ...] = ()
 
     def tflops(self, flops: float) -> float:
         return flops / self.us / 1e6
+
+    def spread(self, other: Timing) -> Spread | None:
+        """Of the speed over that of another candidate of the same rounds."""
+        return spread(self.samples, other.samples)
 
 
 def rotation(bytes_per_set: int, l2_bytes: int, most: int = 512) -> int:
@@ -50,10 +56,7 @@ def rotation(bytes_per_set: int, l2_bytes: int, most: int = 512) -> int:
 def interleaved(
     candidates: Mapping[str, Sequence[Call]], flops: float, rounds: int = 9, block_seconds: float | None = None
 ) -> dict[str, Timing]:
-    """Times every candidate, a round of each in turn, in an order that is reversed from round to round.
-
-    Whoever runs behind a large product finds the card warm and its clock low: always first, cuBLAS gained 3 % at 137
-    Gflop on an H200.
+    """Times every candidate, a round of each in turn, in the orders of `order_of_round`.
 
     Args:
         candidates: name -> one call per input set; each enqueues work on the current stream.
@@ -71,12 +74,12 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     count = min(rounds, 5) if sustained else rounds
     for number in range(count + 1):
-        for name in list(lanes)[:: -1 if number % 2 else 1]:
+        for name in order_of_round(list(lanes), number):
             us = lanes[name].block(target if sustained else 0.0)
             if number:
                 samples[name].append(us)
     return {
-        name: Timing(statistics.median(values), min(values), max(values), len(values))
+        name: Timing(statistics.median(values), min(values), max(values), len(values), tuple(values))
         for name, values in samples.items()
     }
 
@@ -92,7 +95,6 @@ class Lane:
     def __init__(self, calls: Sequence[Call], graph_seconds: float) -> None:
         import torch
 
-        # Captured on the stream of the warm-up, with its workspace: a round stands for calls that are not captured.
         stream = capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -102,7 +104,7 @@ class Lane:
         self.seconds = single * self.calls
         self._kept = calls  # and with them what the graph uses
         self.graph = torch.cuda.CUDAGraph()
-        with workspace.default.lent_to_graphs() as self._lent, torch.cuda.graph(self.graph, stream=stream):
+        with torch.cuda.graph(self.graph, stream=stream):
             for i in range(self.calls):
                 calls[i % len(calls)]()
 

@@ -23,14 +23,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-SCHEMA = 2
+SCHEMA = 3
 COLUMNS = (
     "gpu", "sm_count", "problem", "backend", "config", "fingerprint", "seconds", "verdict", "measured_at", "kind",
-    "reference_seconds", "origin",
+    "reference_seconds", "origin", "method",
 )  # fmt: skip
-_FIRST_SCHEMA = COLUMNS[:9]
+_FIRST_SCHEMA, _SECOND_SCHEMA = COLUMNS[:9], COLUMNS[:12]
+_SINCE: tuple[Any, ...] = ("family", None, "own", "")
+"""What rows of the first schema have in the columns that came later."""
 _CREATE = """
 CREATE TABLE IF NOT EXISTS measurement (
     id INTEGER PRIMARY KEY,
@@ -45,9 +47,13 @@ CREATE TABLE IF NOT EXISTS measurement (
     measured_at TEXT NOT NULL,
     kind TEXT NOT NULL DEFAULT 'final',
     reference_seconds REAL,
-    origin TEXT NOT NULL DEFAULT 'own'
+    origin TEXT NOT NULL DEFAULT 'own',
+    method TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS by_problem ON measurement (problem, gpu, sm_count);
+"""
+_FROM_2 = """
+ALTER TABLE measurement ADD COLUMN method TEXT NOT NULL DEFAULT '';
 """
 _FROM_1 = """
 ALTER TABLE measurement ADD COLUMN kind TEXT NOT NULL DEFAULT 'family';
@@ -231,7 +237,7 @@ def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
     """The connection with this version's table in it; sqlite3.DatabaseError for a file that is none of ours."""
     version = _version(connection)
     if version < SCHEMA:
-        script = _FROM_1 if version == 1 else _CREATE
+        script = {1: _FROM_1 + _FROM_2, 2: _FROM_2}.get(version, _CREATE)
         connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA}; COMMIT;")
     return connection
 
@@ -250,11 +256,11 @@ def _is_whole(path: Path) -> bool:
 def _salvage(path: Path) -> list[tuple]:
     """The rows of a damaged file, as far as they can be read."""
     rows: list[tuple] = []
-    for columns in (COLUMNS, _FIRST_SCHEMA):
+    for columns in (COLUMNS, _SECOND_SCHEMA, _FIRST_SCHEMA):
         with contextlib.suppress(sqlite3.Error), contextlib.closing(_connect(path)) as connection:
             found = connection.execute(f"SELECT {', '.join(columns)} FROM measurement NOT INDEXED")
             for row in found:
-                rows.append((*row, *("family", None, "own")[: len(COLUMNS) - len(columns)]))
+                rows.append((*row, *_SINCE[len(columns) - len(_FIRST_SCHEMA) :]))
         if rows:
             break
     return [row for row in rows if all(value is not None for value in (*row[:6], row[7], row[8]))]

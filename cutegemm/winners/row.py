@@ -21,7 +21,8 @@ class Measurement:
     fingerprint: of kernel sources and compiler, see `fingerprint`. seconds: per launch, None when it was not
     timed. verdict: "ok", or what was wrong: "wrong: ...", "failed to compile: ...", "failed to run: ...".
     measured_at: UTC, ISO. kind: one of `KINDS`. reference_seconds: what torch (cuBLAS) took in the same rounds, or
-    None. origin: "own", "imported", or "shipped" with a remark when it is stale.
+    None. origin: "own", "imported", or "shipped" with a remark when it is stale. method: how the times were taken:
+    `tuner.spread.METHOD`, or "" in rows of the time before methods were noted.
     """
 
     gpu: str
@@ -36,6 +37,7 @@ class Measurement:
     kind: str = "final"
     reference_seconds: float | None = None
     origin: str = "own"
+    method: str = ""
 
     @property
     def ok(self) -> bool:

@@ -25,12 +25,15 @@ FORMAT = 1
 DATA = Path(__file__).parents[1] / "data"
 
 _REQUIRED = ("gpu", "sm_count", "problem", "backend", "config", "fingerprint", "seconds", "verdict")
-_OPTIONAL = ("measured_at", "kind", "reference_seconds")
+_OPTIONAL = ("measured_at", "kind", "reference_seconds", "method")
 
 
 def dump(rows: Iterable[Measurement]) -> str:
     """The text of a table; `load` reads it back. Where a row came from is not kept."""
+    rows = list(rows)
     columns = [*_REQUIRED, *_OPTIONAL]
+    if not any(row.method for row in rows):  # a table of the time before methods were noted stays as it is
+        columns.remove("method")
     body = ",\n".join("  " + json.dumps([getattr(row, name) for name in columns]) for row in rows)
     return f'{{"format": {FORMAT}, "columns": {json.dumps(columns)},\n "rows": [\n{body}\n ]}}\n'
 

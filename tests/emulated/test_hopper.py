@@ -123,21 +123,38 @@ def test_epilogues(schedule, epilogue, run):
         "64x64x64/coop1/c1x1/s3/g2/k3",
     ],
 )
-def test_c_and_bias_meet_the_accumulators(config, run, seed):
+@pytest.mark.parametrize(
+    ("out", "options"),
+    [
+        (None, {"c": True, "beta": -0.5, "alpha": 1.5}),
+        (None, {"c": True, "beta": 2.0, "bias": True, "activation": "gelu", "batch": 2}),
+        ("fp32", {"c": True, "beta": 1.0, "bias": True}),
+        (None, {"c": "fp32", "beta": 1.0}),
+        ("fp32", {"c": "fp32", "beta": 1.0, "bias": "fp32"}),
+        (None, {"c": "column-major", "beta": -1.0}),
+        (None, {"c": "row", "beta": -1.0}),
+        # A column-major D is the transposed problem: its bias runs along the rows.
+        ("column-major", {"c": True, "beta": 0.5, "bias": True, "activation": "relu"}),
+    ],
+    ids=["c", "c-bias-gelu", "fp32", "c32", "c32-bias32-fp32", "turned-c", "row-c", "turned"],
+)
+@pytest.mark.product(keep=18)
+def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
     """C through the staging buffers (16 bits), as fragments (fp32) or by the slab; a bias along either axis."""
-    shape = (264, 136, 72)
-    run(f"sm90/{config}", shape, c=True, beta=-0.5, alpha=1.5)
-    run(f"sm90/{config}", shape, c=True, beta=2.0, bias=True, activation="gelu", batch=2)
-    run(f"sm90/{config}", (8, 8, 8), c=True, beta=1.0, bias=True, out_dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    wide = torch.randn(264, 136, generator=generator)
-    run(f"sm90/{config}", shape, c=wide, beta=1.0, out_dtype=torch.bfloat16)
-    run(f"sm90/{config}", shape, c=wide, beta=1.0, bias=torch.randn(136, generator=generator), out_dtype=torch.float32)
-    run(f"sm90/{config}", shape, c=torch.randn(136, 264, generator=generator).bfloat16().t(), beta=-1.0)
-    run(f"sm90/{config}", shape, c=torch.randn(136, generator=generator).bfloat16(), beta=-1.0)
-    # A column-major D is the transposed problem: its bias runs along the rows.
-    turned = torch.empty(136, 264, dtype=torch.bfloat16).t()
-    run(f"sm90/{config}", shape, c=True, beta=0.5, bias=True, activation="relu", out=turned)
+    given = {
+        "fp32": torch.randn(264, 136, generator=generator),
+        "column-major": torch.randn(136, 264, generator=generator).bfloat16().t(),
+        "row": torch.randn(136, generator=generator).bfloat16(),
+    }
+    options = {**options, "c": given.get(options["c"], True)}
+    if options.get("bias") == "fp32":
+        options["bias"] = torch.randn(136, generator=generator)
+    if out == "fp32":
+        options["out_dtype"] = torch.float32
+    elif out:
+        options["out"] = torch.empty(136, 264, dtype=torch.bfloat16).t()
+    run(f"sm90/{config}", (264, 136, 72), **options)
 
 
 @pytest.mark.parametrize("timing", SEEDS)

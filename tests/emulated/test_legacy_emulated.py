@@ -55,6 +55,7 @@ def test_vectors_at_the_edges(rung, dtype, majors, seed):
 
 
 @pytest.mark.parametrize(("rung", "dtype"), ONE_DTYPE)
+@pytest.mark.product(keep=10)
 def test_one_element_and_no_k(rung, dtype, seed):
     Case.random(1, 1, 1, dtype, seed=seed).run(backend="legacy", config=rung)
     Case.random(5, 3, 0, dtype, seed=seed, c=True, beta=-1.0).run(backend="legacy", config=rung)

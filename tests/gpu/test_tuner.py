@@ -14,7 +14,7 @@ from cutegemm.choice import plan
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.tuner.compile_pool import CompilePool
-from cutegemm.tuner.gpu_process import Bench
+from cutegemm.tuner.problem_bench import Bench
 from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import TORCH, GpuProcess
 from cutegemm.winners.fingerprint import is_fresh

@@ -89,7 +89,7 @@ def test_torch_has_no_kernels():
 
 
 def test_torch_says_which_backend_has_the_precision_asked_for():
-    for precision, able in (("tf32", "'cute' or 'cutlass2x'"), ("tf32x3", "backend 'cutlass2x'")):
+    for precision, able in (("tf32", "'cute' or 'cutlass2x'"), ("bf16x6", "backend 'cute'")):
         problem = Problem.of(64, 64, 64, "fp32", precision=precision)
         with pytest.raises(UnsupportedError, match=f"TF32 switch; precision='{precision}' needs .*{able}"):
             plan.choose(problem, None, "torch")

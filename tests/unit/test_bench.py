@@ -15,7 +15,7 @@ from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.tuner.timing import Timing
 from tuning import bench, bench_providers, bench_report, calibrate
-from tuning.bench_providers import NotServed, Prepared
+from tuning.bench_basis import NotServed, Prepared
 from tuning.bench_report import Result
 
 H200 = arch.get("H200")

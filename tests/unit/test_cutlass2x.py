@@ -387,7 +387,7 @@ def test_tf32x3_is_accepted_and_refused_clearly():
     a = torch.randn(8, 8)
     with pytest.raises(ValueError, match="got 'tf32x3' for fp16"):
         cutegemm.gemm(a.half(), a.half(), precision="tf32x3")
-    for backend in ("torch", "auto", "cute", "legacy"):
+    for backend in ("torch", "auto", "legacy"):
         with pytest.raises(UnsupportedError, match=r"tf32x3|TF32"):
             cutegemm.gemm(a, a, precision="tf32x3", backend=backend)
     assert Cutlass2xConfig.parse(GOOD).tile() == (128, 128, 32)

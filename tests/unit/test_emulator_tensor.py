@@ -366,7 +366,8 @@ def test_wgmma_operand_layouts(swizzle, t, n, mn_a, mn_b):
     for seed in (None, 0):
         out = np.zeros((128, n // 2), np.float32)
         launch(wgmma_kernel(n, k, t, a_desc, b_desc, majors), a, b, out, threads=128, seed=seed)
-        assert np.abs(wgmma_result(out, n) - (av @ bv.T + 1)).max() <= 1e-4
+        off = {"e4m3": 1e-2, "e5m2": 1e-2}.get(t, 1e-4)  # 14 bits of a sum of 8 bits' products, see tensor_cores
+        assert np.abs(wgmma_result(out, n) - (av @ bv.T + 1)).max() <= off
 
 
 def test_wgmma_negates_operands():

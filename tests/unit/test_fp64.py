@@ -84,9 +84,9 @@ def test_what_goes_with_float64(options, error, message):
 def test_float64_goes_with_nothing_else():
     a, wide = torch.ones(4, 4), torch.ones(4, 4, dtype=DOUBLE)
     for options in ({"c": wide, "beta": 1.0}, {"bias": wide[0]}, {"out": wide}, {"out_dtype": DOUBLE}):
-        with pytest.raises(TypeError, match="accepted are torch.float16, torch.bfloat16, torch.float32"):
+        with pytest.raises(TypeError, match=r"accepted are torch.float16, torch.bfloat16, torch.float32"):
             cutegemm.gemm(a, a, **options)
-    with pytest.raises(ValueError, match="out_dtype: got torch.float64 with operands of torch.float32"):
+    with pytest.raises(ValueError, match=r"out_dtype: got torch.float64 with operands of torch.float32"):
         Problem.of(4, 4, 4, "fp32", out_dtype="fp64")
     with pytest.raises(ValueError, match="activations are computed in fp32"):
         Problem.of(4, 4, 4, "fp64", epilogue=Epilogue(activation="relu"))
@@ -114,5 +114,5 @@ def test_the_choice_follows_the_instructions_of_the_gpu():
     wide = cute.parse("dmma/64x64x16/w32x32/s3/g8/i16x8")
     assert cute.parse(str(wide)) == wide
     assert "8x4" in cute.check(wide, problem, arch.get("A100"))
-    with pytest.raises(ValueError, match="dmma/.*iINSTRUCTION, INSTRUCTION one of"):
+    with pytest.raises(ValueError, match=r"dmma/.*iINSTRUCTION, INSTRUCTION one of"):
         cute.parse("dmma/64x64x16/w32x32/s3/g8")

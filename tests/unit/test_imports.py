@@ -21,13 +21,16 @@ LIBRARY = ("cutegemm", "legacy_cuda")
 LAYERS = {
     "command lines": "tuning.*",
     "public calls": """
-        cutegemm cutegemm.gemm cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
+        cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
+        cutegemm.quantize cutegemm.quantized_linear cutegemm.scaled_mm
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
-    "a call": "cutegemm.run.call cutegemm.run.runner cutegemm.run.fused",
+    "a call": """
+        cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.grouped cutegemm.run.preparing
+        cutegemm.run.quantizing cutegemm.run.quantize_kernels""",
     "tuner": "cutegemm.tuner.*",
-    "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend",
-    "choice": "cutegemm.choice.plan cutegemm.choice.heuristics",
+    "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",
+    "choice": "cutegemm.choice.plan cutegemm.choice.group_kin cutegemm.choice.prepared cutegemm.choice.heuristics",
     "winners": "cutegemm.winners.*",
     "what a backend is": "cutegemm.backend",
     "cost model": """
@@ -36,7 +39,8 @@ LAYERS = {
     "emulator": "cutegemm.emulator.*",
     "what kernels run with": """
         cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest
-        cutegemm.run.cache_dir cutegemm.run.environment cutegemm.run.progress""",
+        cutegemm.run.cache_dir cutegemm.run.float32 cutegemm.run.environment cutegemm.run.progress
+        cutegemm.native.*""",
     "hardware": "cutegemm.hardware.*",
     "problem": "cutegemm.problem.* cutegemm.ops",
     "errors": "cutegemm.errors",

@@ -115,7 +115,7 @@ def test_kernels_are_kept_apart_by_all_that_they_depend_on(built, monkeypatch, t
     monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path / "other"))
     cutegemm.prepare(*first, backend="cute", config=config)
     assert len(built) == 5
-    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0))
+    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0), constant="")
     choice = plan.Choice("cute", runner.backends.get("cute").parse(config), "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for index in (0, 1, 0, 1):
@@ -125,7 +125,7 @@ def test_kernels_are_kept_apart_by_all_that_they_depend_on(built, monkeypatch, t
 
 
 def test_a_loaded_kernel_serves_during_capture(built, monkeypatch):
-    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0))
+    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0), constant="")
     call = runner.Call(request, "cute", None)
     choice = plan.Choice("cute", runner.backends.get("cute").parse(WINNER), "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -13,7 +13,8 @@ from cutegemm import backend as backends
 from cutegemm.choice import plan
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import DTYPES, ITEMSIZE, PRECISIONS, Problem, alignment, overlap, request
+from cutegemm.problem import DTYPES, ITEMSIZE, TABLE, Problem, alignment, overlap, request
+from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 
 QUICK = settings(max_examples=200, database=None)
@@ -128,10 +129,10 @@ def problems(draw):
         majors=draw(st.sampled_from(("tn", "tt", "nn", "nt"))),
         batch=draw(st.sampled_from((1, 2, 65536))),
         out_dtype=draw(st.sampled_from(DTYPES)),
-        precision=draw(st.sampled_from(PRECISIONS)) if dtype == "fp32" else "ieee",
+        precision=draw(st.sampled_from(tuple(TABLE[dtype].units))),
         epilogue=Epilogue(
-            draw(st.sampled_from((None, *DTYPES))),
-            draw(st.sampled_from((None, *DTYPES))),
+            draw(st.sampled_from((None, *TERMS))),
+            draw(st.sampled_from((None, *TERMS))),
             "n",
             draw(st.sampled_from((None, *ACTIVATIONS))),
         ),

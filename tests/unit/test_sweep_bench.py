@@ -11,7 +11,7 @@ from cutegemm import backend as backends
 from cutegemm.errors import GemmError
 from cutegemm.problem import Matrix, Problem, reference, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.tuner.gpu_process import GUARD, Bench
+from cutegemm.tuner.problem_bench import GUARD, Bench
 from tests.fake_backend import FakeBackend
 from tests.tuning_fakes import H200
 

@@ -165,7 +165,7 @@ DERIVATIVES = {
 def test_derivatives_of_every_kind(route, derivative, seed):
     """The error is that of a sum of few terms, of the size of the largest value, each rounded to fp32.
 
-    Where terms cancel (the third derivative of GELU at some numbers), torch's own formulas in fp32 have the larger error:
+    Where terms cancel (the third derivative of GELU at some numbers), torch's own formulas in fp32 err more:
     four times that error is allowed as well.
     """
     for activation in ACTIVATIONS:

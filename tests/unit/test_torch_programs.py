@@ -1,4 +1,4 @@
-"""`gemm` with an epilogue program in torch: gradients, the operator, torch.compile, vmap, autocast, fake tensors."""
+"""`gemm` with an epilogue program in torch: gradients, the operator, vmap, autocast, fake tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.problem import program_request
 from cutegemm.problem.program.evaluate import evaluate
-from cutegemm.problem.program.text import parse
 from cutegemm.pytorch import autograd, program_autograd
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
@@ -292,129 +291,6 @@ def test_opcheck_of_out_and_bad_texts(seed):
         fake = [mode.from_tensor(each) for each in (a, b, bias, torch.empty(4, 7))]
         with pytest.raises(ValueError, match=r"operands\[1\]: got shape \(4, 7\)"):
             OP(*fake[:2], fake[2:], [2.0], [], TEXT)
-
-
-def compiled(function, backend="aot_eager"):
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend=backend)
-
-
-class Block(torch.nn.Module):
-    """Epilogues where models have them: a module's function, one defined in forward, numbers of the module."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(6, 8).normal_())
-        self.bias = torch.nn.Parameter(torch.empty(8).normal_())
-        self.activation = ops.gelu
-        self.scale = 0.5
-
-    def forward(self, x, gate):
-        h = cutegemm.gemm(
-            x, self.weight, epilogue=lambda acc, b, g: self.activation(acc + b) * g * self.scale,
-            operands=(self.bias, gate),
-        )  # fmt: skip
-        return cutegemm.gemm(h, self.weight.T, epilogue=ops.swiglu)
-
-
-def test_compiled_training_step(seed):
-    torch.manual_seed(seed)
-    model = Block()
-    step = compiled(model)
-    for rows in (4, 4, 9):
-        inputs = draw(seed, (rows, 6), (rows, 8))
-        want, got = (
-            torch.autograd.grad(run(*inputs).square().sum(), list(model.parameters())) for run in (model, step)
-        )
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
-    model.scale = 2.0  # dynamo guards what the function reads
-    torch.testing.assert_close(step(*inputs), model(*inputs))
-
-
-def test_compiled_closures_numbers_and_programs(seed):
-    a, b, x = draw(seed, (4, 6), (6, 8), (8,))
-    program = parse("def epilogue(acc, bias: fp32[N]): return tanh(acc) + bias")
-
-    def scaled(scale):
-        return lambda acc, x: acc * scale + x
-
-    call = compiled(lambda a, function: cutegemm.gemm(a, b, epilogue=function, operands=(x,)) + 1)
-    for function in (scaled(2.0), scaled(3.0), scaled(3.0), program):
-        torch.testing.assert_close(call(a, function), cutegemm.gemm(a, b, epilogue=function, operands=(x,)) + 1)
-    call = compiled(
-        lambda a, s, n: cutegemm.gemm(
-            a, b, epilogue=lambda acc, x, s, n: (ops.where(ops.row() < n, acc * s, x), ops.cast(acc, torch.bfloat16)),
-            operands=(x, s, n),
-        )
-    )  # fmt: skip
-    for scale, rows in ((1.0, 1), (0.25, 2), (3.0, 3)):
-        first, second = call(a, scale, rows)
-        torch.testing.assert_close(first, torch.where(torch.arange(4)[:, None] < rows, a @ b * scale, x))
-        assert second.dtype == torch.bfloat16
-
-
-def test_compiled_with_sizes_that_change(seed):
-    b, x = draw(seed, (6, 8), (8,))
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(fullgraph=True, backend=counter)
-    def call(a, rows):
-        return cutegemm.gemm(a, b, epilogue=lambda acc, x, r: ops.relu(acc + x) * r, operands=(x, rows))
-
-    for m in (40, 7, 13, 29):
-        a, rows = draw(seed, (m, 6), (m, 1))
-        torch.testing.assert_close(call(a, rows), torch.relu(a @ b + x) * rows)
-    assert counter.frame_count <= 2
-
-
-def test_compiled_under_autocast_and_with_out(seed):
-    a, b, x = draw(seed, (8, 16), (16, 8), (8,))
-
-    def call(a, b):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return cutegemm.gemm(a, b, epilogue=lambda acc, x: acc + x, operands=(x,))
-
-    got = compiled(call)(a, b)
-    assert got.dtype == torch.bfloat16
-    assert torch.equal(got, call(a, b))
-    # The operand stays fp32: only a and b are cast.
-    assert torch.equal(got, cutegemm.gemm(a.bfloat16(), b.bfloat16(), epilogue=lambda acc, x: acc + x, operands=(x,)))
-    out, sums = torch.empty(8, 8), torch.empty(8, 1)
-    compiled(lambda a, b, out: cutegemm.gemm(a, b, epilogue=lambda acc: (acc, ops.row_sum(acc)), out=out))(
-        a, b, (out, sums)
-    )  # fmt: skip
-    torch.testing.assert_close((out, sums), (a @ b, (a @ b).sum(-1, keepdim=True)))
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda acc, x: acc, "no result depends on operand 0"),
-        (lambda acc, x: ops.row_sum(acc * x) * 2.0, "is a result of its own"),
-        (lambda acc, x: acc if acc > x else x, "cannot depend on a value of an epilogue|Data-dependent"),
-        (lambda acc, x: str(acc), "returns something else than values"),
-    ],
-)
-def test_compiled_errors_say_what_is_wrong(function, message, seed):
-    a, b, x = draw(seed, (4, 6), (6, 8), (8,))
-    with pytest.raises(Exception, match=message):
-        compiled(lambda a: cutegemm.gemm(a, b, epilogue=function, operands=(x,)))(a)
-
-
-def test_exported_and_traced(seed):
-    a, b = draw(seed, (4, 6), (6, 8))
-
-    class Module(torch.nn.Module):
-        def forward(self, a):
-            return cutegemm.gemm(a, b, epilogue=ops.swiglu)
-
-    program = torch.export.export(Module(), (a,))
-    assert OP in [node.target for node in program.graph.nodes]
-    want = cutegemm.gemm(a + 1, b, epilogue=ops.swiglu)
-    assert torch.equal(program.module()(a + 1), want)
-    assert torch.equal(torch.jit.trace(Module(), (a,))(a + 1), want)
 
 
 @pytest.mark.filterwarnings("error")

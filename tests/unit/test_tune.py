@@ -88,7 +88,7 @@ def test_tune_checks_its_arguments():
 def cuda(monkeypatch) -> SimpleNamespace:
     """Calls that look as if their tensors were on a GPU, up to the choice of a kernel."""
     state = SimpleNamespace(capturing=False, tuned=[])
-    request = SimpleNamespace(problem=PROBLEM, device=torch.device("cuda", 0), swapped=False, copies=())
+    request = SimpleNamespace(problem=PROBLEM, device=torch.device("cuda", 0), swapped=False, copies=(), constant="")
     state.call = runner.Call(request, "auto", None)  # type: ignore[arg-type]
     monkeypatch.setattr(Arch, "of_device", staticmethod(lambda index=None: H200))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)

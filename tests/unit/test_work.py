@@ -29,13 +29,9 @@ DENSE_TEXT = "3x64x96x128 bf16->bf16/ieee/ak16/bk16/c0/d16/alpha*acc"
 
 @pytest.fixture(autouse=True)
 def ragged(monkeypatch):
-    """Works that no kernel takes, of the kinds that one may take some day."""
-    offsets, counts = (DeviceArray("ends", "int32"),), (DeviceArray("counts", "int64"),)
-    for row in (
-        Work("ragged_m", "ragged_n", "m", offsets), Work("ragged_n", "ragged_m", "n", offsets),
-        Work("ragged_k", "ragged_k", "k", offsets), Work("masked", "masked", None, counts),
-    ):  # fmt: skip
-        monkeypatch.setitem(work._ROWS, row.name, row)
+    """A work that no kernel takes, of a kind that one may take some day."""
+    row = Work("later", "later", None, (DeviceArray("counts", "int64"),))
+    monkeypatch.setitem(work._ROWS, row.name, row)
     yield
     heuristics.forget()
 
@@ -50,7 +46,7 @@ def test_dense_problems_read_as_they_did_before_there_were_other_works():
     assert of(DENSE).signature.work == DENSE
 
 
-@pytest.mark.parametrize("name", ["ragged_m", "ragged_n", "ragged_k", "masked"])
+@pytest.mark.parametrize("name", ["ragged_m", "ragged_n", "ragged_k", "later"])
 @pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue("bf16", "fp32", "n", "relu"), Epilogue("fp16")])
 def test_another_work_is_the_end_of_the_text_and_is_read_back(name, epilogue):
     problem = of(name, epilogue=epilogue)
@@ -70,13 +66,15 @@ def test_a_work_that_nobody_knows_is_an_error():
 
 
 def test_operands_that_the_groups_share_are_single_matrices():
-    shares = {"ragged_m": "acd", "ragged_n": "bcd", "ragged_k": "ab", "masked": "", DENSE: ""}
+    shares = {"ragged_m": "acd", "ragged_n": "bcd", "ragged_k": "ab", "masked": "", "gathered_m": "acd", DENSE: ""}
     for name, shared in shares.items():
         problem = of(name, epilogue=Epilogue("bf16"))
         for operand in "abcd":
             matrix = getattr(problem, operand)
             assert matrix.stride_batch == (0 if operand in shared else matrix.rows * matrix.cols), (name, operand)
     assert of("ragged_m").transposed().work == "ragged_n"
+    with pytest.raises(ValueError, match="a masked product is not computed as its transpose"):
+        of("masked").transposed()
 
 
 def test_flops_and_bytes_are_those_of_all_groups_together():
@@ -88,7 +86,9 @@ def test_flops_and_bytes_are_those_of_all_groups_together():
     assert of("ragged_m").min_bytes == 2 * (m * k + 3 * k * n + m * n) + 3 * 4
     assert of("ragged_n").min_bytes == 2 * (3 * m * k + k * n + m * n) + 3 * 4
     assert of("ragged_k", epilogue=Epilogue("fp32")).min_bytes == 2 * (m * k + k * n) + 3 * m * n * (2 + 4) + 3 * 4
-    assert of("masked").min_bytes == of(DENSE).min_bytes + 3 * 8
+    assert of("masked").min_bytes == of(DENSE).min_bytes + 3 * 4
+    assert of("later").min_bytes == of(DENSE).min_bytes + 3 * 8
+    assert of("gathered_m").min_bytes == of("scattered_m").min_bytes == of("ragged_m").min_bytes + m * 4
 
 
 def test_the_cost_model_sees_a_ragged_work_as_equal_groups():
@@ -118,21 +118,23 @@ def test_no_division_into_groups_has_more_tiles_than_counted_and_some_has_as_man
 
 @pytest.mark.parametrize("name", [name for name in backends.NAMES if name != "auto"])
 def test_every_backend_refuses_a_work_and_names_those_that_it_takes(name):
-    backend, problem = backends.get(name), of("ragged_m")
+    backend, problem = backends.get(name), of("later")
     # Refused before anything else, even where the GPU and the precision would be refused too.
-    strange = Problem.of(64, 64, 64, "fp32", precision="tf32x3", work="ragged_m")
+    strange = Problem.of(64, 64, 64, "fp32", precision="tf32x3", work="later")
+    taken = ", ".join(backend.works)
     for arch, asked in product((H200, replace(H200, capability=(7, 0))), (problem, strange)):
-        assert backend.supports(asked, arch) == f"backend {name!r} computes dense products; this one is ragged_m"
-    assert backend.works == (DENSE,)
+        assert backend.supports(asked, arch) == f"backend {name!r} computes {taken} products; this one is later"
+    known = {*work.TABLE} - {"later"}
+    assert {*backend.works} == ({DENSE} if name in ("cutlass2x", "legacy") else known)
     assert list(backend.candidates(problem.signature, H200)) == list(backend.configs(problem, H200)) == []
-    with pytest.raises(UnsupportedError, match=r"computes dense products; this one is ragged_m"):
+    with pytest.raises(UnsupportedError, match=rf"computes {taken} products; this one is later"):
         plan.choose(problem, H200, name)
-    with pytest.raises(UnsupportedError, match="backend 'torch' computes dense products; this one is ragged_m"):
+    with pytest.raises(UnsupportedError, match=r"backend 'torch' computes dense, .* products; this one is later"):
         plan.choose(problem, H200)
     if name in backends.WITH_KERNELS:
         for config, _ in list(backend.candidates(of(DENSE).signature, H200))[:2]:
-            assert "dense products; this one is ragged_m" in (backend.check(config, problem, H200) or "")
-            with pytest.raises(ValueError, match="dense products; this one is ragged_m"):
+            assert "products; this one is later" in (backend.check(config, problem, H200) or "")
+            with pytest.raises(ValueError, match="products; this one is later"):
                 backend.build(problem.signature, config, H200)
 
 
@@ -140,9 +142,9 @@ def test_every_backend_refuses_a_work_and_names_those_that_it_takes(name):
 def test_every_family_refuses_a_work_and_names_those_that_it_takes(family):
     cute = backends.get("cute")
     dtype = "fp32" if family == "simt" else "bf16"
-    dense, other = (Problem.of(64, 64, 64, dtype, work=name) for name in (DENSE, "masked"))
+    dense, other = (Problem.of(64, 64, 64, dtype, work=name) for name in (DENSE, "later"))
     config = cute.parse(FAMILIES[family].candidates(dense.signature)[0])
-    refused = f"{family} computes dense products; this one is masked"
+    refused = f"{family} computes {', '.join(FAMILIES[family].works)} products; this one is later"
     assert cute.check(config, other, H200) == refused
     with pytest.raises(ValueError, match=refused):
         cute.build(other.signature, config, H200)
@@ -154,7 +156,7 @@ def test_a_family_that_takes_a_work_is_asked_for_it(monkeypatch):
     monkeypatch.setitem(
         FAMILIES, "sm90", types.SimpleNamespace(**vars(FAMILIES["sm90"]) | {"works": (DENSE, "ragged_k")})
     )
-    problem = Problem.of(1000, 500, 64, batch=3, work="ragged_k")
+    problem = Problem.of(1000, 504, 64, batch=3, work="ragged_k", majors="nt")
     assert cute.check(config, problem, H200) is None
     assert cute.check(config, of("ragged_m"), H200) == "sm90 computes dense, ragged_k products; this one is ragged_m"
 
@@ -185,7 +187,7 @@ def test_a_launch_brings_the_device_arrays_by_name(family, k, monkeypatch):
 
 
 def test_device_arrays_stand_behind_all_other_parameters_of_the_kernel():
-    host = arguments.host(of("masked").signature)
+    host = arguments.host(of("later").signature)
     assert dict(host)["counts"] == Pointer("int64", 8)
     dense = arguments.host(of(DENSE).signature)
     given = arguments.named([argument.name for argument in host], range(len(host)))
@@ -194,12 +196,22 @@ def test_device_arrays_stand_behind_all_other_parameters_of_the_kernel():
     assert device._fields == (*arguments.device(without, host_only=("stream",), tiles_m=1)._fields, "counts")
 
 
+def test_the_rows_of_an_indexed_operand_are_an_argument_behind_all_others():
+    problem = of("gathered_m")
+    problem = replace(problem, a=problem.a._replace(rows=777))
+    host = arguments.host(problem.signature)
+    assert [each.name for each in host if each.name in ("ends", "index")] == ["ends", "index"]
+    assert host[-1] == arguments.Argument("index_rows", "int32")
+    assert arguments.fixed(problem, {})[-1] == 777
+    assert arguments.fixed(of("scattered_m"), {})[-1] == 64
+
+
 def test_the_dsl_has_the_type_of_each_device_array():
     import cutlass
 
     for name, itemsize in work.INTEGERS.items():
         assert getattr(torch, name).itemsize == itemsize
-    signature = of("masked").signature
+    signature = of("later").signature
     made = types.SimpleNamespace(arguments=lambda: arguments.host(signature))
     stand_ins = dict(zip([a.name for a in made.arguments()], Gemm.fake_arguments(made), strict=True))
     assert stand_ins["counts"].dtype is cutlass.Int64
@@ -209,7 +221,7 @@ def called(problem: Problem, kernel, monkeypatch, **about):
     """What runs a call of that problem by a kernel; `about`: fields of its request and its plan."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 7, raising=False)
-    about = {"swapped": False, "copies": (), "emulated": False} | about
+    about = {"swapped": False, "copies": (), "emulated": False, "preparations": ()} | about
     device = types.SimpleNamespace(index=7, type="cuda")
     fields = {"problem": problem, "device": device, "shape": (3, 3), "into_temporary": False, "copied": frozenset()}
     about |= {"kernel": kernel, "choice": plan.Choice("cute", None, "")} | fields

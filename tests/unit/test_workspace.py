@@ -103,35 +103,6 @@ def test_kept_memory_is_not_taken_from_this_threads_pool(driver):
     assert driver.made[0][1] != threading.get_ident()
 
 
-def test_each_captured_launch_has_memory_of_its_graph(driver):
-    """Even on a stream that has a workspace: the graph may be replayed on another."""
-    spaces = Workspaces()
-    kept, _ = spaces.take(16, 1024, 0)
-    driver.capturing = True
-    graphs = [spaces.take(16, 1024, 0) for _ in range(2)]
-    assert graphs[0][0] is not graphs[1][0]
-    assert all(memory is not kept and address == memory.data_ptr() for memory, address in graphs)
-    assert [thread for _, thread in driver.made[1:]] == [threading.get_ident()] * 2
-    driver.capturing = False
-    assert spaces.take(16, 1024, 0)[0] is kept
-
-
-def test_lent_to_graphs(driver):
-    """Timed graphs share the stream's workspace and keep it; one that is too small is not lent."""
-    spaces = Workspaces()
-    kept, address = spaces.take(16, 1024, 0)
-    driver.capturing = True
-    with spaces.lent_to_graphs() as lent:
-        assert spaces.take(16, 1024, 0) == (kept, address)
-        assert spaces.take(16, PARTS_STEP + 1, 0)[0] is not kept
-        elsewhere = threading.Thread(target=lambda: lent.append(spaces.take(16, 1024, 0)[0]))
-        elsewhere.start()
-        elsewhere.join()
-    assert lent[0] is kept
-    assert lent[1] is not kept
-    assert spaces.take(16, 1024, 0)[0] is not kept
-
-
 def test_clear_zeroes_what_a_faulty_kernel_left(driver):
     spaces = Workspaces()
     memory, address = spaces.take(16, 1024, 0)
@@ -154,19 +125,12 @@ def test_freed_workspaces_are_made_anew(driver, monkeypatch):
     assert cutegemm.clear_workspaces() == 0
     under_way, _ = spaces.take(16, 1024, 0)
     other, _ = spaces.take(16, 1024, 3)
-    driver.capturing = True
-    with spaces.lent_to_graphs() as lent:
-        spaces.take(16, 1024, 0)
-    graph, _ = spaces.take(16, 1024, 0)
-    driver.capturing = False
     gone = weakref.ref(other)
     bytes_kept = under_way.nbytes + other.nbytes
     del other
     driver.made.clear()
     assert cutegemm.clear_workspaces() == bytes_kept
     assert gone() is None, "nobody uses it any more"
-    assert lent[0] is under_way, "a timed graph keeps what it was lent"
-    assert graph.numel(), "a captured graph has memory of its own"
     again, address = spaces.take(16, 1024, 0)
     place = address - again.data_ptr()
     assert again is not under_way
@@ -220,7 +184,7 @@ def test_memory_of_per_thread_default_streams_belongs_to_the_legacy_one(driver, 
     spaces.clear()
     assert owners == [workspace.LEGACY_DEFAULT] * 2
     driver.capturing = True
-    spaces.take(16, 1024, workspace.PER_THREAD)
+    spaces.take(16, MOST_KEPT, workspace.PER_THREAD)
     assert owners[2:] == [workspace.PER_THREAD], "a graph's memory comes from the pool of its capture"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cutegemm.cute.hopper import shortlists
+from cutegemm.cute.hopper import byte_candidates, part_candidates, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
-_BY_UNIT: dict[str, Callable[[], tuple[str, ...]]] = {
-    "float16": shortlists.configurations,
-    "bfloat16": shortlists.configurations,
-    "tfloat32": lambda: _TF32,
+_BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
+    "float16": lambda _: shortlists.configurations(),
+    "bfloat16": lambda _: shortlists.configurations(),
+    "tfloat32": lambda _: _TF32,
+    "float8": byte_candidates.listed,
+    "int8": byte_candidates.listed,
 }
 _WITH_SHORTLISTS = ("float16", "bfloat16")
 
@@ -69,7 +71,9 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 
 def _of_one_result(signature: Signature) -> tuple[str, ...]:
-    found = _BY_UNIT[signature.unit]()
+    if signature.parts is not None:
+        return part_candidates.listed(signature)
+    found = _BY_UNIT[signature.unit](signature)
     return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
 
 
@@ -88,7 +92,7 @@ def _with_room(text: str, signature: Signature) -> str:
 
 def has_shortlists(signature: Signature) -> bool:
     """Whether the table of `shortlists` was made for such products."""
-    return signature.unit in _WITH_SHORTLISTS
+    return signature.unit in _WITH_SHORTLISTS and signature.parts is None
 
 
 def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
@@ -111,4 +115,9 @@ def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
     texts = [text]
     if signature is not None and len(signature.results) > 1:
         texts = [one for one, fits in _fitting(signature).items() if fits == text]
-    return NUMBERS if any(one in _SPLIT_TF32 or shortlists.may_split(one) for one in texts) else ()
+    listed = (_SPLIT_TF32, byte_candidates.SPLIT)
+    may = (
+        any(one in each for each in listed) or shortlists.may_split(one) or part_candidates.may_split(one)
+        for one in texts
+    )
+    return NUMBERS if any(may) else ()

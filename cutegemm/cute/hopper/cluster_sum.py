@@ -49,21 +49,22 @@ from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Work
+from cutegemm.cute.whole import Adder
 
 VECTOR_BYTES = 16
 
 
 class ClusterSum:
-    """See the module docstring; `fragments` takes the sums."""
+    """See the module docstring; `fragments` takes the sums. add: the sum of two vectors."""
 
-    def __init__(self, config: HopperConfig, fragments: FragmentStore) -> None:
+    def __init__(self, config: HopperConfig, fragments: FragmentStore, add: Adder) -> None:
         self.parts = config.cluster_k
         self.plane = config.cluster[0] * config.cluster[1]
         self.consumers = config.consumers
         self.all_vectors = config.accumulators // 4
         self.vectors = config.owned_vectors
         self.run_bytes = self.vectors * WARPGROUP * VECTOR_BYTES
-        self.fragments = fragments
+        self.fragments, self.add = fragments, add
 
     def start(self, output: Output, memory: SharedMemory, position: Position, work: Work) -> None:
         """Binds to a launch's output, to the ring's memory, to the mbarriers and to this thread."""
@@ -134,7 +135,7 @@ class ClusterSum:
             if self._owns(number):
                 for sender in cutlass.range_constexpr(self.parts - 1):
                     vector = sums[None, number]
-                    vector.store(vector.load() + self._arrived(sender, number).load())
+                    vector.store(self.add(vector.load(), self._arrived(sender, number).load()))
         return sums
 
     def _cta(self, part):

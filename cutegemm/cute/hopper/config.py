@@ -26,19 +26,21 @@ from itertools import product
 from typing import ClassVar
 
 from cutegemm.cute import tile_order
+from cutegemm.cute.hopper import grouping, operand_parts, part_candidates, promotion, work_count
 from cutegemm.cute.hopper import options as option_table
-from cutegemm.cute.hopper import work_count
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
+from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program.graph import Input
-from cutegemm.problem.work import DENSE
 
-TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"))
-WORKS = (DENSE,)
-"""Names of `problem.work` that the kernel takes; `work.WORKS` has the classes."""
+TAKES: tuple[Kind, ...] = (
+    ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT,
+    ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
+)  # fmt: skip
+WORKS = grouping.WORKS
 WARPGROUP = 128
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
@@ -83,7 +85,8 @@ __doc__ = f"{__doc__}\n{option_table.explained()}\n"
 
 def _by_halves(signature: Signature, name: str) -> bool:
     """Whether it is the operand of that name whose contiguous columns are loaded as two halves."""
-    return name == "B" and signature.b_major == "n" and signature.epilogue.gating == "halves"
+    by_rows = signature.b_major == "n" and signature.parts is None
+    return name == "B" and by_rows and signature.epilogue.gating == "halves"
 
 
 @dataclass(frozen=True)
@@ -236,9 +239,10 @@ class HopperConfig(LaunchedConfig):
         return (
             "slab" not in self.options
             and self.parts == 1
+            and grouping.stores_boxes(signature.work)
             and all(align >= 16 for *_, align in signature.results)
             and len({ITEMSIZE[dtype] for _, _, dtype, _ in signature.results}) == 1
-            and (ITEMSIZE[signature.out_dtype] == 2 or not self.swapped)
+            and (ITEMSIZE[signature.out_dtype] == 2 or (ITEMSIZE[signature.out_dtype] == 4 and not self.swapped))
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"
@@ -283,7 +287,7 @@ class HopperConfig(LaunchedConfig):
         return across * self.consumers * self.out_columns(signature) * 4
 
     def stage_bytes(self, signature: Signature) -> int:
-        return (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
+        return (self.bm + self.bn) * self.bk * operand_parts.staged_itemsize(signature)
 
     def epilogue_bytes(self, signature: Signature) -> int:
         """Shared memory of the epilogue, apart from the ring: the next tile's loads run under the stores.
@@ -301,7 +305,8 @@ class HopperConfig(LaunchedConfig):
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
-        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + BARRIER_BYTES
+        more = BARRIER_BYTES + promotion.shared_bytes(self, signature)
+        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + more
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         if self.uses_tma_store(signature):
@@ -310,19 +315,26 @@ class HopperConfig(LaunchedConfig):
         return SLAB_ROWS, self.slab_width(signature) // (2 if signature.epilogue.gating else 1)
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
-        """The number of clusters to launch."""
-        return {"clusters": work_count.clusters(self, problem, arch)}
+        """The number of clusters to launch; for operands that are split, after how much of the workspace they lie."""
+        found = {"clusters": work_count.clusters(self, problem, arch)}
+        if problem.signature.parts is not None:
+            found["operand_lines"] = operand_parts.in_lines(sum(self._sum_bytes(problem, arch)))
+        return found
 
     def works(self, problem: Problem) -> int:
         """Cluster tiles of all matrices of the batch, times the splits of K."""
         return work_count.works(self, problem)
 
     def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
-        """(bytes that a launch takes and leaves zero, bytes of anything); (0, 0) where no tile's K is divided.
+        """(bytes that a launch takes and leaves zero, bytes of anything); the operands' parts, if any, lie last."""
+        words, sums = self._sum_bytes(problem, arch)
+        return words, sums + operand_parts.workspace_bytes(problem)
+
+    def _sum_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
+        """The same, in whole lines, for what meets where K is divided; (0, 0) where no tile's is.
 
         A warpgroup's part of a divided tile has a state word, which must be 0 and is again 0 after each launch, and
-        room in fp32 for each split, or with stream-K for two. In the order of arrival there is room for one, which
-        must be 0 as the words must.
+        room in fp32 for each split, or with stream-K for two; in the order of arrival room for one, which must be 0.
         """
         shares, parts = work_count.shares(self, problem, arch)
         if not shares:
@@ -365,18 +377,21 @@ class HopperConfig(LaunchedConfig):
             return f"WGMMA and its TMA ring exist on compute capability 9.0 only; {arch.name} has another"
         if refused := why_not_taken("the WGMMA kernel multiplies", TAKES, signature.kind):
             return refused
-        if ITEMSIZE[signature.dtype] != 2:  # it transposes elements of 16 bits
+        if ITEMSIZE[signature.dtype] != 2 and signature.parts is None:  # it transposes elements of 16 bits
             element = signature.dtype if signature.precision == "ieee" else signature.precision
             for name, major in (("A", signature.a_major), ("B", signature.b_major)):
                 if major != "k":
                     return f"WGMMA takes {element} operands K-major only; {name} is {major.upper()}-major"
         for name, align in (("A", signature.align_a), ("B", signature.align_b)):
-            if align < 16:
+            if align < 16 and signature.parts is None:
                 extent = "each half of the columns" if _by_halves(signature, name) else "contiguous extent"
                 return f"TMA cannot load {name}: address, strides and {extent} need 16 bytes, they have {align}"
         return (
             self._why_tile_invalid()
+            or grouping.why_invalid(self, signature)
             or self._why_program_invalid(signature)
+            or operand_parts.why_invalid(signature)
+            or promotion.why_invalid(self, signature)
             or self._why_resource_invalid(signature, arch)
         )
 
@@ -466,6 +481,8 @@ class HopperConfig(LaunchedConfig):
     @classmethod
     def split_space(cls, problem: Problem, arch: Arch) -> Iterator[HopperConfig]:
         """The same with splits of K: as many as fill the GPU once or twice, and in small clusters those of `SPLITS`."""
+        if (split := problem.signature.parts) is not None:
+            yield from part_candidates.space(cls, TILES, RING_BYTES, split.itemsize)
         itemsize = ITEMSIZE[problem.dtype]
         depths = (128 // itemsize, 256 // itemsize)
         clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)

@@ -26,16 +26,22 @@ _SM90 = Rates(
 )  # fmt: skip
 SM90 = CostFamily("sm90", "cute", _SM90)
 SM90_TF32 = CostFamily("sm90/tf32", "cute", replace(_SM90, flop_pj=1.2), SM90)
-_FAMILIES = {"float16": SM90, "bfloat16": SM90, "tfloat32": SM90_TF32}
+SM90_FP8 = CostFamily("sm90/fp8", "cute", replace(_SM90, flop_pj=0.4), SM90)
+SM90_INT8 = CostFamily("sm90/int8", "cute", replace(_SM90, flop_pj=0.4), SM90)
+_FAMILIES = {
+    "float16": SM90, "bfloat16": SM90, "tfloat32": SM90_TF32, "float8": SM90_FP8, "int8": SM90_INT8,
+}  # fmt: skip
 """By arithmetic unit."""
 
 
 def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
     """One CTA of the Hopper kernel."""
     bm, bn, bk = config.tile()
-    size = ITEMSIZE[signature.dtype]
+    size, terms = ITEMSIZE[signature.dtype], 1
+    if signature.parts is not None:
+        size, terms = ITEMSIZE[signature.parts.element], len(signature.parts.terms)
     # Each WGMMA reads its 64 rows of A and all of B.
-    smem = config.bm // BLOCK_ROWS * (BLOCK_ROWS + config.bn) * bk * size
+    smem = config.bm // BLOCK_ROWS * (BLOCK_ROWS + config.bn) * bk * size * terms
     cluster = config.cluster[::-1] if config.swapped else config.cluster
     # One consumer warpgroup keeps the registers it was compiled to, its accumulators and about 32 more; with several,
     # setmaxnreg deals out all.
@@ -64,6 +70,8 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
         segment=min(columns * out, LINE),
         narrow=_narrow(config, signature),
         leaves_room=flags["pdl"] and ctas > 1,
+        terms=terms,
+        itemsize=None if signature.parts is None else signature.parts.itemsize,
         **flags,
     )
 
@@ -84,6 +92,8 @@ def _narrow(config: HopperConfig, signature: Signature) -> float:
     """
     size, (cm, cn) = ITEMSIZE[signature.dtype], config.cluster
     majors = (signature.a_major, signature.b_major)[:: -1 if config.swapped else 1]
+    if signature.parts is not None:
+        size, majors = ITEMSIZE[signature.parts.element], ("k", "k")
     rows = lines = 0.0
     halves = signature.epilogue.gating == "halves"
     parts = (2 if halves and config.swapped else 1, 2 if halves and not config.swapped else 1)

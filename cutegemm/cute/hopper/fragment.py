@@ -14,10 +14,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from cutegemm.cute import whole
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import aligned, sources, targets
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
@@ -30,7 +31,8 @@ class FragmentStore:
         self.columns_of_8 = config.bn // 8
         self.block_step = config.block_step
         self.swapped = config.swapped
-        self.program = signature.epilogue.program
+        self.program = whole.program_of(signature)
+        self.read = whole.reader(signature)
         self.targets = targets(signature, 2)
         self.sources = sources(signature)
 
@@ -68,7 +70,7 @@ class FragmentStore:
         # Numbers of their own: what runs in a branch knows no object.
         base, leading = target.base, target.leading
         result = cute.make_rmem_tensor(4, target.type)
-        result.store(values.to(target.type))
+        result.store(rounded(values, target.type, 4))
         for r in cutlass.range_constexpr(2):
             y, x = self._own(row, column, 0, r)
             if cutlass.const_expr(target.vector == 2 and not self.swapped):
@@ -92,7 +94,7 @@ class FragmentStore:
 
     def _leaf(self, sums, places, region, node: Node) -> Any:
         if node.op == "acc":
-            return sums.load()
+            return self.read(sums.load())
         if node.op == "input":
             assert isinstance(node.attribute, int)
             return self._operand(self.program.inputs[node.attribute], places, region)

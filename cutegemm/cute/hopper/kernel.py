@@ -29,25 +29,34 @@ docs/hopper.md follows a tile from one end to the other: roles, barriers, phases
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
+from cutegemm.cute.hopper import grouping
+from cutegemm.cute.hopper.block_scales import make_products
 from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.constant import uses_constant
 from cutegemm.cute.hopper.consumer import Consumer
+from cutegemm.cute.hopper.early import EarlyProducer, is_constant
+from cutegemm.cute.hopper.gather import GatherLoader, GatherProducer
+from cutegemm.cute.hopper.grouped_work import make_work
 from cutegemm.cute.hopper.memory import SharedMemory
-from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand, loaders
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
+from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
+from cutegemm.cute.hopper.splitter import Splitter, matrices
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
-from cutegemm.cute.hopper.work import make_work
 from cutegemm.problem import Signature
+from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments
 
 
@@ -60,15 +69,28 @@ class HopperGemm(Gemm):
         # "a" and "b" are the WGMMA's operands: those of the problem, or exchanged.
         k_major = (signature.a_major == "k", signature.b_major == "k")
         a_k_major, b_k_major = reversed(k_major) if config.swapped else k_major
-        dtype, halves = types.NUMERIC[signature.dtype], signature.epilogue.gating == "halves"
-        self.a = Operand(config, dtype, config.bm, config.cluster[1], a_k_major, halves and config.swapped)
-        self.b = Operand(config, dtype, config.bn, config.cluster[0], b_k_major, halves and not config.swapped)
+        dtypes, count = [types.NUMERIC[name] for name in signature.dtypes], 1
+        halves = signature.epilogue.gating == "halves"
+        self.splitter = None if signature.parts is None else Splitter(signature, signature.parts)
+        if signature.parts is not None:
+            dtypes, count = [types.NUMERIC[signature.parts.element]] * 2, signature.parts.count
+            a_k_major = b_k_major = True
+        a_dtype, b_dtype = reversed(dtypes) if config.swapped else dtypes
+        groups = grouping.of(config, signature.work)
+        of_a, of_b = groups.of_operand("row"), groups.of_operand("column")
+        (halves_a, halves_b), (cm, cn) = (halves and config.swapped, halves and not config.swapped), config.cluster
+        self.a = Operand(config, a_dtype, config.bm, cn, a_k_major, halves_a, of_a, count)
+        self.b = Operand(config, b_dtype, config.bn, cm, b_k_major, halves_b, of_b, count)
+        self.gathers = signature.work == GATHERED
         self.work = make_work(config, signature)
         self.ring = Ring(config, signature)
         self.turns = Turns()
-        self.products = Products(config, self.ring, self.turns)
+        self.products = make_products(config, signature, self.ring, self.turns)
+        self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
-        self.sums = make_sums(config, self.store)
+        self.sums = make_sums(config, signature, self.store)
+        # Which operands no running kernel writes, where the kernel makes use of it.
+        self.constant = is_constant(config, signature) if uses_constant(config, signature) else (False, False)
 
     # -- host -------------------------------------------------------------------------------------------------------
     def launch(self, args) -> None:
@@ -78,12 +100,16 @@ class HopperGemm(Gemm):
         left = (args.a, args.m, args.lda, args.a_batch)
         right = (args.b, args.n, args.ldb, args.b_batch)
         (a, rows, lda, a_batch), (b, columns, ldb, b_batch) = (right, left) if config.swapped else (left, right)
-        atom_a, tensor_a = self.a.load_atom(a, rows, args.k, lda, a_batch, args.batch)
-        atom_b, tensor_b = self.b.load_atom(b, columns, args.k, ldb, b_batch, args.batch)
+        if cutlass.const_expr(self.splitter is None):
+            atom_a, tensor_a = self.a.load_atom(a, rows, args.k, lda, a_batch, args.batch)
+            atom_b, tensor_b = self.b.load_atom(b, columns, args.k, ldb, b_batch, args.batch)
+        else:
+            (atom_a, tensor_a), (atom_b, tensor_b) = self._load_parts(args)
         stores = self.store.make_atoms(args)
+        host_only = ("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch", *self._lines)
         on_device = arguments.device(
             args,
-            host_only=("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch"),
+            host_only=host_only if not self.gathers else tuple(each for each in host_only if each not in ("a", "lda")),
             tiles_m=cute.ceil_div(rows, config.bm * cm),
             tiles_n=cute.ceil_div(columns, config.bn * cn),
             wgmma_a_batch=a_batch,
@@ -97,6 +123,24 @@ class HopperGemm(Gemm):
             stream=args.stream,
             use_pdl="pdl" in config.options,
         )
+
+    def arguments(self) -> tuple[arguments.Argument, ...]:
+        return arguments.host(self.signature, (*self.config.extra_arguments, *self._lines))
+
+    @property
+    def _lines(self) -> tuple[str, ...]:
+        """What the host entry of a kernel takes besides whose operands are split."""
+        return () if self.splitter is None else ("operand_lines",)
+
+    def _load_parts(self, args) -> tuple[tuple, tuple]:
+        """Splits the operands; returns what loads their parts, in the WGMMA's order."""
+        assert self.splitter is not None
+        sides = self.splitter.launch(args)
+        sides = sides[::-1] if self.config.swapped else sides
+        loads = []
+        for operand, (pointer, rows, leading, stride, count) in zip((self.a, self.b), sides, strict=True):
+            loads.append(operand.load_atom(pointer, rows, args.k, leading, stride, count))
+        return loads[0], loads[1]
 
     # -- device -----------------------------------------------------------------------------------------------------
     @cute.kernel
@@ -118,8 +162,11 @@ class HopperGemm(Gemm):
         memory = SharedMemory(config, self.signature)
         self.ring.start(memory.barriers, position)
         self.turns.start(memory.turns)
-        self.a.start(atom_a, tensor_a, args.wgmma_a_batch, memory.ring)
-        self.b.start(atom_b, tensor_b, args.wgmma_b_batch, memory.ring + self.a.ring_bytes)
+        each_a = each_b = None
+        if cutlass.const_expr(self.splitter is not None):
+            each_a, each_b = (matrices(args.batch, stride) for stride in (args.wgmma_a_batch, args.wgmma_b_batch))
+        self.a.start(atom_a, tensor_a, args.wgmma_a_batch, memory.ring, each_a)
+        self.b.start(atom_b, tensor_b, args.wgmma_b_batch, memory.ring + self.a.ring_bytes, each_b)
         if position.warp == 0:
             self.a.prefetch()
             self.b.prefetch()
@@ -130,31 +177,48 @@ class HopperGemm(Gemm):
                 self.sums.initialize(memory)
             cute.arch.mbarrier_init_fence()
         self._meet()
+        if cutlass.const_expr(any(self.constant)):  # noqa: SIM102
+            if position.warp == config.consumers * 4:
+                self._producer(position).fetch()
         if cutlass.const_expr("pdl" in config.options):
-            # Nothing before this line reads or writes what an earlier kernel may still be working on.
+            # Nothing before this line reads or writes what an earlier kernel may still be working on; what is fetched
+            # above is promised to be none of it.
             cute.arch.griddepcontrol_wait()
             # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
             cute.arch.griddepcontrol_launch_dependents()
+        self.work.read()
 
         if cutlass.const_expr(config.solo):
             self.sums.start(output, memory, position, self.work)
-            self.products.start(self.a, self.b, position)
+            self.products.start(self.a, self.b, position, args, self.work, memory)
             load_a, load_b = loaders(config, position, self.a, self.b)
             Solo(position, self.ring, self.work, load_a, load_b, self.products, self.sums).run()
         else:
             if position.group == config.consumers:
-                if cutlass.const_expr(config.registers is not None):
-                    cute.arch.setmaxregister_decrease(config.registers[0])
-                if position.warp == config.consumers * 4:
-                    load_a, load_b = loaders(config, position, self.a, self.b)
-                    Producer(self.ring, self.work, load_a, load_b).run()
+                if cutlass.const_expr(self.registers is not None):
+                    cute.arch.setmaxregister_decrease(self.registers[0])
+                if cutlass.const_expr(self.gathers):
+                    rows = self.b if config.swapped else self.a
+                    load_other = loaders(config, position, self.a, self.b)[0 if config.swapped else 1]
+                    first = position.warp == config.consumers * 4
+                    gathered = GatherLoader(rows, position, args)
+                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
+                elif position.warp == config.consumers * 4:
+                    self._producer(position).run()
             else:
-                if cutlass.const_expr(config.registers is not None):
-                    cute.arch.setmaxregister_increase(config.registers[1])
+                if cutlass.const_expr(self.registers is not None):
+                    cute.arch.setmaxregister_increase(self.registers[1])
                 self.sums.start(output, memory, position, self.work)
-                self.products.start(self.a, self.b, position)
+                self.products.start(self.a, self.b, position, args, self.work, memory)
                 work = self.work.of_warpgroup(position.group)
                 Consumer(config, position.group, work, self.turns, self.products, self.sums).run()
+
+    def _producer(self, position: Position) -> Any:
+        """What its last warp runs."""
+        load_a, load_b = loaders(self.config, position, self.a, self.b)
+        if any(self.constant):
+            return EarlyProducer(self.ring, self.work, load_a, load_b, self.constant)
+        return Producer(self.ring, self.work, load_a, load_b)
 
     def _meet(self) -> None:
         """All threads of the cluster see the barriers initialized."""

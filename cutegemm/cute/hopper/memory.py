@@ -5,6 +5,7 @@
     barriers    two mbarriers a stage (`pipeline.Ring`), then the two of ping-pong (`pipeline.Turns`)
     answers     an int32 a consumer warpgroup: what one of its threads has read of the workspace, for the other 127
     meeting     mbarriers of a sum within a cluster (`cluster_sum`)
+    scales      of the columns of a tile, for a block of K (`block_scales`)
 
 `HopperConfig.smem_bytes` adds up the same sizes.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import cutlass
 
 from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.promotion import shared_bytes
 from cutegemm.problem import Signature
 
 BARRIER = 8
@@ -31,3 +33,4 @@ class SharedMemory:
         self.turns = self.barriers + 2 * config.stages * BARRIER
         self.answers = self.turns + 2 * BARRIER
         self.meeting = self.answers + 16
+        self.scales = self.ring + (size - shared_bytes(config, signature))

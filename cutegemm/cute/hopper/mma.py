@@ -1,14 +1,16 @@
 """WGMMA: the instruction for each kind of operand, and the main loop of a consumer warpgroup.
 
     fp16, bf16    m64nNk16, either major of both operands
+    fp8           m64nNk32, e4m3 and e5m2 in any combination, K-major operands only
+    int8          m64nNk32, K-major operands only, int32 accumulators
     tf32          m64nNk8, K-major operands only. It ignores the low 13 bits of fp32 words, which `operand` has rounded
                   before. The DSL itself does not offer this instruction.
 
 Either way one instruction multiplies 32 bytes of K.
 
 `Products` is how products are formed and accumulated: the tensor cores add every k tile to the same fp32 accumulators.
-Another way, for example partial sums that are scaled and promoted every few k tiles, is another class with these
-methods.
+Another way is another class with these methods: `promoted.PromotedProducts` adds partial sums of a few k tiles into
+registers of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, TFloat32
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float8E5M2, Float16, Float32, Int8, Int32, TFloat32
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.atom import make_atom
 from cutlass.cute.core import _pack_shape
@@ -57,8 +59,10 @@ class MmaTf32Op(warpgroup.MmaOp):
         return _Tf32Traits(make_atom(atom, [Boolean(False).ir_value(loc=loc, ip=ip)], loc=loc, ip=ip))
 
 
-def operation(dtype: type[cutlass.Numeric], n: int, a_k_major: bool, b_k_major: bool) -> warpgroup.MmaOp:
-    """The WGMMA of 64 x n outputs for operands of `operand_type(dtype)`, both in shared memory."""
+def operation(
+    dtype: type[cutlass.Numeric], b_dtype: type[cutlass.Numeric], n: int, a_k_major: bool, b_k_major: bool
+) -> warpgroup.MmaOp:
+    """The WGMMA of 64 x n outputs for operands of `operand_type` of these dtypes, both in shared memory."""
     source = warpgroup.OperandSource.SMEM
     majors = [OperandMajorMode.K if k_major else OperandMajorMode.MN for k_major in (a_k_major, b_k_major)]
     shape = (BLOCK_ROWS, n, K_BYTES * 8 // dtype.width)
@@ -66,27 +70,40 @@ def operation(dtype: type[cutlass.Numeric], n: int, a_k_major: bool, b_k_major: 
         return warpgroup.MmaF16BF16Op(dtype, Float32, shape, source, *majors)
     if dtype is Float32:
         return MmaTf32Op(TFloat32, TFloat32, Float32, shape, source, *majors)
-    raise TypeError(f"dtype: got {dtype}, expected Float16, BFloat16 or Float32")
+    if dtype in (Float8E4M3FN, Float8E5M2):
+        return warpgroup.MmaF8Op(dtype, b_dtype, Float32, shape, source, *majors)
+    if dtype is Int8:
+        return warpgroup.MmaI8Op(dtype, b_dtype, Int32, shape, source, *majors)
+    raise TypeError(f"dtype: got {dtype}, expected Float16, BFloat16, Float32, Float8E4M3FN, Float8E5M2 or Int8")
 
 
 class Products:
-    """The products of a consumer warpgroup; `start` binds it to the operands' stages, `accumulators` holds the sums."""
+    """The products of a consumer warpgroup; `start` binds it to the operands' stages, `accumulators` holds the sums.
+
+    target: the registers that WGMMA adds to, here the accumulators.
+    """
 
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns) -> None:
         self.config, self.ring, self.turns = config, ring, turns
 
-    def start(self, a: Operand, b: Operand, position: Position) -> None:
-        """For the warpgroup at that position, and operands that have been started."""
+    def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
+        """For the warpgroup at that position, and operands that have been started.
+
+        args, work, memory: the kernel's arguments by name, the works of the CTA, its shared memory.
+        """
         config, self.group, self.lane = self.config, position.group, position.lane
         # A warpgroup's slice of a tiled MMA begins at its first thread; its descriptors are the same for all threads.
         first_thread = 0 if config.solo or config.ping_pong else position.group * WARPGROUP
-        op = operation(a.dtype, config.bn, a.k_major, b.k_major)
+        op = operation(a.dtype, b.dtype, config.bn, a.k_major, b.k_major)
         sharers = 1 if config.ping_pong else config.consumers
         self.mma = cute.make_tiled_mma(cute.make_mma_atom(op), (sharers, 1, 1))
         part = self.mma.get_slice(first_thread)
         self.fragment_a = self.mma.make_fragment_A(part.partition_A(a.shared))
         self.fragment_b = self.mma.make_fragment_B(part.partition_B(b.shared))
         self.accumulators = self.mma.make_fragment_C(part.partition_shape_C((config.bm, config.bn)))
+        self.target = self.accumulators
+        if cutlass.const_expr(self.target.element_type is Int32):
+            self.accumulators = cute.recast_tensor(self.target, Float32)  # see `whole`
 
     def clear(self) -> None:
         """Zeros for the accumulators."""
@@ -122,9 +139,9 @@ class Products:
         return stage, phase
 
     def issue(self, stage, overwrite: bool) -> None:
-        """One k tile's WGMMA as a group; the first of a tile may overwrite the accumulators."""
+        """One k tile's WGMMA as a group; the first of a tile may overwrite `target`."""
         for step in range(cute.size(self.fragment_a, mode=[2])):
             self.mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and step == 0))
             place = (None, None, step, stage)
-            cute.gemm(self.mma, self.accumulators, self.fragment_a[place], self.fragment_b[place], self.accumulators)
+            cute.gemm(self.mma, self.target, self.fragment_a[place], self.fragment_b[place], self.target)
         warpgroup.commit_group()

@@ -26,6 +26,7 @@ from cutlass.cute.nvgpu.cpasync.copy import (
     CopyBulkTensorTileG2SNonExecTrait,
 )
 
+from cutegemm.cute.hopper import clip
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.position import Position
 
@@ -70,6 +71,9 @@ class Operand:
 
     extent: rows of a tile. sharers: CTAs of a cluster that need the same tile. k_major: whether K is contiguous.
     halves: whether a tile consists of matching rows of the operand's two halves.
+    groups: what the groups of the work divide: "rows", "k", or None for nothing (`grouping`).
+    parts: K-major matrices that make up the operand (`problem.parts`): a stage of the ring holds a tile of each. They
+    lie behind one another as all matrices of part 0, all of part 1, ...
     """
 
     def __init__(
@@ -80,14 +84,19 @@ class Operand:
         sharers: int,
         k_major: bool,
         halves: bool = False,
+        groups: str | None = None,
+        parts: int = 1,
     ) -> None:
         self.dtype, self.extent, self.sharers, self.k_major, self.halves = dtype, extent, sharers, k_major, halves
-        self.bk, self.stages = config.bk, config.stages
+        self.bk, self.stages, self.parts = config.bk, config.stages * parts, parts
         self.itemsize = dtype.width // 8
+        self.groups = groups
+        # Whether the ends of groups are clipped: they divide what lies in rows in memory.
+        self.clipped = groups == ("rows" if k_major else "k")
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the operand's tiles in all stages."""
+        """Bytes of the operand's tiles in all stages. `stages` counts each part's."""
         return self.stages * self.extent * self.bk * self.itemsize
 
     def _swizzle(self) -> tuple[int, int]:
@@ -134,6 +143,10 @@ class Operand:
         strides: tuple[Any, ...] = (leading, 1, batch_stride) if self.k_major else (1, leading, batch_stride)
         # A descriptor has no empty dimensions; with K = 0 nothing of this one element is read.
         shape: tuple[Any, ...] = (rows, cutlass.max(k, Int32(1)), batch)
+        if self.clipped:
+            extents, more = clip.dimensions(leading, step)
+            shape = (clip.ROWS, shape[1]) if self.k_major else (rows, clip.ROWS)
+            shape, strides = (*shape, batch, *extents), (*strides, *more)
         if self.halves:
             # As validity asks, 16 bytes divide the distance of the halves.
             half = Int64(rows // 2) * (leading if self.k_major else 1)
@@ -142,9 +155,9 @@ class Operand:
         tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
         return tma_load(tensor, self._box_layout(), self.box(), self.sharers)
 
-    def start(self, atom, tensor, batch_stride, memory) -> None:
-        """Binds to what `load_atom` made, and to `ring_bytes` of shared memory."""
-        self.atom, self.tensor, self.batch_stride = atom, tensor, batch_stride
+    def start(self, atom, tensor, batch_stride, memory, matrices: Any = None) -> None:
+        """Binds to what `load_atom` made, and to `ring_bytes` of shared memory. matrices: of each part, if several."""
+        self.atom, self.tensor, self.batch_stride, self.matrices = atom, tensor, batch_stride, matrices
         layout = self.stage_layout()
         depth = cute.make_layout(self.stages, stride=self.extent * self.bk)
         pointer = cute.recast_ptr(memory, layout.inner, dtype=operand_type(self.dtype))
@@ -165,25 +178,47 @@ class Loader:
     def __init__(self, operand: Operand, share: Any, mask: Any) -> None:
         self.operand, self.mask = operand, mask
         self.multicasts = mask is not None
-        box = operand.box()
-        tiles = cute.local_tile(operand.tensor, box, (None,) * (len(box) + 1))
-        self.target, self.source = cpasync.tma_partition(
+        self.share = share
+        self.target, self.source = self._partition(operand.tensor)
+
+    def _partition(self, tensor) -> tuple:
+        """(stages, tiles) of a coordinate tensor, as this CTA's share of them."""
+        operand, box = self.operand, self.operand.box()
+        tiles = cute.local_tile(tensor, box, (None,) * cute.rank(tensor))
+        return cpasync.tma_partition(
             operand.atom,
-            share,
+            self.share,
             cute.make_layout(operand.sharers),
             cute.group_modes(operand.boxes, 0, len(box)),
             cute.group_modes(tiles, 0, len(box)),
         )
 
-    def place(self, row, matrix) -> tuple:
-        """What `load` needs to know of a tile of D: its row of tiles of this operand, for matrix `matrix` of D."""
-        return row, source_matrix(matrix, self.operand.batch_stride)
+    def place(self, row, tile) -> tuple:
+        """What `load` needs to know of a tile of D: the tiles of this operand, its row of them, what lies behind K."""
+        operand = self.operand
+        matrix = source_matrix(tile.matrix, operand.batch_stride)
+        if operand.groups is None:
+            return self.source, row, (matrix,)
+        begin, behind = tile.begin, ()
+        if operand.clipped:
+            begin, behind = clip.row(tile.begin, tile.end), clip.coordinates(tile.end)
+        corner = (begin, Int32(0)) if operand.groups == "rows" else (Int32(0), begin)
+        none = (Int32(0),) * (cute.rank(operand.tensor) - 2)
+        return self._partition(cute.domain_offset((*corner, *none), operand.tensor))[1], row, (matrix, *behind)
 
     def load(self, place: tuple, k_tile, stage, barrier) -> None:
         """Asks TMA for a k tile at that place into a stage; `barrier` counts its bytes."""
-        row, matrix = place
-        tile = (None, row, 0, k_tile, matrix) if self.operand.halves else (None, row, k_tile, matrix)
-        source, target = self.source[tile], self.target[None, stage]
+        tiles, row, behind = place
+        if self.operand.parts == 1:
+            self._load(tiles, row, behind, k_tile, stage, barrier)
+            return
+        for part in range(self.operand.parts):
+            matrix = (behind[0] + part * self.operand.matrices,)
+            self._load(tiles, row, matrix, k_tile, stage * self.operand.parts + part, barrier)
+
+    def _load(self, tiles, row, behind: tuple, k_tile, stage, barrier) -> None:
+        tile = (None, row, 0, k_tile, *behind) if self.operand.halves else (None, row, k_tile, *behind)
+        source, target = tiles[tile], self.target[None, stage]
         if self.multicasts:
             cute.copy(self.operand.atom, source, target, tma_bar_ptr=barrier, mcast_mask=cutlass.Int16(self.mask))
         else:

@@ -23,7 +23,8 @@ from cutlass import Int32, Int64
 
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.position import Position
-from cutegemm.problem import Signature
+from cutegemm.problem import ITEMSIZE, Signature
+from cutegemm.problem.work import GATHERED
 
 
 @cute.jit
@@ -56,6 +57,12 @@ class Ring:
         self.full_arrivals = 1
         # A lesson in what arrivals cost, for one CTA a cluster: each consumer thread arrives at both barriers, at
         # `full` before it waits there.
+        # Of gathered rows TMA brings the other operand alone, and the threads that copy arrive too.
+        self.gathers = signature.work == GATHERED
+        if self.gathers:
+            tokens = config.bn if config.swapped else config.bm
+            self.stage_bytes -= tokens * config.bk * ITEMSIZE[signature.dtype]
+            self.full_arrivals += WARPGROUP
         self.every_thread = "fat" in config.options
         if self.every_thread:
             self.empty_arrivals = WARPGROUP * readers
@@ -92,6 +99,8 @@ class Ring:
         if self.every_thread:
             cute.arch.mbarrier_arrive(self.full + stage)
         cute.arch.mbarrier_wait(self.full + stage, phase)
+        if self.gathers:
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def release(self, stage: Int32, lane: Int32):

@@ -23,7 +23,7 @@ class Producer:
         stage, phase = Int32(0), Int32(1)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
-            place_a, place_b = self.load_a.place(tile.row, tile.matrix), self.load_b.place(tile.column, tile.matrix)
+            place_a, place_b = self.load_a.place(tile.row, tile), self.load_b.place(tile.column, tile)
             k_tile, k_step = self.work.k_walk(tile)
             for _ in cutlass.range(tile.k_tiles, unroll=1):
                 full = self.ring.acquire(stage, phase)

@@ -44,7 +44,7 @@ class Solo:
         stage, phase = Int32(0), Int32(0)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
-            place_a, place_b = self.load_a.place(tile.row, tile.matrix), self.load_b.place(tile.column, tile.matrix)
+            place_a, place_b = self.load_a.place(tile.row, tile), self.load_b.place(tile.column, tile)
             # WGMMA adds from the first k tile on: peeling it would take a second copy of the loads.
             self.products.clear()
             warpgroup.fence()

@@ -38,6 +38,7 @@ from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.hopper.workspace import Workspace
 from cutegemm.cute.source import aligned
 from cutegemm.cute.state_word import abandon, arrive, clear, leave
+from cutegemm.cute.whole import Adder
 from cutegemm.hardware.arch import LINE
 
 VECTORS_IN_FLIGHT = 32
@@ -56,14 +57,16 @@ class SplitSum:
     """See the module docstring. `vectors` x 4 accumulators a thread make up a part.
 
     owner: gives the vectors that this CTA owns of a warpgroup's accumulators, and stores them when they are summed.
-    stored: parts of a share in the workspace, one for each split by default.
+    add: the sum of two vectors. stored: parts of a share in the workspace, one for each split by default.
     """
 
-    def __init__(self, config: HopperConfig, owner: FragmentStore | ClusterSum, stored: int | None = None) -> None:
+    def __init__(
+        self, config: HopperConfig, owner: FragmentStore | ClusterSum, add: Adder, stored: int | None = None
+    ) -> None:
         splits, vectors = config.splits, config.owned_vectors
         self.splits = splits
         self.stored = splits if stored is None else stored
-        self.vectors = vectors
+        self.vectors, self.add = vectors, add
         self.cluster_ctas, self.consumers = config.cluster_ctas, config.consumers
         self.owner = owner
         self.in_part = vectors * WARPGROUP
@@ -170,7 +173,7 @@ class SplitSum:
             total = cute.make_rmem_tensor(4, Float32)
             total.store(loaded[None, 0, i].load())
             for part in cutlass.range_constexpr(1, self.stored):
-                total.store(total.load() + loaded[None, part, i].load())
+                total.store(self.add(total.load(), loaded[None, part, i].load()))
             place = self._place(number, first + i)
             if place < end:
                 self.owner.store(total, place, region)
@@ -228,8 +231,8 @@ class SplitSum:
 class ArrivalSum(SplitSum):
     """The same with one part a share, to which all splits add in the order of their arrival."""
 
-    def __init__(self, config: HopperConfig, owner: FragmentStore | ClusterSum) -> None:
-        super().__init__(config, owner, stored=1)
+    def __init__(self, config: HopperConfig, owner: FragmentStore | ClusterSum, add: Adder) -> None:
+        super().__init__(config, owner, add, stored=1)
 
     def _leave(self, values, share, place) -> None:
         # Relaxed: whoever reads the part has seen this split's arrival, a release after it.

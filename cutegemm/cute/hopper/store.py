@@ -23,9 +23,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Vector
 from cutlass.cute.nvgpu import cpasync
 
-from cutegemm.cute import types
+from cutegemm.cute import types, whole
 from cutegemm.cute.epilogue import SlabEpilogue
-from cutegemm.cute.hopper import terms
+from cutegemm.cute.hopper import clip, grouping, terms
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -33,7 +33,7 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.reduce import make_reductions
 from cutegemm.cute.launch_config import SLAB_ROWS
-from cutegemm.cute.lowering import finish
+from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
@@ -79,9 +79,11 @@ class TmaEpilogue:
         self.config = config
         self.blocks, self.block_step = config.out_blocks(signature), config.block_step
         self.out_columns, self.up = config.out_columns(signature), up_offset(config, signature)
+        self.clipped = grouping.clips_results(signature.work)
         self.results = [(number, name, types.NUMERIC[dtype]) for number, name, dtype, _ in signature.results]
         self.out_type = types.NUMERIC[signature.out_dtype]
-        self.program, self.gated = signature.epilogue.program, signature.epilogue.gating is not None
+        self.program, self.gated = whole.program_of(signature), signature.epilogue.gating is not None
+        self.read = whole.reader(signature)
         self.itemsize = self.out_type.width // 8
         self.columns = config.store_columns(self.itemsize, signature)
         self.row_bytes = self.itemsize * self.columns
@@ -121,7 +123,7 @@ class TmaEpilogue:
         found, columns = [], args.n // 2 if self.gated else args.n
         for _, name, _ in self.results:
             row, matrix = (cute.assume(each, divby=step) for each in strides(args, name))
-            layout = cute.make_layout((args.m, columns, args.batch), stride=(row, 1, matrix))
+            layout = clip.results((args.m, columns, args.batch), (row, 1, matrix), step, self.clipped)
             tensor = cute.make_tensor(getattr(args, name), layout)
             found.append(cpasync.make_tiled_tma_atom(store, tensor, self.buffer_layout(), self.box()))
         return tuple(found)
@@ -151,7 +153,8 @@ class TmaEpilogue:
             layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
         )
         pointer = cute.recast_ptr(base, layout.inner, dtype=dtype)
-        tiles = cute.local_tile(tensor, self.box(), (None, None, None))
+        box = self.box()
+        tiles = clip.windows(tensor, box) if self.clipped else cute.local_tile(tensor, box, (None, None, None))
         shared, target = cpasync.tma_partition(
             atom,
             0,
@@ -199,12 +202,17 @@ class TmaEpilogue:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             if self.warp == 0:
-                block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
-                place = (None, *block, region.matrix)
+                place = self._place(i, part, region)
                 for result in cutlass.range_constexpr(len(self.copies)):
                     atom, shared, target = self.copies[result]
                     cute.copy(atom, shared[None, buffer], target[place])
                 cute.arch.cp_async_bulk_commit_group()
+
+    def _place(self, i: int, part: int, region) -> tuple:
+        if self.clipped:
+            return None, *clip.place(self.box_corner(i, part, region), region.matrix, region.m)
+        block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
+        return None, *block, region.matrix
 
     def box_corner(self, i: int, part: int, region) -> tuple:
         """(row, column) of D where a staging buffer's box begins."""
@@ -272,7 +280,7 @@ class TmaEpilogue:
                 # One by one: loaded as a vector, they would be vectors in the main loop too.
                 held = own if not node.attribute else cute.make_tensor(own.iterator + self.up, own.layout)
                 values = Vector.from_elements([held[q] for q in range(size)], Float32)
-                return cute.TensorSSA(values, size, Float32)
+                return self.read(cute.TensorSSA(values, size, Float32))
             if node.op != "input":
                 return self._index(node.op, corner, first, size)
             assert isinstance(node.attribute, int)
@@ -291,7 +299,7 @@ class TmaEpilogue:
             reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
         for number, _, dtype in self.results:
             result = cute.make_rmem_tensor(size, dtype)
-            result.store(finished[number].to(dtype))
+            result.store(rounded(finished[number], dtype, size))
             results.append(result)
         return results
 
@@ -333,6 +341,7 @@ class WideTmaEpilogue(TmaEpilogue):
         row = self.warp * 16 + lane // 4
         swizzle = ((row * self.row_bytes) >> 7) & ((1 << self.swizzle_bits) - 1)
         self.row_address = base + row * self.row_bytes + (lane & 1) * 8
+        self.word = "f32" if self.out_type is Float32 else "s32"
         # Rows 8 further on have the same swizzle.
         self.own_piece = ((lane >> 1) & 1) ^ swizzle
 
@@ -344,7 +353,7 @@ class WideTmaEpilogue(TmaEpilogue):
                 place = address + number * self.result_bytes if number else address
                 for r in range(2):
                     cute.arch.inline_ptx(
-                        "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                        f"st.shared.v2.{self.word} [{{$r0}}], {{{{$r1}}, {{$r2}}}};",
                         read_only_args=[place + 8 * r * self.row_bytes, result[2 * r], result[2 * r + 1]],
                     )
 

@@ -23,18 +23,19 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.hopper.workspace import Workspace
 from cutegemm.cute.source import aligned
+from cutegemm.cute.whole import Adder
 
 BATCH = 4
 """16-byte loads in flight a thread while parts are added: the accumulators leave few registers."""
 
 
 class StreamSum:
-    """See the module docstring; `store` takes whole sums."""
+    """See the module docstring; `store` takes whole sums. add: the sum of two vectors."""
 
-    def __init__(self, config: HopperConfig, store: Any) -> None:
+    def __init__(self, config: HopperConfig, store: Any, add: Adder) -> None:
         self.vectors = config.accumulators // 4
         self.cluster_ctas, self.consumers = config.cluster_ctas, config.consumers
-        self.store = store
+        self.store, self.add = store, add
 
     def initialize(self, memory: SharedMemory) -> None:
         """Needs no barriers."""
@@ -82,7 +83,7 @@ class StreamSum:
                 other = cute.make_rmem_tensor((4, count), Float32)
                 cute.autovec_copy(self._vectors(2 * share + 1 - part, first, count), other)
                 own = cute.make_tensor(accumulators.iterator + 4 * first, cute.make_layout((4, count)))
-                own.store(own.load() + other.load())
+                own.store(self.add(own.load(), other.load()))
             if self.thread == 0:
                 cute.make_tensor(word, cute.make_layout(1))[0] = Int64(0)
         return there

@@ -21,6 +21,8 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.split_sum import ArrivalSum, SplitSum
 from cutegemm.cute.hopper.stream_sum import StreamSum
 from cutegemm.cute.hopper.work import Tile, Work
+from cutegemm.cute.whole import adder
+from cutegemm.problem import Signature
 
 
 class Sums(Protocol):
@@ -61,13 +63,14 @@ class WholeSum:
         self.store.finish()
 
 
-def make_sums(config: HopperConfig, store: Any) -> Sums:
+def make_sums(config: HopperConfig, signature: Signature, store: Any) -> Sums:
     """The way of a configuration to settle sums; `store` is that of `store.make_store`."""
+    add = adder(signature)
     if config.stream_k:
-        return StreamSum(config, store)
+        return StreamSum(config, store, add)
     if config.parts == 1:
         return WholeSum(store)
-    owner = ClusterSum(config, store) if config.cluster_k > 1 else store
+    owner = ClusterSum(config, store, add) if config.cluster_k > 1 else store
     if config.splits == 1:
         return owner
-    return (ArrivalSum if config.in_arrival_order else SplitSum)(config, owner)
+    return (ArrivalSum if config.in_arrival_order else SplitSum)(config, owner, add)

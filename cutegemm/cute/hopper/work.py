@@ -36,7 +36,6 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work_count import whole_tiles
 from cutegemm.cute.tile_order import device_min
 from cutegemm.problem import Signature
-from cutegemm.problem.work import DENSE
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Tile:
     work: the work's number. cluster_tile: the number of the tiles that the CTAs of the cluster compute in this work.
     row, column: the tile's place among the CTA tiles of its matrix, along the rows and columns of the accumulators.
     matrix: of the batch. first_k, k_tiles: the first k tile, and how many there are to sum, at least 1.
+    begin, end: where the tile's group begins and ends in the array that groups divide; None in dense works.
     """
 
     work: Any
@@ -55,6 +55,8 @@ class Tile:
     matrix: Any
     first_k: Any
     k_tiles: Any
+    begin: Any = None
+    end: Any = None
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,9 @@ class Work:
     first, end, step: the numbers of this cluster's works are `range(first, end, step)`.
     """
 
-    def __init__(self, config: HopperConfig, gated: bool = False) -> None:
-        """`gated`: D has half as many columns as the product, and its tiles half as many as those of accumulators."""
+    def __init__(self, config: HopperConfig, signature: Signature | None = None) -> None:
+        """Of a gated program D has half as many columns as the product, and its tiles as those of accumulators."""
+        gated = signature is not None and signature.epilogue.gating is not None
         self.config, self.fold = config, 2 if gated else 1
         self.order = tile_order.parse(config.order)
         self.division = make_division(config)
@@ -93,6 +96,9 @@ class Work:
         self.k_tiles = cute.ceil_div(args.k, self.config.bk)
         self.first, self.end, self.step = self.division.start(tiles, self.k_tiles, args.clusters, position)
         self.first_row = Int32(0)
+
+    def read(self) -> None:
+        """Reads the works' device arrays, if there are any; what an earlier kernel writes is there by now."""
 
     def of_warpgroup(self, group) -> Work:
         """What consumer warpgroup `group` has to compute: rows of each tile, in ping-pong all of every other one."""
@@ -264,12 +270,3 @@ def make_division(config: HopperConfig) -> WholeK | PartsOfK | Stretches:
     if config.stream_k:
         return Stretches()
     return PartsOfK(config.splits, config.cluster_k) if config.parts > 1 else WholeK()
-
-
-WORKS = {DENSE: Work}
-"""The class of each kind of work that the kernel takes, by its name in `problem.work`."""
-
-
-def make_work(config: HopperConfig, signature: Signature) -> Work:
-    """What a kernel of that signature has to compute."""
-    return WORKS[signature.work](config, signature.epilogue.gating is not None)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
+from cutegemm.problem.dtypes import why_not_rounded
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -127,6 +128,8 @@ class TileConfig(LaunchedConfig):
         raise TypeError(f"{type(self).__name__} has no validity rule of its own")
 
     def _why_common_invalid(self, signature: Signature) -> str | None:
+        if refused := why_not_rounded("the kernels without TMA round", signature.narrow):
+            return refused
         sizes = {"bm": self.bm, "bn": self.bn, "bk": self.bk, "wm": self.wm, "wn": self.wn}
         for name, value in sizes.items():
             if value <= 0 or value & (value - 1):

@@ -149,7 +149,8 @@ def tensor_view(X, I, t: TensorMap, coords, spans, write: bool, lanes, e: int) -
     strides = (es, *t.strides)
     starts = [x + low for x, (low, _) in zip(coords, spans, strict=True)]
     counts = [high - low for low, high in spans]
-    first = t.address + sum(s * st for s, st in zip(starts, strides, strict=True))
+    # Addresses have 64 bits: a map may rely on what a sum leaves of more (`cute.hopper.clip`).
+    first = (t.address + sum(s * st for s, st in zip(starts, strides, strict=True))) % (1 << 64)
     last = first + sum((n - 1) * st for n, st in zip(counts, strides, strict=True)) + es
     try:
         interval = X.wave.memory.check(first, last - first, write=write)

@@ -250,6 +250,8 @@ def global_parts(X, I, a, lanes, size: int, *, write: bool, align: bool = True):
     """[(interval, which)] for uint64 addresses, with the lane named on an error."""
     if align and size > 1:
         align_check(X, I, a, size, lanes, f"global {'write' if write else 'read'}")
+    if X.wave.env.in_front is not None:
+        X.wave.env.in_front.check(X, I, a, lanes, write)
     try:
         return X.wave.memory.lookup(a.view(np.int64), size, write=write)
     except EmulationError as error:

@@ -6,12 +6,21 @@ import numpy as np
 
 from cutegemm.emulator.errors import KernelTrap
 from cutegemm.emulator.ptx import Instr
-from cutegemm.emulator.translate import Gen, emits, runtime
+from cutegemm.emulator.translate import Gen, emits, runtime, synchronizes
 
 
-@emits("membar", "nanosleep", "pmevent", "griddepcontrol", "brkpt")
+@emits("membar", "nanosleep", "pmevent", "brkpt")
 def nothing(g: Gen, i: Instr) -> None:
     """No effect here: one kernel runs at a time, and memory is sequentially consistent."""
+
+
+@synchronizes("griddepcontrol")
+def griddepcontrol(wave, X, I: Instr, mask, fall: int):
+    """wait is an edge of order behind the kernel in front; launch_dependents only lets the next one begin."""
+    wave.env.progressed = True
+    if wave.env.in_front is None or not I.has("wait"):
+        return None, False
+    return wave.env.in_front.wait(X, mask), False
 
 
 @emits("fence")

@@ -1,16 +1,13 @@
 """mma.sync and wmma.
 
-Accumulation: products of fp16, bf16, tf32 and fp8 operands are exact in fp32; they are summed in fp32 over the K of one
-instruction by a matrix product of the host (any order), and the accumulator is added last. Hardware sums with
-at least fp32 precision and truncation, in an order of its own. Both lie within K * 2**-23 times the sum of the
-magnitudes of the K + 1 terms of the exact result.
+Floating-point sums have the bits of the hardware that the PTX targets, see `tensor_cores`; integers are exact.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from cutegemm.emulator import numerics
+from cutegemm.emulator import numerics, tensor_cores
 from cutegemm.emulator.ops import mma_f64
 from cutegemm.emulator.ops.loadstore import address_code, space_of
 from cutegemm.emulator.ptx import Instr, Vec
@@ -60,16 +57,21 @@ def mma(g: Gen, i: Instr) -> None:
         raise g.unsupported("the number of registers does not fit the shape")
     fa = fragment(g, "A", a, at)
     fb = fragment(g, "B", b, bt)
-    if dt == "f16":
-        cs = ", ".join(g.src(o, "u4") for o in c)
-        t = g.let(f"mma_f16({fa}, {fb}, ({cs},), X.shape)")
-        for n, o in enumerate(d):
-            g.assign(o, f"{t}[{n}]", "u4")
+    if dt == "s32":
+        t = g.let(f"mma_product({fa}, {fb}, X.shape)")
+        for n, (o, s) in enumerate(zip(d, c, strict=True)):
+            g.ufunc("add", o, "i4", f"{t}[{n >> 1}][..., {n & 1}]", g.src(s, "i4"))
         return
-    code = "f4" if dt == "f32" else "i4"
-    t = g.let(f"mma_product({fa}, {fb}, X.shape{', np.int32' if code == 'i4' else ''})")
-    for n, (o, s) in enumerate(zip(d, c, strict=True)):
-        g.ufunc("add", o, code, f"{t}[{n >> 1}][..., {n & 1}]", g.src(s, code))
+    cs = ", ".join(g.src(o, "u4") for o in c)
+    rule = g.keep(rule_of(g, "mma", at))
+    t = g.let(f"mma_sums({fa}, {fb}, ({cs},), X.shape, {rule}, {at!r})")
+    for n, o in enumerate(d):
+        g.assign(o, f"{t}[{n}]", "u4")
+
+
+def rule_of(g: Gen, instruction: str, kind: str) -> tensor_cores.Rule:
+    """How the hardware that the module targets adds the products of an instruction."""
+    return tensor_cores.RULES[instruction, kind, tensor_cores.architecture(g.program.env.module.target)]
 
 
 def fragment(g: Gen, which: str, regs, kind: str) -> str:
@@ -100,24 +102,26 @@ def fragment_b(shape, words, kind):
 
 
 @runtime
-def mma_product(a, b, shape, dtype=None):
-    """(warps, 16, k) @ (warps, k, 8) -> two arrays (C, W, 32, 2): rows 0-7 and rows 8-15 as lanes hold them."""
-    d = np.matmul(a, b)
-    if dtype is not None:
-        d = d.astype(dtype)
-    d = d.reshape(-1, 2, 8, 4, 2)
+def mma_product(a, b, shape):
+    """(warps, 16, k) @ (warps, k, 8) -> two int32 arrays (C, W, 32, 2): rows 0-7 and rows 8-15 as lanes hold them."""
+    d = np.matmul(a, b).astype(np.int32).reshape(-1, 2, 8, 4, 2)
     return d[:, 0].reshape(*shape, 2), d[:, 1].reshape(*shape, 2)
 
 
 @runtime
-def mma_f16(a, b, c, shape):
-    d = np.matmul(a, b).reshape(-1, 2, 8, 4, 2)
-    out: list = []
-    for n in range(2):
-        old = np.ascontiguousarray(c[n]).view(np.float16).reshape(*shape, 2).astype(np.float32)
-        total = d[:, n].reshape(*shape, 2) + old
-        out.append(numerics.f16_bits(total).view(np.uint32)[..., 0])
-    return out
+def mma_sums(a, b, c, shape, rule, kind):
+    """Accumulators (registers of 32 bits: four fp32, or two of fp16 pairs) after the products of one instruction."""
+    half = len(c) == 2
+    words = np.stack([np.broadcast_to(x, shape) for x in c], -1)  # [C, W, 32, registers]
+    values = words.view(np.float16).astype(np.float32) if half else words.view(np.float32)
+    old = values.reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)  # lane: row, column pair
+    sums = tensor_cores.add_products(a, b, old, rule, kind, half)
+    lanes = sums.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(*shape, 4)
+    if half:
+        bits = np.ascontiguousarray(numerics.f16_bits(lanes)).view(np.uint32)
+    else:
+        bits = np.ascontiguousarray(lanes).view(np.uint32)
+    return [bits[..., n] for n in range(len(c))]
 
 
 # -- wmma ------------------------------------------------------------------------------------------------------
@@ -187,7 +191,8 @@ def wmma(g: Gen, i: Instr) -> None:
             raise g.unsupported(f"types {'.'.join(tail)}")
         names = [f"({', '.join(g.src(o, 'u4') for o in regs)},)" for regs in (a, b, c)]
         name = g.let(
-            f"wmma_multiply({names[0]}, {names[1]}, {names[2]}, {m}, {n}, {k}, {at!r}, {dt!r}, {ct!r}, {len(d)})"
+            f"wmma_multiply({names[0]}, {names[1]}, {names[2]}, {m}, {n}, {k}, {at!r}, {dt!r}, {ct!r}, {len(d)}, "
+            f"{g.keep(rule_of(g, 'mma', at))})"
         )
         for e, o in enumerate(d):
             g.assign(o, f"{name}[{e}]", "u4")
@@ -260,9 +265,12 @@ def _matrix(words, rows: int, cols: int, t: str) -> np.ndarray:
 
 
 @runtime
-def wmma_multiply(a, b, c, m, n, k, t, dt, ct, registers):
-    d = np.matmul(_matrix(a, m, k, t), _matrix(b, k, n, t)) + _matrix(c, m, n, ct)
-    lanes = d.reshape(*d.shape[:2], 32, -1)
+def wmma_multiply(a, b, c, m, n, k, t, dt, ct, registers, rule):
+    left, right, old = _matrix(a, m, k, t), _matrix(b, k, n, t), _matrix(c, m, n, ct)
+    d = tensor_cores.add_products(
+        left.reshape(-1, m, k), right.reshape(-1, k, n), old.reshape(-1, m, n), rule, t, dt == "f16"
+    )
+    lanes = d.reshape(*old.shape[:2], 32, -1)
     if dt == "f32":
         return [lanes[..., e].view(np.uint32) for e in range(registers)]
     bits = np.ascontiguousarray(numerics.f16_bits(lanes)).view(np.uint32)

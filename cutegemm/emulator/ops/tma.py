@@ -16,6 +16,7 @@ import numpy as np
 from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess, MissingProxyFence
 from cutegemm.emulator.ops.bulk import (
     RING,
+    box_window,
     check_map,
     chunk_table,
     coordinates,
@@ -151,6 +152,8 @@ def tma_load(X, I, mask, dst, tmap, coords, bar, mcast):
         def fetch(t=t, at=at, e=e):
             return read_box(X, I, t, at, lanes, e)
 
+        if X.wave.env.in_front is not None and box_window(t, at)[1]:
+            fetch = _ordered(X, I, lanes, e, t.address, fetch)
         actions.append(_land(X, I, lanes, e, c, w, ctas, t.box_bytes, t.swizzle, fetch))
     _issue(X, actions)
 
@@ -168,8 +171,20 @@ def bulk_load(X, I, mask, dst, src, size, bar, mcast):
             X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None if mcast is None else int(flat[-1][e]), 16, nbytes
         )
         fetch = functools.partial(_global_bytes, X, I, lanes, e, source, nbytes)
+        if X.wave.env.in_front is not None:
+            fetch = _ordered(X, I, lanes, e, source, fetch)
         actions.append(_land(X, I, lanes, e, c, w, ctas, nbytes, 0, fetch))
     _issue(X, actions)
+
+
+def _ordered(X, I, lanes, e, address: int, fetch):
+    """`fetch` of a load behind the kernel in front. One that is asked for before the wait may read at once."""
+    in_front = X.wave.env.in_front
+    in_front.check_bulk(X, I, lanes, e, address, False)
+    if not in_front.is_early(X, lanes, e):
+        return fetch
+    data = fetch()
+    return lambda: data
 
 
 def _global_bytes(X, I, lanes, e, source: int, nbytes: int) -> np.ndarray:
@@ -357,6 +372,8 @@ def tma_store(X, I, mask, tmap, coords, src, reduction):
         t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
         at = coordinates(flat[2:], e)
         check_map(X, I, lanes, e, t, at)
+        if X.wave.env.in_front is not None:
+            X.wave.env.in_front.check_bulk(X, I, lanes, e, t.address, True)
         cta, offset = shared_target(X, I, lanes, e, int(flat[0][e]), c, 128, t.box_bytes)
         table = chunk_table(offset, t.box_bytes, t.swizzle)
         _store(
@@ -380,6 +397,8 @@ def bulk_store(X, I, mask, dst, src, size, reduction):
         c, w = issuer(X, lanes, e)
         target, nbytes = int(flat[0][e]), int(flat[2][e])
         _check_bulk(X, I, lanes, e, target, nbytes)
+        if X.wave.env.in_front is not None:
+            X.wave.env.in_front.check_bulk(X, I, lanes, e, target, True)
         cta, offset = shared_target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
 
         def write(data, target=target, nbytes=nbytes, e=e):

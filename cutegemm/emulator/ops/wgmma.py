@@ -2,10 +2,7 @@
 
 A wgmma in flight reads its shared-memory operands and writes its accumulators when its group is waited for
 (with a seed), or at issue (without). Consecutive multiplications into the same accumulators are done as one matrix
-product over their joint K, in fp32 by the host's matrix multiply: products of 16-bit, tf32 and fp8 operands are exact,
-sums are fp32 in an order of the host's choice, and the accumulator is added last. Hardware truncates some low bits
-of each sum instead; both stay within K * 2**-23 of the sum of magnitudes (for fp8 operands hardware keeps about 14
-bits, which is not modelled).
+product over their joint K. The sums have the bits of the hardware, see `tensor_cores`.
 
 Accumulators stay in matrix form between multiplications; they move to registers when an ordinary instruction touches
 one. Translation inserts that check, which also finds accumulators used before their wait.
@@ -18,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cutegemm.emulator import numerics
+from cutegemm.emulator import tensor_cores
 from cutegemm.emulator.errors import AccumulatorInFlight, EmulationError
 from cutegemm.emulator.ops.bulk import RING
 from cutegemm.emulator.ops.mma import PER_WORD, fragment_a
@@ -149,24 +146,21 @@ class Warpgroups:
         left = np.concatenate(a, -1) if len(a) > 1 else a[0]
         right = np.concatenate([x for x, _ in b], -2) if len(b) > 1 else b[0][0]
         which = b[0][1]
-        product = _product(left, right, which)
         if neg_a != neg_b:
-            np.negative(product, out=product)
+            left = -left
         acc = first.acc
         table, inside = self.tables(acc, n)
         c, w = first.c, first.w
         keep = first.keep
-        if keep.any():
-            stale = keep & ~inside[c, w]
-            if stale.any():
-                table[c[stale], w[stale]] = gather(self.wave, acc, c[stale], w[stale])
-            if keep.all():
-                product += table[c, w]
-            else:
-                product[keep] += table[c[keep], w[keep]]
-        if acc.half:
-            product = numerics.f16_bits(product).view(np.float16).astype(np.float32)
-        table[c, w] = product
+        stale = keep & ~inside[c, w]
+        if stale.any():
+            table[c[stale], w[stale]] = gather(self.wave, acc, c[stale], w[stale])
+        old = table[c, w]
+        old[~keep] = 0.0
+        if first.spec[2] == "s8":
+            table[c, w] = _whole_sums(left, right, which, old, first.instr.has("satfinite"))
+        else:
+            table[c, w] = _sums(left, right, which, old, first.spec[2], acc.half)
         inside[c, w] = True
         self.fresh[acc.index][c, w] = True
         if acc.overlapping:
@@ -198,16 +192,29 @@ def _joins(one: Operation, two: Operation) -> bool:
     return bool(two.keep.all() and (one.c == two.c).all() and (one.w == two.w).all())
 
 
-def _product(left: np.ndarray, right: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """left [warps, 16, k], right [groups, k, n], which [warps] -> [warps, 16, n]. Warps of one group come together.
+def _sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, kind: str, half: bool) -> np.ndarray:
+    """left [warps, 16, k], right [groups, k, n], which [warps], old [warps, 16, n] -> new accumulators.
 
-    One product per warp: small enough that BLAS stays on one thread, where waking others costs more than they bring.
+    Warps of one group come together.
     """
+    rule = tensor_cores.RULES["wgmma", kind, "hopper"]
     groups = len(right)
     if len(which) % groups == 0 and (which == np.repeat(np.arange(groups), len(which) // groups)).all():
         k, n = right.shape[1:]
-        return np.matmul(left.reshape(groups, -1, 16, k), right[:, None]).reshape(-1, 16, n)
-    return np.matmul(left, right[which])
+        shared = tensor_cores.add_products(
+            left.reshape(groups, -1, k), right, old.reshape(groups, -1, n), rule, kind, half
+        )
+        return shared.reshape(-1, 16, n)
+    return tensor_cores.add_products(left, right[which], old, rule, kind, half)
+
+
+def _whole_sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, saturates: bool) -> np.ndarray:
+    """The same for int8: exact sums in int32, which saturate or wrap. Tables of accumulators hold their bits."""
+    product = np.matmul(left.astype(np.float64), right.astype(np.float64)[which]).astype(np.int64)
+    sums = product + np.ascontiguousarray(old).view(np.int32)
+    if saturates:
+        sums = np.clip(sums, -(2**31), 2**31 - 1)
+    return sums.astype(np.int32).view(np.float32)
 
 
 @runtime
@@ -267,7 +274,8 @@ def mma_async(g: Gen, i: Instr) -> None:
     shape = next(p for p in i.parts if p.startswith("m64n"))
     n, k = (int(x) for x in shape[4:].split("k"))
     dt, at, bt = i.parts[-3:]
-    if dt not in ("f32", "f16") or at not in PER_WORD or bt not in PER_WORD or at in ("s8", "u8"):
+    known = dt in ("f32", "f16") and at in PER_WORD and bt in PER_WORD and not {at, bt} & {"s8", "u8"}
+    if not known and (dt, at, bt) != ("s32", "s8", "s8"):
         raise g.unsupported(f"types {dt}.{at}.{bt}")
     if n % 8 or not 8 <= n <= 256 or k * 4 // PER_WORD[at] != 32:
         raise g.unsupported(f"shape {shape}")

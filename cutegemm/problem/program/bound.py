@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from cutegemm.problem.dtypes import output_name
 from cutegemm.problem.program import interval
 from cutegemm.problem.program.evaluate import Place, apply, evaluate
 from cutegemm.problem.program.graph import BOOL, F32, Node, Program
@@ -76,7 +77,7 @@ def bounds(
             strict=True,
         )
     ]
-    given = [place.operand(each, value, torch.float64) for each, value in zip(program.inputs, operands, strict=True)]
+    given = [place.read(each, value, torch.float64) for each, value in zip(program.inputs, operands, strict=True)]
     known: list[_Known] = []
     for node, kind in zip(program.nodes, program.types, strict=True):
         if node.op == "acc":
@@ -138,9 +139,10 @@ def check(got: Tensor, want: Bounds) -> Verdict:
         return Verdict(False, math.inf, f"shape {tuple(got.shape)}, expected {tuple(want.value.shape)}")
     if got.numel() == 0:
         return Verdict(True, 0.0, "empty")
-    lo, hi = (end.to(got.dtype).double() for end in (want.lo, want.hi))
-    result = got.double()
-    good = torch.where(result.isnan(), want.nan, want.real & (lo <= result) & (result <= hi))
+    dtype = str(output_name(got.dtype))
+    stored = interval.cast(interval.Interval(want.lo, want.hi, want.real, want.nan), dtype)
+    lo, hi, result = stored.lo, stored.hi, got.double()
+    good = torch.where(result.isnan(), stored.nan, stored.real & (lo <= result) & (result <= hi))
     error = (result - want.value).abs()
     room = torch.maximum(hi - want.value, want.value - lo)
     ratio = torch.where(good & room.isfinite() & (room > 0) & error.isfinite(), (error / room).clamp(max=1.0), 0.0)

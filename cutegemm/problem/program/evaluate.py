@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cutegemm.problem.dtypes import torch_dtype
+from cutegemm.problem import rounding
 from cutegemm.problem.program import random
 from cutegemm.problem.program.graph import I32, Input, Node, Program
 from cutegemm.problem.reference import activate
@@ -53,7 +53,7 @@ _MANY: dict[str, Callable[..., Tensor]] = {
 
 def rounded(x: Tensor, dtype: str) -> Tensor:
     """x with its elements rounded to a dtype of `dtypes.TABLE`, in x's dtype."""
-    return x.to(torch_dtype(dtype)).to(x.dtype)
+    return rounding.rounded(x, dtype).to(x.dtype)
 
 
 class Place:
@@ -104,6 +104,10 @@ class Place:
             raise ValueError(f"operand {given.name}: got shape {got}, expected one that broadcasts to {want}")
         return tensor
 
+    def read(self, given: Input, value: Tensor | float | int, dtype: torch.dtype) -> Tensor:
+        """`operand`; 1 for one that scales blocks of A or B, which the accumulators know already."""
+        return self.operand(given, value, dtype) if not given.scales else torch.ones((1, 1, 1), device=self.device)
+
     def exchanged(self, x: Tensor) -> Tensor:
         """x with columns 2j and 2j + 1 exchanged."""
         return x if x.shape[-1] == 1 and self.n > 1 else x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -146,7 +150,7 @@ def evaluate(
     if len(operands) != len(program.inputs):
         raise ValueError(f"operands: got {len(operands)}, the program takes {len(program.inputs)}")
     accumulators = place.accumulators(acc.to(dtype), program.gating)
-    given = [place.operand(each, value, dtype) for each, value in zip(program.inputs, operands, strict=True)]
+    given = [place.read(each, value, dtype) for each, value in zip(program.inputs, operands, strict=True)]
     values: list[Tensor] = []
     for node in program.nodes:
         if node.op == "acc":
@@ -160,7 +164,7 @@ def evaluate(
         value = reduced(values[out.node].expand(place.shape), out.reduce)
         if out_dtype is not None:
             own = torch.float32 if out.reduce else out_dtype
-            value = value.to(own if out.dtype is None else torch_dtype(out.dtype))
+            value = value.to(own) if out.dtype is None else rounding.rounded(value, out.dtype)
         outputs.append(place.result(value, out.reduce))
     return tuple(outputs)
 

@@ -68,11 +68,19 @@ GATINGS = ("halves", "pairs")
 """How the columns of a gated product belong together: j and N / 2 + j, or 2j and 2j + 1."""
 
 
+SCALES = ("a1", "a128", "b1", "b128")
+"""What an input may scale: A or B, in blocks of so many rows (A) or columns (B) by `SCALE_K` of K."""
+SCALE_K = 128
+"""Elements of K that a block's scale is for."""
+
+
 class Input(NamedTuple):
     """An operand of a program.
 
-    name: as the text has it. dtype: a name of `dtypes.TABLE`, or "int32". m, n, batched: whether it has an element of
+    name: as the text has it. dtype: a name of `dtypes.TERMS`, or "int32". m, n, batched: whether it has an element of
     its own for each row, column and matrix of D. by_value: a Python number, passed with the launch as fp32 or int32.
+    scales: one of `SCALES` for a matrix of numbers that A's or B's elements are multiplied by before they are summed,
+    which no node reads. "" for all others.
     """
 
     name: str
@@ -81,6 +89,7 @@ class Input(NamedTuple):
     n: bool = False
     batched: bool = False
     by_value: bool = False
+    scales: str = ""
 
     @property
     def type(self) -> str:
@@ -88,7 +97,9 @@ class Input(NamedTuple):
 
     @property
     def varies(self) -> str:
-        """ "", "n", "m" or "mn": along which extents of D it varies."""
+        """ "", "n", "m" or "mn": along which extents of D it varies; "k" for one that scales blocks of K."""
+        if self.scales:
+            return "k"
         return "m" * self.m + "n" * self.n
 
 
@@ -151,6 +162,11 @@ class Program:
 
     def __str__(self) -> str:
         return self.text
+
+    @cached_property
+    def block_scales(self) -> dict[str, Input]:
+        """The inputs that scale blocks of A or B, by the operand: "a" and "b"."""
+        return {given.scales[0]: given for given in self.inputs if given.scales}
 
     def uses(self, op: str) -> bool:
         """Whether some node is that operation."""

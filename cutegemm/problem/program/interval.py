@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cutegemm.problem.dtypes import OUTPUTS
 from cutegemm.problem.program.evaluate import UNARY, rounded
 
 ROUNDOFF = 2.0**-24
@@ -270,6 +271,10 @@ def chosen(condition: Choice, x: Interval, y: Interval) -> Interval:
 
 def cast(x: Interval, dtype: str) -> Interval:
     """Rounded to a dtype: rounding keeps order, so the rounded ends are the ends of what is rounded."""
+    if OUTPUTS[dtype].is_integer:  # of which NaN becomes 0
+        lo = torch.where(x.nan, torch.where(x.real, x.lo.clamp(max=0.0), 0.0), x.lo)
+        hi = torch.where(x.nan, torch.where(x.real, x.hi.clamp(min=0.0), 0.0), x.hi)
+        return Interval(rounded(lo, dtype), rounded(hi, dtype), x.real | x.nan, x.nan & False)
     return Interval(rounded(x.lo, dtype), rounded(x.hi, dtype), x.real, x.nan)
 
 

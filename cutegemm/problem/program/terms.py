@@ -26,7 +26,7 @@ def terms_of(program: Program, activations: tuple[str, ...]) -> Terms | None:
 
     The kernels compute ((alpha acc + beta C) + bias); another order rounds otherwise and is another program.
     """
-    if program.gating or len(program.outputs) != 1 or program.outputs[0].reduce:
+    if program.gating or program.block_scales or len(program.outputs) != 1 or program.outputs[0].reduce:
         return None
     found = _Reader(program)
     node, activation = program.outputs[0].node, None

@@ -22,6 +22,7 @@ from cutegemm.problem.program.writing import (
     BINARY,
     COMPARE,
     NUMBERS,
+    SCALES,
     SHAPES,
     TEMPORARY,
     UNARY,
@@ -35,6 +36,7 @@ __all__ = ["line", "parse", "pretty"]
 _CALLED = {name for name in OPS if name not in (*BINARY, *COMPARE, "not", "acc", "input", "const", "cast")}
 """The operations that are written as calls. `neg` is one of them for a constant, whose sign is part of the number."""
 _INPUTS = {shape: extents for extents, shape in SHAPES.items()}
+_BLOCKS = {shape: blocks for blocks, shape in SCALES.items()}
 
 
 def parse(text: str) -> Program:
@@ -195,6 +197,9 @@ def _input(name: str, note: str) -> Input:
         if dtype not in ("fp32", "int32"):
             raise ValueError(f"operand {name}: {note!r} without a shape is a number, which is fp32 or int32")
         return Input(name, dtype, by_value=True)
+    blocks = _BLOCKS.get(shape.removesuffix("]"))
+    if blocks is not None and dtype == "fp32":
+        return Input(name, dtype, batched=blocks[1], scales=blocks[0])
     found = _INPUTS.get(shape.removesuffix("]"))
     if found is None:
         raise ValueError(f"operand {name}: shape [{shape}, accepted are {', '.join(f'[{each}]' for each in _INPUTS)}")

@@ -33,6 +33,11 @@ SHAPES = {
     (True, True, True): "L, M, N",
 }  # fmt: skip
 """The shape of an operand by (m, n, batched)."""
+SCALES = {
+    (f"{operand}{rows}", batched): f"{'L, ' * batched}{operand.upper()}, {rows}, 128"
+    for operand in "ab" for rows in (1, 128) for batched in (False, True)
+}  # fmt: skip
+"""The blocks of an operand that scales A or B by (`Input.scales`, batched)."""
 NUMBERS = {"inf": math.inf, "nan": math.nan}
 TEMPORARY = re.compile(r"t\d+", re.ASCII)
 """Names of values in a text."""
@@ -78,6 +83,10 @@ def check_name(name: str, taken: Collection[str]) -> None:
 def annotation(given: Input) -> str:
     if given.dtype not in (*TABLE, "int32"):
         raise ValueError(f"operand {given.name}: dtype {given.dtype!r}, accepted are {', '.join(TABLE)} and int32")
+    if given.scales:
+        if (given.scales, given.batched) not in SCALES or given.dtype != "fp32" or given.m or given.n or given.by_value:
+            raise ValueError(f"operand {given.name}: {given.scales!r} of {given.dtype}, accepted are scales in fp32")
+        return f"{given.dtype}[{SCALES[given.scales, given.batched]}]"
     if not given.by_value:
         return f"{given.dtype}[{SHAPES[given.m, given.n, given.batched]}]"
     if given.m or given.n or given.batched or given.dtype not in ("fp32", "int32"):

@@ -1,0 +1,44 @@
+"""Problems whose measured winner may serve a product in groups that nobody measured.
+
+A winner is keyed by totals: the number of groups and the ragged extent, of which a model meets every number. So that of
+the nearest power of two counts, as long as its configuration is valid. Gathered, scattered and masked products, and
+those with a program, take the winners of plain groups of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from cutegemm.problem import Problem
+from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_M, SCATTERED
+from cutegemm.problem.work import TABLE as WORKS
+
+
+def kin(problem: Problem) -> Iterator[tuple[Problem, str]]:
+    """(problem, what it is to the one asked for), nearest first; none of a dense one."""
+    if problem.work == DENSE:
+        return
+    found, name = problem, "the plain product in groups"
+    if found.epilogue.custom is not None:
+        if found.epilogue.gating is not None:
+            return
+        found = found.without_program()
+    if found.work in (GATHERED, SCATTERED, MASKED):
+        m = found.m * found.batch if found.work == MASKED else found.m
+        found = replace(found, work=RAGGED_M, m=m)
+    if found != problem:
+        yield found, name
+    axis = WORKS[found.work].ragged or "m"
+    extent = getattr(found, axis)
+    rounded = _nearest_power(extent)
+    if rounded != extent:
+        sizes: dict[str, Any] = {axis: rounded}
+        yield replace(found, **sizes), f"{name} at {axis.upper()} = {rounded}"
+
+
+def _nearest_power(extent: int) -> int:
+    """Of two, by ratio."""
+    below = 1 << max(extent.bit_length() - 1, 0)
+    return below if extent * extent <= 2 * below * below else 2 * below

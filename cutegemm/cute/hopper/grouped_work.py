@@ -1,0 +1,124 @@
+"""The works of products whose sizes lie on the device: tiles that begin and end with the groups of an array.
+
+ragged M or N    the tiles of a group begin at its first row (or column) of D, and the last ones end with it
+ragged K         every product has the same tiles; their k tiles are those of its group
+masked           as ragged M, but each product has rows of its own, of which the first ones count
+
+The numbers of works run group by group, and within a group in the configuration's tile order: what a CTA computes next
+to its neighbours in time belongs to the same weights, which the L2 cache then serves. `groups` finds a work's group.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cutegemm.cute.hopper import grouping
+from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
+from cutegemm.cute.hopper.groups import Groups
+from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.hopper.work import Region, Tile, Work
+from cutegemm.problem import Signature
+from cutegemm.problem.work import DENSE, TABLE
+
+
+class GroupedWork(Work):
+    """See the module docstring; as `work.Work`."""
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        super().__init__(config, signature)
+        self.array = TABLE[signature.work].arrays[0]
+        self.grouping = grouping.of(config, signature.work)
+        self.along = self.grouping.along
+        self.groups = Groups(self.grouping.masked)
+        cm, cn = config.cluster
+        self.extent = config.bm * cm if self.along == "row" else config.bn * cn
+        if self.fold > 1 and config.swapped != (self.along == "column"):
+            raise ValueError("groups of columns have no gate and up")
+
+    def start(self, position: Position, args) -> None:
+        self.m, self.n = args.m, args.n // self.fold if self.fold > 1 else args.n
+        self.k, self.tiles_m, self.tiles_n = args.k, args.tiles_m, args.tiles_n
+        self.cluster_row, self.cluster_column = position.row, position.column
+        self.first, self.step = position.cluster, args.clusters
+        self.first_row = Int32(0)
+        in_d = args.n if self.along == ("row" if self.config.swapped else "column") else args.m
+        extent = args.k if self.along == "k" else in_d
+        self.groups.start(getattr(args, self.array.name), args.batch, extent, self._works)
+
+    def read(self) -> None:
+        self.end = self.groups.read()
+
+    def of_warpgroup(self, group) -> GroupedWork:
+        own = copy.copy(self)
+        if self.config.ping_pong:
+            own.first, own.step = self.first + group * self.step, 2 * self.step
+        else:
+            own.first_row = group * BLOCK_ROWS
+        return own
+
+    def _works(self, begin, end):
+        """The number of works of a group."""
+        if self.along == "k":
+            return Int32(self.tiles_m * self.tiles_n)
+        across = self.tiles_n if self.along == "row" else self.tiles_m
+        return self._along(begin, end) * across
+
+    def _along(self, begin, end):
+        """The cluster tiles that a group's rows or columns fill."""
+        return (end - begin + (self.extent - 1)) // self.extent
+
+    def at(self, number) -> Tile:
+        group, begin, end, first = self.groups.find(number)
+        tiles_m, tiles_n = self.tiles_m, self.tiles_n
+        k = self.k
+        if self.along == "k":
+            k = end - begin
+        elif self.along == "row":
+            tiles_m = self._along(begin, end)
+        else:
+            tiles_n = self._along(begin, end)
+        row, column = self.order.coordinates(number - first, tiles_m, tiles_n)
+        cm, cn = self.config.cluster
+        # Without anything to sum, one k tile beyond K, which is loaded as zeros.
+        k_tiles = cutlass.max(cute.ceil_div(k, self.config.bk), Int32(1))
+        first_k = Int32(0)
+        if self.along != "k":
+            first_k = self._beyond(k)
+        row, column = row * cm + self.cluster_row, column * cn + self.cluster_column
+        return Tile(number, number, row, column, group, first_k, k_tiles, begin, end)
+
+    @cute.jit
+    def _beyond(self, k):
+        """The first k tile: one beyond K where K is 0."""
+        first = Int32(0)
+        if k == 0:
+            first = Int32(1)
+        return first
+
+    def region(self, tile: Tile) -> Region:
+        found = super().region(tile)
+        if self.along == "k":
+            return found
+        row, column, m, n = found.row, found.column, self.m, self.n
+        if self.along == "row":
+            row = tile.begin + row
+        else:
+            column = tile.begin + column
+        if self.along == ("column" if self.config.swapped else "row"):
+            m = tile.end
+        else:
+            n = tile.end
+        return Region(row, column, tile.matrix, m, n)
+
+    def k_tiles_before(self, group):
+        """As `Work.k_tiles_before`; in ping-pong all tiles have all of K."""
+        return group * cutlass.max(cute.ceil_div(self.k, self.config.bk), Int32(1))
+
+
+def make_work(config: HopperConfig, signature: Signature) -> Work:
+    """What a kernel of that signature has to compute."""
+    return (Work if signature.work == DENSE else GroupedWork)(config, signature)

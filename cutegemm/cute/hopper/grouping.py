@@ -1,0 +1,108 @@
+"""Works whose groups have sizes that the device knows: where they lie in the WGMMA's operands, and which configurations
+compute them. Here is no DSL.
+
+A tile belongs to one group. It begins at a row (or column, or k) that no tile divides, and ends where the group ends:
+
+    loads     begin anywhere. What lies beyond the group's end is loaded as zeros where it is a row in memory (`clip`),
+              and is another group's, whose results nobody stores, where rows of the operand are contiguous in memory
+    sums      of a ragged K must be clipped, on both sides: a zero times a NaN of another group would be a NaN
+    stores    are clipped where D's groups are rows in memory; where they are columns, the slabs store them one by one
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from cutegemm.cute.hopper.promotion import registers
+from cutegemm.problem.dtypes import ITEMSIZE
+from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+
+if TYPE_CHECKING:
+    from cutegemm.cute.hopper.config import HopperConfig
+    from cutegemm.problem import Signature
+
+WORKS = (DENSE, RAGGED_M, RAGGED_N, RAGGED_K, MASKED, GATHERED, SCATTERED)
+"""Names of `problem.work` that the kernel takes; `grouped_work.make_work` has the classes."""
+
+WARPGROUP = 128
+GATHER_REGISTERS = 40
+"""Registers of a producer thread that keeps the indices of its rows."""
+MOST_GATHERED = 16
+"""Most rows of a tile that such a thread copies pieces of; ptxas spilled with 32."""
+
+
+class Grouping(NamedTuple):
+    """Where the ragged extent lies.
+
+    along: "row" or "column" of the accumulators, or "k"; None in dense works. masked: it begins at 0 in each matrix.
+    """
+
+    along: Literal["row", "column", "k"] | None
+    masked: bool = False
+
+    def of_operand(self, side: Literal["row", "column"]) -> Literal["rows", "k"] | None:
+        """What of the WGMMA's operand that lies along that side the groups divide: its rows, its K, or nothing."""
+        if self.along == "k":
+            return "k"
+        return "rows" if self.along == side and not self.masked else None
+
+
+def of(config: HopperConfig, work: str) -> Grouping:
+    """The grouping of a work in a configuration."""
+    if work == RAGGED_K:
+        return Grouping("k")
+    if work == RAGGED_N:
+        return Grouping("row" if config.swapped else "column")
+    if work in (*ROWS, MASKED):
+        return Grouping("column" if config.swapped else "row", work == MASKED)
+    return Grouping(None)
+
+
+def clips_results(work: str) -> bool:
+    """Whether the groups are rows of D, at whose ends TMA stores are clipped."""
+    return work in (RAGGED_M, GATHERED, MASKED)
+
+
+def stores_boxes(work: str) -> bool:
+    """Whether TMA can store the results: rows of D are neighbours, and tiles begin at columns that 16 bytes divide."""
+    return work not in (RAGGED_N, SCATTERED)
+
+
+def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
+    """None when a configuration computes the signature's work, else why not."""
+    work = signature.work
+    if work == DENSE:
+        return None
+    if config.parts > 1 or config.stream_k:
+        return f"{work} products sum all of K in one CTA; accepted are no splits, no clusters along K, no streamk"
+    if config.solo:
+        return f"solo is a lesson in dense products; this one is {work}"
+    if work == RAGGED_K:
+        for name, major in (("A", signature.a_major), ("B", signature.b_major)):
+            if major == "k":
+                return (
+                    f"{name} is K-major: TMA cannot end a ragged K inside a contiguous row; accepted are an M-major A "
+                    "and an N-major B, for example x.t() and dy of row-major x and dy"
+                )
+        if config.ping_pong:
+            return (
+                "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
+            )
+    return _why_not_gathered(config, signature) if work == GATHERED else None
+
+
+def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
+    if signature.a_major != "k":
+        return "A is M-major: cp.async gathers rows that are contiguous; accepted is a row-major A"
+    if signature.precision == "tf32":
+        return "cp.async, which gathers rows of A, does not round them to tf32; gather them first"
+    if config.cluster[0 if config.swapped else 1] > 1:
+        return "each CTA gathers its rows of A by itself; accepted are clusters that share B only"
+    extent = config.bn if config.swapped else config.bm
+    copies = -(-extent * config.bk * ITEMSIZE[signature.dtype] // (16 * WARPGROUP))
+    if copies > MOST_GATHERED:
+        return f"a producer thread would gather {copies} rows of a tile; accepted are up to {MOST_GATHERED}"
+    dealt = registers(config, signature)
+    if dealt is not None and dealt[0] < GATHER_REGISTERS:
+        return f"a producer thread has {dealt[0]} registers; gathering rows takes {GATHER_REGISTERS}"
+    return None

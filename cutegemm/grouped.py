@@ -1,0 +1,173 @@
+"""The public call for products in groups: many multiplications, whose sizes lie on the device, in one launch.
+
+A call with plain tensors and nothing for autograd or autocast to do goes to the kernel (run/grouped.py); every other
+one is the operator torch.ops.cutegemm.grouped_gemm (pytorch/grouped_operator.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from cutegemm.problem import overlap, program_request
+from cutegemm.problem.grouped_request import Sizes
+from cutegemm.pytorch import compiled, grouped_operator, transforms
+from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.program_operator import divided
+from cutegemm.run import grouped
+
+SAVES = (None, "outputs", "recompute")
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    *,
+    counts: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+    out_rows: int | None = None,
+    bias: torch.Tensor | None = None,
+    epilogue: Any = None,
+    operands: Sequence[Any] = (),
+    out: Any = None,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    backend: str = "auto",
+    config: Any = None,
+    save: str | None = None,
+) -> Any:
+    """D_g = epilogue(A_g @ B_g, *operands) for every group g, in one launch whose sizes are read on the device.
+
+    The dimensions of a and b say what the groups divide, as in torch.nn.functional.grouped_mm:
+
+        a (T, K)       b (G, K, N)    ->  D (T, N)       groups of rows: tokens sorted by expert
+        a (G, M, K)    b (K, T)       ->  D (M, T)       groups of columns
+        a (M, T)       b (T, N)       ->  D (G, M, N)    groups of K: gradients of weights; an empty group gives
+                                                         epilogue(0)
+        a (G, most, K) b (G, K, N)    ->  D (G, most, N) with `counts`: the first counts[g] rows of each matrix
+
+    Products are accumulated in fp32, and D is rounded once. Nothing is copied to the host: a captured CUDA graph
+    replays with other sizes. A group may have any number of rows, also none, and end anywhere.
+
+    Args:
+        a, b: of one dtype, a row of `cutegemm.problem.dtypes.TABLE`; any strides that torch allows.
+        offsets: (G,) int32: before which row (column, k) each group ends; 1 to 1024 groups, on the device of a.
+            An end counts as at least the one before it, and as at most T: whatever stands there, nothing outside of
+            the tensors is read or written. What lies behind the last end belongs to no group: it is not written,
+            which in a new D leaves it undefined. T is 2^30 at most.
+        counts: (G,) int32, in place of offsets: rows of each matrix that count. Others are not written.
+        rows: (T,) int32, for groups of rows: row i of the product is row rows[i] of a, which may have any number of
+            rows. An entry that is no row of a, such as -1, gives a row of zeros.
+        places: (T,) int32, for groups of rows: row i of the product is stored as row places[i] of D. An entry that is
+            no row of D is not stored, and rows of D that no entry names are not written. Where an entry occurs twice,
+            one of the two is stored.
+        out_rows: rows of D with `places`; by default T, or those of `out`.
+        bias: (N,), or (G, N): one a group. Any accepted dtype.
+        epilogue: as of `gemm`, for example `ops.swiglu` with weights (G, K, 2 F) for D (T, F). With groups of columns
+            columns of the product are not combined, with groups of K there is no gate and up, and results are not
+            reduced. `ops.matrix` is the group, row and column are those of the product.
+        operands: as of `gemm`. For groups of rows a tensor of (T, N), (G, 1, N), or what broadcasts to one of them;
+            for groups of columns (M, T) or (G, M, 1). With `rows` and `places` rows count as those of the product.
+        out: D is written here; with several results a tuple.
+        out_dtype, precision, backend, config, save: as of `gemm`.
+
+    Returns:
+        D, or a tuple of the epilogue's results.
+
+    Gradients of a, b, bias and floating-point operands are recorded, to any order, and deterministic; what belongs to
+    no group has gradient 0. Forward mode is refused. torch.compile puts torch.ops.cutegemm.grouped_gemm into its
+    graph; numbers of tokens may change without another compilation. torch.vmap is not supported.
+
+    With the environment variable CUTEGEMM_DEBUG set, offsets, counts, rows and places are looked at on the host, and an
+    error names the group or row that is wrong.
+
+    The Hopper kernels (compute capability 9.0) take operands that TMA can load; groups of K take an M-major a and an
+    N-major b, such as x.t() and dy of row-major x and dy. Where they cannot serve a call, backend="auto" computes it
+    with torch: by its grouped_mm where that applies, else group by group, for which the host waits for the sizes.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
+        UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
+        GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
+        NotImplementedError: a tensor carries a tangent of forward mode.
+    """
+    if save not in SAVES:
+        raise ValueError(f"save: got {save!r}, accepted are None, 'outputs', 'recompute'")
+    epilogue, operands = _epilogue(bias, epilogue, operands)
+    if places is not None and out_rows is None and isinstance(out, torch.Tensor) and out.dim() == 2:
+        out_rows = out.shape[0]
+    sizes = Sizes(offsets, counts, rows, places, out_rows)
+    options = {"precision": precision, "backend": backend, "config": config}
+    if _is_dynamo_compiling():
+        text = compiled.text_of(epilogue, operands)
+        return _by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
+    tensors = [each for each in (a, b, *operands, *_listed(out), *sizes[:4]) if isinstance(each, torch.Tensor)]
+    if (
+        transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
+        or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0
+        or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
+    ):  # fmt: skip
+        text = program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text
+        return _by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
+    return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+
+
+def _product(acc: Any) -> Any:
+    return acc
+
+
+def _with_bias(acc: Any, bias: Any) -> Any:
+    return acc + bias
+
+
+def _epilogue(bias: Any, epilogue: Any, operands: Any) -> tuple[Any, Any]:
+    """The epilogue and its operands. Raises TypeError or ValueError for arguments that do not go together."""
+    if epilogue is None:
+        if tuple(operands) != ():
+            raise ValueError(
+                "operands: they are given without an epilogue, which they are for; pass epilogue=, or leave them away"
+            )
+        if bias is None:
+            return _product, ()
+        if not isinstance(bias, torch.Tensor):
+            raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor")
+        if bias.dim() not in (1, 2):
+            raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are (N,) and (G, N)")
+        return _with_bias, (bias if bias.dim() == 1 else bias[:, None],)
+    if bias is not None:
+        raise ValueError("epilogue: got one together with bias; write it in the function, and pass it as an operand")
+    return epilogue, operands
+
+
+def _listed(out: Any) -> list[Any]:
+    return [] if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
+
+
+def _by_operator(
+    a: Any, b: Any, sizes: Sizes, text: str, operands: Any, out: Any, out_dtype: Any, options: dict[str, Any], save: Any
+) -> Any:  # fmt: skip
+    """The call as torch's operator. torch.compile puts this into its graph."""
+    if out is None:
+        results = grouped_operator.call(a, b, sizes, text, operands, out_dtype=out_dtype, save=save, **options)
+        return tuple(results) if len(results) > 1 else results[0]
+    outs = _listed(out)
+    if out_dtype is not None and out_dtype != outs[0].dtype:
+        raise TypeError(f"out: got dtype {outs[0].dtype}, but out_dtype says {out_dtype}")
+    named = {"a": a, "b": b}
+    for number, operand in enumerate(operands):
+        if isinstance(operand, torch.Tensor):
+            named[f"operands[{number}]"] = operand
+    for each in outs:
+        overlap.check_identity(each, named)
+    config = options["config"]
+    torch.ops.cutegemm.grouped_gemm_out(
+        a, b, *sizes, *divided(operands), text, options["precision"], options["backend"],
+        config if config is None or isinstance(config, str) else str(config), outs,
+    )  # fmt: skip
+    return outs[0] if len(outs) == 1 else tuple(outs)

@@ -1,0 +1,171 @@
+"""Host code in C++ for repeated calls of plain CUDA tensors, and Python where it is not there; see docs/host.md.
+
+`gemm` and `linear` ask the functions of the same name here first. They find a call's prepared launch by what the call
+looks like and enqueue it, or answer None: then Python computes, as it does for all that is new or unusual. The
+operator torch.ops.cutegemm.gemm is served in the same way. The extension is compiled against the torch that is
+installed, once, by a thread in the background that the first call of a kernel starts; no call waits for it.
+
+Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
+`lend` of a workspace and `take_back`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cutegemm.run.environment import variable
+
+gemm: Callable[..., Any] | None = None
+"""gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config,
+constant) -> D, or None: not here."""
+linear: Callable[..., Any] | None = None
+"""linear(x, weight, bias, activation, precision, backend, constant) -> D, or None: not here."""
+
+names: tuple[tuple[str, ...], ...] = ()
+"""The activations, precisions, backends and constant operands that `gemm` takes; `cutegemm.run.call` puts them here."""
+in_python: dict[str, Callable[..., Any]] = {}
+"""What the extension calls in Python; the modules that have these functions put them here when they are imported.
+
+    plan(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant, out=None)
+        plans a call that `install` has not been told of, and tells it
+    compute(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant) -> D
+        the operator below autograd
+    record(keys, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant) -> D
+        the operator for autograd; keys: the number of a torch._C.DispatchKeySet
+    gradients(...) -> (dA, dB, dC, dbias)
+        see `cutegemm.pytorch.autograd.gradients_of_saved`
+"""
+
+
+class Launcher(NamedTuple):
+    """What a kernel's `BoundLaunch` calls, for callers in C++.
+
+    address: of a function of TVM-FFI's C interface. It takes the operands, the scalars, the stream, a workspace where
+        there are `words` or `parts`, and the integers `behind`.
+    words, parts: bytes of the workspace; see `cutegemm.cute.workspace`.
+    """
+
+    address: int
+    words: int
+    parts: int
+    behind: tuple[int, ...]
+
+
+class _State:
+    """Where the extension stands."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.begun = False
+        self.why_not = "nothing has asked for it yet"
+        self.module: Any = None
+        self.asks_for_float32 = False
+        self.thread: threading.Thread | None = None
+
+
+_state = _State()
+
+
+def want() -> None:
+    """Starts making the extension, if nobody has: it is there for later calls, or `status` says why it is not."""
+    if _state.begun:
+        return
+    with _state.lock:
+        if _state.begun:
+            return
+        _state.begun = True
+        if variable("CUTEGEMM_NATIVE") == "0":
+            _state.why_not = "CUTEGEMM_NATIVE=0"
+            return
+        _state.why_not = "it is being compiled or loaded"
+        _state.thread = threading.Thread(target=_make, name="cutegemm-native", daemon=True)
+        _state.thread.start()
+
+
+def wait() -> bool:
+    """Has the extension made, and waits until it serves (True) or cannot be had (False); for benchmarks and tests."""
+    want()
+    if _state.thread is not None:
+        _state.thread.join()
+    return is_ready()
+
+
+def _make() -> None:
+    from cutegemm.native import build
+
+    try:
+        module = build.load(build.library())
+        configure(module)
+        module.register_operator()
+    except Exception as why:  # whatever it is: Python serves, and `explain` says this
+        _state.why_not = str(why) or type(why).__name__
+        return
+    serve(module)
+
+
+def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
+    """Tells the extension the names of arguments and what it calls. stream, capturing: addresses of functions in place
+    of CUDA's, with which it serves CPU tensors, for tests.
+    """
+    functions = (in_python[name] for name in ("plan", "compute", "record", "gradients"))
+    module.configure(*names, *functions, stream, capturing)
+
+
+def leave_float32_to_python() -> None:
+    """The operator no longer serves products of float32 whose call gives no precision: `run.float32` decides it."""
+    _state.asks_for_float32 = True
+    if _state.module is not None:
+        _state.module.leave_float32_to_python()
+
+
+def serve(module: Any) -> None:
+    """Lets calls ask this extension from now on, or none (None)."""
+    global gemm, linear
+    _state.module = module
+    if module and _state.asks_for_float32:
+        module.leave_float32_to_python()
+    gemm, linear = (module.gemm, module.linear) if module else (None, None)
+
+
+def status() -> str:
+    """What computes a repeated call on the host, for `explain`."""
+    return "C++" if _state.module else f"Python; no C++: {_state.why_not}"
+
+
+def is_ready() -> bool:
+    """Whether there is an extension to tell of launches."""
+    return _state.module is not None
+
+
+def install(a: Any, b: Any, c: Any, options: dict[str, Any], launch: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `gemm(a, b, c, **options)`, and all like it.
+
+    launch: the fields of a `Launcher`, shape and torch dtype of D, and whether a and b are exchanged. None: Python
+        computes it.
+    """
+    if _state.module is not None:
+        _state.module.install(
+            a, b, c, float(options["alpha"]), float(options["beta"]), options["bias"], options["activation"],
+            options["out"], options["out_dtype"], options["precision"], options["backend"], options["config"],
+            options["constant"], launch,
+        )  # fmt: skip
+
+
+def forget() -> None:
+    """Drops all launches."""
+    if _state.module is not None:
+        _state.module.forget()
+
+
+def lend(device: int, stream: int, memory: Any, parts_at: int, words: int, parts: int) -> None:
+    """Lets launches on that stream use a workspace: its words end and its parts begin at `parts_at`; sizes in bytes."""
+    if _state.module is not None:
+        _state.module.lend(device, stream, memory, parts_at, words, parts)
+
+
+def take_back() -> None:
+    """Takes all workspaces back."""
+    if _state.module is not None:
+        _state.module.take_back()

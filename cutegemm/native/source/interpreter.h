@@ -1,0 +1,106 @@
+// Calls into Python, from threads that may or may not hold the interpreter's lock.
+#pragma once
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "plain.h"
+
+namespace cutegemm {
+
+// What `configure` was given; see cutegemm/native/__init__.py for what each does. Never freed.
+inline PyObject *plan_in_python = nullptr, *compute_in_python = nullptr, *record_in_python = nullptr,
+                *gradients_in_python = nullptr;
+
+class WithInterpreter {
+ public:
+  WithInterpreter() : state_(PyGILState_Ensure()) {}
+  ~WithInterpreter() { PyGILState_Release(state_); }
+  WithInterpreter(const WithInterpreter&) = delete;
+  WithInterpreter& operator=(const WithInterpreter&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() : state_(PyEval_SaveThread()) {}
+  ~WithoutInterpreter() { PyEval_RestoreThread(state_); }
+  WithoutInterpreter(const WithoutInterpreter&) = delete;
+  WithoutInterpreter& operator=(const WithoutInterpreter&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+[[noreturn]] inline void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// A new reference, or an exception of C++.
+inline PyObject* checked(PyObject* object) {
+  if (object == nullptr) throw_python_error();
+  return object;
+}
+
+inline PyObject* none() { return Py_NewRef(Py_None); }
+
+inline PyObject* to_python(const at::Tensor& tensor) {
+  return tensor.defined() ? checked(THPVariable_Wrap(tensor)) : none();
+}
+
+inline PyObject* to_python(const std::optional<at::Tensor>& tensor) { return tensor ? to_python(*tensor) : none(); }
+
+inline PyObject* to_python(std::optional<std::string_view> text) {
+  return text ? checked(PyUnicode_FromStringAndSize(text->data(), static_cast<Py_ssize_t>(text->size()))) : none();
+}
+
+inline PyObject* to_python(std::optional<at::ScalarType> dtype) {
+  if (!dtype) return none();
+  return Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(*dtype)));
+}
+
+inline PyObject* to_python(double number) { return checked(PyFloat_FromDouble(number)); }
+inline PyObject* to_python(bool truth) { return PyBool_FromLong(truth); }
+inline PyObject* to_python(uint64_t number) { return checked(PyLong_FromUnsignedLongLong(number)); }
+
+inline PyObject* to_python(const std::vector<int64_t>& numbers) {
+  PyObject* made = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (size_t i = 0; i < numbers.size(); ++i)
+    PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(numbers[i])));
+  return made;
+}
+
+// The name at a place of a list; `place` is 0 for None.
+inline PyObject* name_of(const Names& names, int place) {
+  if (place == 0) return none();
+  return to_python(std::optional<std::string_view>(names.known[place - 1]));
+}
+
+// function(*arguments), a new reference; the arguments are references that it takes over.
+template <typename... Objects>
+PyObject* call(PyObject* function, Objects... arguments) {
+  PyObject* packed[] = {arguments...};
+  PyObject* result = PyObject_Vectorcall(function, packed, sizeof...(arguments), nullptr);
+  for (PyObject* argument : packed) Py_DECREF(argument);
+  return checked(result);
+}
+
+// The tensor of a new reference, which is given back.
+inline at::Tensor taken(PyObject* object) {
+  at::Tensor tensor;
+  const bool is_tensor = THPVariable_Check(object);
+  if (is_tensor) tensor = THPVariable_Unpack(object);
+  const bool right = is_tensor || object == Py_None;
+  Py_DECREF(object);
+  TORCH_CHECK(right, "cutegemm: Python gave something else than a tensor");
+  return tensor;
+}
+
+}  // namespace cutegemm

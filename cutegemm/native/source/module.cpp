@@ -1,0 +1,382 @@
+// The functions that cutegemm.gemm and cutegemm.linear ask first; see cutegemm/native/__init__.py.
+#include <dlfcn.h>
+
+#include <ATen/autocast_mode.h>
+
+#include "operator.h"
+
+namespace cutegemm {
+namespace {
+
+// Two answers beside a tensor: None, Python computes this call; and, inside, that nobody has planned it yet.
+enum class Answer { tensor, python, unknown };
+
+// A call as Python makes it. Tensors are borrowed, or those that autocast made.
+struct Asked {
+  std::array<const at::Tensor*, 5> tensors{};  // a, b, c, bias, out
+  std::array<at::Tensor, 4> cast;
+  Options options;
+  double alpha = 1, beta = 0;
+  bool is_linear = false;
+
+  const at::Tensor*& a() { return tensors[0]; }
+  const at::Tensor*& b() { return tensors[1]; }
+  const at::Tensor*& c() { return tensors[2]; }
+  const at::Tensor*& bias() { return tensors[3]; }
+  const at::Tensor*& out() { return tensors[4]; }
+};
+
+// False for what is neither None nor a tensor of torch's own classes.
+bool read_tensor(PyObject* object, const at::Tensor*& tensor) {
+  if (object == Py_None) return true;
+  if (!THPVariable_CheckExact(object)) return false;
+  tensor = &THPVariable_Unpack(object);
+  return true;
+}
+
+bool read_name(PyObject* object, const Names& names, int& place) {
+  if (object == Py_None) return true;
+  if (!PyUnicode_CheckExact(object)) return false;
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+  if (text == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  place = names.find({text, static_cast<size_t>(size)});
+  return place >= 0;
+}
+
+bool read_number(PyObject* object, double& number) {
+  if (!PyFloat_CheckExact(object)) return false;
+  number = PyFloat_AS_DOUBLE(object);
+  return std::abs(number) <= FLT_MAX;
+}
+
+bool read_dtype(PyObject* object, int& dtype) {
+  if (object == Py_None) return true;
+  if (!THPDtype_Check(object)) return false;
+  dtype = static_cast<int>(reinterpret_cast<THPDtype*>(object)->scalar_type);
+  return true;
+}
+
+// The arguments of `gemm` as `call.description` has them, alpha before beta. False where Python must look at them.
+bool read(PyObject* const* args, Py_ssize_t count, Asked& asked) {
+  return count == 13 && read_tensor(args[0], asked.a()) && asked.a() && read_tensor(args[1], asked.b()) && asked.b() &&
+         read_tensor(args[2], asked.c()) && read_number(args[3], asked.alpha) && read_number(args[4], asked.beta) &&
+         read_tensor(args[5], asked.bias()) && read_name(args[6], activations, asked.options.activation) &&
+         read_tensor(args[7], asked.out()) && read_dtype(args[8], asked.options.out_dtype) &&
+         read_name(args[9], precisions, asked.options.precision) && args[10] != Py_None &&
+         read_name(args[10], backends, asked.options.backend) && args[11] == Py_None &&
+         read_name(args[12], constants, asked.options.constant);
+}
+
+bool read_operands(Asked& asked, Operands& of) {
+  of.device = asked.a()->device().index();
+  Matrix* matrices[] = {&of.a, &of.b, &of.c, &of.bias, &of.out};
+  for (size_t i = 0; i < asked.tensors.size(); ++i) {
+    const at::Tensor* tensor = asked.tensors[i];
+    if (tensor == nullptr) continue;
+    const bool is_rows = asked.is_linear && i == 0;
+    if (!(is_rows ? describe_rows(*tensor, *matrices[i]) : describe(*tensor, *matrices[i])) ||
+        tensor->device().index() != of.device)
+      return false;
+  }
+  if (!asked.is_linear) return true;
+  if (of.b.dim != 2 || (of.bias && of.bias.dim != 1)) return false;
+  of.b = of.b.turned();
+  return true;
+}
+
+// As torch.mm casts its operands, where autocast is on for their kind of device.
+void cast_operands(Asked& asked) {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(served.type);
+  if (asked.a()->scalar_type() == at::ScalarType::Float && dtype != at::ScalarType::Float)
+    asked.options.precision = 0;
+  for (size_t i = 0; i < asked.cast.size(); ++i) {
+    const at::Tensor* tensor = asked.tensors[i];
+    if (tensor == nullptr || !tensor->is_floating_point() || tensor->scalar_type() == at::ScalarType::Double ||
+        tensor->device().type() != served.type)
+      continue;
+    asked.cast[i] = tensor->to(dtype);
+    asked.tensors[i] = &asked.cast[i];
+  }
+}
+
+// Whether the result may be written there: an input that lies there too is for Python to judge.
+bool may_write(const Asked& asked, const Operands& of) {
+  return !asked.tensors[4]->is_inference() && !of.out.overlaps(of.a) && !of.out.overlaps(of.b) &&
+         !(of.c && asked.beta != 0 && of.out.overlaps(of.c)) && !(of.bias && of.out.overlaps(of.bias));
+}
+
+const at::Tensor& or_undefined(const at::Tensor* tensor) {
+  static const at::Tensor* none = new at::Tensor;
+  return tensor ? *tensor : *none;
+}
+
+// `result` of a call whose thread is plain, or has autocast excluded.
+Answer computed(Asked& asked, at::Tensor& result) {
+  const auto any = [&](const auto& what) {
+    return what(asked.a()) || what(asked.b()) || what(asked.c()) || what(asked.bias()) || what(asked.out());
+  };
+  const bool records = c10::GradMode::is_enabled() && any(requires_grad);
+  if ((records && (asked.out() || !may_record(asked.options, *asked.a()))) || any(has_tangent)) return Answer::python;
+  Operands of;
+  if (!read_operands(asked, of)) return Answer::python;
+  if (asked.out() && !may_write(asked, of)) return Answer::python;
+  Known launch;
+  const Found found = look_up(of, asked.beta, asked.options, launch);
+  if (found != Found::launch) return found == Found::unknown ? Answer::unknown : Answer::python;
+  if (asked.out()) {
+    asked.out()->unsafeGetTensorImpl()->bump_version();
+    if (!enqueue(*launch, of, of.out.data, asked.alpha, asked.beta)) return Answer::python;
+    result = *asked.out();
+    return Answer::tensor;
+  }
+  at::DimVector shape(launch->shape.begin(), launch->shape.end());
+  if (asked.is_linear) {
+    shape = asked.a()->sizes();
+    shape.back() = of.b.sizes[1];
+  }
+  auto d = multiply(*launch, of, asked.alpha, asked.beta, shape);
+  if (!d) return Answer::python;
+  result = std::move(*d);
+  if (records)
+    record(result, *asked.a(), *asked.b(), or_undefined(asked.c()), or_undefined(asked.bias()),
+           {asked.options, asked.alpha, asked.beta, asked.is_linear});
+  return Answer::tensor;
+}
+
+Answer answer(Asked& asked, at::Tensor& result) {
+  const Thread thread = state_of_thread();
+  if (thread == Thread::other) return Answer::python;
+  if (thread == Thread::plain) return computed(asked, result);
+  // What is cast is not constant, which Python sees to.
+  if (asked.out() || asked.options.constant != 0 || !is_plain(*asked.a()) || !is_plain(*asked.b()) || (asked.c() && !is_plain(*asked.c())) ||
+      (asked.bias() && !is_plain(*asked.bias())) || asked.a()->device() != asked.b()->device())
+    return Answer::python;
+  const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);
+  cast_operands(asked);
+  return computed(asked, result);
+}
+
+// gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Asked asked;
+  if (!read(args, count, asked)) Py_RETURN_NONE;
+  at::Tensor result;
+  Answer found;
+  {
+    const WithoutInterpreter released;
+    found = answer(asked, result);
+  }
+  if (found == Answer::unknown && state_of_thread() == Thread::plain) {
+    PyObject* arguments[14] = {Py_None};
+    std::copy(args, args + 13, arguments + 1);
+    // `out` stands between activation and out_dtype here, and last there.
+    PyObject* out = arguments[8];
+    std::copy(arguments + 9, arguments + 14, arguments + 8);
+    arguments[13] = out;
+    Py_DECREF(checked(PyObject_Vectorcall(plan_in_python, arguments, 14, nullptr)));
+    const WithoutInterpreter released;
+    found = answer(asked, result);
+  }
+  if (found != Answer::tensor) Py_RETURN_NONE;
+  if (asked.out()) return Py_NewRef(args[7]);
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+// linear(x, weight, bias, activation, precision, backend, constant). What nobody has planned, Python passes to `gemm`.
+PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Asked asked;
+  asked.is_linear = true;
+  if (count != 7 || !read_tensor(args[0], asked.a()) || !asked.a() || !read_tensor(args[1], asked.b()) || !asked.b() ||
+      !read_tensor(args[2], asked.bias()) || !read_name(args[3], activations, asked.options.activation) ||
+      !read_name(args[4], precisions, asked.options.precision) || args[5] == Py_None ||
+      !read_name(args[5], backends, asked.options.backend) ||
+      !read_name(args[6], constants, asked.options.constant))
+    Py_RETURN_NONE;
+  at::Tensor result;
+  Answer found;
+  {
+    const WithoutInterpreter released;
+    found = answer(asked, result);
+  }
+  if (found != Answer::tensor) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
+// The numbers of a tuple.
+std::vector<int64_t> numbers_of(PyObject* tuple) {
+  TORCH_CHECK(PyTuple_Check(tuple), "cutegemm: expected a tuple of integers");
+  std::vector<int64_t> made;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    const int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+    if (number == -1 && PyErr_Occurred()) throw_python_error();
+    made.push_back(number);
+  }
+  return made;
+}
+
+// install(<arguments of gemm>, launch): launch is None, or (launcher, words, parts, behind, shape, dtype, swapped).
+// False for a call whose key this part does not know.
+PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Asked asked;
+  Operands of;
+  if (count != 14 || !read(args, 13, asked) || !read_operands(asked, of)) Py_RETURN_FALSE;
+  Known known;
+  if (args[13] != Py_None) {
+    auto launch = std::make_shared<Launch>();
+    unsigned long long launcher = 0;
+    long long words = 0, parts = 0;
+    PyObject *behind = nullptr, *shape = nullptr, *dtype = nullptr;
+    int swapped = 0, out_dtype = -1;
+    if (!PyArg_ParseTuple(args[13], "KLLOOOp", &launcher, &words, &parts, &behind, &shape, &dtype, &swapped))
+      throw_python_error();
+    launch->launcher = reinterpret_cast<Launcher>(launcher);
+    launch->words = words, launch->parts = parts;
+    for (int64_t number : numbers_of(behind)) launch->behind.push_back(Value::of(number));
+    launch->shape = numbers_of(shape);
+    TORCH_CHECK(read_dtype(dtype, out_dtype) && out_dtype >= 0, "cutegemm: expected a torch.dtype");
+    launch->dtype = static_cast<at::ScalarType>(out_dtype), launch->swapped = swapped != 0;
+    TORCH_CHECK(launch->behind.size() + 9 <= Launch::MOST, "cutegemm: a launch with too many arguments");
+    known = std::move(launch);
+  }
+  launches().put(key_of(of, asked.beta, asked.options), std::move(known));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// forget(): of all calls.
+PyObject* forget(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  launches().clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// leave_float32_to_python(): of the operator, the products that name no precision.
+PyObject* leave_float32_to_python(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  leaves_float32 = true;
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* known(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  return checked(PyLong_FromSize_t(launches().size()));
+  END_HANDLE_TH_ERRORS
+}
+
+// lend(device, stream, memory, parts_at, words, parts)
+PyObject* lend(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int device = 0;
+  unsigned long long stream = 0;
+  PyObject* memory = nullptr;
+  long long parts_at = 0, words = 0, parts = 0;
+  if (!PyArg_ParseTuple(args, "iKOLLL", &device, &stream, &memory, &parts_at, &words, &parts)) throw_python_error();
+  TORCH_CHECK(THPVariable_Check(memory), "cutegemm: expected a tensor");
+  workspaces().put(device, reinterpret_cast<void*>(stream), {THPVariable_Unpack(memory), parts_at, words, parts});
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* take_back(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  workspaces().clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+std::vector<std::string> texts_of(PyObject* tuple) {
+  TORCH_CHECK(PyTuple_Check(tuple), "cutegemm: expected a tuple of texts");
+  std::vector<std::string> made;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, i));
+    if (text == nullptr) throw_python_error();
+    made.emplace_back(text);
+  }
+  return made;
+}
+
+// A function of a library that torch has loaded, or of the driver.
+void* found_in(const char* library, const char* name) {
+  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  void* address = handle ? dlsym(handle, name) : nullptr;
+  TORCH_CHECK(address != nullptr, "cutegemm: no ", name, " in ", library);
+  return address;
+}
+
+// configure(activations, precisions, backends, constants, plan, compute, record, gradients, stream, capturing): once, first of
+// all. stream, capturing: 0 where CUDA tensors are served; else addresses of functions, and CPU tensors are.
+PyObject* configure(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *activation, *precision, *backend, *constant;
+  unsigned long long stream = 0, capturing = 0;
+  TORCH_CHECK(plan_in_python == nullptr, "cutegemm: configured twice");
+  if (!PyArg_ParseTuple(args, "OOOOOOOOKK", &activation, &precision, &backend, &constant, &plan_in_python,
+                        &compute_in_python, &record_in_python, &gradients_in_python, &stream, &capturing))
+    throw_python_error();
+  for (PyObject* function : {plan_in_python, compute_in_python, record_in_python, gradients_in_python})
+    Py_INCREF(function);
+  activations.known = texts_of(activation), precisions.known = texts_of(precision);
+  backends.known = texts_of(backend), constants.known = texts_of(constant);
+  if (stream != 0) {
+    served.type = c10::DeviceType::CPU, served.key = c10::DispatchKey::CPU;
+    served.autograd = c10::DispatchKey::AutogradCPU, served.autocast = c10::DispatchKey::AutocastCPU;
+    served.current_stream = reinterpret_cast<decltype(served.current_stream)>(stream);
+    served.is_capturing = reinterpret_cast<decltype(served.is_capturing)>(capturing);
+  } else {
+    served.current_stream = reinterpret_cast<decltype(served.current_stream)>(
+        found_in("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream"));
+    served.is_capturing =
+        reinterpret_cast<decltype(served.is_capturing)>(found_in("libcuda.so.1", "cuStreamIsCapturing"));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Serves torch.ops.cutegemm.gemm from now on; until `unregister_operator`, which only tests call.
+PyObject* register_operator(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  cutegemm::register_operator();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unregister_operator(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  cutegemm::unregister_operator();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"gemm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(gemm)), METH_FASTCALL, nullptr},
+    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear)), METH_FASTCALL, nullptr},
+    {"install", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(install)), METH_FASTCALL, nullptr},
+    {"forget", forget, METH_NOARGS, nullptr},
+    {"known", known, METH_NOARGS, nullptr},
+    {"leave_float32_to_python", leave_float32_to_python, METH_NOARGS, nullptr},
+    {"lend", lend, METH_VARARGS, nullptr},
+    {"take_back", take_back, METH_NOARGS, nullptr},
+    {"configure", configure, METH_VARARGS, nullptr},
+    {"register_operator", register_operator, METH_NOARGS, nullptr},
+    {"unregister_operator", unregister_operator, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "cutegemm_native", nullptr, -1, methods, nullptr, nullptr, nullptr,
+                          nullptr};
+
+}  // namespace
+}  // namespace cutegemm
+
+PyMODINIT_FUNC PyInit_cutegemm_native() { return PyModule_Create(&cutegemm::definition); }

@@ -1,0 +1,138 @@
+// torch.ops.cutegemm.gemm for plain tensors; cutegemm/pytorch/operator.py defines it and computes all other calls.
+#pragma once
+
+#include <atomic>
+#include <cfloat>
+
+#include <torch/library.h>
+
+#include "recorded.h"
+
+namespace cutegemm {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using OptionalText = std::optional<c10::string_view>;
+
+inline int place(const Names& names, const OptionalText& text) {
+  return text ? names.find({text->data(), text->size()}) : 0;
+}
+
+// The arguments of the operator.
+struct Arguments {
+  const at::Tensor &a, &b;
+  const OptionalTensor& c;
+  double alpha, beta;
+  const OptionalTensor& bias;
+  OptionalText activation;
+  std::optional<at::ScalarType> out_dtype;
+  OptionalText precision;
+  c10::string_view backend;
+  OptionalText config, constant;
+
+  Options options() const {
+    Options made;
+    made.activation = place(activations, activation), made.precision = place(precisions, precision);
+    made.backend = backends.find({backend.data(), backend.size()});
+    made.constant = place(constants, constant);
+    if (out_dtype) made.out_dtype = static_cast<int>(*out_dtype);
+    return made;
+  }
+
+  // False where Python must look at them.
+  bool operands(Operands& made) const {
+    made.device = a.device().index();
+    const auto fits = [&](const at::Tensor& tensor, Matrix& matrix) {
+      return describe(tensor, matrix) && tensor.device().index() == made.device;
+    };
+    return !config && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
+           (!c || fits(*c, made.c)) && (!bias || fits(*bias, made.bias));
+  }
+
+  // function(*arguments), or function(keys, *arguments).
+  at::Tensor in_python(PyObject* function, const c10::DispatchKeySet* keys = nullptr) const {
+    WithInterpreter held;
+    const auto text = [](const OptionalText& given) {
+      return to_python(given ? std::optional<std::string_view>({given->data(), given->size()}) : std::nullopt);
+    };
+    PyObject* first = keys ? to_python(keys->raw_repr()) : none();
+    return taken(call(
+        function, first, to_python(a), to_python(b), to_python(c), to_python(alpha), to_python(beta), to_python(bias),
+        text(activation), to_python(out_dtype), text(precision), text(backend), text(config), text(constant)));
+  }
+};
+
+// Whether Python decides the precision of float32 products that name none.
+inline std::atomic<bool> leaves_float32{false};
+
+// The product where it can be computed here. What was never met before is planned by Python first.
+inline std::optional<at::Tensor> product(const Arguments& given, const Options& options) {
+  Operands of;
+  if (!options.known() || !given.operands(of)) return std::nullopt;
+  if (!given.precision && leaves_float32 && given.a.scalar_type() == at::ScalarType::Float) return std::nullopt;
+  Known launch;
+  Found found = look_up(of, given.beta, options, launch);
+  if (found == Found::unknown) {
+    given.in_python(plan_in_python);
+    found = look_up(of, given.beta, options, launch);
+  }
+  if (found != Found::launch) return std::nullopt;
+  return multiply(*launch, of, given.alpha, given.beta, launch->shape);
+}
+
+// For the device's key: below autograd, autocast and all modes.
+inline at::Tensor gemm_on_device(
+    const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha, double beta,
+    const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
+    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
+  auto d = product(given, given.options());
+  return d ? std::move(*d) : given.in_python(compute_in_python);
+}
+
+// For autograd's key of the device.
+inline at::Tensor gemm_recorded(
+    c10::DispatchKeySet keys, const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha,
+    double beta, const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
+    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
+  const at::Tensor *c_ = c ? &*c : nullptr, *bias_ = bias ? &*bias : nullptr;
+  const bool plain = (keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
+                     state_of_thread() == Thread::plain && !has_tangent(&a) && !has_tangent(&b) && !has_tangent(c_) &&
+                     !has_tangent(bias_);
+  if (plain) {
+    const Options options = given.options();
+    const bool records = c10::GradMode::is_enabled() && (requires_grad(&a) || requires_grad(&b) ||
+                                                        requires_grad(c_) || requires_grad(bias_));
+    if (!records || may_record(options, a)) {
+      if (auto d = product(given, options)) {
+        if (records)
+          record(*d, a, b, c.value_or(at::Tensor()), bias.value_or(at::Tensor()), {options, alpha, beta, false});
+        return std::move(*d);
+      }
+    }
+  }
+  return given.in_python(record_in_python, &keys);
+}
+
+// The registrations of both. While they are there, they are called in place of those of Python.
+inline std::vector<std::unique_ptr<torch::Library>>& registrations() {
+  static auto* made = new std::vector<std::unique_ptr<torch::Library>>;  // torch may be gone when the process ends
+  return *made;
+}
+
+inline void register_operator() {
+  class Silent : public c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } silent;  // torch would say, once for all operators, that a kernel of Python's is overridden
+  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  const auto on = [](c10::DispatchKey key) -> torch::Library& {
+    return *registrations().emplace_back(
+        std::make_unique<torch::Library>(torch::Library::IMPL, "cutegemm", key, __FILE__, __LINE__));
+  };
+  on(served.key).impl("gemm", TORCH_FN(gemm_on_device));
+  on(served.autograd).impl("gemm", TORCH_FN(gemm_recorded));
+}
+
+inline void unregister_operator() { registrations().clear(); }
+
+}  // namespace cutegemm

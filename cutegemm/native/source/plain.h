@@ -1,0 +1,143 @@
+// Which tensors, and which state of the calling thread, the functions here handle; Python handles all others.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <ATen/TensorUtils.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace cutegemm {
+
+// The kind of device whose tensors are handled: CUDA, and in tests without a GPU the CPU.
+struct Device {
+  c10::DeviceType type = c10::DeviceType::CUDA;
+  c10::DispatchKey key = c10::DispatchKey::CUDA;
+  c10::DispatchKey autograd = c10::DispatchKey::AutogradCUDA;
+  c10::DispatchKey autocast = c10::DispatchKey::AutocastCUDA;
+  // The handle of the current stream of a device of that number; other than 0 is an error.
+  int32_t (*current_stream)(int32_t device, void** stream) = nullptr;
+  // Whether a stream is captured into a graph; other than 0 is an error, as of a stream that may not be asked.
+  int (*is_capturing)(void* stream, int* status) = nullptr;
+
+  // The keys of a plain dense tensor, and those that say nothing of it but that it is not an inference tensor.
+  uint64_t plain() const { return c10::DispatchKeySet(key).raw_repr(); }
+  uint64_t ignored() const {
+    return (c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::DispatchKeySet(c10::DispatchKey::AutocastCPU) |
+            c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA))
+               .raw_repr() &
+           ~plain();
+  }
+};
+
+inline Device served;
+
+// No fake tensor, no subclass with a mode of its own, nothing wrapped by torch.func, no conjugate or negative view.
+inline bool is_plain(const at::Tensor& tensor) {
+  static const uint64_t plain = served.plain(), ignored = served.ignored();
+  return (tensor.key_set().raw_repr() & ~ignored) == plain;
+}
+
+enum class Thread { plain, autocast, other };
+
+// plain: no mode sees the calls of this thread, as without any or in inference mode. autocast: that is on, and no other.
+inline Thread state_of_thread() {
+  const c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
+  constexpr c10::DispatchKeySet in_inference_mode = c10::default_included_set.remove(c10::DispatchKey::ADInplaceOrView);
+  const c10::DispatchKeySet excluded = now.excluded_ | c10::autocast_dispatch_keyset;
+  const bool plain = now.included_ == c10::default_included_set && excluded == c10::default_excluded_set;
+  const bool inference = now.included_ == in_inference_mode &&
+                         excluded == (c10::default_excluded_set | c10::autograd_dispatch_keyset);
+  if (!plain && !inference) return Thread::other;
+  return now.excluded_.has(served.autocast) ? Thread::plain : Thread::autocast;
+}
+
+inline bool has_tangent(const at::Tensor* tensor) { return tensor != nullptr && tensor->_fw_grad(0).defined(); }
+
+inline bool requires_grad(const at::Tensor* tensor) { return tensor != nullptr && tensor->requires_grad(); }
+
+// What a launch must know of an operand; a view of a tensor needs no tensor of its own.
+struct Matrix {
+  const void* data = nullptr;
+  int dim = 0;
+  std::array<int64_t, 3> sizes{}, strides{};
+  at::ScalarType dtype = at::ScalarType::Undefined;
+
+  explicit operator bool() const { return data != nullptr; }
+
+  // The last two dimensions exchanged.
+  Matrix turned() const {
+    Matrix made = *this;
+    std::swap(made.sizes[dim - 1], made.sizes[dim - 2]);
+    std::swap(made.strides[dim - 1], made.strides[dim - 2]);
+    return made;
+  }
+
+  // Bytes from the first to past the last element.
+  int64_t reach() const {
+    int64_t last = 0;
+    for (int i = 0; i < dim; ++i) last += (sizes[i] - 1) * strides[i];
+    return (last + 1) * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+
+  bool overlaps(const Matrix& other) const {
+    const char *first = static_cast<const char*>(data), *second = static_cast<const char*>(other.data);
+    return first < second + other.reach() && second < first + reach();
+  }
+};
+
+// False for a tensor that Python must look at, among them all without memory.
+inline bool describe(const at::Tensor& tensor, c10::IntArrayRef sizes, c10::IntArrayRef strides, Matrix& made) {
+  if (sizes.size() > 3 || tensor.numel() == 0) return false;
+  made.dim = static_cast<int>(sizes.size());
+  for (int i = 0; i < made.dim; ++i) made.sizes[i] = sizes[i], made.strides[i] = strides[i];
+  made.dtype = tensor.scalar_type();
+  made.data = tensor.const_data_ptr();
+  return made.data != nullptr;
+}
+
+inline bool describe(const at::Tensor& tensor, Matrix& made) {
+  return is_plain(tensor) && describe(tensor, tensor.sizes(), tensor.strides(), made);
+}
+
+// A tensor of any dimensions as a matrix of its rows, or of three dimensions as it is; false where that takes a copy.
+inline bool describe_rows(const at::Tensor& tensor, Matrix& made) {
+  if (!is_plain(tensor) || tensor.dim() == 0) return false;
+  if (tensor.dim() == 2) return describe(tensor, tensor.sizes(), tensor.strides(), made);
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) rows *= tensor.size(i);
+  const at::DimVector shape{rows, tensor.size(-1)};
+  const auto strides = at::detail::computeStride(tensor.sizes(), tensor.strides(), shape);
+  if (strides.has_value()) return describe(tensor, shape, *strides, made);
+  return tensor.dim() == 3 && describe(tensor, tensor.sizes(), tensor.strides(), made);
+}
+
+// The names that arguments accept, in the order of Python's lists; `configure` sets them.
+struct Names {
+  std::vector<std::string> known;
+
+  // The place of a name, one more than that for those that may be absent; -1 for one that is not known.
+  int find(std::string_view name) const {
+    for (size_t i = 0; i < known.size(); ++i)
+      if (known[i] == name) return static_cast<int>(i) + 1;
+    return -1;
+  }
+};
+
+inline Names activations, precisions, backends, constants;
+
+// The options of a call, by their places in those lists; 0 is None. out_dtype: -1 is None.
+struct Options {
+  int activation = 0, precision = 0, backend = 0, constant = 0, out_dtype = -1;
+
+  bool known() const { return activation >= 0 && precision >= 0 && backend >= 0 && constant >= 0; }
+};
+
+}  // namespace cutegemm

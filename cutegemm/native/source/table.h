@@ -1,0 +1,175 @@
+// Prepared launches by what a call looks like, and the workspaces of streams.
+#pragma once
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "plain.h"
+
+namespace cutegemm {
+
+// What a plan depends on: as `call.description` in Python.
+struct Key {
+  int count = 0;
+  uint64_t hash = 1469598103934665603u;
+  std::array<int64_t, 40> words;  // written up to `count`
+
+  void add(int64_t word) {
+    words[count++] = word;
+    hash = (hash ^ static_cast<uint64_t>(word)) * 0x9E3779B97F4A7C15u;
+    hash ^= hash >> 29;
+  }
+
+  void add(const Matrix& matrix, uintptr_t alignment) {
+    const auto rest = reinterpret_cast<uintptr_t>(matrix.data) & alignment;
+    add((static_cast<int64_t>(matrix.dtype) << 16) | (static_cast<int64_t>(rest) << 8) | matrix.dim);
+    for (int i = 0; i < matrix.dim; ++i) add(matrix.sizes[i]), add(matrix.strides[i]);
+  }
+
+  bool operator==(const Key& other) const {
+    return count == other.count && hash == other.hash &&
+           std::memcmp(words.data(), other.words.data(), count * sizeof(int64_t)) == 0;
+  }
+};
+
+struct Operands {
+  Matrix a, b, c, bias, out;
+  int device = 0;
+};
+
+inline Key key_of(const Operands& of, double beta, const Options& options) {
+  Key key;
+  key.add((beta == 0) | (!!of.c << 1) | (!!of.bias << 2) | (!!of.out << 3) | (options.activation << 8) |
+          (options.precision << 16) | (options.backend << 20) | (options.constant << 24));
+  key.add((static_cast<int64_t>(of.device) << 32) | static_cast<uint32_t>(options.out_dtype));
+  key.add(of.a, 15), key.add(of.b, 15);
+  if (of.c) key.add(of.c, 15);
+  if (of.bias) key.add(of.bias, 3);
+  if (of.out) key.add(of.out, 15);
+  return key;
+}
+
+struct HashOfKey {
+  size_t operator()(const Key& key) const { return key.hash; }
+};
+
+// An argument of a launcher, as TVM-FFI's C interface lays it out.
+struct Value {
+  int32_t type = 0, zero = 0;
+  union {
+    int64_t integer = 0;
+    double number;
+  };
+
+  static constexpr int32_t INTEGER = 1, NUMBER = 3;
+  static Value of(int64_t value) {
+    Value made;
+    made.type = INTEGER, made.integer = value;
+    return made;
+  }
+  static Value of(const void* value) { return of(reinterpret_cast<int64_t>(value)); }
+  static Value of(double value) {
+    Value made;
+    made.type = NUMBER, made.number = value;
+    return made;
+  }
+};
+static_assert(sizeof(Value) == 16);
+
+// Enqueues a kernel on the current device: 0 when it has.
+using Launcher = int (*)(void* self, const Value* arguments, int32_t count, Value* result);
+
+// A kernel bound to a problem.
+struct Launch {
+  Launcher launcher = nullptr;
+  int64_t words = 0, parts = 0;  // bytes of a workspace; without either there is none
+  std::vector<Value> behind;     // what stands behind the stream and the workspace
+  std::vector<int64_t> shape;    // of D
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  bool swapped = false;  // computed as D^T = B^T A^T
+
+  static constexpr size_t MOST = 64;  // arguments
+};
+
+using Known = std::shared_ptr<const Launch>;
+
+// Key -> launch; a null launch says that Python serves these calls.
+class Table {
+ public:
+  // Whether the key is known.
+  bool find(const Key& key, Known& found) const {
+    std::shared_lock lock(mutex_);
+    const auto place = launches_.find(key);
+    if (place == launches_.end()) return false;
+    found = place->second;
+    return true;
+  }
+
+  void put(const Key& key, Known launch) {
+    std::unique_lock lock(mutex_);
+    if (launches_.size() >= MOST) launches_.clear();  // Python remembers the plans, and puts what is needed again
+    launches_[key] = std::move(launch);
+  }
+
+  void clear() {
+    std::unique_lock lock(mutex_);
+    launches_.clear();
+  }
+
+  size_t size() const {
+    std::shared_lock lock(mutex_);
+    return launches_.size();
+  }
+
+ private:
+  static constexpr size_t MOST = 4096;
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<Key, Known, HashOfKey> launches_;
+};
+
+// The workspaces that cutegemm/cute/workspace.py keeps, by device and stream.
+class Workspaces {
+ public:
+  struct Kept {
+    at::Tensor memory;
+    int64_t parts_at, words, parts;
+  };
+
+  std::optional<Kept> find(int device, void* stream) const {
+    std::shared_lock lock(mutex_);
+    const auto place = kept_.find({device, stream});
+    if (place == kept_.end()) return std::nullopt;
+    return place->second;
+  }
+
+  void put(int device, void* stream, Kept kept) {
+    std::unique_lock lock(mutex_);
+    kept_[{device, stream}] = std::move(kept);
+  }
+
+  void clear() {
+    std::map<std::pair<int, void*>, Kept> freed;  // outside the lock: freeing may take torch's own locks
+    std::unique_lock lock(mutex_);
+    freed.swap(kept_);
+    lock.unlock();
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::map<std::pair<int, void*>, Kept> kept_;
+};
+
+inline Table& launches() {
+  static Table* table = new Table;  // never freed: threads may look into it while the process ends
+  return *table;
+}
+
+inline Workspaces& workspaces() {
+  static Workspaces* kept = new Workspaces;
+  return *kept;
+}
+
+}  // namespace cutegemm

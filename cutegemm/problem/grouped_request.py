@@ -1,0 +1,289 @@
+"""From a call of `grouped_gemm` to a Problem: what `program_request` is for `gemm` with an epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from cutegemm.problem import packing, program_request, request
+from cutegemm.problem.dtypes import ITEMSIZE, TABLE
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem.operand import Matrix
+from cutegemm.problem.problem import MAX_EXTENT, Problem
+from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.terms import Terms, terms_of
+from cutegemm.problem.program_request import ProgramRequest
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+
+MOST_GROUPS = 1024
+MOST_ROWS = 1 << 30
+"""Of an array that groups divide; see `cute.hopper.clip`."""
+
+
+class Sizes(NamedTuple):
+    """What a call says of its groups and rows, see `cutegemm.grouped_gemm`."""
+
+    offsets: Any
+    counts: Any = None
+    rows: Any = None
+    places: Any = None
+    out_rows: Any = None
+
+    @property
+    def groups(self) -> torch.Tensor:
+        """The ends, or the counts."""
+        found: torch.Tensor = self.offsets if self.counts is None else self.counts
+        return found
+
+    @property
+    def indices(self) -> torch.Tensor | None:
+        """The rows of A, or of D, that the rows of the product are."""
+        found: torch.Tensor | None = self.rows if self.places is None else self.places
+        return found
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """The device arrays of the work, in its order."""
+        return (self.groups,) if self.indices is None else (self.groups, self.indices)
+
+
+class Extents(NamedTuple):
+    """The sizes of a call: `work`, a name of `problem.work.TABLE`; M, N and K, of which one may be ragged; the groups.
+
+    results: rows of a result; M but where they are scattered.
+    """
+
+    work: str
+    m: int
+    n: int
+    k: int
+    groups: int
+    results: int
+
+    def shape(self, columns: int) -> tuple[int, ...]:
+        """Of a result with so many columns."""
+        single = self.work in (*ROWS, RAGGED_N)
+        return (self.results, columns) if single else (self.groups, self.m, columns)
+
+
+def extents(a: Any, b: Any, given: Sizes) -> Extents:
+    """The sizes that the shapes say; tensors may be fake.
+
+    Raises TypeError or ValueError naming the argument, what was given and what is accepted.
+    """
+    for name, tensor in (("a", a), ("b", b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.dim() not in (2, 3):
+            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (rows of all groups) and 3")
+    offsets, counts = given.offsets, given.counts
+    if (offsets is None) == (counts is None):
+        both = "both" if offsets is not None else "neither"
+        raise ValueError(f"offsets, counts: got {both}; pass the groups' ends, or the counts of a masked product")
+    dims = a.dim(), b.dim()
+    if (dims == (3, 3)) != (counts is not None):
+        which = "counts" if counts is not None else "offsets"
+        raise ValueError(
+            f"{which}: got them with a of {dims[0]} and b of {dims[1]} dimensions; counts belong to 3 and 3 "
+            "dimensions, offsets to all others (gemm computes a batch without either)"
+        )
+    sizes, name = (offsets, "offsets") if counts is None else (counts, "counts")
+    if not isinstance(sizes, torch.Tensor):
+        raise TypeError(f"{name}: got {type(sizes).__name__}, expected an int32 tensor of one number a group")
+    if sizes.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {sizes.dtype}, accepted is torch.int32")
+    if sizes.dim() != 1:
+        raise ValueError(f"{name}: got {sizes.dim()} dimensions, expected 1: one number a group")
+    groups = sizes.shape[0]
+    for which, tensor in (("a", a), ("b", b)):
+        if tensor.dim() == 3 and tensor.shape[0] != groups:
+            raise ValueError(f"{which}: got {tensor.shape[0]} matrices, and {name} has {groups} groups")
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent must be "
+            f"K = {a.shape[-1]}"
+        )
+    work = {(2, 3): RAGGED_M, (3, 2): RAGGED_N, (2, 2): RAGGED_K, (3, 3): MASKED}[dims]
+    if given.rows is not None and given.places is not None:
+        raise ValueError("rows, places: got both; gather rows of a, or scatter those of the result")
+    m = a.shape[-2]
+    for which, index, own in (("rows", given.rows, GATHERED), ("places", given.places, SCATTERED)):
+        if index is None:
+            continue
+        if work != RAGGED_M:
+            raise ValueError(f"{which}: got an index with {work.replace('_', ' ')}; it is for groups of rows")
+        _check_index(which, index, None if own == GATHERED else m)
+        work, m = own, index.shape[0]
+    if given.out_rows is not None:
+        if work != SCATTERED:
+            raise ValueError("out_rows: got it without places, whose results it counts")
+        if isinstance(given.out_rows, bool) or not isinstance(given.out_rows, int | torch.SymInt):
+            raise TypeError(f"out_rows: got {type(given.out_rows).__name__}, expected an int")
+        if isinstance(given.out_rows, int) and given.out_rows < 0:
+            raise ValueError(f"out_rows: got {given.out_rows}, accepted are numbers of rows")
+    results = m if given.out_rows is None else given.out_rows
+    return Extents(work, m, b.shape[-1], a.shape[-1], groups, results)
+
+
+def _check_index(name: str, index: Any, length: Any) -> None:
+    if not isinstance(index, torch.Tensor):
+        raise TypeError(f"{name}: got {type(index).__name__}, expected an int32 tensor of one number a row")
+    if index.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {index.dtype}, accepted is torch.int32")
+    if index.dim() != 1:
+        raise ValueError(f"{name}: got {index.dim()} dimensions, expected 1: one number a row")
+    if length is not None and index.shape[0] != length:
+        raise ValueError(f"{name}: got {index.shape[0]} numbers, and a has {length} rows")
+
+
+def check_program(program: Program, sizes: Extents) -> int:
+    """The columns of D. Raises ValueError where the program cannot be computed in groups."""
+    if any(output.reduce is not None for output in program.outputs):
+        raise ValueError("epilogue: results of groups are not reduced; return matrices, and reduce these")
+    columns = sizes.n
+    if program.gating or program.uses("partner"):
+        if sizes.work == RAGGED_N:
+            raise ValueError("epilogue: with groups of columns, columns do not belong together by two")
+        if columns % 2:
+            raise ValueError(f"b: got {columns} columns; this epilogue needs an even number of them")
+    if program.gating and sizes.work == RAGGED_K:
+        raise ValueError("epilogue: gate and up are columns of weights, and a ragged K has none; compute them apart")
+    return columns // 2 if program.gating else columns
+
+
+def check_operand(number: int, given: Input, operand: Any, sizes: Extents, columns: int) -> None:
+    """Raises ValueError unless a tensor operand broadcasts to D, or is one matrix a group that varies along the extent
+    that is not divided.
+    """
+    if given.by_value:
+        return
+    shape = tuple(operand.shape)
+    for own, extent in zip(reversed(shape), (columns, sizes.m, sizes.groups), strict=False):
+        if own not in (1, extent):
+            wanted = sizes._replace(results=sizes.m).shape(columns)
+            raise ValueError(f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it")
+    axis = "m" if sizes.work in ROWS else "n" if sizes.work == RAGGED_N else None
+    if axis and given.batched and getattr(given, axis):
+        one = f"({sizes.groups}, 1, {columns})" if axis == "m" else f"({sizes.groups}, {sizes.m}, 1)"
+        raise ValueError(
+            f"operands[{number}]: got shape {shape}; accepted are ({sizes.m}, {columns}), {one}, and what broadcasts "
+            "to one of them"
+        )
+
+
+def describe(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    given: Sizes,
+    epilogue: Any,
+    operands: Sequence[Any],
+    out: Any,
+    out_dtype: torch.dtype | None,
+    precision: str | None,
+) -> ProgramRequest:
+    """Checks the arguments of `cutegemm.grouped_gemm` (see there) and describes the call.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is accepted.
+    """
+    sizes = extents(a, b, given)
+    dtype, b_dtype = request._check_operands(a, b)
+    _check_sizes(a, given)
+    _check_limits(sizes)
+    precision = "ieee" if precision is None else request._check_precision(precision, dtype)
+    program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+    columns = check_program(program, sizes)
+    for number, (own, operand) in enumerate(zip(program.inputs, operands, strict=True)):
+        if isinstance(operand, torch.Tensor):
+            request.check_tensor(f"operands[{number}]", operand)
+        check_operand(number, own, operand, sizes, columns)
+    shape = sizes.shape(columns)
+    default = request._check_out(a, None, out_dtype, (), TABLE[dtype].output)
+    outs = program_request._given_outputs(out, len(program.outputs))
+    resolved, targets = [], []
+    for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
+        name = program_request._dtype(number, output, target, out_dtype, default)
+        program_request._check_output(number, target, shape, name, a.device, len(outs))
+        resolved.append(output._replace(dtype=name))
+        targets.append(program_request._result(target, shape, name))
+    program = replace(program, outputs=tuple(resolved))
+
+    copies: list[tuple[str, str]] = []
+    groups = sizes.groups
+    if ITEMSIZE[dtype] == 1:
+        seen = request._matrix(a, a.shape[-2], sizes.k), request._matrix(b, sizes.k, sizes.n)
+        matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
+    else:
+        matrix_a = request._operand("a", a, a.shape[-2], sizes.k, groups, copies)
+        matrix_b = request._operand("b", b, sizes.k, sizes.n, groups, copies)
+    given_tensors = [
+        (own, _own(sizes, program_request._strides(own, operand), own.dtype))
+        for own, operand in zip(program.inputs, operands, strict=True)
+        if not own.by_value
+    ]
+    matrices = tuple(matrix for _, matrix in given_tensors)
+    results = [
+        _own(sizes, matrix, str(output.dtype)) for (matrix, _), output in zip(targets, resolved, strict=True)
+    ]  # fmt: skip
+    problem = Problem(
+        sizes.m, sizes.n, sizes.k, groups, dtype, str(resolved[0].dtype), precision, matrix_a, matrix_b, None,
+        results[0], Epilogue(), sizes.work, b_dtype=b_dtype,
+    )  # fmt: skip
+    terms = _terms(program, operands, columns)
+    if terms is not None:
+        places = [i for i, own in enumerate(program.inputs) if not own.by_value]
+        c = None if terms.c is None else matrices[places.index(terms.c)]
+        bias = None if terms.bias is None else program.inputs[terms.bias].dtype
+        known = Epilogue(None if terms.c is None else program.inputs[terms.c].dtype, bias, "n", terms.activation)
+        problem = replace(problem, c=c, epilogue=known)
+    else:
+        aligns = [matrix.align if matrix.row_major else 0 for own, matrix in given_tensors if own.varies == "mn"]
+        aligns += [matrix.align for matrix in results[1:]]
+        custom = Epilogue(custom=program, aligns=tuple(aligns))
+        problem = replace(problem, epilogue=custom, operands=matrices, outputs=tuple(results[1:]))
+    temporaries = frozenset(number for number, (_, apart) in enumerate(targets) if apart)
+    shapes = (shape,) * len(resolved)
+    return ProgramRequest(problem, a.device, tuple(copies), program, shapes, temporaries, terms)
+
+
+def _check_sizes(a: torch.Tensor, given: Sizes) -> None:
+    names = "offsets" if given.counts is None else "counts", "rows" if given.places is None else "places"
+    for name, array in zip(names, given.arrays, strict=False):
+        if array.layout != torch.strided or array.is_nested:
+            raise TypeError(f"{name}: got layout {array.layout}, expected a dense (strided) tensor")
+        if array.device != a.device:
+            raise ValueError(f"{name}: it is on {array.device}, expected the device of a, {a.device}")
+        if array.shape[0] > 1 and array.stride(0) != 1:
+            raise ValueError(f"{name}: got stride {array.stride(0)}, expected a contiguous tensor; call .contiguous()")
+    groups = given.groups.shape[0]
+    if not 1 <= groups <= MOST_GROUPS:
+        raise ValueError(f"{names[0]}: got {groups} groups, accepted are 1 to {MOST_GROUPS}")
+
+
+def _check_limits(sizes: Extents) -> None:
+    named = {"M": sizes.m, "N": sizes.n, "K": sizes.k}
+    ragged = {RAGGED_N: "N", RAGGED_K: "K"}.get(sizes.work, "M")
+    for name, extent in named.items():
+        most = MOST_ROWS if name == ragged else MAX_EXTENT
+        if extent > most:
+            raise ValueError(f"a, b: {name} is {extent}; at most {most}")
+
+
+def _own(sizes: Extents, matrix: Matrix, dtype: str) -> Matrix:
+    """A matrix like D. Where groups are its columns, a tile begins at any element, and no vector is aligned."""
+    if sizes.work != RAGGED_N:
+        return matrix
+    return matrix._replace(align=min(matrix.align, {**ITEMSIZE, "int32": 4}[dtype]))
+
+
+def _terms(program: Program, operands: Sequence[Any], columns: int) -> Terms | None:
+    """The terms that the program is made of, where kernels that know these can read the operands."""
+    terms = terms_of(program, ACTIVATIONS)
+    if terms is not None and terms.bias is not None:
+        bias = operands[terms.bias]
+        if bias.dim() == 0 or bias.shape[-1] != columns or bias.stride(-1) != 1 or bias.dim() == 3:
+            return None
+    return terms

@@ -1,0 +1,56 @@
+"""The program that a product of scaled operands is: the caller's own, with scales before everything else.
+
+Scales of a tensor and of rows are factors of the accumulators: operands of the program, which multiplies them before
+anything else. Scales of blocks of K are multiplied by the kernel as it sums: inputs of the program that no node reads
+(`Input.scales`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from cutegemm.problem.program.build import Builder
+from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.scales import Recipe
+
+
+@lru_cache(maxsize=512)
+def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
+    """The program of scaled accumulators: with the inputs of A's and B's scales behind its own.
+
+    Of a gated program the scales of B's columns are two inputs: gate's and up's.
+    """
+    inputs, factors = list(program.inputs), list[tuple[int, ...]]()
+    for given in (a, b):
+        if given is None:
+            continue
+        halves = 2 if program.gating and given.n else 1
+        if not given.scales:
+            factors.append(tuple(len(inputs) + i for i in range(halves)))
+        inputs += [given._replace(name=f"x{len(inputs) + i}") for i in range(halves)]
+    builder = Builder(inputs)
+    new: list[int] = []
+    for node in program.nodes:
+        number = builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute)
+        if node.op == "acc":
+            for factor in factors:
+                part = factor[int(node.attribute or 0) % len(factor)]
+                number = builder.add("mul", number, builder.add("input", attribute=part))
+        new.append(number)
+    return simplified(builder.program((out._replace(node=new[out.node]) for out in program.outputs), program.gating))
+
+
+def operands_of(program: Program, scale_a: Any, scale_b: Any, a: Recipe | None, b: Recipe | None) -> tuple[Any, ...]:
+    """The tensors of the inputs that `scaled` adds to `program`."""
+    found = [] if a is None else [scale_a]
+    if b is None:
+        return tuple(found)
+    if not program.gating or not b.input.n:
+        return (*found, scale_b)
+    half = scale_b.shape[-1] // 2
+    parts = (scale_b[..., :half], scale_b[..., half:]) if program.gating == "halves" else (
+        scale_b[..., 0::2], scale_b[..., 1::2]
+    )  # fmt: skip
+    return (*found, *parts)

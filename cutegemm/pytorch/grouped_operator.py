@@ -1,0 +1,206 @@
+"""torch.ops.cutegemm.grouped_gemm and grouped_gemm_out: `grouped_gemm` as operators of torch.
+
+They carry the epilogue as its program's text, as `gemm_program` does. Numbers of rows may be symbolic: the sizes of
+groups are the values of a tensor, so that one graph serves every division into groups, and every number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.utils.flop_counter import register_flop_formula
+
+from cutegemm.problem import dtypes, grouped_request, program_request, torch_dtype
+from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.grouped_request import Sizes
+from cutegemm.pytorch import grouped_autograd
+from cutegemm.pytorch.autocast import cast_operands
+from cutegemm.pytorch.program_autograd import refuse_tangents
+from cutegemm.pytorch.program_operator import divided, joined, program_of
+from cutegemm.run import grouped
+
+_library = torch.library.Library("cutegemm", "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor? offsets, Tensor? counts, Tensor? rows, Tensor? places, SymInt? out_rows, "
+    "Tensor[] operands, float[] numbers, SymInt[] integers, str program"
+)
+_library.define(
+    f"grouped_gemm({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
+    "str? config=None, str save='outputs', bool zeros=False) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"grouped_gemm_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _compute(
+    a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
+    precision=None, backend="auto", config=None, save="outputs", zeros=False,
+):  # fmt: skip
+    known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
+    given, out = joined(known, operands, numbers, integers), grouped.ZEROS if zeros else None
+    results = grouped.compute(a, b, sizes, known, given, out, out_dtype, precision, backend, config)
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _compute_out(
+    a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, precision, backend, config, out
+) -> None:  # fmt: skip
+    known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
+    given = joined(known, operands, numbers, integers)
+    grouped.compute(a, b, sizes, known, given, tuple(out), None, precision, backend, config)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("grouped_gemm", _compute, _device)
+    _library.impl("grouped_gemm_out", _compute_out, _device)
+
+
+def shape_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> tuple[Any, ...]:
+    """The shape of the results. Raises what `grouped_gemm` would raise, as far as shapes and dtypes tell."""
+    extents = grouped_request.extents(a, b, sizes)
+    if dtype_name(a.dtype) is None:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
+    if b.dtype != a.dtype:
+        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+    columns = grouped_request.check_program(program, extents)
+    for number, (given, operand) in enumerate(zip(program.inputs, operands, strict=True)):
+        grouped_request.check_operand(number, given, operand, extents, columns)
+    return extents.shape(columns)
+
+
+def _fake(
+    a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
+    precision=None, backend="auto", config=None, save="outputs", zeros=False,
+):  # fmt: skip
+    known = program_of(program)
+    given = joined(known, operands, numbers, integers)
+    shape = shape_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
+    if out_dtype is not None and dtype_name(out_dtype) is None:
+        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
+    default = str(dtype_name(out_dtype or a.dtype))
+    names = [program_request._dtype(i, each, None, out_dtype, default) for i, each in enumerate(known.outputs)]
+    return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
+
+
+def _fake_out(
+    a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, precision, backend, config, out
+) -> None:  # fmt: skip
+    known = program_of(program)
+    given = joined(known, operands, numbers, integers)
+    shape = shape_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
+    if len(out) != len(known.outputs):
+        raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(known.outputs)} results")
+    for number, each in enumerate(out):
+        if tuple(each.shape) != tuple(shape):
+            name = program_request._name(number, len(out))
+            raise ValueError(f"{name}: got shape {tuple(each.shape)}, expected {tuple(shape)}")
+
+
+torch.library.register_fake("cutegemm::grouped_gemm", _fake, lib=_library)
+torch.library.register_fake("cutegemm::grouped_gemm_out", _fake_out, lib=_library)
+
+_redispatch = torch.ops.cutegemm.grouped_gemm.default.redispatch
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+
+
+def _recorded(
+    keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
+    precision=None, backend="auto", config=None, save="outputs", zeros=False,
+):  # fmt: skip
+    """grouped_gemm for one level of autograd: what is recorded calls the operator below it."""
+    below = keyset & _BELOW_AUTOGRAD
+    tensors = (a, b, *operands)
+    refuse_tangents(*tensors)
+    grad = torch.is_grad_enabled()
+    if not (grad and torch._C._any_requires_grad(*tensors)):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _redispatch(
+                below, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype,
+                precision, backend, config, save, zeros,
+            )  # fmt: skip
+
+    def run(a: Any, b: Any, arrays: Any, epilogue: Any, given: Any, wanted: Any) -> Any:
+        # Recording switches grad mode off, which the next level of torch.func is to find as it was.
+        with torch.set_grad_enabled(grad), torch._C._AutoDispatchBelowAutograd():
+            return _redispatch(
+                below, a, b, *arrays, *divided(given), epilogue.text, wanted, precision, backend, config, save, zeros
+            )  # fmt: skip
+
+    known = program_of(program)
+    settings = grouped_autograd.Settings(known, out_dtype, precision, backend, save, run)
+    with enable_single_level_autograd_function():
+        sizes = Sizes(offsets, counts, rows, places, out_rows)
+        return list(grouped_autograd.record(a, b, sizes, joined(known, operands, numbers, integers), settings))
+
+
+_library.impl("grouped_gemm", _recorded, "Autograd", with_keyset=True)
+
+
+def _refuse_derivatives(
+    keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, precision, backend,
+    config, out,
+) -> None:  # fmt: skip
+    """grouped_gemm_out below autograd; no derivative is computed of what is written into a tensor."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands, *out)):
+        raise RuntimeError(
+            "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
+            "call grouped_gemm under torch.no_grad(), or leave out away"
+        )
+    refuse_tangents(a, b, *operands, *out)
+    torch.autograd.graph.increment_version(tuple(out))  # also of fake or meta tensors, which nothing below writes
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.cutegemm.grouped_gemm_out.default.redispatch(
+            keyset & _BELOW_AUTOGRAD, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers,
+            program, precision, backend, config, out,
+        )  # fmt: skip
+
+
+_library.impl("grouped_gemm_out", _refuse_derivatives, "Autograd", with_keyset=True)
+
+
+def _autocast(
+    a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
+    precision=None, backend="auto", config=None, save="outputs", zeros=False,
+):  # fmt: skip
+    """a and b as torch.mm would cast them; the operands of the program keep their dtypes, which it names."""
+    a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": None})
+    with torch._C._DisableAutocast():
+        return torch.ops.cutegemm.grouped_gemm(
+            a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype,
+            cast["precision"], backend, config, save, zeros,
+        )  # fmt: skip
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("grouped_gemm", _autocast, f"Autocast{_device}")
+
+
+def _flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:
+    """2 M N K of all groups, for torch's FlopCounterMode; of a masked product as if every row counted."""
+    single = len(a_shape) == 2 or len(b_shape) == 2
+    m = a_shape[-2] if rows is None else rows[0]
+    return 2 * m * a_shape[-1] * b_shape[-1] * (1 if single else a_shape[0])
+
+
+register_flop_formula([torch.ops.cutegemm.grouped_gemm, torch.ops.cutegemm.grouped_gemm_out])(_flops)
+
+
+def call(
+    a: Any, b: Any, sizes: Sizes, text: str, operands: Any, *, out_dtype: Any = None, precision: Any = None,
+    backend: str = "auto", config: Any = None, save: str | None = None, zeros: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """`grouped_gemm` by the operator: the results of the program of that text."""
+    tensors, numbers, integers = divided(operands)
+    found: list[torch.Tensor] = torch.ops.cutegemm.grouped_gemm(
+        a, b, *sizes, tensors, numbers, integers, text, out_dtype, precision, backend,
+        config if config is None or isinstance(config, str) else str(config), save or "outputs", zeros,
+    )  # fmt: skip
+    return found
+
+
+grouped_autograd.bind(call)

@@ -1,0 +1,184 @@
+"""`gemm` with scaled operands: the call becomes one with an epilogue program, whose first factors are the scales.
+
+Nothing else knows of scales in the epilogue: what composes with a program composes with them. Scales of blocks of K
+are operands of the program as well, which the kernel reads while it sums (`problem.scaling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from cutegemm.problem import program_request, request, scaling
+from cutegemm.problem import scales as scale_recipes
+from cutegemm.problem.dtypes import TABLE, dtype_name, term_name
+from cutegemm.problem.program.build import Builder
+from cutegemm.problem.program.graph import Input, Output, Program
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.pytorch import programs
+from cutegemm.pytorch.dispatch import is_dispatched
+
+ACCUMULATIONS = ("promoted", "fast")
+"""What `accumulate` may be."""
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_tracing = torch._C._is_tracing
+SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
+"""What `gemm` takes for operands of fp8 and int8 only."""
+
+
+def precision_of(a: Any, precision: str | None, accumulate: Any) -> str | None:
+    """The precision that says how sums are accumulated. Raises ValueError for what a's dtype does not have."""
+    if accumulate is None or accumulate == "promoted":
+        if accumulate and precision == "fast":
+            raise ValueError("accumulate: got 'promoted' with precision 'fast'; leave precision away")
+        return precision
+    if accumulate != "fast":
+        accepted = ", ".join(map(repr, ACCUMULATIONS))
+        raise ValueError(f"accumulate: got {request.shown(accumulate)}, accepted are None, {accepted}")
+    name = dtype_name(a.dtype) if isinstance(a, torch.Tensor) else None
+    if name is not None and "fast" not in TABLE[name].units:
+        having = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if "fast" in row.units)
+        raise ValueError(f"accumulate: got 'fast' for {a.dtype}, whose sums are never promoted; it applies to {having}")
+    if precision not in (None, "ieee", "fast"):
+        raise ValueError(f"precision: got {precision!r} with accumulate='fast'; leave it away")
+    return "fast"
+
+
+def arguments(
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
+    epilogue: Any, operands: Sequence[Any], scale_a: Any, scale_b: Any, scales: Any,
+) -> tuple[Program, tuple[Any, ...], Any]:  # fmt: skip
+    """(program, operands, out_dtype) of the call with a program that computes a scaled one."""
+    of_a, of_b = scale_recipes.recipes(a, b, scale_a, scale_b, scales)
+    refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
+    if epilogue is None:
+        program, operands = _terms(c, alpha, beta, bias, activation)
+    else:
+        programs.refuse_terms(c, alpha, beta, bias, activation)
+        program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+    made = scaling.scaled(program, of_a and of_a.input, of_b and of_b.input)
+    if out is None and out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
+        out_dtype = torch.bfloat16
+    return made, (*operands, *scaling.operands_of(program, scale_a, scale_b, of_a, of_b)), out_dtype
+
+
+def compute(
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
+    precision: Any, backend: str, config: Any, epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any,
+    scale_b: Any, scales: Any,
+) -> Any:  # fmt: skip
+    """`gemm` with a scale or two; see there."""
+    tensors = a, b, c, bias, scale_a, scale_b
+    if epilogue is None and (_is_dynamo_compiling() or _is_tracing() or is_dispatched(*tensors)):
+        if out is not None:
+            raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
+        refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
+        if scales is not None:
+            scales = [each or "" for each in (scales if isinstance(scales, (tuple, list)) else (scales, scales))]
+        return torch.ops.cutegemm.scaled_gemm(
+            a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend,
+            config if config is None else str(config), scales,
+        )  # fmt: skip
+    run = _outside_of_graphs if _is_dynamo_compiling() else compute_eager
+    return run(
+        a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands, save,
+        scale_a, scale_b, scales,
+    )  # fmt: skip
+
+
+def compute_eager(
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
+    precision: Any, backend: str, config: Any, epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any,
+    scale_b: Any, scales: Any,
+) -> Any:  # fmt: skip
+    """The same, with no regard to tracing."""
+    refuse_gradients({"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)})
+    program, given, out_dtype = arguments(
+        a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
+    )
+    return programs.compute(a, b, program, given, out, out_dtype, precision, backend, config, save)
+
+
+def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The operands and options of the call without scales that computes `gemm(a, b, c, **options)`."""
+    known = dict(options)
+    scale_a, scale_b, scales, accumulate = (known.pop(name, None) for name in SCALE_OPTIONS)
+    if accumulate is not None:
+        known["precision"] = precision_of(a, known.get("precision"), accumulate)
+    if scale_a is None and scale_b is None and scales is None:
+        return a, b, c, known
+    given = {"alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "epilogue": None, "operands": ()}
+    terms = {name: known.pop(name, default) for name, default in given.items()}
+    program, operands, out_dtype = arguments(
+        a, b, c, out=known.get("out"), out_dtype=known.get("out_dtype"), scale_a=scale_a, scale_b=scale_b,
+        scales=scales, **terms,
+    )  # fmt: skip
+    return a, b, None, {**known, "epilogue": program, "operands": operands, "out_dtype": out_dtype}
+
+
+def refuse_gradients(tensors: dict[str, Any]) -> None:
+    """Raises ValueError for a tensor that requires grad: products of quantized operands record none."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call gemm under "
+                "torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
+            )
+
+
+def _terms(c: Any, alpha: float, beta: float, bias: Any, activation: Any) -> tuple[Program, tuple[Any, ...]]:
+    """The program act(alpha acc + beta C + bias), without the terms that are not there, and its operands."""
+    request.check_number("alpha", alpha)
+    request.check_number("beta", beta)
+    request.check_activation(activation)
+    if c is None and beta != 0:
+        raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+    reads_c = c is not None and beta != 0
+    operands: list[Any] = [float(alpha)] if alpha != 1 else []
+    if reads_c:
+        operands += [_term("c", c), float(beta)]
+    if bias is not None:
+        operands.append(_term("bias", bias))
+    inputs = program_request.inputs_of(operands, (c if c is not None else bias).device) if reads_c or bias is not None \
+        else program_request.inputs_of(operands, torch.device("cpu"))  # fmt: skip
+    return _program(inputs, alpha != 1, reads_c, bias is not None, activation), tuple(operands)
+
+
+def _term(name: str, tensor: Any) -> torch.Tensor:
+    request.check_tensor(name, tensor)
+    if term_name(tensor.dtype) is None:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are the floating-point types of 2 and 4 bytes")
+    if name == "bias" and tensor.dim() != 1:
+        raise ValueError(f"bias: got shape {tuple(tensor.shape)}, expected (N,), one number a column of the result")
+    return tensor
+
+
+@lru_cache(maxsize=256)
+def _program(
+    inputs: tuple[Input, ...], scales_acc: bool, reads_c: bool, has_bias: bool, activation: str | None
+) -> Program:
+    builder = Builder(inputs)
+    places = iter(range(len(inputs)))
+
+    def read() -> int:
+        return builder.add("input", attribute=next(places))
+
+    z = builder.add("acc")
+    if scales_acc:
+        z = builder.add("mul", z, read())
+    if reads_c:
+        z = builder.add("add", z, builder.add("mul", read(), read()))
+    if has_bias:
+        z = builder.add("add", z, read())
+    if activation is not None:
+        z = builder.add(activation, z)
+    return simplified(builder.program([Output(z)]))
+
+
+_outside_of_graphs = torch.compiler.disable(compute_eager)
+"""torch.compile breaks its graph here: for calls with an epilogue."""

@@ -1,0 +1,428 @@
+"""`Fp8Linear`: a linear layer whose weight is quantized once and whose input is quantized on the way; `compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm.gemm import gemm
+from cutegemm.problem import quantization_request, request
+from cutegemm.problem.quantization import (
+    ACCEPTED,
+    BLOCK,
+    FORMATS,
+    NAMED,
+    PITCH,
+    group_along,
+    new_values,
+)  # fmt: skip
+from cutegemm.quantize import dequantize, quantize
+
+SCALINGS = quantization_request.SCALINGS
+DTYPES = {"fp8": NAMED["e4m3"].dtype, **{name: format.dtype for name, format in NAMED.items()}}
+"""Names of dtypes that `replace_linears` takes."""
+SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale_weight")
+INPUT_SCALE_NAMES = ("input_scale", "activation_scale", "scale_input")
+"""Names in checkpoints, ours first: compressed-tensors, Hugging Face's fp8 and DeepSeek's, ComfyUI's. All of them are
+factors that the values are multiplied by."""
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """What a layer is made with. scaling: of the input, and of weights that are still to be quantized."""
+
+    dtype: torch.dtype
+    scaling: tuple[str, str]
+    activation: str | None
+    accumulate: str | None
+    backend: str
+
+    @classmethod
+    def of(cls, dtype: Any, scaling: Any, activation: Any, accumulate: Any, backend: Any) -> Settings:
+        """Checked. Raises TypeError or ValueError naming the argument."""
+        chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if chosen not in FORMATS:
+            names = ", ".join(map(repr, DTYPES))
+            raise TypeError(f"dtype: got {request.shown(dtype)}, accepted are {names} and {ACCEPTED}")
+        both = (scaling, scaling) if isinstance(scaling, str) else scaling
+        if not isinstance(both, tuple) or len(both) != 2 or any(each not in SCALINGS for each in both):
+            accepted = ", ".join(map(repr, SCALINGS))
+            raise ValueError(
+                f"scaling: got {request.shown(scaling)}, accepted are {accepted} and a pair, for inputs and weights"
+            )
+        request.check_activation(activation)
+        if accumulate not in (None, "promoted", "fast") or (accumulate == "fast" and chosen == torch.int8):
+            raise ValueError(
+                f"accumulate: got {request.shown(accumulate)}, accepted are None, 'promoted' and, for fp8, 'fast'"
+            )
+        backends.check_name(backend)
+        return cls(chosen, both, activation, accumulate, backend)
+
+
+class Fp8Linear(torch.nn.Module):
+    """activation(x @ weight^T + bias) with 8-bit operands: the weight is quantized once, x in every call.
+
+    Buffers, which are what state_dict has: `weight` (out_features, in_features), fp8 or int8; `weight_scale`, fp32, ()
+    or (out_features, 1) or (ceil(out / 128), ceil(in / 128)); `input_scale`, fp32, only where the scale of x is fixed.
+    `bias` is a parameter that needs no gradient. `.to(dtype)`, `.half()` and the like change none of the numbers'
+    types; devices change.
+
+    `load_state_dict` takes such a state, that of a torch.nn.Linear, whose weight it quantizes, and those of other
+    libraries: see `from_quantized`.
+
+    Args:
+        in_features, out_features, bias, device: as in torch.nn.Linear. The weight is drawn as there, and quantized.
+        dtype: torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, or "fp8", "e4m3", "e5m2", "int8".
+        scaling: "rows", "tensor" or "blocks", or a pair of them for x and for the weight. Blocks are 1 x 128 of x and
+            128 x 128 of the weight.
+        bias_dtype: of the bias; by default torch's default dtype.
+        activation, backend: as in `cutegemm.gemm`. accumulate: "promoted" or "fast", as there.
+
+    Gradients are refused: an input that requires grad raises RuntimeError under autograd.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = "fp8",
+        *,
+        scaling: str | tuple[str, str] = "rows",
+        bias_dtype: torch.dtype | None = None,
+        activation: str | None = None,
+        accumulate: str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        settings = Settings.of(dtype, scaling, activation, accumulate, backend)
+        linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype)
+        super().__init__()
+        self._fill(linear.weight, linear.bias, settings)
+
+    def _fill(self, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings) -> None:
+        """Takes the quantized weight of a linear layer, and its bias."""
+        values, scale = _quantized(weight, settings)
+        self._take(values, scale, bias, None, settings)
+
+    def _take(
+        self, values: torch.Tensor, scale: torch.Tensor, bias: Any, input_scale: torch.Tensor | None, settings: Settings
+    ) -> None:
+        self.settings = settings
+        self.out_features, self.in_features = values.shape
+        self.register_buffer("weight", values)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer("input_scale", input_scale)
+        kept = None if bias is None else torch.nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", kept)
+        self.register_load_state_dict_pre_hook(_translate)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
+        autocast's.
+        """
+        if input.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "input: it requires grad, and Fp8Linear passes no gradient on (a straight-through estimate belongs to "
+                "the trainer); run the model under torch.no_grad() or torch.inference_mode()"
+            )
+        if input.shape[-1] != self.in_features:
+            raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        settings = self.settings
+        rows = input.reshape(_extent(input), self.in_features)
+        # Backends that take no part in quantization leave it to the best one there is.
+        by = settings.backend if settings.backend in quantization_request.BACKENDS else "auto"
+        if self.input_scale is None:
+            values, scale = quantize(rows, self.weight.dtype, settings.scaling[0], backend=by)
+        else:
+            values, scale = quantize(rows, self.weight.dtype, scale=self.input_scale, backend=by)
+        of_weight = self.weight_scale.t() if self.weight_scale.dim() else self.weight_scale
+        # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            result: torch.Tensor = gemm(
+                values, self.weight.t(), scale_a=scale, scale_b=of_weight, bias=self.bias,
+                activation=settings.activation, out_dtype=input.dtype, accumulate=settings.accumulate,
+                backend=settings.backend,
+            )  # fmt: skip
+        return result.view(*input.shape[:-1], self.out_features)
+
+    def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """The weight that the layer computes with, (out_features, in_features)."""
+        return dequantize(self.weight, self.weight_scale, dtype)
+
+    def extra_repr(self) -> str:
+        settings = self.settings
+        scaling = settings.scaling[0] if settings.scaling[0] == settings.scaling[1] else settings.scaling
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        text += f", dtype={FORMATS[settings.dtype].name}, scaling={scaling!r}"
+        for name, default in (("activation", None), ("accumulate", None), ("backend", "auto")):
+            if getattr(settings, name) != default:
+                text += f", {name}={getattr(settings, name)!r}"
+        return text + (", fixed input_scale" if self.input_scale is not None else "")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Linear:
+        """Moves as torch.nn.Module does, but leaves the values and scales in their types."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            own = tensor is self.weight or tensor is self.weight_scale or tensor is self.input_scale
+            return tensor.to(result.device) if own and result.dtype != tensor.dtype else result
+
+        super()._apply(moved, recurse)
+        return self
+
+    @classmethod
+    def from_linear(
+        cls,
+        module: torch.nn.Linear,
+        dtype: Any = "fp8",
+        *,
+        scaling: str | tuple[str, str] = "rows",
+        activation: str | None = None,
+        accumulate: str | None = None,
+        backend: str = "auto",
+    ) -> Fp8Linear:
+        """The layer with the quantized weight of `module`, its very bias, forward hooks and training mode.
+
+        On the meta device nothing is quantized: load_state_dict(..., assign=True) gives the numbers.
+        Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32; else as the constructor.
+        """
+        settings = Settings.of(dtype, scaling, activation, accumulate, backend)
+        if not isinstance(module, torch.nn.Linear):
+            raise TypeError(f"module: got {type(module).__name__}, expected a torch.nn.Linear")
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        made._fill(module.weight, module.bias, settings)
+        for name in _HOOKS:
+            getattr(made, name).update(getattr(module, name))
+        return made.train(module.training)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
+        scaling: str | None = None,
+        activation: str | None = None,
+        accumulate: str | None = None,
+        backend: str = "auto",
+    ) -> Fp8Linear:
+        """The layer with a weight that is quantized already, as checkpoints have it.
+
+        Args:
+            weight: (out_features, in_features), fp8 e4m3 or e5m2, or int8; or torchao's Float8Tensor, which brings its
+                scale.
+            scale: what weight is multiplied by, any floating dtype: one element; out_features elements; or
+                (ceil(out / 128), ceil(in / 128)).
+            bias: (out_features,). input_scale: one element, the fixed scale of x; None: x gets scales in every call.
+            scaling: of x; by default "tensor" with a scale of one element, "blocks" with blocks, else "rows".
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        if scale is None and hasattr(weight, "qdata") and hasattr(weight, "scale"):
+            weight, scale = weight.qdata, weight.scale
+        if scale is None:
+            raise ValueError("scale: got None; pass what the weight is to be multiplied by")
+        values, scale = _checked(weight, scale)
+        by_shape = "tensor" if scale.dim() == 0 else "rows" if scale.shape[1] == 1 != values.shape[1] else "blocks"
+        of_input = by_shape if scaling is None else scaling
+        settings = Settings.of(values.dtype, (of_input, by_shape), activation, accumulate, backend)
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        made._take(values, scale, bias, None if input_scale is None else _one("input_scale", input_scale), settings)
+        return made
+
+
+def _extent(x: torch.Tensor) -> int:
+    """The product of the leading extents: -1 cannot be inferred of an empty tensor."""
+    count = 1
+    for extent in x.shape[:-1]:
+        count *= extent
+    return count
+
+
+def _quantized(weight: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scale) of a weight (N, K) in a floating dtype."""
+    weight = weight.detach()
+    if weight.is_meta:
+        asked = quantization_request.describe(weight, settings.dtype, settings.scaling[1], -1, (BLOCK, BLOCK), None)
+        scale = torch.empty(asked.scales, dtype=torch.float32, device="meta")
+        return new_values(tuple(weight.shape), False, settings.dtype, weight.device), scale
+    return quantize(weight, settings.dtype, settings.scaling[1], block=(BLOCK, BLOCK))
+
+
+def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scale) of a quantized weight as the layer keeps them."""
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS or weight.dim() != 2:
+        got = f"{weight.dtype} of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight)
+        raise TypeError(f"weight: got {got}, accepted are two dimensions of {ACCEPTED}")
+    if not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
+        raise TypeError(f"scale: got {request.shown(scale)}, expected a tensor of a floating dtype")
+    scale = scale.detach().to(device=weight.device, dtype=torch.float32)
+    rows, k = weight.shape
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    elif scale.numel() == rows:
+        scale = scale.reshape(rows, 1)
+    elif scale.dim() != 2 or None in (group_along(rows, scale.shape[0]), group_along(k, scale.shape[1])):
+        blocks = (-(-rows // BLOCK), -(-k // BLOCK))
+        raise ValueError(
+            f"scale: got shape {tuple(scale.shape)} for a weight of shape {(rows, k)}, accepted are 1 or {rows} "
+            f"elements and {blocks}, for blocks of {BLOCK} x {BLOCK}"
+        )
+    return _padded(weight.detach()), scale
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    """The values in rows as TMA reads them; a copy only where they do not lie so."""
+    if values.is_meta or (values.stride(1) == 1 and values.stride(0) % PITCH == 0 and values.data_ptr() % PITCH == 0):
+        return values
+    return new_values(tuple(values.shape), False, values.dtype, values.device).copy_(values)
+
+
+def _one(name: str, scale: torch.Tensor) -> torch.Tensor:
+    if scale.numel() != 1:
+        raise ValueError(f"{name}: got shape {tuple(scale.shape)}, accepted is one element")
+    return scale.detach().to(torch.float32).reshape(())
+
+
+def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Makes the entries of an `Fp8Linear` of those that other layers have, and room for scales of another shape."""
+
+    def taken(names: tuple[str, ...]) -> Any:
+        found = [state.pop(prefix + name) for name in names if prefix + name in state]
+        return found[0] if found else None
+
+    weight, scale, fixed = state.get(f"{prefix}weight"), taken(SCALE_NAMES), taken(INPUT_SCALE_NAMES)
+    if weight is not None and scale is None and hasattr(weight, "qdata"):  # torchao's Float8Tensor
+        weight, scale = weight.qdata, weight.scale
+    if weight is not None and scale is None and weight.dtype not in FORMATS and weight.is_floating_point():
+        home = weight if module.weight.is_meta else weight.to(module.weight.device)
+        weight, scale = _quantized(home, module.settings)
+    elif weight is not None and scale is not None:
+        weight, scale = _checked(weight, scale)
+        if weight.dtype != module.weight.dtype:
+            module.settings = module.settings._replace(dtype=weight.dtype)
+            module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
+    if weight is not None:
+        state[f"{prefix}weight"] = weight
+    if scale is not None:
+        state[f"{prefix}weight_scale"] = scale
+        if scale.shape != module.weight_scale.shape:
+            module.weight_scale = torch.empty(scale.shape, dtype=torch.float32, device=module.weight_scale.device)
+    if fixed is not None:
+        state[f"{prefix}input_scale"] = _one("input_scale", fixed)
+        if module.input_scale is None:
+            module.input_scale = torch.empty((), dtype=torch.float32, device=module.weight_scale.device)
+
+
+class LayerError(NamedTuple):
+    """A layer's own error, on the inputs that the reference model gives it: ||q - r|| / ||r|| of its outputs r, and the
+    largest |q - r| over the largest |r|.
+    """
+
+    name: str
+    error: float
+    worst: float
+
+
+class Comparison(NamedTuple):
+    """What `compare` finds. error: ||q - r|| / ||r|| of the whole models' outputs. cosine: between them. layers: the
+    quantized layers, the worst first.
+    """
+
+    error: float
+    cosine: float
+    layers: tuple[LayerError, ...]
+
+    def __str__(self) -> str:
+        lines = [f"output: relative error {self.error:.3g}, cosine {self.cosine:.6f}"]
+        lines += [f"{each.error:10.3g} {each.worst:10.3g}  {each.name}" for each in self.layers]
+        return "\n".join(lines[:1] + ["     error      worst  layer"] * bool(self.layers) + lines[1:])
+
+
+def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **options: Any) -> Comparison:
+    """How far `quantized` is from `model`, of which it is a copy with some layers replaced by `Fp8Linear`.
+
+    Both models are called with the inputs, without gradients. Each replaced layer is also run by itself, on the input
+    that the layer of the same name in `model` gets: so its own error shows, not those before it.
+
+    Args:
+        model: the reference, in any dtype; on the device of the inputs, as `quantized`.
+        inputs, options: what the models are called with. The first tensor of what they return is compared (`logits`
+            where there are such).
+
+    Raises:
+        TypeError: no tensor in what a model returns.
+    """
+    layers: list[LayerError] = []
+    replaced = {name: each for name, each in quantized.named_modules() if isinstance(each, Fp8Linear)}
+
+    def watch(name: str) -> Callable[..., None]:
+        def look(module: torch.nn.Module, given: tuple[Any, ...], result: torch.Tensor) -> None:
+            error, worst, _ = _distance(replaced[name].forward(given[0]), result)
+            layers.append(LayerError(name, error, worst))
+
+        return look
+
+    originals = {name: each for name, each in model.named_modules() if name in replaced}
+    handles = [
+        each.register_forward_hook(watch(name)) for name, each in originals.items() if not isinstance(each, Fp8Linear)
+    ]
+    with torch.no_grad():
+        try:
+            want = _output(model(*inputs, **options))
+        finally:
+            for handle in handles:
+                handle.remove()
+        error, _, cosine = _distance(_output(quantized(*inputs, **options)), want)
+    return Comparison(error, cosine, tuple(sorted(layers, key=lambda layer: -layer.error)))
+
+
+def _distance(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float, float]:
+    """(||got - want|| / ||want||, the largest difference over the largest |want|, cosine)."""
+    x, y = got.double().flatten(), want.double().flatten()
+    norm, least = y.norm(), torch.finfo(torch.float64).tiny
+    worst = (x - y).abs().amax() / y.abs().amax().clamp(min=least) if y.numel() else norm
+    cosine = torch.dot(x, y) / (x.norm() * norm).clamp(min=least)
+    return float((x - y).norm() / norm.clamp(min=least)), float(worst), float(cosine)
+
+
+def _output(result: Any) -> torch.Tensor:
+    """The first tensor of what a model returns."""
+    logits = getattr(result, "logits", None)
+    for each in _tensors(result if logits is None else logits):
+        return each
+    raise TypeError(f"model: it returned {type(result).__name__} without a tensor, which cannot be compared")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

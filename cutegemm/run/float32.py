@@ -1,0 +1,107 @@
+"""The precision of float32 products whose call names none: IEEE, unless the program or the thread says otherwise.
+
+A call reads `in_use` first, which stays False until somebody asks for another precision: until then nothing else here
+costs it anything. torch.compile reads the same variables, so that its guards see a change and compile anew. For that
+the thread's precision is an attribute of a plain `threading.local`, which torch.compile can follow, and no context
+variable, which it cannot: tasks of one thread's event loop share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from cutegemm import native
+from cutegemm.problem.dtypes import TABLE
+
+ACCEPTED = tuple(TABLE["fp32"].units)
+BACKENDS = ("auto", "cute")
+"""Backends whose calls the default concerns; of CPU tensors those of the second alone."""
+
+in_use = False
+"""Whether anybody has asked for another precision than IEEE, in any thread."""
+_of_process = "ieee"
+_of_thread = threading.local()
+_lock = threading.Lock()
+
+
+def set_float32_precision(precision: str) -> None:
+    """Sets the precision of float32 products for the whole process: for calls that give no `precision`.
+
+    Args:
+        precision: "ieee" (the state at the start), "tf32", "tf32x3", "bf16x6" or "bf16x9"; see `gemm` and
+            docs/precision.md.
+
+    It concerns `gemm`, `linear`, the modules of `cutegemm.nn` and torch.ops.cutegemm.gemm, with backend "auto" on CUDA
+    tensors and with backend "cute"; other backends, and torch on CPU tensors, stay with IEEE. Gradients of a product
+    have the precision that the product had. Calls that torch.compile has compiled are compiled anew. A GPU without such
+    kernels raises UnsupportedError, as if the call had named the precision.
+
+    Raises:
+        ValueError: no such precision.
+    """
+    global _of_process
+    _check(precision)
+    with _lock:
+        _of_process = precision
+        _use(precision)
+
+
+def get_float32_precision() -> str:
+    """The precision that float32 products of this thread have when their call gives none."""
+    return getattr(_of_thread, "precision", None) or _of_process
+
+
+@contextlib.contextmanager
+def float32_precision(precision: str) -> Iterator[None]:
+    """Context: as `set_float32_precision`, for the calling thread, until the context ends; contexts nest.
+
+    >>> with cutegemm.float32_precision("bf16x6"):
+    ...     d = cutegemm.gemm(a, b)
+
+    Raises:
+        ValueError: no such precision.
+    """
+    _check(precision)
+    before = getattr(_of_thread, "precision", None)
+    _use(precision)
+    _of_thread.precision = precision
+    try:
+        yield
+    finally:
+        _of_thread.precision = before
+
+
+def default(a: Any, backend: Any) -> str | None:
+    """The precision of a call with that operand and backend that gives none; None where it stays IEEE."""
+    if getattr(a, "dtype", None) is not torch.float32 or backend not in BACKENDS:
+        return None
+    if backend == "auto" and not a.is_cuda:
+        return None
+    precision = getattr(_of_thread, "precision", None) or _of_process
+    return None if precision == "ieee" else precision
+
+
+def completed(a: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call with that operand, with the precision that they leave to the default."""
+    if not in_use or options.get("precision") is not None:
+        return options
+    precision = default(a, options.get("backend", "auto"))
+    return options if precision is None else {**options, "precision": precision}
+
+
+def _use(precision: str) -> None:
+    global in_use
+    if precision != "ieee" and not in_use:
+        in_use = True
+        if not torch.compiler.is_dynamo_compiling():
+            native.leave_float32_to_python()
+
+
+def _check(precision: Any) -> None:
+    if not isinstance(precision, str) or precision not in ACCEPTED:
+        raise ValueError(f"precision: got {precision!r}, accepted are {', '.join(map(repr, ACCEPTED))}")

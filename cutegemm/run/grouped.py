@@ -1,0 +1,203 @@
+"""A call of `grouped_gemm` with plain tensors: what `fused` is for `gemm` with an epilogue.
+
+The sizes of the groups stay on the device: a call is known by its tensors' descriptions and its program.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm.choice.plan import Plan, PlanMemo
+from cutegemm.problem import grouped_request, packing, torch_dtype
+from cutegemm.problem.grouped_request import Sizes
+from cutegemm.problem.program_request import ProgramRequest, Results
+from cutegemm.problem.work import TABLE as WORKS
+from cutegemm.problem.work import Work
+from cutegemm.run import call, fused
+from cutegemm.run.runner import Call, current_device
+from cutegemm.torch_grouped import Arrays, Core
+from cutegemm.torch_grouped import core as torch_core
+
+Runner = Callable[..., Results]
+"""run(a, b, arrays, operands, out) -> the results, as the caller gets them"""
+
+ZEROS = "zeros"
+
+memo = PlanMemo()
+_lock = threading.Lock()
+
+
+def compute(
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any,
+    precision: Any, backend: str, config: Any,
+) -> Results:  # fmt: skip
+    """`grouped_gemm` with no regard to autograd, autocast or tracing. out: `ZEROS` for new results, 0 in no group."""
+    written = None if out is ZEROS else out
+    key = key_of(a, b, sizes, epilogue, operands, written, out_dtype, precision, backend, config)
+    run = None if key is None else memo.get(key)
+    if run is None:
+        run = planned(key, a, b, sizes, epilogue, operands, written, out_dtype, precision, backend, config)[0]
+    return run(a, b, sizes.arrays, operands, out)
+
+
+def key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
+    """The key of a call; None when something about it is strange."""
+    try:
+        found = (
+            fused.key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config),
+            *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in sizes[:4]],
+            sizes.out_rows, bool(os.environ.get("CUTEGEMM_DEBUG")),
+        )  # fmt: skip
+        hash(found)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return None if found[0] is None else found
+
+
+def planned(
+    key: Any, a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any,
+    backend: str, config: Any,
+) -> tuple[Runner, Plan]:  # fmt: skip
+    """Checks and plans a call; its runner and plan are remembered."""
+    asked = grouped_request.describe(a, b, sizes, epilogue, operands, out, out_dtype, precision)
+    with _lock:
+        call.keep_up()
+        plan = Call(asked, backend, config).plan(memo.keep_up() if not call.is_capturing() else None)
+        run = _runner(plan, asked)
+        if key is not None:
+            memo.put(key, run, plan)
+    return run, plan
+
+
+def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
+    chosen, problem = backends.get(plan.choice.backend), asked.problem
+    core: Core
+    if any(0 in shape for shape in asked.shapes):
+        core = _nothing
+    elif isinstance(chosen, backends.OnTensors):
+        core = torch_core(asked)
+    else:
+        assert plan.kernel is not None
+        core = (_emulated_core if plan.emulated else _cuda_core)(plan, asked)
+    dtypes = [torch_dtype(str(output.dtype)) for output in asked.program.outputs]
+    copied, temporaries = asked.copied, asked.temporaries
+    checks = bool(os.environ.get("CUTEGEMM_DEBUG"))
+    work = WORKS[problem.work]
+    extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
+    limit = getattr(problem, work.indexed).rows if work.indexed else 0
+
+    def run(a: Any, b: Any, arrays: Arrays, operands: Sequence[Any], out: Any) -> Results:
+        if checks:
+            check_arrays(arrays, extent, work, limit)
+        if "a" in copied:
+            a = packing.copied("a", a)
+        if "b" in copied:
+            b = packing.copied("b", b)
+        new = out is None or out is ZEROS
+        given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
+        make = torch.zeros if out is ZEROS else torch.empty
+        if not new:
+            fused._check_writable(given, a, b, (*operands, *arrays))
+        outs = tuple(
+            make(shape, dtype=dtype, device=asked.device) if own is None
+            else torch.empty(shape, dtype=dtype, device=asked.device).copy_(own) if number in temporaries
+            else own
+            for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
+        )  # fmt: skip
+        core(a, b, operands, outs, arrays)
+        for number in temporaries:
+            given[number].copy_(outs[number])  # type: ignore[union-attr]
+        results = tuple(made if own is None else own for own, made in zip(given, outs, strict=True))
+        return results[0] if len(asked.shapes) == 1 else results
+
+    return run
+
+
+def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:
+    """Raises ValueError naming the first group whose size is wrong, or the first row whose index names none of `limit`
+    rows; the host waits for the GPU. With CUTEGEMM_DEBUG.
+
+    A call under graph capture is not checked: its sizes are not known yet.
+    """
+    if arrays[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    before, name = 0, "counts" if work.masked else "offsets"
+    for group, each in enumerate(arrays[0].tolist()):
+        if not 0 <= each <= extent:
+            raise ValueError(f"{name}: group {group} has {each}, accepted are 0 to {extent}")
+        if not work.masked and each < before:
+            raise ValueError(f"{name}: group {group} ends at {each}, before group {group - 1}, which ends at {before}")
+        before = each
+    if work.indexed:
+        index = arrays[1]
+        wrong = ((index < -1) | (index >= limit)).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            which = "rows" if work.indexed == "a" else "places"
+            raise ValueError(
+                f"{which}: row {row} has {int(index[row])}, accepted are 0 to {limit - 1}, and -1 for none"
+            )
+
+
+def _nothing(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
+    """D has no elements."""
+
+
+def _addresses(asked: ProgramRequest, a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> Any:
+    """What a launch takes: the addresses and the numbers, with the device arrays behind D."""
+    addresses, numbers = fused.arguments_of(asked, a, b, operands, outs)
+    return (*addresses[:5], *[array.data_ptr() for array in arrays], *addresses[5:]), numbers
+
+
+def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
+    assert plan.kernel is not None
+    index = asked.device.index
+    with current_device(asked.device):
+        launch = plan.kernel.bind(plan.problem)
+    current_stream, ours = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+
+    def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
+        addresses, numbers = _addresses(asked, a, b, operands, outs, arrays)
+        if ours() == index:
+            launch(addresses, numbers, current_stream(index))
+        else:
+            with torch.cuda.device(index):
+                launch(addresses, numbers, current_stream(index))
+
+    return core
+
+
+def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
+    from cutegemm.emulator.bridge import emulate
+
+    problem, kernel = plan.problem, plan.kernel
+    assert kernel is not None
+    names = [array.name for array in WORKS[problem.work].arrays]
+
+    def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
+        named = {"a": a, "b": b, "d": outs[0], **dict(zip(names, arrays, strict=True))}
+        named |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
+        named |= {f"out[{number}]": each for number, each in enumerate(outs) if number}
+        launches = kernel.capture(problem, *_addresses(asked, a, b, operands, outs, arrays))
+        written = {name for name in named if name == "d" or name.startswith("out[")}
+        emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
+
+    return core
+
+
+def plan_of(
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str,
+    config: Any,
+) -> Plan:  # fmt: skip
+    """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
+    key = key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    call.keep_up()
+    memo.keep_up()
+    plan = None if key is None else memo.plan(key)
+    return plan or planned(key, a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)[1]

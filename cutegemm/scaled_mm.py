@@ -1,0 +1,132 @@
+"""`scaled_mm`: the call of torch.nn.functional.scaled_mm (torch 2.10) by these kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cutegemm.gemm import gemm
+from cutegemm.problem import request
+from cutegemm.problem.quantization import BLOCK
+
+PADDED_TO = 4
+"""torch pads the blocks along K of 128 x 128 scales to a multiple of this."""
+
+
+def scaled_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    scale_a: torch.Tensor | list[torch.Tensor],
+    scale_recipe_a: Any,
+    scale_b: torch.Tensor | list[torch.Tensor],
+    scale_recipe_b: Any,
+    swizzle_a: Any = None,
+    swizzle_b: Any = None,
+    bias: torch.Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """(scale_a mat_a) @ (scale_b mat_b) + bias, with the arguments of torch.nn.functional.scaled_mm.
+
+    A call can be exchanged for this one. Beyond what torch takes: int8 operands, any K, scales in any strides, blocks
+    of K without padding, and every pair of recipes.
+
+    Args:
+        mat_a: (M, K), fp8 or int8. mat_b: (K, N).
+        scale_a, scale_b: fp32 tensors, or lists of one, of these shapes:
+
+            recipe             scale_a                            scale_b
+            TensorWise         one element                        one element
+            RowWise            M elements                         N elements
+            BlockWise1x128     (M, ceil(K / 128))                 (N, ceil(K / 128))
+            BlockWise128x128   (P, ceil(M / 128))                 (P, ceil(N / 128))
+
+            where P is ceil(K / 128), or that rounded up to a multiple of 4, as torch has it.
+        scale_recipe_a, scale_recipe_b: of torch.nn.functional.ScalingType, or their names; or lists of one.
+        swizzle_a, swizzle_b: None or NO_SWIZZLE.
+        bias: (N,). output_dtype: None means that of mat_a.
+        contraction_dim: () or the dimensions of K, (1, 0).
+        use_fast_accum: `accumulate="fast"` of `gemm`, else "promoted".
+
+    Returns:
+        (M, N), row-major.
+
+    Raises:
+        NotImplementedError: MX and NV formats, scales of 2 levels, swizzled scales.
+        TypeError, ValueError, UnsupportedError, GemmError: as `gemm`.
+    """
+    for name, tensor in (("mat_a", mat_a), ("mat_b", mat_b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.dim() != 2:
+            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2; `gemm` takes batches")
+    dims = tuple(contraction_dim)
+    if dims and tuple(dim % 2 for dim in dims) != (1, 0):
+        raise ValueError(f"contraction_dim: got {dims}, accepted are () and (1, 0); transpose the matrix instead")
+    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
+        swizzle = _single(name, swizzle)
+        if swizzle is not None and _name(swizzle) != "NO_SWIZZLE":
+            raise NotImplementedError(
+                f"{name}: got {_name(swizzle)}; scales are read row by row, as they lie: pass them so, with NO_SWIZZLE"
+            )
+    k = mat_a.shape[1]
+    scales = (
+        _scale("a", scale_a, scale_recipe_a, mat_a.shape[0], k),
+        _scale("b", scale_b, scale_recipe_b, mat_b.shape[1], k),
+    )
+    out_dtype = mat_a.dtype if output_dtype is None else output_dtype
+    fast = use_fast_accum and mat_a.dtype != torch.int8
+    result: torch.Tensor = gemm(
+        mat_a, mat_b, scale_a=scales[0], scale_b=scales[1], bias=bias, out_dtype=out_dtype,
+        accumulate="fast" if fast else None,
+    )  # fmt: skip
+    return result
+
+
+def _single(name: str, value: Any) -> Any:
+    """The only element of a list, or what is no list."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) != 1:
+        raise NotImplementedError(
+            f"{name}: got {len(value)} of them, accepted is 1; scales of two levels (NVFP4) are Blackwell's"
+        )
+    return value[0]
+
+
+def _name(member: Any) -> str:
+    return member if isinstance(member, str) else str(getattr(member, "name", member))
+
+
+def _scale(side: str, scale: Any, recipe: Any, rows: int, k: int) -> torch.Tensor:
+    """The scale as `gemm` takes it for A, or for B. rows: extent of the other dimension than K."""
+    argument = f"scale_{side}"
+    scale, recipe = _single(argument, scale), _name(_single(f"scale_recipe_{side}", recipe))
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{argument}: got {request.shown(scale)}, expected a torch.Tensor")
+    of_k, of_rows = -(-k // BLOCK), -(-rows // BLOCK)
+    padded = -(-of_k // PADDED_TO) * PADDED_TO
+    shape = tuple(scale.shape)
+    if recipe == "TensorWise":
+        accepted, fits = "one element", scale.numel() == 1
+        scale = scale.reshape(()) if fits else scale
+    elif recipe == "RowWise":
+        accepted, fits = f"{rows} elements", scale.numel() == rows
+        scale = scale.reshape(rows, 1) if fits else scale
+    elif recipe == "BlockWise1x128":
+        accepted, fits = f"({rows}, {of_k})", shape == (rows, of_k)
+    elif recipe == "BlockWise128x128":
+        accepted = f"({of_k}, {of_rows})" + (f" or ({padded}, {of_rows})" if padded != of_k else "")
+        fits = shape in ((of_k, of_rows), (padded, of_rows))
+        scale = scale[:of_k].t() if fits else scale
+    else:
+        served = "TensorWise, RowWise, BlockWise1x128, BlockWise128x128"
+        raise NotImplementedError(
+            f"scale_recipe_{side}: got {recipe}, served are {served}; MX and NV formats are Blackwell's"
+        )
+    if not fits:
+        raise ValueError(f"{argument}: got shape {shape} with the recipe {recipe}, accepted is {accepted}")
+    return scale.t() if side == "b" and scale.dim() == 2 else scale

@@ -1,0 +1,143 @@
+"""Products in groups by torch's own operators: backend "torch" of `grouped_gemm`.
+
+torch.nn.functional.grouped_mm computes ragged products of bf16 tensors on a GPU where no epilogue follows. All others
+are a loop over the groups in fp32, for which the host waits for the groups' sizes: such a call cannot be captured in a
+CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from cutegemm.errors import GemmError
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.program.spread import ascending, groups_of, spread
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+from cutegemm.torch_backend import check_tf32
+
+if TYPE_CHECKING:
+    from cutegemm.problem.program.graph import Program
+    from cutegemm.problem.program_request import ProgramRequest
+
+Arrays = tuple[torch.Tensor, ...]
+"""The groups' ends, or the counts; then the index of rows, where there is one."""
+Core = Callable[[Any, Any, Sequence[Any], tuple[torch.Tensor, ...], Arrays], None]
+"""core(a, b, operands, outs, arrays): computes into outs."""
+
+
+def core(asked: ProgramRequest) -> Core:
+    """What computes calls of this description."""
+    problem, program = asked.problem, asked.program
+    work = problem.work
+    plain = problem.epilogue == Epilogue() and problem.dtype == problem.out_dtype == "bf16" and work != MASKED
+
+    def run(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...], arrays: Arrays) -> None:
+        check_tf32(a)
+        a, b, (sizes, *index) = a.detach(), b.detach(), arrays
+        if work == GATHERED:
+            a = gathered(a, index[0])
+        own = RAGGED_M if work in ROWS else work
+        written = written_places(own, sizes, problem.m, problem.columns)
+        values: Sequence[torch.Tensor]
+        if plain and a.is_cuda and hasattr(torch, "_grouped_mm") and _aligned(a) and _aligned(b):
+            ends = ascending(sizes, (problem.m, problem.n, problem.k)["mnk".index(own[-1])]).int()
+            values = (torch._grouped_mm(a, b, offs=ends),)
+        else:
+            given = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
+            acc = accumulators(own, a.float(), b.float(), sizes)
+            values = elements(own, program, acc, given, sizes, torch.float32)
+        for out, value in zip(outs, values, strict=True):
+            if work == SCATTERED:
+                assert written is not None
+                scatter(out, value.to(out.dtype), index[0], written[:, 0])
+            else:
+                out.copy_(value if written is None else torch.where(written, value.to(out.dtype), out))
+
+    return run
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether torch's grouped_mm takes a matrix that lies like this."""
+    strides = sorted(x.stride()[-2:])
+    return strides[0] == 1 and strides[1] * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def gathered(a: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of A that an index names; zeros for an entry that is no row."""
+    if not a.shape[0]:
+        return a.new_zeros(len(rows), a.shape[1])
+    taken = a.index_select(0, rows.long().clamp(0, a.shape[0] - 1))
+    return torch.where(((rows >= 0) & (rows < a.shape[0]))[:, None], taken, 0)
+
+
+def scatter(out: torch.Tensor, value: torch.Tensor, places: torch.Tensor, written: torch.Tensor) -> None:
+    """Writes the rows of `value` that are `written` into those of `out` that an index names, if it names one."""
+    named = written & (places >= 0) & (places < out.shape[0])
+    spare = torch.cat((out, out.new_empty(1, out.shape[1])))
+    spare.index_copy_(0, torch.where(named, places.long(), out.shape[0]), value)
+    out.copy_(spare[:-1])
+
+
+def written_places(work: str, sizes: torch.Tensor, m: int, n: int) -> torch.Tensor | None:
+    """Which elements of D belong to a group, as a mask that broadcasts to D; None for all."""
+    if work == RAGGED_K:
+        return None
+    if work == MASKED:
+        rows = torch.arange(m, device=sizes.device)
+        return (rows[None] < sizes.long()[:, None])[:, :, None]
+    inside = groups_of(sizes, m if work == RAGGED_M else n) < len(sizes)
+    return inside[:, None] if work == RAGGED_M else inside[None]
+
+
+def bounds_of(work: str, sizes: torch.Tensor, extent: int) -> list[tuple[int, int]]:
+    """(begin, end) of each group, on the host; it waits for the GPU."""
+    if sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise GemmError(
+            "backend 'torch' reads the groups' sizes on the host, which breaks the CUDA graph capture under way; use "
+            "operands that a kernel serves (cutegemm.explain names the reason)"
+        )
+    if work == MASKED:
+        return [(0, each) for each in sizes.long().clamp(0, extent).tolist()]
+    ends = ascending(sizes, extent).tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def accumulators(work: str, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """The products in the dtype of a and b, of D's shape; 0 where no group is."""
+    m, n, groups = a.shape[-2], b.shape[-1], len(sizes)
+    extent = {RAGGED_M: m, RAGGED_N: n, RAGGED_K: a.shape[-1], MASKED: m}[work]
+    shape = (m, n) if work in (RAGGED_M, RAGGED_N) else (groups, m, n)
+    acc = a.new_zeros(shape)
+    for group, (begin, end) in enumerate(bounds_of(work, sizes, extent)):
+        if begin == end:
+            continue
+        if work == RAGGED_M:
+            acc[begin:end] = a[begin:end] @ b[group]
+        elif work == RAGGED_N:
+            acc[:, begin:end] = a[group] @ b[:, begin:end]
+        elif work == RAGGED_K:
+            acc[group] = a[:, begin:end] @ b[begin:end]
+        else:
+            acc[group, :end] = a[group, :end] @ b[group]
+    return acc
+
+
+def elements(
+    work: str, program: Program, acc: torch.Tensor, operands: Sequence[Any], sizes: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """The program's outputs on these accumulators, in `dtype`."""
+    return evaluate(*_as_one(work, program, acc, operands, sizes), dtype=dtype)
+
+
+def _as_one(work: str, program: Program, acc: torch.Tensor, operands: Sequence[Any], sizes: torch.Tensor) -> Any:
+    """(program, accumulators, operands) of one call of `evaluate` that computes all groups."""
+    if work not in (RAGGED_M, RAGGED_N):
+        return program, acc, operands
+    axis: Literal["m", "n"] = "m" if work == RAGGED_M else "n"
+    groups = groups_of(sizes, acc.shape[0 if axis == "m" else 1])
+    program, operands = spread(program, operands, groups, len(sizes), axis)
+    return program, acc, operands

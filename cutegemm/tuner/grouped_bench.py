@@ -1,0 +1,108 @@
+"""A problem of groups on one GPU, for a sweep: what `problem_bench.Bench` is for dense products.
+
+Sizes are not part of a problem, so that a measurement needs a draw of them: group i has rows in proportion to
+1 / (i + 1), in an order drawn for each input set. Such a skew is what experts meet, and it asks more of a configuration
+than equal groups, whose every tile is full. Winners are keyed by the totals.
+
+Groups of rows, of columns and of K are measured, with D = A B; masked, gathered and scattered products take the
+configuration of groups of rows (`choice.group_kin`), and programs that of the plain product.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import Problem, grouped_reference, torch_dtype
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.bound import check
+from cutegemm.problem.program.graph import Node, Output, Program
+from cutegemm.problem.work import RAGGED_K, RAGGED_M, RAGGED_N
+from cutegemm.run.arguments import Scalars
+from cutegemm.tuner.problem_bench import GUARD, Bench, Key
+
+MEASURED = (RAGGED_M, RAGGED_N, RAGGED_K)
+
+
+def ends_of(problem: Problem, generator: torch.Generator, device: str) -> torch.Tensor:
+    """The ends of skewed groups that fill the ragged extent."""
+    total = {RAGGED_M: problem.m, RAGGED_N: problem.n, RAGGED_K: problem.k}[problem.work]
+    weights = 1 / torch.arange(1, problem.batch + 1, device=device)
+    weights = weights[torch.randperm(problem.batch, device=device, generator=generator)]
+    ends = (weights.cumsum(0) / weights.sum() * total).round().int()
+    ends[-1] = total
+    return ends
+
+
+class GroupedBench(Bench):
+    """See the module docstring."""
+
+    def __init__(self, problem: Problem, arch: Arch, seed: int | None = None, device: str = "cuda") -> None:
+        if problem.work not in MEASURED or problem.epilogue != Epilogue():
+            raise ValueError(
+                f"{problem}: of groups, {', '.join(MEASURED)} without an epilogue are measured; others take theirs"
+            )
+        super().__init__(problem, arch, seed, device)
+
+    def _prepare(self) -> None:
+        """The ends for each input set, and what the first set must give."""
+        self._ends = [ends_of(self.problem, self._generator, self._device) for _ in self._inputs]
+        single = self.problem.work != RAGGED_K
+        self._d = self._d[0] if single else self._d
+        a, b = self._operands(0)
+        (self._bounds,), _ = grouped_reference.expected(
+            self.problem.work, a, b, self._ends[0], _product(self.problem.out_dtype), (), self.problem.precision
+        )  # fmt: skip
+
+    def _operands(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of an input set as `grouped_gemm` takes them: what groups divide is one matrix."""
+        a, b = self._inputs[number]
+        return (
+            a if self.problem.work == RAGGED_N else a[0],
+            b if self.problem.work == RAGGED_M else b[0],
+        )  # fmt: skip
+
+    def _verdict(self) -> str:
+        if not bool((self._whole[:GUARD].isnan().all()) & (self._whole[-GUARD:].isnan().all())):
+            return f"wrong: it wrote outside D (seed {self.seed})"
+        verdict = check(self._d, self._bounds)
+        return "ok" if verdict else f"wrong: {verdict.message} (seed {self.seed})"
+
+    def _launches(self, key: Key) -> list[Any]:
+        backend = backends.get(key[0])
+        run = backend.build(self.problem.signature, backend.parse(key[1]), self.arch).bind(self.problem)
+        d, on_cuda = self._d.data_ptr(), self._device == "cuda"
+
+        def call(operands: tuple[int, ...]) -> None:
+            run(operands, tuple(Scalars()), torch.cuda.current_stream().cuda_stream if on_cuda else 0)
+
+        return [
+            partial(call, (a.data_ptr(), b.data_ptr(), 0, 0, d, ends.data_ptr()))
+            for (a, b), ends in zip(self._inputs, self._ends, strict=True)
+        ]
+
+    def _torch(self) -> list[Any]:
+        """torch's grouped_mm of bf16; of other dtypes a loop of products, by sizes that the host knows."""
+        whole = [(*self._operands(number), ends) for number, ends in enumerate(self._ends)]
+        if self.problem.dtype == "bf16" and self._device == "cuda" and hasattr(torch, "_grouped_mm"):
+            return [partial(torch._grouped_mm, a, b, offs=ends) for a, b, ends in whole]
+        return [partial(self._loop, a, b, ends.tolist()) for a, b, ends in whole]
+
+    def _loop(self, a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> None:
+        work, dtype = self.problem.work, torch_dtype(self.problem.out_dtype)
+        for group, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            part = slice(begin, end)
+            if work == RAGGED_M:
+                self._d[part] = (a[part] @ b[group]).to(dtype)
+            elif work == RAGGED_N:
+                self._d[:, part] = (a[group] @ b[:, part]).to(dtype)
+            else:
+                self._d[group] = (a[:, part] @ b[part]).to(dtype)
+
+
+def _product(dtype: str) -> Any:
+    return Program((), (Node("acc"),), (Output(0, dtype),))

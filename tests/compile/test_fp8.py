@@ -1,0 +1,98 @@
+"""Kernels for fp8 and int8 compile to their WGMMA and spill nothing, up to the limits of the rule of validity."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cutegemm import backend
+from cutegemm.cute.hopper import promotion
+from cutegemm.hardware import arch
+from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
+from tests.sass import opcodes, resources
+
+CUTE = backend.get("cute")
+HOPPER = arch.get("sm_90a")
+FULL = Epilogue(c_dtype="bf16", bias_dtype="bf16", activation="gelu")
+
+
+def blocks(down: int = 1, across: int = 128) -> Epilogue:
+    scales = f"x0: fp32[A, {down}, 128], x1: fp32[B, {across}, 128]"
+    text = f"def epilogue(acc, {scales}, x2: bf16[N]) -> bf16: return gelu(acc + x2)"
+    return Epilogue(custom=simplified(parse(text)))
+
+
+def build(config: str, dtype: str = "e4m3", **given):
+    problem = Problem.of(4096, 4096, 4096, dtype, **given)
+    chosen = CUTE.parse(f"sm90/{config}")
+    assert CUTE.check(chosen, problem, HOPPER) is None
+    return CUTE.build(problem.signature, chosen, HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        # The largest tiles that the rule allows.
+        ("128x224x128/coop2/c2x1/s3/serp8/zig/pdl", {"epilogue": FULL}),
+        ("192x128x128/coop3/c2x1/s3/g8/streamk/slab", {"epilogue": FULL, "b_dtype": "e5m2"}),
+        ("128x192x128/coop2/c2x1/s4/g8/k4", {}),
+        ("128x192x128/coop2/c1x1x2/s4/g8", {"epilogue": FULL, "dtype": "e5m2"}),
+        ("64x224x128/pp/c1x2/s3/g8", {"out_dtype": "fp32"}),
+        ("64x160x128/coop1/c1x1/s4/g8", {"epilogue": blocks()}),
+        ("128x192x128/coop2/c2x1/s4/g8/zig/pdl", {"epilogue": blocks()}),
+        ("192x128x128/coop3/c1x1/s3/g8", {"epilogue": blocks(across=1)}),
+        ("128x128x128/coop2/c1x2/s5/g8/swap", {"epilogue": blocks()}),
+        # Without promotion.
+        ("128x256x128/coop2/c2x1/s4/serp8/zig/pdl", {"precision": "fast", "epilogue": FULL}),
+        ("128x256x128/coop2/c2x1/s3/g8/streamk", {"dtype": "int8"}),
+        ("128x192x128/pp/c2x1/s4/g8", {"dtype": "int8", "out_dtype": "int8", "epilogue": FULL}),
+    ],
+)  # fmt: skip
+def test_no_spills(config, given):
+    kernel = build(config, **given)
+    names, signature = opcodes(kernel.cubin), kernel.signature
+    assert not any(name.startswith(("LDL", "STL")) for name in names), "registers spill"
+    assert resources(kernel.cubin)["STACK"] == 0
+    assert resources(kernel.cubin)["REG"] * kernel.config.threads <= HOPPER.registers_per_sm
+    assert any(name.startswith("IGMMA" if signature.dtype == "int8" else "QGMMA") for name in names)
+    left, right = ("s8" if name == "int8" else name for name in signature.dtypes)
+    sums = "satfinite.s32" if signature.dtype == "int8" else "f32"
+    assert f"m64n{kernel.config.bn}k32.{sums}.{left}.{right}" in kernel.ptx
+    # The sums of an interval overwrite those of the one before: one loop, no second copy of the WGMMA.
+    issued = len(re.findall(r"wgmma\.mma_async\.", kernel.ptx))
+    steps = kernel.config.bk // 32 * (kernel.config.group_rows // 64)
+    assert issued == steps * (1 if signature.promotion else 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "epilogue", "reason"),
+    [
+        ("128x240x128/coop2/c1x1/s3/g8", None, "120 accumulators a thread and as many partial sums"),
+        ("128x128x256/coop2/c1x1/s2/g8", None, "need a k tile that divides 128"),
+        ("64x64x128/solo/c1x1/s2/g8", None, "adds up all of K in the tensor cores"),
+        ("128x128x64/coop2/c1x1/s4/g8", blocks(), "need a k tile of 128"),
+        ("128x224x128/coop2/c1x1/s3/g8", blocks(), "lies within two blocks of 128"),
+        ("128x224x128/coop2/c1x1/s3/g8", blocks(across=1), "more than 96 spill"),
+    ],
+)
+def test_what_the_rule_refuses(config, epilogue, reason):
+    problem = Problem.of(4096, 4096, 4096, "e4m3", epilogue=epilogue)
+    assert reason in str(CUTE.check(CUTE.parse(f"sm90/{config}"), problem, HOPPER))
+
+
+def test_int8_is_not_added_by_the_cache():
+    problem = Problem.of(4096, 4096, 4096, "int8")
+    why = CUTE.check(CUTE.parse("sm90/128x128x128/coop2/c1x1/s4/g8/k4/arrival"), problem, HOPPER)
+    assert "sums of int8 products are int32" in why
+
+
+def test_old_signatures_have_no_promotion():
+    for dtype, precision in (("bf16", "ieee"), ("fp32", "tf32"), ("e4m3", "fast"), ("int8", "ieee")):
+        signature = Problem.of(64, 64, 64, dtype, precision=precision).signature
+        config = CUTE.parse("sm90/128x128x64/coop2/c1x1/s4/g8")
+        assert promotion.interval(config, signature) == 0
+        assert promotion.registers(config, signature) == config.registers

@@ -1,0 +1,289 @@
+"""What two processes check together of cutegemm and torch.distributed: with gloo on the CPU, with NCCL on two GPUs.
+
+`run(device)` starts the processes once and returns what each check said: an empty text, or its traceback. The reference
+is the same model of torch.nn.Linear with the same weights, in one process, in the checks themselves.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import itertools
+import json
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+WORLD = 2
+LIMIT_S = 120.0
+"""All checks of one start end in this time, or the processes are killed."""
+
+Check = Callable[["Setting"], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Setting:
+    """What a check needs: the mesh of all processes, the device, and how far results may lie apart."""
+
+    def __init__(self, device: str, rank: int) -> None:
+        from torch.distributed.tensor import init_device_mesh
+
+        self.device, self.rank = device, rank
+        self.mesh = init_device_mesh(device, (WORLD,))
+        # Integers: sums are exact in fp32 whatever their order.
+        self.generator = torch.Generator().manual_seed(7)
+
+    def integers(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=self.generator).to(self.device, dtype)
+
+    def model(self, bias: bool = True) -> torch.nn.Module:
+        torch.manual_seed(3)
+        return Block(bias).to(self.device)
+
+
+class Block(torch.nn.Module):
+    """A normalization, a linear layer, an activation and another linear layer."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up, self.down = torch.nn.Linear(16, 24, bias), torch.nn.Linear(24, 16, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same_training(model: torch.nn.Module, ours: Any, plain: torch.nn.Module, x: torch.Tensor, share: float = 1) -> None:
+    """Results and gradients of `model` for `ours` are those of `plain` for x, times `share`."""
+    want = plain(x)
+    want.square().sum().backward()
+    got = whole(model(ours))
+    if share == 1:
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    got.square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(whole(parameter.grad), share * other.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def replaced(model: torch.nn.Module) -> torch.nn.Module:
+    from cutegemm.nn import Linear, replace_linears
+
+    found = replace_linears(copy.deepcopy(model))
+    assert sum(isinstance(each, Linear) for each in found.modules()) == 2
+    return found
+
+
+@check
+def products_of_every_placement(setting: Setting) -> None:
+    """Every pair of placements of A and B with every kind of epilogue, and gradients; the same placements come again
+    with other options, which must not get what DTensor remembers of the first.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    import cutegemm
+
+    a, b = setting.integers(6, 8), setting.integers(8, 10)
+    bias, c = setting.integers(10), setting.integers(6, 10)
+    epilogues: list[dict[str, Any]] = [
+        {}, {"bias": bias}, {"bias": bias, "activation": "relu"}, {"c": c, "beta": 2.0}, {"c": c, "bias": bias},
+        {"alpha": 3.0, "out_dtype": torch.bfloat16}, {"c": c[:1], "beta": 1.0, "activation": "relu"},
+    ]  # fmt: skip
+    placements = (Replicate(), Shard(0), Shard(1))
+    expected = {
+        (Shard(0), Replicate()): Shard(0), (Replicate(), Shard(1)): Shard(1), (Replicate(), Replicate()): Replicate()
+    }  # fmt: skip
+    for (of_a, of_b), options in itertools.product(itertools.product(placements, repeat=2), epilogues):
+        given = {
+            name: distribute_tensor(each, setting.mesh, [Replicate()]) if isinstance(each, torch.Tensor) else each
+            for name, each in options.items()
+        }
+        ours = [distribute_tensor(t, setting.mesh, [p]).requires_grad_() for t, p in ((a, of_a), (b, of_b))]
+        plain = [each.clone().requires_grad_() for each in (a, b)]
+        got, want = cutegemm.gemm(*ours, **given), cutegemm.gemm(*plain, **options)
+        if (of_a, of_b) in expected:
+            assert got.placements == (expected[of_a, of_b],)
+        if (of_a, of_b) == (Shard(1), Shard(0)):
+            assert (got.placements == (Partial(),)) == ("activation" not in options)
+        assert got.dtype == want.dtype
+        assert torch.equal(got.full_tensor(), want)
+        weights = setting.integers(6, 10, dtype=want.dtype)
+        (got.full_tensor() * weights).sum().backward()
+        (want * weights).sum().backward()
+        for mine, theirs in zip(ours, plain, strict=True):
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+
+
+@check
+def batches(setting: Setting) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import cutegemm
+
+    a, b, c = setting.integers(4, 6, 8), setting.integers(4, 8, 10), setting.integers(4, 1, 10)
+    for of_a, of_b in itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), repeat=2):
+        for right, of_right in ((b, of_b), (b[0].contiguous(), Replicate())):
+            left, over = (distribute_tensor(t, setting.mesh, [p]) for t, p in ((a, of_a), (right, of_right)))
+            added = distribute_tensor(c, setting.mesh, [Shard(0)])
+            got = cutegemm.gemm(left, over, added, beta=1.0)
+            assert torch.equal(got.full_tensor(), cutegemm.gemm(a, right, c, beta=1.0))
+
+
+@check
+def tensor_parallel(setting: Setting) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    x = torch.randn((2, 6, 16), generator=setting.generator).to(setting.device)
+    for bias in (True, False):
+        plain = setting.model(bias)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        model = parallelize_module(replaced(plain), setting.mesh, plan)
+        assert model.up.weight.to_local().shape == (24 // WORLD, 16)
+        same_training(model, x, plain, x)
+
+
+@check
+def sequence_parallel(setting: Setting) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    x = torch.randn((2, 6, 16), generator=setting.generator).to(setting.device)
+    plain = setting.model()
+    plan = {
+        "norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }  # fmt: skip
+    model = parallelize_module(replaced(plain), setting.mesh, plan)
+    same_training(model, distribute_tensor(x, setting.mesh, [Shard(1)]), plain, x)
+
+
+@check
+def fully_sharded(setting: Setting) -> None:
+    """FSDP2: each process has half of the batch; gradients are means over the processes."""
+    from torch.distributed.fsdp import fully_shard
+
+    x = torch.randn((4, 6, 16), generator=setting.generator).to(setting.device)
+    plain = setting.model()
+    model = replaced(plain)
+    for layer in (model.up, model.down, model):
+        fully_shard(layer, mesh=setting.mesh)
+    own = x[2 * setting.rank : 2 * setting.rank + 2]
+    same_training(model, own, plain, x, share=1 / WORLD)
+
+
+@check
+def fully_sharded_and_tensor_parallel(setting: Setting) -> None:
+    """A mesh of two dimensions, one for each: parameters are DTensors within FSDP's."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    x = torch.randn((2, 6, 16), generator=setting.generator).to(setting.device)
+    plain = setting.model()
+    mesh = init_device_mesh(setting.device, (1, WORLD), mesh_dim_names=("data", "tensor"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(replaced(plain), mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    same_training(model, x, plain, x)
+
+
+@check
+def compiled_tensor_parallel(setting: Setting) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    x = torch.randn((2, 6, 16), generator=setting.generator).to(setting.device)
+    plain = setting.model()
+    model = parallelize_module(replaced(plain), setting.mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    same_training(torch.compile(model, backend="aot_eager", fullgraph=True), x, plain, x)
+
+
+@check
+def what_is_refused(setting: Setting) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import cutegemm
+
+    a, b = (distribute_tensor(setting.integers(8, 8), setting.mesh, [Shard(0)]) for _ in range(2))
+    with refused(ValueError, "out: got a DTensor"):
+        cutegemm.gemm(a, b, out=a)
+    with refused(ValueError, "b: got shape"):
+        cutegemm.gemm(a, distribute_tensor(setting.integers(4, 8), setting.mesh, [Shard(0)]))
+    with refused(RuntimeError, "mixed torch.Tensor and DTensor"):
+        cutegemm.gemm(a, setting.integers(8, 8))
+
+
+@contextmanager
+def refused(kind: type[Exception], text: str) -> Iterator[None]:
+    """As pytest.raises, or a RuntimeError into which DTensor puts what a fake says."""
+    with pytest.raises((kind, RuntimeError), match=re.escape(text)):
+        yield
+
+
+def _work(rank: int, device: str, folder: str) -> None:
+    import torch.distributed as dist
+
+    import cutegemm  # noqa: F401  the rules must come later than this
+
+    assert "torch.distributed.tensor" not in sys.modules
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
+        timeout=datetime.timedelta(seconds=30),
+    )  # fmt: skip
+    setting = Setting(device, rank)
+    said = {}
+    for name, function in CHECKS.items():
+        try:
+            function(setting)
+            said[name] = ""
+        except Exception:
+            said[name] = traceback.format_exc()
+        dist.barrier()
+    Path(folder, f"{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+def run(device: str) -> dict[str, str]:
+    """What each check said: tracebacks of both processes, or nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        processes = mp.start_processes(_work, (device, folder), WORLD, join=False, start_method="spawn")
+        try:
+            while not processes.join(timeout=1.0):
+                if time.monotonic() - started > LIMIT_S:
+                    raise TimeoutError(f"the processes did not end in {LIMIT_S:.0f} s")
+        finally:
+            for each in processes.processes:
+                each.kill()
+        both = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {name: "\n".join(filter(None, (each[name] for each in both))) for name in CHECKS}

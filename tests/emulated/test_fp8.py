@@ -1,0 +1,82 @@
+"""Products of fp8 and int8 with scales, by the Hopper kernel in the emulator, whose sums have the hardware's bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from tests.scaled import check
+
+M, N, K = 136, 150, 328
+WHOLE, ROWS, BLOCKS = (None, None), ("rows", "rows"), ("blocks", "blocks128")
+BIAS, FAST = {"bias": True}, {"accumulate": "fast"}
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        ("128x128x128/coop2/c2x1/s3/g8", {"recipes": WHOLE, "whole": True, "out_dtype": torch.float32}),
+        ("64x64x64/pp/c1x1/s3/g8/zig", {"recipes": WHOLE, "whole": True, "b": "e5m2", "out_dtype": torch.float32}),
+        ("64x32x128/coop1/c1x1/s3/g8/k2/swap", {"recipes": ROWS, "a": "e5m2", "b": "e4m3"}),
+        ("64x64x128/coop1/c1x2/s3/g8", {"recipes": ("tensor", "rows"), "options": {**BIAS, "activation": "silu"}}),
+        ("128x96x128/coop2/c1x1/s3/g8/zig", {"recipes": BLOCKS, "out_dtype": torch.float32}),
+        ("64x64x128/pp/c1x1/s3/g8/skew", {"recipes": ("blocks", "blocks"), "options": {"alpha": -2.0}}),
+        ("64x32x128/coop1/c1x1x2/s3/g8/swap", {"recipes": BLOCKS}),
+        ("64x48x128/coop1/c1x1/s3/g8/k3/swap", {"recipes": ("blocks128", "blocks"), "out_dtype": torch.float16}),
+        ("64x64x128/coop1/c1x1/s3/g8/streamk", {"recipes": ("rows", "blocks128")}),
+        ("64x64x128/coop1/c1x1/s3/g8", {"recipes": BLOCKS, "a": "int8"}),
+        ("64x128x64/coop1/c1x1/s3/g8", {"recipes": WHOLE, "whole": True, "out_dtype": torch.float32, **FAST}),
+        ("64x64x128/coop1/c1x1/s3/g8/swap", {"recipes": ROWS, "out_dtype": torch.float8_e4m3fn, **FAST}),
+    ],
+)  # fmt: skip
+def test_scaled_products(config, given, seed):
+    check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x64x128/coop2/c2x1/s3/g8", "64x64x128/coop1/c1x1/s3/g8/k3", "64x32x128/coop1/c1x1x2/s3/g8/swap",
+        "64x64x128/coop1/c1x1/s3/g8/streamk", "64x64x64/pp/c1x1/s3/g8/slab",
+    ],
+)  # fmt: skip
+def test_sums_of_int8_are_exact(config, seed):
+    check(M, N, K, a="int8", recipes=WHOLE, seed=seed, backend="cute", config=f"sm90/{config}")
+
+
+def test_odd_operands_are_packed(seed):
+    """Rows of 35 bytes, and a B that is not K-major; the plan says it."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(3, 20, 35, generator=generator).to(torch.float8_e4m3fn)
+    b = torch.randn(35, 24, generator=generator).to(torch.float8_e5m2)
+    given = {"backend": "cute", "config": "sm90/64x32x64/coop1/c1x1/s2/row", "out_dtype": torch.float32}
+    exact = a.double() @ b.double()
+    got = cutegemm.gemm(a, b, **given)
+    assert ((got.double() - exact).abs() <= 34 * 2 * 2.0**-13 * (a.double().abs() @ b.double().abs())).all()
+    batches = a.expand(3, 20, 35)[:, :, :32].contiguous()
+    assert torch.equal(
+        cutegemm.gemm(batches, b[:32], **given), cutegemm.gemm(batches, b[:32].t().contiguous().t(), **given)
+    )
+
+
+def test_one_program_quantizes_its_result(seed):
+    """D in e4m3 and a copy in int8, by given scales: to nearest, saturating."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randint(-3, 4, (70, 64), generator=generator).float().to(torch.float8_e4m3fn)
+    b = torch.randint(-3, 4, (40, 64), generator=generator).float().to(torch.float8_e4m3fn).t()
+    low, eight = cutegemm.gemm(
+        a, b, scale_a=torch.tensor(3.0), backend="cute", config="sm90/64x64x64/coop1/c1x1/s2/row",
+        epilogue=lambda acc, s: (ops.cast(acc * s, torch.float8_e4m3fn), ops.cast(acc * 0.5, torch.int8)),
+        operands=(1.75,),
+    )  # fmt: skip
+    z = 3 * (a.double() @ b.double())
+    assert torch.equal(low.float(), (z * 1.75).clamp(-448, 448).float().to(torch.float8_e4m3fn).float())
+    assert torch.equal(eight.double(), (z * 0.5).round().clamp(-128, 127))
+    assert (z * 0.5).abs().max() > 127

@@ -1,0 +1,166 @@
+"""Products in groups by the Hopper kernel in the emulator: every work, sizes of every kind, and what must not change.
+
+The pretended GPU has few SMs, so that a persistent CTA walks over many groups. Each run draws its own timing.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.choice import plan
+from cutegemm.errors import UnsupportedError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from tests.groups import SKEWS, GroupCase, sizes_of
+
+pytest.importorskip("llvmlite")
+
+
+@pytest.fixture(autouse=True)
+def few_sms(monkeypatch):
+    """An H200 of 3 SMs."""
+    arch = replace(arch_table.get("sm_90a"), sm_count=3)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+
+
+@pytest.fixture(autouse=True)
+def timing(seed, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2))
+
+
+CONFIGS = [
+    (RAGGED_M, "128x64x64/coop2/c1x1/s3/serp2", "tn"),
+    (RAGGED_M, "64x64x64/pp/c2x1/s3/g2/zig/pdl", "nt"),
+    (RAGGED_M, "64x16x64/coop1/c2x1/s3/g2/swap/skew", "tn"),
+    (RAGGED_N, "128x16x64/coop2/c1x1/s3/hilbert/swap", "tt"),
+    (RAGGED_K, "128x64x64/coop2/c1x2/s3/g2/zig", "nt"),
+    (RAGGED_K, "64x32x32/coop1/c2x1/s3/g2/swap", "nt"),
+    (MASKED, "64x16x64/pp/c1x1/s3/g2/swap/once", "tt"),
+    (GATHERED, "128x64x64/coop2/c2x1/s3/g2", "tn"),
+    (GATHERED, "64x64x128/pp/c1x1/s2/serp2/pdl", "tt"),
+    (GATHERED, "64x16x32/coop1/c1x2/s3/g2/swap", "tn"),
+    (SCATTERED, "64x16x64/pp/c1x1/s3/g2/swap", "tt"),
+]
+
+
+@pytest.mark.parametrize(("work", "config", "majors"), CONFIGS)
+def test_groups_of_any_sizes(work, config, majors, seed):
+    """The same kernel twice; the contiguous extents of operands are multiples of 8."""
+    rng = random.Random(seed)
+    kernel = {"backend": "cute", "config": f"sm90/{config}"}
+    sizes = sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 160, rng)
+    tail = -sum(sizes) % 8 + 8
+    GroupCase.random(work, sizes, 160, 72, 136, seed=seed, tail=tail, majors=majors).run(**kernel)
+    case = GroupCase.random(work, [9, 0, 70, 1], 80, 40, 72, majors=majors, integers=True, seed=seed)
+    case.run(exact=True, **kernel)
+
+
+@pytest.mark.parametrize("work", [RAGGED_M, RAGGED_K, MASKED])
+def test_sizes_that_nobody_should_pass_write_nothing_outside(work, seed):
+    """Descending, negative, too large: the emulator finds accesses outside of the tensors, `run` wrong elements."""
+    rng = random.Random(seed)
+    majors = "nt" if work == RAGGED_K else "tn"
+    case = GroupCase.random(work, [24, 24, 24], 72, 72, 72, majors=majors, seed=seed)
+    case.a.nan_to_num_(1)
+    wild = (-(2**31), -1, 0, 5, 40, 72, 73, 2**30 + 7, 2**31 - 1)
+    for _ in range(2):
+        case.sizes = torch.tensor([rng.choice(wild) for _ in range(3)], dtype=torch.int32)
+        case.run(backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2")
+
+
+@pytest.mark.parametrize("groups", [33, 1024])
+def test_many_groups(groups, seed):
+    """More of them than a warp has lanes: works are found behind runs of empty groups too."""
+    sizes = [0] * groups
+    for place in random.Random(seed).sample(range(groups), 5):
+        sizes[place] = 3
+    sizes[groups - 1] = 9
+    case = GroupCase.random(RAGGED_M, sizes, 0, 8, 8, seed=seed)
+    case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s3/g2/swap")
+
+
+def test_the_sizes_are_read_at_each_launch(seed):
+    """One plan, one kernel; only the numbers on the device change."""
+    case = GroupCase.random(RAGGED_M, [24, 24, 24], 0, 72, 72, seed=seed)
+    for ends in ([72, 72, 72], [0, 0, 0], [1, 2, 71]):
+        case.sizes.copy_(torch.tensor(ends))
+        case.run(backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2")
+
+
+def test_nothing_to_sum(seed):
+    nothing = torch.empty(0, dtype=torch.bfloat16)
+    a, b = nothing.as_strided((40, 0), (8, 1)), nothing.as_strided((2, 0, 72), (8, 1, 8))
+    case = GroupCase(RAGGED_M, a, b, torch.tensor([7, 40], dtype=torch.int32))
+    case.run(backend="cute", config="sm90/64x64x64/pp/c1x1/s3/g2")
+
+
+@pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/g2", "128x32x64/coop1/c1x1/s3/g2/swap"])
+@pytest.mark.parametrize("work", [RAGGED_M, GATHERED])
+@pytest.mark.product(keep=2)
+def test_gate_and_up_of_stacked_weights(work, config, seed):
+    generator = torch.Generator().manual_seed(seed)
+    case = GroupCase.random(work, [70, 0, 3, 55], 0, 144, 72, majors="tt", seed=seed)
+    case.epilogue = lambda acc, row, group: (ops.swiglu(acc) * row, ops.halves(acc)[0] + group)
+    case.operands = (torch.randn(128, 1, generator=generator), torch.randn(4, 1, 72, generator=generator).bfloat16())
+    case.run(backend="cute", config=f"sm90/{config}")
+
+
+@pytest.mark.parametrize("work", [RAGGED_N, SCATTERED])
+def test_operands_of_the_epilogue(work, seed):
+    """Terms of gemm, and a program with one matrix a group, a matrix like D, indices."""
+    generator = torch.Generator().manual_seed(seed)
+    case = GroupCase.random(work, [70, 0, 3, 47], 72, 72, 72, seed=seed)
+    m, n = (120, 72) if work != RAGGED_N else (72, 120)
+    like, across = torch.randn(m, n, generator=generator).bfloat16(), torch.randn(n, generator=generator)
+    group = torch.randn((4, 72, 1) if work == RAGGED_N else (4, 1, 72), generator=generator)
+    case.epilogue, case.operands = lambda acc, c, bias: acc * 0.5 + c * 2.0 + bias, (like, across)
+    case.run(backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2")
+    case.epilogue = lambda acc, x, y: acc * x + y + ops.where(ops.row() < 40, ops.matrix(), 1)
+    case.operands = (group, like)
+    case.run(backend="cute", config="sm90/64x32x64/coop1/c1x1/s3/g2/swap")
+
+
+def test_results_of_any_layout(seed):
+    """Rows at any element are stored by the slabs; a column-major `out` keeps what belongs to no group."""
+    case = GroupCase.random(RAGGED_M, [70, 0, 3, 47], 0, 72, 72, tail=8, seed=seed)
+    for out in (torch.empty(128, 81).bfloat16()[:, 3:75], torch.empty(72, 128).bfloat16().t()):
+        case.run(backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2", out=(out,))
+
+
+def test_gradients_by_the_kernels(seed):
+    """Integers: the products of the backward pass are exact, and so are sums over a group's rows."""
+    case = GroupCase.random(RAGGED_M, [70, 0, 3, 47], 0, 72, 72, integers=True, seed=seed, tail=8)
+    leaves = [case.a.nan_to_num(1).requires_grad_(), case.b.clone().requires_grad_(),
+              torch.ones(4, 1, 72, dtype=torch.bfloat16, requires_grad=True)]  # fmt: skip
+    upstream = torch.randint(-1, 2, (128, 72)).bfloat16()
+    found = []
+    for backend in ("cute", "torch"):
+        d = cutegemm.grouped_gemm(
+            leaves[0], leaves[1], case.sizes, epilogue=lambda acc, x: acc + x, operands=(leaves[2],), backend=backend
+        )
+        found.append(torch.autograd.grad(d, leaves, upstream))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_no_kernel_serves_is_refused_with_the_reason():
+    case = GroupCase.random(RAGGED_K, [70, 0, 3, 47], 72, 72, 0, majors="tn")
+    with pytest.raises(UnsupportedError, match="A is K-major: TMA cannot end a ragged K inside a contiguous row"):
+        case.run(backend="cute")
+    case.run()  # by torch
+    for config, work, reason in (
+        ("64x64x64/coop1/c1x1/s3/g2/k2", RAGGED_M, "sum all of K in one CTA"),
+        ("64x64x64/coop1/c1x1/s3/g2/streamk", MASKED, "sum all of K in one CTA"),
+        ("64x64x64/pp/c1x1/s3/g2", RAGGED_K, "with a ragged K they differ from tile to tile"),
+        ("64x64x64/coop1/c1x2/s3/g2", GATHERED, "each CTA gathers its rows of A by itself"),
+        ("256x64x128/coop2/c1x1/s2/g2", GATHERED, "would gather 32 rows of a tile"),
+        ("64x64x64/solo/c1x1/s3/g2", SCATTERED, "solo is a lesson in dense products"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            GroupCase.random(work, [8, 8], 16, 72, 72).run(backend="cute", config=f"sm90/{config}")

@@ -1,0 +1,83 @@
+"""The C++ part calls the compiled kernels' own launchers: they ask the driver for the same launch, to the last byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm.cute import FAMILIES, workspace
+from cutegemm.cute import compile as compiler
+from cutegemm.emulator.capture import HostObject
+from cutegemm.emulator.recorder import recording
+from tuning import host_stub
+
+pytest.importorskip("llvmlite")
+
+_build = compiler.build
+hosts: list[HostObject] = []
+from_python: list[int] = []
+"""An entry for every launch that Python passes on."""
+
+
+class LinkedKernel(compiler.CuteKernel):
+    """A compiled kernel whose launcher runs here and has its calls of CUDA written down."""
+
+    def __init__(self, signature: Any, config: Any, arch: Any) -> None:
+        made = _build(signature, config, arch, lambda: FAMILIES[config.family].make_operator(config, signature))
+        super().__init__(signature, config, arch, made._entry)
+        hosts.append(HostObject.load(made.object_path, compiler.FUNCTION, made.ptx, arch=arch))
+        self._address = hosts[-1]._tracker[f"__tvm_ffi_{compiler.FUNCTION}"]
+        function = compiler.function_at(self._address)
+
+        def counted(*arguments: Any) -> None:
+            from_python.append(1)
+            function(*arguments)
+
+        self._function = counted
+
+
+def operand(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(rows, columns, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", ["TMA", "C and bias", "swapped", "K split"])
+def test_both_ways_ask_for_one_launch(case, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    dtype = torch.float32 if case == "C and bias" else torch.bfloat16
+    k = 16384 if case == "K split" else 64
+    a, b = operand(64, k, dtype), operand(64, k, dtype).t()
+    out = operand(64, 64, dtype)
+    options: dict[str, Any] = {"out": out.t() if case == "swapped" else out}
+    if case == "C and bias":
+        options |= {"c": operand(64, 64, dtype), "beta": 0.5, "bias": torch.ones(64), "alpha": 2.0}
+    taken, memory = [], torch.zeros(2**26, dtype=torch.int8)  # a workspace at one place for both ways
+    for in_cpp in (False, True):
+        hosts.clear()
+        with host_stub.on_cpu(LinkedKernel, in_cpp=in_cpp), monkeypatch.context() as patch:
+            patch.setattr(workspace, "_allocate_on", lambda *_: memory)
+            cutegemm.prepare(a, b, **options)
+            (host,) = hosts
+            for _ in range(2):
+                from_python.clear()
+                with recording(host.module) as recorded:
+                    cutegemm.gemm(a, b, **options)
+                assert not recorded.problems
+            assert len(from_python) == (not in_cpp)
+            assert bool(workspace.default._of) == (case == "K split")
+            taken.append(recorded.operations)
+    python, cpp = taken
+    assert len(python) == len(cpp) == 1
+    assert described(python[0], host) == described(cpp[0], host)
+
+
+def described(launch: Any, host: HostObject) -> Any:
+    """The launch without what a tensor map has in its second half, which is nothing: whatever lay on the stack."""
+    params = bytearray(launch.params)
+    for offset, size in host.module.entries[launch.kernel].params:
+        if size == 128:
+            params[offset + 64 : offset + 128] = bytes(64)
+    return replace(launch, params=bytes(params))

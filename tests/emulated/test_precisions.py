@@ -1,0 +1,140 @@
+"""fp32 products on Hopper's tensor cores from parts of the operands, in the emulator: layouts, and what they promise.
+
+The emulator adds as the tensor cores do, so that errors here are those to expect of a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm.choice import plan
+from cutegemm.hardware import arch as arch_table
+from cutegemm.problem import reference
+from cutegemm.problem.dtypes import TABLE
+from tests.problems import Case
+from tuning.precision import INPUTS, by_sgemm, error, inputs
+
+pytest.importorskip("llvmlite")
+
+PRECISIONS = ("tf32x3", "bf16x6", "bf16x9")
+SMALL = "sm90/64x64x32/coop1/c1x1/s3/g2"
+
+
+@pytest.fixture(autouse=True)
+def few_sms(monkeypatch):
+    """An H200 of 4 SMs."""
+    arch = replace(arch_table.get("sm_90a"), sm_count=4)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+
+
+def computed(a: torch.Tensor, b: torch.Tensor, precision: str, config: str = SMALL, **options) -> torch.Tensor:
+    return cutegemm.gemm(a, b, precision=precision, backend="cute", config=config, **options)
+
+
+@pytest.mark.parametrize(
+    ("precision", "config", "options"),
+    [
+        ("bf16x6", "128x96x32/coop2/c2x1/s2/g2/pdl", {"majors": "tn", "pad": 1}),
+        ("bf16x6", "64x64x32/coop1/c1x2/s3/g2", {"majors": "nt", "batch": 2, "offset": 1}),
+        ("bf16x9", "64x32x32/coop1/c1x1/s3/g2/swap", {"majors": "tt", "c": True, "beta": -1.5, "bias": True}),
+        ("tf32x3", "64x64x32/coop1/c1x1/s3/g2/k3", {"majors": "nn", "pad": 2, "activation": "silu"}),
+        ("tf32x3", "64x96x32/pp/c1x1/s3/g2", {"majors": "nt", "alpha": -0.5}),
+        ("bf16x6", "64x64x32/coop1/c1x1x2/s3/g2", {"majors": "nt", "batch": 2, "pad": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layouts_and_forms(precision, config, options, seed):
+    """Every major and alignment, batches, clusters, swapped operands, divided K, epilogues; ragged on every side."""
+    case = Case.random(201, 107, 171, "fp32", seed=seed, precision=precision, **options)
+    case.run(backend="cute", config=f"sm90/{config}")
+
+
+def test_one_matrix_serves_a_batch_and_strides_that_nothing_reads(seed):
+    """B is split once for all of the batch; an A without a unit stride is copied first; K = 0 and K = 1."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(3, 70, 40, generator=generator)[:, :, ::2]
+    b = torch.randn(20, 33, generator=generator)
+    for k in (20, 1, 0):
+        want = reference.expected(a[..., :k], b[:k], precision="bf16x6")
+        verdict = reference.check(computed(a[..., :k], b[:k], "bf16x6"), want)
+        assert verdict, verdict.message
+
+
+def test_a_program_with_gate_and_up(seed):
+    """Columns of both halves of B in one tile, as K-major parts whatever B's major."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(70, 36, generator=generator), torch.randn(36, 66, generator=generator)
+
+    def gated(acc):
+        gate, up = cutegemm.ops.halves(acc)
+        return cutegemm.ops.silu(gate) * up
+
+    got = cutegemm.gemm(a, b, epilogue=gated, precision="bf16x6", backend="cute", config=SMALL)
+    gate, up = (a.double() @ b.double()).chunk(2, -1)
+    torch.testing.assert_close(got, (torch.nn.functional.silu(gate) * up).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_error_is_below_that_of_sgemm(kind, seed):
+    """Relative to |A||B|, beside a sum of fused multiply-adds in the order of K; and the bound holds with its interval.
+
+    tf32x3 has no more error than SGEMM from K = 256 on, bf16x6 at most half of it (root mean square); where few addends
+    decide a sum 1.3 times as much and 0.9.
+    """
+    a, b = inputs(kind, 64, 64, 264, seed)
+    baseline = error(by_sgemm(a, b), a, b)
+    few = kind in ("exponents", "powers")
+    for precision, share in (("tf32x3", 1.3 if few else 1.0), ("bf16x6", 0.9 if few else 0.5)):
+        got = computed(a, b, precision)
+        verdict = reference.check(
+            got, reference.expected(a, b, precision=precision, promotion=TABLE["fp32"].promoted[precision])
+        )
+        assert verdict, verdict.message
+        largest, mean = error(got, a, b)
+        assert largest <= max(share, 1.0) * baseline[0]
+        assert mean <= share * baseline[1]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_integers_are_exact(precision, seed):
+    """Below 2^24: long integers times powers of two, products of parts that only all terms give, and sums."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(-most, most + 1, shape, generator=generator).float()
+
+    one = torch.zeros(40, 24)
+    one[torch.randint(0, 40, (24,), generator=generator), torch.arange(24)] = 2.0 ** torch.arange(24)
+    long = integers(2**24 - 1, 64, 40) if precision != "tf32x3" else integers(2**22 - 1, 64, 40)
+    pairs = [(long, one), (one.T, long.T), (integers(2**11 - 1, 64, 1), integers(2**12 - 1, 1, 24))]
+    pairs.append((integers(500, 64, 100), integers(300, 100, 24)))
+    for a, b in pairs:
+        assert torch.equal(computed(a, b, precision).double(), a.double() @ b.double())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_ends_of_the_range(precision):
+    """The largest numbers are split without an overflow; the smallest keep what their parts can hold; Inf and NaN."""
+    largest, tiny = torch.finfo(torch.float32).max, 2.0**-149
+    values = torch.tensor([largest, -largest, 3.4e38, 2.0**-126, 5 * 2.0**-140, 3 * tiny, torch.inf, torch.nan, 1.0])
+    a, b = values[:, None], torch.tensor([[1.0, 0.5, 2.0]])
+    got = computed(a, b, precision)
+    assert got[7].isnan().all()
+    if precision != "bf16x9":  # there infinities meet zeros
+        signs = torch.tensor([[torch.inf, 3.0, 1e3]])
+        assert torch.equal(got[6], torch.full((3,), torch.inf))
+        row, far = torch.tensor([[2.0, -1e30 - 1e22]]), torch.tensor([[torch.inf, 1.0], [1e5, -torch.inf]])
+        assert computed(row, far, precision).tolist() == [[torch.inf, torch.inf]]
+        assert computed(signs.T, -signs, precision).isinf().tolist() == (signs.T @ -signs).isinf().tolist()
+        assert computed(signs.T, signs * 0, precision).isnan().tolist() == (signs.T @ (signs * 0)).isnan().tolist()
+    finite = [0, 1, 2, 3, 4, 5, 8]
+    bound = reference.expected(a[finite], b, precision=precision, promotion=TABLE["fp32"].promoted[precision])
+    verdict = reference.check(got[finite], bound)
+    assert verdict, verdict.message
+    assert bound.bound[5].max() <= 2.0**-130  # a few of the smallest numbers of the parts
+    assert torch.equal(got[0, 2:].sign(), torch.tensor([1.0]))
+    assert got[:2, 2].isinf().all()

@@ -1,0 +1,166 @@
+"""Random products in groups through the real kernels, each element checked against its bound, all others for change.
+
+    python -m tests.fuzz_groups --count 500 --seed 1                 in the emulator
+    python -m tests.fuzz_groups --count 20000 --seed 1 --device cuda  on a GPU
+
+Number i draws the work, the groups and how skewed they are, sizes, majors, a dtype, an epilogue with its operands and a
+configuration from seed + i, which alone repeats it (`--count 1 --seed N`). Every eighth has ends that descend or leave
+the array. Exit status 0 when all were right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm import ops
+from cutegemm.choice import plan as planning
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.errors import UnsupportedError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import grouped_request
+from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N, ROWS
+from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
+
+BLOCKS = ((64, "coop1"), (64, "pp"), (128, "coop2"), (128, "coop1"), (128, "pp"), (192, "coop3"), (256, "coop2"))
+WIDTHS = (16, 32, 48, 64, 96, 128, 144, 192, 256)
+CLUSTERS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
+TRIES = 40
+
+
+def draw(number: int, device: str) -> GroupCase:
+    """The call of a number."""
+    r = random.Random(number)
+    work = r.choice(WORKS)
+    most = 200 if device == "cpu" else 6000
+    groups = r.choice((1, 2, 3, 5, 8, 33) if device == "cpu" else (1, 2, 8, 33, 128, 700, 1024))
+    sizes = sizes_of(r.choice(SKEWS), groups, r.randint(0, most), r)
+    aligned = r.random() < 0.9
+    step = 8 if aligned else 1
+    n, k = (r.randint(1, most // 8) * step for _ in range(2))
+    m = max(*sizes, r.randint(1, most // 8) * step) if work == MASKED else r.randint(1, most // 8) * step
+    tail = r.choice((0, 8)) + (-sum(sizes) % step if work != MASKED else 0)
+    majors = r.choice(("tn", "tn", "tt", "nn", "nt")) if work != RAGGED_K else r.choice(("nt", "nt", "nt", "tn"))
+    dtype = r.choice(("bf16", "fp16"))
+    case = GroupCase.random(
+        work, sizes, m, n - n % 2 or 2, k, dtype, seed=number, tail=tail, majors=majors, device=device
+    )
+    if r.random() < 0.3:
+        case.options["out_dtype"] = torch.float32
+    _epilogue(case, r)
+    if r.random() < 0.125:
+        case.a.nan_to_num_(1)
+        case.b.nan_to_num_(1)
+        extent = {RAGGED_K: case.a.shape[-1], RAGGED_N: case.b.shape[-1]}.get(work, case.a.shape[-2])
+        wild = (-(2**31), -1, 0, extent // 3, extent, extent + 1, 2**31 - 1)
+        case.sizes = torch.tensor([r.choice(wild) for _ in range(groups)], dtype=torch.int32, device=device)
+    return case
+
+
+def _epilogue(case: GroupCase, r: random.Random) -> None:
+    """An epilogue that the work takes, with operands."""
+    generator = torch.Generator(device=case.a.device).manual_seed(r.randrange(1000))
+    e = case.extents
+    gates = case.work in (*ROWS, MASKED) and r.random() < 0.3
+    columns = e.n // 2 if gates else e.n
+    rows = e.m
+
+    def drawn(*shape: int) -> torch.Tensor:
+        dtype = r.choice((torch.bfloat16, torch.float32))
+        return torch.randn(shape, generator=generator, device=case.a.device).to(dtype)
+
+    first: Any = ops.swiglu if gates else (lambda acc: acc)
+    kind = r.randrange(4)
+    one = (e.groups, rows, 1) if case.work == RAGGED_N else (e.groups, 1, columns)
+    like = (rows, columns) if case.work in (*ROWS, RAGGED_N) else (e.groups, rows, columns)
+    if kind == 1:
+        case.epilogue, case.operands = lambda acc, x: first(acc) * x, (drawn(*one),)
+    elif kind == 2:
+        case.epilogue = lambda acc, x, y: first(acc) + x * y + ops.matrix()
+        case.operands = (drawn(*like), drawn(rows, 1))
+    elif kind == 3:
+        case.epilogue, case.operands = lambda acc, x: (first(acc), first(acc) * x), (drawn(columns),)
+    elif gates:
+        case.epilogue = ops.swiglu
+
+
+def configuration(case: GroupCase, number: int, arch: Arch) -> str | None:
+    """A configuration that can serve the call; None where 40 tries found none: then torch serves it."""
+    r = random.Random(number + 1)
+    asked = grouped_request.describe(
+        case.a, case.b, grouped_request.Sizes(**case.given), case.program(), case.operands, None,
+        case.options.get("out_dtype"), None,
+    )  # fmt: skip
+    cute = backends.get("cute")
+    for _ in range(TRIES):
+        bm, schedule = r.choice(BLOCKS)
+        options = [name for name in ("zig", "pdl") if r.random() < 0.3]
+        options += ["swap"] if r.random() < 0.4 else []
+        options += ["slab"] if r.random() < 0.2 else []
+        options += ["once"] if r.random() < 0.2 and "zig" not in options else []
+        config = HopperConfig(
+            bm, r.choice(WIDTHS), r.choice((32, 64, 64, 128)), schedule, r.choice(CLUSTERS), r.randint(2, 5),
+            r.choice(("row", "col", "g2", "serp8", "hilbert")),
+        )  # fmt: skip
+        config = replace(
+            config, options=tuple(name for name in ("swap", "once", "slab", "zig", "pdl") if name in options)
+        )
+        config = cute.parse(str(config))
+        if cute.check(config, asked.problem, arch) is None:
+            return str(config)
+    return None
+
+
+def one(number: int, device: str, arch: Arch) -> tuple[str, str]:
+    """(kind, text) of what came of a number: "right", "by torch", "wrong" or "failed"."""
+    case = draw(number, device)
+    about = f"{case.work} groups {case.sizes.tolist()[:12]} a {tuple(case.a.shape)} b {tuple(case.b.shape)}"
+    try:
+        config = configuration(case, number, arch)
+        os.environ["CUTEGEMM_EMULATOR_SEED"] = str(number % 100_000)
+        if config is None:
+            case.run(backend="torch")
+            return "by torch", about
+        about = f"{config} {about} {case.program().text}"
+        case.run(backend="cute", config=config)
+    except UnsupportedError as why:
+        return "failed", f"{about}: {why}"
+    except AssertionError as why:
+        return "wrong", f"{about}: {why}"
+    except Exception as why:
+        return "failed", f"{about}: {type(why).__name__}: {why}"
+    return "right", about
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = parser.parse_args(arguments)
+    # Few SMs in the emulator, so that a persistent CTA walks over several groups.
+    arch = Arch.of_device() if options.device == "cuda" else replace(arch_table.get("sm_90a"), sm_count=3)
+    if options.device == "cpu":
+        planning.emulated_arch = lambda: arch  # type: ignore[assignment]
+    begun, counts = time.perf_counter(), Counter[str]()
+    for number in range(options.seed, options.seed + options.count):
+        kind, text = one(number, options.device, arch)
+        counts[kind] += 1
+        if kind not in ("right", "by torch"):
+            print(f"{kind}: number {number}: {text}", flush=True)
+    print(f"{dict(counts)} in {time.perf_counter() - begun:.0f} s")
+    return 0 if counts.keys() <= {"right", "by torch"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Products in groups on a Hopper GPU: every work and many configurations, graphs whose offsets change, gradients."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from tests import needs
+from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    needs.hopper()
+
+
+CONFIGS = [
+    "sm90/128x256x64/coop2/c2x1/s4/serp8/zig/pdl",
+    "sm90/256x128x64/coop2/c1x1/s4/g8/pdl",
+    "sm90/128x128x64/pp/c1x1/s5/serp8/pdl",
+    "sm90/64x64x64/coop1/c1x1/s8/hilbert",
+    "sm90/128x32x64/coop2/c1x1/s6/col/swap/pdl",
+    "sm90/64x16x64/pp/c1x2/s6/row/swap/pdl",
+    "sm90/192x128x64/coop3/c1x1/s3/g8/slab",
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("work", WORKS)
+def test_configurations_on_groups_of_any_sizes(work, config, seed):
+    if work == RAGGED_K and "/pp/" in config:
+        config = config.replace("/pp/", "/coop1/")
+    if work == GATHERED:
+        config = config.replace("c1x2", "c1x1")
+        if "coop3" in config:
+            pytest.skip("three consumers leave the producer too few registers; refused by the configuration's rule")
+    rng = random.Random(seed)
+    for skew in SKEWS:
+        for groups in (1, 8, 130, 1024):
+            sizes = sizes_of(skew, groups, 3000, rng)
+            case = GroupCase.random(
+                work, sizes if work != MASKED else sizes[:16], 3000, 520, 264, seed=seed, device="cuda",
+                tail=-sum(sizes) % 8 + 8,
+            )  # fmt: skip
+            case.run(backend="cute", config=config)
+    case = GroupCase.random(work, [500, 0, 1, 123], 624, 520, 1032, seed=seed, device="cuda", integers=True)
+    case.run(exact=True, backend="cute", config=config)
+
+
+@pytest.mark.parametrize("work", [RAGGED_M, RAGGED_K, MASKED])
+def test_a_thousand_replays_with_other_offsets(work, seed):
+    """A captured graph holds no size: every replay computes the division that stands in the tensor then."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    case = GroupCase.random(work, [96] * 8, 768, 264, 136, seed=seed, device="cuda", integers=True)
+    case.a.nan_to_num_(1)
+    out = case.call(backend="cute").clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.call(backend="cute", out=out)
+    for _ in range(1000):
+        drawn = torch.randint(-40, 850, (8,), generator=generator, device="cuda").int()
+        case.sizes.copy_(drawn if work == MASKED else drawn.sort().values)
+        out.fill_(77)
+        graph.replay()
+        want = torch.full_like(out, 77)
+        case.call(backend="torch", out=want)
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("ends", [[5, 3, 2000, 7], [-4, 600, -1, 2**31 - 1], [-(2**31), 0, 0, -7]])
+def test_offsets_that_nobody_should_pass_write_nothing_outside(ends, seed):
+    """For compute-sanitizer too: memcheck finds an access outside of the tensors."""
+    case = GroupCase.random(RAGGED_M, [150] * 4, 0, 264, 136, seed=seed, device="cuda")
+    case.sizes = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    for config in CONFIGS:
+        guarded = torch.full((800, 264), 55.0, device="cuda").bfloat16()
+        case.run(backend="cute", config=config, out=(guarded[100:700],))
+        assert bool((guarded[:100] == 55).all() & (guarded[700:] == 55).all())
+
+
+@pytest.mark.parametrize("config", [None, *CONFIGS[:3]])
+def test_gate_and_up_with_operands(config, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    for work in (RAGGED_M, GATHERED, SCATTERED):
+        case = GroupCase.random(work, [700, 0, 3, 321], 0, 1040, 264, seed=seed, device="cuda")
+        case.epilogue = lambda acc, row, group: ops.swiglu(acc) * row + group
+        case.operands = (
+            torch.randn(1024, 1, generator=generator, device="cuda"),
+            torch.randn(4, 1, 520, generator=generator, device="cuda").bfloat16(),
+        )
+        case.run(backend="cute", config=config)
+
+
+def test_other_than_rows_by_default(seed):
+    for work in (RAGGED_N, RAGGED_K, MASKED):
+        GroupCase.random(work, [700, 0, 3, 321], 1024, 520, 264, seed=seed, device="cuda").run()
+
+
+def test_gradients_are_those_of_torch_and_the_same_each_time(seed):
+    torch.manual_seed(seed)
+    ends = torch.tensor([300, 300, 305, 1000], dtype=torch.int32, device="cuda")
+    a = torch.randint(-2, 3, (1000, 264), device="cuda").bfloat16().requires_grad_()
+    b = torch.randint(-2, 3, (4, 264, 136), device="cuda").bfloat16().requires_grad_()
+    upstream = torch.randint(-1, 2, (1000, 136), device="cuda").bfloat16()
+    found = [
+        torch.autograd.grad(cutegemm.grouped_gemm(a, b, ends, backend=backend), (a, b), upstream)
+        for backend in ("cute", "cute", "torch")
+    ]
+    for first, second, theirs in zip(*found, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(first, theirs)

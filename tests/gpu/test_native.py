@@ -1,0 +1,123 @@
+"""The C++ part of the host code on CUDA tensors: the same results as by Python, on streams, in graphs and compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import native
+from cutegemm.run import call
+from tests import needs
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def extension():
+    needs.hopper()
+    assert native.wait(), native.status()
+    return native._state.module
+
+
+def tensors(*shapes: tuple[int, ...], grad: bool = False) -> list[torch.Tensor]:
+    return [torch.randint(-2, 3, shape, device="cuda").bfloat16().requires_grad_(grad) for shape in shapes]
+
+
+@pytest.fixture
+def roads() -> dict[str, Callable[[], Any]]:
+    a, w, bias, c = tensors((64, 512), (128, 512), (128,), (64, 128))
+    deep, other, many = tensors((64, 16384), (64, 16384), (2, 32, 512))
+    out = torch.empty_like(c)
+    module = cutegemm.nn.Linear(512, 128, device="cuda", dtype=torch.bfloat16)
+
+    def trained() -> list[torch.Tensor]:
+        x = many.clone().requires_grad_()
+        module.zero_grad()
+        module(x).backward(torch.ones(2, 32, 128, device="cuda", dtype=torch.bfloat16))
+        return [x.grad, module.weight.grad, module.bias.grad]
+
+    def cast() -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return cutegemm.linear(a.float(), w.float(), bias.float())
+
+    return {
+        "gemm": lambda: cutegemm.gemm(a, w.t(), c, beta=1.0, bias=bias, activation="gelu"),
+        "out": lambda: cutegemm.gemm(a, w.t(), out=out),
+        "linear": lambda: cutegemm.linear(many, w, bias),
+        "K split": lambda: cutegemm.gemm(deep, other.t()),
+        "operator": lambda: torch.ops.cutegemm.gemm(a, w.t()),
+        "training": trained,
+        "autocast": cast,
+    }
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    return [each.clone() for each in (result if isinstance(result, list) else [result])]
+
+
+def test_both_ways_give_the_same_bits(roads, extension):
+    for name, road in roads.items():
+        native.serve(None)
+        extension.unregister_operator()
+        try:
+            expected = flat(road())
+        finally:
+            extension.register_operator()
+            native.serve(extension)
+        call.memo.clear()
+        for _ in range(3):
+            found = flat(road())
+        assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True)), name
+        assert extension.known() >= 1
+
+
+def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
+    """On the current stream, whichever that is; a workspace belongs to a stream."""
+    names = ("gemm", "out", "K split", "operator")
+    expected = {name: flat(roads[name]()) for name in names}
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for name in names:
+            roads[name]()
+        with monkeypatch.context() as patch:
+            patch.setattr(call, "description", None)
+            patch.setattr(sys.modules["cutegemm.gemm"], "_key", None)  # the name means the function elsewhere
+            results = {name: flat(roads[name]()) for name in names}
+    side.synchronize()
+    assert all(torch.equal(*expected[name], *results[name]) for name in names)
+
+
+def test_graphs(roads):
+    names = ("gemm", "linear", "K split")
+    for name in names:
+        roads[name]()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [roads[name]() for name in names]
+    for result in results:
+        result.fill_(float("nan"))
+    graph.replay()
+    for name, result in zip(names, results, strict=True):
+        assert torch.equal(result, roads[name]())
+
+
+def test_torch_compile(roads):
+    a, w = tensors((64, 512), (128, 512))
+    compiled = torch.compile(lambda x: cutegemm.linear(x, w).relu())
+    for _ in range(3):
+        assert torch.equal(compiled(a), cutegemm.linear(a, w).relu())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one():
+    a, w = (each.to("cuda:1") for each in tensors((64, 512), (128, 512)))
+    for _ in range(3):
+        found = cutegemm.linear(a, w)
+    assert found.device == a.device
+    assert torch.equal(found, (a.float() @ w.float().t()).bfloat16())

@@ -1,0 +1,159 @@
+"""Kernels without machine code: a launch is written down, and computed by torch from the addresses that it was given.
+
+Python's launches and those of the C++ part come to the same function, in the convention of the real launchers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import cutegemm
+from cutegemm.cute import compile as compiler
+from cutegemm.emulator.capture import _Any
+from cutegemm.problem import reference, torch_dtype
+from cutegemm.run import arguments
+from tuning import host_stub
+
+_FLOAT = 3
+_PROTOTYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Any), ctypes.c_int32, ctypes.POINTER(_Any))
+
+
+class Launched(NamedTuple):
+    """A launch: what passed the arguments, and the arguments, integers and floats as they came."""
+
+    by: str
+    arguments: tuple[Any, ...]
+
+
+launched: list[Launched] = []
+refuse_next: list[int] = []
+"""Codes that the next launches return, without doing anything."""
+_made: list[Any] = []  # addresses of callbacks stay valid
+
+
+class TorchKernel(compiler.CuteKernel):
+    """See the module docstring."""
+
+    def __init__(self, signature: Any, config: Any, arch: Any) -> None:
+        super().__init__(signature, config, arch, None)  # type: ignore[arg-type]
+        callback = _PROTOTYPE(self._launch)
+        _made.append(callback)
+        self._address = host_stub.address_of(callback)
+        self._by = "C++"
+        function = compiler.function_at(self._address)
+
+        def from_python(*values: Any) -> None:
+            self._by = "Python"
+            try:
+                function(*values)
+            finally:
+                self._by = "C++"
+
+        self._function = from_python
+
+    def _launch(self, _self: Any, values: Any, count: int, _result: Any) -> int:
+        given = [values[i].value.real if values[i].type_index == _FLOAT else values[i].value.integer
+                 for i in range(count)]  # fmt: skip
+        launched.append(Launched(self._by, tuple(given)))
+        if refuse_next:
+            return refuse_next.pop()
+        names = [each.name for each in arguments.host(self.signature, self.config.extra_arguments)]
+        assert len(names) == count
+        with torch.no_grad():
+            self._compute(dict(zip(names, given, strict=True)))
+        return 0
+
+    def _compute(self, given: dict[str, Any]) -> None:
+        s, (m, n, k, batch) = self.signature, (given[name] for name in ("m", "n", "k", "batch"))
+        dtype, out_dtype = torch_dtype(s.dtype), torch_dtype(s.out_dtype)
+        a = _matrix(given["a"], dtype, batch, m, k, given["a_batch"], s.a_major == "k", given["lda"])
+        b = _matrix(given["b"], dtype, batch, k, n, given["b_batch"], s.b_major == "n", given["ldb"])
+        d = _matrix(given["d"], out_dtype, batch, m, n, given["d_batch"], True, given["ldd"])
+        z = given["alpha"] * (a.float() @ b.float())
+        epilogue = s.epilogue
+        if epilogue.c_dtype is not None:
+            strides = given["c_batch"], given["c_row"], given["c_col"]
+            z += given["beta"] * _at(given["c"], torch_dtype(epilogue.c_dtype), (batch, m, n), strides).float()
+        if epilogue.bias_dtype is not None:
+            extent, axis = (n, 0) if epilogue.bias_axis == "n" else (m, 1)
+            bias = _at(given["bias"], torch_dtype(epilogue.bias_dtype), (extent,), (1,)).float()
+            z += bias if axis == 0 else bias[:, None]
+        d.copy_(reference.activate(z, epilogue.activation))
+
+
+def _matrix(
+    address: int, dtype: torch.dtype, batch: int, rows: int, columns: int, stride: int, row_major: bool, leading: int
+) -> torch.Tensor:
+    strides = (stride, leading, 1) if row_major else (stride, 1, leading)
+    return _at(address, dtype, (batch, rows, columns), strides)
+
+
+def _at(address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """The memory at an address as a tensor."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    count = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+
+@contextlib.contextmanager
+def served(in_cpp: bool) -> Iterator[list[Launched]]:
+    """While this is open, CPU tensors are served as CUDA's are, by such kernels; gives the list of launches."""
+    launched.clear()
+    with host_stub.on_cpu(TorchKernel, in_cpp=in_cpp):
+        yield launched
+    refuse_next.clear()
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def numbers(*shape: int, dtype: torch.dtype = BF16, grad: bool = False, seed: int = 0) -> torch.Tensor:
+    """Small integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype).requires_grad_(grad)
+
+
+def flat(result: Any) -> list[Any]:
+    """A result as a list of results."""
+    return list(result) if isinstance(result, (tuple, list)) else [result]
+
+
+def both(road: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
+    """What a road gives when it is taken a third time: by Python alone, and by the C++ part."""
+    found = []
+    for in_cpp in (False, True):
+        with served(in_cpp) as launched:
+            for _ in range(3):
+                launched.clear()
+                result = flat(road())
+            found.append([result, [(each.by, each.arguments) for each in launched]])
+    return found[0], found[1]
+
+
+A, B = numbers(24, 40), numbers(40, 16)
+W, BIAS, C = numbers(16, 40), numbers(16), numbers(24, 16)
+OUT = torch.empty(24, 16, dtype=BF16)
+DEEP = numbers(64, 16384), numbers(64, 16384).t()
+
+
+def autocast(function: Callable[[], Any]) -> Any:
+    """What a function gives under autocast to bf16."""
+    with torch.autocast("cpu", dtype=BF16):
+        return function()
+
+
+def linear_module(activation: str | None = None, bias: bool = True) -> cutegemm.nn.Linear:
+    """A layer with the weight W and the bias BIAS."""
+    module = cutegemm.nn.Linear(40, 16, bias, dtype=BF16, activation=activation)
+    with torch.no_grad():
+        module.weight.copy_(W)
+        if bias:
+            module.bias.copy_(BIAS)
+    return module

@@ -1,0 +1,203 @@
+"""`gemm(..., constant=)`: what becomes of the promise on its way to a kernel, and where it must not go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import cutegemm
+import cutegemm.nn
+from cutegemm import backend as backends
+from cutegemm.choice import plan as planning
+from cutegemm.cute.hopper.constant import for_constant
+from cutegemm.hardware import arch as arch_table
+from cutegemm.problem import Problem
+from cutegemm.run import call, runner
+from cutegemm.run.runner import Call
+
+PDL, PLAIN = "sm90/64x64x64/coop1/c1x1/s3/serp8/pdl", "sm90/64x64x64/coop1/c1x1/s3/serp8"
+
+
+class Built:
+    """Stands for a compiled kernel."""
+
+    def __init__(self, signature, config, arch) -> None:
+        self.signature, self.config, self.arch = signature, config, arch
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The plan of a call on CPU tensors for an H200, without compiling."""
+    monkeypatch.setattr(planning, "emulated_arch", lambda: arch_table.get("H200"))
+    monkeypatch.setattr(type(backends.get("cute")), "build", lambda self, *given: Built(*given))
+    monkeypatch.setattr(runner, "_kernels", planning.Memo(8))
+
+    def plan(a, b, config=PDL, **options):
+        return Call.of(a, b, None, runner.complete({"backend": "cute", "config": config, **options})).plan()
+
+    return plan
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The promises of the calls that are planned."""
+    found: list[str | None] = []
+    of = Call.of.__func__  # type: ignore[attr-defined]
+
+    def recorded(cls, a, b, c, options):
+        found.append(options["constant"])
+        return of(cls, a, b, c, options)
+
+    monkeypatch.setattr(Call, "of", classmethod(recorded))
+    call.memo.clear()
+    return found
+
+
+def operands(m=64, n=128, k=256, dtype=torch.bfloat16):
+    return torch.ones(m, k, dtype=dtype), torch.ones(n, k, dtype=dtype).t()
+
+
+def test_the_text_of_a_signature_without_a_promise_stays():
+    signature = Problem.of(64, 64, 64).signature
+    assert str(signature) == "bf16->bf16/ieee/ak16/bk16/c0/d16/alpha*acc"
+    promised = replace(signature, constant="b")
+    assert str(promised) == f"{signature}/constant_b"
+    assert promised != signature
+    assert hash(promised) != hash(signature)
+    assert str(Problem.of(64, 64, 64)).endswith(str(signature)), "winners are kept by this text"
+
+
+def test_the_kernel_knows_the_promise_and_the_choice_does_not(planned):
+    a, b = operands()
+    made = planned(a, b, constant="b")
+    assert made.kernel.signature.constant == "b"
+    assert made.problem.signature.constant == ""
+    assert made.choice == planned(a, b).choice
+    assert planned(a, b).kernel.signature.constant == ""
+    assert "B: its first tiles are loaded while" in planning.describe(made)
+    assert "constant" not in planning.describe(planned(a, b))
+
+
+def test_a_transposed_problem_exchanges_the_operands(planned):
+    a, b = operands()
+    out = torch.empty(128, 64, dtype=torch.bfloat16).t()
+    made = planned(a, b, constant="b", out=out)
+    assert made.swapped
+    assert made.kernel.signature.constant == "a"
+
+
+def test_a_copy_is_not_constant(planned):
+    a, b = operands()
+    wide = torch.ones(512, 256, dtype=torch.bfloat16)[::2, ::2]
+    made = planned(a, wide, constant="b", config=None)
+    assert [name for name, _ in made.copies] == ["b"]
+    assert made.constant == ""
+    assert made.kernel.signature.constant == ""
+    assert planned(a, wide, constant="a", config=None).constant == "a"
+    assert planned(a, b, constant="b").constant == "b"
+
+
+def test_where_a_kernel_makes_no_use_of_it_the_plain_one_serves(planned):
+    a, b = operands()
+    made = planned(a, b, config=PLAIN, constant="b")
+    assert str(made.choice.config) == PLAIN, "a configuration asked for stays as it is"
+    assert made.kernel.signature.constant == ""
+    assert "this kernel waits anyway" in planning.describe(made)
+    a, b = operands(dtype=torch.float32)
+    made = planned(a, b, config=None, constant="b")
+    assert made.kernel.config.family != "sm90"
+    assert made.kernel.signature.constant == ""
+
+
+def test_a_choice_without_pdl_gets_it(planned, monkeypatch):
+    a, b = operands()
+    plain = planning.Choice("cute", backends.get("cute").parse(PLAIN), "tuned winner")
+    monkeypatch.setattr(planning, "choose", lambda *given: plain)
+    assert str(planned(a, b, config=None, constant="b").choice.config) == PDL
+    assert str(planned(a, b, config=None).choice.config) == PLAIN
+
+
+def test_configurations_that_use_it():
+    parse, signature = backends.get("cute").parse, Problem.of(64, 64, 64).signature
+    assert str(for_constant(parse(PLAIN), signature)) == PDL
+    assert for_constant(parse(PDL), signature) == parse(PDL)
+    assert for_constant(parse("sm90/64x64x64/solo/c1x1/s1/row"), signature) is None
+
+
+def test_bad_promises_are_refused():
+    a, b = operands(dtype=torch.float32)
+    for bad in ("c", "B", True, 1):
+        with pytest.raises(ValueError, match=r"constant: got .*, accepted are None, 'a' and 'b'"):
+            cutegemm.gemm(a, b, constant=bad)
+    with pytest.raises(ValueError, match="constant: got 'b' together with an epilogue"):
+        cutegemm.gemm(a, b, constant="b", epilogue=lambda acc: acc + 1)
+
+
+def test_linear_passes_it_on_and_the_backward_pass_does_not(seen):
+    x, weight = torch.ones(3, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
+    for given in (x, x[None], x[0], x[:, None]):
+        cutegemm.linear(given, weight, constant_weight=True).sum().backward()
+    cutegemm.linear(x, weight[0], constant_weight=True)
+    assert "b" in seen
+    seen.clear()
+    call.memo.clear()
+    cutegemm.linear(x, weight, constant_weight=True).sum().backward()
+    assert seen == ["b", None, None]
+    seen.clear()
+    cutegemm.linear(x, weight)
+    assert seen == [None]
+
+
+def test_layers(seen):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    assert not cutegemm.nn.replace_linears(torch.nn.Sequential(torch.nn.Linear(8, 4)))[0].constant_weight
+    cutegemm.nn.replace_linears(model, constant_weights=True)
+    assert all(layer.constant_weight for layer in (model[0], model[2]))
+    assert "constant_weight=True" in repr(model[0])
+    assert "constant_weight" not in repr(cutegemm.nn.Linear(8, 4))
+    model(torch.ones(3, 8))
+    assert seen == ["b", "b"]
+
+
+def test_what_is_cast_or_mapped_is_not_constant(seen):
+    x, weight = torch.ones(3, 8), torch.ones(5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cutegemm.linear(x, weight, constant_weight=True)
+        cutegemm.linear(x, weight.bfloat16(), constant_weight=True)
+        cutegemm.gemm(x.bfloat16(), weight.t(), constant="a")
+    assert seen == [None, "b", "a"]
+    seen.clear()
+    torch.vmap(lambda each: cutegemm.linear(each, weight, constant_weight=True))(torch.ones(2, 3, 8))
+    torch.vmap(lambda each: cutegemm.linear(x, each, constant_weight=True))(torch.ones(2, 5, 8))
+    assert set(seen) == {None}
+
+
+def test_the_operator_and_torch_compile(seen):
+    a, b = torch.ones(4, 6), torch.ones(6, 5)
+    opcheck(torch.ops.cutegemm.gemm.default, (a, b), {"constant": "b"})
+    opcheck(
+        torch.ops.cutegemm.gemm_out.default,
+        (a, b, None, 1.0, 0.0, None, None, None, "auto", None, torch.empty(4, 5), "a"),
+    )
+    seen.clear()
+    call.memo.clear()
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda x, w: cutegemm.linear(x, w, constant_weight=True) + 1, fullgraph=True, backend="aot_eager"
+    )
+    assert (step(a, b.t().contiguous()) == 7).all()
+    assert seen == ["b"]
+    with pytest.raises(Exception, match="constant: got 'c'"):
+        torch.compile(lambda x, y: cutegemm.gemm(x, y, constant="c"), fullgraph=True, backend="aot_eager")(a, b)
+
+
+def test_calls_with_and_without_are_remembered_apart(seen):
+    a, b = torch.ones(4, 6), torch.ones(6, 5)
+    for constant in (None, "b", "a", None, "b", "a"):
+        cutegemm.gemm(a, b, constant=constant)
+    assert seen == [None, "b", "a"]
+    cutegemm.prepare(a, b, constant="b")
+    assert seen[3:] == ["b"]

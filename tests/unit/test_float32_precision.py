@@ -1,0 +1,139 @@
+"""The default precision of float32 products: who sees it, where it ends, and that it is off until somebody asks."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm.run import call, float32
+
+A, B = torch.ones(8, 8), torch.ones(8, 8)
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    monkeypatch.setattr(float32, "in_use", False)
+    monkeypatch.setattr(float32, "_of_process", "ieee")
+
+
+@pytest.fixture
+def planned(monkeypatch) -> list:
+    """The precisions that calls are planned with; nothing is compiled."""
+    seen = []
+
+    def plan_of(key, a, b, c, options):
+        assert options["precision"] in key
+        seen.append(options["precision"])
+        return lambda a, b, c, alpha, beta, bias, out: a @ b
+
+    monkeypatch.setattr(call, "plan_of", plan_of)
+    return seen
+
+
+def test_gemm_linear_module_and_operator_follow_it(planned):
+    layer = cutegemm.nn.Linear(8, 8, bias=False, backend="cute")
+
+    def all_of_them():
+        planned.clear()
+        with torch.no_grad():
+            cutegemm.gemm(A, B, backend="cute")
+            cutegemm.linear(A, B, backend="cute")
+            layer(A)
+            torch.ops.cutegemm.gemm(A, B, backend="cute")
+        return list(planned)
+
+    assert all_of_them() == [None] * 4
+    cutegemm.set_float32_precision("bf16x6")
+    assert all_of_them() == ["bf16x6"] * 4
+    with cutegemm.float32_precision("tf32x3"):
+        assert all_of_them() == ["tf32x3"] * 4
+        with cutegemm.float32_precision("ieee"):
+            assert all_of_them() == [None] * 4
+        assert cutegemm.get_float32_precision() == "tf32x3"
+    assert all_of_them() == ["bf16x6"] * 4
+    cutegemm.set_float32_precision("ieee")
+    assert all_of_them() == [None] * 4
+
+
+def test_what_a_call_says_comes_first_and_other_calls_are_left_alone(planned):
+    cutegemm.set_float32_precision("bf16x9")
+    cutegemm.gemm(A, B, backend="cute", precision="ieee")
+    cutegemm.gemm(A.half(), B.half(), backend="cute")
+    cutegemm.gemm(A, B)  # torch computes CPU tensors
+    cutegemm.gemm(A, B, backend="torch")
+    with torch.autocast("cpu", torch.bfloat16):
+        cutegemm.gemm(A, B, backend="cute")
+    assert planned == ["ieee", None, None, None, None]
+
+
+def test_gradients_have_the_precision_of_their_product(planned, monkeypatch):
+    a = A.clone().requires_grad_()
+    with cutegemm.float32_precision("bf16x6"):
+        d = cutegemm.gemm(a, B, backend="cute")
+    planned.clear()
+    d.sum().backward()
+    assert planned == ["bf16x6"]
+
+
+def test_threads_have_their_own_and_an_error_ends_a_context():
+    inside, done, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        seen.append(cutegemm.get_float32_precision())
+        with cutegemm.float32_precision("tf32"):
+            inside.set()
+            done.wait(10)
+            seen.append(cutegemm.get_float32_precision())
+
+    def fails():
+        with cutegemm.float32_precision("bf16x6"):
+            thread = threading.Thread(target=other)
+            thread.start()
+            assert inside.wait(10)
+            assert cutegemm.get_float32_precision() == "bf16x6"
+            done.set()
+            thread.join()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert seen == ["ieee", "tf32"]
+    assert cutegemm.get_float32_precision() == "ieee"
+
+
+@pytest.mark.parametrize("wrong", ["fp32", None, 3])
+def test_other_precisions_are_refused(wrong):
+    for use in (cutegemm.set_float32_precision, lambda p: cutegemm.float32_precision(p).__enter__()):
+        with pytest.raises(ValueError, match=r"^precision: got .*, accepted are 'ieee', 'tf32', 'tf32x3', 'bf16x6'"):
+            use(wrong)
+    assert not float32.in_use
+
+
+def test_compiled_code_is_compiled_anew():
+    seen = []
+
+    def collect(graph, inputs):
+        (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+        seen.append(node.args[8] if len(node.args) > 8 else node.kwargs.get("precision"))
+        return lambda a, b: (a @ b,)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a, b: cutegemm.gemm(a, b, backend="cute"), backend=collect, fullgraph=True)
+
+    def within(a, b):
+        with cutegemm.float32_precision("tf32"):
+            return cutegemm.gemm(a, b, backend="cute")
+
+    compiled(A, B)
+    cutegemm.set_float32_precision("bf16x6")
+    compiled(A, B)
+    with cutegemm.float32_precision("bf16x9"):
+        compiled(A, B)
+    compiled(A, B)
+    assert seen == [None, "bf16x6", "bf16x9"]  # the last call found the second graph
+    torch.compile(within, backend=collect, fullgraph=True)(A, B)
+    assert seen[3:] == ["tf32"]
+    assert cutegemm.get_float32_precision() == "bf16x6"

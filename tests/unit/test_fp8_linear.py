@@ -1,0 +1,286 @@
+"""`Fp8Linear`, `replace_linears(dtype=...)`, `compare` and `scaled_mm` on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import io
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import cutegemm
+from cutegemm.nn import Fp8Linear, compare, replace_linears
+from cutegemm.problem.quantization import FORMATS
+
+E4M3 = torch.float8_e4m3fn
+
+
+def model(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear
+    made = torch.nn.Sequential(linear(200, 260), torch.nn.GELU(), linear(260, 130, bias=False))
+    return made.to(dtype).eval()
+
+
+def inputs(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(3, 7, 200, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("scaling", ["rows", "tensor", "blocks", ("rows", "tensor")])
+@pytest.mark.parametrize("name", ["fp8", "e5m2", "int8"])
+def test_a_quantized_model_is_near_the_original(name, scaling, seed):
+    original, x = model(seed), inputs(seed)
+    quantized = replace_linears(copy.deepcopy(original), dtype=name, scaling=scaling)
+    layer: Any = quantized[0]
+    with torch.no_grad():
+        y = quantized(x)
+        by_hand = functional.linear(
+            cutegemm.dequantize(*cutegemm.quantize(x.view(-1, 200), layer.weight.dtype, layer.settings.scaling[0])),
+            layer.dequantized(), layer.bias,
+        )  # fmt: skip
+    assert (y.dtype, y.shape) == (torch.bfloat16, (3, 7, 130))
+    assert torch.allclose(layer(x).view(-1, 260), by_hand, rtol=2.0**-5, atol=2.0**-5)
+    report = compare(original, quantized, x)
+    # A value is off by half a step of its format at most, rms of errors of two operands: below its unit roundoff.
+    bound = {"fp8": 2.0**-4, "e5m2": 2.0**-3, "int8": 2.0**-5}[name]
+    assert {each.name for each in report.layers} == {"0", "2"}
+    assert 0 < report.layers[1].error <= report.layers[0].error < bound
+    assert 0 < report.error < 2 * bound
+    assert report.cosine > 0.98
+    assert "relative error" in str(report)
+
+
+def test_a_saved_layer_computes_the_same(seed):
+    original, x = model(seed), inputs(seed)
+    for scaling in ("rows", "tensor", "blocks"):
+        quantized = replace_linears(copy.deepcopy(original), dtype="fp8", scaling=scaling)
+        file = io.BytesIO()
+        torch.save(quantized.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        assert state["0.weight"].dtype == E4M3
+        other = replace_linears(model(seed + 1), dtype="int8", scaling=(scaling, "rows"))
+        other.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(other(x), quantized(x))
+            for each in (copy.deepcopy(quantized), quantized.to(torch.float16).bfloat16(), quantized.cpu()):
+                assert each[0].weight.dtype == E4M3
+                assert each[0].weight_scale.dtype == torch.float32
+                assert torch.equal(each(x), other(x))
+
+
+def test_the_state_of_a_plain_linear_is_quantized(seed):
+    original, x = model(seed), inputs(seed)
+    want = replace_linears(copy.deepcopy(original), dtype="fp8", scaling="blocks")
+    other = replace_linears(model(seed + 1), dtype="fp8", scaling="blocks")
+    other.load_state_dict(original.state_dict())
+    empty = replace_linears(model(seed + 1).to("meta"), dtype="fp8", scaling="blocks")
+    assert empty[0].weight.is_meta
+    empty.load_state_dict(original.state_dict(), assign=True)
+    with torch.no_grad():
+        assert torch.equal(other(x), want(x))
+        assert torch.equal(empty(x), want(x))
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.weight"'):
+        other.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("weight_scale", "input_scale", "scaling"),
+    [
+        ("weight_scale", "input_scale", "tensor"),  # compressed-tensors, static
+        ("weight_scale", None, "rows"),  # compressed-tensors, by channels
+        ("weight_scale_inv", None, "blocks"),  # DeepSeek, Hugging Face's fine-grained fp8
+        ("scale_weight", "scale_input", "tensor"),  # ComfyUI
+    ],
+)
+def test_checkpoints_of_others_load(weight_scale, input_scale, scaling, seed):
+    original, x = model(seed)[0], inputs(seed)
+    values, scale = cutegemm.quantize(original.weight.detach(), E4M3, scaling, block=(128, 128))
+    state = {"weight": values.contiguous(), weight_scale: scale.reshape(1) if scaling == "tensor" else scale}
+    state["bias"] = original.bias.detach()
+    if input_scale is not None:
+        state[input_scale] = x.abs().amax().float().reshape(1) / 448
+    layer = Fp8Linear.from_linear(original, scaling=scaling)
+    layer.load_state_dict(state)
+    assert (layer.input_scale is not None) == (input_scale is not None)
+    fixed = state.get(str(input_scale))
+    made = Fp8Linear.from_quantized(values, scale, bias=original.bias, input_scale=fixed)
+    with torch.no_grad():
+        assert torch.equal(layer(x), made(x))
+        assert ((made(x) - original(x)).norm() / original(x).norm()) < 0.06
+        again = copy.deepcopy(made)
+        again.load_state_dict(made.state_dict())
+        assert torch.equal(again(x), made(x))
+    assert made.settings.scaling == (scaling, scaling)
+
+
+def test_torchaos_tensor_brings_its_scale(seed):
+    """Its Float8Tensor keeps `qdata` and `scale`, (out, 1) or (1, 1); a stand-in here, torchao is not needed."""
+    values, scale = cutegemm.quantize(model(seed)[0].weight.detach(), E4M3, "rows")
+    stand_in: Any = SimpleNamespace(qdata=values.contiguous(), scale=scale.bfloat16())
+    layer = Fp8Linear.from_quantized(stand_in)
+    assert torch.equal(layer.weight_scale, scale.bfloat16().float())
+    assert layer.weight.stride() == (208, 1)
+    with torch.no_grad():
+        assert layer(inputs(seed)).shape == (3, 7, 260)
+
+
+def test_activation_bias_hooks_and_text(seed):
+    linear, x, seen = model(seed)[0], inputs(seed), []
+    linear.register_forward_hook(lambda module, given, result: seen.append(module))
+    layer = Fp8Linear.from_linear(linear, scaling=("rows", "tensor"), activation="silu", accumulate="fast")
+    plain = Fp8Linear.from_linear(linear, scaling=("rows", "tensor"))
+    assert repr(layer) == (
+        "Fp8Linear(in_features=200, out_features=260, bias=True, dtype=e4m3, scaling=('rows', 'tensor'), "
+        "activation='silu', accumulate='fast')"
+    )
+    with torch.no_grad():
+        y = layer(x)
+        assert torch.allclose(y, functional.silu(plain(x).float()).bfloat16(), rtol=2.0**-6, atol=2.0**-7)
+        assert torch.equal(layer(x[0, 0]), y[0, 0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x.float()).dtype == torch.bfloat16
+    assert seen[0] is layer
+    fresh = Fp8Linear(32, 48, bias=False, scaling="tensor")
+    assert fresh.weight_scale.shape == ()
+    with torch.no_grad():
+        assert fresh(torch.empty(2, 0, 32)).shape == (2, 0, 48)
+    assert list(fresh.state_dict()) == ["weight", "weight_scale"]
+    assert sum(1 for _ in layer.parameters()) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_compiled_model_is_one_graph(seed):
+    """Also with another number of rows, without another compilation of the whole."""
+    quantized, rows = replace_linears(model(seed), dtype="fp8"), functional.ScalingType.RowWise
+    values, scale = cutegemm.quantize(torch.randn(48, 130), E4M3)
+
+    def step(x):
+        a, of_a = cutegemm.quantize(quantized(x).view(-1, 130), E4M3)
+        return cutegemm.scaled_mm(a, values.t(), of_a, rows, scale.t(), "RowWise")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for x in (inputs(seed), inputs(seed)[:2]):
+            assert torch.equal(compiled(x), step(x))
+    bad = torch.ones(4, 200, requires_grad=True)
+    with pytest.raises(RuntimeError, match="input: it requires grad"):
+        quantized(bad)
+
+
+def test_what_cannot_be_is_refused(seed):
+    linear, x = model(seed)[0], inputs(seed)
+    layer = Fp8Linear.from_linear(linear)
+    with pytest.raises(RuntimeError, match="input: it requires grad, and Fp8Linear passes no gradient on"):
+        layer(x.requires_grad_())
+    with pytest.raises(ValueError, match=r"input: got shape \(4, 3\), expected \(\.\.\., 200\)"):
+        layer(torch.ones(4, 3))
+    for options, error, message in (
+        ({"dtype": "fp4"}, TypeError, "dtype: got 'fp4', accepted are 'fp8', 'e4m3', 'e5m2', 'int8' and torch"),
+        ({"dtype": torch.float16}, TypeError, r"dtype: got torch\.float16"),
+        ({"dtype": "fp8", "scaling": "row"}, ValueError, "scaling: got 'row', accepted are 'tensor', 'rows', 'blocks'"),
+        ({"dtype": "int8", "accumulate": "fast"}, ValueError, "accumulate: got 'fast'"),
+        ({"dtype": "fp8", "precision": "tf32"}, ValueError, "precision: got 'tf32' beside dtype='fp8'"),
+        ({"scaling": "tensor"}, ValueError, "pass dtype='fp8' or 'int8'"),
+    ):
+        whole = model(seed)
+        with pytest.raises(error, match=message):
+            replace_linears(whole, **options)
+        assert type(whole[0]) is torch.nn.Linear
+    with pytest.raises(ValueError, match=r"scale: got shape \(3, 3\) for a weight of shape \(260, 200\)"):
+        Fp8Linear.from_quantized(layer.weight, torch.ones(3, 3))
+    with pytest.raises(TypeError, match=r"weight: got torch\.bfloat16 of shape"):
+        Fp8Linear.from_quantized(linear.weight, torch.ones(()))
+    with pytest.raises(TypeError, match="module: got GELU"):
+        Fp8Linear.from_linear(torch.nn.GELU())  # type: ignore[arg-type]
+
+
+def test_replaced_layers_share_and_choose(seed):
+    whole = model(seed)
+    whole.append(whole[2])
+    replace_linears(whole, dtype="fp8", where=lambda name, module: name != "0")
+    assert type(whole[0]) is torch.nn.Linear
+    assert whole[2] is whole[3]
+    assert isinstance(whole[2], Fp8Linear)
+    assert whole[2].training is False
+    for strange in (E4M3, torch.float64):
+        whole[0].weight = torch.nn.Parameter(whole[0].weight.detach().to(strange), requires_grad=False)
+        assert type(replace_linears(whole, dtype="fp8")[0]) is torch.nn.Linear
+
+
+RECIPES = ["TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128"]
+
+
+def scaled(matrix: torch.Tensor, recipe: str, dtype: torch.dtype, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, scale) of a matrix (rows, K), the scale as torch has it for that recipe."""
+    scaling = {"TensorWise": "tensor", "RowWise": "rows"}.get(recipe, "blocks")
+    block = (128, 128) if recipe == "BlockWise128x128" else (1, 128)
+    values, scale = cutegemm.quantize(matrix, dtype, scaling, block=block)
+    if recipe == "BlockWise128x128":
+        scale = scale.t()
+        if padded:
+            room = torch.full((-(-scale.shape[0] // 4) * 4, scale.shape[1]), torch.nan)
+            room[: scale.shape[0]] = scale
+            return values, room
+    return values, scale
+
+
+@pytest.mark.parametrize("recipe_b", RECIPES)
+@pytest.mark.parametrize("recipe_a", RECIPES)
+@pytest.mark.product(keep=6)
+def test_scaled_mm_reads_the_recipes_of_torch(recipe_a, recipe_b, seed):
+    torch.manual_seed(seed)
+    x, w, bias = torch.randn(40, 300), torch.randn(272, 300), torch.randn(272)
+    for dtype in FORMATS:
+        (a, scale_a), (b, scale_b) = scaled(x, recipe_a, dtype, False), scaled(w, recipe_b, dtype, True)
+        kind = functional.ScalingType
+        of_b = scale_b.t() if recipe_b == "RowWise" else scale_b
+        got = cutegemm.scaled_mm(
+            a, b.t(), [scale_a], [getattr(kind, recipe_a)], of_b, recipe_b, bias=bias, output_dtype=torch.float32,
+            swizzle_a=functional.SwizzleType.NO_SWIZZLE, contraction_dim=[-1, 0], use_fast_accum=True,
+        )  # fmt: skip
+        blocked = "BlockWise128x128"
+        want_a = cutegemm.dequantize(a, scale_a.t() if recipe_a == blocked else scale_a, torch.float32)
+        want_b = cutegemm.dequantize(b, scale_b[:3].t() if recipe_b == blocked else scale_b, torch.float32)
+        want = want_a.double() @ want_b.double().t() + bias
+        assert ((got - want).abs().amax() / want.abs().amax()) < 2.0**-11
+
+
+def test_scaled_mm_agrees_with_torch(seed):
+    """torch multiplies rows on a CPU too."""
+    torch.manual_seed(seed)
+    a, scale_a = cutegemm.quantize(torch.randn(32, 64), E4M3)
+    b, scale_b = cutegemm.quantize(torch.randn(48, 64), E4M3)
+    rows = functional.ScalingType.RowWise
+    given = (a, b.t(), scale_a, rows, scale_b.t(), rows)
+    assert torch.allclose(cutegemm.scaled_mm(*given), functional.scaled_mm(*given), rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_scaled_mm_refuses_what_it_does_not_serve():
+    a, one = torch.ones(32, 64).to(E4M3), torch.ones(())
+    kind, swizzle = functional.ScalingType, functional.SwizzleType
+
+    def call(**changes: Any) -> Any:
+        given = {"mat_a": a, "mat_b": a.t(), "scale_a": one, "scale_recipe_a": kind.TensorWise, "scale_b": one}
+        return cutegemm.scaled_mm(**{**given, "scale_recipe_b": kind.TensorWise, **changes})
+
+    assert call().dtype == torch.bfloat16
+    for changes, error, message in (
+        ({"scale_recipe_a": kind.BlockWise1x32}, NotImplementedError, "scale_recipe_a: got BlockWise1x32, served are"),
+        ({"swizzle_b": swizzle.SWIZZLE_32_4_4}, NotImplementedError, "swizzle_b: got SWIZZLE_32_4_4; scales are read"),
+        ({"scale_b": [one, one]}, NotImplementedError, "scale_b: got 2 of them, accepted is 1"),
+        (
+            {"scale_recipe_a": kind.RowWise},
+            ValueError,
+            r"scale_a: got shape \(\) with the recipe RowWise, accepted is 32",
+        ),
+        ({"contraction_dim": (0, 1)}, ValueError, r"contraction_dim: got \(0, 1\), accepted are \(\) and \(1, 0\)"),
+        ({"mat_a": a[None]}, ValueError, "mat_a: got 3 dimensions"),
+    ):
+        with pytest.raises(error, match=message):
+            call(**changes)

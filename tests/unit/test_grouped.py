@@ -1,0 +1,226 @@
+"""grouped_gemm by backend "torch": results, gradients, torch.compile, and the messages for what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
+
+ENDS = torch.tensor([3, 3, 10, 12], dtype=torch.int32)
+
+
+def test_sizes_of_every_skew_fit():
+    rng = random.Random(0)
+    for skew in SKEWS:
+        for groups in (1, 2, 7, 40):
+            sizes = sizes_of(skew, groups, 50, rng)
+            assert len(sizes) == groups
+            assert min(sizes) >= 0
+            assert sum(sizes) <= 50
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_results_are_those_of_the_groups(work, dtype, seed):
+    rng = random.Random(seed)
+    for skew in SKEWS:
+        sizes = sizes_of(skew, rng.randint(1, 5), 20, rng)
+        case = GroupCase.random(work, sizes, 20, 6, 9, dtype, seed=seed, tail=rng.choice((0, 3)))
+        case.run()
+        GroupCase.random(work, sizes, 20, 6, 9, dtype, seed=seed, integers=True).run(exact=True)
+        if work in (RAGGED_M, MASKED, GATHERED, SCATTERED):
+            case.epilogue = ops.swiglu
+            case.run()
+
+
+def test_operands_of_groups_and_the_index_of_the_group(seed):
+    generator = torch.Generator().manual_seed(seed)
+    case = GroupCase.random(RAGGED_M, [3, 0, 7, 2], 0, 6, 9, seed=seed, tail=2)
+    case.epilogue = lambda acc, group, row, whole: acc * group + ops.matrix() * row + whole + ops.row()
+    case.operands = [torch.randn(shape, generator=generator) for shape in ((4, 1, 6), (14, 1), (14, 6))]
+    case.run()
+    case = GroupCase.random(RAGGED_N, [3, 0, 7, 2], 6, 0, 9, seed=seed, tail=2)
+    case.epilogue = lambda acc, group, column: acc * group + column + ops.matrix() - ops.column()
+    case.operands = [torch.randn(shape, generator=generator) for shape in ((4, 6, 1), (14,))]
+    case.run()
+
+
+def test_a_bias_is_one_for_all_or_one_a_group():
+    case = GroupCase.random(RAGGED_M, [3, 0, 7, 2], 0, 6, 9, "fp32")
+    plain = case.call()
+    groups = torch.searchsorted(case.sizes.long(), torch.arange(12), right=True)
+    for bias in (torch.randn(6), torch.randn(4, 6)):
+        assert torch.equal(case.call(bias=bias), plain + (bias if bias.dim() == 1 else bias[groups]))
+
+
+def test_offsets_that_descend_or_leave_the_array_are_clamped():
+    a, b = torch.randn(12, 9), torch.randn(4, 9, 6)
+    for given, meant in (([5, 3, 99, 7], [5, 5, 12, 12]), ([-4, 6, -1, 2**31 - 1], [0, 6, 6, 12])):
+        got, want = (cutegemm.grouped_gemm(a, b, torch.tensor(ends, dtype=torch.int32)) for ends in (given, meant))
+        assert torch.equal(got, want)
+
+
+def test_debugging_names_the_group_or_the_row(monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_DEBUG", "1")
+    a, b = torch.randn(12, 9), torch.randn(4, 9, 6)
+
+    def call(ends, **options):
+        return cutegemm.grouped_gemm(a, b, torch.tensor(ends, dtype=torch.int32), **options)
+
+    call([3, 3, 10, 12])
+    with pytest.raises(ValueError, match="offsets: group 2 ends at 1, before group 1, which ends at 3"):
+        call([3, 3, 1, 12])
+    with pytest.raises(ValueError, match="offsets: group 3 has 13, accepted are 0 to 12"):
+        call([3, 3, 3, 13])
+    with pytest.raises(ValueError, match="rows: row 1 has 12, accepted are 0 to 11, and -1 for none"):
+        call([1, 1, 1, 2], rows=torch.tensor([-1, 12], dtype=torch.int32))
+    with pytest.raises(ValueError, match="counts: group 1 has -1, accepted are 0 to 12"):
+        cutegemm.grouped_gemm(a.expand(2, -1, -1), b[:2], counts=torch.tensor([3, -1], dtype=torch.int32))
+
+
+A, B = torch.empty(12, 8), torch.empty(4, 8, 6)
+WRONG = [
+    ((A, B), {}, ValueError, "offsets, counts: got neither"),
+    ((A, B, ENDS.long()), {}, TypeError, "offsets: got dtype torch.int64, accepted is torch.int32"),
+    ((A, B, ENDS.view(2, 2)), {}, ValueError, "offsets: got 2 dimensions, expected 1"),
+    ((A, B, ENDS.expand(2, 4).reshape(-1)[::2]), {}, ValueError, "offsets: got stride 2, expected a contiguous"),
+    ((A, B, ENDS[:3]), {}, ValueError, "b: got 4 matrices, and offsets has 3 groups"),
+    ((A, B[:0], ENDS[:0]), {}, ValueError, "offsets: got 0 groups, accepted are 1 to 1024"),
+    ((A, B.mT, ENDS), {}, ValueError, "its second to last extent must be K = 8"),
+    ((A.expand(4, -1, -1), B, ENDS), {}, ValueError, "offsets: got them with a of 3 and b of 3 dimensions"),
+    ((A, B), {"counts": ENDS}, ValueError, "counts: got them with a of 2 and b of 3 dimensions"),
+    ((A[0], B, ENDS), {}, ValueError, "a: got 1 dimensions, accepted are 2 (rows of all groups) and 3"),
+    ((A, B.bfloat16(), ENDS), {}, TypeError, "b: got dtype torch.bfloat16, expected that of a"),
+    ((A, B, [3, 3, 10, 12]), {}, TypeError, "offsets: got list, expected an int32 tensor"),
+    ((A.t(), A, ENDS), {"rows": ENDS}, ValueError, "rows: got an index with ragged k; it is for groups of rows"),
+    ((A, B, ENDS), {"places": ENDS}, ValueError, "places: got 4 numbers, and a has 12 rows"),
+    ((A, B, ENDS), {"rows": ENDS, "places": ENDS}, ValueError, "rows, places: got both"),
+    ((A, B, ENDS), {"out_rows": 3}, ValueError, "out_rows: got it without places"),
+    ((A, B, ENDS), {"epilogue": lambda acc: ops.row_sum(acc)}, ValueError, "results of groups are not reduced"),
+    ((A.t(), A, ENDS), {"epilogue": ops.swiglu}, ValueError, "a ragged K has none; compute them apart"),
+    ((B.mT, A.t(), ENDS), {"epilogue": ops.swiglu}, ValueError, "with groups of columns, columns do not belong"),
+    ((A, B, ENDS), {"epilogue": lambda acc, x: acc * x, "operands": (torch.ones(4, 12, 6),)}, ValueError,
+     "operands[0]: got shape (4, 12, 6); accepted are (12, 6), (4, 1, 6), and what broadcasts to one of them"),
+    ((A, B, ENDS), {"operands": (A,)}, ValueError, "operands: they are given without an epilogue"),
+    ((A, B, ENDS), {"bias": A[0], "epilogue": ops.relu}, ValueError, "epilogue: got one together with bias"),
+    ((A, B, ENDS), {"out": torch.empty(4, 6)}, ValueError, "out: got shape (4, 6), expected (12, 6)"),
+    ((A, B, ENDS), {"save": "all"}, ValueError, "save: got 'all'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "options", "kind", "message"), WRONG, ids=[each[3][:40] for each in WRONG])
+def test_a_bad_call_is_refused_with_the_reason(given, options, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        cutegemm.grouped_gemm(*given, **options)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+def plain(case: GroupCase, a, b, operands):
+    """The product group by group with torch's operators, 0 where no group is."""
+    ends = [0, *case.sizes.tolist()]
+    pairs = list(itertools.pairwise(ends))
+    if case.work == RAGGED_K:
+        return torch.stack([a[:, i:j] @ b[i:j] for i, j in pairs])
+    if case.work == RAGGED_N:
+        return torch.cat([a[g] @ b[:, i:j] for g, (i, j) in enumerate(pairs)], 1)
+    if case.work == MASKED:
+        rows = torch.arange(a.shape[1])[None, :, None] < case.sizes[:, None, None]
+        return torch.where(rows, a @ b, 0)
+    if case.work == GATHERED:
+        a = torch.where(case.index[:, None] >= 0, a[case.index.clamp(min=0).long()], 0)
+    parts = []
+    for g, (i, j) in enumerate(pairs):
+        part = a[i:j] @ b[g]
+        if operands:
+            gate, up = part.chunk(2, -1)
+            part = torch.nn.functional.silu(gate + operands[1][g]) * up * operands[0][i:j]
+        parts.append(part)
+    d = torch.cat(parts)
+    if case.work == SCATTERED:
+        inside = case.index < case.options["out_rows"]
+        d = d.new_zeros(case.options["out_rows"], d.shape[1]).index_put((case.index[inside].long(),), d[inside])
+    return d
+
+
+def weighted(acc, row, group):
+    gate, up = ops.halves(acc)
+    return ops.silu(gate + group) * up * row
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("save", [None, "recompute"])
+def test_gradients_are_those_of_torch(work, save, seed):
+    """First and second ones; operands too: a number a row and a row a group."""
+    case = GroupCase.random(work, [3, 0, 7, 2], 12, 6, 5, "fp32", seed=seed)
+    torch.manual_seed(seed)
+    a, b = (torch.randn_like(each).requires_grad_() for each in (case.a, case.b))
+    operands, options = [], {}
+    if work in (RAGGED_M, GATHERED, SCATTERED):
+        operands = [torch.randn(12, 1).requires_grad_(), torch.randn(4, 1, 3).requires_grad_()]
+        options = {"epilogue": weighted, "operands": operands, "save": save}
+    got = cutegemm.grouped_gemm(a, b, **case.given, **options)
+    want = plain(case, a, b, operands)
+    if work in (MASKED, SCATTERED):
+        got = torch.where(want == 0, 0, got)
+    inputs = [a, b, *operands]
+    upstream = torch.randn_like(want)
+    for _ in range(2):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        first, second = (torch.autograd.grad(d, inputs, upstream, create_graph=True) for d in (got, want))
+        for mine, theirs in zip(first, second, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        got, want = (torch.stack([(each**2).sum() for each in grads]) for grads in (first, second))
+        upstream = torch.ones_like(want)
+
+
+def test_what_belongs_to_no_group_has_no_gradient():
+    a, b = torch.randn(14, 5, requires_grad=True), torch.randn(4, 5, 6, requires_grad=True)
+    with torch.no_grad():
+        a[12:] = torch.nan
+    d = cutegemm.grouped_gemm(a, b, ENDS)
+    da, db = torch.autograd.grad(d, (a, b), torch.ones_like(d))
+    assert torch.equal(da[12:], torch.zeros(2, 5))
+    assert da.isfinite().all()
+    assert db.isfinite().all()
+    assert torch.equal(db[1], torch.zeros(5, 6))
+
+
+def test_torch_agrees_with_the_operator():
+    """opcheck: schema, fake tensors, autograd, dynamic shapes."""
+    a, b = torch.randn(12, 5, requires_grad=True), torch.randn(4, 5, 6, requires_grad=True)
+    text, rows = cutegemm.trace_epilogue(ops.swiglu).text, torch.arange(12, dtype=torch.int32)
+    arguments = (a, b, ENDS, None, None, rows, 12, [], [], [], text, None, None, "auto", None, "recompute", True)
+    torch.library.opcheck(torch.ops.cutegemm.grouped_gemm, arguments)
+
+
+def test_compiled_calls_take_any_number_of_tokens_without_another_compilation():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def layer(x, gate_up, down, ends, weight):
+        hidden = cutegemm.grouped_gemm(x, gate_up, ends, epilogue=ops.swiglu)
+        return cutegemm.grouped_gemm(hidden, down, ends, epilogue=lambda acc, w: acc * w, operands=(weight,))
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    gate_up, down = torch.randn(4, 5, 12), torch.randn(4, 6, 5)
+    for sizes in ([3, 0, 7, 3], [1, 2, 3, 4], [0, 0, 31, 0]):  # no other extent is 13
+        ends = torch.tensor(sizes).cumsum(0).int()
+        weight = torch.randn(int(ends[-1]), 1)
+        leaves = [t.clone().requires_grad_() for t in (torch.randn(int(ends[-1]), 5), gate_up, down)]
+        others = [t.detach().clone().requires_grad_() for t in leaves]
+        got, want = compiled(*leaves, ends, weight), layer(*others, ends, weight)
+        torch.testing.assert_close(got, want)
+        got.sum().backward()
+        want.sum().backward()
+        for mine, theirs in zip(leaves, others, strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    assert counter.frame_count == 1

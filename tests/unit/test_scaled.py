@@ -1,0 +1,191 @@
+"""Scaled operands: which recipe a shape says, what is refused, and torch's backend against the reference."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.problem import Problem, request, scales, text
+from cutegemm.problem.program.text import parse
+from cutegemm.problem.rounding import rounded
+from tests.scaled import check
+
+M, N, K = 300, 200, 500
+A = torch.zeros(M, K).to(torch.float8_e4m3fn)
+B = torch.zeros(N, K).to(torch.float8_e5m2).t()
+
+
+@pytest.mark.parametrize(
+    ("shape_a", "shape_b", "expected"),
+    [
+        ((), (), ("tensor", "tensor")),
+        ((1,), (1, 1), ("tensor", "tensor")),
+        ((M, 1), (1, N), ("rows", "rows")),
+        ((M, 1), (), ("rows", "tensor")),
+        ((M, 4), (4, 2), ("a1", "b128")),
+        ((3, 4), (4, N), ("a128", "b1")),
+        ((M, 4), (1, N), ("a1", "rows")),
+    ],
+)
+def test_the_shape_says_the_recipe(shape_a, shape_b, expected):
+    found = scales.recipes(A, B, torch.ones(shape_a), torch.ones(shape_b), None)
+    assert tuple(each.input.scales or each.name for each in found) == expected
+    assert scales.recipes(A, B, None, torch.ones(shape_b), None)[0] is None
+
+
+def test_a_shape_of_two_recipes_takes_the_cheaper_which_means_the_same():
+    """K of one block: scales of rows are those of blocks, and may be named either way."""
+    a, b = A[:, :100], B[:100]
+    for scaling in (None, "rows", "blocks", ("blocks", "rows")):
+        found = scales.recipes(a, b, torch.ones(M, 1), torch.ones(1, N), scaling)
+        assert [each.name for each in found] == ["rows", "rows"]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"scale_a": torch.ones(M)}, ValueError, r"scale_a: got shape \(300,\); .*\(300, 1\) \(rows\), \(300, 4\)"),
+        ({"scale_a": torch.ones(M, 5)}, ValueError, r"scale_a: got shape \(300, 5\)"),
+        ({"scale_b": torch.ones(N, 1)}, ValueError, r"scale_b: got shape \(200, 1\); .*\(1, 200\) \(rows\), \(4, 2\)"),
+        ({"scale_a": torch.ones(2, M, 1)}, ValueError, "scale_a: .* a batch of 1"),
+        ({"scale_a": 1.0}, TypeError, "scale_a: got float, expected a torch.Tensor"),
+        ({"scale_a": torch.ones(M, 1).half()}, TypeError, "scale_a: got dtype torch.float16, accepted"),
+        ({"scale_a": torch.ones(()), "scaling": "rows"}, ValueError, r"accepted are \(300, 1\) \(rows\)"),
+        ({"scaling": "rows"}, ValueError, "scaling: got 'rows' without scale_a and scale_b"),
+        ({"scale_a": torch.ones(()), "scaling": "mx"}, ValueError, "scaling: got 'mx', accepted are None, 'tensor'"),
+        ({"accumulate": "slow"}, ValueError, "accumulate: got 'slow', accepted are None, 'promoted', 'fast'"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype: got dtype torch.int32, .* products of torch.int8"),
+        ({"scale_a": torch.ones((), requires_grad=True)}, ValueError, "scale_a: it requires grad, .*detached"),
+        ({"scale_a": torch.ones(()), "bias": torch.ones(N, requires_grad=True)}, ValueError, "bias: it requires grad"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(given, error, message):
+    with pytest.raises(error, match=message):
+        cutegemm.gemm(A, B, **given)
+
+
+def test_what_other_operands_do_not_take():
+    x = torch.zeros(4, 4)
+    with pytest.raises(TypeError, match=r"scale_a: a has dtype torch\.float32; scales are for torch\.float8_e4m3fn"):
+        cutegemm.gemm(x, x, scale_a=torch.ones(()))
+    with pytest.raises(ValueError, match=r"accumulate: got 'fast' for torch\.float32, whose sums are never promoted"):
+        cutegemm.gemm(x, x, accumulate="fast")
+    with pytest.raises(TypeError, match=r"b: got dtype torch\.int8, accepted with float8_e4m3fn are float8_e4m3fn, fl"):
+        cutegemm.gemm(A, torch.zeros(K, N, dtype=torch.int8))
+    with pytest.raises(TypeError, match=r"c: got dtype torch\.float8_e4m3fn, accepted are torch\.float16"):
+        cutegemm.gemm(x, x, torch.zeros(4, 4).to(torch.float8_e4m3fn), beta=1.0)
+    with pytest.raises(ValueError, match=r"no gradients"):
+        cutegemm.gemm(A.float().to(torch.float8_e4m3fn).requires_grad_(), B)
+
+
+@pytest.mark.parametrize("accumulate", [None, "fast"])
+@pytest.mark.parametrize("recipes", [("tensor", "rows"), ("rows", "blocks128"), ("blocks", "blocks"), (None, None)])
+@pytest.mark.parametrize("kinds", [("e4m3", "e5m2"), ("int8", "int8")])
+def test_torch_computes_every_recipe(kinds, recipes, accumulate, seed):
+    if kinds[0] == "int8" and accumulate:
+        pytest.skip("sums of int8 are exact")
+    options = {} if recipes == (None, None) else {"bias": True, "alpha": 0.5, "activation": "relu"}
+    check(70, 150, 300, a=kinds[0], b=kinds[1], recipes=recipes, seed=seed, options=options, accumulate=accumulate)
+    if recipes == ("rows", "blocks128"):
+        check(70, 150, 300, a=kinds[0], recipes=recipes, seed=seed, batch=3, out_dtype=torch.float32)
+
+
+def test_sums_of_int8_are_exact_and_take_no_alpha():
+    a = torch.full((2, 2**16), -128, dtype=torch.int8)
+    assert cutegemm.gemm(a, a.t()).tolist() == [[2**30] * 2] * 2
+    with pytest.raises(ValueError, match=r"out_dtype: got torch\.int32 with alpha"):
+        cutegemm.gemm(a, a.t(), alpha=2.0, backend="torch")
+    assert cutegemm.gemm(a, a.t(), alpha=2.0**-30, out_dtype=torch.bfloat16).tolist() == [[1.0] * 2] * 2
+
+
+def test_alpha_of_a_remembered_int32_product_is_looked_at(monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
+    a, b = torch.ones(4, 32, dtype=torch.int8), torch.ones(16, 32, dtype=torch.int8).t()
+    given = {"backend": "cute", "config": "sm90/64x16x32/coop1/c1x1/s2/row"}
+    assert (cutegemm.gemm(a, b, **given) == 32).all()
+    with pytest.raises(ValueError, match=r"alpha: got 2\.0 with D in torch\.int32"):
+        cutegemm.gemm(a, b, alpha=2.0, **given)
+
+
+def test_gated_programs_have_the_scales_of_both_halves(seed):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(40, 96, generator=generator).to(torch.float8_e4m3fn)
+    b = torch.randn(64, 96, generator=generator).to(torch.float8_e4m3fn).t()
+    scale_a, scale_b = torch.rand(40, 1, generator=generator), torch.rand(1, 64, generator=generator)
+    exact = (a.float() * scale_a) @ (b.float() * scale_b)
+    for gating, parts in (("halves", exact.chunk(2, -1)), ("pairs", (exact[:, 0::2], exact[:, 1::2]))):
+
+        def gated(acc, gating=gating):
+            gate, up = getattr(ops, gating)(acc)
+            return gate * up
+
+        got = cutegemm.gemm(a, b, scale_a=scale_a, scale_b=scale_b, epilogue=gated, out_dtype=torch.float32)
+        assert torch.allclose(got, parts[0] * parts[1], rtol=1e-4, atol=1e-4)
+
+
+def test_texts_are_read_back():
+    for given in ({}, {"b_dtype": "e5m2"}, {"precision": "fast", "out_dtype": "e4m3"}):
+        problem = Problem.of(64, 48, 80, "e4m3", **given)
+        assert text.parse(str(problem)) == problem
+        assert problem.transposed().transposed() == problem
+    assert str(Problem.of(64, 48, 80, "e5m2", b_dtype="e4m3").signature).startswith("e5m2*e4m3->bf16/ieee/")
+    for line in ("fp32[A, 1, 128]", "fp32[L, A, 128, 128]", "fp32[B, 128, 128]", "fp32[L, B, 1, 128]"):
+        written = f"def epilogue(acc, x0: {line}): return acc"
+        assert parse(written).text == written
+
+
+def test_packing_is_named_and_leaves_what_lies_right():
+    def copies(a, b):
+        return request.describe(a, b, None, 1.0, 0.0, None, None, None, None, None).copies
+
+    wide = torch.zeros(40, 112, dtype=torch.int8)
+    assert copies(wide[:, :100], wide[:24, :100].t()) == ()  # rows begin at multiples of 16 bytes, whatever K
+    ((name, why),) = copies(wide, torch.zeros(112, 16, dtype=torch.int8))
+    assert name == "b"
+    assert "along K" in why
+    assert [name for name, _ in copies(wide[:, 1:], wide[:24, :111].t())] == ["a"]
+    # The transposed problem of a column-major D packs what the caller calls so.
+    out = torch.empty(24, 40, dtype=torch.int32).t()
+    asked = request.describe(wide[:, 1:101], wide[:24, :100].t(), None, 1.0, 0.0, None, None, out, None, None)
+    assert (asked.swapped, [name for name, _ in asked.copies]) == (True, ["a"])
+
+
+def test_results_of_one_byte_saturate():
+    x = torch.tensor([1e9, -1e9, float("inf"), float("nan"), 0.5, 1.5, 17.0])
+    assert rounded(x, "int8").tolist() == [127, -128, 127, 0, 0, 2, 17]
+    assert rounded(x, "e4m3").float()[:3].tolist() == [448.0, -448.0, 448.0]
+    assert rounded(x, "e5m2").float()[2] == 57344.0
+    assert rounded(x, "e4m3").float().isnan().tolist() == [False] * 3 + [True] + [False] * 3
+    got = cutegemm.gemm(torch.full((1, 1), 30.0), torch.full((1, 1), 30.0), out_dtype=torch.float8_e4m3fn)
+    assert got.float().item() == 448.0
+
+
+def test_explain_says_what_runs(capsys, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
+    cutegemm.explain(A[:, :480], B[:480], scale_a=torch.ones(M, 4), scale_b=torch.ones(4, 2), backend="cute")
+    said = capsys.readouterr().out
+    assert re.search(r"fp32\[A, 1, 128\].*fp32\[B, 128, 128\]", said)
+    assert "copied first: a" in said  # rows of 500 bytes
+
+
+def test_the_operator_and_its_fake(seed):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(24, 40, generator=generator).to(torch.float8_e4m3fn)
+    b = torch.randn(16, 40, generator=generator).to(torch.float8_e4m3fn).t()
+    given = {"scale_a": torch.rand(24, 1, generator=generator), "scale_b": torch.rand(1, 16, generator=generator)}
+    eager = cutegemm.gemm(a, b, bias=torch.ones(16), **given)
+    assert eager.dtype == torch.bfloat16
+
+    def layer(a, b, scale_a, scale_b):
+        return cutegemm.gemm(a, b, bias=torch.ones(16), scale_a=scale_a, scale_b=scale_b) * 2
+
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(a, b, **given), eager * 2)
+    with torch._subclasses.FakeTensorMode() as mode:
+        x, y = mode.from_tensor(a), mode.from_tensor(b)
+        assert cutegemm.gemm(x, y, scale_a=mode.from_tensor(torch.ones(()))).dtype == torch.bfloat16
+        assert cutegemm.gemm(x, y).dtype == torch.bfloat16

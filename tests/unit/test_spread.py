@@ -1,0 +1,134 @@
+"""The order of rounds, the spread of a ratio and the note of the timing method."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sqlite3
+import statistics
+from collections import Counter
+
+import pytest
+
+from cutegemm.tuner import timing
+from cutegemm.tuner.problem_bench import Bench
+from cutegemm.tuner.spread import METHOD, Seconds, Spread, order_of_round, spread, spread_of
+from cutegemm.winners import Measurement, Winners, table
+from tests.tuning_fakes import PROBLEM, FakeCompiler, FakeTimer, space
+from tuning import bench_report, contest
+
+
+def test_two_take_turns_in_alternating_order():
+    assert [order_of_round("AB", number) for number in range(4)] == [["A", "B"], ["B", "A"]] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_nobody_has_a_place_of_his_own(count):
+    names = list(range(count))
+    orders = [order_of_round(names, number) for number in range(2 * count * max(count - 1, 1))]
+    assert all(sorted(order) == names for order in orders)
+    pairs = Counter((o[i], o[j]) for o in orders for i in range(count) for j in range(i + 1, count))
+    assert all(pairs[a, b] == pairs[b, a] for a in names for b in names if a != b), "each goes before each as often"
+
+
+class _Lane:
+    """A lane on a card that slows down by the place in a round: who comes second takes a tenth longer."""
+
+    place = 0
+
+    def __init__(self, us: float) -> None:
+        self.us = us
+
+    def block(self, seconds: float = 0.0) -> float:
+        _Lane.place += 1
+        return self.us * (1.1 if _Lane.place % 2 == 0 else 1.0)
+
+
+def test_a_card_that_favours_the_first_does_not_favour_a_name(monkeypatch):
+    monkeypatch.setattr(timing, "Lane", lambda calls, seconds: _Lane(calls[0]()))
+    _Lane.place = 0
+    found = timing.interleaved({"torch": [lambda: 10.0], "ours": [lambda: 10.0]}, 1.0, rounds=8)
+    assert found["torch"].us == found["ours"].us
+    ratio = found["ours"].spread(found["torch"])
+    assert ratio is not None
+    assert ratio.parity
+    assert ratio == pytest.approx((1 / 1.1, 1.1))
+    faster = timing.interleaved({"torch": [lambda: 10.0], "ours": [lambda: 5.0]}, 1.0, rounds=8)
+    assert not faster["ours"].spread(faster["torch"]).parity
+
+
+def test_the_tuner_takes_turns_in_the_same_way(monkeypatch):
+    asked = []
+
+    class Lane:
+        def __init__(self, key):
+            self.key = key
+
+        def block(self, seconds=0.0):
+            asked.append(self.key)
+            return 2.0
+
+    bench = object.__new__(Bench)
+    monkeypatch.setattr(bench, "_lane", Lane, raising=False)
+    times = bench.time([("cute", "x")], 4, 0.0)
+    torch, ours = ("torch", ""), ("cute", "x")
+    assert asked == [torch, ours, torch, ours, ours, torch, torch, ours, ours, torch]
+    assert times[ours] == 2e-6
+    assert times[ours].samples == (2e-6,) * 4
+
+
+def test_spread_is_the_middle_half_of_the_rounds():
+    ours, theirs = [10.0] * 8, [9.0, 9.9, 10.1, 10.2, 10.3, 10.4, 10.5, 30.0]
+    found = spread(ours, theirs)
+    quartiles = statistics.quantiles([value / 10 for value in theirs], n=4, method="inclusive")
+    assert found == (quartiles[0], quartiles[2])
+    assert not found.parity, "one round that was disturbed does not make parity"
+    assert str(Spread(0.99, 1.004)) == "0.990..1.004 parity"
+    assert spread([1.0], [1.0]) is None
+
+
+def test_times_keep_their_rounds_across_processes():
+    times = pickle.loads(pickle.dumps({"a": Seconds([3e-6, 1e-6, 2e-6])}))
+    assert times["a"] == 2e-6
+    assert times["a"].samples == (3e-6, 1e-6, 2e-6)
+    assert spread_of(times["a"], Seconds([3e-6, 1e-6, 2e-6])) == (1.0, 1.0)
+    assert spread_of(times["a"], 2e-6) is None
+
+
+def test_a_contest_says_parity():
+    one, other = space(2)
+    met = contest.Met({one.key: Seconds([1.0, 1.1, 0.9]), other.key: Seconds([1.0, 1.0, 1.0])}, {})
+    assert contest.spread_text(met.spread(one, other)).endswith(" parity")
+    assert contest.spread_text(None) == ""
+
+
+def test_the_benchmark_counts_parity():
+    rows = [
+        bench_report.Result("p", 8, 8, n, "ours", "ok", us=1.0, ratio=ratio, ratio_low=low, ratio_high=high)
+        for n, ratio, low, high in ((1, 1.2, 1.1, 1.3), (2, 0.99, 0.97, 1.01), (3, 0.9, 0.8, 0.95))
+    ]
+    assert bench_report.summary(rows).endswith("; 1 faster, 1 at parity, 1 slower")
+
+
+def test_rows_say_how_they_were_timed(tmp_path):
+    from cutegemm.tuner.search import Options, Search
+
+    store, candidates = Winners(tmp_path / "w.sqlite3"), space(3)
+    Search(PROBLEM, candidates, FakeTimer({}), FakeCompiler(), store, Options(heat=2)).run()
+    assert {row.method for row in store.rows()} == {METHOD}
+    assert table.load(table.dump(store.rows()))[0].method == METHOD
+
+
+def test_older_rows_and_tables_have_no_note(tmp_path):
+    old = Measurement("H200", 132, "p", "cute", "c", "f", 1e-6, "ok", "then")
+    text = table.dump([old])
+    assert "method" not in text
+    assert table.load(text)[0].method == ""
+    path = tmp_path / "w.sqlite3"
+    Winners(path).record(old)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.executescript("ALTER TABLE measurement DROP COLUMN method; PRAGMA user_version = 2;")
+    store = Winners(path)
+    assert store.rows() == [old]
+    store.record(Measurement("H200", 132, "p", "cute", "c", "f", 1e-6, "ok", "now", method=METHOD))
+    assert [row.method for row in store.rows()] == ["", METHOD]

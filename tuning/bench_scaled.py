@@ -1,0 +1,106 @@
+"""Providers of `tuning.bench` for scaled operands of fp8: torch's `_scaled_mm` and `cutegemm.gemm`, recipe by recipe.
+
+All scales are 1, so that the result is that of the plain product, which the benchmark checks. They are read and
+multiplied all the same. Of blocks, torch wants A's scales with contiguous columns and ours lie as quantization writes
+them: what a transposition would cost is not in torch's times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import cutegemm
+from cutegemm.errors import GemmError
+from cutegemm.hardware.arch import Arch
+from cutegemm.problem import Problem
+from cutegemm.tuner.timing import Call
+from tuning.bench_basis import Inputs, NotServed, Prepared
+
+RECIPES = ("tensor", "rows", "blocks")
+
+
+def scales(problem: Problem, recipe: str, device: torch.device, columns: bool = False) -> tuple[Any, Any]:
+    """The scales of A and B. columns: those of A's blocks lie column after column, those of B's along K."""
+    m, n, k = problem.m, problem.n, problem.k
+    blocks = -(-k // 128)
+    shapes = {"tensor": ((), ()), "rows": ((m, 1), (1, n)), "blocks": ((m, blocks), (blocks, -(-n // 128)))}[recipe]
+    found = [torch.ones(shape, device=device) for shape in shapes]
+    if columns and recipe == "blocks":
+        found = [each.t().contiguous().t() for each in found]
+    return found[0], found[1]
+
+
+def torch_call(problem: Problem, recipe: str, fast: bool, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Call:
+    """torch's product of operands of one byte: `_scaled_mm`, of int8 `_int_mm`. Raises what torch raises."""
+    if problem.dtype == "int8":
+        return lambda: torch._int_mm(a, b, out=out)
+    scale_a, scale_b = scales(problem, recipe, a.device, columns=True)
+    options = {"out_dtype": out.dtype, "use_fast_accum": fast, "out": out}
+
+    def call() -> None:
+        torch._scaled_mm(a, b, scale_a, scale_b, **options)
+
+    call()
+    return call
+
+
+class ScaledTorch:
+    """`torch._scaled_mm` with scales of a recipe. fast: with fast accumulation."""
+
+    def __init__(self, recipe: str, fast: bool = False) -> None:
+        self.name = f"torch-{recipe}{'-fast' if fast else ''}"
+        self._recipe, self._fast = recipe, fast
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        return []
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        if problem.dtype not in ("e4m3", "e5m2"):
+            raise NotServed(f"torch._scaled_mm multiplies fp8, not {problem.dtype}")
+        try:
+            return Prepared([torch_call(problem, self._recipe, self._fast, a, b, out) for a, b in inputs])
+        except Exception as why:  # whatever torch does not take
+            raise NotServed(f"torch._scaled_mm: {why}") from why
+
+
+class ScaledCutegemm:
+    """`cutegemm.gemm` with scales of a recipe. accumulate: as there."""
+
+    def __init__(self, recipe: str, accumulate: str | None = None) -> None:
+        self.name = f"cutegemm-{recipe}{'-fast' if accumulate else ''}"
+        self._recipe, self._accumulate = recipe, accumulate
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+        return []
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        calls = []
+        for a, b in inputs:
+            scale_a, scale_b = scales(problem, self._recipe, a.device)
+            options = {"out": out, "scale_a": scale_a, "scale_b": scale_b, "accumulate": self._accumulate}
+            try:
+                cutegemm.prepare(a, b, **options)
+            except (GemmError, ValueError, TypeError) as why:
+                raise NotServed(str(why)) from why
+            calls.append(_call(a, b, options))
+        return Prepared(calls)
+
+
+def _call(a: torch.Tensor, b: torch.Tensor, options: dict[str, Any]) -> Call:
+    return lambda: cutegemm.gemm(a, b, **options)
+
+
+MAKERS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    **{f"torch-{recipe}": (partial(ScaledTorch, recipe), "torch", "torch") for recipe in RECIPES},
+    **{f"torch-{recipe}-fast": (partial(ScaledTorch, recipe, True), "torch", "torch") for recipe in RECIPES[:2]},
+    **{f"cutegemm-{recipe}": (partial(ScaledCutegemm, recipe), "cutegemm", "cutegemm") for recipe in RECIPES},
+    **{
+        f"cutegemm-{recipe}-fast": (partial(ScaledCutegemm, recipe, "fast"), "cutegemm", "cutegemm")
+        for recipe in RECIPES[:2]
+    },
+}
+"""Rows of `bench_providers`' table: provider, module that must be importable, its package."""

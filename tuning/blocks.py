@@ -1,0 +1,295 @@
+"""Four Llama-3-8B blocks with torch's linears and with ours: `python -m tuning.blocks`.
+
+    decoding   one token for each of 1, 8 and 64 sequences behind a cache of 512 tokens, without gradients:
+               eager, compiled (torch.compile), and as a CUDA graph of the eager step
+    training   forward and backward of one sequence of 256 and of 4096 tokens, eager
+
+The blocks are written in torch here: RMS norm, rotary embedding, grouped attention by scaled_dot_product_attention with
+a cache of keys and values, and the gated MLP. Variants share their weights: `torch` has torch.nn.Linear, `ours` the
+same after `replace_linears`, `constant` (decoding only) after `replace_linears(constant_weights=True)`. A variant's
+results must be as close to those of the blocks in float32 as torch's are, within a factor of two. Variants take turns
+in alternating order; a round is a number of steps between two CUDA events, so that eager figures hold the host's time.
+Ratios are to `torch`, above 1 is faster; their spread is the middle half of the rounds'.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch.nn import functional
+
+import cutegemm
+from cutegemm.tuner import timing
+from cutegemm.tuner.spread import order_of_round
+from tuning import cli
+
+TORCH = "torch"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of Llama-3-8B: width, hidden width of the MLP, heads, heads of keys and values. Blocks; tokens in the cache."""
+
+    width: int = 4096
+    hidden: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    layers: int = 4
+    context: int = 512
+
+    @property
+    def head(self) -> int:
+        return self.width // self.heads
+
+
+class Block(torch.nn.Module):
+    """One block; `cache` holds keys and values of the sequences while it decodes."""
+
+    def __init__(self, size: Size, **options: Any) -> None:
+        super().__init__()
+        self.size = size
+        self.before_attention = torch.nn.RMSNorm(size.width, eps=1e-5, **options)
+        self.before_mlp = torch.nn.RMSNorm(size.width, eps=1e-5, **options)
+
+        def linear(columns: int, rows: int) -> torch.nn.Linear:
+            return torch.nn.Linear(columns, rows, bias=False, **options)
+
+        self.q, self.o = linear(size.width, size.width), linear(size.width, size.width)
+        self.k, self.v = (linear(size.width, size.kv_heads * size.head) for _ in range(2))
+        self.gate, self.up = (linear(size.width, size.hidden) for _ in range(2))
+        self.down = linear(size.hidden, size.width)
+        self.cache: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """x: (sequences, tokens, width). turn: cosines and sines of the tokens' positions."""
+        size, y = self.size, self.before_attention(x)
+        q, k, v = (
+            each(y).unflatten(-1, (heads, size.head)).transpose(1, 2)
+            for each, heads in ((self.q, size.heads), (self.k, size.kv_heads), (self.v, size.kv_heads))
+        )
+        q, k = _turned(q, turn), _turned(k, turn)
+        if self.cache is not None:
+            keys, values = self.cache
+            keys[:, :, -1:].copy_(k)
+            values[:, :, -1:].copy_(v)
+            k, v = keys, values
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.cache is None, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        y = self.before_mlp(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+def _turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The rotary embedding of (sequences, heads, tokens, head)."""
+    first, second = x.chunk(2, -1)
+    return x * turn[0] + torch.cat((-second, first), -1) * turn[1]
+
+
+class Blocks(torch.nn.Module):
+    """The blocks, one behind the other."""
+
+    def __init__(self, size: Size, **options: Any) -> None:
+        super().__init__()
+        self.size = size
+        self.blocks = torch.nn.ModuleList(Block(size, **options) for _ in range(size.layers))
+
+    def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, turn)
+        return x
+
+    def remember(self, sequences: int, like: torch.Tensor, seed: int = 0) -> None:
+        """Fills the caches of keys and values for so many sequences; 0 for none."""
+        size, generator = self.size, torch.Generator(device=like.device).manual_seed(seed)
+        shape = (sequences, size.kv_heads, size.context, size.head)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.cache = None
+            if sequences:
+                keys, values = (
+                    torch.randn(shape, device=like.device, generator=generator).to(like.dtype) for _ in range(2)
+                )
+                block.cache = keys, values
+
+
+def positions(first: int, count: int, size: Size, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary embedding, (tokens, head)."""
+    rates = 500000.0 ** (-torch.arange(0, size.head, 2, device=like.device) / size.head)
+    angles = torch.arange(first, first + count, device=like.device)[:, None] * rates
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def variants(model: Blocks, names: Sequence[str]) -> dict[str, Blocks]:
+    """The model under each name, with linears of its own over the same parameters."""
+    found = {}
+    for name in names:
+        # A copy of the modules that shares the tensors.
+        shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        made = copy.deepcopy(model, shared)
+        if name != TORCH:
+            cutegemm.nn.replace_linears(made, constant_weights=name == "constant")
+        found[name] = made
+    return found
+
+
+def difference(found: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error, relative to the largest value."""
+    return float((found.float() - want.float()).abs().max() / want.float().abs().max())
+
+
+def check(models: Mapping[str, Blocks], x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> dict[str, str]:
+    """ "ok" or what is wrong with each variant's step, judged by the blocks in float32."""
+    wide = copy.deepcopy(models[TORCH]).float()
+    for block in wide.blocks:
+        assert isinstance(block, Block)
+        block.cache = None if block.cache is None else tuple(each.float() for each in block.cache)
+    with torch.no_grad():
+        want = wide(x.float(), tuple(each.float() for each in turn))
+        errors = {name: difference(model(x, turn), want) for name, model in models.items()}
+    limit = 2 * errors[TORCH]
+    return {
+        name: "ok" if error <= limit else f"wrong: error {error:.2g}, torch's is {errors[TORCH]:.2g}"
+        for name, error in errors.items()
+    }
+
+
+def decoding(model: Blocks, x: torch.Tensor, turn: Any, how: str) -> Callable[[], object]:
+    """A step of decoding without gradients: "eager", "compiled" or "graph"."""
+    step: Callable[..., Any] = model if how != "compiled" else torch.compile(model, dynamic=False)
+
+    def run() -> object:
+        with torch.no_grad():
+            return step(x, turn)
+
+    if how != "graph":
+        return run
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def training(model: Blocks, x: torch.Tensor, turn: Any) -> Callable[[], object]:
+    """Forward and backward of the mean of squares; gradients are dropped before each step."""
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x, turn).float().square().mean().backward()
+
+    return run
+
+
+def in_turns(steps: Mapping[str, Callable[[], object]], rounds: int, seconds: float = 0.1) -> dict[str, timing.Timing]:
+    """Microseconds of each step: rounds of about so many seconds, in alternating order, after a warm-up round."""
+    counts = {}
+    for name, step in steps.items():
+        for _ in range(3):
+            step()
+        counts[name] = max(1, round(seconds * 1e6 / _elapsed(step, 3)))
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds + 1):
+        for name in order_of_round(list(steps), number):
+            us = _elapsed(steps[name], counts[name])
+            if number:
+                samples[name].append(us)
+    return {
+        name: timing.Timing(statistics.median(values), min(values), max(values), len(values), tuple(values))
+        for name, values in samples.items()
+    }
+
+
+def _elapsed(step: Callable[[], object], count: int) -> float:
+    """Microseconds a step between two events, with an idle GPU before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(count):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / count
+
+
+def rows_of(what: str, found: Mapping[str, timing.Timing], verdicts: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """A line of the table for each variant."""
+    theirs = found.get(TORCH)
+    lines: list[tuple[str, ...]] = []
+    for name, verdict in verdicts.items():
+        timed = found.get(name)
+        if timed is None or theirs is None:
+            lines.append((what, name, verdict, ""))
+            continue
+        ratio = "" if name == TORCH else f"{theirs.us / timed.us:.3f} ({timed.spread(theirs)})"
+        lines.append((what, name, f"{timed.us * 1e-3:.3f}", ratio))
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns 0 when every variant was right."""
+    made = cli.parser("blocks", (__doc__ or "").split(":")[0] + ".")
+    made.add_argument("--sequences", default="1,8,64", help="batches of decoding, comma-separated (default 1,8,64)")
+    made.add_argument("--tokens", default="256,4096", help="lengths of training, comma-separated (default 256,4096)")
+    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
+    made.add_argument("--layers", type=int, default=4, help="blocks (default 4)")
+    made.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    options = made.parse_args(arguments)
+    try:
+        sequences, tokens = ([int(text) for text in given.split(",") if text]
+                             for given in (options.sequences, options.tokens))  # fmt: skip
+    except ValueError:
+        made.error("--sequences and --tokens: expected numbers, comma-separated")
+    if not torch.cuda.is_available():
+        print("tuning.blocks times a model on a GPU, and torch sees none here", file=sys.stderr)
+        return 2
+    print(f"{timing.gpu_state()}; torch {torch.__version__}, bf16, {options.layers} Llama-3-8B blocks")
+    torch.manual_seed(0)
+    size = Size(layers=options.layers)
+    model = Blocks(size, device="cuda", dtype=torch.bfloat16)
+    lines: list[tuple[str, ...]] = []
+    for count in sequences:
+        x = torch.randn(count, 1, size.width, device="cuda", dtype=torch.bfloat16)
+        turn = positions(size.context - 1, 1, size, x)
+        models = variants(model, (TORCH, "ours", "constant"))
+        for each in models.values():
+            each.remember(count, x)
+        verdicts = check(models, x, turn)
+        right = [name for name, verdict in verdicts.items() if verdict == "ok"]
+        for how in ("eager", "graph") if options.no_compile else ("eager", "compiled", "graph"):
+            torch._dynamo.reset()
+            steps = {name: decoding(models[name], x, turn, how) for name in right}
+            lines += rows_of(f"decoding, {how}, batch {count}", in_turns(steps, options.rounds), verdicts)
+            del steps
+        del models
+    for count in tokens:
+        x = torch.randn(1, count, size.width, device="cuda", dtype=torch.bfloat16)
+        turn = positions(0, count, size, x)
+        models = variants(model, (TORCH, "ours"))
+        verdicts = check(models, x, turn)
+        steps = {name: training(models[name], x, turn) for name, verdict in verdicts.items() if verdict == "ok"}
+        lines += rows_of(f"training, {count} tokens", in_turns(steps, options.rounds, 0.3), verdicts)
+        del models, steps
+    print(tabulate(lines, headers=["step", "linears", "ms", "x torch (spread)"], disable_numparse=True))
+    print(timing.gpu_state())
+    return 1 if any("wrong" in line[2] for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -34,7 +34,7 @@ def timing(seed, monkeypatch):
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [(72, 40, 70), (67, 45, 35)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_integers_below_2_to_the_53_are_exact(config, shape, majors, seed):
     case = Case.random(*shape, "fp64", seed=seed, majors=majors, pad=seed % 3)
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ def test_the_terms_are_computed_in_fp64(options, seed):
 
 
 def test_sizes_and_a_transposed_result(seed):
-    for shape in ((1, 1, 1), (1, 64, 40), (33, 1, 7), (8, 8, 0)):
+    for shape in ((1, 1, 1), (33, 1, 7), (8, 8, 0)):
         Case.random(*shape, "fp64", seed=seed).run(backend="cute")
     out = torch.empty(36, 40, dtype=torch.float64).t()
     Case.random(40, 36, 20, "fp64", seed=seed, out=out, bias=True).run(backend="cute")

@@ -35,19 +35,18 @@ def timing(seed, monkeypatch):
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [(2, 100, 332), (3, 67, 149)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("splits", ["", "/k3"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_few_rows(majors, shape, splits, seed):
     config = (ALONG_K if majors[1] == "n" else ACROSS) + splits
     exact.run(exact.case(*shape, "fp32", seed=seed, majors=majors), backend="cute", config=config)
     Case.random(*shape, "fp32", seed=seed, majors=majors, pad=2).run(backend="cute", config=config)
 
 
-@pytest.mark.parametrize("majors", MAJORS)
+@pytest.mark.parametrize("majors", ["tn", "nt"])
 @pytest.mark.parametrize("shape", [(136, 8, 332), (67, 3, 149)], ids=["aligned", "odd"])
 @pytest.mark.product(keep=2)
 def test_few_columns(majors, shape, seed):
     config = COLUMNS_ALONG_K if majors[0] == "t" else COLUMNS_ACROSS
-    Case.random(*shape, "fp32", seed=seed, majors=majors).run(backend="cute", config=config)
     Case.random(*shape, "fp32", seed=seed, majors=majors, batch=2).run(backend="cute", config=config + "/k2")
 
 
@@ -61,7 +60,7 @@ def test_little_to_sum_and_the_whole_epilogue(k, seed):
     Case.random(1, 70, k, "fp32", seed=seed, majors="tt", **options).run(backend="cute", config=ACROSS)
 
 
-@pytest.mark.parametrize("config", [ALONG_K, ALONG_K + "/k2", COLUMNS_ALONG_K])
+@pytest.mark.parametrize("config", [ALONG_K + "/k2", COLUMNS_ALONG_K])
 def test_results_and_reductions_of_programs(config):
     program = simplified(parse(REDUCED))
     generator = torch.Generator().manual_seed(1)

@@ -20,7 +20,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
 from cutegemm.pytorch import program_operator as torch_program_op
 from cutegemm.pytorch import quantize_operator as torch_quantize_op
-from cutegemm.pytorch import scaled_gemm_operator as torch_scaled_op
+from cutegemm.pytorch import scaled_operator as torch_scaled_op
 from cutegemm.quantize import dequantize, quantize
 from cutegemm.run.float32 import float32_precision, get_float32_precision, set_float32_precision
 from cutegemm.scaled_mm import scaled_mm

@@ -66,17 +66,18 @@ def gemm(
 ) -> Any:
     """D = activation(alpha * a @ b + beta * c + bias), or epilogue(a @ b, *operands).
 
-    Products are accumulated in fp32 (of int8 in int32), and D is rounded once. With scales `a` and `b` stand for
-    scale_a a and scale_b b.
+    Products are accumulated in fp32 (of int8 in int32, of float64 in fp64), and D is rounded once. With scales `a` and
+    `b` stand for scale_a a and scale_b b.
 
     Args:
         a: (M, K) or (L, M, K), any strides that torch allows. Accepted dtypes are the rows of
-            `cutegemm.problem.dtypes.TABLE`.
+            `cutegemm.problem.dtypes.PRODUCTS`. float64 is not mixed with others: c, bias and D are float64 too, and
+            activation and epilogue are None.
         b: (K, N) or (L, K, N), dtype and device of `a`; e4m3 and e5m2 may be mixed. A batch of 1, or a 2-D operand,
             broadcasts.
         c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not
             spread.
-        alpha, beta: Python numbers, used in fp32.
+        alpha, beta: Python numbers that fp32 can hold, used in fp32, with float64 operands in fp64.
         bias: (N,), any accepted dtype of 2 or 4 bytes.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out: D is written here; (M, N) or (L, M, N). It may be `c` itself and must not overlap another input.
@@ -198,6 +199,8 @@ def gemm(
             key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant
         )
     if records:
+        if a.element_size() == 1:
+            scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
         if _has_transforms():
             return _by_operator(
                 a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=None, out_dtype=out_dtype,

@@ -12,6 +12,7 @@ import torch
 from cutegemm import backend as backends
 from cutegemm.linear import linear
 from cutegemm.problem import dtypes, request
+from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
 from cutegemm.quantized_linear import Comparison, Fp8Linear, LayerError, Settings, compare
@@ -126,7 +127,7 @@ def replace_linears(
 
     constant_weights=True promises that no running kernel writes a weight when its layer is called, so that a layer may
     fetch its weight while the kernel in front still runs: for inference with weights that stay as they are. Not for
-    training, whose optimizer writes them, nor for FSDP, which gathers them.
+    training, whose optimizer writes them, nor for FSDP, which gathers them; DTensors are refused.
 
     Returns:
         `model`, or its replacement when it is a torch.nn.Linear itself.
@@ -150,8 +151,10 @@ def replace_linears(
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
         if _why_not(module) is not None or (where is not None and not where(name, module)):
             return module
+        assert isinstance(module, torch.nn.Linear)
+        if dtype is not None and module.weight.dtype not in INPUTS:
+            return module
         if id(module) not in made:
-            assert isinstance(module, torch.nn.Linear)
             if dtype is None:
                 made[id(module)] = Linear.from_linear(
                     module, precision=precision, backend=backend, constant_weight=constant_weights
@@ -372,6 +375,8 @@ def _why_not(module: Any) -> str | None:
         return "got a torch.nn.Linear whose forward was replaced"
     if dtypes.dtype_name(module.weight.dtype) is None:
         return f"got a weight of {module.weight.dtype}, accepted are {dtypes.ACCEPTED}"
+    if module.weight.dtype.itemsize == 1:
+        return f"got a quantized weight, of {module.weight.dtype}; pass it to Fp8Linear.from_quantized with its scale"
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm import backend as backends
+from cutegemm.gemm import gemm
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import (
     ACCEPTED,
@@ -19,7 +20,6 @@ from cutegemm.problem.quantization import (
     new_values,
 )  # fmt: skip
 from cutegemm.quantize import dequantize, quantize
-from cutegemm.scaled_mm import product
 
 SCALINGS = quantization_request.SCALINGS
 DTYPES = {"fp8": NAMED["e4m3"].dtype, **{name: format.dtype for name, format in NAMED.items()}}
@@ -156,9 +156,10 @@ class Fp8Linear(torch.nn.Module):
         of_weight = self.weight_scale.t() if self.weight_scale.dim() else self.weight_scale
         # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            result = product(
-                values, self.weight.t(), scale, of_weight, self.bias, settings.activation, input.dtype,
-                settings.accumulate, settings.backend,
+            result: torch.Tensor = gemm(
+                values, self.weight.t(), scale_a=scale, scale_b=of_weight, bias=self.bias,
+                activation=settings.activation, out_dtype=input.dtype, accumulate=settings.accumulate,
+                backend=settings.backend,
             )  # fmt: skip
         return result.view(*input.shape[:-1], self.out_features)
 

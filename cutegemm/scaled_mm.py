@@ -10,7 +10,6 @@ import torch
 from cutegemm.gemm import gemm
 from cutegemm.problem import request
 from cutegemm.problem.quantization import BLOCK
-from cutegemm.pytorch import scaled_operator
 
 PADDED_TO = 4
 """torch pads the blocks along K of 128 x 128 scales to a multiple of this."""
@@ -80,22 +79,9 @@ def scaled_mm(
     )
     out_dtype = mat_a.dtype if output_dtype is None else output_dtype
     fast = use_fast_accum and mat_a.dtype != torch.int8
-    return product(mat_a, mat_b, *scales, bias, None, out_dtype, "fast" if fast else None, "auto")
-
-
-def product(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None,
-    activation: str | None, out_dtype: torch.dtype, accumulate: str | None, backend: str,
-) -> torch.Tensor:  # fmt: skip
-    """`gemm` of scaled matrices, or its operator where torch's dispatcher must see the call."""
-    if scaled_operator.is_needed(a, b, scale_a, scale_b, bias):
-        found: torch.Tensor = torch.ops.cutegemm.scaled_mm(
-            a, b, scale_a, scale_b, bias, activation, out_dtype, accumulate, backend
-        )
-        return found
     result: torch.Tensor = gemm(
-        a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, activation=activation, out_dtype=out_dtype,
-        accumulate=accumulate, backend=backend,
+        mat_a, mat_b, scale_a=scales[0], scale_b=scales[1], bias=bias, out_dtype=out_dtype,
+        accumulate="fast" if fast else None,
     )  # fmt: skip
     return result
 

@@ -115,7 +115,7 @@ def _operand_kinds(kind: str) -> list[tuple[str, str | None]]:
     sixteen = [("fp16", None), ("bf16", None)]
     single = ("fp32", None)
     if kind == "sm90":
-        return list(sixteen)
+        return [*sixteen, ("fp32", "bf16x6"), ("fp32", "tf32x3"), ("fp32", "bf16x9")]
     if kind == "simt":
         return [single, ("fp32", "ieee")]
     if kind == "sm80":
@@ -154,6 +154,9 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
     dtype = "fp32" if kind == "simt" else "fp16"
     defaults = Deck(rng, family.candidates(Problem.of(8, 8, 8, dtype).signature))
     space = list(family.config.space())
+    if kind == "sm90":  # the candidates for parts of operands, which the others rarely leave enough room for
+        more = (family.candidates(Problem.of(8, 8, 8, "fp32", precision=p).signature) for p in ("bf16x6", "tf32x3"))
+        space += [family.config.parse(text) for texts in more for text in texts] * (len(space) // 100)
 
     def config() -> str:
         if rng.random() < 0.3:
@@ -167,6 +170,8 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
             if rng.random() < 0.3:
                 changes["bk"] = 32
             found = dataclasses.replace(found, **changes)
+        elif rng.random() < 0.25:
+            found = dataclasses.replace(found, splits=rng.choice((2, 3, 5, 8, 32)))
         return str(found)
 
     return config

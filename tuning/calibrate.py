@@ -70,7 +70,7 @@ PULL, OFFSET, LOSS = 0.0003, 0.5, 1.0
 SHARP = 0.03
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
 
-_HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3) )?([tn]{2}) torch ([\d.]+) us")
+_HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9) )?([tn]{2}) torch ([\d.]+) us")
 _LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
 _SPLIT = re.compile(r"/k\d+(/|$)")
 

@@ -15,6 +15,7 @@ TOOLS = {
     "bench": ("tuning.bench", "time cutegemm beside torch and others: table, JSON, CSV, plot"),
     "grouped": ("tuning.grouped", "time products in groups beside torch's grouped_mm and a loop"),
     "fused": ("tuning.fused", "time epilogue programs beside torch eager and torch.compile"),
+    "precision": ("tuning.precision", "error against time of float32's precisions"),
     "quantize": ("tuning.quantize", "time quantization beside a copy and torch.compile"),
     "explain": ("tuning.explain", "say which kernel gemm would run for a problem on a GPU, and why"),
     "ladder": ("tuning.ladder", "climb a teaching ladder: fp32, 16bit or hopper"),

@@ -2,6 +2,7 @@
 
     python -m tuning.sweep --shapes 4096x4096x4096,16x28672x4096 --dtype bf16
     python -m tuning.sweep --suite llm --dtype bf16,fp16 --gpus all --resume --json sweep.json
+    torchrun --nproc-per-node 8 -m tuning.sweep --suite llm                   on several hosts too: see docs/tuning.md
     python -m tuning.sweep --shapes 4096 --compile-only --arch sm_90a         without a GPU: fills the kernel store
     python -m tuning.sweep --shapes 300x520x200 --emulate --arch sm_90a       without a GPU: checks the numbers
 
@@ -72,7 +73,10 @@ def parser() -> argparse.ArgumentParser:
         "--resume", action="store_true", help="skip what today's kernels have behind them: whole shapes, configurations"
     )
     search.add_argument("--jobs", type=int, help="compile processes; by default as cores and memory allow")
-    search.add_argument("--gpus", default="0", help="all, or indices such as 0,2; a process each, sharing the shapes")
+    search.add_argument(
+        "--gpus", help="all, or indices such as 0,2; a process each, sharing the shapes (default 0; where torchrun "
+        "starts several processes a host, that of LOCAL_RANK)"
+    )  # fmt: skip
     search.add_argument("--store", help="the winners file; by default the user's, which gemm reads")
     output = made.add_argument_group("output")
     output.add_argument("--json", help="also write every measurement to this file")
@@ -126,6 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ValueError("--candidates and --jobs must be at least 1, --show at least 0")
         with ExitStack() as stack:
             # The GPU's process imports torch while this one does.
+            options.gpus = options.gpus or _own_gpu()
             early = None if dry or options.gpus != "0" else stack.enter_context(_first_gpu())
             wanted = problems(options)
             if dry:
@@ -144,6 +149,15 @@ def _limit(options: argparse.Namespace) -> int:
     return options.candidates or (10**9 if options.exhaustive else Options.limit)
 
 
+def _on_this_host() -> int:
+    """Processes that a launcher has started on this host."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _own_gpu() -> str:
+    return os.environ.get("LOCAL_RANK", "0") if _on_this_host() > 1 else "0"
+
+
 def _first_gpu() -> GpuProcess | ExitStack:
     return GpuProcess(0) if os.path.exists("/dev/nvidiactl") else ExitStack()
 
@@ -151,9 +165,9 @@ def _first_gpu() -> GpuProcess | ExitStack:
 def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, stack: ExitStack) -> int:
     import torch
 
-    from cutegemm.tuner import report
+    from cutegemm.tuner import report, shared
     from cutegemm.tuner import run as sweep_run
-    from cutegemm.tuner.compile_pool import CompilePool
+    from cutegemm.tuner.compile_pool import CompilePool, default_jobs
     from cutegemm.tuner.search import Options
     from cutegemm.winners import Winners
 
@@ -184,11 +198,25 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
             progress.update(lane, phase, outcome)
 
     stop = threading.Event()
-    pool = stack.enter_context(CompilePool(options.jobs))
+    pool = stack.enter_context(CompilePool(options.jobs or max(1, default_jobs() // _on_this_host())))
     try:
-        outcomes = sweep_run.run(wanted, options.backends, timers, pool, store, search, report=tell, stop=stop)
+        part = None
+        if shared.is_shared():
+            part = stack.enter_context(shared.Gathering(wanted, store, arch.name, arch.sm_count))
+            print(f"process {part.claims.rank} of {part.claims.world} that share the problems")
+        outcomes = sweep_run.run(
+            wanted, options.backends, timers, pool, store, search, report=tell, stop=stop,
+            claims=part.claims if part else None,
+        )  # fmt: skip
+        outcomes = part.outcomes(outcomes, stop.is_set) if part else outcomes
+    except shared.StoreLost as why:
+        print(f"{why}; what was measured here is kept in {store.path}", file=sys.stderr)
+        return 2
     finally:
         progress.close()
+    if part is not None and part.claims.rank != 0:
+        print(f"process {part.claims.rank}: {len(outcomes)} problems searched here; process 0 gathers them")
+        return 130 if stop.is_set() else 0
     if outcomes:
         print(report.table(outcomes, arch))
     left = len(wanted) - len(outcomes)

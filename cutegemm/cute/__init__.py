@@ -33,6 +33,7 @@ from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
 from cutegemm.cute.hopper import constant as hopper_constant
 from cutegemm.cute.hopper import footprint as hopper_footprint
+from cutegemm.cute.hopper import grouping as hopper_grouping
 from cutegemm.cute.simt import candidates as simt_candidates
 from cutegemm.cute.simt import config as simt_config
 from cutegemm.cute.simt import footprint as simt_footprint
@@ -144,7 +145,7 @@ FAMILIES: dict[str, Family] = {
         hopper_candidates.listed,
         hopper_footprint.of,
         ("../hardware/residency.py", "hopper/*.py"),
-        works=hopper_config.WORKS,
+        works=hopper_grouping.WORKS,
         splits=hopper_candidates.splits,
         shortlist=hopper_candidates.shortlist,
         for_constant=hopper_constant.for_constant,

@@ -44,7 +44,8 @@ class Roofline:
 
 def roofline(problem: Problem, arch: Arch) -> Roofline:
     """The bounds of `problem` on `arch`, every operand read once and D written once."""
-    peak = arch.peak(problem.signature.unit) * 1e12
+    parts = problem.signature.parts
+    peak = arch.peak(problem.signature.unit) * 1e12 / (1 if parts is None else len(parts.terms))
     intensity = problem.flops / problem.min_bytes if problem.min_bytes else 0.0
     return Roofline(
         problem.flops / peak, problem.min_bytes / arch.hbm_bytes_per_s, intensity, peak / arch.hbm_bytes_per_s

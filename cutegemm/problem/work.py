@@ -14,6 +14,10 @@ from typing import Literal, NamedTuple
 DENSE = "dense"
 INTEGERS: Mapping[str, int] = MappingProxyType({"int32": 4, "int64": 8})
 """Types of the elements of device arrays, with their bytes; torch and the CuTe DSL have them by these names."""
+SMALL_SHARE = 32
+"""Rows (or columns) a group up to which its weights take longer to read than to multiply on every GPU of the table."""
+SKEW = 2
+"""What such a share counts for: of rows drawn uniformly few groups have more than twice the mean; not measured."""
 _AXES = {"a": "mk", "b": "kn", "c": "mn", "d": "mn"}
 
 
@@ -58,11 +62,19 @@ class Work:
         return 2 * m * n * k * (batch if self.ragged is None else 1)
 
     def evened(self, m: int, n: int, k: int, batch: int) -> tuple[int, int, int, int]:
-        """(m, n, k, batch) of the dense work with as much to do: every product has its share of the ragged extent."""
+        """(m, n, k, batch) of the dense work that the cost model judges by: every product has its share of the ragged
+        extent, of which at most so many products have any. Sizes are skewed in practice: a small share of rows or
+        columns counts twice, or a tile that fits it would be too small for many groups and read their weights often.
+        """
         if self.ragged is None:
             return m, n, k, batch
         each = {"m": m, "n": n, "k": k}
-        each[self.ragged] = -(-each[self.ragged] // max(batch, 1))
+        extent = each[self.ragged]
+        batch = max(min(batch, extent), 1) if self.ragged != "k" else max(batch, 1)
+        share = -(-extent // batch)
+        if self.ragged != "k" and share <= SMALL_SHARE:
+            share = min(SKEW * share, extent)
+        each[self.ragged] = share
         return each["m"], each["n"], each["k"], batch
 
     def tiles(self, m: int, n: int, batch: int, rows: int, columns: int) -> int:
@@ -71,7 +83,8 @@ class Work:
         if self.ragged is None or self.ragged == "k":
             return along_m * along_n * batch
         # Each end of a group but the last may lie within a tile, which then counts for two groups.
-        more = max(batch - 1, 0)
+        # Groups with anything in them are no more than there are rows (or columns).
+        more = max(min(batch, m if self.ragged == "m" else n) - 1, 0)
         return (along_m + more) * along_n if self.ragged == "m" else along_m * (along_n + more)
 
 

@@ -20,6 +20,8 @@ def cast_operands(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any,
     def cast(tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
             return tensor
+        if tensor.element_size() == 1:
+            return tensor  # fp8 is what its scale says, whatever the other operands are
         return tensor.to(dtype) if tensor.device == device or tensor.device.type == kind else tensor
 
     options = {**options, "bias": cast(options["bias"])}

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm import native
 from cutegemm.problem import dtypes, request
-from cutegemm.problem.dtypes import dtype_name, product_dtype_name, torch_dtype
-from cutegemm.problem.epilogue import ACTIVATIONS
+from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import autograd, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
@@ -66,7 +66,7 @@ def _fake_gemm(
     check_constant(constant)
     if out_dtype is not None and request.comes_of(out_dtype, of_a(a)) is None:
         raise TypeError(f"out_dtype: got {out_dtype}, {request.accepted(of_a(a))}")
-    return a.new_empty(shape, dtype=out_dtype or torch_dtype(dtypes.PRODUCTS[of_a(a)].output))
+    return a.new_empty(shape, dtype=out_dtype or torch_dtype(PRODUCTS[of_a(a)].output))
 
 
 def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None):
@@ -79,7 +79,7 @@ def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, c
 
 
 def of_a(a: torch.Tensor) -> str:
-    """The name of the operands' dtype, which `_check` has looked at."""
+    """The name of the operands' dtype, which `check` has looked at."""
     return str(product_dtype_name(a.dtype))
 
 
@@ -91,10 +91,10 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
     if product_dtype_name(a.dtype) is None:
         raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
     if b.dtype != a.dtype:
-        b_dtype = dtype_name(b.dtype)
+        b_dtype = product_dtype_name(b.dtype)
         if b_dtype is None:
             raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
-        if refused := dtypes.why_not_multiplied(str(dtype_name(a.dtype)), b_dtype):
+        if refused := dtypes.why_not_multiplied(of_a(a), b_dtype):
             raise TypeError(refused)
     torch._check_value(
         a.shape[-1] == b.shape[-2],
@@ -105,6 +105,8 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
     )
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    if refused := Epilogue(activation=activation).why_refused_for(of_a(a)):
+        raise ValueError(refused)
     m, n = a.shape[-2], b.shape[-1]
     shape: tuple[Any, ...] = (m, n)
     if a.dim() == 3 or b.dim() == 3:
@@ -123,8 +125,7 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
             ) from None
     for name, tensor in (("c", c), ("bias", bias)):
         if tensor is not None and request.goes_with(tensor.dtype, of_a(a)) is None:
-            accepted = request.accepted(of_a(a), dtypes.ACCEPTED_TERMS)
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, {accepted}")
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, {request.accepted(of_a(a), dtypes.ACCEPTED_TERMS)}")
     if bias is not None:
         if bias.dim() != 1:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")

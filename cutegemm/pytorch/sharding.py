@@ -28,8 +28,10 @@ from cutegemm.errors import GemmError
 _MODULE = "torch.distributed.tensor"
 _FIRST_OPTION = 3
 """Where in the arguments of torch.ops.cutegemm.gemm the first stands that is no tensor: alpha."""
-_NO_TENSORS = [None] * 5
+_NO_TENSORS = [None] * 6
 """The placements of the arguments behind the bias."""
+_CONSTANT = 4
+"""The place of `constant` behind the activation."""
 _registered = False
 
 
@@ -70,7 +72,14 @@ def rules(
     """The rules of one call: (placements of D, placements of the arguments), one mesh dimension each.
 
     Args: as torch.ops.cutegemm.gemm; of a tensor its shape is read.
+
+    Raises ValueError for an operand that is promised to be constant: DTensor may gather it just in front.
     """
+    constant = more.get("constant", options[_CONSTANT] if len(options) > _CONSTANT else None)
+    if constant is not None:
+        raise ValueError(
+            f"constant: got {constant!r} with DTensors, which may be gathered in front of the product; leave it away"
+        )
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from cutegemm import backend as backends
 from cutegemm.errors import UnsupportedError
@@ -32,6 +32,44 @@ Report = Callable[[int, str, Outcome], None]
 
 First = Callable[["Problem", "Arch"], Sequence[Candidate]]
 """first(problem, arch): what to try before everything else."""
+
+
+class Claims(Protocol):
+    """Who searches which problem, by its number in the list."""
+
+    def take(self, stopped: Callable[[], bool]) -> int | None:
+        """A problem to search now, None when there is none any more."""
+
+    def upcoming(self, number: int) -> int | None:
+        """The problem that probably comes after that one."""
+
+    def finished(self, number: int, outcome: Outcome) -> None:
+        """It has been searched."""
+
+    def failed(self, number: int, outcome: Outcome) -> bool:
+        """A GPU would not do it. Returns whether that GPU shall be given another."""
+
+
+class InOrder:
+    """Claims of one process: every problem once, in order. Safe for threads."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._next, self._lock = count, 0, threading.Lock()
+
+    def take(self, stopped: Callable[[], bool]) -> int | None:
+        with self._lock:
+            number = self._next
+            self._next += 1
+        return number if number < self._count else None
+
+    def upcoming(self, number: int) -> int | None:
+        return number + 1 if number + 1 < self._count else None
+
+    def finished(self, number: int, outcome: Outcome) -> None: ...
+
+    def failed(self, number: int, outcome: Outcome) -> bool:
+        return True
+
 
 SEEDS = 4
 """Of each source of seeds at most; of the same problem in other majors one."""
@@ -104,13 +142,16 @@ def run(
     first: First = nothing,
     seeded: bool = True,
     ahead: int = AHEAD,
+    claims: Claims | None = None,
 ) -> list[Outcome]:
     """Searches every problem; one thread a timer. Those that were not begun when `stop` was set have no outcome.
 
     The candidates of the next problem are enumerated, and the first `ahead` of them compiled, while the present one is
     timed. Ctrl-C sets `stop`; a second one is raised. `ranker`, `first` and `seeded` as in `run_one`. A problem is
-    still open in its lane's timer when `report` is called with "finished".
+    still open in its lane's timer when `report` is called with "finished". `claims`: which problems are for this
+    process, by default all; the outcomes are of these.
     """
+    claims = claims or InOrder(len(problems))
     stop = stop or threading.Event()
     outcomes: dict[int, Outcome] = {}
     failures: list[BaseException] = []
@@ -123,8 +164,14 @@ def run(
         return made
 
     def work(lane: int, timer: Timer) -> None:
-        while not stop.is_set():
-            taken = todo.take(timer)
+        goes_on = True
+        while goes_on and not stop.is_set():
+            try:
+                taken = todo.take(timer, stop.is_set)
+            except BaseException as why:
+                failures.append(why)
+                stop.set()
+                return
             if taken is None:
                 return
             number, problem, prepared = taken
@@ -135,11 +182,14 @@ def run(
                 )  # fmt: skip
             except TimerBroken as why:
                 outcomes[number] = Outcome(problem, 0, ended=f"not timed: {why}")
+                goes_on = claims.failed(number, outcomes[number])
             except BaseException as why:
                 failures.append(why)
                 stop.set()
                 return
             try:
+                if outcomes[number].searched:
+                    claims.finished(number, outcomes[number])
                 report(lane, "finished", outcomes[number])
             except BaseException as why:
                 failures.append(why)
@@ -156,7 +206,7 @@ def run(
             ended.append(lane)
             told.put(lane)
 
-    with _Todo(problems, prepare) as todo:
+    with _Todo(problems, prepare, claims) as todo:
         for lane, timer in enumerate(timers):
             threading.Thread(target=work_and_tell, args=(lane, timer), daemon=True).start()
         while len(ended) < len(timers):
@@ -190,30 +240,31 @@ class Prepared:
 
 
 class _Todo:
-    """Problems in order, each handed out once; the one after it is prepared meanwhile, in a thread of its own."""
+    """Problems as they are claimed; the one that comes next is prepared meanwhile, in a thread of its own."""
 
-    def __init__(self, problems: Sequence[Problem], prepare: Callable[[Problem, Arch], Prepared]) -> None:
-        self._problems, self._prepare = problems, prepare
+    def __init__(
+        self, problems: Sequence[Problem], prepare: Callable[[Problem, Arch], Prepared], claims: Claims
+    ) -> None:
+        self._problems, self._prepare, self._claims = problems, prepare, claims
         self._lock = threading.Lock()
-        self._next = 0
         self._prepared: dict[tuple[int, Arch], Future[Prepared]] = {}
         self._thread = ThreadPoolExecutor(1, "prepare")
 
-    def take(self, timer: Timer) -> tuple[int, Problem, Future[Prepared] | None] | None:
+    def take(self, timer: Timer, stopped: Callable[[], bool]) -> tuple[int, Problem, Future[Prepared] | None] | None:
         """(number, problem, what it needs, in the making), or None when none is left."""
         try:
             arch = timer.arch
         except TimerBroken:  # as `run_one` will say
             arch = None
+        number = self._claims.take(stopped)
+        if number is None:
+            return None
+        if arch is None:
+            return number, self._problems[number], None
+        following = self._claims.upcoming(number)
         with self._lock:
-            number = self._next
-            if number >= len(self._problems):
-                return None
-            self._next += 1
-            if arch is None:
-                return number, self._problems[number], None
-            for wanted in range(number, min(number + 2, len(self._problems))):
-                if (wanted, arch) not in self._prepared:
+            for wanted in (number, following):
+                if wanted is not None and (wanted, arch) not in self._prepared:
                     problem = self._problems[wanted]
                     self._prepared[wanted, arch] = self._thread.submit(self._prepare, problem, arch)
             return number, self._problems[number], self._prepared.pop((number, arch))

@@ -122,6 +122,24 @@ def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_
     assert all(op.endswith(".128") for op in names if op.startswith("LDGSTS"))
 
 
+@pytest.mark.parametrize(
+    ("text", "majors"),
+    [
+        ("simt/128x128x16/w64x32/s3/g8/k32", "tn"), ("simt/32x32x64/w32x32/s3/g8/x4/k16", "nt"),
+        ("sm80/128x256x64/w64x64/s3/g8/k4", "nn"), ("vector/1x16x128/w1x8/s2/g1/x2/k4", "tn"),
+        ("vector/8x128x4/w8x128/s3/g1/x4/k32", "tt"),
+    ],
+)  # fmt: skip
+def test_splits_of_k_and_thin_results_spill_nothing(text, majors):
+    """With the whole epilogue; parts are left and read 16 bytes (mma.sync: 8) at a time."""
+    problem = Problem.of(512, 512, 512, "fp16" if text.startswith("sm80") else "fp32", majors=majors, epilogue=FULL)
+    names = opcodes(build(problem, text, "sm_90a").cubin)
+    assert not any(op.startswith(("LDL", "STL")) for op in names), "registers spill"
+    parts = CUTE.parse(text).splits
+    assert sum(count for op, count in names.items() if op.startswith("LDG.E.128")) >= parts
+    assert any(op.startswith("STG.E.64" if text.startswith("sm80") else "STG.E.128") for op in names)
+
+
 SLICED = [
     SimtConfig(*numbers)
     for numbers in product(

@@ -84,10 +84,10 @@ def test_every_rule_gives_the_whole(m, n, k, batches, c, bias, activation, beta,
         beta = 0.0
     vector = integers(n) if bias else None
     want = cutegemm.gemm(a, b, c, beta=beta, bias=vector, activation=activation)
-    found = rules(a, b, c, 1.0, beta, vector, activation, None, None, "auto", None)
+    found = rules(a, b, c, 1.0, beta, vector, activation, None, None, "auto", None, None)
     assert len(found) == 1 + (m > 1) + (n > 1) + (4 in batches) + (k > 1 and activation is None)
     for (of_d,), given_placements in found:
-        assert len(given_placements) == 11  # one for each argument of the operator
+        assert len(given_placements) == len(torch.ops.cutegemm.gemm.default._schema.arguments)
         placed = [given_placements[place] for place in (0, 1, 2, 5)]
         parts = [shares(tensor, place, ranks) for tensor, place in zip((a, b, c, vector), placed, strict=True)]
         count = min(map(len, parts))
@@ -117,3 +117,14 @@ def test_another_way_to_register_is_named(monkeypatch):
     monkeypatch.setattr(dtensor.DTensor, "_op_dispatcher", hidden)
     with pytest.raises(GemmError, match="registers sharding rules in a way that cutegemm does not know"):
         sharding.needed()
+
+
+def test_an_operand_that_may_be_gathered_is_not_constant():
+    from cutegemm.pytorch import sharding
+
+    a, b = SimpleNamespace(shape=(4, 8)), SimpleNamespace(shape=(8, 6))
+    options = (None, None, "auto", None)
+    assert sharding.rules(a, b, None, 1.0, 0.0, None, None, *options, None)
+    for given_ in ({"constant": "b"}, {}):
+        with pytest.raises(ValueError, match="constant: got 'b' with DTensors"):
+            sharding.rules(a, b, None, 1.0, 0.0, None, None, *options, *(() if given_ else ("b",)), **given_)

@@ -88,14 +88,18 @@ def test_threads_have_their_own_and_an_error_ends_a_context():
             done.wait(10)
             seen.append(cutegemm.get_float32_precision())
 
-    with pytest.raises(KeyError), cutegemm.float32_precision("bf16x6"):  # noqa: PT012
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert inside.wait(10)
-        assert cutegemm.get_float32_precision() == "bf16x6"
-        done.set()
-        thread.join()
-        raise KeyError
+    def fails():
+        with cutegemm.float32_precision("bf16x6"):
+            thread = threading.Thread(target=other)
+            thread.start()
+            assert inside.wait(10)
+            assert cutegemm.get_float32_precision() == "bf16x6"
+            done.set()
+            thread.join()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     assert seen == ["ieee", "tf32"]
     assert cutegemm.get_float32_precision() == "ieee"
 

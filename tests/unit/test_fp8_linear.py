@@ -208,6 +208,9 @@ def test_replaced_layers_share_and_choose(seed):
     assert whole[2] is whole[3]
     assert isinstance(whole[2], Fp8Linear)
     assert whole[2].training is False
+    for strange in (E4M3, torch.float64):
+        whole[0].weight = torch.nn.Parameter(whole[0].weight.detach().to(strange), requires_grad=False)
+        assert type(replace_linears(whole, dtype="fp8")[0]) is torch.nn.Linear
 
 
 RECIPES = ["TensorWise", "RowWise", "BlockWise1x128", "BlockWise128x128"]

@@ -190,15 +190,20 @@ UNUSUAL: dict[str, Callable[[], Any]] = {
 def test_what_is_not_its_own_is_left_to_python(name):
     """A result or an error is the same, the first time and later."""
 
+    kinds = []
+
     def outcome() -> Any:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return flat(UNUSUAL[name]())
+                result = flat(UNUSUAL[name]())
         except Exception as why:
-            return [type(why), str(why)]
+            result = [type(why), str(why)]
+        kinds.append([type(each) for each in result])
+        return result
 
     (expected, _), (found, _) = both(outcome)
+    assert all(kind == kinds[0] for kind in kinds)
     for x, y in zip(expected, found, strict=True):
         if isinstance(x, torch.Tensor):
             assert type(x) is type(y)
@@ -308,6 +313,7 @@ def described(draw) -> dict[str, Any]:
         found |= {"bias": torch.ones(n + 2, dtype=dtype)[draw(st.integers(0, 1)) :][:n]}
     if draw(st.booleans()):
         found |= {"activation": draw(st.sampled_from([None, "relu", "silu"]))}
+    found |= {"constant": draw(st.sampled_from([None, None, "a", "b"]))}
     if draw(st.booleans()):
         found |= {"out": torch.empty(m, n, dtype=dtype)}
     elif draw(st.booleans()):
@@ -318,7 +324,20 @@ def described(draw) -> dict[str, Any]:
 @settings(max_examples=12)
 @given(st.lists(described(), min_size=4, max_size=12))
 def test_two_calls_have_one_key_where_python_describes_them_alike(calls):
-    names = ("a", "b", "c", "beta", "bias", "activation", "out", "out_dtype", "precision", "backend", "config")
+    names = (
+        "a",
+        "b",
+        "c",
+        "beta",
+        "bias",
+        "activation",
+        "out",
+        "out_dtype",
+        "precision",
+        "backend",
+        "config",
+        "constant",
+    )
     defaults = dict.fromkeys(names) | {"beta": 0.0, "backend": "auto"}
     with served(in_cpp=True):
         descriptions = set()

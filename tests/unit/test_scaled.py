@@ -190,3 +190,13 @@ def test_the_operator_and_its_fake(seed):
         x, y = mode.from_tensor(a), mode.from_tensor(b)
         assert cutegemm.gemm(x, y, scale_a=mode.from_tensor(torch.ones(()))).dtype == torch.bfloat16
         assert cutegemm.gemm(x, y).dtype == torch.bfloat16
+
+
+def test_autocast_leaves_operands_of_one_byte_alone(seed):
+    torch.manual_seed(seed)
+    a, b = (torch.randn(4, 32).to(torch.float8_e4m3fn) for _ in range(2))
+    scale, b = torch.tensor(0.5), b.t()
+    plain = cutegemm.gemm(a, b), cutegemm.gemm(a, b, scale_a=scale, scale_b=scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = cutegemm.gemm(a, b), cutegemm.gemm(a, b, scale_a=scale, scale_b=scale)
+    assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))

@@ -43,10 +43,12 @@ def row(row, end):
     return (ROWS - end) + row
 
 
-def windows(tensor: cute.Tensor, box: tuple[int, ...]) -> cute.Tensor:
-    """A coordinate tensor as the boxes that begin at each of its elements: the modes of a box, then those of
-    `tensor`, which say where it begins.
+def boxes(tensor: cute.Tensor, box: tuple[int, int], clipped: bool) -> cute.Tensor:
+    """A coordinate tensor of results as boxes: those that lie side by side, or, clipped, those that begin at each
+    element: the modes of a box, then those of `tensor`, which say where it begins.
     """
+    if not clipped:
+        return cute.local_tile(tensor, box, (None, None, None))
     shape, stride = tensor.layout.shape, tensor.layout.stride
     layout = cute.make_layout((*box, *shape), stride=(*stride[: len(box)], *stride))
     return cute.make_tensor(tensor.iterator, layout)

@@ -26,7 +26,7 @@ from itertools import product
 from typing import ClassVar
 
 from cutegemm.cute import tile_order
-from cutegemm.cute.hopper import grouping, operand_parts, promotion, work_count
+from cutegemm.cute.hopper import grouping, operand_parts, part_candidates, promotion, work_count
 from cutegemm.cute.hopper import options as option_table
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
@@ -35,12 +35,12 @@ from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program.graph import Input
+from cutegemm.problem.work import DENSE
 
 TAKES: tuple[Kind, ...] = (
     ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT,
     ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
 )  # fmt: skip
-WORKS = grouping.WORKS
 WARPGROUP = 128
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
@@ -229,6 +229,7 @@ class HopperConfig(LaunchedConfig):
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
         staged = len(matrices) == 1 and self.staged_matrix(signature) is not None
         most = 208 if not matrices else 192 if staged else 160
+        most = min(most, 176) if matrices and signature.work != DENSE else most  # a warp keeps the ends of groups
         if reductions:
             both_ways = len({reduce.split("_")[0] for _, reduce in reductions}) == 2
             most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)
@@ -331,11 +332,10 @@ class HopperConfig(LaunchedConfig):
         return words, sums + operand_parts.workspace_bytes(problem)
 
     def _sum_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
-        """The same for what meets where K is divided; (0, 0) where no tile's is. In whole lines.
+        """The same, in whole lines, for what meets where K is divided; (0, 0) where no tile's is.
 
         A warpgroup's part of a divided tile has a state word, which must be 0 and is again 0 after each launch, and
-        room in fp32 for each split, or with stream-K for two. In the order of arrival there is room for one, which
-        must be 0 as the words must.
+        room in fp32 for each split, or with stream-K for two; in the order of arrival room for one, which must be 0.
         """
         shares, parts = work_count.shares(self, problem, arch)
         if not shares:
@@ -482,6 +482,8 @@ class HopperConfig(LaunchedConfig):
     @classmethod
     def split_space(cls, problem: Problem, arch: Arch) -> Iterator[HopperConfig]:
         """The same with splits of K: as many as fill the GPU once or twice, and in small clusters those of `SPLITS`."""
+        if (split := problem.signature.parts) is not None:
+            yield from part_candidates.space(cls, TILES, RING_BYTES, split.itemsize)
         itemsize = ITEMSIZE[problem.dtype]
         depths = (128 // itemsize, 256 // itemsize)
         clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)

@@ -7,9 +7,12 @@ stored straight from registers: the ring may be as deep without it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cutegemm.cute.hopper.config import HopperConfig
     from cutegemm.problem import Signature
 
 _BF16 = (
@@ -46,8 +49,8 @@ _TF32 = (
 )
 _SPLIT = ("/128x128x32/coop2/c1x1/", "/128x64x32/coop2/", "/64x64x32/", "/64x32x32/", "/64x16x32/")
 """In the texts of those that may also have K split."""
-DEPTHS = (32,)
-"""Elements of K of a stage that the tuner considers."""
+_DEPTH = 32
+"""Elements of K of a stage: a promotion follows every one."""
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
@@ -58,3 +61,18 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 def may_split(text: str) -> bool:
     return any(part in text for part in _SPLIT) and text in (*_BF16, *_TF32)
+
+
+def space(made: type[HopperConfig], tiles: tuple[tuple[int, int], ...], ring_bytes: int, itemsize: int) -> Iterator:
+    """Configurations that the tuner considers beside the general ones, whose rings are too deep for all parts.
+
+    made: the class. ring_bytes: room of the ring. itemsize: bytes of all parts of an element.
+    """
+    for (bm, bn), schedule in product(tiles, ("coop1", "coop2", "coop3")):
+        deepest = min(8, ring_bytes // ((bm + bn) * _DEPTH * itemsize))
+        general = min(8, (ring_bytes - 2 * bn) // ((bm + bn) * _DEPTH * 4))
+        for stages, cluster, order in product(
+            range(max(deepest - 1, 2), deepest + 1), ((1, 1), (2, 1), (1, 2), (2, 2)), ("serp8", "hilbert")
+        ):
+            if stages not in (general, general - 1, general // 2):
+                yield made(bm, bn, _DEPTH, schedule, cluster, stages, order, ("pdl",))

@@ -153,8 +153,7 @@ class TmaEpilogue:
             layout.outer, cute.make_layout(self.config.store_buffers, stride=self.buffer_bytes // self.itemsize)
         )
         pointer = cute.recast_ptr(base, layout.inner, dtype=dtype)
-        box = self.box()
-        tiles = clip.windows(tensor, box) if self.clipped else cute.local_tile(tensor, box, (None, None, None))
+        tiles = clip.boxes(tensor, self.box(), self.clipped)
         shared, target = cpasync.tma_partition(
             atom,
             0,

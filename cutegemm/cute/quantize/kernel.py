@@ -316,14 +316,14 @@ class Quantize:
         count = self.config.vector
         scaled = cute.make_rmem_tensor(count, Float32)
         scaled.store(raw.load().to(Float32))
-        single = cute.make_rmem_tensor(count, Uint8)
-        words = cute.recast_tensor(single, Uint32)
+        in_bytes = cute.make_rmem_tensor(count, Uint8)
+        words = cute.recast_tensor(in_bytes, Uint32)
         for word in range(count // 4):
             places = range(4 * word, 4 * word + 4)
             words[word] = self._rounded([scaled[e] * inverses[e % len(inverses)] for e in places])
         row = self._row(corner, i)
         self._put(
-            words if self.signature.width % 4 == 0 else single, self._v_row(corner, row), row, self._k(corner, j), 1
+            words if self.signature.width % 4 == 0 else in_bytes, self._v_row(corner, row), row, self._k(corner, j), 1
         )
 
     @cute.jit
@@ -342,8 +342,7 @@ class Quantize:
     def _rounded(self, four) -> Any:
         """Four numbers as the bytes of a word, the first one lowest."""
         if self.integer:
-            words = "cvt.rni.s32.f32 {name}, {{$r{number}}};"
-            code = " ".join(words.format(name="abcd"[number], number=number) for number in range(4))
+            code = " ".join(f"cvt.rni.s32.f32 {name}, {{$r{number}}};" for number, name in enumerate("abcd"))
             code = (
                 f"{{ .reg .b32 a, b, c, d; {code} cvt.pack.sat.s8.s32.b32 c, d, c, 0; "
                 "cvt.pack.sat.s8.s32.b32 {$w0}, b, a, c; }"
@@ -367,9 +366,9 @@ class Quantize:
         count, width = self.config.vector, self.signature.width
         row, k = self._row(corner, i), self._k(corner, j)
         start = self._v_row(corner, self._inside(row))
-        single = cute.make_rmem_tensor(count, Uint8)
-        words = cute.recast_tensor(single, Uint32)
-        accesses = words if width % 4 == 0 else single
+        in_bytes = cute.make_rmem_tensor(count, Uint8)
+        words = cute.recast_tensor(in_bytes, Uint32)
+        accesses = words if width % 4 == 0 else in_bytes
         layout = cute.make_layout(width * 8 // accesses.element_type.width)
         pieces = cute.logical_divide(accesses, layout)
         for piece in range(count // width):

@@ -106,6 +106,10 @@ class SimtConfig(TileConfig):
             return f"thread tile {tm}x{tn}; more than 128 accumulators spill"
         if tm * tn + 32 > self._registers_at_most():
             return f"thread tile {tm}x{tn} with {self.threads} threads; accumulators spill"
+        if self.splits != 1 and tm * tn > 64:
+            return (
+                f"thread tile {tm}x{tn} and {self.splits} splits of K; the part's place spills beside 128 accumulators"
+            )
         if self.bk < 8:
             return f"bk is {self.bk}; at least 8"
         if self.slices != 1:

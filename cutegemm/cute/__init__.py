@@ -65,6 +65,8 @@ _SHARED_SOURCES = (
     "state_word.py",
     "tile_order.py",
     "types.py",
+    "warps/part_sum.py",
+    "whole.py",
     "workspace.py",
     "../problem/epilogue.py",
     "../problem/program/graph.py",

@@ -185,5 +185,10 @@ def _program(
     return simplified(builder.program([Output(z)]))
 
 
-_outside_of_graphs = torch.compiler.disable(compute_eager)
-"""torch.compile breaks its graph here: for calls with an epilogue."""
+def _outside_of_graphs(*given: Any) -> Any:
+    """`compute_eager` where torch.compile breaks its graph: for calls with an epilogue."""
+    return torch.compiler.disable(compute_eager)(*given)
+
+
+# What torch.compiler.disable would write; to call it here would import dynamo with the package, which takes a second.
+_outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -84,6 +84,8 @@ def test_the_choice_is_valid_and_about_as_fast_as_without_gating(gating, dtype, 
         assert CUTE.check(chosen, gated, H200) is None
         assert chosen.family == ("simt" if precision == "ieee" and dtype == "fp32" else "sm90")
         plain = Problem.of(m, n, k, dtype, precision=precision, majors=majors)
+        if CUTE.default(plain, H200).family == "vector":
+            continue  # vector kernels have no gating
         few_rows_of_pairs = 1.6 if gating == "pairs" and m <= 16 and precision == "tf32" else 1.05
         estimate = heuristics.estimate(gated, chosen, "cute", H200)
         assert estimate <= few_rows_of_pairs * heuristics.estimate(plain, CUTE.default(plain, H200), "cute", H200)

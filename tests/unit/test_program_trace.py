@@ -110,7 +110,7 @@ ERRORS = [
     (lambda acc: acc + (acc > 0), (), r"ops\.where\(condition, 1\.0, 0\.0\)"),
     (lambda acc: (acc > 0) & acc, (), "parentheses"),
     (lambda acc: ops.where(acc, 1, 0), (), "condition"),
-    (lambda acc: ops.cast(acc, torch.int8), (), r"torch\.int8.*accepted"),
+    (lambda acc: ops.cast(acc, torch.int16), (), r"torch\.int16.*accepted"),
     (lambda acc: ops.row_sum(acc) + 1, (), "return it as it is"),
     (lambda acc: ops.exp(ops.row_sum(acc)), (), "return it as it is"),
     (lambda acc: ops.random(acc), (), "seed"),

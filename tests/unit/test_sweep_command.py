@@ -59,7 +59,7 @@ def test_what_is_asked():
     [
         ((), "name the shapes"),
         (("--shapes", "0x4x4"), "'0x4x4'"),
-        (("--shapes", "64", "--dtype", "int8"), "'int8'"),
+        (("--shapes", "64", "--dtype", "int4"), "'int4'"),
         (("--shapes", "64", "--majors", "tx"), "'tx'"),
         (("--shapes", "64", "--backends", "cute,cublas"), "'cublas', accepted are cute, cutlass2x, legacy"),
         (("--shapes", "64", "--budget", "soon"), "'soon'"),

@@ -153,7 +153,7 @@ def test_a_spoilt_configuration_is_skipped_and_named(store, config, tmp_path, ca
         ("problem", str(PROBLEM).replace("ak16", "ak1"), "A is aligned to 1 bytes"),
         ("problem", str(PROBLEM).replace("ieee", "tf32"), "precision 'tf32' of bf16"),
         ("problem", str(PROBLEM).replace("256x", "0256x", 1), "it would be written"),
-        ("problem", f"1x{PROBLEM}", "it would be written"), ("problem", str(PROBLEM).replace("bf16", "int8"), "dtype"),
+        ("problem", f"1x{PROBLEM}", "it would be written"), ("problem", str(PROBLEM).replace("bf16", "int4"), "dtype"),
         ("backend", "torch", "no such backend"), ("backend", "auto", "no such backend"),
         ("gpu", "", "gpu is ''"), ("gpu", "H\x1b[2J", "gpu is 'H\\x1b[2J'"), ("gpu", "A100", "cannot serve"),
         ("seconds", 1e-12, "seconds is 1e-12, accepted are 1e-09 to 1e+06"), ("seconds", 1e9, "seconds is 10000000"),

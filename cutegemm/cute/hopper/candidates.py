@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import byte_candidates, part_candidates, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
+from cutegemm.problem import ITEMSIZE
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -111,13 +112,16 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
 
 
 def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
-    """The splits of K, ascending, that a candidate may have as well as none; of several results by `signature`."""
+    """The splits of K, ascending, that a candidate may have as well as none; by default of 16 bits and tf32."""
     texts = [text]
     if signature is not None and len(signature.results) > 1:
         texts = [one for one, fits in _fitting(signature).items() if fits == text]
-    listed = (_SPLIT_TF32, byte_candidates.SPLIT)
-    may = (
-        any(one in each for each in listed) or shortlists.may_split(one) or part_candidates.may_split(one)
-        for one in texts
-    )
-    return NUMBERS if any(may) else ()
+    return NUMBERS if any(_may_split(one, signature) for one in texts) else ()
+
+
+def _may_split(text: str, signature: Signature | None) -> bool:
+    if signature is not None and signature.parts is not None:
+        return part_candidates.may_split(text)
+    if signature is not None and ITEMSIZE[signature.dtype] == 1:
+        return text in byte_candidates.SPLIT
+    return text in _SPLIT_TF32 or shortlists.may_split(text)

@@ -77,7 +77,7 @@ def gemm(
             broadcasts.
         c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not
             spread.
-        alpha, beta: Python numbers that fp32 can hold, used in fp32, with float64 operands in fp64.
+        alpha, beta: Python numbers that fp32 can hold. They are used in fp32, and in fp64 with float64 operands.
         bias: (N,), any accepted dtype of 2 or 4 bytes.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out: D is written here; (M, N) or (L, M, N). It may be `c` itself and must not overlap another input.
@@ -98,7 +98,7 @@ def gemm(
             in front on this stream nor one on another. Hopper kernels then load its first tiles before the kernel in
             front has ended; all others make no use of it. Where the promise is broken, D may be computed from old or
             half-written values. None (default) promises nothing. The backward pass makes no use of it; an operand that
-            must be copied or cast first is not constant, nor is any under vmap. Not for a call with an epilogue.
+            must be copied or cast first is not constant, nor is any under vmap. Not with an epilogue or scales.
         epilogue: a function of the accumulators and of `operands`, written with Python operators and `cutegemm.ops`, or
             a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
             function says them.

@@ -118,8 +118,9 @@ def replace_linears(
     """Replaces every torch.nn.Linear in `model`, in place, by a `Linear` with the same parameters.
 
     With `dtype` ("fp8", "int8" and what else `Fp8Linear` takes) by an `Fp8Linear`, whose weight is quantized now, with
-    `scaling` and `accumulate` as there. The memory of a replaced weight is freed when nothing else holds it: a weight
-    tied to an embedding stays. Layers that must be exact, often the last one, are left out by `where`.
+    `scaling` and `accumulate` as there; `precision` and `constant_weights` are then refused. The memory of a replaced
+    weight is freed when nothing else holds it: a weight tied to an embedding stays. Layers that must be exact, often
+    the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
     takes, parametrized ones, and those for which `where(name, module)` is false. Tied parameters stay tied, and a

@@ -42,13 +42,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         arch = arch_table.get(options.gpu)
         for number, shape in enumerate(suites.parse(options.shapes)):
+            # gemm copies what lies otherwise of 8-bit operands before anything is chosen.
+            copied = options.majors != "tn" and PRODUCTS[options.dtype].itemsize == 1
             problem = Problem.of(
-                *shape, options.dtype, majors=options.majors, batch=options.batch, out_dtype=options.out_dtype,
-                precision=options.precision, epilogue=epilogue,
+                *shape, options.dtype, majors="tn" if copied else options.majors, batch=options.batch,
+                out_dtype=options.out_dtype, precision=options.precision, epilogue=epilogue,
             )  # fmt: skip
             problem, choice, asked = prepared.choose(problem, arch, options.backend, options.config)
             plan = Plan(problem, choice, arch, None, preparations=tuple((each, None) for each in asked))
             print("\n" * bool(number) + planning.describe(plan))
+            if copied:
+                print(f"copied first: {options.majors} is shown as tn, which gemm makes of 8-bit operands by a copy")
     except (ValueError, KeyError, GemmError) as why:
         print(f"{parser.prog}: {why}", file=sys.stderr)
         return 2

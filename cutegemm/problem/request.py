@@ -314,7 +314,8 @@ def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> Non
         )
     if alpha != 1 or any(terms):
         raise ValueError(
-            "out_dtype: got torch.int32 with alpha, c, bias or an activation; it is for the plain product of int8. "
+            "out_dtype: got torch.int32 (the default of int8) with alpha, c, bias or an activation; it is for the "
+            "plain product of int8. "
             f"Pass one of {dtypes.ACCEPTED}"
         )
 

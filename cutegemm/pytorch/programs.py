@@ -57,7 +57,7 @@ def refuse_terms(c: Any, alpha: Any, beta: Any, bias: Any, activation: Any) -> N
 def refuse_constant(constant: Any) -> None:
     """Raises ValueError for a promise next to a program, of which no kernel makes use yet."""
     request.check_constant(constant)
-    raise ValueError(f"constant: got {constant!r} together with an epilogue; it is for products without one")
+    raise ValueError(f"constant: got {constant!r} together with an epilogue or with scales; leave one of them away")
 
 
 def refuse_alone(options: dict[str, Any]) -> None:

@@ -54,6 +54,14 @@ def test_tools_with_a_command_line_are_all_named():
     assert {f"tuning.{name}" for name in lines} <= {module for module, _ in command.TOOLS.values()}
 
 
+def test_explain_shows_row_major_fp8_as_gemm_runs_it(capsys):
+    assert explain.main(["--shapes", "256", "--gpu", "H200", "--dtype", "e4m3", "--majors", "tt"]) == 0
+    printed = capsys.readouterr().out
+    assert "backend        cute" in printed
+    assert "configuration  sm90/" in printed
+    assert "copied first: tt is shown as tn" in printed
+
+
 def test_explain_without_a_gpu(capsys):
     assert explain.main(["--shapes", "4096x4096x64,128", "--bias", "--activation", "gelu", "--gpu", "H200"]) == 0
     shown = capsys.readouterr().out

@@ -77,13 +77,17 @@ def float32_precision(precision: str) -> Iterator[None]:
 
 
 def default(a: Any, backend: Any) -> str | None:
-    """The precision of a call with that operand and backend that gives none; None where it stays IEEE."""
+    """The precision of a call with that operand and backend that gives none; None where it stays IEEE.
+
+    torch.compile is told "ieee" by name: the operator in its graph runs when a context around the call has ended, and
+    takes the default of that time where it is told nothing.
+    """
     if getattr(a, "dtype", None) is not torch.float32 or backend not in BACKENDS:
         return None
     if backend == "auto" and not a.is_cuda:
         return None
     precision = getattr(_of_thread, "precision", None) or _of_process
-    return None if precision == "ieee" else precision
+    return None if precision == "ieee" and not torch.compiler.is_dynamo_compiling() else precision
 
 
 def completed(a: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -137,3 +137,19 @@ def test_compiled_code_is_compiled_anew():
     torch.compile(within, backend=collect, fullgraph=True)(A, B)
     assert seen[3:] == ["tf32"]
     assert cutegemm.get_float32_precision() == "bf16x6"
+
+
+def test_a_context_of_ieee_within_compiled_code_holds():
+    """The operator in the graph runs when the context has ended; it took the process's precision."""
+    a, b = torch.randn(4, 8), torch.randn(8, 4)
+
+    def product(a, b):
+        with cutegemm.float32_precision("ieee"):
+            return cutegemm.gemm(a, b, backend="cute")
+
+    want = product(a, b)
+    cutegemm.set_float32_precision("tf32")
+    try:
+        assert torch.equal(torch.compile(product, backend="eager")(a, b), want)
+    finally:
+        cutegemm.set_float32_precision("ieee")

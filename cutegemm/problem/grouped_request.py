@@ -142,7 +142,7 @@ def _check_index(name: str, index: Any, length: Any) -> None:
 def check_dtypes(a: torch.Tensor, b: torch.Tensor) -> str:
     """The dtype of A. Raises TypeError where products in groups do not take the operands; they may be fake."""
     dtype, b_dtype = product_dtype_name(a.dtype), product_dtype_name(b.dtype)
-    if dtype not in TABLE or TABLE[dtype].is_integer:
+    if dtype is None or dtype not in TABLE or TABLE[dtype].is_integer:
         accepted = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if not row.is_integer)
         raise TypeError(f"a: got dtype {a.dtype}, accepted for products in groups are {accepted}")
     if b_dtype is None:

@@ -16,7 +16,6 @@ from cutegemm.problem.quantization import (
     FORMATS,
     NAMED,
     PITCH,
-    group_along,
     new_values,
 )  # fmt: skip
 from cutegemm.quantize import dequantize, quantize
@@ -135,12 +134,14 @@ class Fp8Linear(torch.nn.Module):
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
         autocast's.
         """
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input: got {type(input).__name__}, expected a torch.Tensor")
         if input.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "input: it requires grad, and Fp8Linear passes no gradient on (a straight-through estimate belongs to "
                 "the trainer); run the model under torch.no_grad() or torch.inference_mode()"
             )
-        if input.shape[-1] != self.in_features:
+        if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
@@ -232,8 +233,8 @@ class Fp8Linear(torch.nn.Module):
         Args:
             weight: (out_features, in_features), fp8 e4m3 or e5m2, or int8; or torchao's Float8Tensor, which brings its
                 scale.
-            scale: what weight is multiplied by, any floating dtype: one element; out_features elements; or
-                (ceil(out / 128), ceil(in / 128)).
+            scale: what weight is multiplied by, any floating dtype: one element; (ceil(out / 128), ceil(in / 128)) or
+                (out_features, ceil(in / 128)); or out_features elements in another shape.
             bias: (out_features,). input_scale: one element, the fixed scale of x; None: x gets scales in every call.
             scaling: of x; by default "tensor" with a scale of one element, "blocks" with blocks, else "rows".
 
@@ -281,15 +282,17 @@ def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"scale: got {request.shown(scale)}, expected a tensor of a floating dtype")
     scale = scale.detach().to(device=weight.device, dtype=torch.float32)
     rows, k = weight.shape
+    of_rows, of_k = -(-rows // BLOCK), -(-k // BLOCK)
     if scale.numel() == 1:
         scale = scale.reshape(())
+    elif tuple(scale.shape) in ((of_rows, of_k), (rows, of_k)):
+        pass  # before the rows: there are as many blocks as rows where, for one, K is 16384
     elif scale.numel() == rows:
         scale = scale.reshape(rows, 1)
-    elif scale.dim() != 2 or None in (group_along(rows, scale.shape[0]), group_along(k, scale.shape[1])):
-        blocks = (-(-rows // BLOCK), -(-k // BLOCK))
+    else:
         raise ValueError(
             f"scale: got shape {tuple(scale.shape)} for a weight of shape {(rows, k)}, accepted are 1 or {rows} "
-            f"elements and {blocks}, for blocks of {BLOCK} x {BLOCK}"
+            f"elements, {(of_rows, of_k)}, for blocks of {BLOCK} x {BLOCK}, and {(rows, of_k)}, for 1 x {BLOCK}"
         )
     return _padded(weight.detach()), scale
 

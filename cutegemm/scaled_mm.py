@@ -49,7 +49,8 @@ def scaled_mm(
         swizzle_a, swizzle_b: None or NO_SWIZZLE.
         bias: (N,). output_dtype: None means that of mat_a.
         contraction_dim: () or the dimensions of K, (1, 0).
-        use_fast_accum: `accumulate="fast"` of `gemm`, else "promoted".
+        use_fast_accum: `accumulate="fast"` of `gemm`, else "promoted". It permits a less exact sum: int8 and scales of
+            blocks, whose sums have no such way, are computed as without it.
 
     Returns:
         (M, N), row-major.
@@ -78,7 +79,8 @@ def scaled_mm(
         _scale("b", scale_b, scale_recipe_b, mat_b.shape[1], k),
     )
     out_dtype = mat_a.dtype if output_dtype is None else output_dtype
-    fast = use_fast_accum and mat_a.dtype != torch.int8
+    blocks = any(_name(_single("recipe", each)).startswith("BlockWise") for each in (scale_recipe_a, scale_recipe_b))
+    fast = use_fast_accum and mat_a.dtype != torch.int8 and not blocks
     result: torch.Tensor = gemm(
         mat_a, mat_b, scale_a=scales[0], scale_b=scales[1], bias=bias, out_dtype=out_dtype,
         accumulate="fast" if fast else None,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.problem import packing, program_request, request
-from cutegemm.problem.dtypes import ITEMSIZE, TABLE
+from cutegemm.problem.dtypes import ITEMSIZE, TABLE, product_dtype_name, why_not_multiplied
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.problem import MAX_EXTENT, Problem
@@ -139,6 +139,19 @@ def _check_index(name: str, index: Any, length: Any) -> None:
         raise ValueError(f"{name}: got {index.shape[0]} numbers, and a has {length} rows")
 
 
+def check_dtypes(a: torch.Tensor, b: torch.Tensor) -> str:
+    """The dtype of A. Raises TypeError where products in groups do not take the operands; they may be fake."""
+    dtype, b_dtype = product_dtype_name(a.dtype), product_dtype_name(b.dtype)
+    if dtype is None or dtype not in TABLE or TABLE[dtype].is_integer:
+        accepted = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if not row.is_integer)
+        raise TypeError(f"a: got dtype {a.dtype}, accepted for products in groups are {accepted}")
+    if b_dtype is None:
+        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+    if refused := why_not_multiplied(dtype, b_dtype):
+        raise TypeError(refused)
+    return dtype
+
+
 def check_program(program: Program, sizes: Extents) -> int:
     """The columns of D. Raises ValueError where the program cannot be computed in groups."""
     if any(output.reduce is not None for output in program.outputs):
@@ -191,6 +204,7 @@ def describe(
     """
     sizes = extents(a, b, given)
     dtype, b_dtype = request._check_operands(a, b)
+    check_dtypes(a, b)
     _check_sizes(a, given)
     _check_limits(sizes)
     precision = "ieee" if precision is None else request._check_precision(precision, dtype)
@@ -201,7 +215,7 @@ def describe(
             request.check_tensor(f"operands[{number}]", operand)
         check_operand(number, own, operand, sizes, columns)
     shape = sizes.shape(columns)
-    default = request._check_out(a, None, out_dtype, (), TABLE[dtype].output)
+    default = request._check_out(a, None, out_dtype, (), dtype)
     outs = program_request._given_outputs(out, len(program.outputs))
     resolved, targets = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):

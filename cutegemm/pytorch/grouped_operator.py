@@ -63,10 +63,7 @@ for _device in ("CPU", "CUDA"):
 def shape_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> tuple[Any, ...]:
     """The shape of the results. Raises what `grouped_gemm` would raise, as far as shapes and dtypes tell."""
     extents = grouped_request.extents(a, b, sizes)
-    if dtype_name(a.dtype) is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED}")
-    if b.dtype != a.dtype:
-        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
+    grouped_request.check_dtypes(a, b)
     columns = grouped_request.check_program(program, extents)
     for number, (given, operand) in enumerate(zip(program.inputs, operands, strict=True)):
         grouped_request.check_operand(number, given, operand, extents, columns)
@@ -82,7 +79,7 @@ def _fake(
     shape = shape_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
     if out_dtype is not None and dtype_name(out_dtype) is None:
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
-    default = str(dtype_name(out_dtype or a.dtype))
+    default = dtypes.TABLE[str(dtype_name(a.dtype))].output if out_dtype is None else str(dtype_name(out_dtype))
     names = [program_request._dtype(i, each, None, out_dtype, default) for i, each in enumerate(known.outputs)]
     return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
 

@@ -55,7 +55,7 @@ def arguments(
     of_a, of_b = scale_recipes.recipes(a, b, scale_a, scale_b, scales)
     refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
-        program, operands = _terms(c, alpha, beta, bias, activation)
+        program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])
     else:
         programs.refuse_terms(c, alpha, beta, bias, activation)
         program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
@@ -72,6 +72,8 @@ def compute(
 ) -> Any:  # fmt: skip
     """`gemm` with a scale or two; see there."""
     tensors = a, b, c, bias, scale_a, scale_b
+    if epilogue is None and (operands != () or save is not None):
+        programs.refuse_alone({"operands": operands, "save": save})
     if epilogue is None and (_is_dynamo_compiling() or _is_tracing() or is_dispatched(*tensors)):
         if out is not None:
             raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
@@ -115,6 +117,8 @@ def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any,
         known["precision"] = precision_of(a, known.get("precision"), accumulate)
     if scale_a is None and scale_b is None and scales is None:
         return a, b, c, known
+    if known.get("epilogue") is None:
+        programs.refuse_alone(known)
     given = {"alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "epilogue": None, "operands": ()}
     terms = {name: known.pop(name, default) for name, default in given.items()}
     program, operands, out_dtype = arguments(
@@ -136,7 +140,9 @@ def refuse_gradients(tensors: dict[str, Any]) -> None:
             )
 
 
-def _terms(c: Any, alpha: float, beta: float, bias: Any, activation: Any) -> tuple[Program, tuple[Any, ...]]:
+def _terms(
+    c: Any, alpha: float, beta: float, bias: Any, activation: Any, columns: int
+) -> tuple[Program, tuple[Any, ...]]:
     """The program act(alpha acc + beta C + bias), without the terms that are not there, and its operands."""
     request.check_number("alpha", alpha)
     request.check_number("beta", beta)
@@ -149,6 +155,9 @@ def _terms(c: Any, alpha: float, beta: float, bias: Any, activation: Any) -> tup
         operands += [_term("c", c), float(beta)]
     if bias is not None:
         operands.append(_term("bias", bias))
+        if tuple(bias.shape) != (columns,):
+            got = tuple(bias.shape)
+            raise ValueError(f"bias: got shape {got}, expected {(columns,)}, one number a column of the result")
     inputs = program_request.inputs_of(operands, (c if c is not None else bias).device) if reads_c or bias is not None \
         else program_request.inputs_of(operands, torch.device("cpu"))  # fmt: skip
     return _program(inputs, alpha != 1, reads_c, bias is not None, activation), tuple(operands)
@@ -158,8 +167,6 @@ def _term(name: str, tensor: Any) -> torch.Tensor:
     request.check_tensor(name, tensor)
     if term_name(tensor.dtype) is None:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are the floating-point types of 2 and 4 bytes")
-    if name == "bias" and tensor.dim() != 1:
-        raise ValueError(f"bias: got shape {tuple(tensor.shape)}, expected (N,), one number a column of the result")
     return tensor
 
 

@@ -77,13 +77,16 @@ def float32_precision(precision: str) -> Iterator[None]:
 
 
 def default(a: Any, backend: Any) -> str | None:
-    """The precision of a call with that operand and backend that gives none; None where it stays IEEE."""
+    """The precision of a call with that operand and backend that gives none; None where the default is not for it.
+
+    "ieee" is told by name too: a gradient, and an operator in a graph, are computed when a context around the call has
+    ended, and would take the default of that time where they are told nothing.
+    """
     if getattr(a, "dtype", None) is not torch.float32 or backend not in BACKENDS:
         return None
     if backend == "auto" and not a.is_cuda:
         return None
-    precision = getattr(_of_thread, "precision", None) or _of_process
-    return None if precision == "ieee" else precision
+    return getattr(_of_thread, "precision", None) or _of_process
 
 
 def completed(a: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -43,19 +43,19 @@ def test_gemm_linear_module_and_operator_follow_it(planned):
             cutegemm.linear(A, B, backend="cute")
             layer(A)
             torch.ops.cutegemm.gemm(A, B, backend="cute")
-        return list(planned)
+        return [each or "ieee" for each in planned]
 
-    assert all_of_them() == [None] * 4
+    assert all_of_them() == ["ieee"] * 4
     cutegemm.set_float32_precision("bf16x6")
     assert all_of_them() == ["bf16x6"] * 4
     with cutegemm.float32_precision("tf32x3"):
         assert all_of_them() == ["tf32x3"] * 4
         with cutegemm.float32_precision("ieee"):
-            assert all_of_them() == [None] * 4
+            assert all_of_them() == ["ieee"] * 4
         assert cutegemm.get_float32_precision() == "tf32x3"
     assert all_of_them() == ["bf16x6"] * 4
     cutegemm.set_float32_precision("ieee")
-    assert all_of_them() == [None] * 4
+    assert all_of_them() == ["ieee"] * 4
 
 
 def test_what_a_call_says_comes_first_and_other_calls_are_left_alone(planned):
@@ -137,3 +137,39 @@ def test_compiled_code_is_compiled_anew():
     torch.compile(within, backend=collect, fullgraph=True)(A, B)
     assert seen[3:] == ["tf32"]
     assert cutegemm.get_float32_precision() == "bf16x6"
+
+
+def test_a_context_of_ieee_within_compiled_code_holds():
+    """The operator in the graph runs when the context has ended; it took the process's precision."""
+    a, b = torch.randn(4, 8), torch.randn(8, 4)
+
+    def product(a, b):
+        with cutegemm.float32_precision("ieee"):
+            return cutegemm.gemm(a, b, backend="cute")
+
+    want = product(a, b)
+    cutegemm.set_float32_precision("tf32")
+    try:
+        assert torch.equal(torch.compile(product, backend="eager")(a, b), want)
+    finally:
+        cutegemm.set_float32_precision("ieee")
+
+
+@pytest.mark.parametrize("epilogue", [None, lambda acc: acc * 2])
+def test_gradients_of_a_product_in_a_context_of_ieee_are_ieee(epilogue):
+    """They were told no precision, and took that of the process."""
+    torch.manual_seed(0)
+    a, b, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True), torch.randn(4, 4)
+
+    def gradients(process):
+        cutegemm.set_float32_precision(process)
+        with cutegemm.float32_precision("ieee"):
+            d = cutegemm.gemm(a, b, backend="cute", epilogue=epilogue)
+        return torch.autograd.grad(d, (a, b), weight)
+
+    try:
+        got = gradients("tf32")
+    finally:
+        cutegemm.set_float32_precision("ieee")
+    for gradient, want in zip(got, gradients("ieee"), strict=True):
+        assert torch.equal(gradient, want)

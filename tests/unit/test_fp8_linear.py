@@ -117,6 +117,27 @@ def test_checkpoints_of_others_load(weight_scale, input_scale, scaling, seed):
     assert made.settings.scaling == (scaling, scaling)
 
 
+@pytest.mark.parametrize("rows", [8, 1])
+def test_as_many_blocks_as_rows_are_blocks(rows, seed):
+    """Scales of blocks were read as scales of rows where there are as many of them, as always at K = 16384."""
+    torch.manual_seed(seed)
+    linear = torch.nn.Linear(128 * rows, rows)
+    with torch.no_grad():
+        linear.weight *= torch.logspace(-3, 3, 128 * rows)
+        layer = Fp8Linear.from_linear(linear, scaling="blocks")
+        x = torch.randn(5, 128 * rows)
+        loaded = Fp8Linear(128 * rows, rows, scaling="blocks")
+        loaded.load_state_dict(layer.state_dict())
+        made = Fp8Linear.from_quantized(layer.weight, layer.weight_scale, bias=layer.bias, scaling="blocks")
+        assert torch.equal(loaded(x), layer(x))
+        assert torch.equal(made(x), layer(x))
+        assert made.weight_scale.dim() == 0 or made.weight_scale.shape == (1, rows)
+        of_rows = torch.rand(rows, 1)
+        read = Fp8Linear.from_quantized(layer.weight, of_rows.flatten()).weight_scale
+        assert torch.equal(read.flatten(), of_rows.flatten())
+        assert read.shape in ((rows, 1), ())
+
+
 def test_torchaos_tensor_brings_its_scale(seed):
     """Its Float8Tensor keeps `qdata` and `scale`, (out, 1) or (1, 1); a stand-in here, torchao is not needed."""
     values, scale = cutegemm.quantize(model(seed)[0].weight.detach(), E4M3, "rows")
@@ -180,6 +201,10 @@ def test_what_cannot_be_is_refused(seed):
         layer(x.requires_grad_())
     with pytest.raises(ValueError, match=r"input: got shape \(4, 3\), expected \(\.\.\., 200\)"):
         layer(torch.ones(4, 3))
+    with pytest.raises(ValueError, match=r"input: got shape \(\), expected"):
+        layer(torch.ones(()))
+    with pytest.raises(TypeError, match=r"input: got list, expected a torch\.Tensor"):
+        layer([1.0])
     for options, error, message in (
         ({"dtype": "fp4"}, TypeError, "dtype: got 'fp4', accepted are 'fp8', 'e4m3', 'e5m2', 'int8' and torch"),
         ({"dtype": torch.float16}, TypeError, r"dtype: got torch\.float16"),

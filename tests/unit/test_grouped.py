@@ -224,3 +224,24 @@ def test_compiled_calls_take_any_number_of_tokens_without_another_compilation():
         for mine, theirs in zip(leaves, others, strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+@pytest.mark.parametrize("grad", [False, True])
+def test_operands_that_groups_do_not_take_are_refused(dtype, grad):
+    a, b = torch.ones(4, 16).to(dtype), torch.ones(1, 16, 3).to(dtype)
+    bias = torch.ones(3, requires_grad=grad)
+    with pytest.raises(TypeError, match=f"a: got dtype {dtype}, accepted for products in groups are torch.float16"):
+        cutegemm.grouped_gemm(a, b, torch.tensor([4]).int(), bias=bias)
+
+
+def test_a_compiled_product_of_fp8_has_the_dtype_of_the_eager_one():
+    """The graph was told that D is fp8, and that e4m3 and e5m2 do not go together."""
+    a = torch.randn(4, 16).to(torch.float8_e4m3fn)
+    b, ends = torch.randn(1, 16, 8).to(torch.float8_e5m2), torch.tensor([4]).int()
+    want = cutegemm.grouped_gemm(a, b, ends)
+    compiled = torch.compile(lambda: cutegemm.grouped_gemm(a, b, ends).float() + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(), want.float() + 1)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = cutegemm.grouped_gemm(mode.from_tensor(a), mode.from_tensor(b), mode.from_tensor(ends))
+    assert fake.dtype == want.dtype == torch.bfloat16

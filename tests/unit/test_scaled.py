@@ -200,3 +200,17 @@ def test_autocast_leaves_operands_of_one_byte_alone(seed):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = cutegemm.gemm(a, b), cutegemm.gemm(a, b, scale_a=scale, scale_b=scale)
     assert all(torch.equal(x, y) for x, y in zip(plain, cast, strict=True))
+
+
+@pytest.mark.parametrize(("name", "value"), [("operands", (1.0,)), ("save", "outputs")])
+def test_what_an_epilogue_has_is_refused_beside_scales_alone(name, value):
+    a, b = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 8).to(torch.float8_e4m3fn)
+    for call in (cutegemm.gemm, cutegemm.prepare):
+        with pytest.raises(ValueError, match=f"{name}: it is given without an epilogue"):
+            call(a, b, scale_a=torch.ones(()), **{name: value})
+
+
+def test_a_bias_of_one_element_is_not_spread_over_columns():
+    a, b = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"bias: got shape \(1,\), expected \(8,\)"):
+        cutegemm.gemm(a, b, scale_a=torch.ones(()), bias=torch.ones(1))

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from cutegemm.problem.epilogue import formula_of
 from cutegemm.pytorch import transforms
+from cutegemm.run import float32
 
 _unpack_dual = torch._VF._unpack_dual
 _has_transforms = torch._C._are_functorch_transforms_active
@@ -101,7 +102,7 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
     s: Settings = ctx.settings
     a, b, c, bias = (None if t is None else _unpack_dual(t, 0)[0] for t in ctx.saved_tensors[:4])
     d = ctx.saved_tensors[4]
-    options: dict[str, Any] = {"alpha": s.alpha, "precision": s.precision, "backend": s.backend}
+    options: dict[str, Any] = {"alpha": s.alpha, "precision": float32.of_gradients(s.precision), "backend": s.backend}
     if s.beta == 0:
         dc = None
     beta = 0.0 if dc is None else s.beta
@@ -189,7 +190,7 @@ def _times_slope(grad: Any, a: Any, b: Any, c: Any, bias: Any, d: Any, s: Settin
     times_slope = formula_of(s.activation, _TIMES_SLOPE)
     z = _gemm(
         a, b, c, alpha=s.alpha, beta=s.beta if c is not None else 0.0, bias=bias,
-        out_dtype=grad.dtype, precision=s.precision, backend=s.backend,
+        out_dtype=grad.dtype, precision=float32.of_gradients(s.precision), backend=s.backend,
     )  # fmt: skip
     return times_slope(grad, z)
 
@@ -237,7 +238,7 @@ def _product(
 ) -> torch.Tensor:
     """alpha * x @ y, column-major when `like` is. turn_x, turn_y: x^T or y^T instead, which costs a view at most."""
     options: dict[str, Any] = {
-        "alpha": s.alpha, "precision": s.precision, "backend": s.backend, "out_dtype": like.dtype
+        "alpha": s.alpha, "precision": float32.of_gradients(s.precision), "backend": s.backend, "out_dtype": like.dtype
     }  # fmt: skip
     if like.stride(-2) == 1 and like.stride(-1) != 1:
         return _gemm(y if turn_y else y.mT, x if turn_x else x.mT, **options).mT

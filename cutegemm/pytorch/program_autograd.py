@@ -31,6 +31,7 @@ from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_batches import described
 from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed, recording
+from cutegemm.run import float32
 
 FORWARD_MODE = (
     "a tensor carries a forward-mode tangent (torch.func.jvp, jacfwd, dual tensors), and a product with an epilogue "
@@ -169,7 +170,8 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
     recompute = False
     if needs.reads_acc:
         if torch.is_grad_enabled() or (not saved and needs.maxima):
-            whole = autograd._gemm(a, b, out_dtype=wide, precision=settings.precision, backend=settings.backend)
+            precision = float32.of_gradients(settings.precision)
+            whole = autograd._gemm(a, b, out_dtype=wide, precision=precision, backend=settings.backend)
             saved = dict(zip(ACC, _columns(whole, program.gating), strict=False))
         recompute = not saved
     values |= saved
@@ -221,8 +223,9 @@ def _by_kernel(
     else:
         a, b = product
     program = described(form.program, [each for each in read if isinstance(each, torch.Tensor)])
+    precision = float32.of_gradients(settings.precision)
     results = autograd._gemm(
-        a, b, epilogue=program, operands=read, precision=settings.precision, backend=settings.backend
+        a, b, epilogue=program, operands=read, precision=precision, backend=settings.backend
     )  # fmt: skip
     results = results if isinstance(results, tuple) else (results,)
     return {source: results[place] for source, place in zip(found.gives, form.outputs, strict=True)}

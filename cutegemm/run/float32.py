@@ -89,6 +89,13 @@ def default(a: Any, backend: Any) -> str | None:
     return getattr(_of_thread, "precision", None) or _of_process
 
 
+def of_gradients(precision: str | None) -> str | None:
+    """The precision of the gradients of a product whose call was recorded with that one: a call that was told nothing
+    was made before anybody asked for another precision than IEEE.
+    """
+    return "ieee" if precision is None and in_use else precision
+
+
 def completed(a: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a call with that operand, with the precision that they leave to the default."""
     if not in_use or options.get("precision") is not None:

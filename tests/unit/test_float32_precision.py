@@ -173,3 +173,15 @@ def test_gradients_of_a_product_in_a_context_of_ieee_are_ieee(epilogue):
         cutegemm.set_float32_precision("ieee")
     for gradient, want in zip(got, gradients("ieee"), strict=True):
         assert torch.equal(gradient, want)
+
+
+def test_gradients_of_a_product_made_before_are_ieee():
+    """Told nothing at a time when nothing but IEEE was asked for, as in a process that changes it after the forward."""
+    assert float32.of_gradients("tf32") == "tf32"
+    before = float32.of_gradients(None)
+    try:
+        cutegemm.set_float32_precision("tf32")
+        assert float32.of_gradients(None) == "ieee"
+    finally:
+        cutegemm.set_float32_precision("ieee")
+    assert before in (None, "ieee")  # by whether a test before this one has asked

@@ -194,7 +194,8 @@ def test_a_stored_kernel_opens_without_the_dsl():
     assert kernel.object_path.with_suffix(".so").exists()
     code = (
         "import sys; from pathlib import Path; from cutegemm.cute import compile as c; "
-        f"f = c._open_library(Path({str(kernel.object_path.with_suffix('.so'))!r})); print(type(f).__name__); "
+        f"f = c.function_at(c._open_library(Path({str(kernel.object_path.with_suffix('.so'))!r}))); "
+        "print(type(f).__name__); "
         "assert 'cutlass' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cutegemm.emulator.errors import LaunchError
-from cutegemm.emulator.in_front import InFront
+from cutegemm.emulator.in_front import InFront, may_be_early
 from cutegemm.emulator.launch import Launch
 from cutegemm.emulator.machine import DTYPES, IDLE, Wave
 from cutegemm.emulator.memory import Memory
@@ -346,7 +346,7 @@ def run(
 
         counters = Profile(translation.program)
     env = Env(translation, launch, seed, checks, counters)
-    if launch.programmatic:
+    if launch.programmatic and may_be_early(module.target):
         env.in_front = in_front or InFront()
     total = launch.grid[0] * launch.grid[1] * launch.grid[2]
     report = Report(kernel.name, total, int(np.prod(launch.block)), seed=seed)

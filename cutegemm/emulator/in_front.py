@@ -21,6 +21,11 @@ import numpy as np
 from cutegemm.emulator.errors import BeforeTheWait
 
 
+def may_be_early(target: str) -> bool:
+    """Whether GPUs of the PTX's target start programmatic launches early: those from compute capability 9.0 on."""
+    return int("".join(filter(str.isdigit, target)) or 0) >= 90
+
+
 @dataclass
 class InFront:
     """The kernel in front of one launch.

@@ -302,7 +302,7 @@ def test_invalid_configurations(config, reason):
 def test_what_the_kernel_does_not_take():
     config = CUTE.parse("sm90/128x128x64/coop2/c1x1/s4/row")
     assert "capability 9.0" in CUTE.check(config, Problem.of(256, 256, 256, "bf16"), arch.get("A100"))
-    assert "fp32 as tf32; these operands are fp32" in CUTE.check(config, Problem.of(256, 256, 256, "fp32"), HOPPER)
+    assert "fp32 as tf32, fp32 as tf32x3" in CUTE.check(config, Problem.of(256, 256, 256, "fp32"), HOPPER)
     for majors, name in (("nt", "A is M-major"), ("tt", "B is N-major")):
         problem = Problem.of(256, 256, 256, "fp32", majors=majors, precision="tf32")
         assert f"K-major only; {name}" in CUTE.check(config, problem, HOPPER)

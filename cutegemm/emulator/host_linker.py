@@ -65,11 +65,20 @@ class ObjectFile:
         return {s.name for s in self.symbols if not s.section and s.binding != _LOCAL}
 
     def linkable(self) -> bytes:
-        """The image with its initializers made visible to the linker."""
+        """The image with its initializers made visible to the linker, and with a ``__dso_handle`` of its own.
+
+        The linker's own one may lie further from the code than the code's 32-bit offsets reach. It is an address that
+        nobody reads, so that the beginning of some code serves, under a name that the linker does not define.
+        """
         image = bytearray(self.image)
         for symbol in self.initializers:
             image[symbol.place + 4] = _GLOBAL << 4 | symbol.kind
             image[symbol.place + 5] = 0  # default visibility
+        code = next((s.section for s in self.symbols if s.kind == _FUNCTION and s.section), 0)
+        for symbol in self.symbols:
+            if symbol.name == "__dso_handle" and not symbol.section and code:
+                (name,) = struct.unpack_from("<I", image, symbol.place)
+                struct.pack_into("<IBBHQ", image, symbol.place, name + 1, _GLOBAL << 4, 0, code, 0)
         return bytes(image)
 
     def _read(self) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cutegemm.problem import overlap, program_request
+from cutegemm.problem import program_request
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import compiled, grouped_operator, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
+from cutegemm.pytorch.programs import results_given
 from cutegemm.run import grouped
 
 SAVES = (None, "outputs", "recompute")
@@ -156,15 +157,7 @@ def _by_operator(
     if out is None:
         results = grouped_operator.call(a, b, sizes, text, operands, out_dtype=out_dtype, save=save, **options)
         return tuple(results) if len(results) > 1 else results[0]
-    outs = _listed(out)
-    if out_dtype is not None and out_dtype != outs[0].dtype:
-        raise TypeError(f"out: got dtype {outs[0].dtype}, but out_dtype says {out_dtype}")
-    named = {"a": a, "b": b}
-    for number, operand in enumerate(operands):
-        if isinstance(operand, torch.Tensor):
-            named[f"operands[{number}]"] = operand
-    for each in outs:
-        overlap.check_identity(each, named)
+    outs = results_given(a, b, operands, out, out_dtype)
     config = options["config"]
     torch.ops.cutegemm.grouped_gemm_out(
         a, b, *sizes, *divided(operands), text, options["precision"], options["backend"],

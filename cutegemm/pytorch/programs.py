@@ -207,6 +207,15 @@ def _by_operator(a, b, text, operands, out, out_dtype, precision, backend, confi
             a, b, tensors, numbers, integers, text, out_dtype, precision, backend, config, save or "outputs"
         )
         return tuple(results) if len(results) > 1 else results[0]
+    outs = results_given(a, b, operands, out, out_dtype)
+    torch.ops.cutegemm.gemm_program_out(
+        a, b, tensors, numbers, integers, text, precision, backend, config, outs
+    )  # fmt: skip
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def results_given(a: Any, b: Any, operands: Any, out: Any, out_dtype: Any) -> list[torch.Tensor]:
+    """The tensors of `out` as a list. Raises where the first has another dtype, or where one is an operand itself."""
     outs = [out] if isinstance(out, torch.Tensor) else list(out)
     if out_dtype is not None and out_dtype != outs[0].dtype:
         raise TypeError(f"out: got dtype {outs[0].dtype}, but out_dtype says {out_dtype}")
@@ -216,7 +225,4 @@ def _by_operator(a, b, text, operands, out, out_dtype, precision, backend, confi
             named[f"operands[{number}]"] = operand
     for each in outs:
         overlap.check_identity(each, named)
-    torch.ops.cutegemm.gemm_program_out(
-        a, b, tensors, numbers, integers, text, precision, backend, config, outs
-    )  # fmt: skip
-    return outs[0] if len(outs) == 1 else tuple(outs)
+    return outs

@@ -276,6 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch._dynamo.reset()
             steps = {name: decoding(models[name], x, turn, how) for name in right}
             lines += rows_of(f"decoding, {how}, batch {count}", in_turns(steps, options.rounds), verdicts)
+            print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
             del steps
         del models
     for count in tokens:
@@ -285,6 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
         verdicts = check(models, x, turn)
         steps = {name: training(models[name], x, turn) for name, verdict in verdicts.items() if verdict == "ok"}
         lines += rows_of(f"training, {count} tokens", in_turns(steps, options.rounds, 0.3), verdicts)
+        print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
         del models, steps
     print(tabulate(lines, headers=["step", "linears", "ms", "x torch (spread)"], disable_numparse=True))
     print(timing.gpu_state())

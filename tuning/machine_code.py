@@ -54,7 +54,7 @@ def answer(gpu: str, backend: str, config: str, problem: str) -> dict[str, str]:
     from cutegemm.hardware import arch as arch_table
     from cutegemm.winners.fingerprint import fingerprint
     from tuning.calibrate import parse_problem
-    from tuning.cubin import code_digest
+    from cutegemm.hardware.cubin import code_digest
 
     try:
         kernels = backends.get(backend)

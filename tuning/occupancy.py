@@ -25,7 +25,7 @@ from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
 from cutegemm.run.arguments import Operands, Scalars
 from tuning import cli
-from tuning.cubin import usage
+from cutegemm.hardware.cubin import usage
 
 
 @dataclass(frozen=True)

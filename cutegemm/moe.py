@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from cutegemm import backend as backends
 from cutegemm.grouped import by_operator, grouped_gemm
 from cutegemm.problem import request
-from cutegemm.problem.dtypes import ACCEPTED_TERMS, dtype_name, term_name
+from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
@@ -39,6 +39,8 @@ from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
 
 WEIGHT = Source("operand", 0)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ACCEPTED = ", ".join(map(str, DTYPES))
 
 
 def moe(
@@ -198,7 +200,7 @@ def _texts(
     activation: str, weight: torch.dtype, dtype: torch.dtype, wants: tuple[bool, bool]
 ) -> tuple[str, str, tuple[Source, ...]]:
     gated = GATES[activation]
-    inputs = (Input("x0", str(term_name(weight)), m=True, n=False, batched=False),)
+    inputs = (Input("x0", str(dtype_name(weight)), m=True, n=False, batched=False),)
     program = lookup(lambda acc, weight: gated(acc) * weight, inputs)
     if not any(wants):
         return program.text, "", ()
@@ -208,6 +210,7 @@ def _texts(
     forward, saved = recording(program, needs, name)
     derived = needs.backward.accumulated(Source("upstream", 0))
     assert saved == ACC
+    assert derived.gives == (*(ACC if wants[0] else ()), *((WEIGHT,) if wants[1] else ()))
     inputs = tuple(
         each._replace(dtype=name) if source in ACC else each
         for source, each in zip(derived.reads, derived.program.inputs, strict=True)
@@ -254,7 +257,7 @@ class Mixture(torch.autograd.Function):
             if needs[1]:
                 dgate_up = settings.product(both.mT, x.index_select(0, rows), ends)
             if needs[3]:
-                dweights = torch.empty_like(weights).view(-1).index_copy(0, places.long(), dweight).view_as(weights)
+                dweights = torch.empty_like(dweight).index_copy_(0, places.long(), dweight).view(weights.shape)
         return dx, dgate_up, ddown, dweights, *nothing
 
 
@@ -283,20 +286,28 @@ def _check(
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
         if tensor.device != x.device:
             raise ValueError(f"{name}: it is on {tensor.device}, expected the device of x, {x.device}")
-    if experts.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64 and torch.int32")
-    if not weights.is_floating_point() or term_name(weights.dtype) is None:
-        raise TypeError(f"weights: got dtype {weights.dtype}, accepted are {ACCEPTED_TERMS}")
+        if name != "experts" and tensor.dtype not in DTYPES:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
+    if experts.dtype != torch.int64 and experts.dtype != torch.int32:
+        raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64, torch.int32")
+    if not torch.is_autocast_enabled(x.device.type):
+        for name in ("w_gate_up", "w_down"):
+            if tensors[name].dtype != x.dtype:
+                raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")
     if activation not in GATES:
         raise ValueError(f"activation: got {activation!r}, accepted are {', '.join(map(repr, GATES))}")
     request.check_precision(precision)
     backends.check_name(backend)
+    _check_shapes(x, experts, weights, w_gate_up, w_down)
+
+
+def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any) -> None:
     if x.dim() < 1:
         raise ValueError("x: got no dimension, expected (..., H)")
-    shape = tuple(x.shape)
-    if w_gate_up.dim() != 3 or w_gate_up.shape[2] != shape[-1] or w_gate_up.shape[1] % 2:
+    if w_gate_up.dim() != 3 or w_gate_up.shape[2] != x.shape[-1] or w_gate_up.shape[1] % 2:
         raise ValueError(
-            f"w_gate_up: got shape {tuple(w_gate_up.shape)}, expected (E, 2 F, {shape[-1]}) with x of shape {shape}"
+            f"w_gate_up: got shape {tuple(w_gate_up.shape)}, expected (E, 2 F, {x.shape[-1]}) with x of shape "
+            f"{tuple(x.shape)}"
         )
     count, hidden = w_gate_up.shape[0], w_gate_up.shape[1] // 2
     if not 1 <= count <= MOST_GROUPS:
@@ -306,9 +317,10 @@ def _check(
             f"w_down: got shape {tuple(w_down.shape)}, expected ({count}, H_out, {hidden}) with w_gate_up of shape "
             f"{tuple(w_gate_up.shape)}"
         )
-    if experts.dim() != x.dim() or experts.shape[:-1] != x.shape[:-1] or not experts.shape[-1]:
+    if experts.dim() != x.dim() or experts.shape[:-1] != x.shape[:-1] or experts.shape[-1] == 0:
         raise ValueError(
-            f"experts: got shape {tuple(experts.shape)}, expected {(*shape[:-1], 'top_k')} with x of shape {shape}"
+            f"experts: got shape {tuple(experts.shape)}, expected that of x, {tuple(x.shape)}, with top_k of 1 or more "
+            "in place of its last extent"
         )
     if weights.shape != experts.shape:
         raise ValueError(f"weights: got shape {tuple(weights.shape)}, expected that of experts, {tuple(experts.shape)}")

@@ -186,7 +186,7 @@ def replace_moe(
     These are modules, since transformers 5, whose parameters are gate_up_proj (E, 2 F, H) and down_proj (E, H, F), in
     fp16, bf16 or fp32, with act_fn SiLU or a GELU, called with the tokens, their experts and the weights. One is
     replaced when it computes what `cutegemm.moe` does, which is tried on two random tokens, one of them so large that a
-    gate which clamps its input is found out, unless its weights are on the meta device. Parameters are kept, not
+    gate which clamps its input is found, unless its weights are on the meta device. Parameters are kept, not
     copied, with their names in state_dict; the router stays the model's. Left as they are: other modules, experts with
     a bias, transposed, sharded (expert parallelism, DTensors), quantized, or with a hook, and those for which
     `where(name, module)` is false.
@@ -229,6 +229,9 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
         return None
     shapes = tuple(gate_up.shape), tuple(down.shape)
     if module._buffers or is_altered(module) or not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not shapes[0][0]:
+        return None
+    gating = getattr(module, "_apply_gate", None)  # transformers sets a default where a class has none of its own
+    if getattr(gating, "__name__", "_default_apply_gate") != "_default_apply_gate":
         return None
     if isinstance(module, MoE) or getattr(module, "_is_expert_parallel", False):
         return None

@@ -76,8 +76,8 @@ def moe(
         dtype; a token's rounded results are added in fp32 and rounded once more.
 
     Gradients of x, weights, w_gate_up and w_down are recorded, to any order, and deterministic. torch.compile takes the
-    call into its graph, and other numbers of tokens compile nothing new with dynamic shapes. Autocast casts x, w_gate_up
-    and w_down. Forward mode and torch.vmap are not supported.
+    call into its graph, and other numbers of tokens compile nothing new with dynamic shapes. Autocast casts x,
+    w_gate_up and w_down. Forward mode and torch.vmap are not supported.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
@@ -187,7 +187,7 @@ def _programs(
     """The texts of two programs, and what the second takes.
 
     The first makes H. Where gradients of the accumulators, or of the weights, are wanted it also gives gate and up, in
-    `dtype`. The second makes these gradients of the accumulators of dH: dgate, dup, and those of the weights elementwise.
+    `dtype`. The second makes them of the accumulators of dH: dgate and dup, and those of the weights elementwise.
     """
     return _texts(activation, weight, dtype, wants)
 
@@ -211,11 +211,11 @@ def _texts(
     derived = needs.backward.accumulated(Source("upstream", 0))
     assert saved == ACC
     assert derived.gives == (*(ACC if wants[0] else ()), *((WEIGHT,) if wants[1] else ()))
-    inputs = tuple(
+    stored = tuple(
         each._replace(dtype=name) if source in ACC else each
         for source, each in zip(derived.reads, derived.program.inputs, strict=True)
     )
-    return forward.text, Program(inputs, derived.program.nodes, derived.program.outputs).text, derived.reads
+    return forward.text, Program(stored, derived.program.nodes, derived.program.outputs).text, derived.reads
 
 
 class Mixture(torch.autograd.Function):

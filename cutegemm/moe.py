@@ -284,6 +284,10 @@ def _check(
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
+        if name == "x" and x.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"x: it is on {x.device}, accepted are CUDA and CPU tensors")
         if tensor.device != x.device:
             raise ValueError(f"{name}: it is on {tensor.device}, expected the device of x, {x.device}")
         if name != "experts" and tensor.dtype not in DTYPES:

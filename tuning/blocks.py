@@ -169,12 +169,16 @@ def decoding(model: Blocks, x: torch.Tensor, turn: Any, how: str) -> Callable[[]
         with torch.no_grad():
             return step(x, turn)
 
-    if how != "graph":
-        return run
+    return captured(run) if how == "graph" else run
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """Replays of a CUDA graph of `run`, which runs three times before, so that all is compiled."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        run()
+        for _ in range(3):
+            run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -11,6 +11,7 @@ import torch
 
 import cutegemm
 from cutegemm import native
+from cutegemm.pytorch import native_gradients
 from cutegemm.run import call
 from tests import needs
 
@@ -105,6 +106,18 @@ def test_graphs(roads):
     graph.replay()
     for name, result in zip(names, results, strict=True):
         assert torch.equal(result, roads[name]())
+
+
+def test_known_gradients_need_no_python(roads, monkeypatch):
+    """In the thread of torch's engine too, whose state is another in older versions of torch."""
+    for _ in range(3):
+        roads["training"]()
+
+    def refuse(*arguments):
+        raise AssertionError("these gradients were left to Python")
+
+    monkeypatch.setattr(native_gradients, "gradients", refuse)
+    roads["training"]()
 
 
 def test_torch_compile(roads):

@@ -47,11 +47,20 @@ inline bool is_plain(const at::Tensor& tensor) {
 
 enum class Thread { plain, autocast, other };
 
+// Without the key of named tensors, which older versions of torch exclude while a node of autograd's graph runs.
+inline c10::DispatchKeySet without_names(c10::DispatchKeySet keys) {
+#if __has_include(<ATen/core/NamedTensor.h>)
+  return keys.remove(c10::DispatchKey::Named);
+#else
+  return keys;
+#endif
+}
+
 // plain: no mode sees the calls of this thread, as without any or in inference mode. autocast: that is on, and no other.
 inline Thread state_of_thread() {
   const c10::impl::LocalDispatchKeySet now = c10::impl::tls_local_dispatch_key_set();
   constexpr c10::DispatchKeySet in_inference_mode = c10::default_included_set.remove(c10::DispatchKey::ADInplaceOrView);
-  const c10::DispatchKeySet excluded = now.excluded_ | c10::autocast_dispatch_keyset;
+  const c10::DispatchKeySet excluded = without_names(now.excluded_ | c10::autocast_dispatch_keyset);
   const bool plain = now.included_ == c10::default_included_set && excluded == c10::default_excluded_set;
   const bool inference = now.included_ == in_inference_mode &&
                          excluded == (c10::default_excluded_set | c10::autograd_dispatch_keyset);

@@ -29,7 +29,8 @@ What the terms count:
               it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32
               bytes, 27 with 128x128)
     writes    more for what is written to parts of sectors (32 bytes) and lines
-    program   its matrix operands and further results count as bytes of the epilogue and of memory
+    program   its matrix operands and further results count as bytes of the epilogue and of memory, its instructions and
+              the operands that it waits for as cycles of the epilogue (`program_cost`)
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
               round. CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last
               sums
@@ -221,7 +222,7 @@ class Model:
         # -- an epilogue
         c = ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0
         moved = f.bm * f.bn * (out + read + c)
-        epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment) / clock
+        epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment + f.program) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
         self._last = epilogue - self._epilogue + r.drains * f.bm * f.bn * out / (r.store * clock)

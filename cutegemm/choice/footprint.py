@@ -41,6 +41,7 @@ class Footprint:
     swapped: the kernel multiplies D^T = B^T A^T and stores D transposed.
     terms: products for each pair of elements, and itemsize: bytes that a stage holds of an element, where operands are
     split into parts (`problem.parts`). Splitting them takes as long whatever the configuration, and is not estimated.
+    program: cycles that a custom program takes an SM for a tile; see `program_cost`.
     """
 
     family: CostFamily
@@ -68,6 +69,7 @@ class Footprint:
     leaves_room: bool = False
     terms: int = 1
     itemsize: int | None = None
+    program: float = 0.0
 
     @property
     def cluster_tile(self) -> tuple[int, int]:

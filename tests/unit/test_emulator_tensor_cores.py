@@ -39,7 +39,8 @@ def one(a, b, c, rule: Rule, kind: str) -> float:
         box = slice(k, k + rule.group)
         pairs = [(Fraction(float(x)), Fraction(float(y))) for x, y in zip(a[box], b[box], strict=True)]
         pairs = [(x, y) for x, y in pairs if x and y]
-        top = max([-126, exponent(total, -126), *(exponent(x, least) + exponent(y, least) for x, y in pairs)])
+        own = [exponent(total, -126)] if total else []
+        top = max([-133, *own, *(exponent(x, least) + exponent(y, least) for x, y in pairs)])
         unit = Fraction(2) ** (top - rule.fraction)
         total = sum((towards_zero(x * y, unit) for x, y in pairs), towards_zero(total, unit))
         total = towards_zero(total, Fraction(2) ** (exponent(total, -126) - rule.significand + 1))

@@ -269,6 +269,13 @@ class HopperConfig(LaunchedConfig):
             return None
         return next((each.name for each in self.matrices(signature) if ITEMSIZE.get(each.dtype) == 2), None)
 
+    def loads_ahead(self, signature: Signature) -> bool:
+        """Whether registers allow to load a matrix operand before it is needed: it must be the only one, and no result
+        reduced.
+        """
+        alone = len(self.matrices(signature)) == 1 and not signature.epilogue.reductions
+        return alone and self.accumulators <= 160
+
     def out_columns(self, signature: Signature) -> int:
         """Columns of a tile of results, in the orientation of the accumulators: half of them where gate and up lie
         side by side.

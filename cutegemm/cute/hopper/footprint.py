@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cutegemm.choice import program_cost
 from cutegemm.choice.cost_rates import CostFamily, Rates
 from cutegemm.choice.footprint import Footprint, resident
 from cutegemm.cute.hopper import options
@@ -72,8 +73,20 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
         leaves_room=flags["pdl"] and ctas > 1,
         terms=terms,
         itemsize=None if signature.parts is None else signature.parts.itemsize,
+        program=_program(config, signature),
         **flags,
     )
+
+
+def _program(config: HopperConfig, signature: Signature) -> float:
+    """Cycles of a custom program for a tile; operands are loaded ahead as `cute.hopper.terms` says."""
+    custom = signature.epilogue.custom
+    if custom is None:
+        return 0.0
+    matrices = len(config.matrices(signature))
+    ahead = config.loads_ahead(signature) and config.staged_matrix(signature) is not None
+    elements = config.bm * config.bn // (2 if custom.gating else 1)
+    return program_cost.cycles(custom, elements, config.accumulators, matrices - ahead)
 
 
 def order_rows(order: str) -> int:

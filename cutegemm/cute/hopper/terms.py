@@ -44,11 +44,11 @@ def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
 def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each matrix operand of the signature's epilogue, by name."""
     given, staged = config.matrices(signature), config.staged_matrix(signature)
-    alone = len(given) == 1 and not signature.epilogue.reductions
+    roomy = config.loads_ahead(signature)
     return {
-        each.name: StagedC(config, each, alone, config.store_columns(2, signature))
+        each.name: StagedC(config, each, roomy, config.store_columns(2, signature))
         if each.name == staged
-        else PairedC(config, each, alone)
+        else PairedC(config, each, roomy)
         for each in given
     }
 
@@ -124,11 +124,10 @@ class _C:
 
     staged = False
 
-    def __init__(self, config: HopperConfig, given: Input, alone: bool) -> None:
-        """`alone`: it is the only matrix operand, and no result is reduced."""
+    def __init__(self, config: HopperConfig, given: Input, roomy: bool) -> None:
+        """`roomy`: see `HopperConfig.loads_ahead`."""
         self.dtype = types.NUMERIC[given.dtype]
-        self.swapped = config.swapped
-        self.roomy = config.accumulators <= 160 and alone
+        self.swapped, self.roomy = config.swapped, roomy
 
     @property
     def ahead(self) -> bool:
@@ -182,9 +181,9 @@ class StagedC(_C):
 
     staged = True
 
-    def __init__(self, config: HopperConfig, given: Input, alone: bool, box_columns: int) -> None:
+    def __init__(self, config: HopperConfig, given: Input, roomy: bool, box_columns: int) -> None:
         """`box_columns`: of accumulators, in a staging buffer."""
-        super().__init__(config, given, alone)
+        super().__init__(config, given, roomy)
         self.box_columns = box_columns
         self.pieces = self.box_columns // 16
         """Of 16 bytes a lane."""

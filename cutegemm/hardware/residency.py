@@ -37,7 +37,7 @@ def resident_clusters(arch: Arch, size: int) -> int:
         return min(by_sms, dict(arch.clusters).get(size, by_sms))
     import torch
 
-    return max(1, min(by_sms, _asked(torch.cuda.current_device(), size)))
+    return max(1, min(by_sms, _asked(torch._C._cuda_getDevice(), size)))
 
 
 def _is_in_use(arch: Arch) -> bool:
@@ -45,7 +45,9 @@ def _is_in_use(arch: Arch) -> bool:
 
     if not torch.cuda.is_initialized():
         return False
-    return Arch.of_device() == arch
+    # A new shape asks this a few times: torch.cuda.current_device() and a comparison of all fields take microseconds.
+    current = Arch.of_device(torch._C._cuda_getDevice())
+    return current is arch or current == arch
 
 
 @functools.cache

@@ -157,7 +157,7 @@ def _plan_natively(
         "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
         "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
     }  # fmt: skip
-    key = key_of_options(a, b, c, options)
+    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
     call = Call.of(a, b, c, options)
     with _lock:
         plan = None if key is None else memo.plan(key)

@@ -39,7 +39,7 @@ def test_a_gpu_in_use_is_asked(answer, clusters, monkeypatch):
     """More than its SMs allow, or none, is not believed."""
     monkeypatch.setattr(residency, "_is_in_use", lambda arch: True)
     monkeypatch.setattr(residency, "_asked", lambda device, size: answer)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     assert resident_clusters(H200, 4) == clusters
     assert resident_clusters(H200, 2) == 66
 

@@ -66,11 +66,13 @@ def expected(
     products: dict[str, Any] = {"alpha": alpha, "out_dtype": a.dtype, "precision": precision}
     products["tensor_cores"] = not (a.dtype == torch.float32 and precision == "ieee")
     found = {}
+    # The bound of a product of a's dtype: of float64 it would be that of fp64 arithmetic.
+    kernel = torch.float64 if a.dtype == torch.float64 else torch.float32
     for name, x, y, dx, dy in (
         ("a", dz, b.double().mT, error, b.double().mT.abs()),
         ("b", a.double().mT, dz, a.double().mT.abs(), error),
     ):
-        rounded = reference.expected(x, y, **products)
+        rounded = reference.expected(x.to(kernel), y.to(kernel), **products)
         bound = rounded.bound + 1.01 * abs(alpha) * torch.matmul(dx, dy)
         like = exact[name]
         # One product over what the batch broadcast: at most the sum of the bounds of its parts.

@@ -23,6 +23,11 @@ from cutegemm.problem.preparation import Preparation
 from cutegemm.run.environment import variable
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
+OF_PLAIN = "tuned winner of the plain product"
+"""Why a program runs a configuration that was measured without it."""
+PROGRAM_GAINS = 0.98
+"""Of the time of the plain product's winner with a program, by the model: another configuration that takes less is
+taken."""
 
 
 class Choice(NamedTuple):
@@ -113,8 +118,18 @@ def choose(
 
 
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
-    """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one."""
-    return _tuned(problem, arch, backend, known) or _heuristics().choose(problem, arch, backend, _reader().noticed())
+    """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
+
+    A program may be too much for the winner of the plain product: by the model, which then chooses.
+    """
+    tuned = _tuned(problem, arch, backend, known)
+    if tuned is not None and not tuned[2].startswith(OF_PLAIN):
+        return tuned
+    found = _heuristics().choose(problem, arch, backend, _reader().noticed())
+    if tuned is None or found is None:
+        return tuned or found
+    seconds = [_heuristics().terms(problem, config, name, arch).seconds for name, config, _ in (tuned, found)]
+    return found if seconds[1] < PROGRAM_GAINS * seconds[0] else tuned
 
 
 # Imported at first use, because importing cutegemm is cheap; remembered, because an import statement takes a
@@ -141,7 +156,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     names = "tuned winner", "tuned winner of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_program(), arch, known)
-        names = "tuned winner of the plain product", "tuned winner of the plain product in the other 16-bit type"
+        names = OF_PLAIN, f"{OF_PLAIN} in the other 16-bit type"
     for relative, name in kin(problem) if rows == (None, None) else ():
         if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):
             names = f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"

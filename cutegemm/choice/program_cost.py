@@ -3,8 +3,9 @@
 The instructions of an element were counted in the machine code of Hopper kernels (silu 5, gelu(acc + bias) + residual
 17.5, a rotation 10 of which half load operands). Those of the special function unit, a quarter as wide as the others
 are counted, weigh 4: half of what they take alone, since another warp multiplies meanwhile. `WAIT` was read off times on
-an H200 at 4096x6144x4096 and 4096^3: 22 ns for each accumulator of a thread and each such operand, at 1.455 GHz. Not a
-fit, and of programs only: C, bias and activations stay as they were fitted.
+an H200 at 4096x6144x4096 and 4096^3, at 1.455 GHz: 22 to 25 ns for each accumulator of a thread and each such operand
+with 128 accumulators, 23 to 62 with 192. Not a fit, and of programs only: C, bias and activations stay as they were
+fitted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ INSTRUCTIONS = {
 LANES = 128
 """Instructions of single threads that an SM issues in a cycle."""
 WAIT = 32.0
-"""Cycles that a warp waits for an operand that nobody loads ahead, for each accumulator of a thread."""
+"""Cycles that a warp waits for an operand that nobody loads ahead, for each accumulator of a thread; twice as long with
+more than `FEW` accumulators, which leave registers for two loads at a time."""
+FEW = 160
 
 
 def cycles(program: Program, elements: int, accumulators: int, waited_for: int) -> float:
@@ -31,4 +34,4 @@ def cycles(program: Program, elements: int, accumulators: int, waited_for: int) 
         waited_for: matrix operands that are not loaded before they are needed.
     """
     count = sum(INSTRUCTIONS.get(node.op, 1) for node in program.nodes)
-    return elements * count / LANES + waited_for * accumulators * WAIT
+    return elements * count / LANES + waited_for * accumulators * WAIT * (1 if accumulators <= FEW else 2)

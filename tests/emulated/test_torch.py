@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 
 import cutegemm
-from tests import opinfo, transformer
+from tests import gradients, opinfo, transformer
 from tests.unit import test_torch_forward as tangent
 from tests.unit.test_torch_gradients import draw, run
 
@@ -116,3 +116,9 @@ def test_a_transformer(seed):
     assert ours <= 1.25 * theirs, f"root-mean-square error {ours:.3e}, torch's {theirs:.3e}"
     curves = transformer.compare_curves(size, 3, "cpu", seed, autocast=True, backend="cute", runs=1, plain=True)
     print(transformer.check_curves(*curves, fall=0.95))
+
+
+def test_gradients_of_tf32_are_within_its_bound(seed):
+    a, b, grad = draw(seed, (48, 32), (32, 40), (48, 40))
+    run(a, b, grad, precision="tf32", backend="cute")
+    assert gradients.expected(a, b, grad, precision="tf32")["a"].bound.max() > 1e-3, "it is that of IEEE products"

@@ -56,9 +56,7 @@ def test_the_error_is_no_larger_than_that_of_cublas(spread, seed):
     K is short enough that cuBLAS does not split it: with K = 2048 it does, and each of four shorter sums errs by half.
     """
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    a, b = (
-        torch.randn(shape, generator=generator, device="cuda", dtype=DOUBLE) for shape in ((512, 512), (512, 384))
-    )
+    a, b = (torch.randn(shape, generator=generator, device="cuda", dtype=DOUBLE) for shape in ((512, 512), (512, 384)))
     if spread:
         a *= 2.0 ** torch.randint(-spread, spread + 1, a.shape, generator=generator, device="cuda")
     want = reference.expected(a, b)

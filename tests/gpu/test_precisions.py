@@ -47,15 +47,16 @@ def test_every_candidate_on_ragged_shapes(precision, majors, seed):
 def test_error_beside_sgemm(kind, k, seed):
     """Largest and root mean square error relative to |A||B|: tf32x3 at most cuBLAS SGEMM's, bf16x6 at most half of it.
 
-    Where few addends decide a sum, or K is shorter than four promotions, 1.2 times SGEMM's for bf16x6 and 1.6 times for
-    tf32x3, which has that for positive numbers too. At K = 65536 cuBLAS splits the sum of some of these products into
+    Where few addends decide a sum, or K is shorter than four promotions, 1.4 times SGEMM's for bf16x6 and 1.6 times for
+    tf32x3; for positive numbers 0.9 and 1.6 times. At K = 65536 cuBLAS splits the sum of some of these products into
     more parts than our choice does: an H200 showed up to 2.7 times its error there (docs/precision.md).
     """
     a, b = inputs(kind, 520, 392, k, seed, "cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
     baseline = error(a @ b, a, b)
     short = k < 128 or kind in ("exponents", "powers")
-    shares = {"tf32x3": 1.6 if short or kind == "uniform" else 1.0, "bf16x6": 1.2 if short else 0.5}
+    positive = kind == "uniform"
+    shares = {"tf32x3": 1.6 if short or positive else 1.0, "bf16x6": 1.4 if short else 0.9 if positive else 0.5}
     for precision, share in shares.items():
         share = 3.0 if k == 65536 else share
         got = cutegemm.gemm(a, b, precision=precision)

@@ -45,9 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of each test marked `product(keep=N)` N cases or more, in which every value of every parameter occurs.
+    """Leaves of each test marked `product(keep=N)` N cases, or as many more as hold every value of every parameter.
 
-    A parameter with more values than half the cases, as a plain list has, does not count: of a list N cases are left.
+    A parameter with more than N values, as a plain list has, does not count: of a list N cases are left.
     """
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -58,14 +58,13 @@ def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
         cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
         seen: set[tuple[str, str]] = set()
         chosen = []
-        found = {name: {repr(case.callspec.params[name]) for case in cases} for name in cases[0].callspec.params}
-        shared = [name for name, values in found.items() if 2 * len(values) <= len(cases)]
-        for case in cases:
-            values = {(name, repr(case.callspec.params[name])) for name in shared}
-            if values - seen:
-                chosen.append(case)
-                seen |= values
         keep = cases[0].get_closest_marker("product").kwargs["keep"]
+        found = {name: {repr(case.callspec.params[name]) for case in cases} for name in cases[0].callspec.params}
+        shared = [name for name, values in found.items() if len(values) <= keep]
+        values = {case: {(name, repr(case.callspec.params[name])) for name in shared} for case in cases}
+        while new := values[best := max(cases, key=lambda case: len(values[case] - seen))] - seen:
+            chosen.append(best)
+            seen |= new
         more = [case for case in cases if case not in chosen]
         left_out.update(more[max(keep - len(chosen), 0) :])
     if left_out:

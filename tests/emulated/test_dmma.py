@@ -14,7 +14,7 @@ from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from tests.problems import MAJORS, Case
-from tests.sass import opcodes, resources
+from tests.sass import opcodes, registers, spilled
 
 pytest.importorskip("llvmlite")
 
@@ -86,8 +86,8 @@ def test_what_the_rule_accepts_has_the_instruction_and_no_spills(target, name, s
     wanted = [config for config in space if (config.instruction == "8x4") == (target == "sm_80")]
     config = rng.choice(wanted)
     kernel = backend.get("cute").build(problem.signature, config, gpu)
-    names, usage = opcodes(kernel.cubin), resources(kernel.cubin)
+    names = opcodes(kernel.cubin)
     blocks = config.wm * config.wn * config.bk // (8 * config.step[0] * config.step[1])
     assert sum(count for each, count in names.items() if each.startswith(name)) == blocks
-    assert not any(each.startswith(("LDL", "STL")) for each in names), f"{config} spills"
-    assert usage["REG"] * config.threads <= gpu.registers_per_sm
+    assert not spilled(kernel.cubin)
+    assert registers(kernel.cubin) * config.threads <= gpu.registers_per_sm

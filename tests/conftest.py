@@ -14,6 +14,10 @@ _ROOT = Path(__file__).parent.parent
 _LEFT_OUT = pytest.StashKey[int]()
 # Kernels compiled by tests are kept between runs, apart from the user's own cache.
 os.environ.setdefault("CUTEGEMM_CACHE_DIR", str(_ROOT / ".pytest_cache" / "cutegemm"))
+# Workers share out the cores already. Threads of torch and numpy beside them, and beside those of the processes that
+# tests start, only wait for each other, and burn a quarter of all the time in that.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example that takes long tells of the machine, not of the property. CI draws the same examples and seeds every
 # time, so that a change is judged by what it changed; `make nightly` and a machine with a GPU draw fresh ones.

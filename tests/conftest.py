@@ -20,8 +20,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example that takes long tells of the machine, not of the property. CI draws the same examples and seeds every
-# time, so that a change is judged by what it changed; `make nightly` and a machine with a GPU draw fresh ones.
-settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# time, so that a change is judged by what it changed; `make nightly` draws fresh ones, and more of them (examples.py).
+settings.register_profile(
+    "same", max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
 

@@ -6,10 +6,18 @@ import pytest
 
 from tests import mutation
 
+QUICK = mutation.specs(quick=True)
+RUNGS = ("block_tile", "warp_tile_async", "wmma_double_buffer")
+
+
+def more(spec: mutation.Spec) -> list[pytest.MarkDecorator]:
+    """Of the ladder's kernels `make test` mutates three; test_legacy_emulated.py takes away the barriers of others."""
+    return [pytest.mark.slow] * (spec.backend == "legacy" and not spec.name.endswith(RUNGS))
+
 
 @pytest.mark.parametrize("part", range(3))
-@pytest.mark.parametrize("spec", mutation.specs(quick=True), ids=lambda spec: spec.name)
-@pytest.mark.product(keep=len(mutation.specs(quick=True)))
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=more(spec), id=spec.name) for spec in QUICK])
+@pytest.mark.product(keep=len(QUICK))
 def test_every_broken_synchronization_is_noticed_or_explained(spec, part):
     """A third of a kernel's mutations."""
     pytest.importorskip("llvmlite")

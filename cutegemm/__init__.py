@@ -15,6 +15,7 @@ from cutegemm.gemm import explain, gemm, prepare, trace_epilogue
 from cutegemm.grouped import grouped_gemm
 from cutegemm.linear import linear
 from cutegemm.memory import clear_workspaces
+from cutegemm.moe import moe
 from cutegemm.problem import Problem
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import operator as torch_op
@@ -41,6 +42,7 @@ __all__ = [
     "get_float32_precision",
     "grouped_gemm",
     "linear",
+    "moe",
     "nn",
     "ops",
     "prepare",

@@ -177,6 +177,12 @@ class Backend(ABC, Generic[C]):
         """
         return None
 
+    def accumulators(self, config: C) -> int:
+        """Accumulators of a thread; one with fewer has more registers for an epilogue program. Raises ValueError where
+        it computes no programs.
+        """
+        raise ValueError(f"backend {self.name!r} computes no epilogue programs")
+
     def why_work_refused(self, signature: Signature) -> str | None:
         """None, or that it takes other works or no epilogue programs; `supports` and `check` ask this first."""
         if signature.epilogue.custom is not None and not self.programs:

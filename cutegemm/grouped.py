@@ -107,7 +107,7 @@ def grouped_gemm(
     options = {"precision": precision, "backend": backend, "config": config}
     if _is_dynamo_compiling():
         text = compiled.text_of(epilogue, operands)
-        return _by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
+        return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
     tensors = [each for each in (a, b, *operands, *_listed(out), *sizes[:4]) if isinstance(each, torch.Tensor)]
     if (
         transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
@@ -115,7 +115,7 @@ def grouped_gemm(
         or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
     ):  # fmt: skip
         text = program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text
-        return _by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
+        return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
     return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
 
 
@@ -150,7 +150,7 @@ def _listed(out: Any) -> list[Any]:
     return [] if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
 
 
-def _by_operator(
+def by_operator(
     a: Any, b: Any, sizes: Sizes, text: str, operands: Any, out: Any, out_dtype: Any, options: dict[str, Any], save: Any
 ) -> Any:  # fmt: skip
     """The call as torch's operator. torch.compile puts this into its graph."""

@@ -1,5 +1,6 @@
-"""`Linear`, `Fp8Linear` and `SwiGLU`: layers and a gated MLP by these kernels; `replace_linears` and `replace_mlps` put
-them into a model; `compare` tells how far a quantized model is from the original.
+"""`Linear`, `Fp8Linear`, `SwiGLU` and `MoE`: layers, a gated MLP and a mixture of them by these kernels;
+`replace_linears`, `replace_mlps` and `replace_moe` put them into a model; `compare` tells how far a quantized model is
+from the original.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.linear import linear
+from cutegemm.mixture import MoE, TopKRouter, replace_moe
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
 from cutegemm.quantized_linear import Comparison, Fp8Linear, LayerError, Settings, compare
+from cutegemm.replacing import activation_of, is_altered, replace_modules
 
 __all__ = [
-    "Comparison", "Fp8Linear", "LayerError", "Linear", "SwiGLU", "compare", "replace_linears", "replace_mlps",
+    "Comparison", "Fp8Linear", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare", "replace_linears",
+    "replace_mlps", "replace_moe",
 ]  # fmt: skip
 
 
@@ -166,11 +170,7 @@ def replace_linears(
                 )
         return made[id(module)]
 
-    for prefix, parent in list(model.named_modules(remove_duplicate=True)):
-        for name, child in list(parent._modules.items()):
-            if child is not None:
-                setattr(parent, name, replacement(f"{prefix}.{name}" if prefix else name, child))
-    return replacement("", model)
+    return replace_modules(model, replacement)
 
 
 class SwiGLU(torch.nn.Module):
@@ -311,17 +311,7 @@ def replace_mlps(
             made[id(module)] = _replaced(module, str(activation), precision, backend) if chosen else module
         return made[id(module)]
 
-    for prefix, parent in list(model.named_modules(remove_duplicate=True)):
-        for name, child in list(parent._modules.items()):
-            if child is not None:
-                setattr(parent, name, replacement(f"{prefix}.{name}" if prefix else name, child))
-    return replacement("", model)
-
-
-_ACTIVATION_CLASSES = {
-    "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu",
-}  # fmt: skip
-"""Names of classes in transformers, which need not be installed; what they compute is tried."""
+    return replace_modules(model, replacement)
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:
@@ -332,15 +322,9 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     linears = [getattr(module, name) for name in names]
     if any(_why_not(each) is not None or each.bias is not None for each in linears):
         return None
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(each, name) for each in (module, *linears) for name in hooks) or "forward" in module.__dict__:
+    if any(is_altered(each) for each in (module, *linears)):
         return None
-    act = getattr(module, "act_fn", None)
-    if isinstance(act, torch.nn.GELU):
-        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
-    if isinstance(act, torch.nn.SiLU) or act is torch.nn.functional.silu:
-        return "silu"
-    return _ACTIVATION_CLASSES.get(type(act).__name__)
+    return activation_of(getattr(module, "act_fn", None))
 
 
 def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:

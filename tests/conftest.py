@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,16 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = int(os.environ.get("CUTEGEMM_TEST_SEED") or int.from_bytes(drawn, "little"))
     print(f"CUTEGEMM_TEST_SEED={value}")
     return value
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory_for_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Gives what torch keeps of the GPU's memory back after a test: other workers run on the same GPU."""
+    import torch
+
+    yield
+    if "gpu" in request.keywords and torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**28:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@
     python -m tests.fuzz_programs --count 20000 --seed 1 --device cuda  on a GPU
 
 Number i draws a program (`tests.programs`), sizes, a dtype, operands and a kernel from seed + i, which alone repeats it
-(`--count 1 --seed N`). A kernel that spills registers counts as wrong. Exit status 0 when all were right.
+(`--count 1 --seed N`). A configuration whose kernel spills registers is refused; a kernel that spills and runs all the
+same, because no candidate had room, counts as wrong. Exit status 0 when all were right.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice import plan as planning
+from cutegemm.choice import spills
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
@@ -31,7 +33,6 @@ from cutegemm.problem import program_request, reference
 from cutegemm.problem.program import bound
 from cutegemm.run import fused
 from tests import programs
-from tuning.cubin import usage
 
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 40, 64, 65, 72, 96, 120, 128, 136, 160)
 
@@ -86,15 +87,11 @@ def kernels(asked: Any, arch: Arch, r: random.Random) -> Iterator[str | None]:
             yield text
 
 
-def _spills(cubin: bytes) -> bool:
-    return any(each.stack for each in usage(cubin))
-
-
-def _spills_alone(asked: Any, plan: planning.Plan) -> bool:
-    """Whether the kernel spills without the program too: some do whose operands are loaded element by element."""
-    assert plan.arch is not None
-    alone = asked.problem.without_program().signature
-    return _spills(backends.get("cute").build(alone, plan.choice.config, plan.arch).cubin)
+def _spills(plan: planning.Plan) -> bool:
+    """Whether the kernel spills because of its program: some spill without it, whose operands are loaded singly."""
+    if plan.kernel is None or plan.arch is None:
+        return False
+    return spills.spilled(plan.problem, plan.kernel, plan.choice.config, backends.get("cute"), plan.arch) > 0
 
 
 def run(number: int, device: str) -> Outcome:
@@ -117,7 +114,7 @@ def run(number: int, device: str) -> Outcome:
         return Outcome(number, "failed", str(config), f"{type(why).__name__}: {why}\n{program}")
     name = str(plan.choice.config)
     try:
-        if plan.kernel is not None and _spills(plan.kernel.cubin) and not _spills_alone(asked, plan):
+        if _spills(plan):
             return Outcome(number, "spills", name, str(program))
         got = fused.compute(a, b, program, operands, None, None, precision, backend, config)
         acc, _, error = reference.accumulators(a, b, precision or "ieee")

@@ -169,12 +169,16 @@ def decoding(model: Blocks, x: torch.Tensor, turn: Any, how: str) -> Callable[[]
         with torch.no_grad():
             return step(x, turn)
 
-    if how != "graph":
-        return run
+    return captured(run) if how == "graph" else run
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """Replays of a CUDA graph of `run`, which runs three times before, so that all is compiled."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        run()
+        for _ in range(3):
+            run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -276,6 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch._dynamo.reset()
             steps = {name: decoding(models[name], x, turn, how) for name in right}
             lines += rows_of(f"decoding, {how}, batch {count}", in_turns(steps, options.rounds), verdicts)
+            print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
             del steps
         del models
     for count in tokens:
@@ -285,6 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
         verdicts = check(models, x, turn)
         steps = {name: training(models[name], x, turn) for name, verdict in verdicts.items() if verdict == "ok"}
         lines += rows_of(f"training, {count} tokens", in_turns(steps, options.rounds, 0.3), verdicts)
+        print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
         del models, steps
     print(tabulate(lines, headers=["step", "linears", "ms", "x torch (spread)"], disable_numparse=True))
     print(timing.gpu_state())

@@ -155,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     for m in tokens:
         chain = Chain.draw(m, torch_dtype(options.dtype), options.layers)
         rows += measure(m, chain, options.layers, ways(), options.rounds)
+        print(f"M = {m} done", file=sys.stderr, flush=True)
         del chain
     print(table(rows, options.layers))
     print(timing.gpu_state())

@@ -81,9 +81,8 @@ def _angles(m: int, n: int, device: Any) -> Tensors:
 
 def _rope(x: torch.Tensor, w: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     y = x @ w
-    partner = y.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    sign = torch.tensor([-1.0, 1.0], device=y.device, dtype=y.dtype).repeat(y.shape[-1] // 2)
-    return y * cos + sign * partner * sin
+    even, odd = y.unflatten(-1, (-1, 2)).unbind(-1)
+    return y * cos + torch.stack((-odd, even), -1).flatten(-2) * sin
 
 
 def _residual_and_squares(x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor) -> Tensors:
@@ -204,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
         moved = 2 * (case.m * case.k + case.n * case.k + case.m * case.n)
         sets = timing.rotation(moved, torch.cuda.get_device_properties(0).L2_cache_size, most=16)
         rows.append((case, time_case(case, sets, options.rounds, not options.no_compile)))
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(table(rows))
     print(timing.gpu_state())
     return 1 if wrong else 0

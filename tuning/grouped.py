@@ -155,6 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     for number, entry in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] {entry}", file=sys.stderr, flush=True)
         rows += bench(entry, arch, options.dtype, options.majors, options.rounds)
+        for row in rows[-len(NAMES) :]:
+            if row["entry"] == str(entry):
+                print("   ", *(f"{name} {row[name]}" for name in row if name != "entry"), file=sys.stderr, flush=True)
         torch.cuda.empty_cache()
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
     ratios = torch.tensor([row["ratio"] for row in rows if row.get("ratio")])

@@ -52,9 +52,9 @@ def answer(gpu: str, backend: str, config: str, problem: str) -> dict[str, str]:
     from cutegemm import backend as backends
     from cutegemm.errors import GemmError
     from cutegemm.hardware import arch as arch_table
+    from cutegemm.hardware.cubin import code_digest
     from cutegemm.winners.fingerprint import fingerprint
     from tuning.calibrate import parse_problem
-    from tuning.cubin import code_digest
 
     try:
         kernels = backends.get(backend)

@@ -21,11 +21,11 @@ from cutegemm import backend as backends
 from cutegemm.errors import GemmError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
+from cutegemm.hardware.cubin import usage
 from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import DTYPES, PRECISIONS, Problem
 from cutegemm.run.arguments import Operands, Scalars
 from tuning import cli
-from tuning.cubin import usage
 
 
 @dataclass(frozen=True)

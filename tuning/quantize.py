@@ -157,6 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         moved = case.bytes_moved + case.rows * case.k * DTYPES[case.dtype].itemsize
         sets = timing.rotation(moved, torch.cuda.get_device_properties(0).L2_cache_size, most=16)
         rows.append((case, time_case(case, sets, options.rounds, not options.no_compile)))
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(table(rows))
     print(timing.gpu_state())
     return 1 if wrong else 0

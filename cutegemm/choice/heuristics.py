@@ -99,6 +99,12 @@ def choose(
     return _cheapest(problem, arch, backend, lambda name, signature, arch: _candidates(name, signature, arch, now))
 
 
+def ascending(problem: Problem, arch: Arch, backend: str) -> Iterator[Any]:
+    """Every candidate of a backend that can serve the problem, the cheapest by the cost model first."""
+    found = _candidates(backend, problem.signature, arch, winners.state()).ascending(problem)
+    return (config for _, config, _ in found)
+
+
 def untuned(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[str, Any, str] | None:
     """`choose` as it would be if the user had measured nothing and the shipped table lacked this shape: to judge it by.
 
@@ -194,7 +200,7 @@ class Candidates:
         if chosen is None:
             return None
         if self.backend.check(chosen, problem, self._arch) is not None:
-            return self._first_valid(problem)
+            return next(self.ascending(problem, split=False), None)
         return seconds, chosen, why
 
     def _modelled(self, m: int, n: int, k: int, batch: int) -> tuple[float, Any]:
@@ -218,12 +224,17 @@ class Candidates:
         found = self._shortlists[bucket] = entries, Group([cost for cost, _ in entries]), splits
         return found
 
-    def _first_valid(self, problem: Problem) -> tuple[float, Any, str] | None:
+    def ascending(self, problem: Problem, split: bool = True) -> Iterator[tuple[float, Any, str]]:
+        """(seconds, configuration, "") of every candidate that can serve the problem, the cheapest by the model first.
+
+        Args:
+            split: with those whose K is split.
+        """
         sizes = problem.evened
-        for cost, config in sorted(self._whole, key=lambda entry: entry[0].seconds(*sizes)):
-            if self.backend.check(config, problem, self._arch) is None:
-                return cost.seconds(*sizes), config, ""
-        return None
+        entries = [*self._whole, *(pair for one in self._splits.values() for pair in one.worth_trying(*sizes) if split)]
+        for seconds, number in sorted((cost.seconds(*sizes), number) for number, (cost, _) in enumerate(entries)):
+            if self.backend.check(entries[number][1], problem, self._arch) is None:
+                yield seconds, entries[number][1], ""
 
     def _corrected(self, m: int, n: int, k: int, seconds: float, chosen: Any) -> tuple[float, Any, str]:
         """The cheapest again, with winners of nearby shapes made cheaper by what the model misjudged there."""

@@ -303,6 +303,11 @@ class CuteBackend(Backend[Any]):
         """See `Backend.for_constant`."""
         return FAMILIES[config.family].for_constant(config, signature)
 
+    def accumulators(self, config: Any) -> int:
+        """See `Backend.accumulators`: a configuration has them of its own, or a warp tile that its lanes share."""
+        own: int | None = getattr(config, "accumulators", None)
+        return config.wm * config.wn // 32 if own is None else own
+
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
         """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
         for family in self._automatic(problem.signature):

@@ -112,20 +112,39 @@ def planned(key: Any, call: Call, a: Any, b: Any, c: Any, options: dict[str, Any
     """
     with _lock:
         plan = call.plan(keep_up())
-        run = call.runner(plan)
-        if options["out"] is not None:
-            reads_c = call.request.problem.epilogue.c_dtype is not None
-            run = runner.writing(run, a, b, c if reads_c else None, options["bias"], options["out"])
+        launch = call.launch(plan) if key is not None and native.is_ready() else None
+        if launch is not None and options["out"] is None:
+            run = _when_needed(key, call, plan)
+        else:
+            run = call.runner(plan)
+            if options["out"] is not None:
+                reads_c = call.request.problem.epilogue.c_dtype is not None
+                run = runner.writing(run, a, b, c if reads_c else None, options["bias"], options["out"])
         if key is not None:
             memo.put(key, run, plan)
-            _tell(call, plan, a, b, c, options)
+            _tell(call, plan, launch, a, b, c, options)
     return run, plan
 
 
-def _tell(call: Call, plan: Plan, a: Any, b: Any, c: Any, options: dict[str, Any]) -> None:
-    """Tells the C++ part of a plan that is remembered; the first plan of a GPU has it made."""
+def _when_needed(key: Any, call: Call, plan: Plan) -> Runner:
+    """A runner that is bound at its first call: the C++ part launches the plan, and mostly nobody else does."""
+
+    def run(*operands: Any) -> torch.Tensor:
+        bound = call.runner(plan)
+        with _lock:
+            if memo.plan(key) is plan:
+                memo.put(key, bound, plan)
+        return bound(*operands)
+
+    return run
+
+
+def _tell(
+    call: Call, plan: Plan, launch: tuple[Any, ...] | None, a: Any, b: Any, c: Any, options: dict[str, Any]
+) -> None:
+    """Tells the C++ part how a plan that is remembered is launched; the first plan of a GPU has that part made."""
     if native.is_ready():
-        native.install(a, b, c, options, call.launch(plan))
+        native.install(a, b, c, options, launch)
     elif plan.kernel is not None and call.request.device.type == "cuda":
         native.want()
 
@@ -143,7 +162,7 @@ def _plan_natively(
     with _lock:
         plan = None if key is None else memo.plan(key)
         if plan is not None:
-            _tell(call, plan, a, b, c, options)
+            _tell(call, plan, call.launch(plan), a, b, c, options)
     if plan is None:
         planned(key, call, a, b, c, options)
 

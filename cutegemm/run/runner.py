@@ -14,11 +14,11 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice import plan as planning
-from cutegemm.choice import prepared
+from cutegemm.choice import prepared, spills
 from cutegemm.choice.plan import Plan
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Signature, overlap, packing, request, torch_dtype
+from cutegemm.problem import Problem, Signature, overlap, packing, request, torch_dtype
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
@@ -100,7 +100,10 @@ class Call(NamedTuple):
         if choice.config is not None:
             assert arch is not None
             choice = self._for_constant(choice)
-            kernel = self._kernel(choice, arch, problem.signature)
+            if problem.epilogue.custom is None:
+                kernel = self._kernel(choice, arch, problem.signature)
+            else:
+                choice, kernel = self._without_spills(problem, choice, arch)
             preparers = [(each, self._preparer(choice, arch, each)) for each in preparations]
         emulated = on_cpu and kernel is not None
         return Plan(
@@ -127,6 +130,25 @@ class Call(NamedTuple):
         found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))
         return found
 
+    def _without_spills(
+        self, problem: Problem, choice: planning.Choice, arch: Arch
+    ) -> tuple[planning.Choice, backends.Kernel]:
+        """The choice for a problem with a program and its kernel, or a lighter one where that kernel spills registers.
+
+        Raises UnsupportedError where it was asked for by name.
+        """
+        backend, signature, as_asked = backends.get(choice.backend), problem.signature, problem is self.request.problem
+
+        def build(config: Any) -> tuple[backends.Kernel, int]:
+            kernel = self._kernel(choice._replace(config=config), arch, signature)
+            key = "spilled", backend, config, signature, arch
+            count: int = self._held(key, config, lambda: spills.spilled(problem, kernel, config, backend, arch))
+            if count and self.config is not None:
+                raise spills.refusal(problem, config, count)
+            return kernel, count
+
+        return spills.settled(problem, choice, arch, build, lambda each: as_asked or backend.takes_prepared(each))
+
     def _preparer(self, choice: planning.Choice, arch: Arch, asked: Preparation) -> backends.Preparer:
         """The kernel of a preparation."""
         backend = backends.get(choice.backend)
@@ -151,10 +173,12 @@ class Call(NamedTuple):
         return kernel
 
     def _tune(self, arch: Arch) -> None:
-        """Tunes a problem met for the first time, where nothing was asked for by name and nothing is captured."""
+        """Tunes a problem met for the first time, where nothing was asked for by name and nothing is captured. Products
+        with a program are not timed: those take the winner of the plain product.
+        """
         from cutegemm.tuner.on_demand import on_demand, wanted
 
-        free = self.backend == "auto" and self.config is None
+        free = self.backend == "auto" and self.config is None and self.request.problem.epilogue.custom is None
         if wanted() and free and not torch.cuda.is_current_stream_capturing():
             on_demand(self.request.problem, arch, self.request.device.index)
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cutegemm import backend as backends
+from cutegemm.choice import spills
 from cutegemm.cute import workspace
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Matrix, Problem, reference, torch_dtype
@@ -164,7 +165,10 @@ class Bench:
     def _launches(self, key: Key) -> list[Any]:
         """The calls of a candidate."""
         backend = backends.get(key[0])
-        kernel = backend.build(self.problem.signature, backend.parse(key[1]), self.arch)
+        config = backend.parse(key[1])
+        kernel = backend.build(self.problem.signature, config, self.arch)
+        if count := spills.spilled(self.problem, kernel, config, backend, self.arch):
+            raise spills.refusal(self.problem, config, count)
         run = kernel.bind(self.problem)
         c, bias, d = (0 if t is None else t.data_ptr() for t in (self._c, self._bias, self._d))
         scalars, on_cuda = Scalars(beta=self._beta), self._device == "cuda"

@@ -17,9 +17,9 @@ from cutegemm.cutlass2x import BACKEND, build, build_many, emit, published, tool
 from cutegemm.cutlass2x.config import Cutlass2xConfig
 from cutegemm.errors import GemmError
 from cutegemm.hardware import arch
+from cutegemm.hardware.cubin import usage
 from cutegemm.problem import Problem, Signature
 from tests.problems import MAJORS
-from tuning.cubin import usage
 
 H200 = arch.get("sm_90a")
 KINDS = [("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32"), ("fp32", "tf32x3")]

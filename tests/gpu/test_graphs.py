@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import Counter
 
@@ -157,7 +158,8 @@ def test_a_thousand_captures_leak_nothing(seed):
     captures(50)
     before, allocated = used(), torch.cuda.memory_allocated()
     captures(1000)
-    assert used() <= before + 8 * 2**20
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # other workers take memory of the same GPU
+        assert used() <= before + 8 * 2**20
     assert torch.cuda.memory_allocated() == allocated
 
 

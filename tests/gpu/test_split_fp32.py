@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 SPLIT = {
     "simt/128x128x16/w64x32/s3/g8/k4": ("fp32", None), "simt/64x64x8/w32x32/s4/g8/k32": ("fp32", None),
-    "simt/32x32x64/w32x32/s3/g8/x4/k16": ("fp32", None), "sm80/64x64x32/w32x32/s5/g8/k7": ("bf16", None),
+    "simt/32x32x32/w32x32/s3/g8/x4/k16": ("fp32", None), "sm80/64x64x32/w32x32/s5/g8/k7": ("bf16", None),
     "sm80/64x64x32/w32x32/s3/g8/k5": ("fp32", "tf32"),
 }  # fmt: skip
 SHAPES = ((1, 1, 1), (129, 257, 65), (64, 64, 16384), (257, 300, 1003), (512, 384, 8), (72, 40, 0))

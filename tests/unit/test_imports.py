@@ -24,7 +24,7 @@ LAYERS = {
     "command lines": "tuning.*",
     "public calls": """
         cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
-        cutegemm.quantize cutegemm.quantized_linear cutegemm.scaled_mm
+        cutegemm.quantize cutegemm.quantized_linear cutegemm.scaled_mm cutegemm.moe cutegemm.mixture cutegemm.replacing
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """
@@ -32,7 +32,9 @@ LAYERS = {
         cutegemm.run.quantizing cutegemm.run.quantize_kernels""",
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",
-    "choice": "cutegemm.choice.plan cutegemm.choice.group_kin cutegemm.choice.prepared cutegemm.choice.heuristics",
+    "choice": """
+        cutegemm.choice.plan cutegemm.choice.group_kin cutegemm.choice.prepared cutegemm.choice.heuristics
+        cutegemm.choice.spills""",
     "winners": "cutegemm.winners.*",
     "what a backend is": "cutegemm.backend",
     "cost model": """

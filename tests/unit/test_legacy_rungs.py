@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cutegemm.errors import GemmError
 from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.cubin import usage
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.run.arguments import Operands, Scalars
@@ -21,7 +22,6 @@ from legacy_cuda.config import MAX_ACCUMULATORS, LegacyConfig, parse, why_invali
 from legacy_cuda.kernel import _ARGS, MAX_GRID_Z, Geometry
 from legacy_cuda.rungs import KERNELS, RUNGS, ladder
 from tuning.autotune import _Frontier
-from tuning.cubin import usage
 
 H200 = arch_table.get("H200")
 FP32 = Problem.of(8192, 8192, 8192, "fp32", majors="tt")

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+from cutegemm.hardware.cubin import code_digest
 from cutegemm.problem import Problem
 from cutegemm.winners import Measurement
 from cutegemm.winners import table as winners_table
 from cutegemm.winners.fingerprint import fingerprint, is_fresh
 from tests.unit.conftest import SHIPPED
 from tuning import machine_code, winners
-from tuning.cubin import code_digest
 
 ROOT = SHIPPED.parents[1]
 CONFIG = "simt/32x32x16/w16x32/s2/g1"

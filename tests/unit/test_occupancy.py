@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.cubin import usage
 from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
 from tuning import occupancy as tool
-from tuning.cubin import usage
 from tuning.occupancy import occupancy, resources
 
 

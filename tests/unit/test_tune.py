@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from cutegemm import winners
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.text import parse
 from cutegemm.run import call, runner
 from cutegemm.tuner import on_demand
 from cutegemm.winners import Winners
@@ -140,6 +143,18 @@ def test_never_during_capture_nor_when_a_kernel_is_named(cuda, monkeypatch):
     runner.Call(cuda.call.request, "cute", None).plan()
     runner.Call(cuda.call.request, "auto", "sm80/64x64x32/w32x32/s5/g8").plan()
     assert cuda.tuned == []
+
+
+def test_a_product_with_a_program_is_not_timed(cuda, monkeypatch):
+    """A bench measures plain products: of others it would find every kernel wrong."""
+    monkeypatch.setenv("CUTEGEMM_TUNE", "1")
+    program = Epilogue(custom=parse("def epilogue(acc) -> bf16: return -acc"))
+    cuda.call.request.problem = replace(PROBLEM, epilogue=program)
+    cuda.call._tune(H200)
+    assert cuda.tuned == []
+    cuda.call.request.problem = PROBLEM
+    cuda.call._tune(H200)
+    assert len(cuda.tuned) == 1
 
 
 def test_a_search_that_finds_nothing_is_a_warning(cuda, monkeypatch):

@@ -142,7 +142,7 @@ class PreparingKernel:
             if self._function is None:
                 library = self._entry.file("kernel.so")
                 self._function = (
-                    compiler._open_library(library)
+                    compiler.function_at(compiler._open_library(library))
                     if library.exists()
                     else compiler._open_object(self._entry.file("kernel.o"))
                 )

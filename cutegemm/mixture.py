@@ -1,0 +1,271 @@
+"""`MoE`, the experts of a mixture as a module, `TopKRouter`, which chooses among them, and `replace_moe`, which puts
+`MoE` into a Hugging Face model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cutegemm import backend as backends
+from cutegemm.linear import linear
+from cutegemm.moe import DTYPES, moe
+from cutegemm.problem import request
+from cutegemm.problem.reference import activate
+from cutegemm.pytorch.mlp import GATES
+from cutegemm.replacing import activation_of, is_altered, replace_modules
+
+
+class TopKRouter(torch.nn.Module):
+    """Chooses the experts of each token: the top_k largest of softmax(x @ weight^T), which is computed in fp32.
+
+    Parameter: `weight` (num_experts, in_features).
+
+    Args:
+        normalize: whether a token's weights are divided by their sum, as Mixtral and Qwen3-MoE do.
+
+    Raises:
+        ValueError: top_k is not 1 to num_experts.
+    """
+
+    def __init__(
+        self, in_features: int, num_experts: int, top_k: int, device: Any = None, dtype: Any = None, *,
+        normalize: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k: got {top_k}, accepted are 1 to num_experts, {num_experts}")
+        self.top_k, self.normalize = top_k, normalize
+        self.weight = torch.nn.Parameter(torch.empty((num_experts, in_features), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weight as torch.nn.Linear does."""
+        _draw(self.weight)
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
+        shares = linear(input, self.weight).float().softmax(-1)
+        weights, experts = shares.topk(self.top_k, -1)
+        return experts, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
+
+    def extra_repr(self) -> str:
+        count, columns = self.weight.shape
+        text = f"in_features={columns}, num_experts={count}, top_k={self.top_k}"
+        return text if self.normalize else f"{text}, normalize=False"
+
+
+class MoE(torch.nn.Module):
+    """A mixture of gated MLPs, forward and backward by `cutegemm.moe`: each token's sum over its experts e of weight *
+    down_e(act(gate_e(x)) * up_e(x)).
+
+    Parameters: `gate_up_proj` (num_experts, 2 * hidden_features, in_features), the rows of gate first, and `down_proj`
+    (num_experts, out_features, hidden_features), by the names and in the layout of the stacked experts of Hugging
+    Face's models; with `top_k`, also `router.weight` (num_experts, in_features).
+
+    Args:
+        top_k: makes a `TopKRouter`, which chooses so many experts for each token. Without it, and without `router`,
+            `forward` is given the experts and weights.
+        router: a module of yours in its place: called with the input, it returns (experts, weights) as `cutegemm.moe`
+            takes them.
+        out_features: by default in_features.
+        activation, precision, backend: as in `cutegemm.moe`.
+
+    Raises:
+        ValueError: no such activation, precision, backend or top_k, or both of top_k and router.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        top_k: int | None = None,
+        out_features: int | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        router: torch.nn.Module | None = None,
+        activation: str = "silu",
+        precision: str | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        options = {"device": device, "dtype": dtype}
+        if top_k is not None:
+            if router is not None:
+                raise ValueError(f"top_k: got {top_k} beside a router, which says it; leave one away")
+            router = TopKRouter(in_features, num_experts, top_k, **options)
+        rows = in_features if out_features is None else out_features
+        self._configure(
+            torch.nn.Parameter(torch.empty((num_experts, 2 * hidden_features, in_features), **options)),
+            torch.nn.Parameter(torch.empty((num_experts, rows, hidden_features), **options)),
+            router, activation, precision, backend,
+        )  # fmt: skip
+        self.reset_parameters()
+
+    def _configure(
+        self, gate_up: torch.nn.Parameter, down: torch.nn.Parameter, router: torch.nn.Module | None, activation: str,
+        precision: str | None, backend: str,
+    ) -> None:  # fmt: skip
+        if activation not in GATES:
+            raise ValueError(f"activation: got {activation!r}, accepted are {', '.join(map(repr, GATES))}")
+        request.check_precision(precision)
+        backends.check_name(backend)
+        self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
+        self.activation, self.precision, self.backend = activation, precision, backend
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts."""
+        return self.gate_up_proj.shape[0]
+
+    def reset_parameters(self) -> None:
+        """Draws the experts' weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
+        _draw(self.gate_up_proj)
+        _draw(self.down_proj)
+
+    def forward(
+        self, input: torch.Tensor, experts: torch.Tensor | None = None, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """input: (..., in_features); experts and weights: (..., top_k), instead of the router's. Returns (...,
+        out_features). Gradients, autocast and torch.compile as `cutegemm.moe`.
+
+        Raises ValueError where experts and weights are given apart, or neither is and there is no router.
+        """
+        if experts is None and weights is None and self.router is not None:
+            experts, weights = self.router(input)
+        if experts is None or weights is None:
+            given = "neither, and this module has no router" if experts is weights else "one of them"
+            raise ValueError(f"experts, weights: got {given}; pass both, or make the module with top_k")
+        return moe(
+            input, experts, weights, self.gate_up_proj, self.down_proj, activation=self.activation,
+            precision=self.precision, backend=self.backend,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        count, rows, columns = self.gate_up_proj.shape
+        text = f"in_features={columns}, hidden_features={rows // 2}, num_experts={count}"
+        return f"{text}, out_features={self.down_proj.shape[1]}, activation={self.activation!r}"
+
+    @classmethod
+    def from_weights(
+        cls,
+        gate_up: torch.nn.Parameter,
+        down: torch.nn.Parameter,
+        *,
+        router: torch.nn.Module | None = None,
+        activation: str = "silu",
+        precision: str | None = None,
+        backend: str = "auto",
+    ) -> MoE:
+        """A MoE with these very parameters, (E, 2 F, in) and (E, out, F), not copies.
+
+        Raises ValueError for other shapes, activation, precision or backend.
+        """
+        shapes = tuple(gate_up.shape), tuple(down.shape)
+        if not _fit(*shapes):
+            raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected (E, 2 F, in), (E, out, F)")
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        made._configure(gate_up, down, router, activation, precision, backend)
+        return made
+
+
+def replace_moe(
+    model: torch.nn.Module,
+    *,
+    where: Callable[[str, torch.nn.Module], bool] | None = None,
+    precision: str | None = None,
+    backend: str = "auto",
+) -> torch.nn.Module:
+    """Replaces the experts of Hugging Face's Mixtral, Qwen3-MoE and similar models, in place, by `MoE`.
+
+    These are modules, since transformers 5, whose parameters are gate_up_proj (E, 2 F, H) and down_proj (E, H, F), in
+    fp16, bf16 or fp32, with act_fn SiLU or a GELU, called with the tokens, their experts and the weights. One is
+    replaced when it computes what `cutegemm.moe` does, which is tried on two random tokens, one of them so large that a
+    gate which clamps its input is found, unless its weights are on the meta device. Parameters are kept, not
+    copied, with their names in state_dict; the router stays the model's. Left as they are: other modules, experts with
+    a bias, transposed, sharded (expert parallelism, DTensors), quantized, or with a hook, and those for which
+    `where(name, module)` is false.
+
+    Returns:
+        `model`, or its replacement when it is such a module itself.
+
+    Raises:
+        ValueError: no such precision or backend; `model` is left as it was.
+    """
+    request.check_precision(precision)
+    backends.check_name(backend)
+    made: dict[int, torch.nn.Module] = {}
+
+    def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        if id(module) not in made:
+            activation = _gated_activation(module)
+            chosen = activation is not None and (where is None or where(name, module))
+            made[id(module)] = _replaced(module, str(activation), precision, backend) if chosen else module
+        return made[id(module)]
+
+    return replace_modules(model, replacement)
+
+
+def _draw(weight: torch.Tensor) -> None:
+    bound = max(weight.shape[-1], 1) ** -0.5
+    torch.nn.init.uniform_(weight, -bound, bound)
+
+
+def _fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    return len(gate_up) == len(down) == 3 and gate_up[0] == down[0] and gate_up[1] == 2 * down[2]
+
+
+def _gated_activation(module: torch.nn.Module) -> str | None:
+    """The activation of a module that looks like stacked experts, None for any other."""
+    if set(module._parameters) != {"gate_up_proj", "down_proj"} or set(module._modules) - {"act_fn"}:
+        return None
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if any(type(each) is not torch.nn.Parameter or each.dtype not in DTYPES for each in (gate_up, down)):
+        return None
+    shapes = tuple(gate_up.shape), tuple(down.shape)
+    if module._buffers or is_altered(module) or not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not shapes[0][0]:
+        return None
+    gating = getattr(module, "_apply_gate", None)  # transformers sets a default where a class has none of its own
+    if getattr(gating, "__name__", "_default_apply_gate") != "_default_apply_gate":
+        return None
+    if isinstance(module, MoE) or getattr(module, "_is_expert_parallel", False):
+        return None
+    return activation_of(getattr(module, "act_fn", None))
+
+
+def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:
+    """The MoE for a module, or the module where it computes something else."""
+    if not module.gate_up_proj.is_meta and not _is_like_ours(module, activation):
+        return module
+    made = MoE.from_weights(
+        module.gate_up_proj, module.down_proj, activation=activation, precision=precision, backend=backend
+    )
+    return made.train(module.training)
+
+
+@torch.no_grad()
+def _is_like_ours(module: Any, activation: str) -> bool:
+    gate_up, down = module.gate_up_proj, module.down_proj
+    generator = torch.Generator(gate_up.device).manual_seed(0)
+    x = torch.randn((2, gate_up.shape[2]), dtype=torch.float32, device=gate_up.device, generator=generator)
+    chosen = torch.tensor([[0, gate_up.shape[0] - 1]] * 2, device=gate_up.device)
+    weights = torch.tensor([[0.75, 0.25], [0.5, 0.25]], dtype=gate_up.dtype, device=gate_up.device)
+    # Gates of 64 in the second token: a clamp that belongs to an activation is at 7 to 30 in the models that have one.
+    x[1] *= 64 / (x[1] @ gate_up[0].float().t()).abs().max().clamp(min=1e-3)
+    x = x.to(gate_up.dtype)
+    want = torch.zeros(2, down.shape[1], device=x.device)
+    for choice, expert in enumerate((0, -1)):
+        gate, up = (x.float() @ gate_up[expert].float().t()).chunk(2, -1)
+        want += (activate(gate, activation) * up) @ down[expert].float().t() * weights[:, choice : choice + 1].float()
+    try:
+        found = module(x, chosen, weights).float()
+    except Exception:  # whatever it is called with, it is not what was looked for
+        return False
+    # Of results that are rounded on their way, as torch does it.
+    error, size = (found - want).abs(), want.abs()
+    return found.shape == want.shape and bool((error.amax(1) <= 0.02 * size.amax(1)).all())

@@ -1,0 +1,330 @@
+"""The experts of a mixture, forward and backward: `moe`.
+
+With e the experts' numbers sorted, row i of the sorted order being slot places[i] = token * top_k + choice:
+
+    H = r * act(X[rows] G_e^T) * (X[rows] U_e^T)      groups of gathered rows; r is the routing weight of each row
+    Y[places] = H W_e^T                               groups of rows, scattered to slots; a token's slots are added up
+
+The weighting stands in the epilogue where H is made: a row's weight passes through the second product, H is what dW
+needs, and the derivative with respect to r needs no product of its own. Backward, with dY[i] = dO[rows[i]]:
+
+    dH = dY W_e is never stored: the epilogue makes [dgate, dup], next to each other in one buffer, and dH * H / r,
+    whose sums over rows are dr. Then dX = [dgate, dup] [G; U], scattered to slots and added up like Y, and the groups
+    of K d[G; U] = [dgate, dup]^T X[rows] and dW = dY^T H.
+
+Nothing waits for a size, and nothing is added up in an order that may change.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from cutegemm import backend as backends
+from cutegemm.grouped import by_operator, grouped_gemm
+from cutegemm.problem import request
+from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
+from cutegemm.problem.program.derive import Source
+from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.known import lookup
+from cutegemm.pytorch import transforms
+from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.grouped_autograd import PRODUCT
+from cutegemm.pytorch.mlp import GATES
+from cutegemm.pytorch.program_gradients import ACC, needed, recording
+from cutegemm.pytorch.program_operator import program_of
+
+WEIGHT = Source("operand", 0)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ACCEPTED = ", ".join(map(str, DTYPES))
+
+
+def moe(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    activation: str = "silu",
+    precision: str | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """A mixture of gated MLPs: each token's sum over its experts e of weight * down_e(act(gate_e(x)) * up_e(x)).
+
+    Tokens are sorted by expert on the device, and nothing is copied to the host: a captured CUDA graph replays with
+    other experts. Two products in groups follow. The first gathers the tokens' rows while it loads them, and its
+    epilogue is the gating times the weight; the second stores the rows at the tokens' slots, which are added up.
+
+    Args:
+        x: (..., H), fp16, bf16 or fp32; any number of tokens, also none.
+        experts: (..., top_k) int64 or int32: the experts of each token, with the leading dimensions of x. An entry
+            outside of 0 to E - 1 counts for nothing: its weight is taken as 0.
+        weights: (..., top_k): the weight of each expert's result; fp32, fp16 or bf16, whatever x is.
+        w_gate_up: (E, 2 F, H), the rows of gate first, as Hugging Face's models stack them; dtype of x, 1 to 1024
+            experts.
+        w_down: (E, H_out, F), dtype of x.
+        activation: "silu" (SwiGLU), "gelu", "gelu_tanh" or "relu".
+        precision, backend: as of `grouped_gemm`.
+
+    Returns:
+        (..., H_out), of x's dtype (under autocast, of autocast's). Products are accumulated in fp32 and rounded to that
+        dtype; a token's rounded results are added in fp32 and rounded once more.
+
+    Gradients of x, weights, w_gate_up and w_down are recorded, to any order, and deterministic. torch.compile takes the
+    call into its graph, and other numbers of tokens compile nothing new with dynamic shapes. Autocast casts x,
+    w_gate_up and w_down. Forward mode and torch.vmap are not supported.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
+        UnsupportedError, GemmError, NotImplementedError: as `grouped_gemm`.
+    """
+    _check(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        precision = None if x.dtype == torch.float32 and dtype != torch.float32 else precision
+        x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return moe(
+                x, experts, weights, w_gate_up, w_down, activation=activation, precision=precision, backend=backend
+            )
+    shape, top_k = x.shape[:-1], experts.shape[-1]
+    tokens = x.reshape(shape.numel(), x.shape[-1])
+    chosen, scales = experts.reshape(shape.numel(), top_k), weights.reshape(shape.numel(), top_k)
+    known = chosen.clamp(0, w_gate_up.shape[0] - 1)
+    scales = scales.masked_fill(known != chosen, 0)
+    settings = Settings(activation, precision, backend)
+    route = routed(known, w_gate_up.shape[0])
+    tensors = (tokens, w_gate_up, w_down, scales)
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if not recorded or _is_special(*tensors):
+        result = settings.composed(*tensors, route)
+    else:
+        result = Mixture.apply(*tensors, *route, *settings)
+    return result.view(*shape, w_down.shape[1])
+
+
+def _is_special(*tensors: Any) -> bool:
+    """Whether something other than plain autograd looks at the call, which then is made of differentiable products."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return (
+        transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
+        or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    )  # fmt: skip
+
+
+class Routing(NamedTuple):
+    """The sorted order of tokens * top_k slots; all int32, on the device.
+
+    ends: (E,) before which row each expert's rows end. places: the slot of each row. rows: its token.
+    """
+
+    ends: torch.Tensor
+    places: torch.Tensor
+    rows: torch.Tensor
+
+
+def routed(experts: torch.Tensor, count: int) -> Routing:
+    """Sorts (tokens, top_k) numbers of experts from 0 to count - 1; a token's place among those of one expert stays."""
+    # 16 bits take a quarter of the passes of a radix sort that 64 bits take.
+    found, order = torch.sort(experts.reshape(-1).to(torch.int16), stable=True)
+    numbers = torch.arange(count, dtype=torch.int16, device=experts.device)
+    ends = torch.searchsorted(found, numbers, right=True, out_int32=True)
+    places = order.int()
+    return Routing(ends, places, places // experts.shape[-1])
+
+
+class Settings(NamedTuple):
+    """The arguments of one call besides its tensors."""
+
+    activation: str
+    precision: str | None
+    backend: str
+
+    def product(
+        self, a: Any, b: Any, ends: Any, *, text: str = PRODUCT, operands: Any = (), rows: Any = None,
+        places: Any = None, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """`grouped_gemm` with these settings and the program of this text."""
+        options: dict[str, Any] = {"precision": self.precision, "backend": self.backend}
+        if torch.compiler.is_dynamo_compiling():
+            sizes = Sizes(ends, None, rows, places)
+            return by_operator(a, b, sizes, text, operands, out, None, {**options, "config": None}, None)
+        return grouped_gemm(
+            a, b, ends, rows=rows, places=places, epilogue=program_of(text), operands=operands, out=out, **options
+        )
+
+    def hidden(self, x: Any, gate_up: Any, weight: Any, route: Routing, text: str) -> Any:
+        """H, (tokens * top_k, F) in sorted order, and what else the program gives; weight: of each row, (rows, 1)."""
+        return self.product(x, gate_up.mT, route.ends, text=text, operands=(weight,), rows=route.rows)
+
+    def combined(self, rows: Any, b: Any, route: Routing, top_k: int) -> Any:
+        """rows @ b in groups, and each token's rows added up: (tokens, columns of b)."""
+        slots = self.product(rows, b, route.ends, places=route.places)
+        return slots if top_k == 1 else slots.view(slots.shape[0] // top_k, top_k, slots.shape[1]).sum(1)
+
+    def composed(self, x: Any, gate_up: Any, down: Any, weights: Any, route: Routing) -> Any:
+        """The mixture by calls that know every order of derivative."""
+        text = _programs(self.activation, weights.dtype, x.dtype, (False, False))[0]
+        rows = self.hidden(x, gate_up, _of_rows(weights, route), route, text)
+        return self.combined(rows, down.mT, route, weights.shape[1])
+
+
+def _of_rows(weights: torch.Tensor, route: Routing) -> torch.Tensor:
+    """(rows, 1) of (tokens, top_k) weights, in sorted order."""
+    return weights.reshape(-1, 1).index_select(0, route.places)
+
+
+def _programs(
+    activation: str, weight: torch.dtype, dtype: torch.dtype, wants: tuple[bool, bool]
+) -> tuple[str, str, tuple[Source, ...]]:
+    """The texts of two programs, and what the second takes.
+
+    The first makes H. Where gradients of the accumulators, or of the weights, are wanted it also gives gate and up, in
+    `dtype`. The second makes them of the accumulators of dH: dgate and dup, and those of the weights elementwise.
+    """
+    return _texts(activation, weight, dtype, wants)
+
+
+_programs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo need not look at how programs are made
+
+
+@lru_cache(maxsize=64)
+def _texts(
+    activation: str, weight: torch.dtype, dtype: torch.dtype, wants: tuple[bool, bool]
+) -> tuple[str, str, tuple[Source, ...]]:
+    gated = GATES[activation]
+    inputs = (Input("x0", str(dtype_name(weight)), m=True, n=False, batched=False),)
+    program = lookup(lambda acc, weight: gated(acc) * weight, inputs)
+    if not any(wants):
+        return program.text, "", ()
+    needs = needed(program, (0,), wants[0], (0,) if wants[1] else ())
+    assert needs.backward is not None
+    name = str(dtype_name(dtype))
+    forward, saved = recording(program, needs, name)
+    derived = needs.backward.accumulated(Source("upstream", 0))
+    assert saved == ACC
+    assert derived.gives == (*(ACC if wants[0] else ()), *((WEIGHT,) if wants[1] else ()))
+    stored = tuple(
+        each._replace(dtype=name) if source in ACC else each
+        for source, each in zip(derived.reads, derived.program.inputs, strict=True)
+    )
+    return forward.text, Program(stored, derived.program.nodes, derived.program.outputs).text, derived.reads
+
+
+class Mixture(torch.autograd.Function):
+    """apply(x, gate_up, down, weights, *routing, *settings)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, gate_up: Any, down: Any, weights: Any, ends: Any, places: Any, rows: Any, activation: str,
+        precision: str | None, backend: str,
+    ) -> torch.Tensor:  # fmt: skip
+        route, settings = Routing(ends, places, rows), Settings(activation, precision, backend)
+        needs = ctx.needs_input_grad
+        ctx.settings, ctx.wants = settings, (needs[0] or needs[1], needs[3])
+        text = _programs(activation, weights.dtype, x.dtype, ctx.wants)[0]
+        weight = _of_rows(weights, route)
+        results = settings.hidden(x, gate_up, weight, route, text)
+        h, gate, up = results if any(ctx.wants) else (results, None, None)
+        ctx.save_for_backward(x, gate_up, down, weights, *route, weight, h if needs[2] else None, gate, up)
+        return settings.combined(h, down.mT, route, weights.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, gate_up, down, weights, ends, places, rows, weight, h, gate, up = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        route, needs, nothing = Routing(ends, places, rows), ctx.needs_input_grad, (None,) * 6
+        if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+            tensors = (x, gate_up, down, weights)
+            inputs = [each for each, own in zip(tensors, needs[:4], strict=True) if own]
+            found = iter(torch.autograd.grad(settings.composed(*tensors, route), inputs, grad, create_graph=True))
+            return *(next(found) if own else None for own in needs[:4]), *nothing
+        dx = dgate_up = ddown = dweights = None
+        dy = grad.index_select(0, rows)
+        if needs[2]:
+            ddown = settings.product(dy.mT, h, ends)
+        if any(ctx.wants):
+            both, dweight = _of_hidden(settings, ctx.wants, dy, down, ends, gate, up, weight)
+            if needs[0]:
+                dx = settings.combined(both, gate_up, route, weights.shape[1])
+            if needs[1]:
+                dgate_up = settings.product(both.mT, x.index_select(0, rows), ends)
+            if needs[3]:
+                dweights = torch.empty_like(dweight).index_copy_(0, places.long(), dweight).view(weights.shape)
+        return dx, dgate_up, ddown, dweights, *nothing
+
+
+def _of_hidden(
+    settings: Settings, wants: tuple[bool, bool], dy: Any, down: Any, ends: Any, gate: Any, up: Any, weight: Any
+) -> tuple[Any, Any]:
+    """([dgate, dup] in one buffer, (rows, 2 F); the gradient of each row's weight), None for what is not wanted."""
+    _, text, reads = _programs(settings.activation, weight.dtype, gate.dtype, wants)
+    count, hidden = gate.shape
+    both = gate.new_empty((count, 2 * hidden)) if wants[0] else None
+    outs = [] if both is None else [both[:, :hidden], both[:, hidden:]]
+    if wants[1]:
+        outs.append(torch.empty_like(gate))
+    values = {ACC[0]: gate, ACC[1]: up, WEIGHT: weight}
+    settings.product(dy, down, ends, text=text, operands=[values[each] for each in reads], out=tuple(outs))
+    return both, outs[-1].float().sum(1).to(weight.dtype) if wants[1] else None
+
+
+def _check(
+    x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any, activation: Any, precision: Any, backend: Any
+) -> None:
+    """Raises TypeError or ValueError naming the argument, what was given and what is accepted."""
+    tensors = {"x": x, "experts": experts, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
+        if name == "x" and x.device.type not in ("cuda", "cpu"):
+            raise ValueError(f"x: it is on {x.device}, accepted are CUDA and CPU tensors")
+        if tensor.device != x.device:
+            raise ValueError(f"{name}: it is on {tensor.device}, expected the device of x, {x.device}")
+        if name != "experts" and tensor.dtype not in DTYPES:
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
+    if experts.dtype != torch.int64 and experts.dtype != torch.int32:
+        raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64, torch.int32")
+    if not torch.is_autocast_enabled(x.device.type):
+        for name in ("w_gate_up", "w_down"):
+            if tensors[name].dtype != x.dtype:
+                raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")
+    if activation not in GATES:
+        raise ValueError(f"activation: got {activation!r}, accepted are {', '.join(map(repr, GATES))}")
+    request.check_precision(precision)
+    backends.check_name(backend)
+    _check_shapes(x, experts, weights, w_gate_up, w_down)
+
+
+def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any) -> None:
+    if x.dim() < 1:
+        raise ValueError("x: got no dimension, expected (..., H)")
+    if w_gate_up.dim() != 3 or w_gate_up.shape[2] != x.shape[-1] or w_gate_up.shape[1] % 2:
+        raise ValueError(
+            f"w_gate_up: got shape {tuple(w_gate_up.shape)}, expected (E, 2 F, {x.shape[-1]}) with x of shape "
+            f"{tuple(x.shape)}"
+        )
+    count, hidden = w_gate_up.shape[0], w_gate_up.shape[1] // 2
+    if not 1 <= count <= MOST_GROUPS:
+        raise ValueError(f"w_gate_up: got {count} experts, accepted are 1 to {MOST_GROUPS}")
+    if w_down.dim() != 3 or w_down.shape[0] != count or w_down.shape[2] != hidden:
+        raise ValueError(
+            f"w_down: got shape {tuple(w_down.shape)}, expected ({count}, H_out, {hidden}) with w_gate_up of shape "
+            f"{tuple(w_gate_up.shape)}"
+        )
+    if experts.dim() != x.dim() or experts.shape[:-1] != x.shape[:-1] or experts.shape[-1] == 0:
+        raise ValueError(
+            f"experts: got shape {tuple(experts.shape)}, expected that of x, {tuple(x.shape)}, with top_k of 1 or more "
+            "in place of its last extent"
+        )
+    if weights.shape != experts.shape:
+        raise ValueError(f"weights: got shape {tuple(weights.shape)}, expected that of experts, {tuple(experts.shape)}")

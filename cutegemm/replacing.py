@@ -1,0 +1,42 @@
+"""What the functions that put modules of ours into a model share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_ACTIVATION_CLASSES = {
+    "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu",
+}  # fmt: skip
+"""Names of classes in transformers, which need not be installed; what they compute is tried."""
+
+
+def replace_modules(
+    model: torch.nn.Module, replacement: Callable[[str, torch.nn.Module], torch.nn.Module]
+) -> torch.nn.Module:
+    """Puts replacement(name, module) in the place of every module, in place; returns what stands for `model` itself.
+
+    A module that stands in several places is asked for at each of them.
+    """
+    for prefix, parent in list(model.named_modules(remove_duplicate=True)):
+        for name, child in list(parent._modules.items()):
+            if child is not None:
+                setattr(parent, name, replacement(f"{prefix}.{name}" if prefix else name, child))
+    return replacement("", model)
+
+
+def is_altered(module: torch.nn.Module) -> bool:
+    """Whether somebody's hook, or somebody's own forward on the instance, would be lost with the module."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in hooks) or "forward" in module.__dict__
+
+
+def activation_of(act: Any) -> str | None:
+    """The name that `act_fn` of a Hugging Face model has here; None for one that no gating has."""
+    if isinstance(act, torch.nn.GELU):
+        return "gelu_tanh" if act.approximate == "tanh" else "gelu"
+    if isinstance(act, torch.nn.SiLU) or act is torch.nn.functional.silu:
+        return "silu"
+    return _ACTIVATION_CLASSES.get(type(act).__name__)

@@ -1,0 +1,40 @@
+"""Programs that make a real kernel spill registers: it is refused by name, and a lighter one is chosen in its place.
+
+The pairs were found by `python -m tests.fuzz_programs --device cuda` on an H200.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import cutegemm
+from cutegemm.choice import plan
+from cutegemm.errors import UnsupportedError
+from cutegemm.hardware.cubin import usage
+from cutegemm.run import fused
+from tests.fuzz_programs import draw
+
+PAIRS = [
+    (120, "simt/256x128x16/w64x64/s3/g8", 32),
+    (91, "simt/64x128x16/w32x32/s3/g8", 8),
+    (154, "sm90/128x256x32/coop2/c1x1/s3/serp8/pdl", 8),
+]
+"""Seed of a program with its operands, a configuration, and the bytes that a thread of that kernel spills."""
+
+
+@pytest.mark.parametrize(("seed", "config", "count"), PAIRS)
+def test_a_kernel_that_spills_is_refused_by_name_and_replaced_where_chosen(seed, config, count, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
+    program, a, b, operands, precision = draw(seed, "cpu")
+    options = {"epilogue": program, "operands": operands, "precision": precision, "backend": "cute"}
+    with pytest.raises(UnsupportedError, match=rf"config {config} .* spills {count} bytes of registers"):
+        cutegemm.prepare(a, b, config=config, **options)
+    choice = "cute", plan.backends.get("cute").parse(config), "chosen"
+    monkeypatch.setattr(plan, "_best_known", lambda *of: choice)
+    fused.memo.clear()
+    found = fused.plan_of(a, b, program, operands, None, None, precision, "cute", None)
+    fused.memo.clear()
+    assert str(found.choice.config) != config
+    assert f"{config} by {count} bytes a thread" in found.choice.why
+    assert found.choice.why.endswith("the next cheapest lighter candidate spills none")
+    assert [kernel.stack for kernel in usage(found.kernel.cubin)] == [0]

@@ -1,0 +1,97 @@
+"""A mixture of experts on a Hopper GPU: results, gradients that are the same each time, graphs whose experts change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cutegemm
+from tests import needs
+from tests.mixtures import agree, drawn, exact, leaves
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    needs.hopper()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "count"), [(1, 8, 128), (16, 8, 128), (3000, 2, 8), (700, 1, 33), (0, 2, 8)]
+)
+def test_results_and_gradients(tokens, top_k, count, dtype, seed):
+    """The same to the bit each time, and near those of float64."""
+    given = drawn((tokens,), top_k, count, 264, 136, 520, dtype, seed, "cuda")
+    with torch.no_grad():
+        given[3].mul_(264**-0.5)
+        given[4].mul_(136**-0.5)
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    upstream = torch.randn(tokens, 520, device="cuda", generator=generator).to(dtype)
+    found = []
+    for _ in range(2):
+        d = cutegemm.moe(*given, backend="cute")
+        found.append([d, *torch.autograd.grad(d, leaves(given), upstream)])
+    d = exact(*given)
+    want = [d, *torch.autograd.grad(d, leaves(given), upstream.double())]
+    for first, second, right in zip(*found, want, strict=True):
+        assert torch.equal(first, second)
+        agree(first, right, 2 * torch.finfo(dtype).eps)
+    with torch.no_grad():
+        assert torch.equal(cutegemm.moe(*given, backend="cute"), found[0][0])
+
+
+def test_a_step_waits_for_nothing(seed):
+    given = drawn((200,), 2, 8, 64, 32, None, torch.bfloat16, seed, "cuda")
+    for mode in (0, "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            d = cutegemm.moe(*given, backend="cute")
+            torch.autograd.grad(d, leaves(given), torch.ones_like(d))
+        finally:
+            torch.cuda.set_sync_debug_mode(0)
+
+
+def test_replays_with_other_experts(seed):
+    """A captured training step holds neither the choice of experts nor how many tokens each has."""
+    given = drawn((160,), 2, 8, 64, 32, None, torch.bfloat16, seed, "cuda")
+    upstream = torch.randn(160, 64, device="cuda").bfloat16()
+
+    def step():
+        d = cutegemm.moe(*given, backend="cute")
+        return [d.detach(), *torch.autograd.grad(d, leaves(given), upstream)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = step()
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    for most in (8, 1, 3, 9) * 50:  # 8 is no expert
+        given[1].random_(0, most, generator=generator)
+        graph.replay()
+        for mine, want in zip(kept, step(), strict=True):
+            assert torch.equal(mine, want)
+
+
+def test_compiled_with_any_number_of_tokens(seed):
+    torch._dynamo.reset()
+    compiled = torch.compile(cutegemm.moe, fullgraph=True, dynamic=True)
+    for tokens in (17, 300, 2100):
+        given = drawn((tokens,), 2, 8, 64, 32, None, torch.bfloat16, seed, "cuda")
+        found = []
+        for call in (compiled, cutegemm.moe):
+            d = call(*given)
+            found.append([d, *torch.autograd.grad(d, leaves(given), torch.ones_like(d))])
+        for mine, theirs in zip(*found, strict=True):
+            agree(mine, theirs.double(), 0.02)
+
+
+def test_a_model_whose_router_is_ours(seed):
+    torch.manual_seed(seed)
+    made = cutegemm.nn.MoE(64, 32, 8, 2, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(3, 50, 64, device="cuda").bfloat16()
+    agree(made(x), exact(x, *made.router(x), made.gate_up_proj, made.down_proj), 0.03)

@@ -1,0 +1,384 @@
+"""`moe`, `nn.MoE` and `nn.replace_moe` on the CPU: results and gradients against float64, sizes of every kind,
+torch.compile, autocast, and the messages for what is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.nn import functional
+
+from cutegemm import moe as function
+from cutegemm.nn import MoE, TopKRouter, replace_moe
+from tests.mixtures import ACTIVATIONS, agree, drawn, exact, leaves
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("tokens", [(7,), (2, 3), (1,), (0,), ()])
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.product(keep=14)
+def test_values_and_gradients(activation, tokens, top_k, seed):
+    given = drawn(tokens, top_k, rows=10, seed=seed)
+    got = function(*given, activation=activation)
+    want = exact(*given, activation)
+    assert got.dtype == torch.float32
+    agree(got, want, 1e-5)
+    with torch.no_grad():
+        assert torch.equal(function(*given, activation=activation), got)
+        assert torch.equal(function(given[0], given[1].int(), *given[2:], activation=activation), got)
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(seed))
+    for mine, theirs in zip(
+        *(torch.autograd.grad(d, leaves(given), upstream.to(d.dtype)) for d in (got, want)), strict=True
+    ):
+        agree(mine, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_16_bits(dtype, narrow, seed):
+    """Weights of float32, or of x's dtype. Each gradient is rounded a few times on its way, and once at the end."""
+    given = list(drawn((40,), 2, 4, 16, 24, dtype=dtype, seed=seed))
+    if narrow:
+        given[2] = given[2].detach().to(dtype).requires_grad_()
+    got, want = function(*given), exact(*given)
+    assert got.dtype == dtype
+    share = 3 * torch.finfo(dtype).eps
+    agree(got, want, share)
+    upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    found = torch.autograd.grad(got, leaves(given), upstream)
+    for mine, leaf, theirs in zip(
+        found, leaves(given), torch.autograd.grad(want, leaves(given), upstream.double()), strict=True
+    ):
+        assert mine.dtype == leaf.dtype
+        agree(mine, theirs, share)
+
+
+@pytest.mark.parametrize("wanted", [each for n in (1, 2, 3) for each in itertools.combinations(range(4), n)])
+def test_gradients_of_some(wanted, seed):
+    """Frozen experts, adapters, a frozen router: what is not asked for changes no other gradient."""
+    given = drawn(seed=seed)
+    every = torch.autograd.grad(function(*given).square().sum(), leaves(given))
+    for number, leaf in enumerate(leaves(given)):
+        leaf.requires_grad_(number in wanted)
+    found = torch.autograd.grad(function(*given).square().sum(), [leaves(given)[number] for number in wanted])
+    for number, mine in zip(wanted, found, strict=True):
+        torch.testing.assert_close(mine, every[number], rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_gradients(seed):
+    given = drawn((4,), seed=seed)
+
+    def second(result):
+        first = torch.autograd.grad(result.square().sum(), leaves(given), create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), leaves(given))
+
+    for mine, theirs in zip(second(function(*given)), second(exact(*given)), strict=True):
+        agree(mine, theirs, 1e-4)
+
+
+def test_gradients_by_torch_func(seed):
+    x, experts, weights, gate_up, down = (each.detach() for each in drawn(seed=seed))
+    found, want = (
+        torch.func.grad(lambda y, call=call: call(y, experts, weights, gate_up, down).square().sum())(x)
+        for call in (function, exact)
+    )
+    agree(found, want, 1e-4)
+
+
+def test_all_tokens_of_one_expert(seed):
+    x, _, weights, gate_up, down = drawn((9,), 1, seed=seed)
+    given = x, torch.full((9, 1), 3), weights, gate_up, down
+    agree(function(*given), exact(*given), 1e-5)
+    found = torch.autograd.grad(function(*given).sum(), (gate_up, down))
+    for each in found:
+        assert torch.equal(each[:3], torch.zeros_like(each[:3]))
+        assert each[3].abs().min() > 0
+
+
+def test_an_expert_named_twice_counts_twice(seed):
+    x, _, weights, gate_up, down = drawn((6,), 2, seed=seed)
+    given = x, torch.full((6, 2), 1), weights, gate_up, down
+    agree(function(*given), exact(*given), 1e-5)
+
+
+def test_entries_that_are_no_expert_count_for_nothing(seed):
+    x, experts, weights, gate_up, down = drawn((8,), 3, seed=seed)
+    for row, wrong in enumerate((-1, 5, 2**40, -(2**62))):
+        experts[row, row % 3] = wrong
+    given = x, experts, weights, gate_up, down
+    got, want = function(*given), exact(*given)
+    agree(got, want, 1e-5)
+    for mine, theirs in zip(*(torch.autograd.grad(d.square().sum(), leaves(given)) for d in (got, want)), strict=True):
+        agree(mine, theirs, 1e-5)
+
+
+def test_the_products_of_a_step(seed, monkeypatch):
+    """Two forward, four backward; the gradient of the hidden layer is stored nowhere but as [dgate, dup]."""
+    calls = []
+    module = sys.modules["cutegemm.moe"]
+    product = module.grouped_gemm
+
+    def counted(a, b, ends, **options):
+        calls.append((tuple(a.shape), tuple(b.shape), options["rows"] is not None, options["places"] is not None))
+        return product(a, b, ends, **options)
+
+    monkeypatch.setattr(module, "grouped_gemm", counted)
+    result = function(*drawn(seed=seed))
+    assert calls == [((7, 8), (5, 8, 12), True, False), ((14, 6), (5, 6, 8), False, True)]
+    calls.clear()
+    result.sum().backward()
+    assert sorted(calls) == sorted([
+        ((8, 14), (14, 6), False, False), ((14, 8), (5, 8, 6), False, False), ((14, 12), (5, 12, 8), False, True),
+        ((12, 14), (14, 8), False, False),
+    ])  # fmt: skip
+
+
+# Dynamo itself makes an instance of torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiled_calls_take_any_number_of_tokens_without_another_compilation(autocast, seed):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    context = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+    gate_up, down = drawn(seed=seed)[3:]
+    for tokens in (7, 9, 31):
+        given = (*drawn((tokens,), seed=seed)[:3], gate_up, down)
+        with context:
+            got, want = compiled(*given), function(*given)
+        assert got.dtype == want.dtype == (torch.bfloat16 if autocast else torch.float32)
+        torch.testing.assert_close(got, want)
+        for mine, theirs in zip(
+            *(torch.autograd.grad(d.float().square().sum(), leaves(given)) for d in (got, want)), strict=True
+        ):
+            torch.testing.assert_close(mine, theirs)
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_module_without_gradients(seed):
+    torch.manual_seed(seed)
+    torch._dynamo.reset()
+    made = MoE(8, 6, 5, top_k=2)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend=counter)
+    counts = set()
+    with torch.no_grad():
+        for tokens in (7, 9, 31):
+            x = torch.randn(2, tokens, 8)
+            torch.testing.assert_close(compiled(x), made(x))
+            counts.add(counter.frame_count)
+    assert len(counts) == 1
+
+
+def test_autocast(seed):
+    given = drawn(seed=seed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = function(*given)
+        mixed = function(given[0].bfloat16(), *given[1:])  # as behind a product under autocast
+    assert got.dtype == mixed.dtype == torch.bfloat16
+    assert torch.equal(got, mixed)
+    agree(got, exact(*given), 0.02)
+    got.float().sum().backward()
+    assert {leaf.grad.dtype for leaf in leaves(given)} == {torch.float32}
+
+
+def test_fake_tensors():
+    real = drawn((2, 7), rows=10, dtype=torch.bfloat16)
+    with torch._subclasses.FakeTensorMode() as mode:
+        given = [mode.from_tensor(each) for each in real]
+        d = function(*given)
+        assert d.shape == (2, 7, 10)
+        assert [each.shape for each in torch.autograd.grad(d.sum(), leaves(given))] == [x.shape for x in leaves(given)]
+
+
+X, EXPERTS, WEIGHTS, GATE_UP, DOWN = (each.detach() for each in drawn())
+WRONG = [
+    ({"x": [1]}, TypeError, "x: got list, expected a torch.Tensor"),
+    ({"experts": None}, TypeError, "experts: got NoneType, expected a torch.Tensor"),
+    ({"x": X.double()}, TypeError, "x: got dtype torch.float64, accepted are torch.float32, torch.float16"),
+    ({"w_down": DOWN.bfloat16()}, TypeError, "w_down: got dtype torch.bfloat16, expected that of x, torch.float32"),
+    ({"weights": WEIGHTS.to_sparse()}, TypeError, "weights: got a nested tensor, or layout torch.sparse_coo; expected"),
+    ({"experts": EXPERTS.float()}, TypeError, "experts: got dtype torch.float32, accepted are torch.int64"),
+    ({"weights": WEIGHTS.long()}, TypeError, "weights: got dtype torch.int64, accepted are torch.float32"),
+    ({"x": X.to("meta")}, ValueError, "x: it is on meta, accepted are CUDA and CPU tensors"),
+    ({"w_down": DOWN.to("meta")}, ValueError, "w_down: it is on meta, expected the device of x, cpu"),
+    ({"activation": "tanh"}, ValueError, "activation: got 'tanh', accepted are 'silu', 'gelu', 'gelu_tanh', 'relu'"),
+    ({"precision": "x"}, ValueError, "precision: got 'x'"),
+    ({"backend": "x"}, ValueError, "backend: got 'x'"),
+    ({"x": X[0, 0]}, ValueError, "x: got no dimension, expected (..., H)"),
+    ({"w_gate_up": GATE_UP[0]}, ValueError, "w_gate_up: got shape (12, 8), expected (E, 2 F, 8) with x of shape"),
+    ({"w_gate_up": GATE_UP[:, :11]}, ValueError, "w_gate_up: got shape (5, 11, 8), expected (E, 2 F, 8)"),
+    ({"w_gate_up": GATE_UP[:0]}, ValueError, "w_gate_up: got 0 experts, accepted are 1 to 1024"),
+    ({"w_gate_up": GATE_UP[:1].expand(1025, -1, -1)}, ValueError, "w_gate_up: got 1025 experts, accepted are 1 to"),
+    ({"w_down": DOWN.mT}, ValueError, "w_down: got shape (5, 6, 8), expected (5, H_out, 6) with w_gate_up of shape"),
+    ({"experts": EXPERTS[:6]}, ValueError, "experts: got shape (6, 2), expected that of x, (7, 8), with top_k of 1"),
+    ({"experts": EXPERTS[:, :0]}, ValueError, "experts: got shape (7, 0), expected that of x, (7, 8), with top_k of 1"),
+    ({"weights": WEIGHTS[:, :1]}, ValueError, "weights: got shape (7, 1), expected that of experts, (7, 2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), WRONG, ids=[each[2][:40] for each in WRONG])
+def test_a_bad_call_is_refused_with_the_reason(wrong, kind, message):
+    given = {"x": X, "experts": EXPERTS, "weights": WEIGHTS, "w_gate_up": GATE_UP, "w_down": DOWN}
+    with pytest.raises(kind, match=re.escape(message)):
+        function(**{**given, **wrong})
+
+
+# -- the module -------------------------------------------------------------------------------------------------------
+def test_a_module_with_a_router(seed):
+    torch.manual_seed(seed)
+    made = MoE(8, 6, 5, 2, out_features=10)
+    x = torch.randn(2, 7, 8)
+    shares = (x @ made.router.weight.t()).softmax(-1)
+    weights, experts = shares.topk(2)
+    want = exact(x, experts, weights / weights.sum(-1, keepdim=True), made.gate_up_proj, made.down_proj)
+    agree(made(x), want, 1e-5)
+    agree(made(x, experts, weights), exact(x, experts, weights, made.gate_up_proj, made.down_proj), 1e-5)
+    made(x).sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in made.parameters())
+    assert sorted(made.state_dict()) == ["down_proj", "gate_up_proj", "router.weight"]
+    assert "in_features=8, hidden_features=6, num_experts=5, out_features=10, activation='silu'" in repr(made)
+    assert made.num_experts == 5
+    plain = TopKRouter(8, 5, 2, normalize=False)
+    assert torch.equal(plain(x)[1], (x @ plain.weight.t()).softmax(-1).topk(2).values)
+    assert "top_k=2, normalize=False" in repr(plain)
+
+
+def test_a_module_with_a_router_of_the_callers(seed):
+    class Fixed(torch.nn.Module):
+        def forward(self, x):
+            return torch.zeros(*x.shape[:-1], 1, dtype=torch.int64), torch.full((*x.shape[:-1], 1), 0.5)
+
+    made, x = MoE(8, 6, 5, router=Fixed()), torch.randn(7, 8)
+    agree(made(x), exact(x, *Fixed()(x), made.gate_up_proj, made.down_proj), 1e-5)
+
+
+def test_arguments_of_the_module():
+    for options, message in (
+        ({"activation": "tanh"}, "activation: got 'tanh', accepted are 'silu'"),
+        ({"backend": "x"}, "backend: got 'x'"),
+        ({"top_k": 6}, "top_k: got 6, accepted are 1 to num_experts, 5"),
+        ({"top_k": 2, "router": torch.nn.Identity()}, "top_k: got 2 beside a router"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            MoE(8, 6, 5, **options)
+    made = MoE(8, 6, 5)
+    with pytest.raises(ValueError, match="experts, weights: got neither, and this module has no router"):
+        made(X)
+    with pytest.raises(ValueError, match="experts, weights: got one of them"):
+        made(X, EXPERTS)
+    with pytest.raises(ValueError, match=re.escape("gate_up, down: got shapes (5, 12, 8), (5, 6, 8)")):
+        MoE.from_weights(GATE_UP, DOWN.mT)
+
+
+# -- models of Hugging Face -------------------------------------------------------------------------------------------
+class Experts(torch.nn.Module):
+    """As transformers writes Mixtral's and Qwen3-MoE's."""
+
+    def __init__(self, act, count=5, columns=8, hidden=6):
+        super().__init__()
+        self.num_experts = count
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(count, 2 * hidden, columns) * 0.3)
+        self.down_proj = torch.nn.Parameter(torch.randn(count, columns, hidden) * 0.3)
+        self.act_fn = act
+
+    def gate(self, gate, up):
+        return self.act_fn(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            token, choice = torch.where(top_k_index == expert)
+            gate, up = functional.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, -1)
+            found = functional.linear(self.gate(gate, up), self.down_proj[expert])
+            found = found * top_k_weights[token, choice, None]
+            result.index_add_(0, token, found.to(result.dtype))
+        return result
+
+
+class Clamped(Experts):
+    """One that only looks like it, for tokens of ordinary size."""
+
+    def gate(self, gate, up):
+        return self.act_fn(gate.clamp(max=10)) * up.clamp(-10, 10)
+
+
+class Named(Experts):
+    def _apply_gate(self, gate_up):
+        raise AssertionError("a gating of its own is not called")
+
+
+class Other(Experts):
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+@pytest.mark.parametrize(("act", "activation"), [(torch.nn.SiLU(), "silu"), (torch.nn.GELU("tanh"), "gelu_tanh")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_replaced(act, activation, dtype, seed):
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"experts": Experts(act), "norm": torch.nn.LayerNorm(8)}).to(dtype).eval()
+    before, held = copy.deepcopy(model), dict(model.named_parameters())
+    assert replace_moe(model, backend="torch") is model
+    made = model["experts"]
+    assert isinstance(made, MoE)
+    assert not made.training
+    assert (made.activation, made.backend, made.num_experts) == (activation, "torch", 5)
+    assert {name: id(each) for name, each in model.named_parameters()} == {n: id(p) for n, p in held.items()}
+    assert list(model.state_dict()) == list(before.state_dict())
+    x, experts, weights = torch.randn(7, 8, dtype=dtype), EXPERTS, WEIGHTS.to(dtype)
+    agree(made(x, experts, weights), before["experts"](x, experts, weights).double(), 0.03)
+    assert replace_moe(model)["experts"] is made
+    assert isinstance(replace_moe(before["experts"]), MoE)
+
+
+def test_other_modules_stay():
+    hooked, biased, parallel = (Experts(torch.nn.SiLU()) for _ in range(3))
+    hooked.register_forward_hook(lambda *_: None)
+    biased.down_proj_bias = torch.nn.Parameter(torch.zeros(5, 8))
+    parallel._is_expert_parallel = True
+    kept = {
+        "clamped": Clamped(torch.nn.SiLU()), "named": Named(torch.nn.SiLU()), "other": Other(torch.nn.SiLU()),
+        "tanh": Experts(torch.nn.Tanh()), "wide": Experts(torch.nn.SiLU()).double(), "hooked": hooked,
+        "biased": biased, "parallel": parallel, "chosen": Experts(torch.nn.SiLU()),
+    }  # fmt: skip
+    kept["transposed"] = Experts(torch.nn.SiLU())
+    kept["transposed"].gate_up_proj = torch.nn.Parameter(torch.randn(5, 8, 12))
+    model = replace_moe(torch.nn.ModuleDict(kept), where=lambda name, module: name != "chosen")
+    assert dict(model.items()) == kept
+    with pytest.raises(ValueError, match="backend: got 'x'"):
+        replace_moe(model, backend="x")
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_a_model_of_transformers(name, seed):
+    """Logits, loss and every gradient, with tiny random weights; needs transformers 5."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 64, "head_dim": 16,
+    }  # fmt: skip
+    own = {"num_local_experts": 4} if name == "Mixtral" else {
+        "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 4
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **own))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.gate.weight)
+    ours = replace_moe(copy.deepcopy(model))
+    assert all(isinstance(layer.mlp.experts, MoE) for layer in ours.model.layers)
+    assert list(ours.state_dict()) == list(model.state_dict())
+    ids = torch.randint(0, 64, (2, 9))
+    found = [each(ids, labels=ids) for each in (ours, model)]
+    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=1e-4, atol=1e-5)
+    for each in found:
+        each.loss.backward()
+    for (key, mine), theirs in zip(ours.named_parameters(), model.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max(), key

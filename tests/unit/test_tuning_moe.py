@@ -1,0 +1,55 @@
+"""`tuning.moe` on the CPU: what it times is right, and what is wrong is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cutegemm
+from tuning import blocks, moe
+
+SMALL = moe.Block("a small model", 5, 2, 16, 24)
+
+
+@pytest.mark.parametrize("how", [moe.forward, moe.training])
+@pytest.mark.parametrize("skew", ["uniform", "zipf"])
+def test_variants_are_as_close_to_float32_as_torch(how, skew):
+    given = [*moe.inputs_of(SMALL, 32, skew, "cpu"), *moe.weights_of(SMALL, "cpu")]
+    steps = {blocks.TORCH: moe.grouped_mm, "ours": cutegemm.moe}
+    assert moe.check(how, steps, given) == {"torch": "ok", "ours": "ok"}
+    scaled = lambda *given: cutegemm.moe(*given) * 1.1  # noqa: E731
+    assert moe.check(how, {**steps, "ours": scaled}, given)["ours"].startswith("wrong result: error ")
+
+
+def test_a_wrong_gradient_is_named():
+    given = [*moe.inputs_of(SMALL, 32, "uniform", "cpu"), *moe.weights_of(SMALL, "cpu")]
+    frozen = lambda x, *rest: cutegemm.moe(x, *rest) + 0 * rest[3].sum() + (rest[3] - rest[3].detach()).sum()  # noqa: E731
+    steps = {blocks.TORCH: moe.grouped_mm, "ours": frozen}
+    assert moe.check(moe.training, steps, given)["ours"].startswith("wrong gradient of w_down: error ")
+
+
+def test_the_baseline_is_that_of_transformers(seed):
+    """Its own function on a Mixtral's experts; needs transformers 5."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = transformers.MixtralConfig(hidden_size=16, intermediate_size=24, num_local_experts=5)
+    config._experts_implementation = "grouped_mm"
+    theirs = MixtralExperts(config).bfloat16()
+    x, experts, weights = moe.inputs_of(SMALL, 32, "uniform", "cpu", seed)
+    theirs.gate_up_proj, theirs.down_proj = (torch.nn.Parameter(each) for each in moe.weights_of(SMALL, "cpu", seed))
+    want = theirs(x, experts, weights)
+    assert torch.equal(moe.grouped_mm(x, experts, weights, theirs.gate_up_proj, theirs.down_proj), want)
+
+
+def test_the_command_line(capsys):
+    for arguments, message in (
+        (["--tokens", "x"], "--tokens and --train-tokens: expected numbers"),
+        (["--skew", "one"], "--skew: got 'one', accepted are uniform and zipf"),
+        (["--only", "Llama"], "--only: no block has 'Llama' in its name"),
+    ):
+        with pytest.raises(SystemExit):
+            moe.main(arguments)
+        assert message in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert moe.main([]) == 2

@@ -1,0 +1,218 @@
+"""Times `cutegemm.moe` against the compiled grouped_mm path of transformers: `python -m tuning.moe`.
+
+    forward     of 16 to 8192 tokens, without gradients
+    training    forward and backward, to gradients of x, of the routing's weights and of both weights of the experts
+
+A block has 128 experts of which a token takes 8, 2048 -> 768 -> 2048 (Qwen3-30B-A3B), or 8 of which it takes 2,
+4096 -> 14336 -> 4096 (Mixtral-8x7B). The choice of experts is an input, drawn evenly or by a Zipf law. `torch` is the
+compiled baseline, `ours` calls `cutegemm.moe`, `compiled` is the same under torch.compile. Every step is captured in a
+CUDA graph. Results and gradients must be as close to those in float32 as torch's are, within a factor of two, in the
+root of the mean square. Variants take turns in alternating order, as in tuning.blocks. Ratios are to `torch`, above 1
+is faster.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tabulate import tabulate
+from torch.nn import functional
+
+import cutegemm
+from cutegemm.tuner import timing
+from tuning import blocks, cli
+
+TOKENS = "16,32,64,128,256,512,1024,2048,4096,8192"
+Step = Callable[..., torch.Tensor]
+"""step(x, experts, weights, w_gate_up, w_down) -> the mixture"""
+
+
+class Block(NamedTuple):
+    """Of one model: experts, those that a token takes, width, hidden width of an expert."""
+
+    name: str
+    experts: int
+    top_k: int
+    width: int
+    hidden: int
+
+
+BLOCKS = (Block("Qwen3-30B-A3B", 128, 8, 2048, 768), Block("Mixtral-8x7B", 8, 2, 4096, 14336))
+
+
+def grouped_mm(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any) -> torch.Tensor:
+    """What the experts of transformers 5.23 compute with `experts_implementation="grouped_mm"`, in the same steps."""
+    top_k, slots = experts.shape[1], experts.numel()
+    numbers, order = torch.sort(experts.reshape(-1))
+    counts = torch.histc(numbers.int() if x.is_cuda else numbers.float(), gate_up.shape[0], 0, gate_up.shape[0] - 1)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    wide = functional.grouped_mm(x[order // top_k], gate_up.mT, offs=ends)
+    gate, up = wide.chunk(2, -1)
+    found = functional.grouped_mm(functional.silu(gate) * up, down.mT, offs=ends)
+    found = found * weights.reshape(-1)[order, None]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(slots, device=x.device)
+    return found[place].view(-1, top_k, found.shape[1]).sum(1).to(x.dtype)
+
+
+def exact(x: Any, experts: Any, weights: Any, gate_up: Any, down: Any) -> torch.Tensor:
+    """The mixture in float32, expert by expert."""
+    result = torch.zeros(x.shape[0], down.shape[1], device=x.device)
+    for number in range(gate_up.shape[0]):
+        token, choice = torch.where(experts == number)
+        gate, up = (x[token].float() @ gate_up[number].float().t()).chunk(2, -1)
+        found = (functional.silu(gate) * up) @ down[number].float().t()
+        result = result.index_add(0, token, found * weights[token, choice, None].float())
+    return result
+
+
+def weights_of(block: Block, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(w_gate_up, w_down) in bf16, which keep the size of what they multiply."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    shapes = (block.experts, 2 * block.hidden, block.width), (block.experts, block.width, block.hidden)
+    made = [torch.empty(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for shape in shapes]
+    with torch.no_grad():
+        for weight in made:
+            weight.normal_(std=weight.shape[2] ** -0.5, generator=generator)
+    return made[0], made[1]
+
+
+def inputs_of(block: Block, tokens: int, skew: str, device: str, seed: int = 0) -> list[torch.Tensor]:
+    """x in bf16, the experts of each token, and their weights in bf16, as Qwen3-MoE's router gives them."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    logits = torch.randn(tokens, block.experts, device=device, generator=generator)
+    if skew == "zipf":
+        ranks = torch.randperm(block.experts, device=device, generator=generator) + 1
+        logits = logits - ranks.log()
+    weights, experts = logits.softmax(-1).topk(block.top_k)
+    weights = (weights / weights.sum(-1, keepdim=True)).bfloat16()
+    x = torch.randn(tokens, block.width, device=device, generator=generator).bfloat16()
+    return [x.requires_grad_(), experts, weights.requires_grad_()]
+
+
+def steps_of(names: Sequence[str]) -> dict[str, Step]:
+    """The variants by name."""
+    torch._dynamo.reset()
+    made: dict[str, Step] = {
+        blocks.TORCH: torch.compile(grouped_mm, fullgraph=True, dynamic=False),
+        "ours": cutegemm.moe,
+        "compiled": torch.compile(cutegemm.moe, fullgraph=True, dynamic=False),
+    }
+    return {name: made[name] for name in names}
+
+
+def forward(step: Step, given: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """The result, without gradients."""
+
+    def run() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [step(*given)]
+
+    return run
+
+
+def training(step: Step, given: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """The result, and the gradients of its product with a fixed tensor."""
+    upstream = torch.randn_like(given[0])
+    inputs = [each for each in given if each.requires_grad]
+
+    def run() -> list[torch.Tensor]:
+        found = step(*given)
+        return [found.detach(), *torch.autograd.grad(found, inputs, upstream.to(found.dtype))]
+
+    return run
+
+
+def difference(found: torch.Tensor, want: torch.Tensor) -> float:
+    """The error relative to what is right, root of the mean square."""
+    return float((found.float() - want.float()).norm() / want.float().norm())
+
+
+def check(
+    how: Callable[[Step, Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]], steps: Mapping[str, Step],
+    given: Sequence[torch.Tensor],
+) -> dict[str, str]:  # fmt: skip
+    """ "ok" or what is wrong with each variant, judged by the mixture in float32 and by torch's error."""
+
+    def results(step: Step) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return how(step, given)()
+
+    want = results(exact)
+    errors = {
+        name: [difference(*pair) for pair in zip(results(step), want, strict=True)] for name, step in steps.items()
+    }
+    names = ("result", "gradient of x", "gradient of weights", "gradient of w_gate_up", "gradient of w_down")
+    verdicts = {}
+    for name, found in errors.items():
+        wrong = [
+            f"wrong {names[number]}: error {own:.2g}, torch's is {theirs:.2g}"
+            for number, (own, theirs) in enumerate(zip(found, errors[blocks.TORCH], strict=True))
+            if not own <= 2 * theirs
+        ]
+        verdicts[name] = wrong[0] if wrong else "ok"
+    return verdicts
+
+
+def bench(
+    block: Block, tokens: Sequence[int], skew: str, trains: bool, names: Sequence[str], rounds: int
+) -> list[tuple[str, ...]]:
+    """The lines of the table for a block: forward, or training steps, of so many tokens."""
+    lines: list[tuple[str, ...]] = []
+    how, word = (training, "training") if trains else (forward, "forward")
+    experts = weights_of(block, "cuda")
+    for count in tokens:
+        print(f"{block.name}, {word}, {count} tokens, {skew}", file=sys.stderr, flush=True)
+        given = [*inputs_of(block, count, skew, "cuda"), *experts]
+        steps = steps_of(names)
+        verdicts = check(how, steps, given)
+        graphs = {
+            name: blocks.captured(how(steps[name], given)) for name, verdict in verdicts.items() if verdict == "ok"
+        }
+        found = blocks.in_turns(graphs, rounds)
+        lines += blocks.rows_of(f"{block.name}, {skew}, {word}, {count} tokens", found, verdicts)
+        del graphs, given
+        torch.cuda.empty_cache()
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns 0 when every variant was right."""
+    made = cli.parser("moe", (__doc__ or "").split(":")[0] + ".")
+    made.add_argument("--tokens", default=TOKENS, help=f"forward, comma-separated (default {TOKENS})")
+    made.add_argument("--train-tokens", default="4096", help="training steps, comma-separated (default 4096)")
+    made.add_argument("--skew", default="uniform,zipf", help="how experts are drawn (default uniform,zipf)")
+    made.add_argument("--only", help="blocks whose name has this in it, such as 'Qwen3'")
+    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
+    options = made.parse_args(arguments)
+    try:
+        tokens, train_tokens = ([int(text) for text in given.split(",") if text]
+                                for given in (options.tokens, options.train_tokens))  # fmt: skip
+    except ValueError:
+        made.error("--tokens and --train-tokens: expected numbers, comma-separated")
+    skews = options.skew.split(",")
+    if set(skews) - {"uniform", "zipf"}:
+        made.error(f"--skew: got {options.skew!r}, accepted are uniform and zipf, comma-separated")
+    wanted = [block for block in BLOCKS if options.only is None or options.only in block.name]
+    if not wanted:
+        made.error(f"--only: no block has {options.only!r} in its name")
+    if not torch.cuda.is_available():
+        print("tuning.moe times kernels on a GPU, and torch sees none here", file=sys.stderr)
+        return 2
+    print(f"{timing.gpu_state()}; torch {torch.__version__}, bf16")
+    names = (blocks.TORCH, "ours", "compiled")
+    lines: list[tuple[str, ...]] = []
+    for block in wanted:
+        for skew in skews:
+            for counts, trains in ((tokens, False), (train_tokens, True)):
+                lines += bench(block, counts, skew, trains, names, options.rounds)
+    print(tabulate(lines, headers=["step", "variant", "ms", "x torch (spread)"], disable_numparse=True))
+    print(timing.gpu_state())
+    return 1 if any("wrong" in line[2] for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -113,6 +113,7 @@ def test_gate_and_up_of_stacked_weights(work, config, seed):
 
 
 @pytest.mark.parametrize("work", [RAGGED_N, SCATTERED])
+@pytest.mark.product(keep=1)
 def test_operands_of_the_epilogue(work, seed):
     """Terms of gemm, and a program with one matrix a group, a matrix like D, indices."""
     generator = torch.Generator().manual_seed(seed)

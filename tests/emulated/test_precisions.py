@@ -102,6 +102,7 @@ def test_error_is_below_that_of_sgemm(kind, seed):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.product(keep=2)
 def test_integers_are_exact(precision, seed):
     """Below 2^24: long integers times powers of two, products of parts that only all terms give, and sums."""
     generator = torch.Generator().manual_seed(seed)
@@ -119,6 +120,7 @@ def test_integers_are_exact(precision, seed):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.product(keep=2)
 def test_ends_of_the_range(precision):
     """The largest numbers are split without an overflow; the smallest keep what their parts can hold; Inf and NaN."""
     largest, tiny = torch.finfo(torch.float32).max, 2.0**-149

@@ -21,7 +21,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("majors", ["tt", "nn"])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_without_tma(m, n, k, config, dtype, majors, seed):
     epilogue = {"c": True, "beta": 0.5, "bias": True}
     Case.random(m, n, k, dtype, seed=seed, majors=majors, **epilogue).run(backend="cute", config=config)
@@ -41,7 +41,7 @@ def test_tma_loads_what_is_contiguous(m, n, k, majors, seed):
 
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
 @pytest.mark.parametrize(("m", "n", "k"), [(72, 1, 64), (72, 80, 1), (1, 72, 64)], ids=str)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_columns_of_wider_matrices(m, n, k, config, dtype, seed):
     for layout in ({"pad": 8}, {"pad": 3, "offset": 1}, {"batch": 2, "pad": 8}, {"batch": 2, "offset": 8}):
         Case.random(m, n, k, dtype, seed=seed, majors="tt", **layout).run(backend="cute", config=config)

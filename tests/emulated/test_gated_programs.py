@@ -109,7 +109,7 @@ def check_exact(
         ("sm90/128x48x64/coop2/c1x1/s3/row", {"gating": "pairs", "m": 70, "f": 36, "majors": "tt", "batch": 2}),
     ],
 )
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=4)
 def test_hopper_is_exact(config, options, seed, monkeypatch):
     """On 4 SMs: persistent CTAs compute several tiles, and stream-K cuts some."""
     monkeypatch.setattr(plan, "emulated_arch", lambda: replace(arch.get("sm_90a"), sm_count=4))

@@ -43,7 +43,7 @@ def run(seed, monkeypatch):
 @pytest.mark.parametrize("timing", SEEDS)
 @pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("schedule", ["coop2", "pp"])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_schedules_and_clusters(schedule, cluster, timing, run):
     """Ragged on every side, several tiles a CTA, k tiles that do not divide the ring."""
     bm = 128 if schedule == "coop2" else 64
@@ -85,7 +85,7 @@ def test_tiles(config, shape, majors, run):
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24), (63, 65, 64)])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c1x1/s4/row", "64x32x64/pp/c2x1/s2/row"])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_small_problems(config, shape, run):
     run(f"sm90/{config}", shape)
 
@@ -113,7 +113,7 @@ def test_nothing_to_sum(config, run):
     ],
     ids=["alpha", "silu", "c", "bias-relu", "c-bias-gelu", "fp32"],
 )
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_epilogues(schedule, epilogue, run):
     run(f"sm90/{schedule}", (136, 104, 72), **epilogue)
 
@@ -144,7 +144,7 @@ def test_epilogues(schedule, epilogue, run):
     ],
     ids=["c", "c-bias-gelu", "fp32", "c32", "c32-bias32-fp32", "turned-c", "row-c", "turned"],
 )
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=6)
 def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
     """C through the staging buffers (16 bits), as fragments (fp32) or by the slab; a bias along either axis."""
     generator = torch.Generator().manual_seed(seed)
@@ -270,7 +270,7 @@ def test_swapped_operands_with_the_whole_epilogue(run):
         ("128x96x64/coop1/c1x1/s2/row/k2", (136, 104, 200)),
     ],
 )
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=4)
 def test_split_k(config, shape, timing, run):
     run(f"sm90/{config}", shape, timing=timing)
     run(f"sm90/{config}", (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)

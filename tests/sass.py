@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tuning.cubin import usage
+from cutegemm.hardware.cubin import usage
 
 
 @functools.cache

@@ -43,10 +43,11 @@ def test_cute(dtype, precision, majors, shape, seed):
     case.run(backend="cute", config=CONFIGS[dtype, precision])
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 64, 40), (33, 1, 7)])
 @pytest.mark.parametrize(("dtype", "precision"), CUTE)
-def test_cute_default_configuration_of_tiny_problems(dtype, precision, seed):
-    for shape in ((1, 1, 1), (1, 64, 40), (33, 1, 7)):
-        Case.random(*shape, dtype, seed=seed, **options(dtype, precision)).run(backend="cute")
+@pytest.mark.product(keep=5)
+def test_cute_default_configuration_of_tiny_problems(dtype, precision, shape, seed):
+    Case.random(*shape, dtype, seed=seed, **options(dtype, precision)).run(backend="cute")
 
 
 @pytest.mark.parametrize(("dtype", "precision"), CUTE)

@@ -122,11 +122,15 @@ def layer(module: str) -> int:
 
 
 TEXTS = modules(ROOT, PACKAGES)
-GRAPH = graph(TEXTS)
 
 
-def test_there_is_no_circle():
-    assert circles(GRAPH) == []
+@pytest.fixture(scope="module")
+def imports() -> Graph:
+    return graph(TEXTS)
+
+
+def test_there_is_no_circle(imports):
+    assert circles(imports) == []
 
 
 def test_the_library_imports_neither_command_lines_nor_tests():
@@ -145,11 +149,11 @@ def test_every_module_has_its_layer():
     assert {name.removesuffix(".*") for name in named} <= set(TEXTS), "LAYERS names modules that there are not"
 
 
-def test_arrows_point_down():
+def test_arrows_point_down(imports):
     names = tuple(LAYERS)
     up = [
         f"{name} ({names[layer(name)]}) imports {each} ({names[layer(each)]})"
-        for name, others in GRAPH.items()
+        for name, others in imports.items()
         for each in sorted(others)
         if layer(each) < layer(name)
     ]

@@ -28,7 +28,7 @@ def built(config: str, constant: str):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_spills_and_one_operand_is_loaded_early(config):
     loads = {}
     for constant in ("", "b"):

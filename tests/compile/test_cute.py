@@ -36,7 +36,7 @@ def build(problem: Problem, config: str | None, target: str):
         ("fp32", "ieee", ("FFMA", "LDS.128")),
     ],
 )
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_defaults_on_every_architecture(target, dtype, precision, needed):
     kernel = build(Problem.of(4096, 4096, 4096, dtype, precision=precision), None, target)
     assert f".target {target}" in kernel.ptx
@@ -53,7 +53,7 @@ def test_defaults_on_every_architecture(target, dtype, precision, needed):
 
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(("dtype", "precision"), [("fp16", "ieee"), ("fp32", "tf32"), ("fp32", "ieee")])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precision):
     problem = Problem.of(4096, 4096, 4096, dtype, majors=majors, precision=precision, epilogue=FULL)
     kernel = build(problem, None, "sm_80")
@@ -68,6 +68,7 @@ def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precisio
 
 
 @pytest.mark.parametrize(("k", "width"), [(4096, "128"), (4092, "64"), (4090, "32"), (4095, None)])
+@pytest.mark.product(keep=2)
 def test_narrow_alignment_takes_narrow_copies(k, width):
     kernel = build(Problem.of(256, 256, k, "fp16"), "sm80/64x64x32/w32x32/s3/g8", "sm_80")
     copies = {op for op in opcodes(kernel.cubin) if op.startswith("LDGSTS")}
@@ -90,7 +91,7 @@ PROBES = [
 
 
 @pytest.mark.parametrize("text", PROBES)
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_what_the_validity_rule_accepts_compiles_and_fits(text):
     """The rule's shared memory is what the kernel asks for; its registers fit the CTA."""
     dtype = "fp32" if text.startswith("simt") else "fp16"
@@ -105,7 +106,7 @@ def test_what_the_validity_rule_accepts_compiles_and_fits(text):
 @pytest.mark.parametrize(
     "text", ["simt/32x32x64/w32x32/s4/g8/x8", "simt/64x64x64/w32x64/s3/g1/x4", "simt/64x32x64/w16x32/s3/g8/x4"]
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_time(text, majors):
     problem = Problem.of(512, 512, 512, "fp32", majors=majors, epilogue=FULL)
     kernel = build(problem, text, "sm_90a")
@@ -130,7 +131,7 @@ def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_
         ("vector/8x128x4/w8x128/s3/g1/x4/k32", "tt"),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_splits_of_k_and_thin_results_spill_nothing(text, majors):
     """With the whole epilogue; parts are left and read 16 bytes (mma.sync: 8) at a time."""
     problem = Problem.of(512, 512, 512, "fp16" if text.startswith("sm80") else "fp32", majors=majors, epilogue=FULL)
@@ -151,7 +152,7 @@ SLICED = [
 
 
 @pytest.mark.parametrize(("chunks", "number"), [(2, 0), (4, 0), (4, 1), (4, 2)])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_sliced_k_spills_nowhere_that_the_rule_accepts(chunks, number, seed):
     """Above all not where a slice multiplies 16 of each stage: there the compiler loads all of them ahead."""
     rng = random.Random(seed)
@@ -166,7 +167,7 @@ def test_sliced_k_spills_nowhere_that_the_rule_accepts(chunks, number, seed):
 
 @pytest.mark.parametrize("majors", ["nn", "tn"])
 @pytest.mark.parametrize("text", ["simt/64x32x64/w32x32/s3/g8/x4", "simt/16x64x64/w16x64/s2/g8/x4"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_sliced_k_with_four_chunks_holds_one_buffer_where_two_would_spill(text, majors):
     kernel = build(Problem.of(512, 512, 512, "fp32", majors=majors), text, "sm_90a")
     assert kernel.config.buffers == 1

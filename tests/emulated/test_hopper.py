@@ -59,7 +59,7 @@ def test_majors(config, dtype, majors, run):
 
 
 @pytest.mark.parametrize("order", ["row", "col", "g2", "serp3", "hilbert"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_orders(order, run):
     run(f"sm90/64x16x64/coop1/c1x1/s3/{order}", (200, 328, 72))
     run(f"sm90/64x16x64/coop1/c1x1/s3/{order}/once", (136, 72, 72))
@@ -77,7 +77,7 @@ def test_orders(order, run):
     ],
 )
 @pytest.mark.parametrize("majors", ["tn", "nt"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_tiles(config, shape, majors, run):
     """Blocks of rows a warpgroup, every width of a swizzle, ring depths."""
     run(f"sm90/{config}", shape, majors=majors)
@@ -176,7 +176,7 @@ def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
         "128x64x32/coop2/c1x1/s3/g2/k3",
     ],
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_tf32(config, timing, run):
     """Inputs are fp32 numbers that tf32 does not hold: TMA rounds them, the tensor cores alone would truncate."""
     run(f"sm90/{config}", (200, 136, 84), "fp32", timing=timing, precision="tf32")

@@ -54,7 +54,7 @@ def test_clusters(cluster, split, run):
         "64x48x64/coop1/c1x2x4/s3/row/k3/swap/arrival/pdl",
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_tiles(config, run):
     """Blocks of rows, runs of accumulators that differ by one or are empty, a ring that is just large enough."""
     for timing in range(2):

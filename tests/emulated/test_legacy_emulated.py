@@ -137,13 +137,13 @@ def _right(kernel, problem, ptx, seed) -> bool:
 def profiles() -> dict[str, RungProfile]:
     arch = arch_table.get("sm_80")
     names = [name for name, rung in RUNGS.items() if rung.ladder == "fp32"]
-    found = {name: profile_rung(LegacyConfig.of(name), "fp32", (128, 128, 32), arch) for name in names}
+    found = {name: profile_rung(LegacyConfig.of(name), "fp32", (128, 128, 16), arch) for name in names}
     assert all(profile.verdict == "ok" for profile in found.values())
     return found
 
 
 class TestWhatEachRungClaims:
-    """The counts at 128x128x32 show what each rung is about."""
+    """The counts at 128x128x16 show what each rung is about."""
 
     def test_coalescing(self, profiles):
         # A column of lanes touches a sector for every element; along a row the sectors are the bytes asked for.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,16 @@ _ROOT = Path(__file__).parent.parent
 _LEFT_OUT = pytest.StashKey[int]()
 # Kernels compiled by tests are kept between runs, apart from the user's own cache.
 os.environ.setdefault("CUTEGEMM_CACHE_DIR", str(_ROOT / ".pytest_cache" / "cutegemm"))
+# Workers share out the cores already. Threads of torch and numpy beside them, and beside those of the processes that
+# tests start, only wait for each other, and burn a quarter of all the time in that.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # An example that takes long tells of the machine, not of the property. CI draws the same examples and seeds every
-# time, so that a change is judged by what it changed; `make nightly` and a machine with a GPU draw fresh ones.
-settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# time, so that a change is judged by what it changed; `make nightly` draws fresh ones, and more of them (examples.py).
+settings.register_profile(
+    "same", max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
 
@@ -30,6 +37,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--exhaustive"):
         settings.load_profile("fresh")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What collection makes stays to the end: the garbage collector need not look at it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,9 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of each test marked `product(keep=N)` N cases or more, in which every value of every parameter occurs.
+    """Leaves of each test marked `product(keep=N)` N cases, or as many more as hold every value of every parameter.
 
-    A parameter with more values than half the cases, as a plain list has, does not count: of a list N cases are left.
+    A parameter with more than N values, as a plain list has, does not count: of a list N cases are left.
     """
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -59,14 +77,13 @@ def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:
         cases.sort(key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())
         seen: set[tuple[str, str]] = set()
         chosen = []
-        found = {name: {repr(case.callspec.params[name]) for case in cases} for name in cases[0].callspec.params}
-        shared = [name for name, values in found.items() if 2 * len(values) <= len(cases)]
-        for case in cases:
-            values = {(name, repr(case.callspec.params[name])) for name in shared}
-            if values - seen:
-                chosen.append(case)
-                seen |= values
         keep = cases[0].get_closest_marker("product").kwargs["keep"]
+        found = {name: {repr(case.callspec.params[name]) for case in cases} for name in cases[0].callspec.params}
+        shared = [name for name, values in found.items() if len(values) <= keep]
+        values = {case: {(name, repr(case.callspec.params[name])) for name in shared} for case in cases}
+        while new := values[best := max(cases, key=lambda case: len(values[case] - seen))] - seen:
+            chosen.append(best)
+            seen |= new
         more = [case for case in cases if case not in chosen]
         left_out.update(more[max(keep - len(chosen), 0) :])
     if left_out:

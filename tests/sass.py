@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from cutegemm.hardware.cubin import usage
 
+
+@functools.cache
 def _tool(name: str) -> str:
     found = next(Path(sys.prefix).rglob(f"nvidia/**/bin/{name}"), None)
     path = str(found) if found else shutil.which(name)
@@ -28,6 +32,7 @@ def _run(name: str, *arguments: str, cubin: bytes) -> str:
         return subprocess.run([_tool(name), *arguments, file.name], capture_output=True, text=True, check=True).stdout
 
 
+@functools.lru_cache(maxsize=4)
 def opcodes(cubin: bytes) -> Counter[str]:
     """How often each SASS opcode (with its modifiers) stands in the code."""
     text = _run("nvdisasm", "-c", cubin=cubin)
@@ -35,6 +40,16 @@ def opcodes(cubin: bytes) -> Counter[str]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, SHARED, LOCAL of the kernel, from cuobjdump."""
+    """REG, STACK, SHARED, LOCAL of the kernel, from cuobjdump. `registers` asks no other program, and is quicker."""
     text = _run("cuobjdump", "-res-usage", cubin=cubin)
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+
+
+def registers(cubin: bytes) -> int:
+    """The most registers that a thread of its kernels has."""
+    return max(kernel.registers for kernel in usage(cubin))
+
+
+def spilled(cubin: bytes) -> int:
+    """Bytes of stack that its kernels have: no kernel of the collection needs any but for registers that spill."""
+    return sum(kernel.stack for kernel in usage(cubin))

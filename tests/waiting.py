@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable
 
@@ -15,3 +16,10 @@ def wait_until(there: Callable[[], object]) -> None:
     while not there():
         assert time.monotonic() < deadline, f"it did not come within {PATIENCE:.0f} s"
         time.sleep(0.01)
+
+
+def processes() -> multiprocessing.context.ForkServerContext:
+    """A way to start processes that share one import of the package, which takes 2 s."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cutegemm"])
+    return context

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,7 +211,7 @@ def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
         return refused
     if arch.capability < _OLDEST:
         return _too_old(arch)
-    if 0 in astuple(config):
+    if any(getattr(config, field.name) == 0 for field in fields(config)):
         return f"{config} has a 0; every number of a configuration is at least 1"
     return config.why_invalid(signature, arch)
 

@@ -54,12 +54,14 @@ def said_by_nvcc(tools: toolkit.Toolkit, pairs: list[tuple[Signature, Cutlass2xC
 
 
 @pytest.mark.parametrize(("signature", "text"), REFUSED, ids=[text for _, text in REFUSED])
+@pytest.mark.product(keep=1)
 def test_nvcc_refuses_what_the_rule_refuses(tools, tmp_path, signature, text):
     config = BACKEND.parse(f"cutlass2x/{text}")
     assert config.why_invalid(signature, H200)
     assert "static assertion failed" in said_by_nvcc(tools, [(signature, config)], tmp_path)
 
 
+@pytest.mark.slow
 def test_kernels_fit_the_register_file(store_root, tools):
     """The largest published CTAs: nvcc alone would give their 512 threads more than 128 registers each."""
     config = next(c for c in published() if c.threads == 512)

@@ -9,7 +9,7 @@ from cutegemm.cute.hopper import part_candidates
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
-from tests.sass import opcodes, resources
+from tests.sass import opcodes, spilled
 
 HOPPER, CUTE = arch.get("sm_90a"), backend.get("cute")
 FULL = Epilogue(c_dtype="fp32", bias_dtype="fp32", activation="gelu")
@@ -18,7 +18,7 @@ PRECISIONS = ("tf32x3", "bf16x6", "bf16x9")
 
 @pytest.mark.parametrize(("place", "splits"), [(0, 1), (2, 1), (3, 1), (4, 1), (6, 1), (9, 1), (4, 4), (10, 3)])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=3)
 def test_nothing_spills_and_every_term_is_multiplied(precision, place, splits):
     """Two kernels in one module: what splits the operands, and what multiplies their parts."""
     problem = Problem.of(4096, 4096, 4096, "fp32", majors="nn", precision=precision, epilogue=FULL)
@@ -30,9 +30,8 @@ def test_nothing_spills_and_every_term_is_multiplied(precision, place, splits):
         assert splits > 1
         pytest.skip(refused)
     kernel = CUTE.build(problem.signature, config, HOPPER)
+    assert not spilled(kernel.cubin)
     found = opcodes(kernel.cubin)
-    assert not any(name.startswith(("STL", "LDL")) for name in found)
-    assert resources(kernel.cubin)["STACK"] == 0
     parts = problem.signature.parts
     steps = config.bk * (4 if parts.element == "fp32" else 2) // 32
     blocks = config.group_rows // 64

@@ -23,6 +23,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("seed", "config", "count"), PAIRS)
+@pytest.mark.product(keep=1)
 def test_a_kernel_that_spills_is_refused_by_name_and_replaced_where_chosen(seed, config, count, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
     program, a, b, operands, precision = draw(seed, "cpu")

@@ -111,6 +111,7 @@ def cutlass(tmp_path_factory):
     return NvccObject.load(target, ["gemm_run"])
 
 
+@pytest.mark.slow  # test_cutlass2x.py runs such launches too, from our own build
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("m", "n", "k"), [(100, 72, 200), (1, 8, 8)])
 def test_a_cutlass_gemm(cutlass, m, n, k, splits):

@@ -14,7 +14,7 @@ from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from tests.problems import MAJORS, Case
-from tests.sass import opcodes, resources
+from tests.sass import opcodes, registers, spilled
 
 pytest.importorskip("llvmlite")
 
@@ -34,7 +34,7 @@ def timing(seed, monkeypatch):
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("shape", [(72, 40, 70), (67, 45, 35)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_integers_below_2_to_the_53_are_exact(config, shape, majors, seed):
     case = Case.random(*shape, "fp64", seed=seed, majors=majors, pad=seed % 3)
     generator = torch.Generator().manual_seed(seed)
@@ -86,8 +86,8 @@ def test_what_the_rule_accepts_has_the_instruction_and_no_spills(target, name, s
     wanted = [config for config in space if (config.instruction == "8x4") == (target == "sm_80")]
     config = rng.choice(wanted)
     kernel = backend.get("cute").build(problem.signature, config, gpu)
-    names, usage = opcodes(kernel.cubin), resources(kernel.cubin)
+    names = opcodes(kernel.cubin)
     blocks = config.wm * config.wn * config.bk // (8 * config.step[0] * config.step[1])
     assert sum(count for each, count in names.items() if each.startswith(name)) == blocks
-    assert not any(each.startswith(("LDL", "STL")) for each in names), f"{config} spills"
-    assert usage["REG"] * config.threads <= gpu.registers_per_sm
+    assert not spilled(kernel.cubin)
+    assert registers(kernel.cubin) * config.threads <= gpu.registers_per_sm

@@ -21,7 +21,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("majors", ["tt", "nn"])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
-@pytest.mark.product(keep=12)
+@pytest.mark.product(keep=4)
 def test_without_tma(m, n, k, config, dtype, majors, seed):
     epilogue = {"c": True, "beta": 0.5, "bias": True}
     Case.random(m, n, k, dtype, seed=seed, majors=majors, **epilogue).run(backend="cute", config=config)
@@ -31,6 +31,7 @@ def test_without_tma(m, n, k, config, dtype, majors, seed):
     ("m", "n", "k", "majors"),
     [(72, 1, 64, "tt"), (72, 1, 64, "nt"), (72, 80, 1, "tt"), (72, 80, 1, "nn"), (1, 72, 64, "tt"), (72, 1, 8, "tt")],
 )
+@pytest.mark.product(keep=3)
 def test_tma_loads_what_is_contiguous(m, n, k, majors, seed):
     """Before, a column counted as rows of one element, which TMA cannot load."""
     epilogue = {"c": True, "beta": 0.5, "bias": True, "activation": "relu"}
@@ -40,22 +41,26 @@ def test_tma_loads_what_is_contiguous(m, n, k, majors, seed):
 
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
 @pytest.mark.parametrize(("m", "n", "k"), [(72, 1, 64), (72, 80, 1), (1, 72, 64)], ids=str)
-def test_columns_of_wider_matrices(m, n, k, config, dtype, seed):
-    for layout in ({"pad": 8}, {"pad": 3, "offset": 1}, {"batch": 2, "pad": 8}, {"batch": 2, "offset": 8}):
-        Case.random(m, n, k, dtype, seed=seed, majors="tt", **layout).run(backend="cute", config=config)
+@pytest.mark.parametrize(
+    "layout", [{"pad": 8}, {"pad": 3, "offset": 1}, {"batch": 2, "pad": 8}, {"batch": 2, "offset": 8}], ids=str
+)
+@pytest.mark.product(keep=5)
+def test_columns_of_wider_matrices(m, n, k, config, dtype, layout, seed):
+    Case.random(m, n, k, dtype, seed=seed, majors="tt", **layout).run(backend="cute", config=config)
 
 
+@pytest.mark.parametrize("config", [SM90, SM80])
 @pytest.mark.parametrize("out", ["contiguous", "column of a matrix", "row of a matrix"])
-def test_results_of_one_column(out, seed):
+@pytest.mark.product(keep=3)
+def test_results_of_one_column(out, config, seed):
     wide = torch.zeros(72, 5, dtype=torch.bfloat16)
     into = {
         "contiguous": torch.empty(72, 1, dtype=torch.bfloat16),
         "column of a matrix": wide[:, 2:3],
         "row of a matrix": torch.zeros(3, 72, dtype=torch.bfloat16)[1:2].t(),
     }[out]
-    for config in (SM90, SM80):
-        case = Case.random(72, 1, 64, "bf16", seed=seed, majors="tt", c=True, beta=-1.0, bias=True, out=into)
-        case.run(backend="cute", config=config)
+    case = Case.random(72, 1, 64, "bf16", seed=seed, majors="tt", c=True, beta=-1.0, bias=True, out=into)
+    case.run(backend="cute", config=config)
     assert not wide[:, [0, 1, 3, 4]].any()
 
 

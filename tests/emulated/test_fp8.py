@@ -36,6 +36,7 @@ def hopper(monkeypatch):
         ("64x64x128/coop1/c1x1/s3/g8/swap", {"recipes": ROWS, "out_dtype": torch.float8_e4m3fn, **FAST}),
     ],
 )  # fmt: skip
+@pytest.mark.product(keep=5)
 def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
 
@@ -47,6 +48,7 @@ def test_scaled_products(config, given, seed):
         "64x64x128/coop1/c1x1/s3/g8/streamk", "64x64x64/pp/c1x1/s3/g8/slab",
     ],
 )  # fmt: skip
+@pytest.mark.product(keep=2)
 def test_sums_of_int8_are_exact(config, seed):
     check(M, N, K, a="int8", recipes=WHOLE, seed=seed, backend="cute", config=f"sm90/{config}")
 

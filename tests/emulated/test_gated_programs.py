@@ -109,6 +109,7 @@ def check_exact(
         ("sm90/128x48x64/coop2/c1x1/s3/row", {"gating": "pairs", "m": 70, "f": 36, "majors": "tt", "batch": 2}),
     ],
 )
+@pytest.mark.product(keep=4)
 def test_hopper_is_exact(config, options, seed, monkeypatch):
     """On 4 SMs: persistent CTAs compute several tiles, and stream-K cuts some."""
     monkeypatch.setattr(plan, "emulated_arch", lambda: replace(arch.get("sm_90a"), sm_count=4))
@@ -127,6 +128,7 @@ def test_hopper_is_exact(config, options, seed, monkeypatch):
         ("simt/32x32x64/w32x32/s3/g8/x4", {"m": 40, "f": 34}),
     ],
 )
+@pytest.mark.product(keep=3)
 def test_the_other_families_are_exact(config, options, seed):
     simt = {"dtype": FP32, "out_dtype": FP32, "precision": "ieee"} if config.startswith("simt") else {}
     check_exact(config, **options, **simt, seed=seed)
@@ -145,11 +147,13 @@ def test_the_other_families_are_exact(config, options, seed):
     ],
     ids=str,
 )
+@pytest.mark.product(keep=3)
 def test_the_choice_serves_any_shape(options, seed):
     check_exact(None, **options, seed=seed)
 
 
 @pytest.mark.parametrize("seed_of_case", range(4))
+@pytest.mark.product(keep=1)
 def test_what_the_validity_rule_accepts_computes_the_right_numbers(seed_of_case):
     draw = random.Random(seed_of_case)
     family = ("sm90", "sm90", "sm80", "simt")[seed_of_case % 4]
@@ -197,6 +201,7 @@ def swiglu_of(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, precisio
         ("simt/32x64x16/w16x32/s3/g8", FP32, "ieee"),
     ],
 )
+@pytest.mark.product(keep=2)
 def test_swiglu_stays_within_its_bound(config, dtype, precision, seed):
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(40, 136, generator=generator).to(dtype)
@@ -208,6 +213,7 @@ def test_swiglu_stays_within_its_bound(config, dtype, precision, seed):
 
 
 @pytest.mark.parametrize("config", ["sm90/64x32x64/coop1/c1x1/s3/row", "sm90/128x32x64/coop1/c1x1/s3/row/swap"])
+@pytest.mark.product(keep=1)
 def test_partners_are_neighbouring_columns_of_d(config, seed):
     a, b = tensors(70, 36, 72, BF16, "tn", 0, seed)
     for made in (program("halves", "return partner(gate) + up"), parse("def epilogue(acc): return partner(acc)")):

@@ -50,6 +50,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("work", "config", "majors"), CONFIGS)
+@pytest.mark.product(keep=6)
 def test_groups_of_any_sizes(work, config, majors, seed):
     """The same kernel twice; the contiguous extents of operands are multiples of 8."""
     rng = random.Random(seed)
@@ -112,6 +113,7 @@ def test_gate_and_up_of_stacked_weights(work, config, seed):
 
 
 @pytest.mark.parametrize("work", [RAGGED_N, SCATTERED])
+@pytest.mark.product(keep=1)
 def test_operands_of_the_epilogue(work, seed):
     """Terms of gemm, and a program with one matrix a group, a matrix like D, indices."""
     generator = torch.Generator().manual_seed(seed)

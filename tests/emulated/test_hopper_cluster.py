@@ -34,7 +34,7 @@ def run(seed, monkeypatch):
 
 @pytest.mark.parametrize("split", ["", "/k3"])
 @pytest.mark.parametrize("cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2"])
-@pytest.mark.product(keep=9)
+@pytest.mark.product(keep=4)
 def test_clusters(cluster, split, run):
     """Ragged on every side, parts of different lengths, rings that go round."""
     for timing in range(2):
@@ -54,6 +54,7 @@ def test_clusters(cluster, split, run):
         "64x48x64/coop1/c1x2x4/s3/row/k3/swap/arrival/pdl",
     ],
 )
+@pytest.mark.product(keep=2)
 def test_tiles(config, run):
     """Blocks of rows, runs of accumulators that differ by one or are empty, a ring that is just large enough."""
     for timing in range(2):
@@ -62,11 +63,13 @@ def test_tiles(config, run):
 
 @pytest.mark.parametrize("k", [0, 8, 72, 200])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c2x1x2/s3/g2", "64x32x64/coop1/c1x1x4/s3/g2/k2"])
+@pytest.mark.product(keep=4)
 def test_more_parts_than_k_tiles(config, k, run):
     run(config, (136, 72, k), pad=8, bias=True, alpha=2.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24)])
+@pytest.mark.product(keep=3)
 def test_small_problems(shape, run):
     run("64x64x64/coop1/c1x2x2/s4/row", shape)
 
@@ -81,7 +84,7 @@ def test_small_problems(shape, run):
     ],
 )
 @pytest.mark.parametrize("case", ["whole", "fp32", "turned", "ragged"])
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=4)
 def test_epilogues(config, case, run, seed):
     """C in any strides, a bias along either axis, every way to store D."""
     shape = (136, 104, 200)
@@ -104,6 +107,7 @@ def test_epilogues(config, case, run, seed):
         "64x16x64/coop1/c1x1x4/s3/g2/swap",
     ],
 )
+@pytest.mark.product(keep=1)
 def test_tf32(config, run):
     run(config, (200, 136, 148), "fp32", precision="tf32")
     run(config, (72, 40, 36), "fp32", precision="tf32", batch=2, c=True, beta=0.5, bias=True)

@@ -6,20 +6,31 @@ import pytest
 
 from tests import mutation
 
+QUICK = mutation.specs(quick=True)
+RUNGS = ("block_tile", "warp_tile_async", "wmma_double_buffer")
 
-@pytest.mark.parametrize("spec", mutation.specs(quick=True), ids=lambda spec: spec.name)
-def test_every_broken_synchronization_is_noticed_or_explained(spec):
+
+def more(spec: mutation.Spec) -> list[pytest.MarkDecorator]:
+    """Of the ladder's kernels `make test` mutates three; test_legacy_emulated.py takes away the barriers of others."""
+    return [pytest.mark.slow] * (spec.backend == "legacy" and not spec.name.endswith(RUNGS))
+
+
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=more(spec), id=spec.name) for spec in QUICK])
+@pytest.mark.product(keep=len(QUICK))
+def test_every_broken_synchronization_is_noticed_or_explained(spec, part):
+    """A third of a kernel's mutations."""
     pytest.importorskip("llvmlite")
-    outcomes = mutation.score_spec(spec)
-    assert outcomes, "a case without mutations tests nothing"
+    outcomes = mutation.score_spec(spec, part=(part, 3))
     from cutegemm.emulator.mutate import compare
 
     problems = compare(outcomes, mutation.survivors(), complete=False)
     assert not problems, "\n".join(problems)
-    assert any(outcome.killed for outcome in outcomes)
+    assert any(outcome.killed for outcome in outcomes) or len(outcomes) < 3
 
 
 @pytest.mark.parametrize("name", ["cute-sm90-coop-cluster", "cute-sm90-pp-cluster", "cute-sm90-pp-epilogue"])
+@pytest.mark.product(keep=1)
 def test_every_broken_exchange_of_registers_is_noticed_or_explained(name):
     """These cases are too long for CI as a whole; their setmaxnreg alone are not."""
     pytest.importorskip("llvmlite")

@@ -38,7 +38,7 @@ def timing(seed, monkeypatch):
         (SM80, "fp16", "nt", (67, 45, 83)), (SM80, "bf16", "nn", (33, 35, 97)),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_majors_and_alignment(config, dtype, majors, shape, seed):
     exact.run(exact.case(*shape, dtype, seed=seed, majors=majors), backend="cute", config=config)
     Case.random(*shape, dtype, seed=seed, majors=majors).run(backend="cute", config=config)

@@ -75,6 +75,7 @@ def check_exact(got, want) -> None:
         (BOTH_WAYS, "sm80/64x64x32/w32x32/s2/g8", (70, 133, 40), torch.bfloat16),
     ],
 )
+@pytest.mark.product(keep=6)
 def test_results_of_integers_are_exact(text, config, shape, out_dtype):
     m, n, k = shape
     # Rows of a wider matrix are aligned for TMA whatever n is.
@@ -96,6 +97,7 @@ def test_results_of_integers_are_exact(text, config, shape, out_dtype):
         ("halves", "sm80/64x64x32/w32x32/s2/g8"),
     ],
 )
+@pytest.mark.product(keep=2)
 def test_gated_results(gating, config):
     """Three tiles each way; columns of D that no tile divides."""
     head = f"def epilogue(gate: {gating}[0], up: {gating}[1]): t0 = gate * up"
@@ -105,6 +107,7 @@ def test_gated_results(gating, config):
 
 
 @pytest.mark.parametrize("config", ["simt/32x32x16/w32x32/s3/g8", "simt/32x32x64/w32x32/s3/g8/x8"])
+@pytest.mark.product(keep=1)
 def test_cuda_cores(config):
     a, b = integers(45, 64, dtype=torch.float32, seed=1), integers(64, 70, dtype=torch.float32, seed=2)
     text = (
@@ -114,6 +117,7 @@ def test_cuda_cores(config):
 
 
 @pytest.mark.parametrize("config", ["sm90/64x64x64/pp/c1x1/s3/row", "sm90/64x64x64/coop1/c1x1/s3/row/streamk"])
+@pytest.mark.product(keep=1)
 def test_every_run_has_the_same_bits(config, monkeypatch):
     torch.manual_seed(0)
     a, b = torch.randn(200, 136).bfloat16(), torch.randn(136, 136).bfloat16()
@@ -129,6 +133,7 @@ def test_every_run_has_the_same_bits(config, monkeypatch):
 
 
 @pytest.mark.parametrize("config", ["sm90/64x64x64/coop1/c1x1/s3/row", "sm90/64x64x64/coop1/c1x1/s3/row/slab"])
+@pytest.mark.product(keep=1)
 def test_nan_spreads_and_a_product_over_no_k_is_reduced(config):
     text = "def epilogue(acc): t0 = acc - 1.0; return t0, row_max(t0), row_sum(t0), column_max_abs(t0)"
     a, b = integers(70, 64, dtype=torch.bfloat16, seed=1), integers(64, 72, dtype=torch.bfloat16, seed=2)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cutegemm.choice import plan
 from cutegemm.cute import FAMILIES
 from cutegemm.problem import Problem
+from tests.examples import examples
 from tests.fuzz_draw import Limits, Pair, Template, draw
 
 pytest.importorskip("llvmlite")
@@ -43,6 +44,7 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.product(keep=5)
 def test_random_problems(name):
     template, arch = KERNELS[name], plan.emulated_arch()
     found = draw(template, random.Random(0), SMALL, arch)
@@ -50,7 +52,7 @@ def test_random_problems(name):
     kernel: Pair = found[1]
 
     @given(st.randoms(use_true_random=False))
-    @settings(max_examples=12, database=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    @settings(max_examples=examples(20), database=None, suppress_health_check=list(HealthCheck), print_blob=True)
     def check(rng):
         drawn = draw(template, rng, SMALL, arch, frozenset((kernel,)))
         assume(drawn is not None)

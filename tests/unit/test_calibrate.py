@@ -208,6 +208,7 @@ def test_known_constants_are_found_again():
     assert found.math == pytest.approx(TRUTH.math, rel=0.25)
 
 
+@pytest.mark.slow
 def test_no_constant_leaves_its_reach():
     """The times are a tenth of the model's: rates would go further up than they may."""
     faster = [dataclasses.replace(sample, seconds=sample.seconds / 10) for sample in synthetic()]

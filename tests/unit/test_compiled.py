@@ -13,6 +13,7 @@ from cutegemm.choice.compiled import Group, library, source
 from cutegemm.choice.cost_model import Model
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from tests.examples import examples
 
 GPUS = tuple(arch.get(name) for name in ("H200", "H100 PCIe", "A100"))
 KINDS = ({"dtype": "bf16"}, {"dtype": "fp32"}, {"dtype": "fp32", "precision": "tf32"}, {"out_dtype": "fp32"})
@@ -32,7 +33,7 @@ def models(gpu: arch.Arch, kind: dict[str, str], majors: str) -> list[Model]:
     ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([0, 1, 3, 300]), st.sampled_from(GPUS), st.sampled_from(KINDS),
     st.sampled_from(["tn", "tt", "nn", "nt"]), st.sampled_from([0.5, 0.99, 1.0]), st.randoms(use_true_random=False),

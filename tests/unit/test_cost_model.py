@@ -20,6 +20,7 @@ from cutegemm.cute.hopper.footprint import SM90
 from cutegemm.hardware import arch
 from cutegemm.hardware.arch import LINE
 from cutegemm.problem import Problem
+from tests.examples import examples
 
 H200 = arch.get("H200")
 NOTHING = dataclasses.replace(
@@ -356,7 +357,7 @@ def test_every_constant_has_a_line_with_its_unit():
 SIZES = st.one_of(st.sampled_from([0, 1, 2, 64, 65, 128, 129, 4096, 4104, 28672]), st.integers(1, 10**5))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([0, 1, 3, 300]), st.sampled_from(TEXTS),
     st.sampled_from(["tn", "tt", "nn", "nt"]), st.sampled_from(["bf16", "fp32"]), st.floats(0, 3), st.floats(0, 50),

@@ -159,6 +159,7 @@ def test_draws_are_what_their_kernel_serves_and_repeat(limits, arch):
         assert spec.out is None or not spec.out.overlaps
 
 
+@pytest.mark.slow
 def test_the_whole_space_is_drawn():
     """Of a thousand problems some have each property that the fuzzer is to cover."""
     kinds = ("sm90", "sm80", "simt", "legacy", "torch")  # the others take what these take

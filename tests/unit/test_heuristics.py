@@ -32,6 +32,7 @@ from cutegemm.winners import table as winners_table
 from cutegemm.winners.fingerprint import fingerprint
 from legacy_cuda import footprint as legacy_footprint
 from tests.choices import least_seconds, looked_at
+from tests.examples import examples
 from tuning import host_cost, suites
 
 H200 = arch.get("H200")
@@ -56,7 +57,7 @@ def config(problem, where=H200, name=None):
     return found[1]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([1, 1, 1, 7]), st.sampled_from(["fp16", "fp32"]), st.booleans(),
     st.sampled_from(ARCHS), st.booleans(),
@@ -78,7 +79,7 @@ OLD = dataclasses.replace(arch.get("A100"), name="old", capability=(7, 5))
 EPILOGUES = [None, FULL, Epilogue(activation="gelu_tanh"), Epilogue(bias_dtype="fp16", bias_axis="m"), Epilogue("bf16")]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     SIZES, SIZES, SIZES, st.sampled_from([1, 7]), st.sampled_from(["fp16", "bf16", "fp32"]),
     st.sampled_from(["ieee", "tf32", "tf32x3"]), st.sampled_from(["tn", "nt"]), st.sampled_from(EPILOGUES),
@@ -97,7 +98,7 @@ def test_what_a_backend_refuses_no_configuration_can_serve(
 
 
 @pytest.mark.usefixtures("hopper")
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(SIZES, SIZES, SIZES, st.booleans())
 def test_a_hopper_choice_is_valid(m, n, k, full):
     problem = Problem.of(m, n, k, "bf16", epilogue=FULL if full else None)
@@ -174,7 +175,7 @@ def model(text, rates=None, problem=None):
     return Model(shape, problem.signature, H200, rates or shape.family.first)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(SIZES, SIZES, SIZES, st.sampled_from([1, 5]), st.sampled_from(["bf16", "fp32"]), st.integers(0, 10**6))
 def test_the_quick_bound_is_a_bound(m, n, k, batch, dtype, pick):
     problem = Problem.of(m, n, k, dtype, batch=batch)
@@ -256,7 +257,7 @@ def close(found, least):
     return least <= found <= least / heuristics.CLOSE
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 70000), st.sampled_from([1, 1, 3, 100]))
 def test_bounds_lose_no_candidate(m, n, k, batch):
     """The choice is the cheapest of the candidates of the cell, splits worth trying included."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from cutegemm import winners
 from cutegemm.errors import GemmError
 from cutegemm.run import kernel_store as module
 from cutegemm.run.kernel_store import Artefacts, KernelStore, StoreWarning, default_root, default_store
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, processes, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 KEY = {"config": "a", "target": "sm_80"}
@@ -147,7 +146,7 @@ def _slow_builder(root: str, log: str) -> None:
 
 
 def test_processes_that_race_build_once(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = processes()
     log = tmp_path / "log"
     workers = [context.Process(target=_slow_builder, args=(str(tmp_path / "s"), str(log))) for _ in range(4)]
     for worker in workers:
@@ -160,7 +159,7 @@ def test_processes_that_race_build_once(tmp_path):
 
 def _kill_once_it_marked(target: Callable[[str, str], None], root: Path, mark: Path) -> None:
     """Starts target(root, mark) in a process of its own and kills it as soon as the file `mark` is there."""
-    victim = multiprocessing.get_context("spawn").Process(target=target, args=(str(root), str(mark)))
+    victim = processes().Process(target=target, args=(str(root), str(mark)))
     victim.start()
     try:
         wait_until(mark.exists)

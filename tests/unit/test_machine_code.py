@@ -51,6 +51,7 @@ def test_digest_of_a_damaged_cubin_is_refused():
         code_digest(b"no cubin")
 
 
+@pytest.mark.slow  # five processes, three of which compile
 def test_rows_of_the_same_machine_code_are_restamped(earlier, tmp_path, capsys):
     file = "cutegemm/cute/simt/kernel.py"
     rewrite(earlier, file, "\nLANES_M", "\nUNUSED = 0\nLANES_M")

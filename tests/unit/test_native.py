@@ -20,6 +20,7 @@ from cutegemm import native
 from cutegemm.errors import GemmError
 from cutegemm.native import build
 from cutegemm.run import call
+from tests.examples import examples
 from tests.native_cases import (
     BF16,
     BIAS,
@@ -321,7 +322,7 @@ def described(draw) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(20))
 @given(st.lists(described(), min_size=4, max_size=12))
 def test_two_calls_have_one_key_where_python_describes_them_alike(calls):
     names = (

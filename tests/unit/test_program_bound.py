@@ -18,6 +18,7 @@ from cutegemm.problem.program.graph import F32, Program
 from cutegemm.problem.program.interval import DEVICE, MINIMA, ROUNDOFF, TINY, Error
 from cutegemm.problem.program.text import parse
 from tests import programs
+from tests.examples import examples
 
 SEEDS = st.integers(0, 2**32)
 DOUBLE = torch.float64
@@ -70,7 +71,7 @@ def special(acc: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 @given(SEEDS, st.booleans())
-@settings(max_examples=400, database=None)
+@settings(max_examples=examples(400), database=None)
 def test_a_device_within_its_errors_is_within_the_bounds(seed, wild):
     program = programs.program(seed, size=14, wild=0.4 if wild else 0.05)
     generator = torch.Generator().manual_seed(seed % 2**31)
@@ -91,7 +92,7 @@ def test_a_device_within_its_errors_is_within_the_bounds(seed, wild):
 
 
 @given(SEEDS, st.booleans())
-@settings(max_examples=200, database=None)
+@settings(max_examples=examples(200), database=None)
 def test_evaluation_in_fp32_is_within_the_bounds(seed, gradient):
     program = programs.program(seed, size=14, wild=0.0, smooth=gradient)
     program = backward(program).program if gradient else program

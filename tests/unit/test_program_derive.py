@@ -15,6 +15,7 @@ from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.program.trace import trace
 from tests import programs
+from tests.examples import examples
 
 SEEDS = st.integers(0, 2**32)
 M, N = 6, 4
@@ -79,7 +80,7 @@ def check(program: Program, count: int | None, seed: int) -> None:
 
 
 @given(SEEDS, st.sampled_from((None, 2)), st.booleans())
-@settings(max_examples=250, database=None)
+@settings(max_examples=examples(250), database=None)
 def test_gradients_are_those_of_autograd(seed, count, smooth):
     drawn = programs.program(seed, size=12, smooth=smooth, wild=0.0)
     outputs = tuple(out for out in drawn.outputs if not (out.reduce or "").endswith(("max", "abs")))
@@ -89,7 +90,7 @@ def test_gradients_are_those_of_autograd(seed, count, smooth):
 
 
 @given(SEEDS, st.sampled_from((None, 2)))
-@settings(max_examples=120, database=None)
+@settings(max_examples=examples(120), database=None)
 def test_gradients_of_gradients_are_those_of_autograd(seed, count):
     program = programs.program(seed, size=6, smooth=True, wild=0.0)
     check(backward(program, batched=count is not None).program, count, seed % 2**31)

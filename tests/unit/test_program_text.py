@@ -19,8 +19,9 @@ from cutegemm.problem.program.graph import F32, Input, Node, Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import line, parse, pretty
 from tests import programs
+from tests.examples import examples
 
-QUICK = settings(max_examples=300, database=None)
+QUICK = settings(max_examples=examples(300), database=None)
 SEEDS = st.integers(0, 2**32)
 FP32 = torch.float32
 EXAMPLES = (

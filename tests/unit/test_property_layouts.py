@@ -16,8 +16,9 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import DTYPES, ITEMSIZE, TABLE, Problem, alignment, overlap, request
 from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from tests.examples import examples
 
-QUICK = settings(max_examples=200, database=None)
+QUICK = settings(max_examples=examples(200), database=None)
 MEMORY = torch.zeros(4096)
 
 
@@ -60,7 +61,7 @@ def test_reach_is_the_span_of_the_addresses(tensor):
 
 
 @given(views(), views())
-@settings(QUICK, max_examples=500)
+@settings(QUICK, max_examples=examples(500))
 def test_tensors_that_are_accepted_side_by_side_share_no_address(out, tensor):
     shared = set(addresses(out)) & set(addresses(tensor))
     try:
@@ -149,7 +150,7 @@ def test_transposing_twice_changes_nothing(problem):
 
 @pytest.mark.parametrize("name", ["A100", "A6000", "RTX 4090", "H200"])
 @given(problems(), st.sampled_from(("auto", "cute", "cutlass2x", "legacy", "torch")))
-@settings(QUICK, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(QUICK, max_examples=examples(60), suppress_health_check=list(HealthCheck))
 def test_what_is_chosen_can_serve_and_what_cannot_says_why(name, problem, backend):
     arch = arch_table.get(name)
     try:

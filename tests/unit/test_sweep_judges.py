@@ -181,6 +181,7 @@ def test_the_heuristic_is_compared_with_what_was_tuned(tmp_path):
 
 
 @pytest.mark.parametrize("command", [exhaustive, untuned])
+@pytest.mark.product(keep=1)
 def test_the_commands(command, monkeypatch, capsys, tmp_path):
     @contextmanager
     def machine(jobs):

@@ -162,6 +162,7 @@ DERIVATIVES = {
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own: its gelu_backward has no such rule
+@pytest.mark.product(keep=22)
 def test_derivatives_of_every_kind(route, derivative, seed):
     """The error is that of a sum of few terms, of the size of the largest value, each rounded to fp32.
 
@@ -249,6 +250,7 @@ def test_flops_of_a_tangent_are_counted(seed):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.product(keep=2)
 def test_compiled_forward_mode(activation, backend, seed):
     ours, _, (a, b, da, db) = pair("gemm", activation, seed)
 

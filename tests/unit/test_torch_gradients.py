@@ -145,6 +145,7 @@ def test_a_changed_operand_is_noticed(seed):
 
 @pytest.mark.parametrize("dtype", opinfo.DTYPES, ids=str)
 @pytest.mark.parametrize("name", opinfo.NAMES)
+@pytest.mark.product(keep=10)
 def test_torchs_own_samples(name, dtype, seed):
     passed, others = opinfo.run(name, opinfo.operators()[name], "cpu", dtype, seed)
     print(name, passed, others)

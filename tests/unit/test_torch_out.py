@@ -59,6 +59,7 @@ def check_road(write, out):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("road", ROADS)
+@pytest.mark.product(keep=5)
 def test_a_graph_that_saved_out_is_refused_its_gradient(road, backend, seed):
     a, b, out = draw(seed, (8, 8), (8, 8), (8, 8))
     check_road(lambda: ROADS[road](a, b, out, backend=backend), out)
@@ -92,6 +93,7 @@ def test_views_and_empty_tensors(view, road, backend, seed):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("road", ROADS)
+@pytest.mark.product(keep=5)
 def test_out_that_is_c(road, backend, seed):
     a, b, out = draw(seed, (8, 8), (8, 8), (8, 8))
     check_road(lambda: ROADS[road](a, b, out, out, 1.0, backend), out)
@@ -153,6 +155,7 @@ def test_fake_and_meta_tensors():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("road", ROADS)
+@pytest.mark.product(keep=4)
 def test_inference_tensors(road, backend, seed):
     a, b, plain = draw(seed, (8, 8), (8, 8), (8, 8))
     with torch.inference_mode():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sqlite3
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from cutegemm.winners import Measurement, Winners, WinnersWarning, default_path, pick, standing
 from cutegemm.winners import file as winners_file
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, processes
 
 
 def row(config="c", seconds: float | None = 1.0, verdict="ok", **changes) -> Measurement:
@@ -283,12 +282,11 @@ def _write(path: Path, name: str) -> None:
 
 def test_many_processes_and_threads_lose_no_row(tmp_path):
     path = tmp_path / "winners.sqlite3"
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_write, args=(path, f"p{i}")) for i in range(2)]
+    others = [processes().Process(target=_write, args=(path, f"p{i}")) for i in range(2)]
     threads = [threading.Thread(target=_write, args=(path, f"t{i}")) for i in range(3)]
-    for worker in (*processes, *threads):
+    for worker in (*others, *threads):
         worker.start()
-    for worker in (*processes, *threads):
+    for worker in (*others, *threads):
         worker.join(PATIENCE)
-    assert all(process.exitcode == 0 for process in processes)
+    assert all(process.exitcode == 0 for process in others)
     assert len({r.config for r in Winners(path).rows()}) == 5 * 20

@@ -26,6 +26,7 @@ from cutegemm.winners.file import COLUMNS
 from cutegemm.winners.fingerprint import fingerprint
 from cutegemm.winners.rules import why_invalid, why_passed_over
 from cutegemm.winners.table import dump, table_name
+from tests.examples import examples
 from tests.tuning_fakes import H200
 from tuning import winners as command
 from tuning.ladder_hopper import STEPS
@@ -231,7 +232,7 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=1500)
+@settings(max_examples=examples(1500))
 @given(
     st.sampled_from(["cute", "legacy", "cutlass2x", "torch", ""]), st.sampled_from(CONFIGS).flatmap(spoiling),
     st.sampled_from(PROBLEMS).flatmap(spoiling), st.sampled_from(["H200", "A100", "NVIDIA A10", "", "H\n"]),
@@ -275,7 +276,7 @@ def good_row(path) -> dict[str, object]:
         return dict(zip(COLUMNS, cursor.fetchone(), strict=True))
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_a_row_of_the_store_a_choice_goes_on(store, data, capsys):
     if store.path is None or not store.path.exists():
@@ -327,7 +328,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_a_table_its_import_ends_with_a_status(store, data, tmp_path, capsys):
     table = json.loads(dump([row(GOOD, 1e-6, measured_at="then"), row(GOOD, 2e-6, measured_at="later")]))

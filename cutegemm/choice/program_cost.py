@@ -1,11 +1,10 @@
 """What an epilogue program costs a tile beside the bytes that it moves: instructions, and operands that are waited for.
 
 The instructions of an element were counted in the machine code of Hopper kernels (silu 5, gelu(acc + bias) + residual
-17.5, a rotation 10 of which half load operands). Those of the special function unit, a quarter as wide as the others
-are counted, weigh 4: half of what they take alone, since another warp multiplies meanwhile. `WAIT` was read off times on
-an H200 at 4096x6144x4096 and 4096^3, at 1.455 GHz: 22 to 25 ns for each accumulator of a thread and each such operand
-with 128 accumulators, 23 to 62 with 192. Not a fit, and of programs only: C, bias and activations stay as they were
-fitted.
+17.5, a rotation 10 of which half load operands). Those of the special function unit, which is an eighth as wide as the
+others, weigh 4: half of what they take alone, since other warps compute meanwhile. `WAIT` was read off times on an H200
+at 4096x6144x4096 and 4096^3, at 1.455 GHz: 22 to 25 ns for each accumulator of a thread and each such operand with 128
+accumulators, 23 to 62 with 192. Not a fit, and of programs only: C, bias and activations stay as they were fitted.
 """
 
 from __future__ import annotations

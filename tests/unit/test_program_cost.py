@@ -1,4 +1,4 @@
-"""What a program's instructions and operands cost a choice: nothing without one, and winners only where they bear it."""
+"""What a program's instructions and operands cost a choice: nothing without one; a winner only where they allow it."""
 
 from __future__ import annotations
 

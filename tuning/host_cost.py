@@ -24,6 +24,7 @@ each round. With a GPU the launch is timed too. Without one, plans for the emula
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 import statistics
@@ -124,9 +125,10 @@ def choices(count: int, rounds: int) -> list[float]:
 
 
 def new_shapes(count: int, rounds: int, arch: str) -> list[float]:
-    """Host microseconds that each of `count` random shapes takes when `gemm` meets it, ascending.
+    """Host microseconds that each of `count` random shapes takes when `gemm` meets it, ascending; the least of all rounds.
 
-    On a GPU whole calls; without one `cutegemm.prepare` for the emulated GPU `arch`.
+    On a GPU whole calls, in a row as those of `timing.host_us`: a round begins with an idle GPU. Without one
+    `cutegemm.prepare` for the emulated GPU `arch`.
     """
     on_gpu = torch.cuda.is_available()
     device, backend = ("cuda", "auto") if on_gpu else ("cpu", "cute")
@@ -137,24 +139,24 @@ def new_shapes(count: int, rounds: int, arch: str) -> list[float]:
     bars = Bars()
     try:
         best = [float("inf")] * count
-        shapes = _shapes(count)
+        empty = functools.partial(torch.empty, dtype=torch.bfloat16, device=device)
+        operands = [(empty(m, k), empty(n, k).t()) for m, n, k in _shapes(count)]
+        for place, (a, b) in enumerate(operands):
+            cutegemm.prepare(a, b, backend=backend)
+            bars.show("", f"prepared {place + 1} of {count}", place + 1, count)
+        bars.close()  # before the first round that counts
+        bars.say(f"prepared {count} of {count}")
+        if on_gpu:
+            native.wait()
         for turn in range(rounds + 1):
             memo.clear()
-            for place, (m, n, k) in enumerate(shapes):
-                a = torch.empty(m, k, dtype=torch.bfloat16, device=device)
-                b = torch.empty(n, k, dtype=torch.bfloat16, device=device).t()
-                if not turn:
-                    cutegemm.prepare(a, b, backend=backend)
-                    bars.show("", f"prepared {place + 1} of {count}", place + 1, count)
+            if on_gpu:
+                torch.cuda.synchronize()
+            for place, (a, b) in enumerate(operands):
                 start = time.perf_counter()
                 call(a, b, backend=backend)
-                if turn:
+                if turn:  # the first one loads what is not loaded yet
                     best[place] = min(best[place], (time.perf_counter() - start) * 1e6)
-                if on_gpu:
-                    torch.cuda.synchronize()
-            if not turn:
-                bars.close()  # before the first round that counts
-                bars.say(f"prepared {count} of {count}")
     finally:
         bars.close()
         if before is None:

@@ -125,7 +125,7 @@ def choices(count: int, rounds: int) -> list[float]:
 
 
 def new_shapes(count: int, rounds: int, arch: str) -> list[float]:
-    """Host microseconds that each of `count` random shapes takes when `gemm` meets it, ascending; the least of all rounds.
+    """Host microseconds that each of `count` random shapes takes when `gemm` meets it, ascending; the least of rounds.
 
     On a GPU whole calls, in a row as those of `timing.host_us`: a round begins with an idle GPU. Without one
     `cutegemm.prepare` for the emulated GPU `arch`.

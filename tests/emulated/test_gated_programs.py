@@ -128,7 +128,7 @@ def test_hopper_is_exact(config, options, seed, monkeypatch):
         ("simt/32x32x64/w32x32/s3/g8/x4", {"m": 40, "f": 34}),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=3)
 def test_the_other_families_are_exact(config, options, seed):
     simt = {"dtype": FP32, "out_dtype": FP32, "precision": "ieee"} if config.startswith("simt") else {}
     check_exact(config, **options, **simt, seed=seed)

@@ -24,7 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # An example that takes long tells of the machine, not of the property. CI draws the same examples and seeds every
 # time, so that a change is judged by what it changed; `make nightly` draws fresh ones, and more of them (examples.py).
 settings.register_profile(
-    "same", max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "same", max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")

@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws: `make test` draws 40 % of those of `make nightly`."""
+"""How many examples hypothesis draws: `make test` draws 25 % of those of `make nightly`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None, dty
     ],
 )
 @pytest.mark.parametrize("epilogue", [None, FULL], ids=["plain", "full"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_instructions(config, majors, epilogue):
     check_instructions(build(config, majors, epilogue))
 
@@ -133,7 +133,7 @@ def test_c_and_bias_take_the_tma_store(config, by_tma, bias_axis):
         "sm90/128x128x32/coop2/c1x1x4/s6/serp8",
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_tf32(config):
     kernel = build(config, dtype="fp32", precision="tf32")
     check_instructions(kernel)
@@ -152,7 +152,7 @@ def test_tf32(config):
         ("sm90/128x128x64/coop1/c1x1/s3/serp8/swap/slab", 16),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_strips_of_the_slab_epilogue_share_their_code(config, align_d, out_dtype):
     """With C, a bias and GELU, the kernels with most accumulators: no spills, and code that stays short."""
     problem = Problem.of(4096, 4096 if align_d == 16 else 4093, 4096, "bf16", epilogue=FULL, out_dtype=out_dtype)
@@ -175,7 +175,7 @@ def test_strips_of_the_slab_epilogue_share_their_code(config, align_d, out_dtype
         ("sm90/64x16x128/coop1/c1x2x2/s5/row/k15/swap/pdl", 1, 15),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_split_k_keeps_its_own_slice_and_discards_what_it_has_read(config, stores, loads):
     kernel = build(config)
     check_instructions(kernel)
@@ -219,7 +219,7 @@ def test_wide_results_and_their_c():
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step.backend == "cute"], ids=lambda step: step.idea)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_ladder(step):
     """Every step compiles to what it teaches; none is in the tuner's space."""
     kernel = build(step.config)
@@ -380,7 +380,7 @@ def test_contiguous_extents_are_multiples_of_16_bytes(dtype, precision, step):
         ("sm90/128x208x64/pp/c1x1/s4/g8", "tn"),  # 104 columns of D: the slabs
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_are_loaded_and_stored_by_tma(config, majors):
     text = "def epilogue(gate: halves[0], up: halves[1]) -> bf16: return silu(gate) * up"
     kernel = build(config, majors, Epilogue(custom=simplified(parse(text))))

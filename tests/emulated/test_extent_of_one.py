@@ -21,7 +21,7 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize("majors", ["tt", "nn"])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES, ids=str)
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_without_tma(m, n, k, config, dtype, majors, seed):
     epilogue = {"c": True, "beta": 0.5, "bias": True}
     Case.random(m, n, k, dtype, seed=seed, majors=majors, **epilogue).run(backend="cute", config=config)

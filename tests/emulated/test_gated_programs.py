@@ -109,7 +109,7 @@ def check_exact(
         ("sm90/128x48x64/coop2/c1x1/s3/row", {"gating": "pairs", "m": 70, "f": 36, "majors": "tt", "batch": 2}),
     ],
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_hopper_is_exact(config, options, seed, monkeypatch):
     """On 4 SMs: persistent CTAs compute several tiles, and stream-K cuts some."""
     monkeypatch.setattr(plan, "emulated_arch", lambda: replace(arch.get("sm_90a"), sm_count=4))
@@ -147,7 +147,7 @@ def test_the_other_families_are_exact(config, options, seed):
     ],
     ids=str,
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_choice_serves_any_shape(options, seed):
     check_exact(None, **options, seed=seed)
 

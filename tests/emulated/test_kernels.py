@@ -61,7 +61,7 @@ def test_cute_default_configuration_of_tiny_problems(dtype, precision, shape, se
     ],
     ids=["c", "bias-relu", "c-bias-gelu", "fp32-silu"],
 )
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_cute_epilogues(dtype, precision, epilogue, seed):
     Case.random(40, 72, 48, dtype, seed=seed, **options(dtype, precision), **epilogue).run(backend="cute")
 

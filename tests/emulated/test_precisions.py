@@ -47,7 +47,7 @@ def computed(a: torch.Tensor, b: torch.Tensor, precision: str, config: str = SMA
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_layouts_and_forms(precision, config, options, seed):
     """Every major and alignment, batches, clusters, swapped operands, divided K, epilogues; ragged on every side."""
     case = Case.random(137, 107, 91, "fp32", seed=seed, precision=precision, **options)
@@ -120,7 +120,7 @@ def test_integers_are_exact(precision, seed):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_ends_of_the_range(precision):
     """The largest numbers are split without an overflow; the smallest keep what their parts can hold; Inf and NaN."""
     largest, tiny = torch.finfo(torch.float32).max, 2.0**-149

@@ -15,7 +15,7 @@ pytest.importorskip("llvmlite")
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gradients_by_the_kernels(activation, seed):
     a, b, c, bias, grad = draw(seed, (24, 16), (16, 40), (24, 40), (40,), (24, 40), dtype=torch.bfloat16)
     run(a, b, grad, c, bias, backend="cute", alpha=0.75, beta=-1.5, activation=activation)
@@ -37,7 +37,7 @@ def test_a_legacy_kernel_trains_too(seed):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_tanh", "silu"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_tangents_by_the_kernels(activation, seed):
     shapes = {"a": (24, 16), "b": (16, 40), "c": (24, 40), "bias": (40,)}
     tensors, tangents = (

@@ -42,6 +42,7 @@ def part_of_the_gpu(sms):
 @pytest.mark.parametrize(("majors", "batch", "on_average"), [
     ("tn", 1, 0.003), ("tt", 1, 0.005), ("nn", 1, 0.005), ("nt", 1, 0.005), ("tn", 24, 0.01),
 ])  # fmt: skip
+@pytest.mark.product(keep=3)
 def test_random_shapes_lose_little(majors, batch, on_average):
     problems = (dataclasses.replace(problem, batch=batch) for problem in untuned.draw(200, 1, "bf16", majors, H200))
     found = [lost(problem) for problem in problems]

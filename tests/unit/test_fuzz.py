@@ -143,6 +143,7 @@ def test_it_finds_a_result_that_is_not_out(monkeypatch):
 
 
 @pytest.mark.parametrize(("limits", "arch"), [(CUDA, "H200"), (CPU, "sm_90"), (CUDA, "A100")])
+@pytest.mark.product(keep=2)
 def test_draws_are_what_their_kernel_serves_and_repeat(limits, arch):
     arch = arch_table.get(arch)
     kinds = [kind for kind in fuzz_kernels.SHARES if kind not in ("sm90", "cutlass2x") or arch.capability == (9, 0)]

@@ -314,6 +314,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [c[1:] for c in COMPILED], ids=[c[0] for c in COMPILED])
+@pytest.mark.product(keep=2)
 def test_compiled_code_refuses_what_eager_code_refuses(call, error, message, seed):
     a, b = draw(seed, (8, 8), (8, 8))
     with pytest.raises(error, match=f"^{message}"):

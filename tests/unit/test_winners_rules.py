@@ -117,6 +117,7 @@ def test_steps_of_the_ladder_are_only_chosen_by_name():
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS.values() if arch.name in ("H200", "A100", "sm_90")])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.product(keep=3)
 def test_nothing_that_is_chosen_or_searched_automatically_is_only_for_calls_that_name_it(arch, dtype):
     problem = Problem.of(512, 512, 2048, dtype)
     cute = backends.get("cute")

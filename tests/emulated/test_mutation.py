@@ -15,13 +15,13 @@ def more(spec: mutation.Spec) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (spec.backend == "legacy" and not spec.name.endswith(RUNGS))
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("spec", [pytest.param(spec, marks=more(spec), id=spec.name) for spec in QUICK])
 @pytest.mark.product(keep=len(QUICK))
 def test_every_broken_synchronization_is_noticed_or_explained(spec, part):
-    """A third of a kernel's mutations."""
+    """A fifth of a kernel's mutations."""
     pytest.importorskip("llvmlite")
-    outcomes = mutation.score_spec(spec, part=(part, 3))
+    outcomes = mutation.score_spec(spec, part=(part, 5))
     from cutegemm.emulator.mutate import compare
 
     problems = compare(outcomes, mutation.survivors(), complete=False)

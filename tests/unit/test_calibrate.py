@@ -193,6 +193,7 @@ def test_bursts_tell_nothing_of_power():
     assert steady.loss(hungry) - steady.loss(TRUTH) > 10 * abs(pull)
 
 
+@pytest.mark.slow
 def test_known_constants_are_found_again():
     fit = calibrate.by_family(synthetic(), H200)["sm80"]
     found = fit.search()

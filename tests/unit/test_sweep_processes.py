@@ -33,6 +33,7 @@ NOTHING: Any = None
 """Stands for a signature or problem in a child that does not look at it, and so needs no import."""
 
 
+@pytest.mark.slow
 def test_sixteen_processes_tune_into_one_store_and_ten_are_killed(tmp_path, seed):
     chance = random.Random(seed)
     store, logs, searches = tmp_path / "winners.sqlite3", tmp_path / "logs", 3

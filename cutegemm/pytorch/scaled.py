@@ -14,7 +14,7 @@ import torch
 
 from cutegemm.problem import program_request, request, scaling
 from cutegemm.problem import scales as scale_recipes
-from cutegemm.problem.dtypes import TABLE, dtype_name, term_name
+from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, product_dtype_name, term_name
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
@@ -38,8 +38,8 @@ def precision_of(a: Any, precision: str | None, accumulate: Any) -> str | None:
     if accumulate != "fast":
         accepted = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulate: got {request.shown(accumulate)}, accepted are None, {accepted}")
-    name = dtype_name(a.dtype) if isinstance(a, torch.Tensor) else None
-    if name is not None and "fast" not in TABLE[name].units:
+    name = product_dtype_name(a.dtype) if isinstance(a, torch.Tensor) else None
+    if name is not None and "fast" not in PRODUCTS[name].units:
         having = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if "fast" in row.units)
         raise ValueError(f"accumulate: got 'fast' for {a.dtype}, whose sums are never promoted; it applies to {having}")
     if precision not in (None, "ieee", "fast"):

@@ -111,6 +111,8 @@ WRONG = [
     ((A, B, ENDS), {"epilogue": lambda acc, x: acc * x, "operands": (torch.ones(4, 12, 6),)}, ValueError,
      "operands[0]: got shape (4, 12, 6); accepted are (12, 6), (4, 1, 6), and what broadcasts to one of them"),
     ((A, B, ENDS), {"operands": (A,)}, ValueError, "operands: they are given without an epilogue"),
+    ((A, B, ENDS), {"epilogue": lambda acc, x: acc * x, "operands": 3}, TypeError, "operands: got int, expected a tuple"),
+    ((3, B.clone().requires_grad_(), ENDS), {"epilogue": ops.relu}, TypeError, "a: got int, expected a torch.Tensor"),
     ((A, B, ENDS), {"bias": A[0], "epilogue": ops.relu}, ValueError, "epilogue: got one together with bias"),
     ((A, B, ENDS), {"out": torch.empty(4, 6)}, ValueError, "out: got shape (4, 6), expected (12, 6)"),
     ((A, B, ENDS), {"save": "all"}, ValueError, "save: got 'all'"),

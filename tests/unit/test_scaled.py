@@ -73,8 +73,9 @@ def test_what_other_operands_do_not_take():
     x = torch.zeros(4, 4)
     with pytest.raises(TypeError, match=r"scale_a: a has dtype torch\.float32; scales are for torch\.float8_e4m3fn"):
         cutegemm.gemm(x, x, scale_a=torch.ones(()))
-    with pytest.raises(ValueError, match=r"accumulate: got 'fast' for torch\.float32, whose sums are never promoted"):
-        cutegemm.gemm(x, x, accumulate="fast")
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(ValueError, match=rf"accumulate: got 'fast' for {dtype}, whose sums are never promoted"):
+            cutegemm.gemm(x.to(dtype), x.to(dtype), accumulate="fast")
     with pytest.raises(TypeError, match=r"b: got dtype torch\.int8, accepted with float8_e4m3fn are float8_e4m3fn, fl"):
         cutegemm.gemm(A, torch.zeros(K, N, dtype=torch.int8))
     with pytest.raises(TypeError, match=r"c: got dtype torch\.float8_e4m3fn, accepted are torch\.float16"):

@@ -76,7 +76,7 @@ def grouped_gemm(
         operands: as of `gemm`. For groups of rows a tensor of (T, N), (G, 1, N), or what broadcasts to one of them;
             for groups of columns (M, T) or (G, M, 1). With `rows` and `places` rows count as those of the product.
         out: D is written here; with several results a tuple.
-        out_dtype, precision, backend, config, save: as of `gemm`.
+        out_dtype, precision, backend, config, save: as of `gemm`; `set_float32_precision` does not reach here.
 
     Returns:
         D, or a tuple of the epilogue's results.

@@ -4,18 +4,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from cutegemm import backend as backends
+from cutegemm import replacing
 from cutegemm.linear import linear
 from cutegemm.moe import DTYPES, moe
 from cutegemm.problem import request
+from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.reference import activate
-from cutegemm.pytorch.mlp import GATES
-from cutegemm.replacing import activation_of, is_altered, replace_modules
+from cutegemm.pytorch.mlp import check_activation
 
 
 class TopKRouter(torch.nn.Module):
@@ -27,7 +29,7 @@ class TopKRouter(torch.nn.Module):
         normalize: whether a token's weights are divided by their sum, as Mixtral and Qwen3-MoE do.
 
     Raises:
-        ValueError: top_k is not 1 to num_experts.
+        TypeError, ValueError: a size is no integer or none that is accepted; top_k is not 1 to num_experts.
     """
 
     def __init__(
@@ -35,9 +37,9 @@ class TopKRouter(torch.nn.Module):
         normalize: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ValueError(f"top_k: got {top_k}, accepted are 1 to num_experts, {num_experts}")
-        self.top_k, self.normalize = top_k, normalize
+        num_experts = _size("num_experts", num_experts, 1, MOST_GROUPS)
+        self.top_k, self.normalize = _size("top_k", top_k, 1, num_experts, ", num_experts"), normalize
+        in_features = _size("in_features", in_features)
         self.weight = torch.nn.Parameter(torch.empty((num_experts, in_features), device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -74,7 +76,8 @@ class MoE(torch.nn.Module):
         activation, precision, backend: as in `cutegemm.moe`.
 
     Raises:
-        ValueError: no such activation, precision, backend or top_k, or both of top_k and router.
+        TypeError: a size is no integer, or the router no module.
+        ValueError: no such size, activation, precision, backend or top_k, or both of top_k and router.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class MoE(torch.nn.Module):
             if router is not None:
                 raise ValueError(f"top_k: got {top_k} beside a router, which says it; leave one away")
             router = TopKRouter(in_features, num_experts, top_k, **options)
-        rows = in_features if out_features is None else out_features
+        num_experts = _size("num_experts", num_experts, 1, MOST_GROUPS)
+        in_features, hidden_features = _size("in_features", in_features), _size("hidden_features", hidden_features)
+        rows = in_features if out_features is None else _size("out_features", out_features)
         self._configure(
             torch.nn.Parameter(torch.empty((num_experts, 2 * hidden_features, in_features), **options)),
             torch.nn.Parameter(torch.empty((num_experts, rows, hidden_features), **options)),
@@ -110,10 +115,11 @@ class MoE(torch.nn.Module):
         self, gate_up: torch.nn.Parameter, down: torch.nn.Parameter, router: torch.nn.Module | None, activation: str,
         precision: str | None, backend: str,
     ) -> None:  # fmt: skip
-        if activation not in GATES:
-            raise ValueError(f"activation: got {activation!r}, accepted are {', '.join(map(repr, GATES))}")
+        check_activation(activation)
         request.check_precision(precision)
         backends.check_name(backend)
+        if router is not None and not isinstance(router, torch.nn.Module):
+            raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
         self.activation, self.precision, self.backend = activation, precision, backend
 
@@ -133,10 +139,15 @@ class MoE(torch.nn.Module):
         """input: (..., in_features); experts and weights: (..., top_k), instead of the router's. Returns (...,
         out_features). Gradients, autocast and torch.compile as `cutegemm.moe`.
 
-        Raises ValueError where experts and weights are given apart, or neither is and there is no router.
+        Raises ValueError where experts and weights are given apart, or neither is and there is no router; TypeError
+        where the router returns something else.
         """
         if experts is None and weights is None and self.router is not None:
-            experts, weights = self.router(input)
+            found = self.router(input)
+            if not isinstance(found, tuple | list) or len(found) != 2:
+                what = f"{len(found)} values" if isinstance(found, tuple | list) else type(found).__name__
+                raise TypeError(f"router: it returned {what}, expected (experts, weights)")
+            experts, weights = found
         if experts is None or weights is None:
             given = "neither, and this module has no router" if experts is weights else "one of them"
             raise ValueError(f"experts, weights: got {given}; pass both, or make the module with top_k")
@@ -163,8 +174,11 @@ class MoE(torch.nn.Module):
     ) -> MoE:
         """A MoE with these very parameters, (E, 2 F, in) and (E, out, F), not copies.
 
-        Raises ValueError for other shapes, activation, precision or backend.
+        Raises TypeError for what is no parameter, ValueError for other shapes, activation, precision or backend.
         """
+        for name, each in (("gate_up", gate_up), ("down", down)):
+            if not isinstance(each, torch.nn.Parameter):
+                raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.nn.Parameter")
         shapes = tuple(gate_up.shape), tuple(down.shape)
         if not _fit(*shapes):
             raise ValueError(f"gate_up, down: got shapes {shapes[0]}, {shapes[1]}, expected (E, 2 F, in), (E, out, F)")
@@ -188,15 +202,17 @@ def replace_moe(
     replaced when it computes what `cutegemm.moe` does, which is tried on two random tokens, one of them so large that a
     gate which clamps its input is found, unless its weights are on the meta device. Parameters are kept, not
     copied, with their names in state_dict; the router stays the model's. Left as they are: other modules, experts with
-    a bias, transposed, sharded (expert parallelism, DTensors), quantized, or with a hook, and those for which
-    `where(name, module)` is false.
+    a bias, transposed, sharded (expert parallelism, DTensors), quantized, or with a hook, more than 1024 of them, and
+    those for which `where(name, module)` is false.
 
     Returns:
         `model`, or its replacement when it is such a module itself.
 
     Raises:
+        TypeError: no module, or a `where` that cannot be called.
         ValueError: no such precision or backend; `model` is left as it was.
     """
+    replacing.check(model, where)
     request.check_precision(precision)
     backends.check_name(backend)
     made: dict[int, torch.nn.Module] = {}
@@ -208,7 +224,21 @@ def replace_moe(
             made[id(module)] = _replaced(module, str(activation), precision, backend) if chosen else module
         return made[id(module)]
 
-    return replace_modules(model, replacement)
+    return replacing.replace_modules(model, replacement)
+
+
+def _size(name: str, value: Any, least: int = 0, most: int | None = None, what: str = "") -> int:
+    """The value as an int. Raises TypeError or ValueError naming it unless it is an integer within the bounds."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    if found < least or (most is not None and found > most):
+        accepted = f"{least} or more" if most is None else f"{least} to {most}{what}"
+        raise ValueError(f"{name}: got {found}, accepted are {accepted}")
+    return found
 
 
 def _draw(weight: torch.Tensor) -> None:
@@ -228,14 +258,16 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     if any(type(each) is not torch.nn.Parameter or each.dtype not in DTYPES for each in (gate_up, down)):
         return None
     shapes = tuple(gate_up.shape), tuple(down.shape)
-    if module._buffers or is_altered(module) or not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not shapes[0][0]:
+    if not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS:
+        return None
+    if module._buffers or replacing.is_altered(module):
         return None
     gating = getattr(module, "_apply_gate", None)  # transformers sets a default where a class has none of its own
     if getattr(gating, "__name__", "_default_apply_gate") != "_default_apply_gate":
         return None
     if isinstance(module, MoE) or getattr(module, "_is_expert_parallel", False):
         return None
-    return activation_of(getattr(module, "act_fn", None))
+    return replacing.activation_of(getattr(module, "act_fn", None))
 
 
 def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:

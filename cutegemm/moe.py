@@ -17,6 +17,7 @@ Nothing waits for a size, and nothing is added up in an order that may change.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from cutegemm.problem.program.known import lookup
 from cutegemm.pytorch import transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.grouped_autograd import PRODUCT
-from cutegemm.pytorch.mlp import GATES
+from cutegemm.pytorch.mlp import GATES, check_activation
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
 
@@ -94,8 +95,9 @@ def moe(
                 x, experts, weights, w_gate_up, w_down, activation=activation, precision=precision, backend=backend
             )
     shape, top_k = x.shape[:-1], experts.shape[-1]
-    tokens = x.reshape(shape.numel(), x.shape[-1])
-    chosen, scales = experts.reshape(shape.numel(), top_k), weights.reshape(shape.numel(), top_k)
+    count = math.prod(shape)  # not shape.numel(), which makes a symbolic size a number
+    tokens = x.reshape(count, x.shape[-1])
+    chosen, scales = experts.reshape(count, top_k), weights.reshape(count, top_k)
     known = chosen.clamp(0, w_gate_up.shape[0] - 1)
     scales = scales.masked_fill(known != chosen, 0)
     settings = Settings(activation, precision, backend)
@@ -242,7 +244,8 @@ class Mixture(torch.autograd.Function):
         settings: Settings = ctx.settings
         route, needs, nothing = Routing(ends, places, rows), ctx.needs_input_grad, (None,) * 6
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            tensors = (x, gate_up, down, weights)
+            # Views, since one tensor may be made of another: what comes by such a way is not this function's to add.
+            tensors = x.view_as(x), gate_up.view_as(gate_up), down.view_as(down), weights.view_as(weights)
             inputs = [each for each, own in zip(tensors, needs[:4], strict=True) if own]
             found = iter(torch.autograd.grad(settings.composed(*tensors, route), inputs, grad, create_graph=True))
             return *(next(found) if own else None for own in needs[:4]), *nothing
@@ -290,6 +293,8 @@ def _check(
             raise ValueError(f"x: it is on {x.device}, accepted are CUDA and CPU tensors")
         if tensor.device != x.device:
             raise ValueError(f"{name}: it is on {tensor.device}, expected the device of x, {x.device}")
+        if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
+            raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
         if name != "experts" and tensor.dtype not in DTYPES:
             raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
     if experts.dtype != torch.int64 and experts.dtype != torch.int32:
@@ -298,8 +303,7 @@ def _check(
         for name in ("w_gate_up", "w_down"):
             if tensors[name].dtype != x.dtype:
                 raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")
-    if activation not in GATES:
-        raise ValueError(f"activation: got {activation!r}, accepted are {', '.join(map(repr, GATES))}")
+    check_activation(activation)
     request.check_precision(precision)
     backends.check_name(backend)
     _check_shapes(x, experts, weights, w_gate_up, w_down)

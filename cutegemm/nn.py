@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cutegemm import backend as backends
+from cutegemm import replacing
 from cutegemm.linear import linear
 from cutegemm.mixture import MoE, TopKRouter, replace_moe
 from cutegemm.problem import dtypes, request
@@ -18,7 +19,6 @@ from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
 from cutegemm.quantized_linear import Comparison, Fp8Linear, LayerError, Settings, compare
-from cutegemm.replacing import activation_of, is_altered, replace_modules
 
 __all__ = [
     "Comparison", "Fp8Linear", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare", "replace_linears",
@@ -138,8 +138,9 @@ def replace_linears(
         `model`, or its replacement when it is a torch.nn.Linear itself.
 
     Raises:
-        TypeError, ValueError: no such precision, backend, dtype or scaling; `model` is left as it was.
+        TypeError, ValueError: no module, no such precision, backend, dtype or scaling; `model` is left as it was.
     """
+    replacing.check(model, where)
     _check(None, precision, backend)
     if dtype is not None:
         Settings.of(dtype, scaling, None, accumulate, backend)
@@ -170,7 +171,7 @@ def replace_linears(
                 )
         return made[id(module)]
 
-    return replace_modules(model, replacement)
+    return replacing.replace_modules(model, replacement)
 
 
 class SwiGLU(torch.nn.Module):
@@ -217,8 +218,7 @@ class SwiGLU(torch.nn.Module):
     def _configure(
         self, gate_up: torch.Tensor, down: torch.Tensor, activation: str, precision: str | None, backend: str
     ) -> None:
-        if activation not in mlp.GATES:
-            raise ValueError(f"activation: got {activation!r}, accepted are {', '.join(map(repr, mlp.GATES))}")
+        mlp.check_activation(activation)
         _check(None, precision, backend)
         self.gate_up_weight = torch.nn.Parameter(gate_up)
         self.down_weight = torch.nn.Parameter(down)
@@ -254,8 +254,11 @@ class SwiGLU(torch.nn.Module):
     ) -> SwiGLU:
         """A SwiGLU with copies of gate and up, each (hidden, in), stacked, and with `down`, (out, hidden), itself.
 
-        Raises ValueError for other shapes, activation, precision or backend.
+        Raises TypeError for what is no tensor, ValueError for other shapes, activation, precision or backend.
         """
+        for name, each in (("gate", gate), ("up", up), ("down", down)):
+            if not isinstance(each, torch.Tensor):
+                raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.Tensor")
         if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
             shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
             raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
@@ -299,8 +302,10 @@ def replace_mlps(
         `model`, or its replacement when it is such an MLP itself.
 
     Raises:
+        TypeError: no module, or a `where` that cannot be called.
         ValueError: no such precision or backend; `model` is left as it was.
     """
+    replacing.check(model, where)
     _check(None, precision, backend)
     made: dict[int, torch.nn.Module] = {}
 
@@ -311,7 +316,7 @@ def replace_mlps(
             made[id(module)] = _replaced(module, str(activation), precision, backend) if chosen else module
         return made[id(module)]
 
-    return replace_modules(model, replacement)
+    return replacing.replace_modules(model, replacement)
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:
@@ -322,9 +327,9 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     linears = [getattr(module, name) for name in names]
     if any(_why_not(each) is not None or each.bias is not None for each in linears):
         return None
-    if any(is_altered(each) for each in (module, *linears)):
+    if any(replacing.is_altered(each) for each in (module, *linears)):
         return None
-    return activation_of(getattr(module, "act_fn", None))
+    return replacing.activation_of(getattr(module, "act_fn", None))
 
 
 def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:

@@ -13,6 +13,18 @@ _ACTIVATION_CLASSES = {
 """Names of classes in transformers, which need not be installed; what they compute is tried."""
 
 
+def check(model: Any, where: Any) -> None:
+    """Raises TypeError unless `model` is a module, and `where` None or callable."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {_kind(model)}, expected a torch.nn.Module")
+    if where is not None and not callable(where):
+        raise TypeError(f"where: got {_kind(where)}, expected a function of a name and a module, or None")
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
 def replace_modules(
     model: torch.nn.Module, replacement: Callable[[str, torch.nn.Module], torch.nn.Module]
 ) -> torch.nn.Module:

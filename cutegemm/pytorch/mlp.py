@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm import ops
+from cutegemm.problem import request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Program
@@ -26,6 +27,12 @@ from cutegemm.pytorch.program_gradients import needed, recording
 
 GATES = {"silu": ops.swiglu, "gelu": ops.geglu, "gelu_tanh": ops.geglu_tanh, "relu": ops.reglu}
 """Activation -> the epilogue on [gate; up]."""
+
+
+def check_activation(activation: Any) -> None:
+    """Raises ValueError unless it is one of `GATES`."""
+    if not (isinstance(activation, str) and activation in GATES):
+        raise ValueError(f"activation: got {request.shown(activation)}, accepted are {', '.join(map(repr, GATES))}")
 
 
 class Settings(NamedTuple):
@@ -95,8 +102,10 @@ class GatedMLP(torch.autograd.Function):
         settings: Settings = ctx.settings
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            inputs = [each for each, own in zip((x, gate_up, down), needs[:3], strict=True) if own]
-            found = iter(torch.autograd.grad(settings.composed(x, gate_up, down), inputs, grad, create_graph=True))
+            # Views, since one tensor may be made of another: what comes by such a way is not this function's to add.
+            tensors = [each.view_as(each) for each in (x, gate_up, down)]
+            inputs = [each for each, own in zip(tensors, needs[:3], strict=True) if own]
+            found = iter(torch.autograd.grad(settings.composed(*tensors), inputs, grad, create_graph=True))
             return *(next(found) if own else None for own in needs[:3]), None
         dx = dgate_up = ddown = None
         if needs[2]:

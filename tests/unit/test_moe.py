@@ -16,7 +16,7 @@ import torch._dynamo.testing
 from torch.nn import functional
 
 from cutegemm import moe as function
-from cutegemm.nn import MoE, TopKRouter, replace_moe
+from cutegemm.nn import MoE, TopKRouter, replace_linears, replace_mlps, replace_moe
 from tests.mixtures import ACTIVATIONS, agree, drawn, exact, leaves
 
 
@@ -80,6 +80,20 @@ def test_gradients_of_gradients(seed):
         return torch.autograd.grad(sum(each.square().sum() for each in first), leaves(given))
 
     for mine, theirs in zip(second(function(*given)), second(exact(*given)), strict=True):
+        agree(mine, theirs, 1e-4)
+
+
+def test_first_gradients_with_a_graph_of_a_layer_used_twice(seed):
+    """The second use's input and routing are made of the weights: no way from one to the other is counted twice."""
+    x, experts, weights, gate_up, down = given = drawn((4,), seed=seed)
+
+    def twice(layer):
+        y = layer(x, experts, weights, gate_up, down)
+        return layer(y, experts, y[:, :2].sigmoid(), gate_up, torch.cat((down[:, :4], gate_up[:, :4, :6]), 1)).sum()
+
+    wanted = leaves(given)
+    found, want = (torch.autograd.grad(twice(each), wanted, create_graph=True) for each in (function, exact))
+    for mine, theirs in zip(found, want, strict=True):
         agree(mine, theirs, 1e-4)
 
 
@@ -189,6 +203,17 @@ def test_autocast(seed):
     assert {leaf.grad.dtype for leaf in leaves(given)} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_exported_module_takes_any_number_of_tokens(seed):
+    torch.manual_seed(seed)
+    made = MoE(8, 6, 5, top_k=2)
+    sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
+    exported = torch.export.export(made, (torch.randn(2, 7, 8),), dynamic_shapes=(sizes,)).module()
+    for shape in ((2, 7, 8), (3, 5, 8)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(exported(x), made(x))
+
+
 def test_fake_tensors():
     real = drawn((2, 7), rows=10, dtype=torch.bfloat16)
     with torch._subclasses.FakeTensorMode() as mode:
@@ -210,6 +235,8 @@ WRONG = [
     ({"x": X.to("meta")}, ValueError, "x: it is on meta, accepted are CUDA and CPU tensors"),
     ({"w_down": DOWN.to("meta")}, ValueError, "w_down: it is on meta, expected the device of x, cpu"),
     ({"activation": "tanh"}, ValueError, "activation: got 'tanh', accepted are 'silu', 'gelu', 'gelu_tanh', 'relu'"),
+    ({"activation": ["silu"]}, ValueError, "activation: got ['silu'], accepted are 'silu', 'gelu', 'gelu_tanh'"),
+    ({"w_down": torch._neg_view(DOWN)}, ValueError, "w_down: it is a lazily negated view; call .resolve_neg()"),
     ({"precision": "x"}, ValueError, "precision: got 'x'"),
     ({"backend": "x"}, ValueError, "backend: got 'x'"),
     ({"x": X[0, 0]}, ValueError, "x: got no dimension, expected (..., H)"),
@@ -260,22 +287,56 @@ def test_a_module_with_a_router_of_the_callers(seed):
     agree(made(x), exact(x, *Fixed()(x), made.gate_up_proj, made.down_proj), 1e-5)
 
 
-def test_arguments_of_the_module():
-    for options, message in (
-        ({"activation": "tanh"}, "activation: got 'tanh', accepted are 'silu'"),
-        ({"backend": "x"}, "backend: got 'x'"),
-        ({"top_k": 6}, "top_k: got 6, accepted are 1 to num_experts, 5"),
-        ({"top_k": 2, "router": torch.nn.Identity()}, "top_k: got 2 beside a router"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            MoE(8, 6, 5, **options)
+REFUSED = [
+    ({"activation": "tanh"}, ValueError, "activation: got 'tanh', accepted are 'silu'"),
+    ({"activation": {}}, ValueError, "activation: got {}, accepted are 'silu'"),
+    ({"backend": "x"}, ValueError, "backend: got 'x'"),
+    ({"top_k": 6}, ValueError, "top_k: got 6, accepted are 1 to 5, num_experts"),
+    ({"top_k": 2.0}, TypeError, "top_k: got float, expected an int"),
+    ({"top_k": True}, TypeError, "top_k: got bool, expected an int"),
+    ({"top_k": 2, "router": torch.nn.Identity()}, ValueError, "top_k: got 2 beside a router"),
+    ({"router": "x"}, TypeError, "router: got str, expected a torch.nn.Module or None"),
+    ({"num_experts": 0}, ValueError, "num_experts: got 0, accepted are 1 to 1024"),
+    ({"num_experts": 1025}, ValueError, "num_experts: got 1025, accepted are 1 to 1024"),
+    ({"in_features": "8"}, TypeError, "in_features: got str, expected an int"),
+    ({"hidden_features": -1}, ValueError, "hidden_features: got -1, accepted are 0 or more"),
+    ({"out_features": 1.5}, TypeError, "out_features: got float, expected an int"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED, ids=[each[2][:40] for each in REFUSED])
+def test_bad_arguments_of_the_module(wrong, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        MoE(**{"in_features": 8, "hidden_features": 6, "num_experts": 5, **wrong})
+    shared = {"num_experts", "top_k", "in_features"}
+    if shared.issuperset(wrong):
+        with pytest.raises(kind, match=re.escape(message)):
+            TopKRouter(**{"in_features": 8, "num_experts": 5, "top_k": 2, **wrong})
+
+
+def test_bad_calls_of_the_module():
     made = MoE(8, 6, 5)
     with pytest.raises(ValueError, match="experts, weights: got neither, and this module has no router"):
         made(X)
     with pytest.raises(ValueError, match="experts, weights: got one of them"):
         made(X, EXPERTS)
+    with pytest.raises(TypeError, match=re.escape("router: it returned Tensor, expected (experts, weights)")):
+        MoE(8, 6, 5, router=torch.nn.Identity())(X)
+    gate_up, down = map(torch.nn.Parameter, (GATE_UP, DOWN.mT))
     with pytest.raises(ValueError, match=re.escape("gate_up, down: got shapes (5, 12, 8), (5, 6, 8)")):
-        MoE.from_weights(GATE_UP, DOWN.mT)
+        MoE.from_weights(gate_up, down)
+    with pytest.raises(TypeError, match=re.escape("down: got Tensor, expected a torch.nn.Parameter")):
+        MoE.from_weights(gate_up, DOWN)
+
+
+@pytest.mark.parametrize("replace", [replace_linears, replace_mlps, replace_moe])
+def test_what_cannot_be_replaced(replace):
+    with pytest.raises(TypeError, match=r"model: got NoneType, expected a torch\.nn\.Module"):
+        replace(None)
+    with pytest.raises(TypeError, match=r"model: got the class Linear, expected a torch\.nn\.Module"):
+        replace(torch.nn.Linear)
+    with pytest.raises(TypeError, match="where: got int, expected a function of a name and a module, or None"):
+        replace(torch.nn.Linear(2, 2), where=3)
 
 
 # -- models of Hugging Face -------------------------------------------------------------------------------------------
@@ -348,6 +409,7 @@ def test_other_modules_stay():
         "clamped": Clamped(torch.nn.SiLU()), "named": Named(torch.nn.SiLU()), "other": Other(torch.nn.SiLU()),
         "tanh": Experts(torch.nn.Tanh()), "wide": Experts(torch.nn.SiLU()).double(), "hooked": hooked,
         "biased": biased, "parallel": parallel, "chosen": Experts(torch.nn.SiLU()),
+        "many": Experts(torch.nn.SiLU(), 1025),
     }  # fmt: skip
     kept["transposed"] = Experts(torch.nn.SiLU())
     kept["transposed"].gate_up_proj = torch.nn.Parameter(torch.randn(5, 8, 12))

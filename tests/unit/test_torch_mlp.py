@@ -82,6 +82,18 @@ def test_gradients_of_gradients(seed):
         torch.testing.assert_close(y, z, rtol=1e-3, atol=1e-4)
 
 
+def test_first_gradients_with_a_graph_of_a_layer_used_twice(seed):
+    """The input of the second use is made of the weights: no way from one to the other is counted twice."""
+    torch.manual_seed(seed)
+    module = SwiGLU(6, 8)
+    x = torch.randn(4, 6, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    found = torch.autograd.grad(module(module(x)).square().sum(), wanted, create_graph=True)
+    want = torch.autograd.grad(exact(module, exact(module, x)).square().sum(), wanted)
+    for y, z in zip(found, want, strict=True):
+        torch.testing.assert_close(y, z, rtol=1e-4, atol=1e-6)
+
+
 def test_the_hidden_gradient_is_gated_in_its_product(seed, monkeypatch):
     """The backward pass has four products, and stores no gradient of the hidden layer."""
     from cutegemm.pytorch import autograd
@@ -153,6 +165,10 @@ def test_other_modules_stay():
 def test_arguments():
     with pytest.raises(ValueError, match="activation: got 'tanh', accepted are 'silu', 'gelu', 'gelu_tanh', 'relu'"):
         SwiGLU(8, 8, activation="tanh")
+    with pytest.raises(ValueError, match=r"activation: got \['silu'\], accepted are 'silu'"):
+        SwiGLU(8, 8, activation=["silu"])
+    with pytest.raises(TypeError, match=r"up: got list, expected a torch\.Tensor"):
+        SwiGLU.from_weights(torch.empty(4, 8), [1], torch.empty(8, 4))
     with pytest.raises(ValueError, match=r"gate, up, down: got shapes \(4, 8\), \(4, 8\), \(8, 5\)"):
         SwiGLU.from_weights(torch.empty(4, 8), torch.empty(4, 8), torch.empty(8, 5))
     assert "hidden_features=16, out_features=8, activation='silu'" in repr(cutegemm.nn.SwiGLU(8, 16))

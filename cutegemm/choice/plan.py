@@ -120,7 +120,9 @@ def choose(
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
 
-    A program may be too much for the winner of the plain product: by the model, which then chooses.
+    A program may be too much for the winner of the plain product: by the model, which then chooses. Where the model
+    liked its choice better without the program already, the measurement said otherwise: only what the program adds
+    counts then.
     """
     tuned = _tuned(problem, arch, backend, known)
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):
@@ -128,8 +130,16 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
     found = _heuristics().choose(problem, arch, backend, _reader().noticed())
     if tuned is None or found is None:
         return tuned or found
-    seconds = [_heuristics().terms(problem, config, name, arch).seconds for name, config, _ in (tuned, found)]
-    return found if seconds[1] < PROGRAM_GAINS * seconds[0] else tuned
+    measured, other = _by_the_model(problem, arch, tuned, found)
+    if other >= PROGRAM_GAINS * measured:
+        return tuned
+    measured_alone, other_alone = _by_the_model(problem.without_program(), arch, tuned, found)
+    return found if other * max(1.0, measured_alone / other_alone) < PROGRAM_GAINS * measured else tuned
+
+
+def _by_the_model(problem: Problem, arch: Arch, *choices: tuple[str, Any, str]) -> list[float]:
+    """Seconds of each choice."""
+    return [_heuristics().terms(problem, config, name, arch).seconds for name, config, _ in choices]
 
 
 # Imported at first use, because importing cutegemm is cheap; remembered, because an import statement takes a

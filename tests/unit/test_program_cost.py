@@ -55,3 +55,15 @@ def test_the_winner_of_the_plain_product_is_left_where_the_model_says_so(monkeyp
     assert left.why.startswith("heuristic")
     seconds = [heuristics.terms(problem, each, "cute", H200).seconds for each in (left.config, winner[1])]
     assert seconds[0] < plan.PROGRAM_GAINS * seconds[1]
+
+
+def test_a_winner_that_the_model_did_not_expect_is_not_left_for_that(monkeypatch):
+    """Only what the program adds counts: without it the winner was measured, and the model errs."""
+    winner = "cute", backend.get("cute").parse("sm90/64x16x128/coop1/c1x1/s5/row/swap/once/skew/pdl"), plan.OF_PLAIN
+    problem = posed(lambda acc, x: acc * x + 1.5, 8, 6144, 4096, torch.bfloat16)
+    liked = heuristics.choose(problem, H200)
+    for each in (problem, problem.without_program()):
+        seconds = [heuristics.terms(each, config, "cute", H200).seconds for config in (liked[1], winner[1])]
+        assert seconds[0] < plan.PROGRAM_GAINS * seconds[1]
+    monkeypatch.setattr(plan, "_tuned", lambda *arguments: winner)
+    assert plan.choose(problem, H200)[1:] == winner[1:]

@@ -103,8 +103,7 @@ def grouped_gemm(
     for name, each in (("a", a), ("b", b)):
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.Tensor")
-    if not isinstance(operands, tuple | list):
-        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    program_request.check_operands(operands)
     epilogue, operands = _epilogue(bias, epilogue, operands)
     if places is not None and out_rows is None and isinstance(out, torch.Tensor) and out.dim() == 2:
         out_rows = out.shape[0]

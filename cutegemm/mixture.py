@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -215,16 +216,8 @@ def replace_moe(
     replacing.check(model, where)
     request.check_precision(precision)
     backends.check_name(backend)
-    made: dict[int, torch.nn.Module] = {}
-
-    def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
-        if id(module) not in made:
-            activation = _gated_activation(module)
-            chosen = activation is not None and (where is None or where(name, module))
-            made[id(module)] = _replaced(module, str(activation), precision, backend) if chosen else module
-        return made[id(module)]
-
-    return replacing.replace_modules(model, replacement)
+    replaced = functools.partial(_replaced, precision=precision, backend=backend)
+    return replacing.replace_gated(model, where, _gated_activation, replaced)
 
 
 def _size(name: str, value: Any, least: int = 0, most: int | None = None, what: str = "") -> int:

@@ -244,7 +244,7 @@ class Mixture(torch.autograd.Function):
         settings: Settings = ctx.settings
         route, needs, nothing = Routing(ends, places, rows), ctx.needs_input_grad, (None,) * 6
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            # Views, since one tensor may be made of another: what comes by such a way is not this function's to add.
+            # Views: where one tensor was made of another, autograd would follow that way too, and count it twice.
             tensors = x.view_as(x), gate_up.view_as(gate_up), down.view_as(down), weights.view_as(weights)
             inputs = [each for each, own in zip(tensors, needs[:4], strict=True) if own]
             found = iter(torch.autograd.grad(settings.composed(*tensors, route), inputs, grad, create_graph=True))

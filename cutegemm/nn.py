@@ -5,6 +5,7 @@ from the original.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -307,16 +308,8 @@ def replace_mlps(
     """
     replacing.check(model, where)
     _check(None, precision, backend)
-    made: dict[int, torch.nn.Module] = {}
-
-    def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
-        if id(module) not in made:
-            activation = _gated_activation(module)
-            chosen = activation is not None and (where is None or where(name, module))
-            made[id(module)] = _replaced(module, str(activation), precision, backend) if chosen else module
-        return made[id(module)]
-
-    return replacing.replace_modules(model, replacement)
+    replaced = functools.partial(_replaced, precision=precision, backend=backend)
+    return replacing.replace_gated(model, where, _gated_activation, replaced)
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:

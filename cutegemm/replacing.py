@@ -39,6 +39,30 @@ def replace_modules(
     return replacement("", model)
 
 
+def replace_gated(
+    model: torch.nn.Module,
+    where: Callable[[str, torch.nn.Module], bool] | None,
+    activation_in: Callable[[torch.nn.Module], str | None],
+    replaced: Callable[[Any, str], torch.nn.Module],
+) -> torch.nn.Module:
+    """`replace_modules` of those with an activation that `where` chooses; each is looked at once.
+
+    Args:
+        activation_in: the activation of a module that can be replaced, None for any other.
+        replaced: of such a module and its activation, what stands in its place.
+    """
+    made: dict[int, torch.nn.Module] = {}
+
+    def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        if id(module) not in made:
+            activation = activation_in(module)
+            chosen = activation is not None and (where is None or where(name, module))
+            made[id(module)] = replaced(module, str(activation)) if chosen else module
+        return made[id(module)]
+
+    return replace_modules(model, replacement)
+
+
 def is_altered(module: torch.nn.Module) -> bool:
     """Whether somebody's hook, or somebody's own forward on the instance, would be lost with the module."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

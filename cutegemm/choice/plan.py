@@ -26,8 +26,8 @@ DEFAULT_EMULATED_ARCH = "sm_90a"
 OF_PLAIN = "tuned winner of the plain product"
 """Why a program runs a configuration that was measured without it."""
 PROGRAM_GAINS = 0.98
-"""Of the time of the plain product's winner with a program, by the model: another configuration that takes less is
-taken."""
+"""With a program another configuration replaces the winner of the plain product where the model estimates that it takes
+less than this share of the winner's time."""
 
 
 class Choice(NamedTuple):
@@ -120,9 +120,9 @@ def choose(
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
 
-    A program may be too much for the winner of the plain product: by the model, which then chooses. Where the model
-    liked its choice better without the program already, the measurement said otherwise: only what the program adds
-    counts then.
+    The winner of the plain product may be a poor choice with a program. Where the model says so, its own choice is
+    taken. Where the model prefers that choice without the program too, a measurement has shown that the model errs
+    there, and only what the program adds to both times counts.
     """
     tuned = _tuned(problem, arch, backend, known)
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):

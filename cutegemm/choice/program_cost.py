@@ -26,7 +26,7 @@ FEW = 160
 
 
 def cycles(program: Program, elements: int, accumulators: int, waited_for: int) -> float:
-    """Of an SM for one tile.
+    """Cycles that the program takes an SM for one tile.
 
     Args:
         elements: accumulators of the tile. accumulators: of a thread.

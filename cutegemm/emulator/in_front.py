@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from cutegemm.emulator.errors import BeforeTheWait
+from cutegemm.emulator.ptx import target_number
 
 
 def may_be_early(target: str) -> bool:
     """Whether GPUs of the PTX's target start programmatic launches early: those from compute capability 9.0 on."""
-    return int("".join(filter(str.isdigit, target)) or 0) >= 90
+    return target_number(target) >= 90
 
 
 @dataclass

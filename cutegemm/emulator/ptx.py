@@ -22,6 +22,11 @@ TYPE_BYTES = {
 REGISTER_CLASS = {t: ("p" if t == "pred" else str(max(16, TYPE_BYTES[t] * 8))) for t in TYPE_BYTES}
 
 
+def target_number(target: str) -> int:
+    """The number of a PTX target: 90 of sm_90a; 0 where there is none."""
+    return int("".join(filter(str.isdigit, target)) or 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Reg:
     name: str

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cutegemm.emulator import numerics
+from cutegemm.emulator.ptx import target_number
 
 F4, F8 = np.float32, np.float64
 
@@ -79,8 +80,7 @@ _BLOCK = 16384
 
 def architecture(target: str) -> str:
     """The column of `RULES` for a PTX target such as sm_80 or sm_90a."""
-    digits = "".join(c for c in target if c.isdigit())
-    return "hopper" if digits and int(digits) >= 90 else "ampere"
+    return "hopper" if target_number(target) >= 90 else "ampere"
 
 
 def add_products(a: np.ndarray, b: np.ndarray, c: np.ndarray, rule: Rule, kind: str, half: bool = False) -> np.ndarray:

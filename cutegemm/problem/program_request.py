@@ -174,13 +174,18 @@ def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     return lookup(epilogue, inputs)
 
 
+def check_operands(operands: Any) -> None:
+    """Raises TypeError unless the operands of a call are a tuple or a list."""
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+
+
 def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
     """The inputs that operands are to a program; tensors may be fake or mapped.
 
     Raises TypeError or ValueError naming the one that is none.
     """
-    if not isinstance(operands, (tuple, list)):
-        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    check_operands(operands)
     return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
 
 

@@ -102,7 +102,7 @@ class GatedMLP(torch.autograd.Function):
         settings: Settings = ctx.settings
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            # Views, since one tensor may be made of another: what comes by such a way is not this function's to add.
+            # Views: where one tensor was made of another, autograd would follow that way too, and count it twice.
             tensors = [each.view_as(each) for each in (x, gate_up, down)]
             inputs = [each for each, own in zip(tensors, needs[:3], strict=True) if own]
             found = iter(torch.autograd.grad(settings.composed(*tensors), inputs, grad, create_graph=True))

@@ -144,8 +144,7 @@ def _run(precision, backend, config, a, b, program, operands, out_dtype):
 
 def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save):
     """A call that is new, or that is more than a multiplication of plain tensors."""
-    if not isinstance(operands, (tuple, list)):
-        raise TypeError(f"operands: got {type(operands).__name__}, expected a tuple of tensors and Python numbers")
+    program_request.check_operands(operands)
     outs = () if out is None else (out,) if isinstance(out, torch.Tensor) else out
     if not isinstance(outs, (tuple, list)):
         raise TypeError(f"out: got {request.shown(out)}, expected a tensor, or a tuple of one for each result")

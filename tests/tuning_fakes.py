@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
@@ -209,3 +210,11 @@ def search(candidates, timer, store, compiler=None, problem=PROBLEM, options=Non
     """Without a clock time stands still: the budget, and who gets into the final, must not depend on the machine."""
     compiler = compiler or FakeCompiler()
     return Search(problem, candidates, timer, compiler, store, options, clock=clock or Clock(), **more)
+
+
+LIGHT = f"""
+import sys, types
+sys.modules["cutegemm"] = types.ModuleType("cutegemm")
+sys.modules["cutegemm"].__path__ = [{str(Path(__file__).parent.parent / "cutegemm")!r}]
+"""
+"""Begins a child that takes the package without its public calls, and so without torch: it starts in 0.1 s, not 2."""

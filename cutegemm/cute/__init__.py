@@ -1,7 +1,7 @@
 """Backend "cute": GEMM kernels written in the CuTe DSL.
 
-    sm90   tensor cores by WGMMA, loads by TMA: fp16, bf16, tf32    hopper/kernel.py
-    sm80   tensor cores by mma.sync: fp16, bf16, tf32               ampere/kernel.py
+    sm90   tensor cores by WGMMA, loads by TMA: all but fp64        hopper/kernel.py
+    sm80   tensor cores by mma.sync: 16 bits, tf32, int8, fp8       ampere/kernel.py
     simt   fp32 on CUDA cores, also with sliced K                   simt/kernel.py, simt/sliced.py
     dmma   tensor cores by mma.sync: fp64                           dmma/kernel.py
     vector fp32 with few rows or columns of D, at memory's speed    vector/kernel.py

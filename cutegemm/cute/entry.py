@@ -94,6 +94,12 @@ class Gemm:
         left = cutlass.max(cutlass.min(k - first, own), 0)
         return a + Int64(first) * step_a, b + Int64(first) * step_b, left
 
+    def first_k_tile(self) -> Any:
+        """The number of the first k tile of this CTA's part of the sum."""
+        splits = self.config.splits
+        tiles = cute.ceil_div(cute.ceil_div(self.args.k, self.config.bk), splits)
+        return 0 if splits == 1 else cute.arch.block_idx()[0] % splits * tiles
+
     def start_parts(self, tid) -> Any:
         """Binds the sum of parts to this CTA's; returns it. Its place is worked out anew, as in `start_epilogue`."""
         assert self.parts is not None

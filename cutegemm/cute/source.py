@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute import types
 from cutegemm.problem import Signature
-from cutegemm.problem.program.graph import I32, Input
+from cutegemm.problem.program.graph import I32, SCALE_K, Input
 from cutegemm.run.arguments import strides_of
 
 
@@ -87,6 +87,40 @@ class Source:
             column = cutlass.min(column, columns - 1) if self.given.n else 0
             values[i] = self.number(row, column)
         return values.load()
+
+
+class ScaleSource:
+    """Scales of blocks of K along the rows or the columns of the accumulators; `given` is None where there are none.
+
+    each: whether every row (column) has its own, else 128 share one.
+    """
+
+    def __init__(self, given: Input | None) -> None:
+        self.given = given
+        self.is_a = given is not None and given.scales.startswith("a")
+        self.each = given is not None and given.scales.endswith("1")
+
+    def start(self, args) -> None:
+        """Binds to a launch's arguments by name."""
+        if self.given is None:
+            return
+        name = self.given.name
+        self.base = getattr(args, name)
+        strides = [getattr(args, f"{name}_{axis}") for axis in ("row", "col")]
+        self.along, self.along_k = strides if self.is_a else strides[::-1]
+        self.of_matrix = getattr(args, f"{name}_batch") if self.given.batched else Int64(0)
+        self.extent = args.m if self.is_a else args.n
+        if not self.each:
+            self.extent = cute.ceil_div(self.extent, SCALE_K)
+
+    def offset(self, place, matrix):
+        """Elements to the scale of row (column) or block of 128 number `place`, of the first 128 of K."""
+        return Int64(cutlass.min(place, self.extent - 1)) * self.along + Int64(matrix) * self.of_matrix
+
+    def load(self, offsets, target, k_block) -> None:
+        """The scales of a block of K into registers."""
+        for i in range(cute.size(target)):
+            target[i] = element(self.base, offsets[i] + Int64(k_block) * self.along_k)
 
 
 class Target:

@@ -33,7 +33,26 @@ _TF32 = (
     "sm80/64x32x32/w32x16/s4/g8",
     "sm80/32x32x32/w16x16/s5/g8",
 )
-_BY_UNIT = {"float16": _16_BIT, "bfloat16": _16_BIT, "tfloat32": _TF32}
+_BYTES = (
+    "sm80/128x128x128/w64x32/s3/g8",
+    "sm80/128x64x128/w64x32/s3/g8",
+    "sm80/64x128x128/w32x64/s3/g8",
+    "sm80/64x64x128/w32x32/s4/g8",
+    "sm80/64x32x128/w32x16/s4/g8",
+    "sm80/32x64x128/w16x32/s4/g8",
+    "sm80/32x32x128/w16x16/s4/g8",
+)
+"""They fit the shared memory of every GPU, and promoted sums. Nothing here was measured yet."""
+_INT8 = (
+    "sm80/128x256x128/w64x64/s3/g8",
+    "sm80/256x128x64/w64x64/s4/g8",
+    "sm80/128x128x128/w64x64/s3/g8",
+    "sm80/128x128x64/w64x64/s4/g8",
+    *_BYTES,
+    "sm80/64x64x64/w32x32/s5/g8",
+    "sm80/32x32x64/w16x16/s5/g8",
+)
+_BY_UNIT = {"float16": _16_BIT, "bfloat16": _16_BIT, "tfloat32": _TF32, "int8": _INT8, "float8": _BYTES}
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 

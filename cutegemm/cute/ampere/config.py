@@ -10,9 +10,13 @@ from typing import ClassVar
 from cutegemm.cute.warps.config import TileConfig
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Kind, Signature
-from cutegemm.problem.dtypes import why_not_taken
+from cutegemm.problem.dtypes import kind_names, why_not_taken
+from cutegemm.problem.program.graph import SCALE_K
 
-TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"))
+FP8: tuple[Kind, ...] = (("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"))
+TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), ("int8", "ieee"), *FP8)
+OLDEST_FP8 = (8, 9)
+"""The least compute capability whose mma.sync multiplies fp8."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class AmpereConfig(TileConfig):
         """None when this configuration is valid for the signature on that architecture, else why not."""
         if refused := why_not_taken("the mma.sync kernel multiplies", TAKES, signature.kind):
             return refused
+        if refused := _why_bytes_refused(signature, arch):
+            return refused
         common = self._why_common_invalid(signature)
         if common:
             return common
@@ -43,6 +49,11 @@ class AmpereConfig(TileConfig):
             return f"stages is {self.stages}; accepted are 2 to 8"
         if self.wm * self.wn > 64 * 64:
             return f"warp tile {self.wm}x{self.wn}; accumulators and fragments over 64x64 spill"
+        if signature.promotion is not None:
+            if self.bk != SCALE_K:
+                return f"bk is {self.bk}; sums promoted every {SCALE_K} of K need a k tile of {SCALE_K}"
+            if self.wm * self.wn > 64 * 32:
+                return f"warp tile {self.wm}x{self.wn}; accumulators and as many sums of a k tile over 64x32 spill"
         k_major = signature.a_major == signature.b_major == "k"
         if itemsize == 4 and not k_major and self.wm * self.wn > 64 * 32:
             return f"warp tile {self.wm}x{self.wn}; tf32 operands that are not K-major spill over 64x32"
@@ -56,8 +67,29 @@ class AmpereConfig(TileConfig):
 
     @classmethod
     def space(cls, itemsize: int = 2) -> Iterator[AmpereConfig]:
-        """Every configuration the tuner may consider, before the validity rule; whatever the operands' `itemsize`."""
+        """Every configuration the tuner may consider for operands of `itemsize` bytes, before the validity rule."""
+        depths = (64, 128) if itemsize == 1 else (16, 32, 64)
         for bm, bn, bk, wm, wn, stages, group in product(
-            (32, 64, 128, 256), (32, 64, 128, 256), (16, 32, 64), (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
+            (32, 64, 128, 256), (32, 64, 128, 256), depths, (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
         ):
             yield cls(bm, bn, bk, wm, wn, stages, group)
+
+
+def _why_bytes_refused(signature: Signature, arch: Arch) -> str | None:
+    """None when operands are wider than a byte, or lie as mma.sync reads bytes on this GPU; else why not."""
+    if signature.kind in FP8 and arch.capability < OLDEST_FP8:
+        old, new = (".".join(map(str, each)) for each in (arch.capability, OLDEST_FP8))
+        older = kind_names(kind for kind in TAKES if kind not in FP8)
+        return f"mma.sync multiplies fp8 from compute capability {new} on; {arch.name} has {old}, and takes {older}"
+    if signature.epilogue.gating and signature.epilogue.program.block_scales:
+        return "gate and up are columns of two places; scales of blocks of K are not for them"
+    if ITEMSIZE[signature.dtype] > 1:
+        return None
+    for name, major, align in (
+        ("A", signature.a_major, signature.align_a), ("B", signature.b_major, signature.align_b)
+    ):  # fmt: skip
+        if major != "k":
+            return f"mma.sync takes {signature.dtype} operands K-major only; {name} is {major.upper()}-major: copy it first"
+        if align < 16:
+            return f"rows of {signature.dtype} begin at multiples of 16 bytes; those of {name} do at {align}: copy it first"
+    return None

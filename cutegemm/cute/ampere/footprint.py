@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 _SM80 = Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2)
 SM80 = CostFamily("sm80", "cute", _SM80)
 SM80_TF32 = CostFamily("sm80/tf32", "cute", replace(_SM80, flop_pj=2.2), SM80)
-_FAMILIES = {"float16": SM80, "bfloat16": SM80, "tfloat32": SM80_TF32}
+SM80_BYTES = CostFamily("sm80/bytes", "cute", replace(_SM80, flop_pj=0.6), SM80)
+_FAMILIES = {
+    "float16": SM80, "bfloat16": SM80, "tfloat32": SM80_TF32, "int8": SM80_BYTES, "float8": SM80_BYTES,
+}  # fmt: skip
 """By arithmetic unit."""
 
 

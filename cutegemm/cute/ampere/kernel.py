@@ -1,4 +1,4 @@
-"""GEMM on Ampere-class tensor cores: cp.async ring -> ldmatrix -> mma.sync (fp16, bf16, tf32).
+"""GEMM on Ampere-class tensor cores: cp.async ring -> ldmatrix -> mma.sync (fp16, bf16, tf32, int8, fp8).
 
 Every warp does everything; what overlaps is asynchronous. A CTA holds `stages` k tiles of A and B in shared memory:
 
@@ -14,9 +14,11 @@ So a fragment is loaded one k-step before it is used, and a tile stages-1 tiles 
 jobs: it publishes tile t+1 (each thread has waited for its own copies) and it says that no warp reads tile t-1 any
 more. Shared tiles are XOR-swizzled so that the eight rows of an ldmatrix lie in different banks (`swizzle_of`).
 
-A CTA tile is cut into warp tiles, a warp tile into m16n8k16 (tf32: m16n8k8) instructions. The arithmetic intensity at
+A CTA tile is cut into warp tiles, a warp tile into m16n8k16 (`mma`: other types) instructions. The arithmetic intensity at
 shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64 *
 64 flops each k, 32 flops a byte.
+
+Sums of fp8 and scaled blocks are promoted (`promoted`): a k tile's mma.sync add to registers of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp as warp_ops
 
+from cutegemm.cute import types
 from cutegemm.cute.ampere.config import AmpereConfig
+from cutegemm.cute.ampere.mma import K_BYTES, operation
+from cutegemm.cute.ampere.promoted import promotion_of
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.warps.copy_ring import CopyRing
@@ -54,25 +59,25 @@ class AmpereGemm(Gemm):
         super().__init__(config, signature)
         self.tf32 = signature.precision == "tf32"
         if self.tf32:
-            self.mma_op = warp_ops.MmaTF32Op((16, 8, 8))
             self.ab_type = cutlass.TFloat32
-        else:
-            self.mma_op = warp_ops.MmaF16BF16Op(self.ab_type, Float32, (16, 8, 16))  # refuses other types
-        self.k_step = 256 // self.ab_type.width
-        self.a = self._operand(signature.a_major == "k", config.bm, signature.align_a)
-        self.b = self._operand(signature.b_major == "k", config.bn, signature.align_b, self.halves)
+        b_type = types.NUMERIC[signature.b_dtype] if signature.b_dtype else self.ab_type
+        self.mma_op = operation(self.ab_type, b_type)
+        self.k_step = K_BYTES * 8 // self.ab_type.width
+        self.a = self._operand(self.ab_type, signature.a_major == "k", config.bm, signature.align_a)
+        self.b = self._operand(b_type, signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
+        self.promotion = promotion_of(config, signature)
 
-    def _operand(self, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
+    def _operand(self, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         bk = self.config.bk
-        swizzle = swizzle_of(self.ab_type.width, bk if k_major else extent, k_major or not self.tf32)
-        return TileLoader(self.ab_type, extent, bk, k_major, align, self.config.threads, swizzle, halves)
+        swizzle = swizzle_of(dtype.width, bk if k_major else extent, k_major or not self.tf32)
+        return TileLoader(dtype, extent, bk, k_major, align, self.config.threads, swizzle, halves)
 
     def _shared_to_registers(self, loader: TileLoader):
         """The copy atom of one operand: ldmatrix, transposing unless K-major; 32-bit loads where it cannot."""
         if self.tf32 and not loader.k_major:
-            return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.ab_type, num_bits_per_copy=32)
-        return cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(not loader.k_major, 4), self.ab_type)
+            return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), loader.dtype, num_bits_per_copy=32)
+        return cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(not loader.k_major, 4), loader.dtype)
 
     @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
@@ -94,7 +99,11 @@ class AmpereGemm(Gemm):
         fragment_a = mma.make_fragment_A(thread_mma.partition_A(ring_a[None, None, 0]))
         fragment_b = mma.make_fragment_B(thread_mma.partition_B(ring_b[None, None, 0]))
         accumulators = mma.make_fragment_C(thread_mma.partition_shape_C((config.wm, config.wn)))
-        accumulators.fill(0.0)
+        target = accumulators
+        if cutlass.const_expr(self.promotion is not None):
+            accumulators = cute.make_rmem_tensor(target.layout, Float32)
+            self.promotion.start(self, warp_m, warp_n, lane)
+        accumulators.fill(0)
         load_a = cute.make_tiled_copy_A(self._shared_to_registers(self.a), mma)
         load_b = cute.make_tiled_copy_B(self._shared_to_registers(self.b), mma)
         source_a = load_a.get_slice(lane).partition_S(ring_a)
@@ -132,8 +141,15 @@ class AmpereGemm(Gemm):
                 if cutlass.const_expr(self.tf32):
                     round_to_tf32(fragment_a[None, None, step])
                     round_to_tf32(fragment_b[None, None, step])
-                cute.gemm(mma, accumulators, fragment_a[None, None, step], fragment_b[None, None, step], accumulators)
+                if cutlass.const_expr(self.promotion is not None and step == 0):
+                    self.promotion.fetch(k_tile)
+                    target.fill(0)
+                cute.gemm(mma, target, fragment_a[None, None, step], fragment_b[None, None, step], target)
+            if cutlass.const_expr(self.promotion is not None):
+                self.promotion.add(accumulators, target)
 
+        if cutlass.const_expr(accumulators.element_type is Int32):
+            accumulators = cute.recast_tensor(accumulators, Float32)  # see `whole`
         # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
         cute.arch.cp_async_wait_group(0)
         if cutlass.const_expr(self.parts is None):

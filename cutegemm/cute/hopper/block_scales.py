@@ -31,43 +31,9 @@ from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.promoted import PartProducts, PromotedProducts, Promotion
 from cutegemm.cute.hopper.promotion import column_blocks, interval, shared_columns
-from cutegemm.cute.source import element
+from cutegemm.cute.source import ScaleSource
 from cutegemm.problem import Signature
-from cutegemm.problem.program.graph import SCALE_K, Input
-
-
-class _Side:
-    """The scales along the rows or the columns of the accumulators; `given` is None where there are none.
-
-    each: whether every row (column) has its own, else 128 share one.
-    """
-
-    def __init__(self, given: Input | None) -> None:
-        self.given = given
-        self.is_a = given is not None and given.scales.startswith("a")
-        self.each = given is not None and given.scales.endswith("1")
-
-    def start(self, args) -> None:
-        """Binds to a launch's arguments by name."""
-        if self.given is None:
-            return
-        name = self.given.name
-        self.base = getattr(args, name)
-        strides = [getattr(args, f"{name}_{axis}") for axis in ("row", "col")]
-        self.along, self.along_k = strides if self.is_a else strides[::-1]
-        self.of_matrix = getattr(args, f"{name}_batch") if self.given.batched else Int64(0)
-        self.extent = args.m if self.is_a else args.n
-        if not self.each:
-            self.extent = cute.ceil_div(self.extent, SCALE_K)
-
-    def offset(self, place, matrix):
-        """Elements to the scale of row (column) or block of 128 number `place`, of the first 128 of K."""
-        return Int64(cutlass.min(place, self.extent - 1)) * self.along + Int64(matrix) * self.of_matrix
-
-    def load(self, offsets, target, k_block) -> None:
-        """The scales of a block of K into registers."""
-        for i in range(cute.size(target)):
-            target[i] = element(self.base, offsets[i] + Int64(k_block) * self.along_k)
+from cutegemm.problem.program.graph import SCALE_K
 
 
 class BlockScales(Promotion):
@@ -77,7 +43,7 @@ class BlockScales(Promotion):
         scales = signature.epilogue.program.block_scales
         down, across = (scales.get(name) for name in ("ba" if config.swapped else "ab"))
         self.config = config
-        self.down, self.across = _Side(down), _Side(across)
+        self.down, self.across = ScaleSource(down), ScaleSource(across)
         self.blocks = config.group_rows // BLOCK_ROWS
         self.shared_columns = shared_columns(config, signature)
 

@@ -22,6 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cutegemm.cute import whole
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.launch_config import word_bytes
 from cutegemm.cute.source import aligned
@@ -43,6 +44,7 @@ class PartEpilogue(SlabEpilogue):
 
     def __init__(self, config: Any, signature: Signature, parts: int, distance: int) -> None:
         super().__init__(config, signature)
+        self.adder = whole.adder(signature)
         self.parts, self.distance = parts, distance
         self.pitch, self.wm, self.tile_columns = config.wn, config.wm, config.bn // config.wn
         self.pieces = config.pieces(signature)
@@ -64,7 +66,7 @@ class PartEpilogue(SlabEpilogue):
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), loaded[None, i])
             for i in range(len(parts)):
                 values = loaded[None, i].load()
-                total = values if total is None else total + values
+                total = values if total is None else self.adder(total, values)
         return total
 
     @cute.jit

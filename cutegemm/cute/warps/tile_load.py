@@ -9,7 +9,9 @@ cp.async, all at the same place in their rows:
 Edges cost nothing in the main loop. Beyond M or N a thread re-reads the last valid row or vector (the garbage lands in
 outputs that are never stored). Beyond K a copy ignores its source and writes zeros.
 
-cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead.
+cp.async moves 4, 8 or 16 bytes. Operands whose alignment is only 2 bytes go through registers instead. Rows of
+elements of one byte begin at multiples of 16 bytes and end anywhere: a copy reads what is left of K and writes zeros
+behind it.
 
 Of a gated program ("halves") the columns of B are gate's and then up's, half of the limit each. A tile has both for
 every warp: of its wn columns the first half comes from gate, the second from the same columns of up.
@@ -60,7 +62,7 @@ class TileLoader:
         self.row_parts = max(self.vectors_per_row // lanes, 1)
         self.rows_per_pass = threads * self.row_parts // self.vectors_per_row
         self.passes = self.outer * self.inner // (self.vector * threads)
-        self.ptx = _copy_instruction(self.bytes)
+        self.ptx = _copy_instruction(self.bytes) if self.itemsize > 1 else _cut_copy_instruction(self.bytes)
 
     def _lanes_per_row(self) -> int:
         return self.threads
@@ -236,6 +238,15 @@ def _copy_instruction(bytes_per_copy: int) -> str:
     return (
         "{ .reg .pred beyond; setp.le.s32 beyond, {$r2}, 0; "
         f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {bytes_per_copy}, beyond; }}"
+    )
+
+
+def _cut_copy_instruction(bytes_per_copy: int) -> str:
+    """The same for elements of one byte: it reads no byte behind the end of K, and writes zeros for it."""
+    cache = "cg" if bytes_per_copy == 16 else "ca"
+    return (
+        f"{{ .reg .b32 left; max.s32 left, {{$r2}}, 0; min.s32 left, left, {bytes_per_copy}; "
+        f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {bytes_per_copy}, left; }}"
     )
 
 

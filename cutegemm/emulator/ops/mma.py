@@ -60,7 +60,11 @@ def mma(g: Gen, i: Instr) -> None:
     if dt == "s32":
         t = g.let(f"mma_product({fa}, {fb}, X.shape)")
         for n, (o, s) in enumerate(zip(d, c, strict=True)):
-            g.ufunc("add", o, "i4", f"{t}[{n >> 1}][..., {n & 1}]", g.src(s, "i4"))
+            product = f"{t}[{n >> 1}][..., {n & 1}]"
+            if i.has("satfinite"):
+                g.assign(o, f"saturating_sum({product}, {g.src(s, 'i4')})", "i4")
+            else:
+                g.ufunc("add", o, "i4", product, g.src(s, "i4"))
         return
     cs = ", ".join(g.src(o, "u4") for o in c)
     rule = g.keep(rule_of(g, "mma", at))
@@ -106,6 +110,12 @@ def mma_product(a, b, shape):
     """(warps, 16, k) @ (warps, k, 8) -> two int32 arrays (C, W, 32, 2): rows 0-7 and rows 8-15 as lanes hold them."""
     d = np.matmul(a, b).astype(np.int32).reshape(-1, 2, 8, 4, 2)
     return d[:, 0].reshape(*shape, 2), d[:, 1].reshape(*shape, 2)
+
+
+@runtime
+def saturating_sum(x, y):
+    """x + y in int32, the nearest one where it does not fit."""
+    return np.clip(x.astype(np.int64) + y, -(2**31), 2**31 - 1).astype(np.int32)
 
 
 @runtime

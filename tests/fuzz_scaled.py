@@ -2,6 +2,7 @@
 
     python -m tests.fuzz_scaled --count 200 --seed 1                   in the emulator, as on an H200
     python -m tests.fuzz_scaled --count 10000 --seed 1 --device cuda   on a GPU
+    CUTEGEMM_ARCH=sm_89 python -m tests.fuzz_scaled --family sm80      by mma.sync, in the emulator, as on Ada
 
 Number i draws sizes, types, recipes, majors, gaps, a batch, an epilogue and a kernel from seed + i, which alone repeats
 it (`--count 1 --seed N`). Exit status 0 when all were right.
@@ -27,8 +28,8 @@ SIZES = (1, 2, 15, 16, 17, 31, 40, 64, 65, 96, 127, 128, 129, 136, 160, 200)
 WHAT_COMES = (None, None, torch.float32, torch.float16, torch.float8_e4m3fn)
 
 
-def draw(number: int, device: str) -> dict[str, Any]:
-    """The arguments of `check` for a number."""
+def draw(number: int, device: str, family: str = "sm90") -> dict[str, Any]:
+    """The arguments of `check` for a number; the kernel is one of that family."""
     r = random.Random(number)
     big = 1 if device == "cpu" else 6
     m, n, k = (r.choice(SIZES) * r.choice((1, 1, big)) for _ in range(3))
@@ -44,7 +45,7 @@ def draw(number: int, device: str) -> dict[str, Any]:
         "gaps": (r.choice((0, 0, 16, 5)), r.choice((0, 0, 16, 3))),
         "out_dtype": None if plain_int8 else r.choice(WHAT_COMES),
         "accumulate": None if blocks or a == "int8" else r.choice((None, "promoted", "fast")),
-        "backend": "cute", "config": _config(r),
+        "backend": "cute", "config": _config(r) if family == "sm90" else _mma_config(r),
     }  # fmt: skip
 
 
@@ -62,9 +63,17 @@ def _config(r: random.Random) -> str | None:
     )
 
 
-def run(number: int, device: str) -> tuple[str, str]:
+def _mma_config(r: random.Random) -> str:
+    """A configuration of the mma.sync kernel, valid or not."""
+    wm, wn = (r.choice((16, 16, 32, 32, 64)) for _ in range(2))
+    bm, bn = (w * r.choice((1, 1, 2, 4)) for w in (wm, wn))
+    bk, splits = r.choice((32, 64, 64, 128, 128, 128)), r.choice(("", "", "/k2", "/k3"))
+    return f"sm80/{bm}x{bn}x{bk}/w{wm}x{wn}/s{r.choice((2, 3, 5))}/g{r.choice((1, 8))}{splits}"
+
+
+def run(number: int, device: str, family: str = "sm90") -> tuple[str, str]:
     """("right", "refused", "wrong" or "failed", what is said of it)."""
-    given = draw(number, device)
+    given = draw(number, device, family)
     sizes = given.pop("m"), given.pop("n"), given.pop("k")
     try:
         check(*sizes, **given)
@@ -82,12 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100, help="products (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one (default %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="cpu: in the emulator (default)")
+    parser.add_argument("--family", choices=("sm90", "sm80"), default="sm90", help="of kernels (default %(default)s)")
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         os.environ.setdefault("CUTEGEMM_ARCH", "H200")
     found: Counter[str] = Counter()
     for number in range(options.seed, options.seed + options.count):
-        kind, said = run(number, options.device)
+        kind, said = run(number, options.device, options.family)
         found[kind] += 1
         if kind in ("wrong", "failed"):
             print(f"number {number} {kind}: {said}", flush=True)

@@ -259,7 +259,8 @@ class CuteBackend(Backend[Any]):
             return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}{hint}"
         if problem.work != work.DENSE:
             return self._why_none(problem, arch)
-        return f"no configuration fits {arch.name}"
+        reasons = [self._why_last(family, problem, arch) for family in self._automatic(problem.signature)]
+        return reasons[-1]
 
     def _why_none(self, problem: Problem, arch: Arch) -> str:
         """Why no configuration of the families that take the problem's work can serve it."""
@@ -270,8 +271,13 @@ class CuteBackend(Backend[Any]):
                     return f"{name} alone computes {problem.work} products, and does not run on {arch.name}"
                 if kind not in family.takes:
                     return f"{name} alone computes {problem.work} products, and takes {kind_names(family.takes)}"
-                return str(self.check(_listed(name, problem.signature)[-1], problem, arch))
+                return self._why_last(family, problem, arch)
         return f"no family computes {problem.work} products"
+
+    def _why_last(self, family: Family, problem: Problem, arch: Arch) -> str:
+        """Why a family's last candidate, which is its smallest, cannot serve the problem."""
+        listed = _listed(family.config.family, problem.signature)
+        return str(self.check(listed[-1], problem, arch)) if listed else f"no configuration fits {arch.name}"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
         """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""
@@ -283,7 +289,7 @@ class CuteBackend(Backend[Any]):
             return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
         if self._serves(FAMILIES[name], problem, arch):
             return None
-        return f"not {name}, because {self.check(_listed(name, signature)[-1], problem, arch)}"
+        return f"not {name}, because {self._why_last(FAMILIES[name], problem, arch)}"
 
     def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
         """None when `config` can serve the problem, else why not."""

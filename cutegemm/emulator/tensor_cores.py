@@ -45,10 +45,14 @@ class Rule:
 FLOATS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 #: bytes of an element in the operand registers
 BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
-#: (instruction, architecture) -> (bytes of K in a step, fraction bits): all operands but fp8 of wgmma and of Ada.
+#: (instruction, architecture) -> (bytes of K in a step, fraction bits): all operands but fp8.
 STEPS = {("mma", "ampere"): (16, 24), ("mma", "hopper"): (32, 25), ("wgmma", "hopper"): (32, 25)}
-#: fp8 operands of wgmma keep 13 fraction bits, of the sum too; mma.sync on Hopper multiplies them as fp16.
+#: fp8 operands of wgmma, and of Ada's mma.sync, keep 13 fraction bits, of the sum too.
 FP8 = Rule(32, 13, 14)
+#: The order of K in which an fp8 mma.sync multiplies on Hopper: ptxas makes fp16 of the operands, and two HMMA, one of
+#: the low two of every four elements (the bytes of a register), then one of the high two. Read from machine code of
+#: ptxas 13, not compared with a GPU.
+AS_HALVES = [k for high in (0, 2) for k in range(32) if k % 4 // 2 * 2 == high]
 
 
 def _rules() -> dict[tuple[str, str, str], Rule]:
@@ -60,6 +64,8 @@ def _rules() -> dict[tuple[str, str, str], Rule]:
                 rules[instruction, kind, architecture] = Rule(16, FP8.fraction, FP8.significand)
             elif eight and instruction == "wgmma":
                 rules[instruction, kind, architecture] = FP8
+            elif eight:
+                rules[instruction, kind, architecture] = Rule(width // BYTES["f16"], fraction)
             else:
                 rules[instruction, kind, architecture] = Rule(width // BYTES[kind], fraction)
     return rules
@@ -81,6 +87,11 @@ _BLOCK = 16384
 def architecture(target: str) -> str:
     """The column of `RULES` for a PTX target such as sm_80 or sm_90a."""
     return "hopper" if target_number(target) >= 90 else "ampere"
+
+
+def multiplied_as_halves(kind: str, target: str) -> bool:
+    """Whether the machine code for that PTX target makes fp16 of an mma.sync's operands, see `AS_HALVES`."""
+    return kind in ("e4m3", "e5m2") and target_number(target) // 10 == 9
 
 
 def add_products(a: np.ndarray, b: np.ndarray, c: np.ndarray, rule: Rule, kind: str, half: bool = False) -> np.ndarray:

@@ -85,11 +85,10 @@ def _why_bytes_refused(signature: Signature, arch: Arch) -> str | None:
         return "gate and up are columns of two places; scales of blocks of K are not for them"
     if ITEMSIZE[signature.dtype] > 1:
         return None
-    for name, major, align in (
-        ("A", signature.a_major, signature.align_a), ("B", signature.b_major, signature.align_b)
-    ):  # fmt: skip
+    lying = ("A", signature.a_major, signature.align_a), ("B", signature.b_major, signature.align_b)
+    for name, major, align in lying:
         if major != "k":
-            return f"mma.sync takes {signature.dtype} operands K-major only; {name} is {major.upper()}-major: copy it first"
+            return f"mma.sync takes {signature.dtype} K-major only; {name} is {major.upper()}-major: copy it first"
         if align < 16:
-            return f"rows of {signature.dtype} begin at multiples of 16 bytes; those of {name} do at {align}: copy it first"
+            return f"rows of {signature.dtype} must begin at multiples of 16 bytes; {name} has {align}: copy it first"
     return None

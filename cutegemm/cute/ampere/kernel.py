@@ -14,14 +14,16 @@ So a fragment is loaded one k-step before it is used, and a tile stages-1 tiles 
 jobs: it publishes tile t+1 (each thread has waited for its own copies) and it says that no warp reads tile t-1 any
 more. Shared tiles are XOR-swizzled so that the eight rows of an ldmatrix lie in different banks (`swizzle_of`).
 
-A CTA tile is cut into warp tiles, a warp tile into m16n8k16 (`mma`: other types) instructions. The arithmetic intensity at
-shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64 *
-64 flops each k, 32 flops a byte.
+A CTA tile is cut into warp tiles, a warp tile into instructions (`mma`), m16n8k16 in 16 bits. The arithmetic intensity
+at shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64
+* 64 flops each k, 32 flops a byte.
 
-Sums of fp8 and scaled blocks are promoted (`promoted`): a k tile's mma.sync add to registers of their own.
+Sums of fp8 and of scaled blocks are promoted: the mma.sync of a k tile add to registers of their own (`promoted`).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -66,7 +68,7 @@ class AmpereGemm(Gemm):
         self.a = self._operand(self.ab_type, signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(b_type, signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
-        self.promotion = promotion_of(config, signature)
+        self.promotion: Any = promotion_of(config, signature)
 
     def _operand(self, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         bk = self.config.bk

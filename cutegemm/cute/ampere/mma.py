@@ -3,11 +3,11 @@
     fp16, bf16    m16n8k16
     tf32          m16n8k8
     int8          m16n8k32, int32 accumulators
-    fp8           m16n8k32, e4m3 and e5m2 in any combination; compute capability 8.9 and newer. On 9.0 ptxas makes fp16 of
-                  the operands, and two HMMA of each instruction
+    fp8           m16n8k32, e4m3 and e5m2 in any combination, on compute capability 8.9 and newer. For 9.0 ptxas makes
+                  fp16 of the operands, and two HMMA of each instruction
 
-Either way one instruction multiplies 32 bytes of K. Elements of one byte lie along K: ldmatrix transposes 16 bits. The
-DSL has no operation for int8, nor for two types of fp8.
+Either way one instruction multiplies 32 bytes of K. Elements of one byte must lie along K: ldmatrix transposes elements
+of 16 bits. The DSL itself offers no operation for int8, and none for two different types of fp8.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ instead of the sums so far, and at its end the CUDA cores add what the tile gave
     accumulators += sums                                                          `Promotion`
     accumulators += sums * (scale of the row * scale of the column)               `BlockScales`
 
-Scales of blocks of K, fp32 in any strides, go from global memory into registers when a k tile begins, and are used at its
-end: each thread loads those of its own rows and columns, one number where 128 of them share it (no warp tile lies in two
-blocks). Places outside of the matrices take the scale of the last row, column or block.
+Scales of blocks of K, fp32 in any strides, go from global memory into registers when a k tile begins, and are used at
+its end: each thread loads those of its own rows and columns, one number where 128 of them share it (no warp tile lies
+in two blocks). Places outside of the matrices take the scale of the last row, column or block.
 """
 
 from __future__ import annotations

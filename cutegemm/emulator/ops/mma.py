@@ -16,6 +16,7 @@ from cutegemm.emulator.translate import RUNTIME, Gen, emits, runtime
 #: operand type -> elements in a 32-bit register
 PER_WORD = {"f16": 2, "bf16": 2, "tf32": 1, "e4m3": 4, "e5m2": 4, "s8": 4, "u8": 4}
 RUNTIME["fp8_values"] = numerics.fp8_values
+RUNTIME["AS_HALVES"] = tensor_cores.AS_HALVES
 
 
 def unpack(words: np.ndarray, kind: str) -> np.ndarray:
@@ -67,6 +68,9 @@ def mma(g: Gen, i: Instr) -> None:
                 g.ufunc("add", o, "i4", product, g.src(s, "i4"))
         return
     cs = ", ".join(g.src(o, "u4") for o in c)
+    if k == 32 and tensor_cores.multiplied_as_halves(at, g.program.env.module.target):
+        fa, fb = g.let(f"{fa}[:, :, AS_HALVES]"), g.let(f"{fb}[:, AS_HALVES]")
+        at = "f16"
     rule = g.keep(rule_of(g, "mma", at))
     t = g.let(f"mma_sums({fa}, {fb}, ({cs},), X.shape, {rule}, {at!r})")
     for n, o in enumerate(d):

@@ -18,13 +18,13 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    2 2^-21 (1 + 2^-10)^2 |xy| : together under 1.01 2^-19 (|A| |B|) is added. It sums 3 K products, whose magnitudes
    add up to at most (1 + 2^-10)^2 + ... < 1.01 (|A| |B|): step 1 becomes 1.01 gamma_{3K+2}.
    fp8: one step of tensor cores adds g products and the accumulator, g = 32 by Hopper's WGMMA and 16 by Ada's mma.sync.
-   It aligns them to the largest exponent E among them, keeps 13 fraction bits of each, truncating, and truncates the sum
-   to 13 fraction bits (arXiv 2512.07004, arXiv 2511.10909). With |x|' = max(|x|, the smallest normal number) for x
+   It aligns them to the largest exponent E among them, keeps 13 fraction bits of each, truncating, and truncates the
+   sum to 13 fraction bits (arXiv 2512.07004, arXiv 2511.10909). With |x|' = max(|x|, the smallest normal number) for x
    other than 0, because subnormal operands keep the smallest normal exponent, 2^E <= max |a|'|b|' of the step or
    |accumulator|. A chain of s steps, whose magnitudes add up to S = |A|'|B|', is therefore off by at most
    2^-13 ((g + 1) (S + (s - 1) S) + s S) = (g + 2) s 2^-13 S, where S is its own. Sums promoted every 128 of K are
-   chains of 4 steps on Hopper, 136 2^-13 (|A|'|B|') in all, and of 8 on Ada, 144. Fast sums are one chain: 34 K / 32 and
-   36 K / 32. The bound is that of Ada, the larger one. mma.sync on Hopper, which multiplies fp8 as fp16, stays far
+   chains of 4 steps on Hopper, 136 2^-13 (|A|'|B|') in all, and of 8 on Ada, 144. Fast sums are one chain: 34 K / 32
+   and 36 K / 32. The bound is that of Ada, the larger one. mma.sync on Hopper, which multiplies fp8 as fp16, stays far
    below. The fp32 sums of chains, at most 2 K / 32 + 2 with those of splits, round to nearest: gamma with 2^-24.
    int8: sums that int32 holds are exact; an epilogue reads them in fp32: 2^-24 |acc|.
    Scales of blocks of K multiply the operands exactly here. The kernel rounds their product, and adds in one rounding.

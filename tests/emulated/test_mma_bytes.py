@@ -32,8 +32,8 @@ FULL = {"bias": True, "activation": "silu", "alpha": -0.5}
         ("sm_89", "32x64x128/w16x32/s2/g8", {"recipes": ROWS, "b": "e5m2", "options": FULL}),
         ("sm_89", "64x64x128/w32x64/s2/g8/k3", {"recipes": ("rows", "tensor"), "a": "e5m2", "b": "e4m3", "batch": 2}),
         ("sm_89", "64x64x64/w32x32/s3/g8/k2", {"recipes": WHOLE, "a": "e5m2", "b": "e5m2", **FAST}),
-        ("sm_89", "64x128x128/w32x64/s2/g8", {"recipes": ("blocks", "blocks128"), "out_dtype": torch.float32}),
-        ("sm_89", "128x64x128/w64x32/s2/g8/k2", {"recipes": ("blocks128", "blocks"), "out_dtype": torch.float16}),
+        ("sm_89", "64x128x128/w16x64/s2/g8", {"recipes": ("blocks", "blocks128"), "out_dtype": torch.float32}),
+        ("sm_89", "128x64x128/w64x16/s2/g8/k2", {"recipes": ("blocks128", "blocks"), "out_dtype": torch.float16}),
         ("sm_89", "32x32x128/w16x16/s3/g8", {"recipes": (None, "blocks"), "options": FULL, "batch": 2}),
         ("H200", "64x64x128/w32x32/s3/g8", {"recipes": ROWS, "b": "e5m2", "majors": "nt", "gaps": (5, 3)}),
     ],
@@ -93,7 +93,9 @@ def test_fp8_needs_ada(monkeypatch):
     ("config", "given", "reason"),
     [
         ("64x64x64/w32x32/s3/g8", {"dtype": "e4m3"}, "bk is 64; sums promoted every 128 of K need a k tile of 128"),
-        ("64x64x128/w64x64/s3/g8", {"dtype": "e5m2"}, "accumulators and as many sums of a k tile"),
+        ("128x64x128/w64x64/s3/g8", {"dtype": "e5m2"}, "over 64 accumulators and as many sums of a k tile"),
+        ("64x32x128/w64x32/s3/g8", {"dtype": "e5m2"}, "over 32 accumulators and as many sums of a k tile"),
+        ("128x128x128/w32x32/s3/g8", {"dtype": "e5m2"}, "512 threads; promoted sums take at most 256"),
         ("64x64x128/w32x32/s3/g8", {"dtype": "int8", "majors": "tt"}, "takes int8 K-major only; B is N-major: copy it"),
         ("64x64x128/w32x32/s3/g8", {"dtype": "int8", "k": 40}, "rows of int8 must begin at multiples of 16 bytes; A"),
         ("64x64x128/w32x32/s3/g8", {"dtype": "e4m3", "out_dtype": "e4m3"}, "round no value to a type of one byte"),
@@ -112,14 +114,13 @@ def test_hopper_still_takes_wgmma():
         signature = Problem.of(4096, 4096, 4096, dtype).signature
         found = backend.get("cute").candidates(signature, arch.get("H200"))
         assert {config.family for config, _ in found} == {"sm90"}
-        assert all(kind in ampere.TAKES for kind in ((dtype, "ieee"),))
+        assert (dtype, "ieee") in ampere.TAKES
 
 
 def test_fp8_is_multiplied_as_fp16_on_hopper():
     """In two steps of 16, which keep 25 fraction bits: a small addend is kept that 13 bits lose."""
-    for kind in ("e4m3", "e5m2"):
-        assert tensor_cores.RULES["mma", kind, "hopper"] == tensor_cores.RULES["mma", "f16", "hopper"]
-        assert not tensor_cores.multiplied_as_halves(kind, "sm_89")
+    for target, halves in (("sm_89", False), ("sm_90a", True), ("sm_100a", False)):
+        assert tensor_cores.multiplied_as_halves("e4m3", target) == halves
     assert sorted(tensor_cores.AS_HALVES) == list(range(32))
     assert {k % 4 for k in tensor_cores.AS_HALVES[:16]} == {0, 1}
     a, b = torch.zeros(16, 32), torch.zeros(32, 16)

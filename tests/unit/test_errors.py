@@ -99,7 +99,7 @@ CASES = [
         (A, B),
         {"backend": "cute", "config": "sm80/128x128x32/w64x64/s4/g8"},
         UnsupportedError,
-        r"cannot serve .* fp32 as tf32; these operands are fp32 with precision 'ieee'",
+        r"cannot serve .* fp32 as tf32, int8, .*; these operands are fp32 with precision 'ieee'",
     ),
     (
         "config too large",

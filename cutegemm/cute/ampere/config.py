@@ -49,11 +49,8 @@ class AmpereConfig(TileConfig):
             return f"stages is {self.stages}; accepted are 2 to 8"
         if self.wm * self.wn > 64 * 64:
             return f"warp tile {self.wm}x{self.wn}; accumulators and fragments over 64x64 spill"
-        if signature.promotion is not None:
-            if self.bk != SCALE_K:
-                return f"bk is {self.bk}; sums promoted every {SCALE_K} of K need a k tile of {SCALE_K}"
-            if self.wm * self.wn > 64 * 32:
-                return f"warp tile {self.wm}x{self.wn}; accumulators and as many sums of a k tile over 64x32 spill"
+        if signature.promotion is not None and (refused := self._why_not_promoted(signature, arch)):
+            return refused
         k_major = signature.a_major == signature.b_major == "k"
         if itemsize == 4 and not k_major and self.wm * self.wn > 64 * 32:
             return f"warp tile {self.wm}x{self.wn}; tf32 operands that are not K-major spill over 64x32"
@@ -63,6 +60,23 @@ class AmpereConfig(TileConfig):
                 return f"{side} x bk is {vectors} 16-byte vectors for {self.threads} threads; each must load one"
         if self.smem_bytes(signature) > arch.smem_per_cta:
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
+        return None
+
+    def _why_not_promoted(self, signature: Signature, arch: Arch) -> str | None:
+        """None when the sums of a k tile fit into registers beside the accumulators, else why not.
+
+        The limits are those up to which ptxas spilled nothing (tests/compile/test_mma_bytes.py).
+        """
+        if self.bk != SCALE_K:
+            return f"bk is {self.bk}; sums promoted every {SCALE_K} of K need a k tile of {SCALE_K}"
+        if self.threads > 256:
+            return f"{self.threads} threads; promoted sums take at most 256, more leave too few registers a thread"
+        halves = signature.kind in FP8 and arch.capability[0] == 9
+        narrow = halves or self.threads == 32 or signature.epilogue.program.block_scales
+        most = 32 * 32 if narrow else 64 * 32
+        if self.wm * self.wn > most:
+            held = most // 32
+            return f"warp tile {self.wm}x{self.wn}; over {held} accumulators and as many sums of a k tile spill here"
         return None
 
     @classmethod

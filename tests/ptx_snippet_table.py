@@ -364,6 +364,11 @@ def _warp_level() -> list[Snippet]:
             "sm_90",
             scale=1.0,
         )
+    bytes8 = "mov.b32 %r1, a; mov.b32 %r2, b; xor.b32 %r3, a, 0x5a5a5a5a; mov.b32 %r4, c; "
+    for more in ("", ".satfinite"):
+        instruction = f"mma.sync.aligned.m16n8k32.row.col{more}.s32.s8.s8.s32"
+        add(f"mma.k32.s8{more}", "b32 b32 s32", "b32 b32", f"{bytes8}{instruction} {{%r7, %r8, %r9, %r10}}, "
+            "{%r1, %r2, %r3, %r4}, {%r2, %r1}, {c, a, b, c}; mov.b32 x, %r7; mov.b32 y, %r10;")  # fmt: skip
     return s
 
 

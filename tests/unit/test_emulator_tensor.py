@@ -9,6 +9,8 @@ from cutegemm.emulator import Checks
 from cutegemm.emulator import errors as e
 from cutegemm.emulator.numerics import bf16_bits, bf16_values, fp8_bits, fp8_values, tf32_bits
 from cutegemm.emulator.tensor_map import decode
+from tests.ptx_snippet_table import SNIPPETS
+from tests.ptx_snippets import BLOCK, emulate
 from tests.unit.emulator_kernels import kernel, launch
 
 RNG = np.random.default_rng(11)
@@ -399,3 +401,22 @@ def test_wgmma_misuse(broken, error):
                 threads=128,
                 seed=seed,
             )
+
+
+@pytest.mark.parametrize("more", ["", ".satfinite"])
+def test_mma_of_int8_is_exact_and_saturates_when_asked(more):
+    """Row 0 and column 0 of the fragments; accumulators at both ends of int32."""
+    snippet = next(s for s in SNIPPETS if s.name == f"mma.k32.s8{more}")
+    a, b = RNG.integers(0, 2**32, (2, BLOCK), dtype=np.uint64)
+    c = np.where(np.arange(BLOCK) % 2, 2**31 - 1, 2**31).astype(np.uint64)
+    found = emulate(snippet, np.stack([a, b, c], 1))[:, 0].astype(np.uint32).view(np.int32)
+    words = [x.astype(np.uint32).view(np.int8).reshape(BLOCK, 4).astype(np.int64) for x in (a, b, a ^ 0x5A5A5A5A)]
+    for lane in range(0, BLOCK, 4):  # lanes of one warp: row lane / 4, columns 2 * (lane % 4) and the next
+        warp, row = lane // 32 * 32, lane % 32 // 4
+        for member in range(4):
+            column = warp + 8 * member  # lane 4 * (2 * member) holds the first of its columns
+            left, right = slice(warp + 4 * row, warp + 4 * row + 4), slice(column, column + 4)
+            total = (words[0][left] * words[1][right]).sum() + (words[2][left] * words[0][right]).sum()
+            total += int(c[lane + member].astype(np.uint32).view(np.int32))
+            want = np.clip(total, -(2**31), 2**31 - 1) if more else (total + 2**31) % 2**32 - 2**31
+            assert found[lane + member] == want

@@ -45,9 +45,8 @@ _BYTES = (
 )
 """They fit the shared memory of every GPU, and promoted sums. Nothing here was measured yet."""
 _INT8 = (
-    "sm80/128x256x128/w64x64/s3/g8",
+    "sm80/128x256x64/w64x64/s4/g8",
     "sm80/256x128x64/w64x64/s4/g8",
-    "sm80/128x128x128/w64x64/s3/g8",
     "sm80/128x128x64/w64x64/s4/g8",
     *_BYTES,
     "sm80/64x64x64/w32x32/s5/g8",

@@ -4,7 +4,7 @@
     tf32          m16n8k8
     int8          m16n8k32, int32 accumulators
     fp8           m16n8k32, e4m3 and e5m2 in any combination, on compute capability 8.9 and newer. For 9.0 ptxas makes
-                  fp16 of the operands, and two HMMA of each instruction
+                  fp16 of the operands, and of each instruction two HMMA and additions in fp32
 
 Either way one instruction multiplies 32 bytes of K. Elements of one byte must lie along K: ldmatrix transposes elements
 of 16 bits. The DSL itself offers no operation for int8, and none for two different types of fp8.

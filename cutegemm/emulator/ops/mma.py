@@ -67,10 +67,14 @@ def mma(g: Gen, i: Instr) -> None:
             else:
                 g.ufunc("add", o, "i4", product, g.src(s, "i4"))
         return
+    if dt == "f32" and k == 32 and tensor_cores.multiplied_as_halves(at, g.program.env.module.target):
+        rule = g.keep(rule_of(g, "mma", "f16"))
+        call = f"mma_sums({fa}[:, :, AS_HALVES], {fb}[:, AS_HALVES], (np.uint32(0),) * 4, X.shape, {rule}, 'f16')"
+        t = g.let(call)
+        for n, (o, s) in enumerate(zip(d, c, strict=True)):
+            g.ufunc("add", o, "f4", f"{t}[{n}].view(np.float32)", g.src(s, "f4"))
+        return
     cs = ", ".join(g.src(o, "u4") for o in c)
-    if k == 32 and tensor_cores.multiplied_as_halves(at, g.program.env.module.target):
-        fa, fb = g.let(f"{fa}[:, :, AS_HALVES]"), g.let(f"{fb}[:, AS_HALVES]")
-        at = "f16"
     rule = g.keep(rule_of(g, "mma", at))
     t = g.let(f"mma_sums({fa}, {fb}, ({cs},), X.shape, {rule}, {at!r})")
     for n, o in enumerate(d):

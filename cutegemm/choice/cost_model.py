@@ -168,9 +168,14 @@ def launch_seconds(
 
 
 def tiles_along(extent: int, tile: int, ragged: bool) -> float:
-    """Tiles along rows or columns; of a large group whose end lies on the device, half a tile more than its share."""
+    """Tiles along rows or columns; of a large group whose end lies on the device, half a tile more than its share. A
+    tile larger than the share holds some groups and not others, by how skewed they are: half of what that adds counts.
+    """
     if ragged and extent >= LARGE_GROUP:
-        return extent / tile + 0.5 if 2 * extent > tile else 1.0
+        found = extent / tile + 0.5
+        if tile > extent:
+            found = 0.5 + 0.5 * found if found > 1 else 1.0
+        return found
     return -(-extent // tile)
 
 
@@ -370,7 +375,7 @@ class Model:
         moved: float = a + b + d + elements * self._read
         if b > self._l2 and m > self._group_rows:
             moved += b * (m / self._group_rows - 1) * self._rereads
-        held = (b if m > self._tile_m else 0) + (a if n > self._tile_n else 0)
+        held = (b if rows > 1 else 0) + (a if columns > 1 else 0)
         if splits > 1:
             held += 8 * splits * m * n * batch  # the parts, fp32, written and read
         memory = moved + self._again * held + d * self._writes

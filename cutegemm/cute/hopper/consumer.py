@@ -10,7 +10,7 @@ from cutlass import Int32
 
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.mma import Products
-from cutegemm.cute.hopper.pipeline import Turns, skip
+from cutegemm.cute.hopper.pipeline import Turns, advance, skip
 from cutegemm.cute.hopper.sums import Sums
 from cutegemm.cute.hopper.work import Work
 
@@ -39,9 +39,24 @@ class Consumer:
             tile = self.work.at(number)
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(self.group, done)
-            stage, phase = self.products.add_up(stage, phase, tile)
+            stage, phase = self._multiply(stage, phase, tile)
             if cutlass.const_expr(config.ping_pong):
                 stage, phase = skip(stage, phase, self.work.k_tiles_after(tile), config.stages)
                 done = done + 1
             self.sums.finish(self.products.accumulators, tile, self.work)
         self.sums.end()
+
+    @cute.jit
+    def _multiply(self, stage, phase, tile):
+        """The products of a tile; where all rows of this warpgroup lie beyond their group's end, its stages pass by."""
+        if cutlass.const_expr(not self.work.may_lack_rows):
+            stage, phase = self.products.add_up(stage, phase, tile)
+        else:
+            if self.work.has_rows(tile):
+                stage, phase = self.products.add_up(stage, phase, tile)
+            else:
+                for _ in cutlass.range(tile.k_tiles, unroll=1):
+                    self.products.ring.wait(stage, phase)
+                    self.products.ring.release(stage, self.products.lane)
+                    stage, phase = advance(stage, phase, self.products.ring.stages)
+        return stage, phase

@@ -67,9 +67,11 @@ def test_every_kind_has_a_peak_rate_and_a_backend():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_has_candidates_and_footprints_of_what_it_takes(name):
-    family, arch = FAMILIES[name], ARCHS[0]
+    family = FAMILIES[name]
     for dtype, precision in family.takes:
         signature = Problem.of(64, 64, 64, dtype, precision=precision).signature
+        # On Hopper mma.sync multiplies fp8 as fp16, which takes more registers than some candidates have there.
+        arch = ARCHS[2] if (name, signature.unit) == ("sm80", "float8") else ARCHS[0]
         texts = family.candidates(signature)
         assert texts
         for candidate in texts:

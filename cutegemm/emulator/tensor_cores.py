@@ -45,7 +45,7 @@ class Rule:
 FLOATS = ("f16", "bf16", "tf32", "e4m3", "e5m2")
 #: bytes of an element in the operand registers
 BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
-#: (instruction, architecture) -> (bytes of K in a step, fraction bits): all operands but fp8.
+#: (instruction, architecture) -> (bytes of K in a step, fraction bits): all operands but fp8 of wgmma and of Ada.
 STEPS = {("mma", "ampere"): (16, 24), ("mma", "hopper"): (32, 25), ("wgmma", "hopper"): (32, 25)}
 #: fp8 operands of wgmma, and of Ada's mma.sync, keep 13 fraction bits, of the sum too.
 FP8 = Rule(32, 13, 14)

@@ -64,7 +64,7 @@ def test_candidates_do_not_spill(target, unit, epilogue):
         built += 1
         assert not spilled(kernel.cubin), text
         assert registers(kernel.cubin) * kernel.config.threads <= kernel.arch.registers_per_sm
-    assert built >= 4 or (target, unit) == ("sm_80", "float8")
+    assert built >= 3 or (target, unit) == ("sm_80", "float8")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_candidates_do_not_spill(target, unit, epilogue):
         ("sm_80", "256x32x128/w64x16/s3/g8", "int8", blocks(across=1)),
         ("sm_90a", "64x128x128/w32x32/s4/g8", "e4m3", FULL),
         ("sm_90a", "32x256x128/w16x64/s3/g8", "e5m2", Epilogue()),
+        ("sm_90a", "32x64x128/w16x32/s3/g8", "e4m3", blocks(across=1)),
     ],
 )
 @pytest.mark.product(keep=3)

@@ -93,9 +93,10 @@ def test_fp8_needs_ada(monkeypatch):
     ("config", "given", "reason"),
     [
         ("64x64x64/w32x32/s3/g8", {"dtype": "e4m3"}, "bk is 64; sums promoted every 128 of K need a k tile of 128"),
-        ("128x64x128/w64x64/s3/g8", {"dtype": "e5m2"}, "over 64 accumulators and as many sums of a k tile"),
-        ("64x32x128/w64x32/s3/g8", {"dtype": "e5m2"}, "over 32 accumulators and as many sums of a k tile"),
-        ("128x128x128/w32x32/s3/g8", {"dtype": "e5m2"}, "512 threads; promoted sums take at most 256"),
+        ("128x64x128/w64x64/s3/g8", {"dtype": "e5m2"}, "over 64 sums, promoted in as many more registers, a"),
+        ("64x32x128/w64x32/s3/g8", {"dtype": "e5m2"}, "over 32 sums, promoted in as many more registers, a"),
+        ("128x128x128/w32x32/s3/g8", {"dtype": "e5m2"}, "512 threads with warp tiles 32x32; over 16 sums"),
+        ("128x128x128/w64x64/s3/g8", {"dtype": "int8"}, "warp tiles 64x64; over 64 sums a thread spill"),
         ("64x64x128/w32x32/s3/g8", {"dtype": "int8", "majors": "tt"}, "takes int8 K-major only; B is N-major: copy it"),
         ("64x64x128/w32x32/s3/g8", {"dtype": "int8", "k": 40}, "rows of int8 must begin at multiples of 16 bytes; A"),
         ("64x64x128/w32x32/s3/g8", {"dtype": "e4m3", "out_dtype": "e4m3"}, "round no value to a type of one byte"),

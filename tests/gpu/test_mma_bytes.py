@@ -17,6 +17,8 @@ BYTES = (
     "sm80/128x64x128/w32x32/s3/g8", "sm80/64x64x128/w32x32/s4/g8/k3", "sm80/32x128x128/w16x64/s3/g1",
     "sm80/64x32x128/w32x16/s4/g8",
 )  # fmt: skip
+BLOCKS = ("sm80/64x32x128/w32x16/s4/g8", "sm80/32x64x128/w16x32/s3/g8/k2", "sm80/64x64x128/w16x32/s3/g1")
+"""Those that take fp8 with scales of blocks on Hopper too."""
 INT8 = (*BYTES, "sm80/256x128x64/w64x64/s3/g8", "sm80/128x128x64/w64x64/s3/g8/k4", "sm80/64x64x64/w32x32/s5/g8")
 
 
@@ -40,7 +42,7 @@ def test_scaled_int8(config, seed):
     for shape in SHAPES:
         check(*shape, recipes=("rows", "tensor"), options={"bias": True, "activation": "silu"}, **given)
         if config in BYTES:
-            check(*shape, recipes=("blocks", "blocks128"), out_dtype=torch.float32, **given)
+            check(*shape, recipes=("blocks128", "blocks"), out_dtype=torch.float32, **given)
 
 
 @pytest.mark.parametrize("kinds", [("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2")])
@@ -50,9 +52,17 @@ def test_fp8(config, kinds, seed):
     given = {"seed": seed, "device": "cuda", "backend": "cute", "config": config, "a": kinds[0], "b": kinds[1]}
     for shape in SHAPES:
         check(*shape, recipes=("rows", "rows"), options={"bias": True, "alpha": -0.5}, **given)
-        check(*shape, recipes=("blocks", "blocks128"), out_dtype=torch.float32, **given)
         check(*shape, recipes=WHOLE, whole=True, out_dtype=torch.float32, **given)
         check(*shape, recipes=WHOLE, accumulate="fast", out_dtype=torch.float32, **given)
+
+
+@pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("blocks", "blocks"), ("rows", "blocks")])
+@pytest.mark.parametrize("config", BLOCKS)
+def test_scales_of_blocks(config, recipes, seed):
+    needs_fp8()
+    given = {"recipes": recipes, "seed": seed, "device": "cuda", "backend": "cute", "config": config, "b": "e5m2"}
+    for shape in SHAPES:
+        check(*shape, out_dtype=torch.float32, **given)
 
 
 @pytest.mark.parametrize("accumulate", ["promoted", "fast"])

@@ -49,7 +49,7 @@ class AmpereConfig(TileConfig):
             return f"stages is {self.stages}; accepted are 2 to 8"
         if self.wm * self.wn > 64 * 64:
             return f"warp tile {self.wm}x{self.wn}; accumulators and fragments over 64x64 spill"
-        if signature.promotion is not None and (refused := self._why_not_promoted(signature, arch)):
+        if itemsize == 1 and (refused := self._why_bytes_spill(signature, arch)):
             return refused
         k_major = signature.a_major == signature.b_major == "k"
         if itemsize == 4 and not k_major and self.wm * self.wn > 64 * 32:
@@ -62,21 +62,26 @@ class AmpereConfig(TileConfig):
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
         return None
 
-    def _why_not_promoted(self, signature: Signature, arch: Arch) -> str | None:
-        """None when the sums of a k tile fit into registers beside the accumulators, else why not.
+    def _why_bytes_spill(self, signature: Signature, arch: Arch) -> str | None:
+        """None when the sums of operands of one byte fit into registers, promoted ones twice; else why not.
 
         The limits are those up to which ptxas spilled nothing (tests/compile/test_mma_bytes.py).
         """
-        if self.bk != SCALE_K:
+        promoted = signature.promotion is not None
+        if promoted and self.bk != SCALE_K:
             return f"bk is {self.bk}; sums promoted every {SCALE_K} of K need a k tile of {SCALE_K}"
+        halves = signature.kind in FP8 and arch.capability[0] == 9  # which ptxas makes of them, see `mma`
+        most = 64 * 64 if self.bk == 64 and self.threads >= 128 else 64 * 32
+        scaled = bool(signature.epilogue.program.block_scales)
+        if halves or scaled or (promoted and self.threads == 32):
+            most = 16 * 32 if halves and scaled else 32 * 32
         if self.threads > 256:
-            return f"{self.threads} threads; promoted sums take at most 256, more leave too few registers a thread"
-        halves = signature.kind in FP8 and arch.capability[0] == 9
-        narrow = halves or self.threads == 32 or signature.epilogue.program.block_scales
-        most = 32 * 32 if narrow else 64 * 32
+            most = min(most // 2, 16 * 32 if promoted else 32 * 32)
         if self.wm * self.wn > most:
-            held = most // 32
-            return f"warp tile {self.wm}x{self.wn}; over {held} accumulators and as many sums of a k tile spill here"
+            what = "sums, promoted in as many more registers," if promoted else "sums"
+            return (
+                f"{self.threads} threads with warp tiles {self.wm}x{self.wn}; over {most // 32} {what} a thread spill"
+            )
         return None
 
     @classmethod

@@ -33,7 +33,12 @@ from cutegemm.problem.parts import Parts
 
 
 class Promotion:
-    """How partial sums become accumulators: added as they are. A class that scales them overrides these methods."""
+    """How partial sums become accumulators: added as they are. A class that scales them overrides these methods.
+
+    reads_stage: whether `fetch` reads the stage with plain loads. reads_pairs: whether `add` does.
+    """
+
+    reads_stage = reads_pairs = False
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         """Binds to a warpgroup's products, the kernel's arguments, the works of the CTA, its shared memory."""
@@ -41,11 +46,11 @@ class Promotion:
     def open(self, tile) -> None:
         """Before the first k tile of a work."""
 
-    def fetch(self, tile) -> None:
-        """When an interval's last WGMMA has been issued: what its promotion needs may be loaded while they run."""
+    def fetch(self, stage) -> Any:
+        """When an interval's last WGMMA has been issued, on that stage: loads what its promotion needs while they run."""
 
-    def add(self, accumulators, partial) -> None:
-        """Adds an interval's partial sums to the accumulators."""
+    def add(self, accumulators, partial, fetched) -> None:
+        """Adds an interval's partial sums to the accumulators; `fetched` is what `fetch` returned."""
         # One by one: as a vector, they would be vectors in the main loop too.
         for i in range(cute.size(accumulators)):
             accumulators[i] = accumulators[i] + partial[i]
@@ -87,11 +92,20 @@ class PromotedProducts(Products):
             if cutlass.const_expr(self.config.ping_pong):  # noqa: SIM102
                 if left <= 0:
                     self.turns.hand_over(self.group, self.lane)
-            self.promotion.fetch(tile)
+            fetched = self.promotion.fetch(before)
             warpgroup.wait_group(0)
-            self.ring.release(before, self.lane)
-            self.promotion.add(self.accumulators, self.target)
+            if cutlass.const_expr(not self.promotion.reads_pairs):
+                self._release(before)
+            self.promotion.add(self.accumulators, self.target, fetched)
+            if cutlass.const_expr(self.promotion.reads_pairs):
+                self._release(before)
         return stage, phase
+
+    def _release(self, stage) -> None:
+        """The last stage of an interval. A lane arrives for its warp, whose other lanes have read scales there."""
+        if self.promotion.reads_stage:
+            cute.arch.sync_warp()
+        self.ring.release(stage, self.lane)
 
 
 class PartProducts(PromotedProducts):

@@ -32,7 +32,7 @@ from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promoted import PartProducts, PromotedProducts, Promotion
+from cutegemm.cute.hopper.promoted import PartProducts, PromotedProducts, Promotion, TwinProducts
 from cutegemm.cute.hopper.promotion import SCALE_THREADS, interval, scale_counts
 from cutegemm.cute.hopper.work import Work
 from cutegemm.problem import Signature
@@ -231,4 +231,5 @@ def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns:
     if signature.parts is not None:
         return PartProducts(config, ring, turns, tiles, Promotion(), signature.parts)
     scaled = bool(signature.epilogue.program.block_scales)
-    return PromotedProducts(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())
+    made = TwinProducts if "twin" in config.options else PromotedProducts
+    return made(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())

@@ -129,6 +129,12 @@ OPTIONS = (
         "programmatic dependent launch: the next kernel of the stream may start before this one ends",
         footprint="pdl",
     ),
+    Option(
+        "twin",
+        "sums that are promoted have two sets of partial sums: a warpgroup multiplies the next k tile into one while it "
+        "promotes the other",
+        (Exclusion(("solo", "fat", "zero"), "twin is for promoted sums, which no lesson has"),),
+    ),
     Option("even", "all warps keep the same number of registers: no setmaxnreg", lesson=True),
     Option(
         "fat",

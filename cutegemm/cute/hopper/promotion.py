@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 MOST_ACCUMULATORS = {1: 112, 2: 112, 3: 64}
 """Most accumulators a thread, by consumer warpgroups; with more, ptxas spills (tests/compile/test_fp8.py)."""
+MOST_SCALED = {1: 112, 2: 104, 3: 64}
+"""The same with scales of blocks of K."""
 FEW_COPIES = 3
 """Scales of blocks of K that a thread copies for a k tile with the registers that large tiles leave it."""
 MOST_WITH_COPIES = 96
 """Most accumulators a thread, with two consumer warpgroups, where it copies more; it gets 16 registers more then."""
+MOST_TWIN = {1: 64, 2: 64, 3: 32}
+"""The same with option twin, which has a third set of registers."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
 SCALE_THREADS = 96
@@ -79,7 +83,9 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     """None when the configuration can promote as the signature asks, or need not; else why not."""
     if TYPES[signature.dtype].is_integer and config.in_arrival_order:
         return "arrival adds up fp32 numbers in the L2 cache; sums of int8 products are int32"
-    every = signature.promotion
+    every, twin = signature.promotion, "twin" in config.options
+    if twin and (every != config.bk or signature.parts is not None):
+        return f"twin is for sums that are promoted after every k tile; accepted are fp8 promoted sums and a bk of {SCALE_K}"
     if every is None:
         return None
     if every % config.bk:
@@ -93,8 +99,12 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     if lessons:
         return f"{lessons[0]} of the teaching ladder adds up all of K in the tensor cores; these sums are promoted"
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
+    if scales:
+        most = min(most, MOST_SCALED[config.consumers])
     if config.consumers == 2 and copies(config, signature) > FEW_COPIES:
         most = min(most, MOST_WITH_COPIES)
+    if twin:
+        most = min(most, MOST_TWIN[config.consumers])
     if config.accumulators > most:
         return f"{config.accumulators} accumulators a thread and as many partial sums; more than {most} spill"
     return None

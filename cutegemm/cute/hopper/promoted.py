@@ -167,6 +167,11 @@ class TwinProducts(PromotedProducts):
         fetched = self.promotion.fetch(stage)
         warpgroup.wait_group(in_flight)
         self._add(stage, self.twins[turn], fetched)
+        # The compiler would put off the additions beyond the next WGMMA into these registers, and copy them before.
+        for i in range(cute.size(self.accumulators)):
+            self.accumulators[i] = cute.arch.inline_ptx(
+                "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[self.accumulators[i]]
+            )
 
 
 class PartProducts(PromotedProducts):

@@ -26,7 +26,7 @@ FEW_COPIES = 3
 """Scales of blocks of K that a thread copies for a k tile with the registers that large tiles leave it."""
 MOST_WITH_COPIES = 96
 """Most accumulators a thread, with two consumer warpgroups, where it copies more; it gets 16 registers more then."""
-MOST_TWIN = {1: 64, 2: 64, 3: 32}
+MOST_TWIN = {1: 72, 2: 72, 3: 40}
 """The same with option twin, which has a third set of registers."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""

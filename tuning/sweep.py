@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cutegemm.problem import Problem
 
 RECIPES = ("tensor", "rows", "blocks")
+"""Of `problem.scales`, which imports torch."""
 NO_GPU = """\
 tuning.sweep times kernels on a GPU, and torch sees none here. Without one:
   --compile-only --arch sm_90a   compiles the candidates into the kernel store and lists them as they would be timed
@@ -54,8 +55,9 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--dtype", default="bf16", help=f"{', '.join(PRODUCTS)}, comma-separated (default bf16)")
     kind.add_argument("--majors", default="tn", help="tn (both K-major, the default), tt, nn, nt, comma-separated")
     kind.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of fp32")
-    kind.add_argument("--scaling", choices=RECIPES, help="of fp8 and int8: blocks measures products with scales of 1 x 128 "
-                      "and 128 x 128 elements, tensor and rows the plain product, whose winners those recipes take")  # fmt: skip
+    kind.add_argument("--scaling", choices=RECIPES, help="of fp8 and int8: blocks measures products with scales of "
+                      "1 x 128 elements of A and 128 x 128 of B; tensor and rows measure the plain product, whose "
+                      "winners these recipes take")  # fmt: skip
     kind.add_argument("--out-dtype", choices=DTYPES, help="of D; the operands' when left out")
     kind.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
     kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k"),
@@ -135,10 +137,9 @@ def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: su
         refused.append(f"--precision {options.precision}")
     if refused:
         raise ValueError(f"--scaling: got blocks with {refused[0]}; products are measured with scales of blocks alone")
-    epilogue = Epilogue(custom=scaling.of_blocks(dtype, options.out_dtype))
-    return Problem.of(
-        *shape, dtype, majors=majors, batch=options.batch, out_dtype=epilogue.program.outputs[0].dtype, epilogue=epilogue
-    )
+    out_dtype = options.out_dtype or "bf16"
+    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype))
+    return Problem.of(*shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,8 +28,8 @@ class Workload:
     """A problem with operands drawn from a seed, bound to a kernel.
 
     ``tensors`` are the operands as the kernel sees them, (batch, rows, columns): a, b, d, and c, bias, scale_a and
-    scale_b where the kernel reads them. ``operations`` are the launches that the kernel's own host code asks for on them, ``scratch``
-    their workspaces by name, and ``checks`` what the backend wants checked (None: everything).
+    scale_b where the kernel reads them. ``operations`` are the launches that the kernel's own host code asks for on
+    them, ``scratch`` their workspaces by name, and ``checks`` what the backend wants checked (None: everything).
     """
 
     problem: Problem

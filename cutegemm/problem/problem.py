@@ -367,15 +367,15 @@ class Problem:
         return replace(self, epilogue=Epilogue(), operands=(), outputs=())
 
     def without_terms(self) -> Problem:
-        """The product alone, with D as it is and the scales of blocks of K, which a kernel needs while it sums: the
-        problem whose measurements speak for this one too.
+        """The product alone, with D as it is and scales of blocks of K, which a kernel needs while it sums, as
+        quantization writes them: the problem whose measurements speak for this one too.
         """
         program = self.epilogue.custom
         if program is None or program.product is None:
             return self.without_program()
-        given = (each for each in program.inputs if not each.by_value)
-        scales = [matrix for each, matrix in zip(given, self.operands, strict=True) if each.scales]
-        return replace(self, epilogue=Epilogue(custom=program.product), operands=tuple(scales), outputs=())
+        epilogue = Epilogue(custom=program.product)
+        scales = block_scales(epilogue, self.m, self.n, self.k, self.batch)
+        return replace(self, epilogue=epilogue, operands=scales, outputs=())
 
     @property
     def sizes(self) -> str:

@@ -42,11 +42,11 @@ def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
     return simplified(builder.program((out._replace(node=new[out.node]) for out in program.outputs), program.gating))
 
 
-def of_blocks(dtype: str, out_dtype: str | None = None) -> Program:
+def of_blocks(dtype: str, out_dtype: str) -> Program:
     """The program of a product of operands in blocks, 1 x 128 of A and 128 x 128 of B, as `gemm` makes it.
 
     Args:
-        dtype: of A and B. out_dtype: of D, by default bf16.
+        dtype, out_dtype: names of the dtypes of A and B, and of D.
 
     Raises:
         ValueError: the dtype has no scales.
@@ -54,7 +54,7 @@ def of_blocks(dtype: str, out_dtype: str | None = None) -> Program:
     if dtype not in SCALED:
         raise ValueError(f"scaling: got operands of {dtype}; scales of blocks are for {', '.join(SCALED)}")
     plain = Builder(())
-    program = plain.program([Output(plain.add("acc"), out_dtype or "bf16")])
+    program = plain.program([Output(plain.add("acc"), out_dtype)])
     return scaled(program, *(Input("", "fp32", scales=scales) for scales in ("a1", "b128")))
 
 

@@ -51,7 +51,8 @@ def parse(text: str) -> Problem:
         raise ValueError(f"precision {precision!r} of {dtype}, accepted are {', '.join(PRODUCTS[dtype].units)}")
     if refused := why_mixture_refused(dtype, out_dtype=out_dtype, c=c_dtype, bias=bias_dtype):
         raise ValueError(refused)
-    epilogue = Epilogue(c_dtype, bias_dtype, bias_axis or "n", activation, program and _scales_alone(program, out_dtype))
+    scaled = _scales_alone(program, out_dtype) if program else None
+    epilogue = Epilogue(c_dtype, bias_dtype, bias_axis or "n", activation, scaled)
     if refused := epilogue.why_refused_for(dtype):
         raise ValueError(refused)
     a = _matrix(m, k, count_a, a_major == "k", _alignment("A", align_a, dtype))

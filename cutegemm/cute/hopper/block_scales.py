@@ -7,7 +7,7 @@ the scales of its k tile, and three warps of the producer's warpgroup copy them 
 ahead as the ring is deep. No warpgroup that multiplies waits for global memory:
 
     TMA warp       tiles of A and B  -> stage s     1 arrival at `full`, and the bytes of TMA
-    other warps    cp.async, 4 bytes -> stage s     1 arrival a thread, which the hardware makes when its copies have landed
+    other warps    cp.async, 4 bytes -> stage s     1 arrival a thread, made by the hardware when its copies have landed
     consumers      wait for `full`; WGMMA reads the tiles; the scales are read into registers while it runs
 
 The scales of the rows of a stage come first, then those of its columns: as many as the tile has rows (columns), or one
@@ -89,8 +89,8 @@ class Scales:
         given = signature.epilogue.program.block_scales
         rows, columns = scale_counts(config, signature)
         down, across = (given.get(name) for name in ("ba" if config.swapped else "ab"))
-        self.down = None if down is None else _Side(down, rows, 0)
-        self.across = None if across is None else _Side(across, columns, _rounded(rows))
+        self.down: Any = None if down is None else _Side(down, rows, 0)
+        self.across: Any = None if across is None else _Side(across, columns, _rounded(rows))
         self.stage = _rounded(rows) + _rounded(columns)
 
 
@@ -206,7 +206,6 @@ class BlockScales(Promotion):
 
     def _pair(self, first, j: int) -> Any:
         """The scales of this thread's two columns of fragment j."""
-        assert self.scales.across is not None
         begin = first + (self.scales.across.begin + 8 * j + 2 * (self.thread % 4))
         pair = cute.make_rmem_tensor(2, Float32)
         aligned = cute.make_ptr(Float32, begin.toint(), begin.memspace, assumed_align=8)

@@ -87,7 +87,7 @@ class HopperGemm(Gemm):
         self.turns = Turns()
         self.products = make_products(config, signature, self.ring, self.turns)
         scaled = bool(signature.epilogue.program.block_scales)
-        self.scales = ScaleProducer(config, signature, self.ring, self.work) if scaled else None
+        self.scales: Any = ScaleProducer(config, signature, self.ring, self.work) if scaled else None
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, signature, self.store)

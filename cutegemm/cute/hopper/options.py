@@ -131,8 +131,8 @@ OPTIONS = (
     ),
     Option(
         "twin",
-        "sums that are promoted have two sets of partial sums: a warpgroup multiplies the next k tile into one while it "
-        "promotes the other",
+        "sums of fp8 that are promoted after every k tile have two sets of partial sums: a warpgroup multiplies the "
+        "next k tile into one while it promotes the other",
         (Exclusion(("solo", "fat", "zero"), "twin is for promoted sums, which no lesson has"),),
     ),
     Option("even", "all warps keep the same number of registers: no setmaxnreg", lesson=True),

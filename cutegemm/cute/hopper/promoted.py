@@ -48,7 +48,7 @@ class Promotion:
         """Before the first k tile of a work."""
 
     def fetch(self, stage) -> Any:
-        """When an interval's last WGMMA has been issued, on that stage: loads what its promotion needs while they run."""
+        """When an interval's last WGMMA has been issued, on that stage: loads what its promotion needs."""
 
     def add(self, accumulators, partial, fetched) -> None:
         """Adds an interval's partial sums to the accumulators; `fetched` is what `fetch` returned."""

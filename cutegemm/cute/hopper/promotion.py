@@ -85,7 +85,7 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
         return "arrival adds up fp32 numbers in the L2 cache; sums of int8 products are int32"
     every, twin = signature.promotion, "twin" in config.options
     if twin and (every != config.bk or signature.parts is not None):
-        return f"twin is for sums that are promoted after every k tile; accepted are fp8 promoted sums and a bk of {SCALE_K}"
+        return f"twin is for sums promoted after every k tile; accepted are promoted sums of fp8 and a bk of {SCALE_K}"
     if every is None:
         return None
     if every % config.bk:

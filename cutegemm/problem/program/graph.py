@@ -170,8 +170,8 @@ class Program:
 
     @cached_property
     def product(self) -> Program | None:
-        """The program of the product alone: accumulators whose blocks of K have the same scales, as they are. None where
-        no block has.
+        """The program of the product alone: accumulators as they are, whose blocks of K have the same scales. None
+        where no block has any.
         """
         scales = [given for given in self.inputs if given.scales]
         if not scales:

@@ -133,7 +133,7 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
     measured, other = _by_the_model(problem, arch, tuned, found)
     if other >= PROGRAM_GAINS * measured:
         return tuned
-    measured_alone, other_alone = _by_the_model(problem.without_program(), arch, tuned, found)
+    measured_alone, other_alone = _by_the_model(problem.without_terms(), arch, tuned, found)
     return found if other * max(1.0, measured_alone / other_alone) < PROGRAM_GAINS * measured else tuned
 
 
@@ -165,7 +165,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     rows = _reader().lookup_both(problem, arch, known)
     names = "tuned winner", "tuned winner of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
-        rows = _reader().lookup_both(problem.without_program(), arch, known)
+        rows = _reader().lookup_both(problem.without_terms(), arch, known)
         names = OF_PLAIN, f"{OF_PLAIN} in the other 16-bit type"
     for relative, name in kin(problem) if rows == (None, None) else ():
         if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):

@@ -475,14 +475,14 @@ class HopperConfig(LaunchedConfig):
         for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3", "pp")):
             deepest = min(8, (RING_BYTES - 2 * bn) // ((bm + bn) * bk * itemsize))
             rings = sorted({deepest, deepest - 1, deepest // 2}, reverse=True)
-            for trial, sets in option_table.trials(option_table.TRIALS, bm, bn):
+            for trial, sets in option_table.trials(option_table.whole_trials(itemsize), bm, bn):
                 for cluster, stages, options, order in product(
                     CLUSTERS[: trial.clusters], rings[: trial.rings], sets, trial.orders
                 ):
                     yield cls(bm, bn, bk, schedule, cluster, stages, order, options)
             if schedule != "pp":
                 whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
-                sets = option_table.part_sets(bm, bn)
+                sets = option_table.part_sets(bm, bn, itemsize)
                 for stages, (cm, cn, ck), options in product((whole, whole // 2), K_CLUSTERS, sets):
                     yield cls(bm, bn, bk, schedule, (cm, cn), stages, "row", options, 1, ck)
 
@@ -496,7 +496,7 @@ class HopperConfig(LaunchedConfig):
         clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)
         for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3")):
             whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
-            for (cm, cn, ck), options in product(clusters, option_table.part_sets(bm, bn)):
+            for (cm, cn, ck), options in product(clusters, option_table.part_sets(bm, bn, itemsize)):
                 one = cls(bm, bn, bk, schedule, (cm, cn), whole, "row", options, 1, ck)
                 fill = resident_clusters(arch, one.cluster_ctas) // max(one.works(problem), 1)
                 numbers = {fill, 2 * fill, *(SPLITS if cm * cn <= 2 and ck == 1 else ())}

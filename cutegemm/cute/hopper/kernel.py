@@ -37,7 +37,7 @@ import cutlass.cute as cute
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.hopper import grouping
-from cutegemm.cute.hopper.block_scales import make_products
+from cutegemm.cute.hopper.block_scales import ScaleProducer, make_products
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.constant import uses_constant
 from cutegemm.cute.hopper.consumer import Consumer
@@ -86,6 +86,8 @@ class HopperGemm(Gemm):
         self.ring = Ring(config, signature)
         self.turns = Turns()
         self.products = make_products(config, signature, self.ring, self.turns)
+        scaled = bool(signature.epilogue.program.block_scales)
+        self.scales: Any = ScaleProducer(config, signature, self.ring, self.work) if scaled else None
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, signature, self.store)
@@ -205,6 +207,9 @@ class HopperGemm(Gemm):
                     GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
                 elif position.warp == config.consumers * 4:
                     self._producer(position).run()
+                elif cutlass.const_expr(self.scales is not None):
+                    self.scales.start(args, memory, position)
+                    self.scales.run()
             else:
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_increase(self.registers[1])

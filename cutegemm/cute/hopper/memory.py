@@ -5,7 +5,7 @@
     barriers    two mbarriers a stage (`pipeline.Ring`), then the two of ping-pong (`pipeline.Turns`)
     answers     an int32 a consumer warpgroup: what one of its threads has read of the workspace, for the other 127
     meeting     mbarriers of a sum within a cluster (`cluster_sum`)
-    scales      of the columns of a tile, for a block of K (`block_scales`)
+    scales      of blocks of K, for each stage of the ring (`block_scales`)
 
 `HopperConfig.smem_bytes` adds up the same sizes.
 """

@@ -234,7 +234,7 @@ class HopperConfig(LaunchedConfig):
         if reductions:
             both_ways = len({reduce.split("_")[0] for _, reduce in reductions}) == 2
             most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)
-            if matrices:
+            if left:
                 most = min(most, 160 if staged else 0)
         if signature.epilogue.program.uses("random"):
             most = min(most, 64 if matrices else 96)  # ten rounds of multiplications for each element

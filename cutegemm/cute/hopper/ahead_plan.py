@@ -69,7 +69,7 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     the ring must be deeper than what a tile's operands take: see `pipeline.Turns`.
     """
     size = ITEMSIZE[signature.out_dtype]
-    lessons = config.solo or not {"fat", "late"}.isdisjoint(config.options)
+    lessons = config.solo or "fat" in config.options or "late" in config.options
     if config.parts > 1 or config.stream_k or lessons or signature.work != DENSE or size not in (2, 4):
         return None
     aligns = {"c": signature.align_c, **signature.epilogue.matrices}

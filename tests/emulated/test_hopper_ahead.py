@@ -112,7 +112,8 @@ def test_the_plan_holds_every_unit_once(config):
     chosen = backend.get("cute").parse(f"sm90/{config}")
     text = TWO.replace("L, ", "").replace("fp16", "bf16")
     made = ring_plan(chosen, problem(text).signature)
-    assert made is not None and chosen.through_ring(problem(text).signature) == made
+    assert made is not None
+    assert chosen.through_ring(problem(text).signature) == made
     units = [unit for stage in range(made.stages) for unit in made.of_stage(stage)]
     assert units == list(range(made.units))
     assert all(0 < len(made.of_stage(stage)) <= made.in_a + made.in_b for stage in range(made.stages))

@@ -133,8 +133,8 @@ class Ahead:
             matrix = Int32(0)
             if given.batched:
                 matrix = source_matrix(region.matrix, getattr(self.args, f"{given.name}_batch"))
-            place = self.store.place_of(step, region)
-            cute.copy(atom, source[(*place, matrix)], shared[None, first + sharer, stage], tma_bar_ptr=barrier)
+            place = *self.store.place_of(step, region), matrix
+            cute.copy(atom, source[place], shared[None, first + sharer, stage], tma_bar_ptr=barrier)
 
     # -- consumer ---------------------------------------------------------------------------------------------------
     def open(self, stage, done) -> None:

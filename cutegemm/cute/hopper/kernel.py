@@ -89,7 +89,7 @@ class HopperGemm(Gemm):
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, signature, self.store)
-        self.ahead = self.store.ahead if config.through_ring(signature) is not None else None
+        self.ahead: Any = self.store.ahead if config.through_ring(signature) is not None else None
         # Which operands no running kernel writes, where the kernel makes use of it.
         self.constant = is_constant(config, signature) if uses_constant(config, signature) else (False, False)
 

@@ -101,7 +101,7 @@ class TmaEpilogue:
         self.reductions = make_reductions(config, signature)
         self.staged = next((each for each in self.matrices.values() if each.staged), None)
         plan = config.through_ring(signature)
-        self.ahead = None if plan is None else Ahead(config, signature, plan, self)
+        self.ahead: Any = None if plan is None else Ahead(config, signature, plan, self)
 
     def box(self) -> tuple[int, int]:
         """(rows, columns) of D in one staging buffer."""

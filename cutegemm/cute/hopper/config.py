@@ -26,7 +26,7 @@ from itertools import product
 from typing import ClassVar
 
 from cutegemm.cute import tile_order
-from cutegemm.cute.hopper import grouping, operand_parts, part_candidates, promotion, work_count
+from cutegemm.cute.hopper import ahead_plan, grouping, operand_parts, part_candidates, promotion, work_count
 from cutegemm.cute.hopper import options as option_table
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
@@ -227,13 +227,14 @@ class HopperConfig(LaunchedConfig):
         """
         matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
-        staged = len(matrices) == 1 and self.staged_matrix(signature) is not None
+        left = len(matrices) - len(self._ahead(signature))
+        staged = left == 0 or (left == 1 and self.staged_matrix(signature) is not None)
         most = 208 if not matrices else 192 if staged else 160
         most = min(most, 176) if matrices and signature.work != DENSE else most  # a warp keeps the ends of groups
         if reductions:
             both_ways = len({reduce.split("_")[0] for _, reduce in reductions}) == 2
             most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)
-            if matrices:
+            if left:
                 most = min(most, 160 if staged else 0)
         if signature.epilogue.program.uses("random"):
             most = min(most, 64 if matrices else 96)  # ten rounds of multiplications for each element
@@ -263,11 +264,23 @@ class HopperConfig(LaunchedConfig):
         """Whether a vector operand lies along the columns of the accumulators."""
         return given.n != self.swapped
 
+    def _ahead(self, signature: Signature) -> tuple[Input, ...]:
+        """The matrix operands that travel through the ring where results are stored by TMA."""
+        plan = ahead_plan.plan(self, signature)
+        return () if plan is None else plan.operands
+
+    def through_ring(self, signature: Signature) -> ahead_plan.Plan | None:
+        """How matrix operands of the epilogue travel through the ring; None where none does."""
+        return ahead_plan.plan(self, signature) if self.uses_tma_store(signature) else None
+
     def staged_matrix(self, signature: Signature) -> str | None:
-        """The name of the matrix operand that comes through the staging buffers of D, where both are of 16 bits."""
+        """The name of the matrix operand that comes through the staging buffers of D, where both are of 16 bits and it
+        does not travel through the ring.
+        """
         if ITEMSIZE[signature.out_dtype] != 2:
             return None
-        return next((each.name for each in self.matrices(signature) if ITEMSIZE.get(each.dtype) == 2), None)
+        left = (each for each in self.matrices(signature) if each not in self._ahead(signature))
+        return next((each.name for each in left if ITEMSIZE.get(each.dtype) == 2), None)
 
     def loads_ahead(self, signature: Signature) -> bool:
         """Whether registers allow to load a matrix operand before it is needed: it must be the only one, and no result

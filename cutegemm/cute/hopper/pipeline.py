@@ -90,6 +90,12 @@ class Ring:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.stage_bytes)
         return self.full + stage
 
+    def occupy(self, stage: Int32, phase: Int32) -> None:
+        """Producer warp: waits until the stage is empty, and completes its full barrier, which nobody waits for."""
+        cute.arch.mbarrier_wait(self.empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full + stage)
+
     @cute.jit
     def drain(self, stage: Int32, phase: Int32):
         """Producer warp, after its last stage: waits until all consumers of the cluster have released every stage."""

@@ -86,7 +86,7 @@ class Signature:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
         return PRODUCTS[self.dtype].units[self.precision]
 
-    @property
+    @cached_property
     def parts(self) -> Parts | None:
         """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
         return PARTS.get(self.kind)

@@ -375,7 +375,8 @@ class Model:
         moved: float = a + b + d + elements * self._read
         if b > self._l2 and m > self._group_rows:
             moved += b * (m / self._group_rows - 1) * self._rereads
-        held = (b if rows > 1 else 0) + (a if columns > 1 else 0)
+        held = b * (1 if rows >= 2 else rows - 1 if rows > 1 else 0)
+        held += a * (1 if columns >= 2 else columns - 1 if columns > 1 else 0)
         if splits > 1:
             held += 8 * splits * m * n * batch  # the parts, fp32, written and read
         memory = moved + self._again * held + d * self._writes

@@ -90,20 +90,18 @@ class Source:
 
 
 class ScaleSource:
-    """Scales of blocks of K along the rows or the columns of the accumulators; `given` is None where there are none.
+    """Scales of blocks of K, of A or of B.
 
-    each: whether every row (column) has its own, else 128 share one.
+    each: whether every row of A (column of B) has its own, else 128 share one.
     """
 
-    def __init__(self, given: Input | None) -> None:
+    def __init__(self, given: Input) -> None:
         self.given = given
-        self.is_a = given is not None and given.scales.startswith("a")
-        self.each = given is not None and given.scales.endswith("1")
+        self.is_a = given.scales.startswith("a")
+        self.each = int(given.scales[1:]) == 1
 
     def start(self, args) -> None:
         """Binds to a launch's arguments by name."""
-        if self.given is None:
-            return
         name = self.given.name
         self.base = getattr(args, name)
         strides = [getattr(args, f"{name}_{axis}") for axis in ("row", "col")]
@@ -112,15 +110,6 @@ class ScaleSource:
         self.extent = args.m if self.is_a else args.n
         if not self.each:
             self.extent = cute.ceil_div(self.extent, SCALE_K)
-
-    def offset(self, place, matrix):
-        """Elements to the scale of row (column) or block of 128 number `place`, of the first 128 of K."""
-        return Int64(cutlass.min(place, self.extent - 1)) * self.along + Int64(matrix) * self.of_matrix
-
-    def load(self, offsets, target, k_block) -> None:
-        """The scales of a block of K into registers."""
-        for i in range(cute.size(target)):
-            target[i] = element(self.base, offsets[i] + Int64(k_block) * self.along_k)
 
 
 class Target:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int64
 
 from cutegemm.cute.ampere.config import AmpereConfig
-from cutegemm.cute.source import ScaleSource
+from cutegemm.cute.source import ScaleSource, element
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import SCALE_K
 
@@ -43,9 +44,7 @@ class BlockScales(Promotion):
     """Multiplies a k tile's sums by the scales of its blocks, and adds them."""
 
     def __init__(self, config: AmpereConfig, signature: Signature) -> None:
-        scales = signature.epilogue.program.block_scales
-        self.config = config
-        self.sides = ScaleSource(scales.get("a")), ScaleSource(scales.get("b"))
+        self.config, self.scales = config, signature.epilogue.program.block_scales
 
     def start(self, gemm: Any, warp_m, warp_n, lane) -> None:
         config, args = self.config, gemm.args
@@ -55,21 +54,27 @@ class BlockScales(Promotion):
         rows = [row + lane // 4 + 8 * i for i in range(config.wm // 8)]
         columns = [column + lane % 4 * 2 + 8 * (j // 2) + j % 2 for j in range(config.wn // 4)]
         self.first = gemm.first_k_tile()
-        self.offsets, self.numbers = [], []
-        for side, places, first in zip(self.sides, (rows, columns), (row, column), strict=True):
-            side.start(args)
-            own = [] if side.given is None else places if side.each else [first // SCALE_K]
-            self.offsets.append([side.offset(place, matrix) for place in own])
-            self.numbers.append(cute.make_rmem_tensor(max(len(own), 1), Float32))
-            self.numbers[-1].fill(1.0)
+        self.sides = [self._side(*one, args, matrix) for one in (("a", rows, row), ("b", columns, column))]
+
+    def _side(self, name: str, places, first, args, matrix) -> tuple[Any, Any, Any]:
+        """(pointers to a thread's scales of the first block of K, elements to the next block, the current numbers)"""
+        if name not in self.scales:
+            ones = cute.make_rmem_tensor(1, Float32)
+            ones.fill(1.0)
+            return (), None, ones
+        side = ScaleSource(self.scales[name])
+        side.start(args)
+        places = [cutlass.min(place, side.extent - 1) for place in (places if side.each else [first // SCALE_K])]
+        own = [side.base + (Int64(place) * side.along + Int64(matrix) * side.of_matrix) for place in places]
+        return own, side.along_k, cute.make_rmem_tensor(len(own), Float32)
 
     def fetch(self, k_tile) -> None:
-        for side, offsets, numbers in zip(self.sides, self.offsets, self.numbers, strict=True):
-            if offsets:
-                side.load(offsets, numbers, self.first + k_tile)
+        for pointers, along_k, numbers in self.sides:
+            for i, pointer in enumerate(pointers):
+                numbers[i] = element(pointer, Int64(self.first + k_tile) * along_k)
 
     def add(self, accumulators, sums) -> None:
-        rows, columns = self.numbers
+        rows, columns = (numbers for *_, numbers in self.sides)
         for c in range(2):
             for r in range(2):
                 for i in range(self.config.wm // 16):

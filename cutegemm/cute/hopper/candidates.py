@@ -123,5 +123,5 @@ def _may_split(text: str, signature: Signature | None) -> bool:
     if signature is not None and signature.parts is not None:
         return part_candidates.may_split(text)
     if signature is not None and ITEMSIZE[signature.dtype] == 1:
-        return text in byte_candidates.SPLIT
+        return byte_candidates.may_split(text)
     return text in _SPLIT_TF32 or shortlists.may_split(text)

@@ -23,10 +23,12 @@ class Consumer:
     """
 
     def __init__(
-        self, config: HopperConfig, group: Any, work: Work, turns: Turns, products: Products, sums: Sums
+        self, config: HopperConfig, group: Any, work: Work, turns: Turns, products: Products, sums: Sums, ahead: Any
     ) -> None:
         self.config, self.group, self.work = config, group, work
-        self.turns, self.products, self.sums = turns, products, sums
+        self.turns, self.products, self.sums, self.ahead = turns, products, sums, ahead
+        # Stages of the ring that hold operands of the epilogue, behind the k tiles of each tile.
+        self.more = 0 if ahead is None else ahead.stages
 
     @cute.jit
     def run(self):
@@ -34,14 +36,21 @@ class Consumer:
         config = self.config
         stage, phase, done = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(config.ping_pong):
-            stage, phase = skip(stage, phase, self.work.k_tiles_before(self.group), config.stages)
+            before = self.work.k_tiles_before(self.group)
+            if cutlass.const_expr(self.more > 0):
+                before = before + self.group * self.more
+            stage, phase = skip(stage, phase, before, config.stages)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(self.group, done)
             stage, phase = self._multiply(stage, phase, tile)
+            if cutlass.const_expr(self.more > 0):
+                self.ahead.open(stage, done)
+                stage, phase = skip(stage, phase, Int32(self.more), config.stages)
             if cutlass.const_expr(config.ping_pong):
-                stage, phase = skip(stage, phase, self.work.k_tiles_after(tile), config.stages)
+                stage, phase = skip(stage, phase, self.work.k_tiles_after(tile) + self.more, config.stages)
+            if cutlass.const_expr(config.ping_pong or self.more > 0):
                 done = done + 1
             self.sums.finish(self.products.accumulators, tile, self.work)
         self.sums.end()

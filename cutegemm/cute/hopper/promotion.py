@@ -24,6 +24,9 @@ MOST_SCALED = {1: 80, 2: 96, 3: 64}
 """The same with scales of blocks of K."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
+MOST_COMPENSATED = 32
+"""Most accumulators a thread of sums of parts that keep what promotions round off, in as many registers again. Tiles of
+more are for results that fill the GPU, where each promotion's time counts; there SGEMM does not split K either."""
 CONSUMER_REGISTERS = (24, 240)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups."""
 
@@ -38,6 +41,11 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
     if signature.promotion and config.consumers == 2 and config.registers is not None:
         return CONSUMER_REGISTERS
     return config.registers
+
+
+def compensates(config: HopperConfig, signature: Signature) -> bool:
+    """Whether what promotions round off is kept and added at the end (`promoted.CompensatedPromotion`)."""
+    return signature.parts is not None and config.accumulators <= MOST_COMPENSATED
 
 
 def column_blocks(config: HopperConfig) -> int:

@@ -29,7 +29,7 @@ from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promoted import CompensatedPromotion, PartProducts, PromotedProducts, Promotion
+from cutegemm.cute.hopper.promoted import CompensatedProducts, PartProducts, PromotedProducts, Promotion
 from cutegemm.cute.hopper.promotion import column_blocks, compensates, interval, shared_columns
 from cutegemm.cute.source import element
 from cutegemm.problem import Signature
@@ -209,7 +209,7 @@ def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns:
     if not tiles:
         return Products(config, ring, turns)
     if signature.parts is not None:
-        promotion = CompensatedPromotion() if compensates(config, signature) else Promotion()
-        return PartProducts(config, ring, turns, tiles, promotion, signature.parts)
+        kind = CompensatedProducts if compensates(config, signature) else PartProducts
+        return kind(config, ring, turns, tiles, Promotion(), signature.parts)
     scaled = bool(signature.epilogue.program.block_scales)
     return PromotedProducts(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())

@@ -25,8 +25,8 @@ MOST_SCALED = {1: 80, 2: 96, 3: 64}
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
 MOST_COMPENSATED = 32
-"""Most accumulators a thread of sums of parts that keep what promotions round off, in as many registers again. Tiles of
-more are for results that fill the GPU, where each promotion's time counts; there SGEMM does not split K either."""
+"""Most accumulators a thread of sums of parts that are compensated, in twice as many registers as other promoted sums.
+Tiles of more are for results that fill the GPU, where the time of promotions counts."""
 CONSUMER_REGISTERS = (24, 240)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups."""
 
@@ -44,7 +44,7 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
 
 
 def compensates(config: HopperConfig, signature: Signature) -> bool:
-    """Whether what promotions round off is kept and added at the end (`promoted.CompensatedPromotion`)."""
+    """Whether what promotions round off is kept and added at the end (`promoted.CompensatedProducts`)."""
     return signature.parts is not None and config.accumulators <= MOST_COMPENSATED
 
 

@@ -47,7 +47,7 @@ _TF32 = (
     "sm90/64x16x32/coop1/c1x1/s8/serp8/swap/pdl",
     "sm90/128x16x32/coop1/c1x1/s5/serp8/swap/pdl",
 )
-_SPLIT = ("/128x64x32/coop2/", "/64x64x32/", "/64x32x32/", "/64x16x32/")
+_SPLIT = ("/128x128x32/coop2/c1x1/", "/128x64x32/coop2/", "/64x64x32/", "/64x32x32/", "/64x16x32/")
 """In the texts of those that may also have K split."""
 _DEPTH = 32
 """Elements of K of a stage: a promotion follows every one."""

@@ -134,8 +134,8 @@ class CompensatedProducts(PartProducts):
     end: with s = fl(a + p) it is p - (s - a), exactly where |a| >= |p| (Dekker 1971), and elsewhere up to one rounding
     of p. So however long K is, promotions err as two or three additions do, and a sum without roundings stays exact.
 
-    While one set of partial sums is promoted, WGMMA writes the other: of the next k tile the products of `target` run
-    during the promotion of `late`.
+    The few products of `late` are multiplied first: their promotion takes place while the others run. Nothing is under
+    way at the end of a k tile: else ptxas waits after every WGMMA.
     """
 
     def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
@@ -146,29 +146,22 @@ class CompensatedProducts(PartProducts):
     def add_up(self, stage, phase, tile):
         """As `Products.add_up`; a promotion for each half of a k tile."""
         self.clear()
-        for registers in (self.late, self.lost):
-            registers.fill(0.0)
+        self.lost.fill(0.0)
         half = cute.size(self.fragment_a, mode=[2]) // 2
-        before = stage
-        for number in cutlass.range(tile.k_tiles, unroll=1):
+        for left in cutlass.range(tile.k_tiles, 0, -1, unroll=1):
             self.ring.wait(stage, phase)
             warpgroup.fence()
-            self._issue(stage, self._products()[:-half], self.target, True)
-            warpgroup.wait_group(1)
-            if number > 0:
-                self.ring.release(before, self.lane)
-            self._promote(self.late)
-            warpgroup.fence()
             self._issue(stage, self._products()[-half:], self.late, True)
+            self._issue(stage, self._products()[:-half], self.target, True)
+            if cutlass.const_expr(self.config.ping_pong):  # noqa: SIM102
+                if left == 1:
+                    self.turns.hand_over(self.group, self.lane)
             warpgroup.wait_group(1)
+            self._promote(self.late)
+            warpgroup.wait_group(0)
+            self.ring.release(stage, self.lane)
             self._promote(self.target)
-            before = stage
             stage, phase = advance(stage, phase, self.ring.stages)
-        if cutlass.const_expr(self.config.ping_pong):
-            self.turns.hand_over(self.group, self.lane)
-        warpgroup.wait_group(0)
-        self.ring.release(before, self.lane)
-        self._promote(self.late)
         self._close()
         return stage, phase
 

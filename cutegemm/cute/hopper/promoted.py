@@ -175,4 +175,4 @@ class CompensatedProducts(PartProducts):
         for i in range(cute.size(self.lost)):
             total = self.accumulators[i] + self.lost[i]
             # Behind an infinity what was lost is no number; the sum is right without it.
-            self.accumulators[i] = Float32(cutlass.select_(total == total, total, self.accumulators[i]))  # noqa: PLR0124
+            self.accumulators[i] = Float32(cutlass.select_(total == total, total, self.accumulators[i]))

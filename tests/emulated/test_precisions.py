@@ -47,6 +47,8 @@ def computed(a: torch.Tensor, b: torch.Tensor, precision: str, config: str = SMA
         ("tf32x3", "64x64x32/coop1/c1x1/s3/g2/k3", {"majors": "nn", "pad": 2, "activation": "silu"}),
         ("tf32x3", "64x96x32/pp/c1x1/s3/g2", {"majors": "nt", "alpha": -0.5}),
         ("bf16x6", "64x64x32/coop1/c1x1x2/s3/g2", {"majors": "nt", "batch": 2, "pad": 4}),
+        ("bf16x6", "64x64x32/pp/c1x1/s3/g2", {"majors": "tn", "c": True, "beta": 0.5}),
+        ("tf32x3", "128x64x32/coop2/c1x1/s3/g2/streamk", {"majors": "tt", "bias": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

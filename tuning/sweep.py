@@ -1,6 +1,7 @@
 """Finds the fastest configuration of a shape and keeps it, for `gemm` to use: `python -m tuning.sweep --help`.
 
     python -m tuning.sweep --shapes 4096x4096x4096,16x28672x4096 --dtype bf16
+    python -m tuning.sweep --shapes 64x4096x7168 --dtype e4m3 --scaling blocks
     python -m tuning.sweep --suite llm --dtype bf16,fp16 --gpus all --resume --json sweep.json
     torchrun --nproc-per-node 8 -m tuning.sweep --suite llm                   on several hosts too: see docs/tuning.md
     python -m tuning.sweep --shapes 4096 --compile-only --arch sm_90a         without a GPU: fills the kernel store
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
 
+RECIPES = ("tensor", "rows", "blocks")
+"""Of `problem.scales`, which imports torch."""
 NO_GPU = """\
 tuning.sweep times kernels on a GPU, and torch sees none here. Without one:
   --compile-only --arch sm_90a   compiles the candidates into the kernel store and lists them as they would be timed
@@ -52,6 +55,9 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--dtype", default="bf16", help=f"{', '.join(PRODUCTS)}, comma-separated (default bf16)")
     kind.add_argument("--majors", default="tn", help="tn (both K-major, the default), tt, nn, nt, comma-separated")
     kind.add_argument("--precision", default="ieee", choices=PRECISIONS, help="of fp32")
+    kind.add_argument("--scaling", choices=RECIPES, help="of fp8 and int8: blocks measures products with scales of "
+                      "1 x 128 elements of A and 128 x 128 of B; tensor and rows measure the plain product, whose "
+                      "winners these recipes take")  # fmt: skip
     kind.add_argument("--out-dtype", choices=DTYPES, help="of D; the operands' when left out")
     kind.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
     kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k"),
@@ -108,6 +114,8 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     dtypes = options.dtype.split(",")
     epilogue = Epilogue(options.c, options.bias, "n", options.activation)
     kinds = itertools.product(dtypes, options.majors.split(","), shapes)
+    if options.scaling == "blocks":
+        return [_with_scales(options, dtype, majors, shape) for dtype, majors, shape in kinds]
     return [
         Problem.of(
             m, n, k, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
@@ -115,6 +123,23 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         )
         for dtype, majors, (m, n, k) in kinds
     ]  # fmt: skip
+
+
+def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: suites.Shape) -> Problem:
+    """The product of operands in blocks of K. Raises ValueError naming what goes not together."""
+    from cutegemm.problem import Problem, scaling
+
+    given = {"--c": options.c, "--bias": options.bias, "--activation": options.activation}
+    refused = [name for name, value in given.items() if value]
+    if options.work != "dense":
+        refused.append(f"--work {options.work}")
+    if options.precision != "ieee":
+        refused.append(f"--precision {options.precision}")
+    if refused:
+        raise ValueError(f"--scaling: got blocks with {refused[0]}; products are measured with scales of blocks alone")
+    out_dtype = options.out_dtype or "bf16"
+    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype))
+    return Problem.of(*shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from cutegemm.choice import cost_model
-from cutegemm.choice.cost_model import FIELDS, Model, launch_seconds, tiles_seconds
+from cutegemm.choice.cost_model import FIELDS, Model, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
 TRANSLATED: tuple[Callable[..., Any], ...] = (
-    tiles_seconds, launch_seconds, Model.straddling, Model.bound, Model.values
+    tiles_seconds, launch_seconds, tiles_along, Model.straddling, Model.bound, Model.values
 )  # fmt: skip
 MOST = 1024
 """Candidates that the library compares at most; a shortlist has some dozens."""

@@ -21,6 +21,7 @@ What the terms count:
               hidden by nothing, and the kernel ends only when its stores have drained
     outside   rows of a tile outside the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
               bytes a clock, over all SMs of an H200 where it was measured)
+    groups    whose sizes lie on the device have half a tile more than their share of rows or columns
     lines     rows of A or B that do not begin on a line of 128 bytes: each 128-byte row of a load touches two lines
               (up to 1.6 times as long where loads bound the time: 7712x15616x168 against x192 on an H200, 128x128
               tiles)
@@ -58,6 +59,8 @@ from cutegemm.choice.cost_rates import Rates, rates
 from cutegemm.hardware.arch import LINE, SECTOR
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.work import SKEW, SMALL_SHARE
+from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
@@ -70,6 +73,8 @@ L2_FILLED = 0.6
 """Share of the L2 up to which B still lies there when the tile order comes back to it."""
 ZIG_REREADS = 0.5
 """Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
+LARGE_GROUP = SKEW * SMALL_SHARE
+"""From so many rows (or columns) a group on, its last tile is taken to be half full."""
 COUNTED_HEAT = 0.5
 """`Model.bound` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
 
@@ -162,14 +167,27 @@ def launch_seconds(
     return time
 
 
+def tiles_along(extent: int, tile: int, ragged: bool) -> float:
+    """Tiles along rows or columns; of a large group whose end lies on the device, half a tile more than its share. A
+    tile larger than the share holds some groups and not others, by how skewed they are: half of what that adds counts.
+    """
+    if ragged and extent >= LARGE_GROUP:
+        found = extent / tile + 0.5
+        if tile > extent:
+            found = 0.5 + 0.5 * found if found > 1 else 1.0
+        return found
+    return -(-extent // tile)
+
+
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd",
     "_early", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize",
     "_l2", "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
     "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
-    "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_read", "_rereads", "_rest",
-    "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums",
-    "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes", "_written",
+    "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
+    "_rereads", "_rest", "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages",
+    "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes",
+    "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -194,6 +212,8 @@ class Model:
         self._itemsize, self._overlap, self._within = size, r.overlap, r.within
         self._out_size, self._read, self._written = ITEMSIZE[signature.out_dtype], read, out
         self._tile_m, self._tile_n = rows_a, rows_b = f.cluster_tile
+        ragged = WORKS[signature.work].ragged
+        self._ragged_m, self._ragged_n = ragged == "m", ragged == "n"
         self._bk, self._splits = f.bk, f.splits
         self._places = clusters(arch, ctas)
         self._parts = f.splits * f.parts
@@ -280,8 +300,22 @@ class Model:
 
     def terms(self, m: int, n: int, k: int, batch: int = 1) -> Terms:
         """The same, and what it is made of."""
-        values = self.values(m, n, k, batch)
-        return Terms._make((*values, self._multiply, self._smem, self._epilogue, self._last))
+        *values, rounds, steps, step, port, load, waits = self.values(m, n, k, batch)
+        return Terms._make(
+            (
+                *values,
+                int(rounds),
+                steps,
+                step,
+                port,
+                load,
+                waits,
+                self._multiply,
+                self._smem,
+                self._epilogue,
+                self._last,
+            )
+        )
 
     def straddling(self, m: int, n: int, k: int) -> float:
         """The share of A's rows or of B's, the lesser, that begin within a line; the same for all of a signature."""
@@ -291,7 +325,7 @@ class Model:
     def values(self, m: int, n: int, k: int, batch: int) -> tuple[Any, ...]:
         """The first fields of `Terms`, in a plain tuple: a choice reads `seconds` alone and would pay for the names."""
         splits, places, within = self._splits, self._places, self._within
-        rows, columns = -(-m // self._tile_m), -(-n // self._tile_n)
+        rows, columns = tiles_along(m, self._tile_m, self._ragged_m), tiles_along(n, self._tile_n, self._ragged_n)
         tiles = rows * columns * batch
         all_steps = -(-k // self._bk) if k else 1
         steps = -(-all_steps // self._parts)
@@ -341,7 +375,8 @@ class Model:
         moved: float = a + b + d + elements * self._read
         if b > self._l2 and m > self._group_rows:
             moved += b * (m / self._group_rows - 1) * self._rereads
-        held = (b if m > self._tile_m else 0) + (a if n > self._tile_n else 0)
+        held = b * (1 if rows >= 2 else rows - 1 if rows > 1 else 0)
+        held += a * (1 if columns >= 2 else columns - 1 if columns > 1 else 0)
         if splits > 1:
             held += 8 * splits * m * n * batch  # the parts, fp32, written and read
         memory = moved + self._again * held + d * self._writes
@@ -373,7 +408,7 @@ class Model:
         if not m * n * batch:
             return self._fixed - self._early  # what every launch costs
         places, tile_m, tile_n = self._places, self._tile_m, self._tile_n
-        rows, columns = -(-m // tile_m), -(-n // tile_n)
+        rows, columns = tiles_along(m, tile_m, self._ragged_m), tiles_along(n, tile_n, self._ragged_n)
         tiles = rows * columns * batch
         all_steps = -(-k // self._bk) if k else 1
         steps = -(-all_steps // self._parts)

@@ -23,6 +23,8 @@ from cutegemm.problem.preparation import Preparation
 from cutegemm.run.environment import variable
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
+ASKED_FOR = "asked for"
+"""Why a configuration or a backend that a call names runs."""
 OF_PLAIN = "tuned winner of the plain product"
 """Why a program runs a configuration that was measured without it."""
 PROGRAM_GAINS = 0.98
@@ -102,7 +104,7 @@ def choose(
         if isinstance(asked, backends.OnTensors):
             if config is not None:
                 asked.read(config)  # which refuses it
-            return _on_tensors(asked, problem, "asked for")
+            return _on_tensors(asked, problem, ASKED_FOR)
         if arch is None:
             raise UnsupportedError(f"backend {backend!r} needs a GPU or an emulated architecture")
         return _choose_in(asked, problem, arch, config, known)
@@ -110,7 +112,7 @@ def choose(
         return _last_resort(problem, "the tensors are on the CPU; name a backend to run its kernel in the emulator")
     found = _best_known(problem, arch, None, known)
     if found is not None:
-        return _with_remark(Choice(*found), problem, arch)
+        return Choice(*found)
     reasons = (
         f"backend {name!r} cannot: {backends.get(name).unavailable(problem, arch)}" for name in backends.WITH_KERNELS
     )
@@ -133,7 +135,7 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
     measured, other = _by_the_model(problem, arch, tuned, found)
     if other >= PROGRAM_GAINS * measured:
         return tuned
-    measured_alone, other_alone = _by_the_model(problem.without_program(), arch, tuned, found)
+    measured_alone, other_alone = _by_the_model(problem.without_terms(), arch, tuned, found)
     return found if other * max(1.0, measured_alone / other_alone) < PROGRAM_GAINS * measured else tuned
 
 
@@ -165,7 +167,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     rows = _reader().lookup_both(problem, arch, known)
     names = "tuned winner", "tuned winner of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
-        rows = _reader().lookup_both(problem.without_program(), arch, known)
+        rows = _reader().lookup_both(problem.without_terms(), arch, known)
         names = OF_PLAIN, f"{OF_PLAIN} in the other 16-bit type"
     for relative, name in kin(problem) if rows == (None, None) else ():
         if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):
@@ -186,12 +188,6 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
         ratio = f", {row.ratio:.2f} of cuBLAS's speed" if row.ratio else ""
         return row.backend, config, f"{whose}, {row.origin}: {row.seconds * 1e6:.1f} us{ratio}"
     return None
-
-
-def _with_remark(choice: Choice, problem: Problem, arch: Arch) -> Choice:
-    """The choice, with a word on the faster kernels that cannot serve the problem."""
-    passed_over = backends.get(choice.backend).passed_over(problem, arch)
-    return choice._replace(why=f"{choice.why}; {passed_over}") if passed_over else choice
 
 
 def _last_resort(problem: Problem, why: str) -> Choice:
@@ -223,17 +219,17 @@ def _choose_in(backend: Backend[Any], problem: Problem, arch: Arch, config: Any,
     if config is None:
         found = _best_known(problem, arch, name, known)
         if found:  # its configuration was checked, and what `supports` refuses none can serve
-            return _with_remark(Choice(*found), problem, arch)
+            return Choice(*found)
     unsupported = backend.supports(problem, arch)
     if unsupported:
         raise UnsupportedError(f"backend {name!r} cannot serve {problem}: {unsupported}")
     if config is None:
-        return _with_remark(Choice(name, backend.default(problem, arch), "heuristic"), problem, arch)
+        return Choice(name, backend.default(problem, arch), "heuristic")
     parsed = backend.read(config)
     invalid = backend.check(parsed, problem, arch)
     if invalid:
         raise UnsupportedError(f"config {parsed} cannot serve {problem}: {invalid}")
-    return Choice(name, parsed, "asked for")
+    return Choice(name, parsed, ASKED_FOR)
 
 
 def describe(plan: Plan) -> str:
@@ -244,7 +240,7 @@ def describe(plan: Plan) -> str:
         ("problem", f"{size}M={p.m} N={p.n} K={p.k}, {p.dtype} -> {p.out_dtype}, precision {p.precision}"),
         ("operands", f"A {_layout(p.a)}, B {_layout(p.b)}, D {_layout(p.d)}"),
         ("epilogue", str(p.epilogue)),
-        ("backend", f"{choice.backend} ({choice.why})"),
+        ("backend", f"{choice.backend} ({choice.why}{_remark(plan)})"),
     ]
     if plan.swapped:
         rows.append(("computed as", "D^T = B^T A^T, because D is column-major; the sizes above are those of D^T"))
@@ -278,6 +274,14 @@ def describe(plan: Plan) -> str:
                 rows.append(("passed over", f"{row.config}, {row.origin}, {(row.seconds or 0.0) * 1e6:.1f} us: {why}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _remark(plan: Plan) -> str:
+    """A word on faster kernels that cannot serve the problem, where nobody asked for the configuration."""
+    if plan.choice.config is None or plan.arch is None or plan.choice.why == ASKED_FOR:
+        return ""
+    passed_over = backends.get(plan.choice.backend).passed_over(plan.problem, plan.arch)
+    return f"; {passed_over}" if passed_over else ""
 
 
 def _layout(matrix: Any) -> str:

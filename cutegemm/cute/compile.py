@@ -170,6 +170,7 @@ class CuteKernel:
     def __init__(self, signature: Signature, config: TileConfig, arch: Arch, entry: Entry) -> None:
         self.signature, self.config, self.arch = signature, config, arch
         self._entry = entry
+        self._takes_workspace = WORKSPACE in config.extra_arguments
         self._function: Any = None
         self._address: int | None = None
         self._host: Any = None
@@ -241,8 +242,8 @@ class CuteKernel:
 
     def _behind_the_stream(self, problem: Problem, workspace: int) -> tuple[int, ...]:
         """What every launch of the problem passes behind the stream and its workspace, if that has any bytes."""
-        null = (0,) if WORKSPACE in self.config.extra_arguments and not workspace else ()
-        return (*null, *arguments.fixed(problem, self.config.launch_arguments(problem, self.arch)))
+        fixed = arguments.fixed(problem, self.config.launch_arguments(problem, self.arch))
+        return (0, *fixed) if self._takes_workspace and not workspace else fixed
 
     def _load(self) -> Any:
         if self._function is None:

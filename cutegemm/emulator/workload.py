@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Workload:
     """A problem with operands drawn from a seed, bound to a kernel.
 
-    ``tensors`` are the operands as the kernel sees them, (batch, rows, columns): a, b, d, and c and bias where the
-    epilogue reads them. ``operations`` are the launches that the kernel's own host code asks for on them, ``scratch``
-    their workspaces by name, and ``checks`` what the backend wants checked (None: everything).
+    ``tensors`` are the operands as the kernel sees them, (batch, rows, columns): a, b, d, and c, bias, scale_a and
+    scale_b where the kernel reads them. ``operations`` are the launches that the kernel's own host code asks for on
+    them, ``scratch`` their workspaces by name, and ``checks`` what the backend wants checked (None: everything).
     """
 
     problem: Problem
@@ -65,6 +65,10 @@ class Workload:
             length = problem.n if epilogue.bias_axis == "n" else problem.m
             tensors["bias"] = torch.randn(length, generator=generator).to(torch_dtype(epilogue.bias_dtype))
             bias = tensors["bias"] if epilogue.bias_axis == "n" else tensors["bias"][:, None]
+        scales = {  # of blocks of K, all the operands of a program here
+            f"scale_{name}": _tensor(lies, problem.batch if given.batched else 1, given.dtype, generator).exp()
+            for (name, given), lies in zip(epilogue.program.block_scales.items(), problem.operands, strict=False)
+        }
         want = expected(
             tensors["a"],
             tensors["b"],
@@ -75,9 +79,12 @@ class Workload:
             activation=epilogue.activation,
             out_dtype=torch_dtype(problem.out_dtype),
             precision=problem.precision,
+            **scales,
         )
-        addresses = (tensors[name].data_ptr() if name in tensors else 0 for name in Operands._fields)
-        captured = kernel.capture(problem, Operands(*addresses), Scalars(alpha, beta))
+        addresses = [tensors[name].data_ptr() if name in tensors else 0 for name in Operands._fields]
+        addresses += [scale.data_ptr() for scale in scales.values()]
+        tensors |= scales
+        captured = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
         return cls(problem, kernel, tensors, alpha, beta, want, [*captured], captured.scratch, captured.checks)
 
     def run(

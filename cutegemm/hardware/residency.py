@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
 
@@ -35,14 +37,10 @@ def resident_clusters(arch: Arch, size: int) -> int:
         return by_sms
     if not _is_in_use(arch):
         return min(by_sms, dict(arch.clusters).get(size, by_sms))
-    import torch
-
     return max(1, min(by_sms, _asked(torch._C._cuda_getDevice(), size)))
 
 
 def _is_in_use(arch: Arch) -> bool:
-    import torch
-
     if not torch.cuda.is_initialized():
         return False
     # A new shape asks this a few times: torch.cuda.current_device() and a comparison of all fields take microseconds.

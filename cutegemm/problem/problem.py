@@ -86,7 +86,7 @@ class Signature:
         """The arithmetic unit that multiplies, as `Arch.peak` names it."""
         return PRODUCTS[self.dtype].units[self.precision]
 
-    @property
+    @cached_property
     def parts(self) -> Parts | None:
         """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
         return PARTS.get(self.kind)
@@ -223,8 +223,9 @@ class Problem:
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
             precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9"; for fp8 also "fast".
-            epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands; for one with
-                gate and up, `n` is the columns of the product.
+            epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands but scales of
+                blocks of K, which lie as quantization writes them; for one with gate and up, `n` is the columns of the
+                product.
             work: a name of `problem.work.TABLE`.
             b_dtype: of B, where it is not that of A.
 
@@ -264,7 +265,8 @@ class Problem:
             align = alignment(0, ITEMSIZE[out], columns)
             d = Matrix(m, columns, max(columns, 1), 1, m * columns if count_d > 1 else 0, align)
         b_dtype = None if b_dtype == dtype else b_dtype
-        problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, b_dtype=b_dtype)
+        given = block_scales(epi, m, n, k, batch)
+        problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, given, b_dtype=b_dtype)
         return problem if d.row_major else problem.transposed()
 
     @cached_property
@@ -364,6 +366,17 @@ class Problem:
         """The product alone, with D as it is."""
         return replace(self, epilogue=Epilogue(), operands=(), outputs=())
 
+    def without_terms(self) -> Problem:
+        """The product alone, with D as it is and scales of blocks of K, which a kernel needs while it sums, as
+        quantization writes them: the problem whose measurements speak for this one too.
+        """
+        program = self.epilogue.custom
+        if program is None or program.product is None:
+            return self.without_program()
+        epilogue = Epilogue(custom=program.product)
+        scales = block_scales(epilogue, self.m, self.n, self.k, self.batch)
+        return replace(self, epilogue=epilogue, operands=scales, outputs=())
+
     @property
     def sizes(self) -> str:
         """The sizes as the text form begins with them."""
@@ -372,6 +385,18 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.sizes} {self.signature}"
+
+
+def block_scales(epilogue: Epilogue, m: int, n: int, k: int, batch: int) -> tuple[Matrix, ...]:
+    """How the operands of a program lie that are all scales of blocks of K, row-major; none for another program."""
+    found = list[Matrix]()
+    for given in epilogue.custom.inputs if epilogue.custom else ():
+        if not given.scales:
+            return ()
+        blocks, rows = -(-k // SCALE_K), -(-(m if given.scales[0] == "a" else n) // int(given.scales[1:]))
+        extents = (rows, blocks) if given.scales[0] == "a" else (blocks, rows)
+        found.append(compact(*extents, batch if given.batched else 1, True, ITEMSIZE[given.dtype]))
+    return tuple(found)
 
 
 _SIGNATURES: dict[tuple[Any, ...], Signature] = {}

@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from cutegemm.problem.program.build import Builder
-from cutegemm.problem.program.graph import Input, Program
+from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
-from cutegemm.problem.scales import Recipe
+from cutegemm.problem.scales import SCALED, Recipe
 
 
 @lru_cache(maxsize=512)
@@ -40,6 +40,22 @@ def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
                 number = builder.add("mul", number, builder.add("input", attribute=part))
         new.append(number)
     return simplified(builder.program((out._replace(node=new[out.node]) for out in program.outputs), program.gating))
+
+
+def of_blocks(dtype: str, out_dtype: str) -> Program:
+    """The program of a product of operands in blocks, 1 x 128 of A and 128 x 128 of B, as `gemm` makes it.
+
+    Args:
+        dtype, out_dtype: names of the dtypes of A and B, and of D.
+
+    Raises:
+        ValueError: the dtype has no scales.
+    """
+    if dtype not in SCALED:
+        raise ValueError(f"scaling: got operands of {dtype}; scales of blocks are for {', '.join(SCALED)}")
+    plain = Builder(())
+    program = plain.program([Output(plain.add("acc"), out_dtype)])
+    return scaled(program, *(Input("", "fp32", scales=scales) for scales in ("a1", "b128")))
 
 
 def operands_of(program: Program, scale_a: Any, scale_b: Any, a: Recipe | None, b: Recipe | None) -> tuple[Any, ...]:

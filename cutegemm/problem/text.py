@@ -7,13 +7,16 @@ import re
 from cutegemm.problem import ITEMSIZE, MAX_EXTENT, TABLE, Matrix, Problem
 from cutegemm.problem.dtypes import PRODUCTS, TYPES, why_mixture_refused, why_not_multiplied
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.problem import block_scales
+from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.text import parse as read_program
 from cutegemm.problem.work import DENSE
 from cutegemm.problem.work import TABLE as WORKS
 
 _SIZE = r"(\d{1,10})"
 _FORM = re.compile(
     rf"(?:{_SIZE}x)?{_SIZE}x{_SIZE}x{_SIZE} (\w+)(?:\*(\w+))?->(\w+)/(\w+)/a([km])(\d+)/b([kn])(\d+)/c(\d+)/d(\d+)"
-    r"/(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?(?:/(\w+))?",
+    r"/(?:(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?|(def [^/]+))(?:/(\w+))?",
     re.ASCII,
 )
 _ALIGNMENTS = ("1", "2", "4", "8", "16")
@@ -23,8 +26,8 @@ _HAVING_ALIKE = re.compile(rf"\b(?:{'|'.join(name for name, row in TABLE.items()
 def parse(text: str) -> Problem:
     """A problem whose `str` is `text`: contiguous matrices, except for a C that the text says is read by elements.
 
-    Strides that the text leaves open are those of contiguous matrices. Raises ValueError saying what is wrong with a
-    text that no problem with something to multiply has.
+    Strides that the text leaves open are those of contiguous matrices; of programs it may have scales of blocks of K.
+    Raises ValueError saying what is wrong with a text that no problem with something to multiply has.
     """
     found = _FORM.fullmatch(text)
     if found is None:
@@ -34,7 +37,7 @@ def parse(text: str) -> Problem:
         if not 1 <= extent <= MAX_EXTENT:
             raise ValueError(f"{name} is {extent}, accepted are 1 to {MAX_EXTENT}")
     dtype, b_dtype, out_dtype, precision, a_major, align_a, b_major, align_b, align_c, align_d = found.groups()[4:14]
-    activation, c_dtype, bias_axis, bias_dtype, work = found.groups()[14:]
+    activation, c_dtype, bias_axis, bias_dtype, program, work = found.groups()[14:]
     if work not in (None, *WORKS):
         raise ValueError(f"work {work!r}, accepted are {', '.join(WORKS)}")
     work = work or DENSE
@@ -48,7 +51,8 @@ def parse(text: str) -> Problem:
         raise ValueError(f"precision {precision!r} of {dtype}, accepted are {', '.join(PRODUCTS[dtype].units)}")
     if refused := why_mixture_refused(dtype, out_dtype=out_dtype, c=c_dtype, bias=bias_dtype):
         raise ValueError(refused)
-    epilogue = Epilogue(c_dtype, bias_dtype, bias_axis or "n", activation)
+    scaled = _scales_alone(program, out_dtype) if program else None
+    epilogue = Epilogue(c_dtype, bias_dtype, bias_axis or "n", activation, scaled)
     if refused := epilogue.why_refused_for(dtype):
         raise ValueError(refused)
     a = _matrix(m, k, count_a, a_major == "k", _alignment("A", align_a, dtype))
@@ -59,10 +63,19 @@ def parse(text: str) -> Problem:
         c = Matrix(m, n, 2 * n, 2, 2 * m * n if count_d > 1 else 0, ITEMSIZE[c_dtype])
     elif c_dtype is not None:
         c = _matrix(m, n, count_d, True, _alignment("C", align_c, c_dtype))
-    problem = Problem(m, n, k, batch, dtype, out_dtype, precision, a, b, c, d, epilogue, work, b_dtype=b_dtype)
+    given = block_scales(epilogue, m, n, k, batch)
+    problem = Problem(m, n, k, batch, dtype, out_dtype, precision, a, b, c, d, epilogue, work, given, b_dtype=b_dtype)
     if str(problem) != text:
         raise ValueError(f"it would be written {str(problem)!r}")
     return problem
+
+
+def _scales_alone(text: str, out_dtype: str) -> Program:
+    """The program of a product with scales of blocks of K, the only ones that are measured."""
+    program = read_program(text)
+    if program != program.product or program.outputs[0].dtype != out_dtype:
+        raise ValueError(f"the program is {text!r}; accepted are scales of blocks of K, and acc as {out_dtype}")
+    return program
 
 
 def _alignment(name: str, text: str, dtype: str) -> int:

@@ -7,11 +7,15 @@ import os
 
 
 def variable(name: str) -> str | None:
-    """`os.environ.get(name)`, which takes a microsecond to say that a variable is not set: it raises and catches two
-    exceptions for that. CPython's dictionary behind it tells in a tenth of the time, where it is found.
+    """`os.environ.get(name)`, which takes a microsecond: it encodes and decodes, and to say that a variable is not set
+    it raises and catches two exceptions. CPython's dictionary behind it, where there is one, tells in a tenth of that.
     """
     known = getattr(os.environ, "_data", None)
-    return None if known is not None and _encoded(name) not in known else os.environ.get(name)
+    if known is None:
+        return os.environ.get(name)
+    value = known.get(_encoded(name))
+    return None if value is None else _decoded(value)
 
 
 _encoded = functools.cache(getattr(os.environ, "encodekey", os.fsencode))
+_decoded = functools.lru_cache(maxsize=64)(getattr(os.environ, "decodevalue", os.fsdecode))

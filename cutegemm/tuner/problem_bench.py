@@ -3,7 +3,7 @@
 Normal inputs are drawn, as many sets as pass three times the L2 cache, and the float64 reference is computed once. A
 check runs a candidate on an output poisoned with NaN between guard bands, and compares every element with the error
 bound of `cutegemm.problem.reference`. A timing replays one CUDA graph a candidate, in turns (`cutegemm.tuner.timing`).
-`grouped_bench` is the same for products in groups.
+Scales of blocks of K are drawn too. `grouped_bench` is the same for products in groups.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cutegemm import backend as backends
 from cutegemm.choice import spills
 from cutegemm.cute import workspace
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Matrix, Problem, reference, torch_dtype
-from cutegemm.run.arguments import Operands, Scalars
+from cutegemm.problem import ITEMSIZE, Matrix, Problem, reference, torch_dtype
+from cutegemm.run.arguments import Addresses, Operands, Scalars
 from cutegemm.tuner.child import Fatal
 from cutegemm.tuner.spread import Seconds, order_of_round
 from cutegemm.tuner.timer import TORCH
@@ -54,6 +54,10 @@ class Bench:
             length = p.n if epilogue.bias_axis == "n" else p.m
             self._bias = self._normal(length).to(torch_dtype(epilogue.bias_dtype))
         self._beta = 0.5 if self._c is not None else 0.0
+        self._scales = {
+            name: _view(self._normal(_span(lies, p.batch)).exp(), lies, p.batch if given.batched else 1)
+            for (name, given), lies in zip(epilogue.program.block_scales.items(), p.operands, strict=False)
+        }
         self._whole = torch.empty(_span(p.d, p.batch) + 2 * GUARD, dtype=torch_dtype(p.out_dtype), device=device)
         self._d = _view(self._whole[GUARD:], p.d, p.batch)
         self._calls: OrderedDict[Key, list[Any]] = OrderedDict()
@@ -67,7 +71,7 @@ class Bench:
         bias = self._bias if self._bias is None or epilogue.bias_axis == "n" else self._bias[:, None]
         self._want = reference.expected(
             a, b, self._c, beta=self._beta, bias=bias, activation=epilogue.activation, out_dtype=self._d.dtype,
-            precision=p.precision,
+            precision=p.precision, **{f"scale_{name}": scale for name, scale in self._scales.items()},
         )  # fmt: skip
         self._low, self._high = self._want.value - self._want.bound, self._want.value + self._want.bound
 
@@ -173,14 +177,17 @@ class Bench:
         c, bias, d = (0 if t is None else t.data_ptr() for t in (self._c, self._bias, self._d))
         scalars, on_cuda = Scalars(beta=self._beta), self._device == "cuda"
 
-        def call(operands: Operands) -> None:
+        def call(operands: Addresses) -> None:
             run(operands, scalars, torch.cuda.current_stream().cuda_stream if on_cuda else 0)
 
-        return [partial(call, Operands(a.data_ptr(), b.data_ptr(), c, bias, d)) for a, b in self._inputs]
+        scales = [scale.data_ptr() for scale in self._scales.values()]
+        return [partial(call, (*Operands(a.data_ptr(), b.data_ptr(), c, bias, d), *scales)) for a, b in self._inputs]
 
     def _torch(self) -> list[Any]:
         """The product alone by cuBLAS, in the operands' dtype."""
         p = self.problem
+        if ITEMSIZE[p.dtype] == 1:
+            return self._torch_of_bytes()
         torch.backends.cuda.matmul.allow_tf32 = p.precision == "tf32"
         if self._out is None:
             self._out = torch.empty((p.batch, p.m, p.n), dtype=torch_dtype(p.dtype), device=self._device)
@@ -188,6 +195,29 @@ class Bench:
         if p.batch > 1:
             return [partial(torch.bmm, a, b, out=out) for a, b in self._inputs]
         return [partial(torch.mm, a[0], b[0], out=out[0]) for a, b in self._inputs]
+
+    def _torch_of_bytes(self) -> list[Any]:
+        """The same of fp8 and int8, matrix by matrix, with the problem's scales of blocks. What cuBLAS does not take is
+        multiplied in bfloat16.
+        """
+        p, one = self.problem, torch.ones((), device=self._device)
+        scale_a, scale_b = (self._scales.get(name, one) for name in "ab")
+        # cuBLAS wants the scales of a column of blocks together.
+        scale_a, scale_b = (each if each.dim() == 0 else each[0].t().contiguous().t() for each in (scale_a, scale_b))
+        fast = p.precision == "fast"
+
+        def scaled(a: torch.Tensor, b: torch.Tensor) -> None:
+            for x, y in zip(a, b, strict=True):
+                if p.dtype == "int8":
+                    torch._int_mm(x, y)
+                else:
+                    torch._scaled_mm(x, y, scale_a, scale_b, out_dtype=torch_dtype(p.out_dtype), use_fast_accum=fast)
+
+        try:
+            scaled(*self._inputs[0])
+        except (RuntimeError, ValueError):
+            return [partial(torch.matmul, a.bfloat16(), b.bfloat16()) for a, b in self._inputs[:1]]
+        return [partial(scaled, a, b) for a, b in self._inputs]
 
     def _draw(self, matrix: Matrix, dtype: str) -> torch.Tensor:
         flat = self._normal(_span(matrix, self.problem.batch)).to(torch_dtype(dtype))

@@ -65,6 +65,9 @@ CREATE INDEX by_problem ON measurement (problem, gpu, sm_count);
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 LOCK_SECONDS = 60.0
 
+writes = 0
+"""How often this process has written any such file."""
+
 T = TypeVar("T")
 Action = Callable[[sqlite3.Connection], T]
 
@@ -95,7 +98,11 @@ class WinnersFile:
 
     def write(self, action: Action[T]) -> T:
         """`action(connection)` in one transaction, on disk when this returns (or in memory, after a warning)."""
-        return self._run(action, write=True)
+        global writes
+        try:
+            return self._run(action, write=True)
+        finally:
+            writes += 1
 
     def stamp(self) -> tuple[int, int, int] | None:
         """Changes when the file does; None without a file."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.problem.text import other_16_bit
 from cutegemm.run.environment import variable
-from cutegemm.winners import table
+from cutegemm.winners import file, table
 from cutegemm.winners.fingerprint import is_fresh
 from cutegemm.winners.row import STALE_ORIGIN, Measurement, pick
 from cutegemm.winners.rules import why_passed_over
@@ -123,6 +123,9 @@ class _Reader:
 
     SETTLED_NS = 50_000_000
     """A file changed less than this ago may change again within the resolution of its time stamp."""
+    LOOK_NS = 500_000
+    """The file is looked at so often at most: asking the system costs a new shape some microseconds of a hundred. What
+    this process itself has written is seen at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,12 +133,17 @@ class _Reader:
         self._found: dict[tuple[str, int, str], dict[str, Measurement | None]] = {}
         self._rows: dict[str, dict[str, list[Measurement]]] = {}
         self._stamp: object = object()
+        self._looked, self._writes = 0, -1
         self.version = 0
         """Names what is remembered now."""
         self._lock = threading.RLock()
 
     def refresh(self) -> None:
         """Forgets what was read when the file has changed since."""
+        now = time.monotonic_ns()
+        if now - self._looked < self.LOOK_NS and self._writes == file.writes:
+            return
+        self._looked, self._writes = now, file.writes
         stamp = self._store.stamp()
         if stamp != self._stamp:
             with self._lock:

@@ -96,7 +96,8 @@ def check_instructions(kernel) -> None:
     assert not some("MEMBAR", ".GPU") or chosen.splits > 1 or chosen.stream_k
     assert some("UTMASTG") == chosen.uses_tma_store(signature)
     assert some("STSM") == (chosen.uses_tma_store(signature) and signature.out_dtype != "fp32")
-    assert some("LDSM") == (chosen.uses_tma_store(signature) and chosen.staged_matrix(signature) is not None)
+    staged = chosen.staged_matrix(signature) is not None or chosen.through_ring(signature) is not None
+    assert some("LDSM") == (chosen.uses_tma_store(signature) and signature.out_dtype != "fp32" and staged)
     assert some("USETMAXREG") == (chosen.registers is not None)
     assert not spilled(kernel.cubin)
     assert ("griddepcontrol.wait" in kernel.ptx) == ("pdl" in chosen.options)

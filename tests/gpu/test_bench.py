@@ -22,6 +22,7 @@ def test_a_small_run(tmp_path, capsys):
     assert all(r.kernels for r in results if r.provider == "torch")
 
 
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # theirs, of what they call
 @pytest.mark.parametrize("name", ["triton", "quack", "operators"])
 def test_what_is_installed_beside_is_right(name):
     """Their results pass our check at a shape that tiles do not divide."""

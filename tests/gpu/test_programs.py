@@ -11,6 +11,8 @@ from tests import fuzz_programs
 from tuning import fused
 
 pytestmark = pytest.mark.gpu
+RINGED = ("gelu(acc + bias) + residual", "rope", "residual, row sums of squares")
+"""The cases of the benchmark whose matrix operands travel through the ring."""
 
 
 @pytest.mark.parametrize("number", range(1, 201))
@@ -22,6 +24,33 @@ def test_random_programs(number):
 @pytest.mark.parametrize("case", fused.cases(scale=2), ids=lambda case: f"{case.name} {case.m}x{case.n}x{case.k}")
 def test_the_cases_of_the_benchmark(case):
     assert fused.checked(case, fused.draw(case, "cuda", 0)) == ""
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in fused.cases(scale=2) if case.name in RINGED], ids=lambda case: case.name
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x256x64/coop2/c2x1/s4/hilbert/pdl",
+        "256x192x64/coop2/c1x2/s3/serp8/pdl",
+        "192x128x64/coop3/c1x1/s4/serp8",
+        "128x192x64/pp/c2x1/s4/serp8/pdl",
+        "128x128x64/pp/c1x2/s5/serp8/zig/pdl",
+        "64x128x64/pp/c2x2/s6/serp8/once/pdl",
+        "64x32x64/pp/c1x1/s8/row",
+    ],
+)
+def test_operands_through_the_ring(config, case):
+    """Every element of ten runs has the same bits, and lies within its bound."""
+    given = fused.draw(case, "cuda", 0)
+    options = {"backend": "cute", "config": f"sm90/{config}"}
+    assert fused.checked(case, given, **options) == ""
+    first = fused.fused(case, given, **options)
+    for _ in range(10):
+        again = fused.fused(case, given, **options)
+        pairs = zip(first, again, strict=True) if isinstance(first, tuple) else [(first, again)]
+        assert all(torch.equal(one, other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("epilogue", [ops.swiglu, ops.geglu, ops.swiglu_pairs, lambda acc: (ops.silu(acc), acc)])

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cutegemm import backend as backends
+from cutegemm.choice import spills
 from cutegemm.errors import GemmError
-from cutegemm.problem import Matrix, Problem, reference, torch_dtype
+from cutegemm.problem import Matrix, Problem, reference, scales, scaling, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.tuner.problem_bench import GUARD, Bench
 from tests.fake_backend import FakeBackend
@@ -118,3 +119,37 @@ def test_what_an_earlier_kernel_left_is_not_mistaken_for_a_result(monkeypatch, s
     lazy = SimpleNamespace(bind=lambda of: lambda *arguments: None)
     monkeypatch.setattr(backends, "get", lambda name: FakeBackend(lazy))
     assert bench.check("cute", "lazy")[0].startswith("wrong:")
+
+
+def test_scales_of_blocks_reach_the_kernel_and_the_reference(monkeypatch, seed):
+    """The launch has their addresses behind those of the operands; without them the result is wrong."""
+    epilogue = Epilogue(custom=scaling.of_blocks("e4m3", "bf16"))
+    problem = Problem.of(150, 140, 300, "e4m3", out_dtype="bf16", epilogue=epilogue)
+    bench = Bench(problem, SimpleNamespace(**{**vars(H200), "l2_bytes": 1000}), seed, device="cpu")
+    reads = True
+
+    def run(operands, scalars, stream) -> None:
+        a, b, _, _, d, scale_a, scale_b = operands
+        x, y = bench._inputs[0]
+        assert (a, b, d) == (x.data_ptr(), y.data_ptr(), bench._d.data_ptr())
+        given = list(bench._scales.values())
+        assert [scale_a, scale_b] == [each.data_ptr() for each in given]
+        assert [tuple(each.shape) for each in given] == [(1, 150, 3), (1, 3, 2)]
+        wide = [scales.unscaled(z, scale if reads else None, rows).double() for z, scale, rows in (
+            (x, given[0], True), (y, given[1], False)
+        )]  # fmt: skip
+        bench._d.copy_(torch.matmul(*wide))
+
+    kernel = SimpleNamespace(bind=lambda of: run if of == problem else None, cubin=b"")
+    monkeypatch.setattr(backends, "get", lambda name: FakeBackend(kernel))
+    monkeypatch.setattr(spills, "spilled", lambda *_: 0)
+    assert bench.check("cute", "right")[0] == "ok"
+    reads = False
+    assert bench.check("cute", "without")[0].startswith("wrong: ")
+
+
+@pytest.mark.parametrize("dtype", ["e4m3", "int8", "bf16"])
+def test_torch_multiplies_what_is_measured(dtype, seed):
+    """Also where its operator for bytes refuses them."""
+    for call in Bench(Problem.of(32, 48, 64, dtype), H200, seed, device="cpu")._torch()[:2]:
+        call()

@@ -2,16 +2,18 @@
 
     accumulators += partial sums * (scale of the row * scale of the column)
 
-Scales lie in global memory in any strides, fp32. Along the rows of the accumulators, and along their columns where 128
-of these share one, a thread needs a few numbers only: it loads them into registers. Where every column has its own, the
-warpgroup loads them together, each thread one or two, and hands them round through shared memory:
+Scales lie in global memory in any strides, fp32. They travel through the ring as operands do: each stage has room for
+the scales of its k tile, and three warps of the producer's warpgroup copy them there (`ScaleProducer`) as many stages
+ahead as the ring is deep. No warpgroup that multiplies waits for global memory:
 
-    open      loads the numbers of the first k tile
-    fetch     while WGMMA of a k tile run: what was loaded becomes current, the numbers of the next k tile are asked for
-    add       reads the current ones
+    TMA warp       tiles of A and B  -> stage s     1 arrival at `full`, and the bytes of TMA
+    other warps    cp.async, 4 bytes -> stage s     1 arrival a thread, made by the hardware when its copies have landed
+    consumers      wait for `full`; WGMMA reads the tiles; the scales are read into registers while it runs
 
-so that a load has the time of a whole k tile. Two buffers in shared memory, written in turn, need one barrier of the
-warpgroup a k tile: who writes one again has passed the barrier behind which the others have read it.
+The scales of the rows of a stage come first, then those of its columns: as many as the tile has rows (columns), or one
+for each block of 128 that the tile may lie in. Along the rows of the accumulators, and along their columns where 128 of
+these share one, a thread keeps a few numbers in registers, and its stage is released before the promotion. Where every
+column has its own the promotion reads them in pairs, and the stage is released behind it.
 
 With swapped operands the rows of the accumulators are columns of B. Places outside of the matrices take the scale of
 the last row, column or block.
@@ -19,38 +21,41 @@ the last row, column or block.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
+from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.mma import Products
-from cutegemm.cute.hopper.pipeline import Ring, Turns
+from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promoted import CompensatedProducts, PartProducts, PromotedProducts, Promotion
-from cutegemm.cute.hopper.promotion import column_blocks, compensates, interval, shared_columns
-from cutegemm.cute.source import element
+from cutegemm.cute.hopper.promoted import CompensatedProducts, PartProducts, PromotedProducts, Promotion, TwinProducts
+from cutegemm.cute.hopper.promotion import SCALE_THREADS, compensates, interval, scale_counts
+from cutegemm.cute.hopper.work import Work
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import SCALE_K, Input
 
+NUMBER = 4
+"""Bytes of a scale."""
+
 
 class _Side:
-    """The scales along the rows or the columns of the accumulators; `given` is None where there are none.
+    """The scales along the rows or the columns of the accumulators, of which there are some.
 
-    each: whether every row (column) has its own, else 128 share one.
+    each: whether every row (column) has its own, else 128 share one. count: of them in a stage. begin: where a stage
+    has them, in numbers.
     """
 
-    def __init__(self, given: Input | None) -> None:
-        self.given = given
-        self.is_a = given is not None and given.scales.startswith("a")
-        self.each = given is not None and given.scales.endswith("1")
+    def __init__(self, given: Input, count: int, begin: int) -> None:
+        self.given, self.count, self.begin = given, count, begin
+        self.is_a = given.scales.startswith("a")
+        self.each = int(given.scales[1:]) == 1
 
     def start(self, args) -> None:
         """Binds to a launch's arguments by name."""
-        if self.given is None:
-            return
         name = self.given.name
         self.base = getattr(args, name)
         strides = [getattr(args, f"{name}_{axis}") for axis in ("row", "col")]
@@ -60,147 +65,161 @@ class _Side:
         if not self.each:
             self.extent = cute.ceil_div(self.extent, SCALE_K)
 
-    def offset(self, place, matrix):
-        """Elements to the scale of row (column) or block of 128 number `place`, of the first 128 of K."""
-        return Int64(cutlass.min(place, self.extent - 1)) * self.along + Int64(matrix) * self.of_matrix
+    @cute.jit
+    def load(self, first, matrix, k_block, stage, thread):
+        """Copies the scales of a tile that begins at row (column) `first`, for a block of K, to address `stage`. Of a
+        thread it is its part of them.
+        """
+        place = first if cutlass.const_expr(self.each) else first // SCALE_K
+        beyond = Int64(matrix) * self.of_matrix + Int64(k_block) * self.along_k
+        for i in cutlass.range_constexpr(-(-self.count // SCALE_THREADS)):
+            number = thread + i * SCALE_THREADS
+            if cutlass.const_expr(self.count % SCALE_THREADS == 0) or number < self.count:
+                offset = Int64(cutlass.min(place + number, self.extent - 1)) * self.along + beyond
+                cute.arch.inline_ptx(
+                    f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {NUMBER};",
+                    read_only_args=[stage + NUMBER * (self.begin + number), (self.base + offset).toint()],
+                )
 
-    def load(self, offsets, target, k_block) -> None:
-        """The scales of a block of K into registers."""
-        for i in range(cute.size(target)):
-            target[i] = element(self.base, offsets[i] + Int64(k_block) * self.along_k)
+
+class Scales:
+    """The scales of both sides; None for one that has none. stage: numbers of a stage."""
+
+    def __init__(self, config: HopperConfig, signature: Signature) -> None:
+        given = signature.epilogue.program.block_scales
+        rows, columns = scale_counts(config, signature)
+        down, across = (given.get(name) for name in ("ba" if config.swapped else "ab"))
+        self.down: Any = None if down is None else _Side(down, rows, 0)
+        self.across: Any = None if across is None else _Side(across, columns, _rounded(rows))
+        self.stage = _rounded(rows) + _rounded(columns)
+
+
+def _rounded(count: int) -> int:
+    """Numbers that a side takes up in a stage: whole 16 bytes."""
+    return -(-count // 4) * 4
+
+
+class ScaleProducer:
+    """The warps that bring the scales of every k tile into the ring."""
+
+    def __init__(self, config: HopperConfig, signature: Signature, ring: Ring, work: Work) -> None:
+        self.scales, self.ring, self.work = Scales(config, signature), ring, work
+
+    def start(self, args, memory, position: Position) -> None:
+        """Binds to the kernel's arguments, the shared memory of the CTA, and this thread."""
+        self.args, self.base = args, memory.scales.toint()
+        self.thread = position.own_thread - 32  # the first warp asks TMA
+        for side in (self.scales.down, self.scales.across):
+            if side is not None:
+                side.start(args)
+
+    @cute.jit
+    def run(self):
+        """Copies everything, one stage after the other as they fall empty."""
+        stage, phase = Int32(0), Int32(1)
+        last = cute.ceil_div(self.args.k, SCALE_K) - 1
+        for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
+            tile = self.work.at(number)
+            region = self.work.region(tile)
+            k_tile, k_step = self.work.k_walk(tile)
+            for _ in cutlass.range(tile.k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
+                k_block = cutlass.max(cutlass.min(k_tile, last), 0)
+                place = self.base + stage * (self.scales.stage * NUMBER)
+                if cutlass.const_expr(self.scales.down is not None):
+                    self.scales.down.load(region.row, region.matrix, k_block, place, self.thread)
+                if cutlass.const_expr(self.scales.across is not None):
+                    self.scales.across.load(region.column, region.matrix, k_block, place, self.thread)
+                cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
+                stage, phase = advance(stage, phase, self.ring.stages)
+                k_tile = self.work.k_next(tile, k_tile, k_step)
 
 
 class BlockScales(Promotion):
-    """See the module docstring."""
+    """See the module docstring: what a warpgroup that multiplies does with the scales."""
+
+    reads_stage = True
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        scales = signature.epilogue.program.block_scales
-        down, across = (scales.get(name) for name in ("ba" if config.swapped else "ab"))
-        self.config = config
-        self.down, self.across = _Side(down), _Side(across)
+        self.config, self.scales = config, Scales(config, signature)
         self.blocks = config.group_rows // BLOCK_ROWS
-        self.shared_columns = shared_columns(config, signature)
+        self.segment = math.gcd(config.bn, SCALE_K)
+        """Neighbouring columns that share a scale wherever the tile lies."""
+        across = self.scales.across
+        self.reads_pairs = across is not None and across.each
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
-        self.args, self.work, self.own = args, work, work.of_warpgroup(position.group)
-        self.thread, self.barrier = position.own_thread, position.group_barrier
-        for side in (self.down, self.across):
-            side.start(args)
-        rows = 0 if self.down.given is None else self.blocks * (2 if self.down.each else 1)
-        columns = 0 if self.across.given is None else (
-            self.shared_columns // WARPGROUP if self.across.each else column_blocks(self.config)
-        )  # fmt: skip
-        # What lasts from one k tile to the next stands in registers that loops may change.
-        self.walk = cute.make_rmem_tensor(4, Int32)  # k tile, step, column within its 128, buffer
-        self.row_offsets, self.next_rows, self.rows = self._registers(rows)
-        self.column_offsets, self.next_columns, self.columns = self._registers(columns)
-        if self.across.each:
-            buffers = cute.recast_ptr(memory.scales, dtype=Float32) + position.group * (2 * self.shared_columns)
-            self.buffers = cute.make_tensor(buffers, cute.make_layout(2 * self.shared_columns))
-
-    def _registers(self, count: int) -> tuple[Any, Any, Any]:
-        """(offsets, numbers of the next k tile, numbers of the current one)"""
-        return (
-            cute.make_rmem_tensor(max(count, 1), Int64) if count else None,
-            cute.make_rmem_tensor(max(count, 1), Float32) if count else None,
-            cute.make_rmem_tensor(max(count, 1), Float32) if count else None,
-        )
+        self.own, self.thread = work.of_warpgroup(position.group), position.own_thread
+        self.base = cute.recast_ptr(memory.scales, dtype=Float32)
 
     def open(self, tile) -> None:
         region = self.own.region(tile)
-        self.walk[0], self.walk[1] = self.work.k_walk(tile)
-        self.walk[2], self.walk[3] = region.column % SCALE_K, Int32(0)
-        if self.down.given is not None:
-            per = 2 if self.down.each else 1
-            for block in range(self.blocks):
-                first = region.row + block * self.config.block_step
-                for r in range(per):
-                    lane_row = self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
-                    place = first + lane_row if self.down.each else first // SCALE_K
-                    self.row_offsets[block * per + r] = self.down.offset(place, region.matrix)
-        if self.across.given is not None:
-            for i in range(cute.size(self.column_offsets)):
-                if self.across.each:
-                    place = region.column + self.thread + i * WARPGROUP
-                else:
-                    place = region.column // SCALE_K + i
-                self.column_offsets[i] = self.across.offset(place, region.matrix)
-        self._load()
+        # Where the CTA's tile begins within a block of 128.
+        self.row_in_block = (region.row - self.own.first_row) % SCALE_K
+        self.column_in_block = region.column % SCALE_K
 
-    def _load(self) -> None:
-        last = cute.ceil_div(self.args.k, SCALE_K) - 1
-        k_block = cutlass.max(cutlass.min(self.walk[0], last), 0)
-        if self.down.given is not None:
-            self.down.load(self.row_offsets, self.next_rows, k_block)
-        if self.across.given is not None:
-            self.across.load(self.column_offsets, self.next_columns, k_block)
+    def fetch(self, stage) -> tuple:
+        """(scales of this thread's rows, of its segments of columns, the address of those of single columns)"""
+        first = self.base + stage * self.scales.stage
+        return self._rows(first), self._columns(first), first
 
-    def fetch(self, tile) -> None:
-        for now, after in ((self.rows, self.next_rows), (self.columns, self.next_columns)):
-            for i in range(0 if now is None else cute.size(now)):
-                now[i] = after[i]
-        if self.across.each:
-            self.walk[3] = self.walk[3] ^ 1
-            for i in range(cute.size(self.columns)):
-                self.buffers[self.walk[3] * self.shared_columns + i * WARPGROUP + self.thread] = self.columns[i]
-            cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
-        self.walk[0] = self.work.k_next(tile, self.walk[0], self.walk[1])
-        self._load()
-
-    def add(self, accumulators, partial) -> None:
-        size = cute.size(accumulators)
-        sums = cute.make_tensor(accumulators.iterator, cute.make_layout(size))
-        parts = cute.make_tensor(partial.iterator, cute.make_layout(size))
-        fragments = self.config.bn // 8
-        shared = {} if self.across.each else self._shared_factors()
-        for j in range(fragments):
-            pair = self._pair(j) if self.across.each else None
-            for block in range(self.blocks):
-                for r in range(2):
-                    factors = self._own_factors(pair, block, r) if pair is not None else [
-                        self._chosen(shared[block, r], j)
-                    ] * 2  # fmt: skip
-                    for c in range(2):
-                        place = block * 4 * fragments + 4 * j + 2 * r + c
-                        sums[place] = parts[place].to(Float32) * factors[c] + sums[place]
-
-    def _own_factors(self, pair, block: int, r: int) -> list[Any]:
-        """The factors of a row at two columns that have scales of their own."""
-        row = self._row(block, r)
-        return [pair[c] if row is None else row * pair[c] for c in range(2)]
-
-    def _row(self, block: int, r: int) -> Any:
-        """The scale of a row of accumulators; None where there is none."""
-        if self.down.given is None:
-            return None
-        return self.rows[2 * block + r] if self.down.each else self.rows[block]
-
-    def _shared_factors(self) -> dict[tuple[int, int], list[Any]]:
-        """(block, r) -> the factors of a row, one for each of the tile's blocks of 128 columns."""
-        found = {}
+    def _rows(self, first) -> list[Any]:
+        """Of the rows r and r + 8 of each block of 64 rows."""
+        side, found = self.scales.down, list[Any]()
+        if side is None:
+            return [None] * (2 * self.blocks)
         for block in range(self.blocks):
-            for r in range(2):
-                row = self._row(block, r)
-                if self.columns is None:
-                    found[block, r] = [row]
-                    continue
-                columns = [self.columns[i] for i in range(cute.size(self.columns))]
-                found[block, r] = [column if row is None else row * column for column in columns]
+            row = self.own.first_row + block * self.config.block_step
+            if side.each:
+                row = row + (self.thread // 32 * 16 + self.thread % 32 // 4)
+                found += [_number(first + (row + 8 * r)) for r in range(2)]
+            else:
+                found += [_number(first + (self.row_in_block + row) // SCALE_K)] * 2
         return found
 
-    def _chosen(self, factors: list[Any], j: int) -> Any:
-        """Of one or two blocks of columns the one that fragment j lies in."""
-        if len(factors) == 1:
-            return factors[0]
-        return Float32(cutlass.select_(self.walk[2] + 8 * j >= SCALE_K, factors[1], factors[0]))
+    def _columns(self, first) -> list[Any]:
+        """Of each segment of columns; None where single columns have scales, or none."""
+        side, count = self.scales.across, self.config.bn // self.segment
+        if side is None or side.each:
+            return [None] * count
+        if self.config.bn == self.segment:
+            return [_number(first + side.begin)]
+        places = ((self.column_in_block + i * self.segment) // SCALE_K for i in range(count))
+        return [_number(first + (side.begin + place)) for place in places]
 
-    def _pair(self, j: int) -> Any:
+    def add(self, accumulators, partial, fetched) -> None:
+        rows, columns, first = fetched
+        size, fragments = cute.size(accumulators), self.config.bn // 8
+        sums = cute.make_tensor(accumulators.iterator, cute.make_layout(size))
+        parts = cute.make_tensor(partial.iterator, cute.make_layout(size))
+        per = self.segment // 8
+        for segment, column in enumerate(columns):
+            factors = [[_product(row, column)] * 2 for row in rows]
+            for j in range(segment * per, (segment + 1) * per):
+                if self.reads_pairs:
+                    pair = self._pair(first, j)
+                    factors = [[_product(row, pair[c]) for c in range(2)] for row in rows]
+                for place in range(4 * self.blocks):
+                    block, r, c = place // 4, place // 2 % 2, place % 2
+                    at = block * 4 * fragments + 4 * j + 2 * r + c
+                    sums[at] = parts[at].to(Float32) * factors[2 * block + r][c] + sums[at]
+
+    def _pair(self, first, j: int) -> Any:
         """The scales of this thread's two columns of fragment j."""
-        begin = self.buffers.iterator + (self.walk[3] * self.shared_columns + 8 * j + 2 * (self.thread % 4))
+        begin = first + (self.scales.across.begin + 8 * j + 2 * (self.thread % 4))
         pair = cute.make_rmem_tensor(2, Float32)
         aligned = cute.make_ptr(Float32, begin.toint(), begin.memspace, assumed_align=8)
         cute.autovec_copy(cute.make_tensor(aligned, cute.make_layout(2)), pair)
         return pair
+
+
+def _number(pointer) -> Any:
+    return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+def _product(row: Any, column: Any) -> Any:
+    """Of the scales of a row and a column, of which one may be None."""
+    return column if row is None else row if column is None else row * column
 
 
 def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns: Turns) -> Products:
@@ -212,4 +231,5 @@ def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns:
         kind = CompensatedProducts if compensates(config, signature) else PartProducts
         return kind(config, ring, turns, tiles, Promotion(), signature.parts)
     scaled = bool(signature.epilogue.program.block_scales)
-    return PromotedProducts(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())
+    made = TwinProducts if "twin" in config.options else PromotedProducts
+    return made(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())

@@ -26,7 +26,7 @@ from itertools import product
 from typing import ClassVar
 
 from cutegemm.cute import tile_order
-from cutegemm.cute.hopper import grouping, operand_parts, part_candidates, promotion, work_count
+from cutegemm.cute.hopper import ahead_plan, grouping, operand_parts, part_candidates, promotion, work_count
 from cutegemm.cute.hopper import options as option_table
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
@@ -227,13 +227,14 @@ class HopperConfig(LaunchedConfig):
         """
         matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
-        staged = len(matrices) == 1 and self.staged_matrix(signature) is not None
+        left = len(matrices) - len(self._ahead(signature))
+        staged = left == 0 or (left == 1 and self.staged_matrix(signature) is not None)
         most = 208 if not matrices else 192 if staged else 160
         most = min(most, 176) if matrices and signature.work != DENSE else most  # a warp keeps the ends of groups
         if reductions:
             both_ways = len({reduce.split("_")[0] for _, reduce in reductions}) == 2
             most = min(most, 128 if both_ways or len(reductions) > 2 else 160 if len(reductions) == 2 else 192)
-            if matrices:
+            if left:
                 most = min(most, 160 if staged else 0)
         if signature.epilogue.program.uses("random"):
             most = min(most, 64 if matrices else 96)  # ten rounds of multiplications for each element
@@ -263,11 +264,23 @@ class HopperConfig(LaunchedConfig):
         """Whether a vector operand lies along the columns of the accumulators."""
         return given.n != self.swapped
 
+    def _ahead(self, signature: Signature) -> tuple[Input, ...]:
+        """The matrix operands that travel through the ring where results are stored by TMA."""
+        plan = ahead_plan.plan(self, signature)
+        return () if plan is None else plan.operands
+
+    def through_ring(self, signature: Signature) -> ahead_plan.Plan | None:
+        """How matrix operands of the epilogue travel through the ring; None where none does."""
+        return ahead_plan.plan(self, signature) if self.uses_tma_store(signature) else None
+
     def staged_matrix(self, signature: Signature) -> str | None:
-        """The name of the matrix operand that comes through the staging buffers of D, where both are of 16 bits."""
+        """The name of the matrix operand that comes through the staging buffers of D, where both are of 16 bits and it
+        does not travel through the ring.
+        """
         if ITEMSIZE[signature.out_dtype] != 2:
             return None
-        return next((each.name for each in self.matrices(signature) if ITEMSIZE.get(each.dtype) == 2), None)
+        left = (each for each in self.matrices(signature) if each not in self._ahead(signature))
+        return next((each.name for each in left if ITEMSIZE.get(each.dtype) == 2), None)
 
     def loads_ahead(self, signature: Signature) -> bool:
         """Whether registers allow to load a matrix operand before it is needed: it must be the only one, and no result
@@ -475,14 +488,14 @@ class HopperConfig(LaunchedConfig):
         for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3", "pp")):
             deepest = min(8, (RING_BYTES - 2 * bn) // ((bm + bn) * bk * itemsize))
             rings = sorted({deepest, deepest - 1, deepest // 2}, reverse=True)
-            for trial, sets in option_table.trials(option_table.TRIALS, bm, bn):
+            for trial, sets in option_table.trials(option_table.whole_trials(itemsize), bm, bn):
                 for cluster, stages, options, order in product(
                     CLUSTERS[: trial.clusters], rings[: trial.rings], sets, trial.orders
                 ):
                     yield cls(bm, bn, bk, schedule, cluster, stages, order, options)
             if schedule != "pp":
                 whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
-                sets = option_table.part_sets(bm, bn)
+                sets = option_table.part_sets(bm, bn, itemsize)
                 for stages, (cm, cn, ck), options in product((whole, whole // 2), K_CLUSTERS, sets):
                     yield cls(bm, bn, bk, schedule, (cm, cn), stages, "row", options, 1, ck)
 
@@ -496,7 +509,7 @@ class HopperConfig(LaunchedConfig):
         clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)
         for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3")):
             whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
-            for (cm, cn, ck), options in product(clusters, option_table.part_sets(bm, bn)):
+            for (cm, cn, ck), options in product(clusters, option_table.part_sets(bm, bn, itemsize)):
                 one = cls(bm, bn, bk, schedule, (cm, cn), whole, "row", options, 1, ck)
                 fill = resident_clusters(arch, one.cluster_ctas) // max(one.works(problem), 1)
                 numbers = {fill, 2 * fill, *(SPLITS if cm * cn <= 2 and ck == 1 else ())}

@@ -10,7 +10,7 @@ from cutlass import Int32
 
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.mma import Products
-from cutegemm.cute.hopper.pipeline import Turns, skip
+from cutegemm.cute.hopper.pipeline import Turns, advance, skip
 from cutegemm.cute.hopper.sums import Sums
 from cutegemm.cute.hopper.work import Work
 
@@ -23,10 +23,12 @@ class Consumer:
     """
 
     def __init__(
-        self, config: HopperConfig, group: Any, work: Work, turns: Turns, products: Products, sums: Sums
+        self, config: HopperConfig, group: Any, work: Work, turns: Turns, products: Products, sums: Sums, ahead: Any
     ) -> None:
         self.config, self.group, self.work = config, group, work
-        self.turns, self.products, self.sums = turns, products, sums
+        self.turns, self.products, self.sums, self.ahead = turns, products, sums, ahead
+        # Stages of the ring that hold operands of the epilogue, behind the k tiles of each tile.
+        self.more = 0 if ahead is None else ahead.stages
 
     @cute.jit
     def run(self):
@@ -34,14 +36,36 @@ class Consumer:
         config = self.config
         stage, phase, done = Int32(0), Int32(0), Int32(0)
         if cutlass.const_expr(config.ping_pong):
-            stage, phase = skip(stage, phase, self.work.k_tiles_before(self.group), config.stages)
+            before = self.work.k_tiles_before(self.group)
+            if cutlass.const_expr(self.more > 0):
+                before = before + self.group * self.more
+            stage, phase = skip(stage, phase, before, config.stages)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
             if cutlass.const_expr(config.ping_pong):
                 self.turns.wait(self.group, done)
-            stage, phase = self.products.add_up(stage, phase, tile)
+            stage, phase = self._multiply(stage, phase, tile)
+            if cutlass.const_expr(self.more > 0):
+                self.ahead.open(stage, done)
+                stage, phase = skip(stage, phase, Int32(self.more), config.stages)
             if cutlass.const_expr(config.ping_pong):
-                stage, phase = skip(stage, phase, self.work.k_tiles_after(tile), config.stages)
+                stage, phase = skip(stage, phase, self.work.k_tiles_after(tile) + self.more, config.stages)
+            if cutlass.const_expr(config.ping_pong or self.more > 0):
                 done = done + 1
             self.sums.finish(self.products.accumulators, tile, self.work)
         self.sums.end()
+
+    @cute.jit
+    def _multiply(self, stage, phase, tile):
+        """The products of a tile; where all rows of this warpgroup lie beyond their group's end, its stages pass by."""
+        if cutlass.const_expr(not self.work.may_lack_rows):
+            stage, phase = self.products.add_up(stage, phase, tile)
+        else:
+            if self.work.has_rows(tile):
+                stage, phase = self.products.add_up(stage, phase, tile)
+            else:
+                for _ in cutlass.range(tile.k_tiles, unroll=1):
+                    self.products.ring.wait(stage, phase)
+                    self.products.ring.release(stage, self.products.lane)
+                    stage, phase = advance(stage, phase, self.products.ring.stages)
+        return stage, phase

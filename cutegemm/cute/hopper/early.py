@@ -18,6 +18,8 @@ sizes lie on the device, and for fp32 operands that are split into parts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -37,15 +39,17 @@ def is_constant(config: HopperConfig, signature: Signature) -> tuple[bool, bool]
 
 
 class EarlyProducer(Producer):
-    """A producer that loads one operand, `ahead`, before it waits for the kernel in front, and `behind` after it."""
+    """A producer that loads one operand, `early`, before it waits for the kernel in front, and `behind` after it."""
 
-    def __init__(self, ring: Ring, work: Work, load_a: Loader, load_b: Loader, constant: tuple[bool, bool]) -> None:
-        super().__init__(ring, work, load_a, load_b)
+    def __init__(
+        self, ring: Ring, work: Work, load_a: Loader, load_b: Loader, ahead: Any, constant: tuple[bool, bool]
+    ) -> None:
+        super().__init__(ring, work, load_a, load_b, ahead)
         self.a_is_ahead = constant[0]
-        self.ahead, self.behind = (load_a, load_b) if constant[0] else (load_b, load_a)
+        self.early, self.behind = (load_a, load_b) if constant[0] else (load_b, load_a)
 
     def _places(self, tile):
-        """Where the tiles of `ahead` and `behind` lie for a tile of D."""
+        """Where the tiles of `early` and `behind` lie for a tile of D."""
         places = self.load_a.place(tile.row, tile), self.load_b.place(tile.column, tile)
         return places if self.a_is_ahead else places[::-1]
 
@@ -58,27 +62,30 @@ class EarlyProducer(Producer):
             place, _ = self._places(tile)
             k_tile, k_step = self.work.k_walk(tile)
             for _ in cutlass.range(cutlass.min(tile.k_tiles, Int32(self.ring.stages)), unroll=1):
-                self.ahead.load(place, k_tile, stage, self.ring.acquire(stage, phase))
+                self.early.load(place, k_tile, stage, self.ring.acquire(stage, phase))
                 stage, phase = advance(stage, phase, self.ring.stages)
                 k_tile = self.work.k_next(tile, k_tile, k_step)
 
     @cute.jit
     def run(self):
         """Behind the wait: the other operand for these stages, then everything as `Producer` does."""
-        stage, phase = Int32(0), Int32(1)
+        stage, phase, count = Int32(0), Int32(1), Int32(0)
         left = Int32(self.ring.stages)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
-            ahead, behind = self._places(tile)
+            early, behind = self._places(tile)
             k_tile, k_step = self.work.k_walk(tile)
             left = cutlass.min(left, tile.k_tiles)
             for _ in cutlass.range(tile.k_tiles, unroll=1):
                 if left == 0:
-                    self.ahead.load(ahead, k_tile, stage, self.ring.acquire(stage, phase))
+                    self.early.load(early, k_tile, stage, self.ring.acquire(stage, phase))
                 else:
                     left = left - 1
                 self.behind.load(behind, k_tile, stage, self.ring.full + stage)
                 stage, phase = advance(stage, phase, self.ring.stages)
                 k_tile = self.work.k_next(tile, k_tile, k_step)
+            if cutlass.const_expr(self.ahead is not None):
+                stage, phase = self.ahead.load(self.work, tile, count, stage, phase)
+                count = count + 1
         if cutlass.const_expr(self.load_a.multicasts or self.load_b.multicasts):
             self.ring.drain(stage, phase)

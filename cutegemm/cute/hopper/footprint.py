@@ -83,8 +83,9 @@ def _program(config: HopperConfig, signature: Signature) -> float:
     custom = signature.epilogue.custom
     if custom is None:
         return 0.0
-    matrices = len(config.matrices(signature))
-    ahead = config.loads_ahead(signature) and config.staged_matrix(signature) is not None
+    matrices, plan = len(config.matrices(signature)), config.through_ring(signature)
+    ahead = int(config.loads_ahead(signature) and config.staged_matrix(signature) is not None)
+    ahead += 0 if plan is None else len(plan.operands)
     elements = config.bm * config.bn // (2 if custom.gating else 1)
     return program_cost.cycles(custom, elements, config.accumulators, matrices - ahead)
 

@@ -11,6 +11,7 @@ to its neighbours in time belongs to the same weights, which the L2 cache then s
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,6 +36,7 @@ class GroupedWork(Work):
         self.along = self.grouping.along
         self.groups = Groups(self.grouping.masked)
         cm, cn = config.cluster
+        self.may_lack_rows = self.along == "row" and not config.ping_pong
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn
         if self.fold > 1 and config.swapped != (self.along == "column"):
             raise ValueError("groups of columns have no gate and up")
@@ -113,6 +115,9 @@ class GroupedWork(Work):
         else:
             n = tile.end
         return Region(row, column, tile.matrix, m, n)
+
+    def has_rows(self, tile: Tile) -> Any:
+        return self.region(tile).row < tile.end
 
     def k_tiles_before(self, group):
         """As `Work.k_tiles_before`; in ping-pong all tiles have all of K."""

@@ -37,7 +37,7 @@ import cutlass.cute as cute
 from cutegemm.cute import types
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.hopper import grouping
-from cutegemm.cute.hopper.block_scales import make_products
+from cutegemm.cute.hopper.block_scales import ScaleProducer, make_products
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.constant import uses_constant
 from cutegemm.cute.hopper.consumer import Consumer
@@ -86,9 +86,12 @@ class HopperGemm(Gemm):
         self.ring = Ring(config, signature)
         self.turns = Turns()
         self.products = make_products(config, signature, self.ring, self.turns)
+        scaled = bool(signature.epilogue.program.block_scales)
+        self.scales: Any = ScaleProducer(config, signature, self.ring, self.work) if scaled else None
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, signature, self.store)
+        self.ahead: Any = self.store.ahead if config.through_ring(signature) is not None else None
         # Which operands no running kernel writes, where the kernel makes use of it.
         self.constant = is_constant(config, signature) if uses_constant(config, signature) else (False, False)
 
@@ -106,6 +109,8 @@ class HopperGemm(Gemm):
         else:
             (atom_a, tensor_a), (atom_b, tensor_b) = self._load_parts(args)
         stores = self.store.make_atoms(args)
+        if cutlass.const_expr(self.ahead is not None):
+            stores = (*stores, *self.ahead.make_atoms(args))
         host_only = ("a", "b", "stream", "lda", "ldb", "a_batch", "b_batch", *self._lines)
         on_device = arguments.device(
             args,
@@ -157,7 +162,8 @@ class HopperGemm(Gemm):
         config = self.config
         position = Position.here(config)
         self.work.start(position, args)
-        output = Output(args, stores)
+        results = len(stores) if self.ahead is None else len(self.signature.results)
+        output = Output(args, stores[:results])
 
         memory = SharedMemory(config, self.signature)
         self.ring.start(memory.barriers, position)
@@ -167,6 +173,8 @@ class HopperGemm(Gemm):
             each_a, each_b = (matrices(args.batch, stride) for stride in (args.wgmma_a_batch, args.wgmma_b_batch))
         self.a.start(atom_a, tensor_a, args.wgmma_a_batch, memory.ring, each_a)
         self.b.start(atom_b, tensor_b, args.wgmma_b_batch, memory.ring + self.a.ring_bytes, each_b)
+        if cutlass.const_expr(self.ahead is not None):
+            self.ahead.start(stores[results:], memory, self.ring, position, args)
         if position.warp == 0:
             self.a.prefetch()
             self.b.prefetch()
@@ -175,6 +183,8 @@ class HopperGemm(Gemm):
                 if cutlass.const_expr(config.ping_pong):
                     self.turns.initialize()
                 self.sums.initialize(memory)
+                if cutlass.const_expr(self.ahead is not None):
+                    self.ahead.initialize()
             cute.arch.mbarrier_init_fence()
         self._meet()
         if cutlass.const_expr(any(self.constant)):  # noqa: SIM102
@@ -205,20 +215,23 @@ class HopperGemm(Gemm):
                     GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
                 elif position.warp == config.consumers * 4:
                     self._producer(position).run()
+                elif cutlass.const_expr(self.scales is not None):
+                    self.scales.start(args, memory, position)
+                    self.scales.run()
             else:
                 if cutlass.const_expr(self.registers is not None):
                     cute.arch.setmaxregister_increase(self.registers[1])
                 self.sums.start(output, memory, position, self.work)
                 self.products.start(self.a, self.b, position, args, self.work, memory)
                 work = self.work.of_warpgroup(position.group)
-                Consumer(config, position.group, work, self.turns, self.products, self.sums).run()
+                Consumer(config, position.group, work, self.turns, self.products, self.sums, self.ahead).run()
 
     def _producer(self, position: Position) -> Any:
         """What its last warp runs."""
         load_a, load_b = loaders(self.config, position, self.a, self.b)
         if any(self.constant):
-            return EarlyProducer(self.ring, self.work, load_a, load_b, self.constant)
-        return Producer(self.ring, self.work, load_a, load_b)
+            return EarlyProducer(self.ring, self.work, load_a, load_b, self.ahead, self.constant)
+        return Producer(self.ring, self.work, load_a, load_b, self.ahead)
 
     def _meet(self) -> None:
         """All threads of the cluster see the barriers initialized."""

@@ -4,8 +4,8 @@
     staging     what the epilogue needs for itself: staging buffers and a bias, or slabs
     barriers    two mbarriers a stage (`pipeline.Ring`), then the two of ping-pong (`pipeline.Turns`)
     answers     an int32 a consumer warpgroup: what one of its threads has read of the workspace, for the other 127
-    meeting     mbarriers of a sum within a cluster (`cluster_sum`)
-    scales      of the columns of a tile, for a block of K (`block_scales`)
+    meeting     mbarriers of a sum within a cluster (`cluster_sum`), or of operands in the ring (`ahead`)
+    scales      of blocks of K, for each stage of the ring (`block_scales`)
 
 `HopperConfig.smem_bytes` adds up the same sizes.
 """

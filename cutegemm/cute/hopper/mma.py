@@ -16,6 +16,7 @@ registers of their own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -96,7 +97,8 @@ class Products:
         first_thread = 0 if config.solo or config.ping_pong else position.group * WARPGROUP
         op = operation(a.dtype, b.dtype, config.bn, a.k_major, b.k_major)
         sharers = 1 if config.ping_pong else config.consumers
-        self.mma = cute.make_tiled_mma(cute.make_mma_atom(op), (sharers, 1, 1))
+        self.new_mma = partial(cute.make_tiled_mma, cute.make_mma_atom(op), (sharers, 1, 1))
+        self.mma = self.new_mma()
         part = self.mma.get_slice(first_thread)
         self.fragment_a = self.mma.make_fragment_A(part.partition_A(a.shared))
         self.fragment_b = self.mma.make_fragment_B(part.partition_B(b.shared))

@@ -129,6 +129,12 @@ OPTIONS = (
         "programmatic dependent launch: the next kernel of the stream may start before this one ends",
         footprint="pdl",
     ),
+    Option(
+        "twin",
+        "sums of fp8 that are promoted after every k tile have two sets of partial sums: a warpgroup multiplies the "
+        "next k tile into one while it promotes the other",
+        (Exclusion(("solo", "fat", "zero"), "twin is for promoted sums, which no lesson has"),),
+    ),
     Option("even", "all warps keep the same number of registers: no setmaxnreg", lesson=True),
     Option(
         "fat",
@@ -138,6 +144,7 @@ OPTIONS = (
     ),
     Option("zero", "the accumulators are cleared first, instead of overwritten by the first WGMMA", lesson=True),
     Option("onebuf", "a warpgroup has one staging buffer for the TMA store, instead of two", lesson=True),
+    Option("late", "matrix operands of the epilogue are loaded by the consumers, not through the ring", lesson=True),
 )
 """In the order of the text form, which stored measurements rely on: a new option must not change how others stand."""
 
@@ -173,6 +180,19 @@ TRIALS = (
 """In the order of the tuner's space, which decides between configurations that took the same time."""
 PART_TRIALS = (Trial(("pdl",)), Trial(("swap/pdl",), most_bn=128))
 """The sets of options that the tuner tries where CTAs sum parts of K; clusters and rings are those of the splits."""
+TWIN_TRIALS = (
+    Trial(("pdl/twin",), clusters=6, rings=3, orders=("serp8", "hilbert")),
+    Trial(("zig/pdl/twin",), least_area=128 * 128, clusters=3),
+    Trial(("swap/pdl/twin",), most_bn=128, clusters=3, rings=2),
+    Trial(("swap/once/skew/pdl/twin", "swap/skew/pdl/twin"), most_bn=32, rings=3, orders=("row",)),
+)
+TWIN_PART_TRIALS = (Trial(("pdl/twin",)), Trial(("swap/pdl/twin",), most_bn=128))
+"""The same for operands of one byte, whose promoted sums may have twins."""
+
+
+def whole_trials(itemsize: int) -> tuple[Trial, ...]:
+    """The rows for operands of `itemsize` bytes where a CTA sums all of K."""
+    return (*TRIALS, *TWIN_TRIALS) if itemsize == 1 else TRIALS
 
 
 def trials(table: tuple[Trial, ...], bm: int, bn: int) -> Iterator[tuple[Trial, tuple[tuple[str, ...], ...]]]:
@@ -182,9 +202,10 @@ def trials(table: tuple[Trial, ...], bm: int, bn: int) -> Iterator[tuple[Trial, 
             yield trial, tuple(tuple(names.split("/")) for names in trial.sets)
 
 
-def part_sets(bm: int, bn: int) -> tuple[tuple[str, ...], ...]:
+def part_sets(bm: int, bn: int, itemsize: int) -> tuple[tuple[str, ...], ...]:
     """The sets of options that the tuner tries with such a tile where CTAs sum parts of K."""
-    return tuple(names for _, sets in trials(PART_TRIALS, bm, bn) for names in sets)
+    table = (*PART_TRIALS, *TWIN_PART_TRIALS) if itemsize == 1 else PART_TRIALS
+    return tuple(names for _, sets in trials(table, bm, bn) for names in sets)
 
 
 def read(names: Iterable[str]) -> tuple[str, ...] | None:

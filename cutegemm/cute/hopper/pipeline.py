@@ -23,6 +23,7 @@ from cutlass import Int32, Int64
 
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.position import Position
+from cutegemm.cute.hopper.promotion import SCALE_THREADS
 from cutegemm.problem import ITEMSIZE, Signature
 from cutegemm.problem.work import GATHERED
 
@@ -63,6 +64,8 @@ class Ring:
             tokens = config.bn if config.swapped else config.bm
             self.stage_bytes -= tokens * config.bk * ITEMSIZE[signature.dtype]
             self.full_arrivals += WARPGROUP
+        if signature.epilogue.program.block_scales:
+            self.full_arrivals += SCALE_THREADS
         self.every_thread = "fat" in config.options
         if self.every_thread:
             self.empty_arrivals = WARPGROUP * readers
@@ -86,6 +89,12 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + stage, self.stage_bytes)
         return self.full + stage
+
+    def occupy(self, stage: Int32, phase: Int32) -> None:
+        """Producer warp: waits until the stage is empty, and completes its full barrier, which nobody waits for."""
+        cute.arch.mbarrier_wait(self.empty + stage, phase)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full + stage)
 
     @cute.jit
     def drain(self, stage: Int32, phase: Int32):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -14,13 +16,14 @@ from cutegemm.cute.hopper.work import Work
 class Producer:
     """One warp: for each work of its CTA, the k tiles of both operands into the stages of the ring, in turn."""
 
-    def __init__(self, ring: Ring, work: Work, load_a: Loader, load_b: Loader) -> None:
-        self.ring, self.work, self.load_a, self.load_b = ring, work, load_a, load_b
+    def __init__(self, ring: Ring, work: Work, load_a: Loader, load_b: Loader, ahead: Any) -> None:
+        """ahead: `ahead.Ahead` where operands of the epilogue follow a tile's k tiles, or None."""
+        self.ring, self.work, self.load_a, self.load_b, self.ahead = ring, work, load_a, load_b, ahead
 
     @cute.jit
     def run(self):
         """Loads everything, then waits for whoever still reads what this CTA sent."""
-        stage, phase = Int32(0), Int32(1)
+        stage, phase, count = Int32(0), Int32(1), Int32(0)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
             place_a, place_b = self.load_a.place(tile.row, tile), self.load_b.place(tile.column, tile)
@@ -31,6 +34,9 @@ class Producer:
                 self.load_b.load(place_b, k_tile, stage, full)
                 stage, phase = advance(stage, phase, self.ring.stages)
                 k_tile = self.work.k_next(tile, k_tile, k_step)
+            if cutlass.const_expr(self.ahead is not None):
+                stage, phase = self.ahead.load(self.work, tile, count, stage, phase)
+                count = count + 1
         if cutlass.const_expr(self.load_a.multicasts or self.load_b.multicasts):
             # Neighbours still arrive at this CTA's barriers, and this CTA's copies still land in their shared memory.
             self.ring.drain(stage, phase)

@@ -10,7 +10,8 @@ tiles, and the CUDA cores add them to the accumulators:
 
 A warpgroup that promotes does not multiply. In a cooperative schedule the CTA's other warpgroups keep the tensor cores
 busy meanwhile: each has its own rows and meets the others at the ring's barriers only, so that their promotions fall
-apart by themselves. In ping-pong one warpgroup multiplies at a time, and nothing hides a promotion.
+apart by themselves. In ping-pong one warpgroup multiplies at a time, and nothing hides a promotion; nor where a CTA has
+one. There option `twin` gives a warpgroup a second set of partial sums (`TwinProducts`).
 
 The idea is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 """
@@ -33,7 +34,12 @@ from cutegemm.problem.parts import Parts
 
 
 class Promotion:
-    """How partial sums become accumulators: added as they are. A class that scales them overrides these methods."""
+    """How partial sums become accumulators: added as they are. A class that scales them overrides these methods.
+
+    reads_stage: whether `fetch` reads the stage with plain loads. reads_pairs: whether `add` does.
+    """
+
+    reads_stage = reads_pairs = False
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         """Binds to a warpgroup's products, the kernel's arguments, the works of the CTA, its shared memory."""
@@ -41,11 +47,11 @@ class Promotion:
     def open(self, tile) -> None:
         """Before the first k tile of a work."""
 
-    def fetch(self, tile) -> None:
-        """When an interval's last WGMMA has been issued: what its promotion needs may be loaded while they run."""
+    def fetch(self, stage) -> Any:
+        """When an interval's last WGMMA has been issued, on that stage: loads what its promotion needs."""
 
-    def add(self, accumulators, partial) -> None:
-        """Adds an interval's partial sums to the accumulators."""
+    def add(self, accumulators, partial, fetched) -> None:
+        """Adds an interval's partial sums to the accumulators; `fetched` is what `fetch` returned."""
         # One by one: as a vector, they would be vectors in the main loop too.
         for i in range(cute.size(accumulators)):
             accumulators[i] = accumulators[i] + partial[i]
@@ -87,11 +93,85 @@ class PromotedProducts(Products):
             if cutlass.const_expr(self.config.ping_pong):  # noqa: SIM102
                 if left <= 0:
                     self.turns.hand_over(self.group, self.lane)
-            self.promotion.fetch(tile)
+            fetched = self.promotion.fetch(before)
             warpgroup.wait_group(0)
-            self.ring.release(before, self.lane)
-            self.promotion.add(self.accumulators, self.target)
+            self._add(before, self.target, fetched)
         return stage, phase
+
+    def _add(self, stage, partial, fetched) -> None:
+        """Adds partial sums whose last k tile lies in that stage, and releases it as soon as nobody reads it."""
+        if not self.promotion.reads_pairs:
+            self._release(stage)
+        self.promotion.add(self.accumulators, partial, fetched)
+        if self.promotion.reads_pairs:
+            self._release(stage)
+
+    def _release(self, stage) -> None:
+        """A lane arrives for its warp, whose other lanes have read scales in that stage."""
+        if self.promotion.reads_stage:
+            cute.arch.sync_warp()
+        self.ring.release(stage, self.lane)
+
+
+class TwinProducts(PromotedProducts):
+    """Two sets of partial sums, in turn: while one is promoted the next k tile is multiplied into the other.
+
+    Its warpgroup keeps the tensor cores busy by itself. A promotion is after every k tile.
+    """
+
+    def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
+        super().start(a, b, position, args, work, memory)
+        self.twins = self.target, cute.make_rmem_tensor_like(self.target)
+
+    @cute.jit
+    def add_up(self, stage, phase, tile):
+        """As `Products.add_up`."""
+        self.clear()
+        self.promotion.open(tile)
+        self._multiply(stage, phase, 0)
+        before = stage
+        stage, phase = advance(stage, phase, self.ring.stages)
+        more = tile.k_tiles - 1
+        for _ in cutlass.range(more // 2, unroll=1):
+            for turn in cutlass.range_constexpr(2):
+                self._multiply(stage, phase, 1 - turn)
+                self._promote(before, turn, 1)
+                before = stage
+                stage, phase = advance(stage, phase, self.ring.stages)
+        if more % 2 == 1:
+            self._multiply(stage, phase, 1)
+            self._hand_over()
+            self._promote(before, 0, 1)
+            self._promote(stage, 1, 0)
+            stage, phase = advance(stage, phase, self.ring.stages)
+        else:
+            self._hand_over()
+            self._promote(before, 0, 0)
+        return stage, phase
+
+    def _multiply(self, stage, phase, turn: int) -> None:
+        """Issues a k tile's WGMMA into one of the twins."""
+        self.ring.wait(stage, phase)
+        warpgroup.fence()
+        self.target = self.twins[turn]
+        self.mma = self.new_mma()  # whose state is not that of another branch
+        self.issue(stage, True)
+
+    def _hand_over(self) -> None:
+        """In ping-pong, when the tile's last WGMMA has been issued."""
+        if self.config.ping_pong:
+            self.turns.hand_over(self.group, self.lane)
+
+    def _promote(self, stage, turn: int, in_flight: int) -> None:
+        """Promotes a twin, which that stage went into; so many younger k tiles go on being multiplied."""
+        fetched = self.promotion.fetch(stage)
+        warpgroup.wait_group(in_flight)
+        self._add(stage, self.twins[turn], fetched)
+        # The compiler would put off the additions beyond the next WGMMA into these registers, and copy them before.
+        for i in range(cute.size(self.accumulators)):
+            self.accumulators[i] = cute.arch.inline_ptx(
+                "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[self.accumulators[i]]
+            )
 
 
 class PartProducts(PromotedProducts):

@@ -20,15 +20,25 @@ if TYPE_CHECKING:
 
 MOST_ACCUMULATORS = {1: 112, 2: 112, 3: 64}
 """Most accumulators a thread, by consumer warpgroups; with more, ptxas spills (tests/compile/test_fp8.py)."""
-MOST_SCALED = {1: 80, 2: 96, 3: 64}
+MOST_SCALED = {1: 112, 2: 104, 3: 64}
 """The same with scales of blocks of K."""
+FEW_COPIES = 3
+"""Scales of blocks of K that a thread copies for a k tile with the registers that large tiles leave it."""
+MOST_WITH_COPIES = 96
+"""Most accumulators a thread, with two consumer warpgroups, where it copies more; it gets 16 registers more then."""
+MOST_TWIN = {1: 72, 2: 72, 3: 40}
+"""The same with option twin, which has a third set of registers."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
 MOST_COMPENSATED = 32
 """Most accumulators a thread of sums of parts that are compensated, in twice as many registers as other promoted sums.
 Tiles of more are for results that fill the GPU, where the time of promotions counts."""
+SCALE_THREADS = 96
+"""Threads of the producer's warpgroup that copy scales of blocks of K: all but those of its first warp."""
 CONSUMER_REGISTERS = (24, 240)
-"""Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups."""
+WITH_COPIES = (40, 232)
+"""Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
+copies more than `FEW_COPIES` scales."""
 
 
 def interval(config: HopperConfig, signature: Signature) -> int:
@@ -39,7 +49,7 @@ def interval(config: HopperConfig, signature: Signature) -> int:
 def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | None:
     """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
     if signature.promotion and config.consumers == 2 and config.registers is not None:
-        return CONSUMER_REGISTERS
+        return CONSUMER_REGISTERS if copies(config, signature) <= FEW_COPIES else WITH_COPIES
     return config.registers
 
 
@@ -48,33 +58,42 @@ def compensates(config: HopperConfig, signature: Signature) -> bool:
     return signature.parts is not None and config.accumulators <= MOST_COMPENSATED
 
 
-def column_blocks(config: HopperConfig) -> int:
-    """The most blocks of 128 columns of accumulators that a tile lies in."""
-    last = SCALE_K - math.gcd(config.bn, SCALE_K)
-    return -(-(last + config.bn) // SCALE_K)
+def scale_counts(config: HopperConfig, signature: Signature) -> tuple[int, int]:
+    """Scales of blocks of K that a stage of the ring has, along the rows and the columns of the accumulators: one for
+    each, or for each block of 128 that the tile may lie in; 0 without scales.
+    """
+    given = signature.epilogue.program.block_scales
+    operands = [given.get(name) for name in ("ba" if config.swapped else "ab")]
+    down, across = (
+        0 if each is None else extent if each.scales[1:] == "1" else _blocks(extent)
+        for each, extent in zip(operands, (config.bm, config.bn), strict=True)
+    )
+    return down, across
 
 
-def _across(config: HopperConfig, signature: Signature) -> int:
-    """Columns of the accumulators that share a scale: 1 or 128; 0 where they have none."""
-    given = signature.epilogue.program.block_scales.get("a" if config.swapped else "b")
-    return int(given.scales[1:]) if given else 0
+def _blocks(extent: int) -> int:
+    """The most blocks of 128 that a tile of that extent lies in, which begins at a multiple of it."""
+    last = SCALE_K - math.gcd(extent, SCALE_K)
+    return -(-(last + extent) // SCALE_K)
 
 
-def shared_columns(config: HopperConfig, signature: Signature) -> int:
-    """Numbers of a buffer in shared memory for the scales of a tile's columns: whole rounds of 128 threads, or 0."""
-    return -(-config.bn // 128) * 128 if _across(config, signature) == 1 else 0
+def copies(config: HopperConfig, signature: Signature) -> int:
+    """Scales of blocks of K that a thread copies for a k tile, at most."""
+    return sum(-(-count // SCALE_THREADS) for count in scale_counts(config, signature))
 
 
 def shared_bytes(config: HopperConfig, signature: Signature) -> int:
-    """Bytes of shared memory behind the barriers: two such buffers a warpgroup, fp32."""
-    return 2 * config.consumers * 4 * shared_columns(config, signature)
+    """Bytes of shared memory behind the barriers for these scales, fp32: each side in whole 16 bytes."""
+    return config.stages * sum(-(-count // 4) * 16 for count in scale_counts(config, signature))
 
 
 def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     """None when the configuration can promote as the signature asks, or need not; else why not."""
     if TYPES[signature.dtype].is_integer and config.in_arrival_order:
         return "arrival adds up fp32 numbers in the L2 cache; sums of int8 products are int32"
-    every = signature.promotion
+    every, twin = signature.promotion, "twin" in config.options
+    if twin and (every != config.bk or signature.parts is not None):
+        return f"twin is for sums promoted after every k tile; accepted are promoted sums of fp8 and a bk of {SCALE_K}"
     if every is None:
         return None
     if every % config.bk:
@@ -84,14 +103,16 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
         return f"bk is {config.bk}; scales of {SCALE_K} of K need a k tile of {SCALE_K}"
     if scales and signature.epilogue.gating:
         return "gate and up are columns of two places; scales of blocks of K are not for them"
-    if scales and _across(config, signature) == SCALE_K and column_blocks(config) > 2:
-        return f"bn is {config.bn}; scales of {SCALE_K} columns need one that lies within two blocks of {SCALE_K}"
     lessons = [name for name in ("solo", "fat", "zero") if name == config.schedule or name in config.options]
     if lessons:
         return f"{lessons[0]} of the teaching ladder adds up all of K in the tensor cores; these sums are promoted"
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
     if scales:
         most = min(most, MOST_SCALED[config.consumers])
+    if config.consumers == 2 and copies(config, signature) > FEW_COPIES:
+        most = min(most, MOST_WITH_COPIES)
+    if twin:
+        most = min(most, MOST_TWIN[config.consumers])
     if config.accumulators > most:
         return f"{config.accumulators} accumulators a thread and as many partial sums; more than {most} spill"
     return None

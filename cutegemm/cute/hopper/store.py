@@ -26,6 +26,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutegemm.cute import types, whole
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.hopper import clip, grouping, terms
+from cutegemm.cute.hopper.ahead import Ahead
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.fragment import FragmentStore
 from cutegemm.cute.hopper.memory import SharedMemory
@@ -99,6 +100,8 @@ class TmaEpilogue:
         self.matrices = terms.make_matrices(config, signature)
         self.reductions = make_reductions(config, signature)
         self.staged = next((each for each in self.matrices.values() if each.staged), None)
+        plan = config.through_ring(signature)
+        self.ahead: Any = None if plan is None else Ahead(config, signature, plan, self)
 
     def box(self) -> tuple[int, int]:
         """(rows, columns) of D in one staging buffer."""
@@ -140,11 +143,12 @@ class TmaEpilogue:
         self.barrier = position.group_barrier
         self.warp = cute.arch.make_warp_uniform(thread // 32)
         self.lane = thread % 32
-        self._start_addresses(base.toint(), self.lane)
+        self.base = base.toint()
+        self._start_addresses(self.base, self.lane)
         for vector in self.vectors.values():
             vector.start(memory.staging + self.config.consumers * self.group_bytes, group, thread)
         if self.staged is not None:
-            self.staged.start(base.toint(), self.row_bytes, self.swizzle_bits, self.warp, self.lane)
+            self.staged.start(self.base, self.row_bytes, self.swizzle_bits, self.warp, self.lane)
 
     def _copy(self, atom, tensor, base, dtype) -> tuple:
         """(atom, buffers in shared memory from `base` on, tiles) of the stores into one result."""
@@ -196,9 +200,13 @@ class TmaEpilogue:
             after = parts[number + 1] if cutlass.const_expr(number + 1 < len(parts)) else None
             fetched = self._settle(fetched, corner, after, buffer, region)
             self._begin_reductions(part)
+            if cutlass.const_expr(self.ahead is not None):
+                self.ahead.wait(number, self.base + buffer * self.buffer_bytes)
             self._stage(accumulators, corner, i, part, buffer)
             self._end_reductions(i, part, per_block)
             cute.arch.fence_proxy("async.shared", space="cta")
+            if cutlass.const_expr(self.ahead is not None):
+                self.ahead.release(number)
             cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
             if self.warp == 0:
                 place = self._place(i, part, region)
@@ -212,6 +220,11 @@ class TmaEpilogue:
             return None, *clip.place(self.box_corner(i, part, region), region.matrix, region.m)
         block = self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
         return None, *block, region.matrix
+
+    def place_of(self, step: int, region) -> tuple:
+        """The place of the box of that step of `store` among the boxes of a matrix, as TMA takes it."""
+        i, part = divmod(step, self.out_columns // self.columns)
+        return None, *self.block_of(region.row + i * self.block_step, region.column + part * self.columns)
 
     def box_corner(self, i: int, part: int, region) -> tuple:
         """(row, column) of D where a staging buffer's box begins."""
@@ -270,6 +283,7 @@ class TmaEpilogue:
         # A staged operand is read before the program, whose first results may be waited for.
         staged = {
             name: matrix.fragment(address) if matrix.staged
+            else matrix.fragment(self.ahead.address(name, address), self.row_bytes) if matrix.ringed
             else matrix.fragment(self.own_corner(corner), first, count, self.columns // 8)
             for name, matrix in self.matrices.items()
         }  # fmt: skip
@@ -344,10 +358,15 @@ class WideTmaEpilogue(TmaEpilogue):
         # Rows 8 further on have the same swizzle.
         self.own_piece = ((lane >> 1) & 1) ^ swizzle
 
+    def _address(self, j: int):
+        """Where this lane's two columns of block `j` of a buffer lie, in the first of its rows."""
+        return self.row_address + ((self.own_piece ^ (2 * j)) << 4)
+
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
         for j in range(self.columns // 8):
-            results = self._values(accumulators, corner, i, part, j, 1, None)
-            address = self.row_address + ((self.own_piece ^ (2 * j)) << 4) + buffer * self.buffer_bytes
+            address = None if self.ahead is None else self._address(j) + buffer * self.buffer_bytes
+            results = self._values(accumulators, corner, i, part, j, 1, address)
+            address = self._address(j) + buffer * self.buffer_bytes
             for number, result in enumerate(results):
                 place = address + number * self.result_bytes if number else address
                 for r in range(2):

@@ -9,6 +9,7 @@ is read beyond it: what is computed there is never stored.
     DownBias      one number a row: two for each block of 64 rows
     PairedC       a matrix in fragments straight from global memory, 2 neighbouring columns at a time (one with swapped
                   operands): for fp32, of which a quad of lanes reads 32 bytes, and for an fp32 result
+    RingC         a matrix with elements as wide as D's, which the producer has loaded into the ring (`ahead`)
     StagedC       one 16-bit matrix: 16-byte pieces of whole rows into the staging buffer that D takes next, and
                   fragments from there with ldmatrix, the mirror image of the way out
 """
@@ -43,10 +44,14 @@ def make_vectors(config: HopperConfig, signature: Signature) -> dict[str, Any]:
 
 def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """The strategy for each matrix operand of the signature's epilogue, by name."""
+    plan = config.through_ring(signature)
+    ringed = () if plan is None else plan.operands
     given, staged = config.matrices(signature), config.staged_matrix(signature)
     roomy = config.loads_ahead(signature)
     return {
-        each.name: StagedC(config, each, roomy, config.store_columns(2, signature))
+        each.name: RingC(config, each, roomy)
+        if each in ringed
+        else StagedC(config, each, roomy, config.store_columns(2, signature))
         if each.name == staged
         else PairedC(config, each, roomy)
         for each in given
@@ -122,7 +127,7 @@ class DownBias:
 class _C:
     """A matrix operand in a tile: where it lies, and whether registers allow to load far ahead."""
 
-    staged = False
+    staged = ringed = False
 
     def __init__(self, config: HopperConfig, given: Input, roomy: bool) -> None:
         """`roomy`: see `HopperConfig.loads_ahead`."""
@@ -239,13 +244,42 @@ class StagedC(_C):
 
         D may be written over it afterwards.
         """
-        found = cute.arch.inline_ptx(
-            f"ldmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[address],
-        )
+        found = _load_matrices(address, self.turn)
         cute.arch.sync_warp()
-        words = cute.make_rmem_tensor(4, Int32)
-        for q in range(4):
-            words[q] = found[q]
-        return cute.recast_tensor(words, self.dtype)
+        return _as_fragment(found, self.dtype)
+
+
+class RingC(_C):
+    """See the module docstring."""
+
+    ringed = True
+
+    def fragment(self, address, row_bytes: int):
+        """As `StagedC.fragment`; of fp32 numbers one block of 8 columns, of two rows 8 apart."""
+        if self.dtype.width == 16:
+            return _as_fragment(_load_matrices(address, ".trans" if self.swapped else ""), self.dtype)
+        words = []
+        for r in range(2):
+            words += cute.arch.inline_ptx(
+                "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];",
+                write_only_types=[Int32] * 2,
+                read_only_args=[address + 8 * r * row_bytes],
+            )
+        return _as_fragment(words, self.dtype)
+
+
+def _load_matrices(address, turn: str):
+    """ldmatrix of two blocks of 8 columns: four words."""
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4{turn}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def _as_fragment(found, dtype):
+    """Four words as numbers."""
+    words = cute.make_rmem_tensor(4, Int32)
+    for q in range(4):
+        words[q] = found[q]
+    return cute.recast_tensor(words, dtype)

@@ -78,7 +78,10 @@ class Work:
     """Dense works, see the module docstring; `start` binds it to a cluster and to the sizes of a launch.
 
     first, end, step: the numbers of this cluster's works are `range(first, end, step)`.
+    may_lack_rows: whether all rows of a warpgroup may lie outside of what a tile computes, which `has_rows` tells.
     """
+
+    may_lack_rows = False
 
     def __init__(self, config: HopperConfig, signature: Signature | None = None) -> None:
         """Of a gated program D has half as many columns as the product, and its tiles as those of accumulators."""
@@ -108,6 +111,10 @@ class Work:
         else:
             own.first_row = group * BLOCK_ROWS
         return own
+
+    def has_rows(self, tile: Tile) -> Any:
+        """Whether any row of this warpgroup is one of D."""
+        return True
 
     def at(self, number) -> Tile:
         """This CTA's tile of work `number`."""

@@ -168,6 +168,17 @@ class Program:
         """The inputs that scale blocks of A or B, by the operand: "a" and "b"."""
         return {given.scales[0]: given for given in self.inputs if given.scales}
 
+    @cached_property
+    def product(self) -> Program | None:
+        """The program of the product alone: accumulators as they are, whose blocks of K have the same scales. None
+        where no block has any.
+        """
+        scales = [given for given in self.inputs if given.scales]
+        if not scales:
+            return None
+        inputs = tuple(given._replace(name=f"x{number}") for number, given in enumerate(scales))
+        return Program(inputs, (Node("acc"),), (Output(0, self.outputs[0].dtype),))
+
     def uses(self, op: str) -> bool:
         """Whether some node is that operation."""
         return any(node.op == op for node in self.nodes)

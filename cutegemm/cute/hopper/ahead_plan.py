@@ -1,0 +1,102 @@
+"""Which matrix operands of an epilogue travel through the ring, and how: `ahead` is the device's side.
+
+A tile's part of such an operand is loaded by TMA in the boxes in which D is stored, into the stages that follow the
+tile's last k tile. So the loads run under the main loop, and take neither registers nor shared memory of their own.
+
+A *unit* is what one step of the epilogue takes of one operand: a box for each consumer warpgroup of the tile. Units lie
+in the order in which they are used. A stage has as many as fit into A's part of it and into B's part.
+
+Here is no DSL: the rule of validity is asked before anything is compiled.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from cutegemm.cute.hopper import operand_parts
+from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.program.graph import Input
+from cutegemm.problem.work import DENSE
+
+if TYPE_CHECKING:
+    from cutegemm.cute.hopper.config import HopperConfig
+    from cutegemm.problem import Signature
+
+BLOCK_ROWS = 64
+SWIZZLED = 1024
+"""Bytes after which the widest swizzle repeats: boxes begin at their multiples."""
+MOST_STAGES = 16
+"""Most stages of a tile that hold operands; each has mbarriers of its own."""
+
+
+class Plan(NamedTuple):
+    """operands: those that travel through the ring, in their order.
+    units: of a tile. sharers: consumer warpgroups of a tile.
+    in_a, in_b: units that fit into A's and B's part of a stage. per_stage: units of each stage but the last.
+    rounds: sets of barriers, a power of two, so that the producer never completes a barrier twice before all consumers
+        have seen the first time. It is at most a ring ahead, and a tile takes at least a stage more than its operands.
+    """
+
+    operands: tuple[Input, ...]
+    units: int
+    sharers: int
+    in_a: int
+    in_b: int
+    per_stage: int
+    rounds: int
+
+    @property
+    def stages(self) -> int:
+        """Stages that a tile's operands take."""
+        return -(-self.units // self.per_stage)
+
+    @property
+    def barriers(self) -> int:
+        """Barriers of all rounds; in ping-pong each warpgroup has as many."""
+        return self.rounds * self.stages
+
+    def of_stage(self, stage: int) -> range:
+        """The units of a stage."""
+        return range(stage * self.per_stage, min((stage + 1) * self.per_stage, self.units))
+
+
+@lru_cache(maxsize=4096)
+def plan(config: HopperConfig, signature: Signature) -> Plan | None:
+    """How operands travel through the ring where the configuration stores by TMA; None where none does.
+
+    Those do that have rows of 16-byte multiples and elements as wide as D's: as many as the ring can hold. In ping-pong
+    the ring must be deeper than what a tile's operands take: see `pipeline.Turns`.
+    """
+    size = ITEMSIZE[signature.out_dtype]
+    lessons = config.solo or "fat" in config.options or "late" in config.options
+    if config.parts > 1 or config.stream_k or lessons or signature.work != DENSE or size not in (2, 4):
+        return None
+    aligns = {"c": signature.align_c, **signature.epilogue.matrices}
+    found = [
+        each for each in config.matrices(signature) if ITEMSIZE.get(each.dtype) == size and aligns[each.name] >= 16
+    ]
+    for count in range(len(found), 0, -1):
+        made = _of(config, signature, tuple(found[:count]))
+        if made is not None:
+            return made
+    return None
+
+
+def _of(config: HopperConfig, signature: Signature, operands: tuple[Input, ...]) -> Plan | None:
+    columns = config.store_columns(ITEMSIZE[signature.out_dtype], signature)
+    box = BLOCK_ROWS * columns * ITEMSIZE[signature.out_dtype]
+    sharers = 1 if config.ping_pong else config.consumers
+    row = config.bk * operand_parts.staged_itemsize(signature)
+    in_a, in_b = (
+        extent * row // box // sharers if extent * row % SWIZZLED == 0 else 0 for extent in (config.bm, config.bn)
+    )
+    units = len(operands) * config.out_blocks(signature) * (config.out_columns(signature) // columns)
+    if in_a + in_b == 0:
+        return None
+    stages = -(-units // (in_a + in_b))
+    if stages >= (config.stages if config.ping_pong else MOST_STAGES):
+        return None
+    works = 2 if config.ping_pong else 1
+    rounds = 1 << (-(-config.stages // (works * (1 + stages))) - 1).bit_length()
+    return Plan(operands, units, sharers, in_a, in_b, -(-units // stages), rounds)

@@ -1,0 +1,102 @@
+"""Measurements of products with scales: under which key they stand, and which recipe takes which."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutegemm.choice import plan
+from cutegemm.hardware import arch
+from cutegemm.problem import Problem, scaling, text
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.build import Builder
+from cutegemm.problem.program.graph import Input, Output
+from cutegemm.problem.program.text import parse
+from cutegemm.tuner.spread import METHOD
+from cutegemm.winners import Winners
+from cutegemm.winners.fingerprint import fingerprint
+from cutegemm.winners.row import Measurement
+from tuning import sweep
+
+H200 = arch.get("H200")
+SIZES = (64, 4096, 7168)
+PLAIN, BLOCKED = "sm90/64x64x128/coop1/c1x1/s4/g8", "sm90/64x48x128/coop1/c1x1x2/s5/row/pdl/twin"
+INPUTS = {
+    "tensor": (Input("", "fp32"), Input("", "fp32")),
+    "rows": (Input("", "fp32", m=True), Input("", "fp32", n=True)),
+    "blocks": (Input("", "fp32", scales="a1"), Input("", "fp32", scales="b128")),
+}
+
+
+def asked(*options: str) -> list[Problem]:
+    return sweep.problems(sweep.parser().parse_args(["--shapes", "64x4096x7168", "--dtype", "e4m3", *options]))
+
+
+def of_recipe(recipe: str) -> Problem:
+    """As `gemm` poses it."""
+    builder = Builder(())
+    program = scaling.scaled(builder.program([Output(builder.add("acc"), "bf16")]), *INPUTS[recipe])
+    return Problem.of(*SIZES, "e4m3", epilogue=Epilogue(custom=program))
+
+
+def store(problem: Problem, config: str) -> None:
+    row = Measurement(
+        H200.name, H200.sm_count, str(problem), "cute", config, fingerprint("cute", config), 1e-5, "ok",
+        measured_at="2026-11-23T00:00:00+00:00", method=METHOD,
+    )  # fmt: skip
+    Winners().record(row)
+
+
+def test_a_sweep_of_blocks_has_a_key_of_its_own_that_can_be_read_back():
+    (plain,), (rows,), (blocks,) = (asked(*more) for more in ([], ["--scaling", "rows"], ["--scaling", "blocks"]))
+    assert plain == rows
+    assert plain == text.parse(str(plain))
+    assert blocks == text.parse(str(blocks)) == of_recipe("blocks")
+    assert [(matrix.rows, matrix.cols) for matrix in blocks.operands] == [(64, 56), (56, 32)]
+    assert blocks.min_bytes == plain.min_bytes + 4 * (64 * 56 + 56 * 32)
+
+
+def test_other_programs_are_no_keys():
+    key = str(of_recipe("blocks"))
+    for changed in (
+        key.replace("return acc", "return acc * 2.0"),
+        key.replace("-> bf16:", "-> fp16:"),
+        str(of_recipe("rows")),
+        key.replace("A, 1, 128", "A, 7, 128"),
+    ):
+        with pytest.raises(ValueError, match=r"the program is|expected|shape"):
+            text.parse(changed)
+
+
+def test_recipes_take_the_winner_that_was_measured_for_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    store(asked()[0], PLAIN)
+    for recipe in ("tensor", "rows"):
+        chosen = plan.choose(of_recipe(recipe), H200)
+        assert str(chosen.config) == PLAIN
+        assert chosen.why.startswith(plan.OF_PLAIN)
+    assert "heuristic" in plan.choose(of_recipe("blocks"), H200).why
+    store(asked("--scaling", "blocks")[0], BLOCKED)
+    assert str(plan.choose(of_recipe("blocks"), H200).config) == BLOCKED
+    assert str(plan.choose(of_recipe("rows"), H200).config) == PLAIN
+    # A bias and an activation behind it: as the product with these scales.
+    scales = "x0: fp32[N], x1: fp32[A, 1, 128], x2: fp32[B, 128, 128]"
+    program = parse(f"def epilogue(acc, {scales}) -> bf16: return relu(acc + x0)")
+    biased = Problem.of(*SIZES, "e4m3", epilogue=Epilogue(custom=program))
+    assert biased.operands == ()
+    chosen = plan.choose(biased, H200)
+    assert str(chosen.config) == BLOCKED
+    assert chosen.why.startswith(plan.OF_PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--scaling", "blocks", "--bias", "bf16"], "--scaling: got blocks with --bias"),
+        (["--scaling", "blocks", "--precision", "tf32"], "--scaling: got blocks with --precision tf32"),
+        (["--scaling", "blocks", "--work", "ragged_m"], "--scaling: got blocks with --work ragged_m"),
+        (["--scaling", "blocks", "--dtype", "bf16"], "scaling: got operands of bf16"),
+    ],
+)
+def test_what_scales_of_blocks_are_not_measured_with(options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        asked(*options)

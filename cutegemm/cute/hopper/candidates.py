@@ -55,7 +55,8 @@ UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
 """Results of up to so many elements are computed by tiles with compensated sums alone, where operands are split into
-parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By the cost model such tiles take up to an eighth longer there."""
+parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By the cost model such tiles take up to an
+eighth longer."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {

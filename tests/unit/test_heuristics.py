@@ -117,7 +117,7 @@ def test_the_flag_is_all_that_makes_a_family_automatic():
     assert config(problem).family == "sm90"
     odd = Problem.of(1024, 1024, 1001, "bf16")
     assert config(odd).family == "sm80"
-    assert "TMA cannot load" in plan.choose(odd, H200).why
+    assert "TMA cannot load" in plan.describe(plan.Plan(odd, plan.choose(odd, H200), H200, None))
 
 
 def test_ranked_is_the_whole_space_in_order():

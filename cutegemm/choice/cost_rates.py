@@ -133,7 +133,7 @@ class CostFamily:
 
 @functools.cache
 def rates(family: CostFamily) -> Rates:
-    """The constants of a family: each that of `data/cost_model.json` where it has it, else of `like`, else the first."""
+    """The constants of a family: each that of `data/cost_model.json`, where it has one, else of `like` or the first."""
     found = family.first
     if family.like is not None and fitted(family.like):
         found = replace(rates(family.like), flop_pj=family.first.flop_pj)

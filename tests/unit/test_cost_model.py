@@ -357,17 +357,8 @@ def test_every_constant_has_a_line_with_its_unit():
     names = [line.partition(":")[0] for line in lines]
     assert names == [field.name for field in dataclasses.fields(Rates)]
     units = {line.rpartition("[")[2].rstrip("]") for line in lines}
-    assert units == {
-        "us",
-        "clocks",
-        "bytes/clock",
-        "share",
-        "pJ",
-        "stages",
-        "warps",
-        "sums/clock",
-        "multiple of their time",
-    }
+    known = {"us", "clocks", "bytes/clock", "sums/clock", "share", "pJ", "stages", "warps"}
+    assert units == {*known, "multiple of their time"}
 
 
 # -- the quick bound
@@ -420,7 +411,7 @@ def test_every_constant_counts_somewhere():
     for field in dataclasses.fields(Rates):
         changed = {**dataclasses.asdict(rates), field.name: getattr(rates, field.name) * 1.5 + 0.1}
         models = [(model(text, **changed), model(text, **dataclasses.asdict(rates))) for text in texts]
-        models.append(tuple(model_of(SCALED, ALONE, **each) for each in (changed, dataclasses.asdict(rates))))
+        models.append((model_of(SCALED, ALONE, **changed), model_of(SCALED, ALONE, **dataclasses.asdict(rates))))
         assert any(
             one.seconds(*sizes) != other.seconds(*sizes) for (one, other), sizes in itertools.product(models, shapes)
         ), field.name

@@ -52,7 +52,6 @@ _BOTH = (
     "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
 )
 _FEW = (
-    "sm90/128x64x128/coop2/c1x1/s7/serp8/skew/pdl",
     "sm90/128x112x128/coop2/c1x1x2/s6/row/pdl",
     "sm90/64x112x128/coop1/c2x1/s8/row/pdl",
     "sm90/128x128x128/coop2/c1x1x2/s6/row/swap/pdl",

@@ -95,6 +95,11 @@ def _with_room(text: str, signature: Signature) -> str:
     return str(replace(config, stages=stages))
 
 
+def tries(config: HopperConfig, signature: Signature) -> bool:
+    """Whether the tuner tries a configuration that is valid for a signature."""
+    return ITEMSIZE[signature.dtype] > 1 or byte_candidates.tries(config, signature)
+
+
 def has_shortlists(signature: Signature) -> bool:
     """Whether the table of `shortlists` was made for such products."""
     return signature.unit in _WITH_SHORTLISTS and signature.parts is None

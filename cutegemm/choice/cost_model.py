@@ -35,6 +35,8 @@ What the terms count:
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
               round. CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last
               sums
+    promoted  sums of fp8 cost energy, and time where no other warpgroup multiplies meanwhile. Scales of blocks of K
+              cost each k step some time
     power     a fourth-power mean joins it to the time at full clock: near the limit the clock gives way by degrees
     launch    less where the next launch finds room on the SMs early, with programmatic dependent launch: two CTAs fit
               an SM, or half of the SMs are free (0.35 us of 4 on an H200)
@@ -232,7 +234,8 @@ class Model:
         self._lines = r.lines
         self._lines_a, self._lines_b = r.lines * rows_a / (rows_a + rows_b), r.lines * rows_b / (rows_a + rows_b)
         self._tail = r.tail * self._outside * (rows_a * self._a_by_k + rows_b * self._b_by_k) / f.parts
-        self._step_fixed = (r.step + r.sync * (ctas > 1)) / clock
+        promotion = (f.exposed / r.promote if r.promote else 0.0) + r.scales * f.scaled
+        self._step_fixed = (r.step + r.sync * (ctas > 1) + promotion) / clock
         self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
         self._stages, ahead = f.stages, max(f.stages - r.held, 0.5)
         self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
@@ -269,9 +272,8 @@ class Model:
         self._again, self._idle = r.again, r.idle
         self._bandwidth = arch.hbm_bytes_per_s * r.hbm
         watts = arch.watts_per_sm * arch.sm_count
-        self._energy_step = (
-            (sharers * flops * r.flop_pj + from_l2 * r.load_pj + sharers * f.smem_step * r.smem_pj) * 1e-12 / watts
-        )
+        of_one = flops * r.flop_pj + f.smem_step * r.smem_pj + f.promoted * (1 + f.scaled) * r.promote_pj
+        self._energy_step = (sharers * of_one + from_l2 * r.load_pj) * 1e-12 / watts
         self._energy_byte = r.hbm_pj * 1e-12 / watts
         self._rest = r.rest * 1e-6
 

@@ -44,6 +44,8 @@ class Rates:
     held: stages of the ring that the multiplications hold while loads are under way [stages]
     burst: what a load's bytes through the port add to its latency [multiple of their time]
     step: cost of a k step without what it moves and multiplies [clocks]
+    promote: rate at which sums are promoted where nothing hides it; 0 is no limit [sums/clock]
+    scales: what a k step with scales of blocks of K costs more [clocks]
     tile: cost of an epilogue without its bytes [clocks]
     store: bandwidth of an epilogue [bytes/clock]
     drains: time until the last stores have drained, which only the end of the kernel awaits [multiple of their time]
@@ -61,6 +63,7 @@ class Rates:
     load_pj: energy of a byte from the L2 [pJ]
     smem_pj: energy of a byte read from shared memory [pJ]
     hbm_pj: energy of a byte from memory [pJ]
+    promote_pj: energy of promoting a sum, twice that with scales of blocks of K [pJ]
     rest: how long the card may draw the most for what it drew less between launches, where the L2 is cleared [us]
     """
 
@@ -90,6 +93,8 @@ class Rates:
     held: float = 1.0
     burst: float = 1.0
     step: float = 30.0
+    promote: float = 0.0
+    scales: float = 0.0
     tile: float = 600.0
     store: float = 64.0
     drains: float = 0.0
@@ -107,6 +112,7 @@ class Rates:
     load_pj: float = 6.0
     smem_pj: float = 1.0
     hbm_pj: float = 30.0
+    promote_pj: float = 0.0
     rest: float = 15.0
 
 
@@ -116,7 +122,7 @@ class CostFamily:
 
     name: key of the fitted constants in `data/cost_model.json`. backend: its backend's name.
     first: constants before any fit, from data sheets and educated guesses; a fit begins there and is drawn to them.
-    like: the family whose fitted constants serve, at this one's energy a flop, while this one has no fit of its own.
+    like: the family whose fitted constants serve, at this one's energy a flop, where this one has no fit of its own.
     """
 
     name: str
@@ -127,13 +133,12 @@ class CostFamily:
 
 @functools.cache
 def rates(family: CostFamily) -> Rates:
-    """The constants of a family: fitted where `data/cost_model.json` has them, else those of `like`, else the first."""
-    if family.name in _stored():
-        known = {field.name for field in fields(Rates)}
-        return replace(family.first, **{key: x for key, x in _stored()[family.name].items() if key in known})
+    """The constants of a family: each that of `data/cost_model.json`, where it has one, else of `like` or the first."""
+    found = family.first
     if family.like is not None and fitted(family.like):
-        return replace(rates(family.like), flop_pj=family.first.flop_pj)
-    return family.first
+        found = replace(rates(family.like), flop_pj=family.first.flop_pj)
+    known = {field.name for field in fields(Rates)}
+    return replace(found, **{key: x for key, x in _stored().get(family.name, {}).items() if key in known})
 
 
 def fitted(family: CostFamily) -> bool:

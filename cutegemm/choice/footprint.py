@@ -42,6 +42,8 @@ class Footprint:
     terms: products for each pair of elements, and itemsize: bytes that a stage holds of an element, where operands are
     split into parts (`problem.parts`). Splitting them takes as long whatever the configuration, and is not estimated.
     program: cycles that a custom program takes an SM for a tile; see `program_cost`.
+    promoted: sums that a k step adds into registers by the CUDA cores (promoted accumulation), and exposed: the part of
+    them under which no tensor core multiplies. scaled: they are scaled too, by scales of blocks of K.
     """
 
     family: CostFamily
@@ -70,6 +72,9 @@ class Footprint:
     terms: int = 1
     itemsize: int | None = None
     program: float = 0.0
+    promoted: float = 0.0
+    exposed: float = 0.0
+    scaled: bool = False
 
     @property
     def cluster_tile(self) -> tuple[int, int]:

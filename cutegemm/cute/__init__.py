@@ -85,6 +85,10 @@ def _unused(config: Any, signature: Signature) -> Any:
     return None
 
 
+def _always(config: Any, signature: Signature) -> bool:
+    return True
+
+
 def _all(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
     return []
 
@@ -98,6 +102,7 @@ class Family:
         takes: the kinds of products that it is meant for. works: names of `problem.work.TABLE` that it computes.
         candidates: of a signature that it takes, the texts of the configurations to choose among.
         footprint: of (config, signature, arch): the cost model's view of a configuration.
+        tries: of (config, signature): whether the tuner tries a configuration of its space that is valid.
         sources: patterns of the files beside `_SHARED_SOURCES` that decide what its kernels do; `_CHOICE_SOURCES` are
             left out.
         splits: of a candidate's text and a signature, the splits of K that it may also have.
@@ -121,6 +126,7 @@ class Family:
     works: tuple[str, ...] = (work.DENSE,)
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
+    tries: Callable[[Any, Signature], bool] = _always
     for_constant: Callable[[Any, Signature], Any] = _unused
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
@@ -149,6 +155,7 @@ FAMILIES: dict[str, Family] = {
         ("../hardware/residency.py", "hopper/*.py"),
         works=hopper_grouping.WORKS,
         splits=hopper_candidates.splits,
+        tries=hopper_candidates.tries,
         shortlist=hopper_candidates.shortlist,
         for_constant=hopper_constant.for_constant,
         capability=(9, 0),
@@ -315,12 +322,14 @@ class CuteBackend(Backend[Any]):
         return config.wm * config.wn // 32 if own is None else own
 
     def configs(self, problem: Problem, arch: Arch) -> Iterator[Any]:
-        """Every valid configuration of the automatic families; splits of K only where each has steps to do."""
+        """Every valid configuration of the automatic families that the tuner tries; splits of K only where each has
+        steps to do.
+        """
         for family in self._automatic(problem.signature):
             whole, split = family.config.space(ITEMSIZE[problem.dtype]), family.config.split_space(problem, arch)
             for config in chain(whole, split):
                 worth_it = config.splits == 1 or config.splits * config.bk <= problem.k
-                if worth_it and self.check(config, problem, arch) is None:
+                if worth_it and family.tries(config, problem.signature) and self.check(config, problem, arch) is None:
                     yield config
 
     def candidates(self, signature: Signature, arch: Arch) -> list[tuple[Any, tuple[int, ...]]]:

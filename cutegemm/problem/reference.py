@@ -37,6 +37,9 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    gamma_{ceil(K / P) + 2}(2^-24) (1 + s). What is left out of a product is `Parts.omitted` of it, four times as much
    for numbers beyond the largest of bf16 or tf32, whose first part is truncated. An operand's parts miss at most
    `Parts.lost` of it, times the other operand. With P >= K without end this is the bound of step 1 for t K products.
+   Tiles that promote twice as often and add at the end what promotions round off (`promoted.CompensatedProducts`) stay
+   within it: with n = 2 ceil(K / P) promotions and v = 2^-24 what is kept misses at most v of each addend and is
+   rounded itself, n^2 v^2 in all, and the last addition rounds once: 2 v + n^2 v^2 <= (ceil(K / P) + 2) v to n = 2^22.
 3. Epilogue: at most five more fp32 operations: gamma_5 (|alpha| |A||B| + |beta C| + |bias|).
 4. Activation: all four have |f'| <= 1.13 (silu 1.0999, gelu 1.1290), so the error so far grows by at most that;
    evaluating f itself costs at most 16 u |z| (every formula used is z times a value in [0, 1] known to a few

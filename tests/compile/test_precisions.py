@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cutegemm import backend
-from cutegemm.cute.hopper import part_candidates
+from cutegemm.cute.hopper import part_candidates, promotion
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
@@ -36,6 +36,17 @@ def test_nothing_spills_and_every_term_is_multiplied(precision, place, splits):
     steps = config.bk * (4 if parts.element == "fp32" else 2) // 32
     blocks = config.group_rows // 64
     assert sum(n for name, n in found.items() if name.startswith("HGMMA")) == len(parts.terms) * steps * blocks
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.product(keep=1)
+def test_wgmma_of_compensated_sums_stay_under_way(precision):
+    """ptxas waits after every WGMMA where it cannot tell which registers are in use: here it waits twice a k tile."""
+    problem = Problem.of(512, 512, 4096, "fp32", precision=precision)
+    config = CUTE.parse("sm90/128x64x32/coop2/c1x1/s4/serp8/pdl")
+    assert promotion.compensates(config, problem.signature)
+    found = opcodes(CUTE.build(problem.signature, config, HOPPER).cubin)
+    assert sum(n for name, n in found.items() if name.startswith("WARPGROUP.DEPBAR")) == 2
 
 
 def test_every_candidate_is_valid():

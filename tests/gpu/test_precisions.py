@@ -17,6 +17,17 @@ from tuning.precision import INPUTS, error, inputs
 
 pytestmark = pytest.mark.gpu
 PRECISIONS = ("tf32x3", "bf16x6", "bf16x9")
+SHARES = {
+    ("tf32x3", "exponents", 64): 1.5,
+    ("tf32x3", "exponents", 264): 1.25,
+    ("bf16x6", "exponents", 64): 0.9,
+    ("bf16x6", "exponents", 264): 0.75,
+    ("bf16x6", "powers", 64): 0.95,
+    ("bf16x6", "powers", 264): 0.75,
+    ("bf16x6", "uniform", 264): 0.6,
+    ("bf16x6", "uniform", 4096): 0.67,
+}
+"""Share of cuBLAS SGEMM's error that is promised, by precision, input and K, where it is not the aim itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,37 +58,38 @@ def test_every_candidate_on_ragged_shapes(precision, majors, seed):
 def test_error_beside_sgemm(kind, k, seed):
     """Largest and root mean square error relative to |A||B|: tf32x3 at most cuBLAS SGEMM's, bf16x6 at most half of it.
 
-    Where few addends decide a sum, or K is shorter than four promotions, 1.4 times SGEMM's for bf16x6 and 1.6 times for
-    tf32x3; for positive numbers 0.9 and 1.6 times. At K = 65536 cuBLAS splits the sum of some of these products into
-    more parts than our choice does: an H200 showed up to 2.7 times its error there (docs/precision.md).
+    `SHARES` has the exceptions, and docs/precision.md why they are out of reach. The largest error of bf16x6, one of
+    200,000, may be 0.6 of the largest of SGEMM.
     """
     a, b = inputs(kind, 520, 392, k, seed, "cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
     baseline = error(a @ b, a, b)
-    short = k < 128 or kind in ("exponents", "powers")
-    positive = kind == "uniform"
-    shares = {"tf32x3": 1.6 if short or positive else 1.0, "bf16x6": 1.4 if short else 0.9 if positive else 0.5}
-    for precision, share in shares.items():
-        share = 3.0 if k == 65536 else share
+    for precision, share in (("tf32x3", 1.0), ("bf16x6", 0.5)):
+        share = SHARES.get((precision, kind, k), share)
         got = cutegemm.gemm(a, b, precision=precision)
-        promotion = TABLE["fp32"].promoted[precision]
-        assert reference.check(got, reference.expected(a, b, precision=precision, promotion=promotion))
+        promoted = TABLE["fp32"].promoted[precision]
+        assert reference.check(got, reference.expected(a, b, precision=precision, promotion=promoted))
         found = error(got, a, b)
-        assert found[0] <= max(share, 1.0) * baseline[0], (precision, found, baseline)
+        print(f"{precision} {kind} {k}: {found[0] / baseline[0]:.2f} | {found[1] / baseline[1]:.2f} of SGEMM's error")
+        assert found[0] <= max(share, 0.6) * baseline[0], (precision, found, baseline)
         assert found[1] <= share * baseline[1], (precision, found, baseline)
 
 
+@pytest.mark.parametrize("tile", ["64x96x32", "64x64x32"])
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_emulator_has_the_same_error(precision, kind, seed, monkeypatch):
-    """Within 10 %, on the same inputs and configuration; and how many results have the same bits is shown."""
+def test_the_emulator_has_the_same_error(precision, kind, tile, seed, monkeypatch):
+    """Within 10 %, on the same inputs, by a tile with compensated sums (64x64) and one without.
+
+    How many results have the same bits is shown.
+    """
     monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
     a, b = inputs(kind, 128, 96, 520, seed)
-    options = {"precision": precision, "backend": "cute", "config": "sm90/64x96x32/coop1/c1x1/s3/row"}
+    options = {"precision": precision, "backend": "cute", "config": f"sm90/{tile}/coop1/c1x1/s3/row"}
     emulated = cutegemm.gemm(a, b, **options)
     computed = cutegemm.gemm(a.cuda(), b.cuda(), **options).cpu()
     same = float((computed == emulated).float().mean())
-    print(f"{precision} {kind}: {same:.2%} of the results have the same bits")
+    print(f"{precision} {kind} {tile}: {same:.2%} of the results have the same bits")
     for mine, theirs in zip(error(emulated, a, b), error(computed, a, b), strict=True):
         assert abs(mine - theirs) <= 0.1 * theirs
 

@@ -21,6 +21,7 @@ from cutegemm.hardware import arch
 from cutegemm.hardware.arch import LINE
 from cutegemm.problem import Problem
 from tests.examples import examples
+from tests.unit.scaled import scaled_problem
 
 H200 = arch.get("H200")
 NOTHING = dataclasses.replace(
@@ -35,10 +36,17 @@ TEXTS = (
     "sm90/128x256x64/coop2/c2x1/s4/serp8/streamk",
 )  # fmt: skip
 
+ALONE = "sm90/64x64x128/coop1/c1x1/s6/row"
+SCALED = scaled_problem("blocks", 64, 64, 64)
+
 
 def model(text: str = PLAIN, majors: str = "tn", out_dtype: str | None = None, **constants: float) -> Model:
     """A model in which only the constants named differ from `NOTHING`."""
-    signature = Problem.of(64, 64, 64, "bf16", majors=majors, out_dtype=out_dtype).signature
+    return model_of(Problem.of(64, 64, 64, "bf16", majors=majors, out_dtype=out_dtype), text, **constants)
+
+
+def model_of(problem: Problem, text: str, **constants: float) -> Model:
+    signature = problem.signature
     shape = backend.get("cute").footprint(backend.get("cute").parse(text), signature, H200)
     return Model(shape, signature, H200, dataclasses.replace(NOTHING, **constants))
 
@@ -349,7 +357,8 @@ def test_every_constant_has_a_line_with_its_unit():
     names = [line.partition(":")[0] for line in lines]
     assert names == [field.name for field in dataclasses.fields(Rates)]
     units = {line.rpartition("[")[2].rstrip("]") for line in lines}
-    assert units == {"us", "clocks", "bytes/clock", "share", "pJ", "stages", "warps", "multiple of their time"}
+    known = {"us", "clocks", "bytes/clock", "sums/clock", "share", "pJ", "stages", "warps"}
+    assert units == {*known, "multiple of their time"}
 
 
 # -- the quick bound
@@ -401,7 +410,23 @@ def test_every_constant_counts_somewhere():
     rates = SM90.first
     for field in dataclasses.fields(Rates):
         changed = {**dataclasses.asdict(rates), field.name: getattr(rates, field.name) * 1.5 + 0.1}
+        models = [(model(text, **changed), model(text, **dataclasses.asdict(rates))) for text in texts]
+        models.append((model_of(SCALED, ALONE, **changed), model_of(SCALED, ALONE, **dataclasses.asdict(rates))))
         assert any(
-            model(text, **changed).seconds(*sizes) != model(text, **dataclasses.asdict(rates)).seconds(*sizes)
-            for text, sizes in itertools.product(texts, shapes)
+            one.seconds(*sizes) != other.seconds(*sizes) for (one, other), sizes in itertools.product(models, shapes)
         ), field.name
+
+
+def test_promotions_take_time_where_nothing_hides_them_and_energy_everywhere():
+    rows, sizes = Problem.of(64, 64, 64, "e4m3"), (4096, 4096, 4096)
+
+    def added(text: str, problem: Problem = rows, **constants: float) -> float:
+        return model_of(problem, text, **constants).seconds(*sizes) - model_of(problem, text).seconds(*sizes)
+
+    of_two = "sm90/128x128x128/coop2/c1x1/s5/row"
+    assert added(ALONE, promote=64.0) > added(of_two, promote=64.0) > 0
+    assert added(f"{ALONE}/twin", promote=64.0) == added(f"{of_two}/twin", promote=64.0) == 0
+    assert added(ALONE, scales=50.0) == 0 < added(ALONE, SCALED, scales=50.0)
+    watts = [model_of(each, ALONE, promote_pj=50.0).terms(*sizes).power for each in (rows, SCALED)]
+    assert model_of(rows, ALONE).terms(*sizes).power < watts[0] < watts[1]
+    assert costs(sizes, promote=64.0, scales=50.0, promote_pj=50.0) is False  # 16 bits are added up in one accumulator

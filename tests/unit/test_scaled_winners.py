@@ -6,25 +6,19 @@ import pytest
 
 from cutegemm.choice import plan
 from cutegemm.hardware import arch
-from cutegemm.problem import Problem, scaling, text
+from cutegemm.problem import Problem, text
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.problem.program.build import Builder
-from cutegemm.problem.program.graph import Input, Output
 from cutegemm.problem.program.text import parse
 from cutegemm.tuner.spread import METHOD
 from cutegemm.winners import Winners
 from cutegemm.winners.fingerprint import fingerprint
 from cutegemm.winners.row import Measurement
+from tests.unit.scaled import scaled_problem
 from tuning import sweep
 
 H200 = arch.get("H200")
 SIZES = (64, 4096, 7168)
 PLAIN, BLOCKED = "sm90/64x64x128/coop1/c1x1/s4/g8", "sm90/64x48x128/coop1/c1x1x2/s5/row/pdl/twin"
-INPUTS = {
-    "tensor": (Input("", "fp32"), Input("", "fp32")),
-    "rows": (Input("", "fp32", m=True), Input("", "fp32", n=True)),
-    "blocks": (Input("", "fp32", scales="a1"), Input("", "fp32", scales="b128")),
-}
 
 
 def asked(*options: str) -> list[Problem]:
@@ -33,9 +27,7 @@ def asked(*options: str) -> list[Problem]:
 
 def of_recipe(recipe: str) -> Problem:
     """As `gemm` poses it."""
-    builder = Builder(())
-    program = scaling.scaled(builder.program([Output(builder.add("acc"), "bf16")]), *INPUTS[recipe])
-    return Problem.of(*SIZES, "e4m3", epilogue=Epilogue(custom=program))
+    return scaled_problem(recipe, *SIZES)
 
 
 def store(problem: Problem, config: str) -> None:

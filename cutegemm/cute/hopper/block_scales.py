@@ -32,8 +32,8 @@ from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promoted import PartProducts, PromotedProducts, Promotion, TwinProducts
-from cutegemm.cute.hopper.promotion import SCALE_THREADS, interval, scale_counts
+from cutegemm.cute.hopper.promoted import CompensatedProducts, PartProducts, PromotedProducts, Promotion, TwinProducts
+from cutegemm.cute.hopper.promotion import SCALE_THREADS, compensates, interval, scale_counts
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.source import ScaleSource
 from cutegemm.problem import Signature
@@ -216,7 +216,8 @@ def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns:
     if not tiles:
         return Products(config, ring, turns)
     if signature.parts is not None:
-        return PartProducts(config, ring, turns, tiles, Promotion(), signature.parts)
+        kind = CompensatedProducts if compensates(config, signature) else PartProducts
+        return kind(config, ring, turns, tiles, Promotion(), signature.parts)
     scaled = bool(signature.epilogue.program.block_scales)
     made = TwinProducts if "twin" in config.options else PromotedProducts
     return made(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())

@@ -2,8 +2,12 @@
 
 A k tile is 128 elements: a line of 128 bytes, and what a promotion takes. Promoted sums need two sets of registers, so
 that tiles have at most 112 accumulators a thread (`promotion`); fast sums and those of int8 take the large ones too.
-Where one warpgroup multiplies at a time, nothing else hides its promotions: it gets twin sums.
-Nothing here was measured yet.
+With scales of rows and of blocks the promoted ones were measured on an H200, at the seven shapes of docs/fp8.md:
+
+- Twin sums were faster with one warpgroup wherever both were timed; with two up to 128 x 128, but for 128 x 64 once by
+  2 %, and slower at 128 x 144 (`twins_pay`).
+- Ping-pong with twins was slower than the best by a fifth and more: promoted sums have none.
+- With scales of blocks no other large tile of a cluster was faster than 128 x 192, and most lost 5 to 12 %.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ _LARGE = (
     "sm90/128x192x128/pp/c2x1/s4/serp8/pdl",
 )
 _BOTH = (
-    "sm90/128x208x128/coop2/c2x1/s4/serp8/zig/pdl",
+    "sm90/128x208x128/coop2/c1x2/s4/serp8/zig/pdl",
     "sm90/128x176x128/coop2/c2x1/s4/serp8/zig/pdl",
     "sm90/128x192x128/coop2/c2x1/s4/serp8/zig/pdl",
     "sm90/128x192x128/coop2/c1x2/s4/serp8/zig/pdl",
@@ -48,23 +52,24 @@ _BOTH = (
     "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
 )
 _FEW = (
-    "sm90/128x64x128/coop2/c1x1/s7/serp8/skew/pdl",
     "sm90/128x112x128/coop2/c1x1x2/s6/row/pdl",
     "sm90/64x112x128/coop1/c2x1/s8/row/pdl",
     "sm90/128x128x128/coop2/c1x1x2/s6/row/swap/pdl",
     "sm90/128x64x128/coop2/c1x1x2/s8/row/swap/pdl",
     "sm90/128x32x128/coop2/c1x1x2/s8/row/swap/pdl",
     "sm90/128x16x128/coop2/c1x1x2/s8/row/swap/pdl",
-    "sm90/64x128x128/coop1/c2x1/s6/serp8/pdl",
-    "sm90/64x64x128/coop1/c1x1x2/s8/row/pdl",
     "sm90/64x64x128/coop1/c1x1x2/s8/row/swap/pdl",
     "sm90/64x64x128/coop1/c1x2x2/s8/row/pdl",
-    "sm90/64x32x128/coop1/c1x2/s8/serp8/swap/pdl",
+    "sm90/64x32x128/coop1/c1x2/s4/serp8/swap/pdl",
     "sm90/64x32x128/coop1/c1x1x2/s8/row/swap/pdl",
     "sm90/64x16x128/coop1/c2x1/s16/serp8/swap/pdl",
     "sm90/64x16x128/coop1/c1x1x2/s8/row/swap/pdl",
 )
 """For few rows, and for small products: clusters that share what they load, or the sum over K."""
+_LARGE_SCALED = (128, 192)
+"""The only tile of at least 128 x 128 whose CTAs share loads that is for scales of blocks."""
+MOST_PAYING = 64
+"""Accumulators a thread up to which twin sums pay where two warpgroups multiply."""
 SPLIT = frozenset(
     (
         "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl",
@@ -84,19 +89,38 @@ def listed(signature: Signature) -> tuple[str, ...]:
     texts = (*_LARGE, *_BOTH, *_FEW)
     if signature.promotion is None:
         return texts
+    scaled = bool(signature.epilogue.program.block_scales)
     return tuple(
-        str(with_twin(config, signature))
+        str(_with_twin(config) if twins_pay(config, signature) else config)
         for config in map(HopperConfig.parse, texts)
-        if promotion.why_invalid(config, signature) is None
+        if not config.ping_pong and promotion.why_invalid(config, signature) is None
+        if not (scaled and _is_poor_with_blocks(config))
     )
 
 
-def with_twin(config: HopperConfig, signature: Signature) -> HopperConfig:
-    """The configuration with twin sums, where one warpgroup multiplies at a time and has the registers."""
-    if config.consumers > 1 and not config.ping_pong:
-        return config
-    twin = replace(config, options=options.read((*config.options, "twin")) or config.options)
-    return twin if promotion.why_invalid(twin, signature) is None else config
+def _is_poor_with_blocks(config: HopperConfig) -> bool:
+    shared = config.cluster != (1, 1) and config.bm * config.bn >= 128 * 128
+    return shared and (config.bm, config.bn) != _LARGE_SCALED
+
+
+def twins_pay(config: HopperConfig, signature: Signature) -> bool:
+    """Whether the configuration is faster with twin sums than without, and valid with them."""
+    if config.ping_pong or config.consumers > 2 or (config.consumers == 2 and config.accumulators > MOST_PAYING):
+        return False
+    return promotion.why_invalid(_with_twin(config), signature) is None
+
+
+def tries(config: HopperConfig, signature: Signature) -> bool:
+    """Whether the tuner tries a valid configuration for a signature whose operands have elements of one byte: of
+    promoted sums one of the two that differ in twin sums, and no ping-pong.
+    """
+    if signature.promotion is None:
+        return True
+    return not config.ping_pong and ("twin" in config.options) == twins_pay(config, signature)
+
+
+def _with_twin(config: HopperConfig) -> HopperConfig:
+    return replace(config, options=options.read({*config.options, "twin"}) or ())
 
 
 def may_split(text: str) -> bool:

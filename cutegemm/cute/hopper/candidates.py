@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cutegemm.cute.hopper import byte_candidates, part_candidates, shortlists
+from cutegemm.cute.hopper import byte_candidates, part_candidates, promotion, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
 from cutegemm.problem import ITEMSIZE
 
@@ -53,6 +53,10 @@ _HALVES_TF32 = (
 """Extra candidates for few rows of a program with gate and up, whose swapped tiles have 128 rows at least."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
+FEW_SUMS = 1 << 19
+"""Results of up to so many elements are computed by tiles with compensated sums alone, where operands are split into
+parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By the cost model such tiles take up to an
+eighth longer."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
@@ -91,6 +95,11 @@ def _with_room(text: str, signature: Signature) -> str:
     return str(replace(config, stages=stages))
 
 
+def tries(config: HopperConfig, signature: Signature) -> bool:
+    """Whether the tuner tries a configuration that is valid for a signature."""
+    return ITEMSIZE[signature.dtype] > 1 or byte_candidates.tries(config, signature)
+
+
 def has_shortlists(signature: Signature) -> bool:
     """Whether the table of `shortlists` was made for such products."""
     return signature.unit in _WITH_SHORTLISTS and signature.parts is None
@@ -98,6 +107,8 @@ def has_shortlists(signature: Signature) -> bool:
 
 def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
     """Those to compare for about these sizes, and whether with K split; none where all are compared."""
+    if signature.parts is not None and m * n * batch <= FEW_SUMS:
+        return _compensated(signature)
     if not has_shortlists(signature):
         return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
@@ -109,6 +120,13 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         return found
     fitting = _fitting(signature)
     return list(dict.fromkeys((fitting[text], split) for text, split in found))
+
+
+@functools.lru_cache(maxsize=64)
+def _compensated(signature: Signature) -> list[shortlists.Candidate]:
+    """Candidates for parts whose sums are compensated, and those of them that may also have K split."""
+    found = [text for text in listed(signature) if promotion.compensates(HopperConfig.parse(text), signature)]
+    return [(text, split) for text in found for split in (False, True) if not split or splits(text, signature)]
 
 
 def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:

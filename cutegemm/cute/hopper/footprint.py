@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice import program_cost
 from cutegemm.choice.cost_rates import CostFamily, Rates
 from cutegemm.choice.footprint import Footprint, resident
-from cutegemm.cute.hopper import options
+from cutegemm.cute.hopper import options, promotion
 from cutegemm.cute.hopper.config import BLOCK_ROWS
 from cutegemm.cute.tile_order import HILBERT_LEVELS
 from cutegemm.hardware.arch import LINE
@@ -33,6 +33,9 @@ _FAMILIES = {
     "float16": SM90, "bfloat16": SM90, "tfloat32": SM90_TF32, "float8": SM90_FP8, "int8": SM90_INT8,
 }  # fmt: skip
 """By arithmetic unit."""
+OTHERS_WAIT = 0.15
+"""Share of a promotion during which the CTA's other warpgroups do not multiply either: from what 128 x 128 tiles of two
+gain by twins at 4096x7168x2048 on an H200."""
 
 
 def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
@@ -74,6 +77,7 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
         terms=terms,
         itemsize=None if signature.parts is None else signature.parts.itemsize,
         program=_program(config, signature),
+        **_promotion(config, signature),
         **flags,
     )
 
@@ -88,6 +92,19 @@ def _program(config: HopperConfig, signature: Signature) -> float:
     ahead += 0 if plan is None else len(plan.operands)
     elements = config.bm * config.bn // (2 if custom.gating else 1)
     return program_cost.cycles(custom, elements, config.accumulators, matrices - ahead)
+
+
+def _promotion(config: HopperConfig, signature: Signature) -> dict[str, Any]:
+    """`Footprint.promoted`, `exposed` and `scaled`. Twins hide a promotion; a warpgroup that takes turns or is alone
+    does not. Of several, the others multiply meanwhile but for `OTHERS_WAIT`.
+    """
+    every = promotion.interval(config, signature)
+    if not every:
+        return {}
+    promoted = config.bm * config.bn / every
+    alone = config.consumers == 1 or config.ping_pong
+    exposed = 0.0 if "twin" in config.options else promoted * (1.0 if alone else OTHERS_WAIT)
+    return {"promoted": promoted, "exposed": exposed, "scaled": bool(signature.epilogue.program.block_scales)}
 
 
 def order_rows(order: str) -> int:

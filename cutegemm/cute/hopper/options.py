@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -180,13 +180,10 @@ TRIALS = (
 """In the order of the tuner's space, which decides between configurations that took the same time."""
 PART_TRIALS = (Trial(("pdl",)), Trial(("swap/pdl",), most_bn=128))
 """The sets of options that the tuner tries where CTAs sum parts of K; clusters and rings are those of the splits."""
-TWIN_TRIALS = (
-    Trial(("pdl/twin",), clusters=6, rings=3, orders=("serp8", "hilbert")),
-    Trial(("zig/pdl/twin",), least_area=128 * 128, clusters=3),
-    Trial(("swap/pdl/twin",), most_bn=128, clusters=3, rings=2),
-    Trial(("swap/once/skew/pdl/twin", "swap/skew/pdl/twin"), most_bn=32, rings=3, orders=("row",)),
+TWIN_TRIALS, TWIN_PART_TRIALS = (
+    tuple(replace(trial, sets=tuple(f"{names}/twin" for names in trial.sets)) for trial in table)
+    for table in (TRIALS, PART_TRIALS)
 )
-TWIN_PART_TRIALS = (Trial(("pdl/twin",)), Trial(("swap/pdl/twin",), most_bn=128))
 """The same for operands of one byte, whose promoted sums may have twins."""
 
 

@@ -185,10 +185,74 @@ class PartProducts(PromotedProducts):
 
     def issue(self, stage, overwrite: bool) -> None:
         """All products of one k tile as a group."""
+        self._issue(stage, self._products(), self.target, overwrite)
+
+    def _products(self) -> list[tuple[int, int, int]]:
+        """(part of A, part of B, step of the k tile) of each WGMMA of a k tile, the smallest products first."""
+        return [(i, j, step) for i, j in self.parts.terms for step in range(cute.size(self.fragment_a, mode=[2]))]
+
+    def _issue(self, stage, products: list[tuple[int, int, int]], target, overwrite: bool) -> None:
+        """Some products of one k tile as a group; the first may overwrite `target`."""
         first = stage * self.parts.count
-        for number, (i, j) in enumerate(self.parts.terms):
-            for step in range(cute.size(self.fragment_a, mode=[2])):
-                self.mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and number == 0 and step == 0))
-                a, b = (None, None, step, first + i), (None, None, step, first + j)
-                cute.gemm(self.mma, self.target, self.fragment_a[a], self.fragment_b[b], self.target)
+        for number, (i, j, step) in enumerate(products):
+            self.mma.set(warpgroup.Field.ACCUMULATE, not (overwrite and number == 0))
+            a, b = (None, None, step, first + i), (None, None, step, first + j)
+            cute.gemm(self.mma, target, self.fragment_a[a], self.fragment_b[b], target)
         warpgroup.commit_group()
+
+
+class CompensatedProducts(PartProducts):
+    """The same with less error, for tiles of few accumulators: four sets of registers instead of two.
+
+    The second half of the largest products of a k tile has partial sums of its own, `late`, so that sums as large as
+    the tile's are truncated half as often:
+
+        target    small products, then the largest of the first half of the k tile
+        late      the largest of the second half
+
+    And what an addition of partial sums p to the accumulators a rounds off is summed in `lost`, which is added at the
+    end: with s = fl(a + p) it is p - (s - a), exactly where |a| >= |p| (Dekker 1971), and elsewhere up to one rounding
+    of p. So however long K is, promotions err as two or three additions do, and a sum without roundings stays exact.
+
+    The few products of `late` are multiplied first: their promotion takes place while the others run. Nothing is under
+    way at the end of a k tile: else ptxas waits after every WGMMA.
+    """
+
+    def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
+        super().start(a, b, position, args, work, memory)
+        self.late, self.lost = (cute.make_rmem_tensor(self.target.layout, Float32) for _ in range(2))
+
+    @cute.jit
+    def add_up(self, stage, phase, tile):
+        """As `Products.add_up`; a promotion for each half of a k tile."""
+        self.clear()
+        self.lost.fill(0.0)
+        half = cute.size(self.fragment_a, mode=[2]) // 2
+        for left in cutlass.range(tile.k_tiles, 0, -1, unroll=1):
+            self.ring.wait(stage, phase)
+            warpgroup.fence()
+            self._issue(stage, self._products()[-half:], self.late, True)
+            self._issue(stage, self._products()[:-half], self.target, True)
+            if cutlass.const_expr(self.config.ping_pong):  # noqa: SIM102
+                if left == 1:
+                    self.turns.hand_over(self.group, self.lane)
+            warpgroup.wait_group(1)
+            self._promote(self.late)
+            warpgroup.wait_group(0)
+            self.ring.release(stage, self.lane)
+            self._promote(self.target)
+            stage, phase = advance(stage, phase, self.ring.stages)
+        self._close()
+        return stage, phase
+
+    def _promote(self, partial) -> None:
+        for i in range(cute.size(partial)):
+            before = self.accumulators[i]
+            self.accumulators[i] = before + partial[i]
+            self.lost[i] = self.lost[i] + (partial[i] - (self.accumulators[i] - before))
+
+    def _close(self) -> None:
+        for i in range(cute.size(self.lost)):
+            total = self.accumulators[i] + self.lost[i]
+            # Behind an infinity what was lost is no number; the sum is right without it.
+            self.accumulators[i] = Float32(cutlass.select_(total == total, total, self.accumulators[i]))

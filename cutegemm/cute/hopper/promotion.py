@@ -30,6 +30,9 @@ MOST_TWIN = {1: 72, 2: 72, 3: 40}
 """The same with option twin, which has a third set of registers."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
+MOST_COMPENSATED = 32
+"""Most accumulators a thread of sums of parts that are compensated, in twice as many registers as other promoted sums.
+Tiles of more are for results that fill the GPU, where the time of promotions counts."""
 SCALE_THREADS = 96
 """Threads of the producer's warpgroup that copy scales of blocks of K: all but those of its first warp."""
 CONSUMER_REGISTERS = (24, 240)
@@ -48,6 +51,11 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
     if signature.promotion and config.consumers == 2 and config.registers is not None:
         return CONSUMER_REGISTERS if copies(config, signature) <= FEW_COPIES else WITH_COPIES
     return config.registers
+
+
+def compensates(config: HopperConfig, signature: Signature) -> bool:
+    """Whether what promotions round off is kept and added at the end (`promoted.CompensatedProducts`)."""
+    return signature.parts is not None and config.accumulators <= MOST_COMPENSATED
 
 
 def scale_counts(config: HopperConfig, signature: Signature) -> tuple[int, int]:

@@ -1,0 +1,106 @@
+"""What products of e4m3 matrices with scales get when nothing was measured at their shape, and what the tuner tries."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutegemm import backend
+from cutegemm.choice import heuristics
+from cutegemm.cute.hopper import byte_candidates, promotion
+from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.hardware import arch
+from cutegemm.problem import Problem
+from tests.unit.scaled import scaled_problem
+
+H200 = arch.get("H200")
+CUTE = backend.get("cute")
+ROWS, BLOCKS = (scaled_problem(recipe, 512, 512, 512).signature for recipe in ("rows", "blocks"))
+MEASURED = {
+    ("blocks", 16, 7168, 2048): ("64x16x128/coop1/c1x1/s8/serp8/swap/pdl/twin",),
+    ("rows", 16, 7168, 2048): (
+        "64x16x128/coop1/c1x1/s8/serp8/swap/pdl/twin", "64x16x128/coop1/c2x1/s16/serp8/swap/pdl/twin",
+    ),
+    ("blocks", 64, 4096, 7168): (
+        "64x64x128/coop1/c1x1x2/s8/row/swap/pdl/twin", "64x64x128/coop1/c1x1x2/s8/row/pdl/twin",
+    ),
+    ("rows", 64, 4096, 7168): ("64x64x128/coop1/c1x1x2/s8/row/swap/pdl/twin",),
+    ("blocks", 128, 7168, 16384): ("128x112x128/coop2/c1x1x2/s6/row/pdl/twin",),
+    ("rows", 128, 7168, 16384): ("64x112x128/coop1/c2x1/s8/row/pdl/twin",),
+    ("blocks", 512, 512, 512): (
+        "64x32x128/coop1/c1x1/s4/serp8/swap/pdl/twin", "64x32x128/coop1/c2x1/s4/serp8/pdl/twin",
+        "64x32x128/coop1/c1x2/s4/serp8/swap/pdl/twin",
+    ),
+    ("rows", 512, 512, 512): (
+        "64x32x128/coop1/c1x2/s4/serp8/swap/pdl/twin", "64x32x128/coop1/c2x1/s4/serp8/pdl/twin",
+        "64x32x128/coop1/c1x1/s4/serp8/swap/pdl/twin",
+    ),
+    ("blocks", 1024, 1024, 1024): ("64x128x128/coop1/c1x1/s6/serp8/pdl/twin",),
+    ("rows", 1024, 1024, 1024): ("64x128x128/coop1/c1x1/s6/serp8/pdl/twin",),
+    ("blocks", 4096, 4096, 4096): (
+        "128x192x128/coop2/c2x1/s4/serp8/zig/streamk/pdl", "128x192x128/coop2/c2x1/s4/serp8/zig/pdl",
+        "128x208x128/coop2/c2x1/s4/serp8/zig/pdl",
+    ),
+    ("rows", 4096, 4096, 4096): (
+        "128x208x128/coop2/c1x2/s4/serp8/zig/pdl", "128x128x128/coop2/c2x1/s5/serp8/zig/pdl/twin",
+        "128x176x128/coop2/c2x1/s4/serp8/zig/pdl",
+    ),
+    ("blocks", 4096, 7168, 2048): (
+        "128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "128x192x128/coop2/c2x1/s4/serp8/zig/streamk/pdl",
+        "128x192x128/coop2/c1x2/s4/serp8/zig/pdl",
+    ),
+    ("rows", 4096, 7168, 2048): ("128x224x128/coop2/c2x1/s4/serp8/zig/pdl",),
+}  # fmt: skip
+"""The configurations within 3 % of the fastest measured on an H200 (docs/fp8.md), the fastest first."""
+
+
+@pytest.mark.parametrize(("recipe", "m", "n", "k"), MEASURED)
+def test_the_choice_is_within_3_percent_of_the_fastest_measured(recipe, m, n, k, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    chosen = heuristics.choose(scaled_problem(recipe, m, n, k), H200)
+    assert chosen is not None
+    assert str(chosen[1]).removeprefix("sm90/") in MEASURED[recipe, m, n, k]
+
+
+@pytest.mark.parametrize("signature", [ROWS, BLOCKS], ids=["rows", "blocks"])
+def test_candidates_are_valid_and_have_twins_where_these_pay(signature):
+    found = [HopperConfig.parse(text) for text in byte_candidates.listed(signature)]
+    assert len(set(found)) == len(found) > 20
+    for config in found:
+        assert promotion.why_invalid(config, signature) is None
+        assert byte_candidates.tries(config, signature), str(config)
+        if config.consumers == 1:
+            assert "twin" in config.options
+
+
+@pytest.mark.parametrize(
+    ("config", "with_twin", "without"),
+    [
+        ("64x128x128/coop1/c1x1/s6/serp8/pdl", True, False),
+        ("64x224x128/coop1/c1x1/s5/serp8/pdl", False, True),  # no registers for twins
+        ("128x128x128/coop2/c2x1/s5/serp8/zig/pdl", True, False),
+        ("128x144x128/coop2/c2x1/s5/serp8/zig/pdl", False, True),
+        ("192x64x128/coop3/c1x1/s4/serp8/pdl", False, True),
+        ("128x64x128/pp/c2x1/s7/serp8/pdl", False, False),
+        ("64x64x64/coop1/c1x1/s8/serp8/pdl", False, True),  # promoted after every second k tile
+    ],
+)
+def test_the_tuner_tries_one_of_two_that_differ_in_twins(config, with_twin, without):
+    for text, expected in ((f"sm90/{config}/twin", with_twin), (f"sm90/{config}", without)):
+        assert byte_candidates.tries(HopperConfig.parse(text), ROWS) == expected
+
+
+def test_the_space_of_promoted_sums_does_not_double():
+    problem = scaled_problem("rows", 512, 512, 512)
+    tried = list(CUTE.configs(problem, H200))
+    assert len(set(tried)) == len(tried)
+    twins = {c for c in tried if "twin" in c.options}
+    assert twins
+    assert not any(c.ping_pong for c in tried)
+    without = {str(c).removesuffix("/twin") for c in twins}
+    assert not without & {str(c) for c in tried}
+
+
+def test_whole_sums_are_tried_as_ever():
+    whole = Problem.of(512, 512, 512, "int8").signature
+    assert whole.promotion is None
+    assert byte_candidates.tries(HopperConfig.parse("sm90/128x128x128/pp/c1x1/s4/serp8/pdl"), whole)

@@ -70,10 +70,12 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     Those do that have rows of 16-byte multiples and elements as wide as D's: as many as the ring can hold. In ping-pong
     the ring must be deeper than what a tile's operands take: see `pipeline.Turns`. There the other warpgroup multiplies
     while one waits for its operands, and has to wait itself while they take stages: a single operand, or a small tile,
-    was faster without the ring on an H200.
+    was faster without the ring on an H200. Scales of blocks of K have producers of their own, who know k tiles only.
     """
     size, lessons = ITEMSIZE[signature.out_dtype], config.solo or "fat" in config.options
     if config.parts > 1 or config.stream_k or lessons or signature.work != DENSE or size not in (2, 4):
+        return None
+    if signature.epilogue.program.block_scales:
         return None
     if config.ping_pong and (config.lone_matrix(signature) or config.accumulators < PING_PONG_FROM):
         return None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import cutegemm
 from cutegemm import ops
+from cutegemm.choice import plan
+from cutegemm.hardware import arch as arch_table
 from tests.scaled import check
 
 M, N, K = 136, 150, 328
@@ -45,6 +49,16 @@ def hopper(monkeypatch):
 @pytest.mark.product(keep=4)
 def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
+
+
+@pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
+def test_a_matrix_operand_beside_scales(recipes, seed, monkeypatch):
+    """Several tiles a CTA, so that stages are filled again behind an epilogue."""
+    arch = replace(arch_table.get("H200"), sm_count=2)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+    terms = {"c": torch.ones(200, 264, dtype=torch.bfloat16), "beta": 2.0}
+    given = {"recipes": recipes, "out_dtype": torch.bfloat16, "options": terms, "seed": seed}
+    check(200, 264, K, backend="cute", config="sm90/128x64x128/coop2/c1x1/s3/g8", **given)
 
 
 @pytest.mark.parametrize(

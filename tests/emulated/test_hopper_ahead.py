@@ -24,6 +24,7 @@ ROTATED = "def epilogue(acc, x0: bf16[M, N], x1: bf16[M, N]): return acc * x0 + 
 REDUCED = (
     "def epilogue(acc, x0: bf16[N], x1: bf16[M, N]): t0 = relu(acc + x0) + x1; return t0, row_sum(t0), column_max(t0)"
 )
+ROW_SUMS = "def epilogue(acc, x0: bf16[M, N]): t0 = acc + x0; return t0, row_sum(t0)"
 GATED = "def epilogue(gate: halves[0], up: halves[1], x0: bf16[L, M, N]): return gate - up + x0"
 WIDE = "def epilogue(acc, x0: fp32[L, M, N], x1: bf16[M, N]): return acc + x0 * x1"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -33,10 +34,10 @@ COOPERATIVE = [
     "192x64x64/coop3/c1x1/s3/row", "128x128x32/coop2/c2x2/s3/row", "128x80x32/coop2/c1x1/s8/row/onebuf",
 ]  # fmt: skip
 PING_PONG = [
-    "64x64x64/pp/c1x1/s3/row", "64x96x64/pp/c2x1/s3/g2", "128x64x64/pp/c1x2/s8/row/skew", "64x64x64/pp/c2x2/s3/row/pdl",
-    "64x128x64/pp/c2x1/s6/row/once",
+    "128x160x32/pp/c1x1/s10/row", "128x176x32/pp/c1x2/s9/g2/skew", "128x160x64/pp/c2x1/s5/row/once",
+    "128x192x32/pp/c2x2/s8/row/pdl",
 ]  # fmt: skip
-SWAPPED = ["64x32x64/coop1/c1x1/s3/row/swap", "128x64x64/coop2/c2x1/s3/row/swap", "64x48x64/pp/c1x2/s4/row/swap"]
+SWAPPED = ["64x32x64/coop1/c1x1/s3/row/swap", "128x64x64/coop2/c2x1/s3/row/swap", "128x160x64/pp/c1x2/s4/row/swap"]
 
 
 @pytest.fixture(autouse=True)
@@ -60,11 +61,30 @@ def check(text: str, config: str, shape: tuple[int, int, int], out: torch.dtype 
 
 
 @pytest.mark.parametrize("shape", [(330, 200, 200), (200, 264, 40)], ids=["deep", "one k tile"])
-@pytest.mark.parametrize("config", [*COOPERATIVE, *PING_PONG])
+@pytest.mark.parametrize("config", COOPERATIVE)
 @pytest.mark.parametrize("text", [ONE, TWO, ROTATED, REDUCED])
-@pytest.mark.product(keep=12)
+@pytest.mark.product(keep=8)
 def test_operands_through_the_ring(text, config, shape):
     check(text, config, shape)
+
+
+@pytest.mark.parametrize("shape", [(330, 400, 200), (200, 392, 24)], ids=["deep", "one k tile"])
+@pytest.mark.parametrize("config", PING_PONG)
+@pytest.mark.parametrize("text", [TWO, ROTATED, ROW_SUMS])
+@pytest.mark.product(keep=6)
+def test_operands_through_the_ring_of_ping_pong(text, config, shape):
+    check(text, config, shape)
+
+
+@pytest.mark.parametrize("text", [ONE, TWO, ROTATED, ROW_SUMS])
+@pytest.mark.parametrize("tile", ["128x128", "128x160"])
+def test_ping_pong_loads_a_lone_operand_and_those_of_small_tiles_itself(text, tile):
+    from tests.compile.test_program_outputs import problem
+
+    signature = problem(text.replace("L, ", "").replace("fp16", "bf16")).signature
+    chosen = backend.get("cute").parse(f"sm90/{tile}x64/pp/c1x1/s5/row")
+    assert (chosen.through_ring(signature) is not None) == (tile == "128x160" and text is not ONE)
+    assert replace(chosen, schedule="coop2").through_ring(signature) is not None
 
 
 @pytest.mark.parametrize("config", SWAPPED)
@@ -75,13 +95,13 @@ def test_swapped_operands(text, config):
 
 
 @pytest.mark.parametrize(
-    "config", ["128x128x64/coop2/c1x1/s3/row", "64x128x64/pp/c2x1/s3/row", "128x64x64/coop1/c1x1/s3/row/swap"]
+    "config", ["128x128x64/coop2/c1x1/s3/row", "64x128x64/coop1/c2x1/s3/row", "128x64x64/coop1/c1x1/s3/row/swap"]
 )
 def test_gate_and_up(config):
     check(GATED, config, (200, 272, 72))
 
 
-@pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "64x64x64/pp/c1x1/s4/row"])
+@pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "128x160x64/pp/c1x1/s4/row"])
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
 @pytest.mark.product(keep=2)
 def test_those_as_wide_as_the_result_and_others(config, out):
@@ -92,7 +112,7 @@ def test_a_row_that_serves_all_rows_and_c_that_is_out():
     import cutegemm
 
     a, b = (integers(*shape, dtype=torch.bfloat16, seed=1) for shape in ((200, 64), (64, 136)))
-    config = "sm90/64x64x64/pp/c1x1/s3/row"
+    config = "sm90/64x64x64/coop1/c1x1/s3/row"
     row = integers(1, 136, dtype=torch.bfloat16, seed=2)
     want = a.double() @ b.double()
     got = cutegemm.gemm(a, b, c=row.expand(200, 136), beta=2.0, backend="cute", config=config)

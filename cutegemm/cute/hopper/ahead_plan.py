@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 BLOCK_ROWS = 64
 SWIZZLED = 1024
 """Bytes after which the widest swizzle repeats: boxes begin at their multiples."""
+PING_PONG_FROM = 160
+"""Fewest accumulators of a thread with which operands of a ping-pong kernel travel through the ring."""
 MOST_STAGES = 16
 """Most stages of a tile that hold operands; each has mbarriers of its own."""
 
@@ -66,11 +68,16 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     """How operands travel through the ring where the configuration stores by TMA; None where none does.
 
     Those do that have rows of 16-byte multiples and elements as wide as D's: as many as the ring can hold. In ping-pong
-    the ring must be deeper than what a tile's operands take: see `pipeline.Turns`.
+    the ring must be deeper than what a tile's operands take: see `pipeline.Turns`. There the other warpgroup multiplies
+    while one waits for its operands, and has to wait itself while they take stages: a single operand, or a small tile,
+    was faster without the ring on an H200. Scales of blocks of K have producers of their own, who know k tiles only.
     """
-    size = ITEMSIZE[signature.out_dtype]
-    lessons = config.solo or "fat" in config.options or "late" in config.options
+    size, lessons = ITEMSIZE[signature.out_dtype], config.solo or "fat" in config.options
     if config.parts > 1 or config.stream_k or lessons or signature.work != DENSE or size not in (2, 4):
+        return None
+    if signature.epilogue.program.block_scales:
+        return None
+    if config.ping_pong and (config.lone_matrix(signature) or config.accumulators < PING_PONG_FROM):
         return None
     aligns = {"c": signature.align_c, **signature.epilogue.matrices}
     found = [

@@ -116,6 +116,10 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
         found = list(dict.fromkeys([*found, *more]))
+    if signature.epilogue.custom is not None:
+        # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
+        twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
+        found = list(dict.fromkeys([*found, *(each for each in twins if each[0] in shortlists.configurations())]))
     if len(signature.results) == 1:
         return found
     fitting = _fitting(signature)

@@ -282,12 +282,13 @@ class HopperConfig(LaunchedConfig):
         left = (each for each in self.matrices(signature) if each not in self._ahead(signature))
         return next((each.name for each in left if ITEMSIZE.get(each.dtype) == 2), None)
 
+    def lone_matrix(self, signature: Signature) -> bool:
+        """Whether the epilogue has one matrix operand, and no reduced result that would take registers too."""
+        return len(self.matrices(signature)) == 1 and not signature.epilogue.reductions
+
     def loads_ahead(self, signature: Signature) -> bool:
-        """Whether registers allow to load a matrix operand before it is needed: it must be the only one, and no result
-        reduced.
-        """
-        alone = len(self.matrices(signature)) == 1 and not signature.epilogue.reductions
-        return alone and self.accumulators <= 160
+        """Whether registers allow to load a matrix operand that is not in the ring before it is needed."""
+        return self.lone_matrix(signature) and self.accumulators <= 160
 
     def out_columns(self, signature: Signature) -> int:
         """Columns of a tile of results, in the orientation of the accumulators: half of them where gate and up lie

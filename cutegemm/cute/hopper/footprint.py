@@ -83,15 +83,17 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
 
 
 def _program(config: HopperConfig, signature: Signature) -> float:
-    """Cycles of a custom program for a tile; operands are loaded ahead as `cute.hopper.terms` says."""
+    """Cycles of a custom program for a tile; see `program_cost` for what operands in the ring cost."""
     custom = signature.epilogue.custom
     if custom is None:
         return 0.0
-    matrices, plan = len(config.matrices(signature)), config.through_ring(signature)
-    ahead = int(config.loads_ahead(signature) and config.staged_matrix(signature) is not None)
-    ahead += 0 if plan is None else len(plan.operands)
+    waited_for, plan = len(config.matrices(signature)), config.through_ring(signature)
+    if plan is not None and not config.ping_pong:
+        waited_for -= len(plan.operands)
+    elif config.loads_ahead(signature) and config.staged_matrix(signature) is not None:
+        waited_for = 0
     elements = config.bm * config.bn // (2 if custom.gating else 1)
-    return program_cost.cycles(custom, elements, config.accumulators, matrices - ahead)
+    return program_cost.cycles(custom, elements, config.accumulators, waited_for, config.ping_pong)
 
 
 def _promotion(config: HopperConfig, signature: Signature) -> dict[str, Any]:

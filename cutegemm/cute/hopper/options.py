@@ -144,7 +144,6 @@ OPTIONS = (
     ),
     Option("zero", "the accumulators are cleared first, instead of overwritten by the first WGMMA", lesson=True),
     Option("onebuf", "a warpgroup has one staging buffer for the TMA store, instead of two", lesson=True),
-    Option("late", "matrix operands of the epilogue are loaded by the consumers, not through the ring", lesson=True),
 )
 """In the order of the text form, which stored measurements rely on: a new option must not change how others stand."""
 

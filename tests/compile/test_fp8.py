@@ -48,6 +48,8 @@ def build(config: str, dtype: str = "e4m3", **given):
         ("256x96x128/coop2/c1x2/s3/g8/zig/pdl", {"epilogue": blocks()}),
         ("192x128x128/coop3/c1x1/s3/g8", {"epilogue": blocks(across=1)}),
         ("128x128x128/coop2/c1x2/s5/g8/swap", {"epilogue": blocks()}),
+        ("64x128x128/pp/c1x1/s5/serp8/pdl", {"epilogue": blocks(across=1)}),
+        ("128x64x128/pp/c1x1/s5/serp8/pdl", {"epilogue": blocks()}),
         # Twins.
         ("128x144x128/coop2/c2x1/s4/serp8/zig/pdl/twin", {"epilogue": FULL}),
         ("64x144x128/coop1/c1x1/s4/g8/twin", {"epilogue": blocks()}),

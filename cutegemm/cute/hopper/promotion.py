@@ -38,7 +38,7 @@ SCALE_THREADS = 96
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
-copies more than `FEW_COPIES` scales."""
+copies more than `FEW_COPIES` scales, and in ping-pong any."""
 
 
 def interval(config: HopperConfig, signature: Signature) -> int:
@@ -49,7 +49,8 @@ def interval(config: HopperConfig, signature: Signature) -> int:
 def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | None:
     """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
     if signature.promotion and config.consumers == 2 and config.registers is not None:
-        return CONSUMER_REGISTERS if copies(config, signature) <= FEW_COPIES else WITH_COPIES
+        few = FEW_COPIES if not config.ping_pong else 0
+        return CONSUMER_REGISTERS if copies(config, signature) <= few else WITH_COPIES
     return config.registers
 
 

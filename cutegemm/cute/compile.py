@@ -170,7 +170,6 @@ class CuteKernel:
     def __init__(self, signature: Signature, config: TileConfig, arch: Arch, entry: Entry) -> None:
         self.signature, self.config, self.arch = signature, config, arch
         self._entry = entry
-        self._takes_workspace = WORKSPACE in config.extra_arguments
         self._function: Any = None
         self._address: int | None = None
         self._host: Any = None
@@ -179,6 +178,10 @@ class CuteKernel:
     @functools.cached_property
     def ptx(self) -> str:
         return self._entry.text("kernel.ptx")
+
+    @functools.cached_property
+    def _takes_workspace(self) -> bool:
+        return WORKSPACE in self.config.extra_arguments
 
     @property
     def cubin(self) -> bytes:

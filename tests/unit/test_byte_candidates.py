@@ -91,7 +91,7 @@ def test_the_tuner_tries_one_of_two_that_differ_in_twins(config, with_twin, with
 
 def test_the_space_of_promoted_sums_does_not_double():
     problem = scaled_problem("rows", 512, 512, 512)
-    tried = list(CUTE.configs(problem, H200))
+    tried = [config for config in CUTE.configs(problem, H200) if isinstance(config, HopperConfig)]
     assert len(set(tried)) == len(tried)
     twins = {c for c in tried if "twin" in c.options}
     assert twins

@@ -99,7 +99,7 @@ def _of(config: HopperConfig, signature: Signature, operands: tuple[Input, ...])
         extent * row // box // sharers if extent * row % SWIZZLED == 0 else 0 for extent in (config.bm, config.bn)
     )
     units = len(operands) * config.out_blocks(signature) * (config.out_columns(signature) // columns)
-    if in_a + in_b == 0:
+    if in_a + in_b == 0 or units == 0:
         return None
     stages = -(-units // (in_a + in_b))
     if stages >= (config.stages if config.ping_pong else MOST_STAGES):

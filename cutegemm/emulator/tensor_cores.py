@@ -51,7 +51,7 @@ STEPS = {("mma", "ampere"): (16, 24), ("mma", "hopper"): (32, 25), ("wgmma", "ho
 FP8 = Rule(32, 13, 14)
 #: The order of K in which an fp8 mma.sync multiplies on Hopper: ptxas makes fp16 of the operands, and two HMMA that
 #: begin from zero, one of the low two of every four elements (the bytes of a register), then one of the high two. FADD
-#: adds their sum to the accumulator. Read from the machine code of ptxas 13, not compared with a GPU; MMA-Sim has one
+#: adds their sum to the accumulator. Read from the machine code of ptxas 13; an H200 gives these bits. MMA-Sim has one
 #: step of 32 there, which few sums tell apart.
 AS_HALVES = [k for high in (0, 2) for k in range(32) if k % 4 // 2 * 2 == high]
 

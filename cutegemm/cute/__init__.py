@@ -34,6 +34,7 @@ from cutegemm.cute.hopper import config as hopper_config
 from cutegemm.cute.hopper import constant as hopper_constant
 from cutegemm.cute.hopper import footprint as hopper_footprint
 from cutegemm.cute.hopper import grouping as hopper_grouping
+from cutegemm.cute.hopper import validity as hopper_validity
 from cutegemm.cute.simt import candidates as simt_candidates
 from cutegemm.cute.simt import config as simt_config
 from cutegemm.cute.simt import footprint as simt_footprint
@@ -149,7 +150,7 @@ FAMILIES: dict[str, Family] = {
         hopper_config.HopperConfig,
         "hopper.kernel",
         "HopperGemm",
-        hopper_config.TAKES,
+        hopper_validity.TAKES,
         hopper_candidates.listed,
         hopper_footprint.of,
         ("../hardware/residency.py", "hopper/*.py"),

@@ -26,31 +26,19 @@ from itertools import product
 from typing import ClassVar
 
 from cutegemm.cute import tile_order
-from cutegemm.cute.hopper import ahead_plan, grouping, operand_parts, part_candidates, promotion, work_count
+from cutegemm.cute.hopper import ahead_plan, grouping, operand_parts, part_candidates, promotion, validity, work_count
 from cutegemm.cute.hopper import options as option_table
+from cutegemm.cute.hopper.validity import BLOCK_ROWS, CLUSTERS
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters
-from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
-from cutegemm.problem.dtypes import why_not_taken
-from cutegemm.problem.parts import TABLE as SPLIT
+from cutegemm.problem import ITEMSIZE, Problem, Signature
 from cutegemm.problem.program.graph import Input
 from cutegemm.problem.work import DENSE
 
-TAKES: tuple[Kind, ...] = (
-    ("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT,
-    ("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"), ("int8", "ieee"),
-)  # fmt: skip
 WARPGROUP = 128
-BLOCK_ROWS = 64
-"""Rows of one WGMMA, and of D that a warpgroup stores at a time."""
 WARP_ROWS = BLOCK_ROWS // 4
 """Those of a warp."""
-CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
-CLUSTER_PARTS = (1, 2, 4)
-"""Accepted numbers of CTAs of a cluster along K."""
-CLUSTER_CTAS = 8
-"""Most CTAs of a cluster; more are not portable between GPUs of compute capability 9.0."""
 K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2))
 """Clusters along K that the tuner considers."""
 BARRIER_BYTES = 1024
@@ -81,12 +69,6 @@ _ACCEPTED = (
 )
 
 __doc__ = f"{__doc__}\n{option_table.explained()}\n"
-
-
-def _by_halves(signature: Signature, name: str) -> bool:
-    """Whether it is the operand of that name whose contiguous columns are loaded as two halves."""
-    by_rows = signature.b_major == "n" and signature.parts is None
-    return name == "B" and by_rows and signature.epilogue.gating == "halves"
 
 
 @dataclass(frozen=True)
@@ -395,88 +377,7 @@ class HopperConfig(LaunchedConfig):
 
     def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
-        if arch.capability != (9, 0):
-            return f"WGMMA and its TMA ring exist on compute capability 9.0 only; {arch.name} has another"
-        if refused := why_not_taken("the WGMMA kernel multiplies", TAKES, signature.kind):
-            return refused
-        if ITEMSIZE[signature.dtype] != 2 and signature.parts is None:  # it transposes elements of 16 bits
-            element = signature.dtype if signature.precision == "ieee" else signature.precision
-            for name, major in (("A", signature.a_major), ("B", signature.b_major)):
-                if major != "k":
-                    return f"WGMMA takes {element} operands K-major only; {name} is {major.upper()}-major"
-        for name, align in (("A", signature.align_a), ("B", signature.align_b)):
-            if align < 16 and signature.parts is None:
-                extent = "each half of the columns" if _by_halves(signature, name) else "contiguous extent"
-                return f"TMA cannot load {name}: address, strides and {extent} need 16 bytes, they have {align}"
-        return (
-            self._why_tile_invalid()
-            or grouping.why_invalid(self, signature)
-            or self._why_program_invalid(signature)
-            or operand_parts.why_invalid(signature)
-            or promotion.why_invalid(self, signature)
-            or self._why_resource_invalid(signature, arch)
-        )
-
-    def _why_program_invalid(self, signature: Signature) -> str | None:
-        gating, parts = signature.epilogue.gating, "splits of K and clusters along K"
-        if self.parts > 1 and gating:
-            return f"{parts} add up and finish single accumulators; gate and up are finished together"
-        if self.parts > 1 and self.swapped and signature.epilogue.program.uses("partner"):
-            return f"{parts} of swapped operands finish rows of D apart; a program with partner needs neighbours"
-        if gating == "pairs" and self.swapped:
-            return "with swapped operands neighbouring columns of the product lie in different threads; no 'pairs'"
-        if gating == "halves" and self.swapped and self.group_rows % (2 * BLOCK_ROWS):
-            return (
-                f"a warpgroup has {self.group_rows} rows; with swapped operands gate and up take multiples of "
-                f"{2 * BLOCK_ROWS}"
-            )
-        if _by_halves(signature, "B") and self.bn * ITEMSIZE[signature.dtype] % 64 and not self.swapped:
-            return f"bn is {self.bn}; halves of a row-major B need a multiple of {64 // ITEMSIZE[signature.dtype]}"
-        return None
-
-    def _why_tile_invalid(self) -> str | None:
-        groups = 1 if self.ping_pong else self.consumers
-        if self.bm % (BLOCK_ROWS * groups) or not BLOCK_ROWS <= self.bm <= 256:
-            return f"bm is {self.bm}; accepted are multiples of 64 a warpgroup, up to 256"
-        if self.bn % 16 or not 16 <= self.bn <= 256:
-            return f"bn is {self.bn}; accepted are multiples of 16 from 16 to 256 (the n of a WGMMA)"
-        if self.bk not in (32, 64, 128, 256):
-            return f"bk is {self.bk}; accepted are 32, 64, 128 and 256"
-        if self.cluster not in CLUSTERS:
-            return f"cluster is {self.cluster}; accepted are {', '.join(f'{m}x{n}' for m, n in CLUSTERS)}"
-        if not 1 <= self.splits <= 32 or (self.splits > 1 and self.ping_pong):
-            return f"{self.splits} splits of K; accepted are 1 to 32, and 1 in ping-pong"
-        if self.cluster_k not in CLUSTER_PARTS or self.cluster_ctas > CLUSTER_CTAS:
-            return (
-                f"a cluster has {self.cluster_ctas} CTAs, {self.cluster_k} along K; accepted are up to {CLUSTER_CTAS}, "
-                f"and {', '.join(map(str, CLUSTER_PARTS))} along K"
-            )
-        if why := option_table.why_excluded(self):
-            return why
-        if self.bm // self.cluster[1] % 8 or self.bn // self.cluster[0] % 8:
-            return f"tile {self.bm}x{self.bn} cannot be loaded in shares of whole 8 rows by a {self.cluster} cluster"
-        return None
-
-    def _why_resource_invalid(self, signature: Signature, arch: Arch) -> str | None:
-        # A tile that is shared out over a cluster is stored by more addresses at a time than TMA takes.
-        most = (208, 96) if self.cluster_k == 1 else (128, 72)
-        limit = most[self.consumers == 3]
-        if self.accumulators > limit:
-            return f"{self.accumulators} accumulators a thread; more than {limit} spill"
-        reductions = len(signature.epilogue.reductions)
-        if reductions > 2 and self.accumulators > 176:
-            return f"{self.accumulators} accumulators a thread and {reductions} reduced results; more than 176 spill"
-        if not (1 if self.solo else 2) <= self.stages <= 16:
-            return f"stages is {self.stages}; accepted are 2 to 16, in solo 1 to 16"
-        received = (self.cluster_k - 1) * self.consumers * self.owned_bytes
-        if received > self.stages * self.stage_bytes(signature):
-            ring = self.stages * self.stage_bytes(signature)
-            return f"{received} B of a tile's sums from the other CTAs along K do not fit into the ring of {ring} B"
-        if self.parts > 1 and signature.epilogue.reductions:
-            return "rows and columns are reduced in whole sums; accepted are 1 split of K and no cluster along K"
-        if self.smem_bytes(signature) > arch.smem_per_cta:
-            return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
-        return None
+        return validity.why_invalid(self, signature, arch)
 
     @classmethod
     def space(cls, itemsize: int = 2) -> Iterator[HopperConfig]:

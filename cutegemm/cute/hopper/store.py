@@ -5,9 +5,9 @@ A WGMMA leaves 64 rows in a warpgroup, 16 a warp. Thread `lane` of warp `w` hold
     rows 16 w + lane / 4 + 8 r (r = 0, 1), columns 8 j + 2 (lane % 4) + c (c = 0, 1)    in accumulator (c, r, j)
 
 `TmaEpilogue` sends 16-bit results through stmatrix and a TMA store, `WideTmaEpilogue` fp32 results through plain shared
-stores and TMA; `terms` adds C and the bias. `SlabStore` takes everything else through the slabs that the other
-kernels use too: what TMA cannot store, and C in any strides. With swapped operands the rows of the accumulators are
-columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into shared memory.
+stores and TMA; `terms` adds C and the bias. `slab_store.SlabStore` takes everything else. With swapped operands the
+rows of the accumulators are columns of D: `TransposedTmaEpilogue` and `TransposedSlabStore` turn them on the way into
+shared memory.
 
 Of a gated program ("halves") a thread holds gate and up of the same place of D: half of a tile's columns further on, or
 with swapped operands half of a warpgroup's blocks of 64 rows.
@@ -15,7 +15,6 @@ with swapped operands half of a warpgroup's blocks of 64 rows.
 
 from __future__ import annotations
 
-import types as python_types
 from typing import Any
 
 import cutlass
@@ -24,7 +23,6 @@ from cutlass import Float32, Int32, Vector
 from cutlass.cute.nvgpu import cpasync
 
 from cutegemm.cute import types, whole
-from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.hopper import clip, grouping, terms
 from cutegemm.cute.hopper.ahead import Ahead
 from cutegemm.cute.hopper.config import BLOCK_ROWS, WARPGROUP, HopperConfig
@@ -33,14 +31,11 @@ from cutegemm.cute.hopper.memory import SharedMemory
 from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.reduce import make_reductions
-from cutegemm.cute.launch_config import SLAB_ROWS
+from cutegemm.cute.hopper.slab_store import SlabStore, TransposedSlabStore, up_offset
 from cutegemm.cute.lowering import finish, rounded
 from cutegemm.cute.source import sources, strides
 from cutegemm.problem import Signature
 from cutegemm.problem.program.graph import Node
-
-MOST_UNROLLED_STRIPS = 4
-"""Strips of a `SlabStore` that have code of their own each; of more than that the first has."""
 
 
 def make_store(config: HopperConfig, signature: Signature) -> Any:
@@ -57,12 +52,6 @@ def make_store(config: HopperConfig, signature: Signature) -> Any:
     else:
         made = TransposedSlabStore if config.swapped else SlabStore
     return made(config, signature)
-
-
-def up_offset(config: HopperConfig, signature: Signature) -> int:
-    """From a thread's accumulator of gate to the one of up ("halves")."""
-    columns = config.out_columns(signature)
-    return config.out_blocks(signature) * (config.bn // 2) if columns == config.bn else columns // 2
 
 
 class TmaEpilogue:
@@ -407,113 +396,3 @@ class TransposedTmaEpilogue(TmaEpilogue):
 
     def _address(self, pair: int):
         return self.row_address + pair * 16 * self.row_bytes
-
-
-class SlabStore:
-    """The general epilogue: `epilogue.SlabEpilogue` on strips of columns, a slab a warp.
-
-    Many strips share the code from the slab to D, which with C, a bias and an activation is long: 26 copies of it
-    took the compiler 3 s, and spilled where D is unaligned. Accumulators have no run-time index, so that filling the
-    slab keeps code for each strip, found by a tree of branches. The first strip comes before the loop: its accumulators
-    are free when the loop, which holds all others, needs registers.
-    """
-
-    def __init__(self, config: HopperConfig, signature: Signature) -> None:
-        self.blocks, self.block_step = config.out_blocks(signature), config.block_step
-        self.columns, self.block_size = config.slab_columns, config.bn // 2
-        self.strips = config.bn // self.columns
-        # Of a gated program a strip is `step` columns of results, and its slab has the accumulators of both.
-        self.step = self.columns * config.out_columns(signature) // config.bn
-        self.halves, self.up = signature.epilogue.gating == "halves", up_offset(config, signature)
-        strip: Any = python_types.SimpleNamespace(wn=config.slab_width(signature))
-        self.slabs = SlabEpilogue(strip, signature, late_bias=True)
-
-    def make_atoms(self, args) -> tuple:
-        """Needs no tensor maps."""
-        return ()
-
-    def start(self, output: Output, memory: SharedMemory, position: Position) -> None:
-        """Binds to a launch's output, to the slabs of this warpgroup, and to this thread."""
-        thread = position.own_thread
-        self.args = output.args
-        self.warp = thread // 32
-        self.lane = thread % 32
-        words = 4 * SLAB_ROWS * self.slabs.pitch
-        self.memory = cute.recast_ptr(memory.staging, dtype=Float32) + position.group * words
-
-    @cute.jit
-    def store(self, accumulators, region):
-        """Stores the warpgroup's blocks of 64 rows of a tile."""
-        strips = self.blocks * self.strips
-        unrolled = strips if cutlass.const_expr(strips <= MOST_UNROLLED_STRIPS) else 1
-        row = region.row + self.warp * SLAB_ROWS
-        for number in cutlass.range_constexpr(unrolled):
-            self._open(*self._corner(number, row, region.column), region)
-            self._fill(self._strip(accumulators, number))
-            self.slabs.store_rows(0)
-        if cutlass.const_expr(unrolled < strips):
-            for number in cutlass.range(unrolled, strips, unroll=1):
-                self._open(*self._corner(number, row, region.column), region)
-                self._fill_one_of(accumulators, number, unrolled, strips)
-                self.slabs.store_rows(0)
-
-    def _corner(self, number, row, column) -> tuple[Any, Any]:
-        """(row, column) of the first accumulator of strip `number` of a warp whose first row is `row`."""
-        block = number // self.strips
-        return row + block * self.block_step, column + (number - block * self.strips) * self.step
-
-    @cute.jit
-    def _fill_one_of(self, accumulators, number, first: cutlass.Constexpr, end: cutlass.Constexpr):
-        """`_fill` with strip `number`, which is one from `first` to `end` - 1."""
-        if cutlass.const_expr(end - first == 1):
-            self._fill(self._strip(accumulators, first))
-        else:
-            middle = (first + end) // 2
-            if number < middle:
-                self._fill_one_of(accumulators, number, first, middle)
-            else:
-                self._fill_one_of(accumulators, number, middle, end)
-
-    def _strip(self, accumulators, number: int):
-        """This thread's accumulators of strip `number`, 64 rows x `columns`: (c, r, j), c fastest; of gate and of up
-        a half each, or with swapped operands both of as many.
-        """
-        if not self.halves:
-            values = accumulators.iterator + number * (self.columns // 2)
-            return cute.make_tensor(values, cute.make_layout((2, 2, self.columns // 8)))
-        block, strip = divmod(number, self.strips)
-        first = block * self.block_size + strip * (self.step // 2)
-        layout = cute.make_layout((2, 2, (self.step // 8, 2)), stride=(1, 2, (4, self.up)))
-        return cute.make_tensor(accumulators.iterator + first, layout)
-
-    def _open(self, row, column, region) -> None:
-        self.slabs.start(self.memory, region.matrix, row, column, region.m, region.n, self.warp, self.lane, self.args)
-
-    def _fill(self, values) -> None:
-        slab = self.slabs.slab.iterator + (self.lane // 4) * self.slabs.pitch + 2 * (self.lane % 4)
-        for j in range(self.columns // 8):
-            for r in range(2):
-                pair = cute.make_rmem_tensor(2, Float32)
-                for c in range(2):
-                    pair[c] = values[c, r, j]
-                place = cute.make_tensor(slab + (8 * r * self.slabs.pitch + 8 * j), cute.make_layout(2))
-                cute.autovec_copy(pair, place)
-
-    def finish(self) -> None:
-        """Nothing is in flight."""
-
-
-class TransposedSlabStore(SlabStore):
-    """The same for swapped operands: a strip of 16 accumulator columns is 16 rows of D, a warp's rows 16 columns."""
-
-    def _open(self, row, column, region) -> None:
-        super()._open(column, row, region)
-
-    def _fill(self, values) -> None:
-        pitch = self.slabs.pitch
-        slab = self.slabs.slab.iterator + 2 * (self.lane % 4) * pitch + self.lane // 4
-        for j in range(4 if self.halves else 2):
-            for r in range(2):
-                for c in range(2):
-                    place = slab + ((8 * (j % 2) + c) * pitch + 8 * r + 16 * (j // 2))
-                    cute.make_tensor(place, cute.make_layout(1))[0] = values[c, r, j]

@@ -302,22 +302,9 @@ class Model:
 
     def terms(self, m: int, n: int, k: int, batch: int = 1) -> Terms:
         """The same, and what it is made of."""
-        *values, rounds, steps, step, port, load, waits = self.values(m, n, k, batch)
-        return Terms._make(
-            (
-                *values,
-                int(rounds),
-                steps,
-                step,
-                port,
-                load,
-                waits,
-                self._multiply,
-                self._smem,
-                self._epilogue,
-                self._last,
-            )
-        )
+        values = self.values(m, n, k, batch)
+        found = Terms._make((*values, self._multiply, self._smem, self._epilogue, self._last))
+        return found._replace(rounds=int(found.rounds))
 
     def straddling(self, m: int, n: int, k: int) -> float:
         """The share of A's rows or of B's, the lesser, that begin within a line; the same for all of a signature."""

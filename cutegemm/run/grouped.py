@@ -78,7 +78,7 @@ def planned(
 def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     chosen, problem = backends.get(plan.choice.backend), asked.problem
     core: Core
-    if any(0 in shape for shape in asked.shapes):
+    if problem.m == 0 or any(0 in shape for shape in asked.shapes):
         core = _nothing
     elif isinstance(chosen, backends.OnTensors):
         core = torch_core(asked)
@@ -146,7 +146,7 @@ def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:
 
 
 def _nothing(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
-    """D has no elements."""
+    """D has no elements, or no row of A goes there."""
 
 
 def _addresses(asked: ProgramRequest, a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> Any:

@@ -140,10 +140,9 @@ class _Reader:
 
     def refresh(self) -> None:
         """Forgets what was read when the file has changed since."""
-        now = time.monotonic_ns()
-        if now - self._looked < self.LOOK_NS and self._writes == file.writes:
+        now, writes = time.monotonic_ns(), file.writes
+        if now - self._looked < self.LOOK_NS and self._writes == writes:
             return
-        self._looked, self._writes = now, file.writes
         stamp = self._store.stamp()
         if stamp != self._stamp:
             with self._lock:
@@ -152,6 +151,8 @@ class _Reader:
                     unsettled = isinstance(stamp, tuple) and time.time_ns() - stamp[2] < self.SETTLED_NS
                     self._stamp = object() if unsettled else stamp
                     self.version = next(_versions)
+        # Only now: another thread must not take what is being forgotten for what the file holds.
+        self._looked, self._writes = now, writes
 
     def winner(self, gpu: str, sm_count: int, sizes: str, signature: str) -> Measurement | None:
         """The winner of the problem with these texts. Of most problems nothing is known, which two look-ups tell."""

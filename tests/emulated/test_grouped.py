@@ -176,3 +176,16 @@ def test_fp8_with_scales_of_rows_and_of_a_groups_columns(seed):
     case.epilogue = lambda acc, row, column: acc * row * column
     case.operands = (torch.rand(128, 1, generator=generator), torch.rand(4, 1, 72, generator=generator))
     case.run(backend="cute", config="sm90/64x16x128/coop1/c1x1/s3/g2/swap")
+
+
+@pytest.mark.parametrize("config", [None, "sm90/64x64x64/coop1/c1x1/s2/row"])
+def test_no_rows_at_all_are_scattered(config):
+    """A grid of no CTAs cannot be launched."""
+    a, b = torch.zeros(0, 72, dtype=torch.bfloat16), torch.ones(3, 72, 40, dtype=torch.bfloat16)
+    ends, places, out = torch.zeros(3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.full((9, 40), 77.0)
+    out = out.bfloat16()
+    got = cutegemm.grouped_gemm(
+        a, b, offsets=ends, places=places, out_rows=9, out=out, backend="cute", config=config
+    )  # fmt: skip
+    assert got is out
+    assert (out == 77).all()

@@ -26,6 +26,7 @@ REDUCED = (
 )
 ROW_SUMS = "def epilogue(acc, x0: bf16[M, N]): t0 = acc + x0; return t0, row_sum(t0)"
 GATED = "def epilogue(gate: halves[0], up: halves[1], x0: bf16[L, M, N]): return gate - up + x0"
+THREE = "def epilogue(acc, x0: bf16[M, N], x1: bf16[M, N], x2: bf16[L, M, N]): return acc * x0 + x1 - x2"
 WIDE = "def epilogue(acc, x0: fp32[L, M, N], x1: bf16[M, N]): return acc + x0 * x1"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -66,6 +67,12 @@ def check(text: str, config: str, shape: tuple[int, int, int], out: torch.dtype 
 @pytest.mark.product(keep=8)
 def test_operands_through_the_ring(text, config, shape):
     check(text, config, shape)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_ring_with_fewer_stages_than_a_step_of_the_epilogue_reads(stages):
+    """A stage holds one box here, and a step reads one of each operand: all of them at once."""
+    check(THREE, f"64x128x32/coop1/c1x1/s{stages}/row", (200, 136, 72))
 
 
 @pytest.mark.parametrize("shape", [(330, 400, 200), (200, 392, 24)], ids=["deep", "one k tile"])
@@ -140,5 +147,6 @@ def test_the_plan_holds_every_unit_once(config):
     # A box has 64 rows; those of all consumers and operands are the whole tile, twice.
     columns = chosen.store_columns(2, problem(text).signature)
     assert made.units * made.sharers * 64 * columns == len(made.operands) * chosen.bm * chosen.bn
+    assert made.held <= chosen.stages
     if chosen.ping_pong:
         assert made.stages < chosen.stages

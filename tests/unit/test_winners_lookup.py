@@ -66,6 +66,21 @@ def test_lookup_finds_the_winner_and_notices_a_new_one(store, data):
     assert lookup(PROBLEM, replace(H200, name="A100")) is None
 
 
+def test_a_thread_sees_its_own_row_while_another_is_about_to_look(store, data, monkeypatch):
+    assert lookup(PROBLEM, H200) is None
+    store.record(row(SLOW, 2e-6))
+    stamp, found = Winners.stamp, []
+
+    def delayed(self):
+        monkeypatch.setattr(Winners, "stamp", stamp)
+        found.append(lookup(PROBLEM, H200))  # what a second thread finds while the first one asks for the file's stamp
+        return stamp(self)
+
+    monkeypatch.setattr(Winners, "stamp", delayed)
+    assert lookup(PROBLEM, H200).config == SLOW
+    assert [each and each.config for each in found] == [SLOW]
+
+
 def test_a_problem_without_a_winner_takes_that_of_the_other_16_bit_type(store, data):
     """Before what was measured at other shapes, of which one may seem better here by the model."""
     bf16, fp16 = (Problem.of(16, 6144, 4096, dtype) for dtype in ("bf16", "fp16"))

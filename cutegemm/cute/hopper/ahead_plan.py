@@ -62,6 +62,13 @@ class Plan(NamedTuple):
         """The units of a stage."""
         return range(stage * self.per_stage, min((stage + 1) * self.per_stage, self.units))
 
+    @property
+    def held(self) -> int:
+        """The most stages that a step of the epilogue reads; it gives none of them back before it has them all."""
+        count = len(self.operands)
+        steps = ((first, first + count - 1) for first in range(0, self.units, count))
+        return max(last // self.per_stage - first // self.per_stage + 1 for first, last in steps)
+
 
 @lru_cache(maxsize=4096)
 def plan(config: HopperConfig, signature: Signature) -> Plan | None:
@@ -106,4 +113,5 @@ def _of(config: HopperConfig, signature: Signature, operands: tuple[Input, ...])
         return None
     works = 2 if config.ping_pong else 1
     rounds = 1 << (-(-config.stages // (works * (1 + stages))) - 1).bit_length()
-    return Plan(operands, units, sharers, in_a, in_b, -(-units // stages), rounds)
+    made = Plan(operands, units, sharers, in_a, in_b, -(-units // stages), rounds)
+    return made if made.held <= config.stages else None

@@ -66,6 +66,7 @@ class Consumer:
             else:
                 for _ in cutlass.range(tile.k_tiles, unroll=1):
                     self.products.ring.wait(stage, phase)
+                    cute.arch.sync_warp()  # WGMMA, which holds the warp together elsewhere, is missing
                     self.products.ring.release(stage, self.products.lane)
                     stage, phase = advance(stage, phase, self.products.ring.stages)
         return stage, phase

@@ -52,7 +52,7 @@ def test_instructions(target, dtype, b_dtype, ptx, sass):
 @pytest.mark.parametrize("epilogue", [FULL, blocks(), blocks(across=1), blocks(128, 1)], ids=["full", "b", "1", "a"])
 @pytest.mark.parametrize("unit", ["int8", "float8"])
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_candidates_do_not_spill(target, unit, epilogue):
     dtype = "int8" if unit == "int8" else "e4m3"
     given = {"epilogue": epilogue, "out_dtype": "bf16"}
@@ -80,7 +80,7 @@ def test_candidates_do_not_spill(target, unit, epilogue):
         ("sm_90a", "32x64x128/w16x32/s3/g8", "e4m3", blocks(across=1)),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_largest_promoted_tiles_do_not_spill(target, config, dtype, epilogue):
     kernel = build(f"sm80/{config}", target, dtype, epilogue=epilogue, out_dtype="bf16")
     assert not spilled(kernel.cubin)

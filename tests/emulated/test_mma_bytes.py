@@ -38,7 +38,7 @@ FULL = {"bias": True, "activation": "silu", "alpha": -0.5}
         ("H200", "64x64x128/w32x32/s3/g8", {"recipes": ROWS, "b": "e5m2", "majors": "nt", "gaps": (5, 3)}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=3)
 def test_scaled_products(target, config, given, seed, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_ARCH", target)
     check(M, N, K, seed=seed, backend="cute", config=f"sm80/{config}", **given)
@@ -46,7 +46,7 @@ def test_scaled_products(target, config, given, seed, monkeypatch):
 
 @pytest.mark.parametrize("config", ["64x64x64/w32x32/s3/g8", "64x64x128/w64x32/s2/g8/k3", "32x128x128/w16x64/s2/g1"])
 @pytest.mark.parametrize("k", [1, 35, 128, 131, 1000])
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=3)
 def test_sums_of_int8_are_exact(config, k, seed, monkeypatch):
     """Any K, rows with other bits behind them: nothing behind K is read."""
     monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80")

@@ -126,7 +126,7 @@ def problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: suites.Shape) -> Problem:
-    """The product of operands in blocks of K. Raises ValueError naming what goes not together."""
+    """The product of operands in blocks of K. Raises ValueError, which names an option that does not go with them."""
     from cutegemm.problem import Problem, scaling
 
     given = {"--c": options.c, "--bias": options.bias, "--activation": options.activation}

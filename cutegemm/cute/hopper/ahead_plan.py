@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from cutegemm.cute.hopper import operand_parts
+from cutegemm.cute.hopper.validity import BLOCK_ROWS
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.program.graph import Input
 from cutegemm.problem.work import DENSE
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
     from cutegemm.problem import Signature
 
-BLOCK_ROWS = 64
 SWIZZLED = 1024
 """Bytes after which the widest swizzle repeats: boxes begin at their multiples."""
 PING_PONG_FROM = 160

@@ -74,6 +74,8 @@ _SHARED_SOURCES = (
     "../run/arguments.py",
 )
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
+_SPLITTING = ("operand_parts.py", "splitter.py")
+"""The same for families that split operands into parts."""
 _CHOICE_SOURCES = frozenset(("candidates.py", "shortlists.py", "footprint.py"))
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
 
@@ -153,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         hopper_validity.TAKES,
         hopper_candidates.listed,
         hopper_footprint.of,
-        ("../hardware/residency.py", "hopper/*.py"),
+        ("../hardware/residency.py", *_SPLITTING, "hopper/*.py"),
         works=hopper_grouping.WORKS,
         splits=hopper_candidates.splits,
         tries=hopper_candidates.tries,
@@ -170,7 +172,7 @@ FAMILIES: dict[str, Family] = {
         ampere_config.TAKES,
         ampere_candidates.listed,
         ampere_footprint.of,
-        ("warps/*.py", "ampere/*.py"),
+        (*_SPLITTING, "warps/*.py", "ampere/*.py"),
         splits=ampere_candidates.splits,
     ),
     "simt": Family(

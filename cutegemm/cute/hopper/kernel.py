@@ -52,9 +52,9 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
 from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
-from cutegemm.cute.hopper.splitter import Splitter, matrices
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
+from cutegemm.cute.splitter import Splitter, matrices
 from cutegemm.problem import Signature
 from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments

@@ -94,18 +94,21 @@ class AmpereConfig(TileConfig):
         if self.threads > 256:
             most = min(most // 2, 16 * 32 if promoted else 32 * 32)
         if self.wm * self.wn > most:
-            what = "sums, promoted in as many more registers," if promoted else "sums"
-            return (
-                f"{self.threads} threads with warp tiles {self.wm}x{self.wn}; over {most // 32} {what} a thread spill"
-            )
+            return _spilling(self, most, "sums, promoted in as many more registers," if promoted else "sums")
         return None
 
     def _why_parts_spill(self, signature: Signature) -> str | None:
-        """None when the sums of operands that are split into parts fit into registers twice; else why not."""
-        if self.bk != signature.promotion:
-            every = signature.promotion
+        """None when the sums of operands that are split into parts fit into registers twice; else why not.
+
+        The limits are those up to which ptxas spilled nothing (tests/compile/test_precisions_mma.py).
+        """
+        every = signature.promotion
+        if self.bk != every:
             return f"bk is {self.bk}; sums promoted every {every} of K need a k tile of {every}"
-        return None
+        most = {32: 32 * 32, 512: 32 * 16}.get(self.threads, 64 * 32)
+        if self.wm * self.wn <= most:
+            return None
+        return _spilling(self, most, "sums, promoted in as many more registers,")
 
     @classmethod
     def space(cls, itemsize: int = 2) -> Iterator[AmpereConfig]:
@@ -115,6 +118,11 @@ class AmpereConfig(TileConfig):
             (32, 64, 128, 256), (32, 64, 128, 256), depths, (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
         ):
             yield cls(bm, bn, bk, wm, wn, stages, group)
+
+
+def _spilling(config: AmpereConfig, most: int, what: str) -> str:
+    """Why a warp tile of more than `most` elements is refused."""
+    return f"{config.threads} threads with warp tiles {config.wm}x{config.wn}; over {most // 32} {what} a thread spill"
 
 
 def _why_bytes_refused(signature: Signature, arch: Arch) -> str | None:

@@ -24,7 +24,7 @@ Sums of fp8 and of scaled blocks are promoted: the mma.sync of a k tile add to r
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,6 +35,7 @@ from cutegemm.cute import types
 from cutegemm.cute.ampere.config import AmpereConfig
 from cutegemm.cute.ampere.mma import K_BYTES, operation
 from cutegemm.cute.ampere.promoted import promotion_of
+from cutegemm.cute.ampere.steps import steps_of
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.launch_config import SLAB_ROWS
 from cutegemm.cute.splitter import Splitter, matrices
@@ -55,32 +56,6 @@ def swizzle_of(dtype_width: int, inner: int, ldmatrix: bool) -> tuple[int, int, 
     if not ldmatrix:
         return (2, 5, 2)
     return (3, 4, 3) if inner * dtype_width >= 1024 else (2, 4, 3)
-
-
-class Step(NamedTuple):
-    """What is multiplied between two loads of fragments: k step `k` of part `a` of A and part `b` of B.
-
-    loads_a, loads_b: whether the fragment is loaded, a step ahead, or still there from another product of the part.
-    """
-
-    a: int
-    b: int
-    k: int
-    loads_a: bool
-    loads_b: bool
-
-
-def steps_of(terms: tuple[tuple[int, int], ...], k_steps: int) -> tuple[Step, ...]:
-    """The steps of a k tile: all of its first term (part of A, part of B), then all of the next.
-
-    So the smallest products of the whole k tile are added first.
-    """
-    pairs = ((None, None), *terms)
-    return tuple(
-        Step(a, b, k, a != before_a, b != before_b)
-        for (before_a, before_b), (a, b) in zip(pairs, terms, strict=False)
-        for k in range(k_steps)
-    )
 
 
 def place_of(stage: Any, part: int, count: int) -> Any:
@@ -107,7 +82,7 @@ class AmpereGemm(Gemm):
         b_type = types.NUMERIC[signature.b_dtype] if signature.b_dtype else self.ab_type
         self.mma_op = operation(self.ab_type, b_type)
         self.k_step = K_BYTES * 8 // self.ab_type.width
-        self.steps = steps_of(((0, 0),) if split is None else split.terms, config.bk // self.k_step)
+        self.steps = steps_of(signature, config.bk // self.k_step)
         self.a = self._operand(self.ab_type, signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(b_type, signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)

@@ -239,14 +239,23 @@ class PartLoader(TileLoader):
 
     def copy(self, k_tile, stage_base, part: int = 0, parts: int = 1) -> None:
         """As `TileLoader.copy`, of every part of the operand; `part` and `parts` share out the passes of all."""
-        tile = self.base + Int64(k_tile) * Int64(self.bk)
-        all_passes = self.count * self.passes
+        all_passes, tile, last = self.count * self.passes, None, None
         for number in range(all_passes * part // parts, all_passes * (part + 1) // parts):
             which, p = divmod(number, self.passes)
-            source = (tile + (self._source_offset(p) + which * self.distance)).toint()
+            if which != last:
+                tile, last = self._tile(k_tile, which), which
+            source = tile + self._source_offset(p) * self.itemsize
             target = stage_base + (self._shared_offset(p) + which * super().stage_bytes)
             left = self._left(k_tile, p) * self.itemsize
             cute.arch.inline_ptx(self.ptx, read_only_args=[target, source, left])
+
+    def _tile(self, k_tile, which: int):
+        """The address of a k tile of part `which`, behind a move that LLVM cannot see through.
+
+        It would add the distance of the parts to each pass's offset, and keep these sums in registers of their own.
+        """
+        place = self.base + (Int64(k_tile) * Int64(self.bk) + which * self.distance)
+        return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[place.toint()])
 
     def ring(self, base, stages: int):
         """The shared tensor (extent, bk, stages x parts) at shared pointer `base`, the parts of a stage together."""

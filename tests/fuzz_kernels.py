@@ -114,12 +114,13 @@ def _templates(kind: str, rng: random.Random, arch: Arch) -> Callable[[], Templa
 def _operand_kinds(kind: str) -> list[tuple[str, str | None]]:
     sixteen = [("fp16", None), ("bf16", None)]
     single = ("fp32", None)
+    parts = [("fp32", "bf16x6"), ("fp32", "tf32x3"), ("fp32", "bf16x9")]
     if kind == "sm90":
-        return [*sixteen, ("fp32", "bf16x6"), ("fp32", "tf32x3"), ("fp32", "bf16x9")]
+        return [*sixteen, *parts]
     if kind == "simt":
         return [single, ("fp32", "ieee")]
     if kind == "sm80":
-        return [*sixteen, ("fp32", "tf32")]
+        return [*sixteen, ("fp32", "tf32"), *parts]
     if kind == "cutlass2x":
         return [*sixteen, single, ("fp32", "tf32"), ("fp32", "tf32x3")]
     if kind in ("legacy", "torch"):
@@ -154,7 +155,7 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
     dtype = "fp32" if kind == "simt" else "fp16"
     defaults = Deck(rng, family.candidates(Problem.of(8, 8, 8, dtype).signature))
     space = list(family.config.space())
-    if kind == "sm90":  # the candidates for parts of operands, which the others rarely leave enough room for
+    if kind in ("sm90", "sm80"):  # the candidates for parts of operands, which few others serve
         more = (family.candidates(Problem.of(8, 8, 8, "fp32", precision=p).signature) for p in ("bf16x6", "tf32x3"))
         space += [family.config.parse(text) for texts in more for text in texts] * (len(space) // 100)
 

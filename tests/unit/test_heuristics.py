@@ -447,14 +447,18 @@ def test_a_winner_nearby_that_cannot_serve_is_passed_over(store):
 
 def test_another_backend_serves_what_the_first_cannot(monkeypatch):
     problem = Problem.of(256, 256, 256, "fp32", precision="tf32x3")
-    cutlass = backend.get("cutlass2x")
+    cute, cutlass = backend.get("cute"), backend.get("cutlass2x")
     monkeypatch.setattr(type(cutlass), "missing", lambda self: None)
     a100 = arch.get("A100")
+    assert plan.choose(problem, a100).backend == plan.choose(problem, H200).backend == "cute"
+    monkeypatch.setattr(type(cute), "candidates", lambda self, signature, arch: [])
+    monkeypatch.setattr(type(cute), "supports", lambda self, problem, arch: "it has no candidates today")
+    heuristics.forget()
     assert plan.choose(problem, a100).backend == "cutlass2x"
     monkeypatch.setattr(type(cutlass), "missing", lambda self: "there is no nvcc")
     with pytest.raises(UnsupportedError, match="cutlass2x"):
         plan.choose(problem, a100)
-    assert plan.choose(problem, H200).backend == "cute"
+    heuristics.forget()
 
 
 def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program.graph import SCALE_K
 
 FP8: tuple[Kind, ...] = (("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"))
-TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), *SPLIT, ("int8", "ieee"), *FP8)
+TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), ("int8", "ieee"), *SPLIT, *FP8)
 OLDEST_FP8 = (8, 9)
 """The least compute capability whose mma.sync multiplies fp8."""
 

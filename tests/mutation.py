@@ -134,6 +134,15 @@ SPECS: tuple[Spec, ...] = (
     _cute(
         "sm80-tf32-nt", "sm80/64x64x16/w32x32/s4/g8", "fp32", ((72, 68, 100), (4, 4, 12)), precision="tf32", majors="nt"
     ),
+    _cute(
+        "sm80-parts",
+        "sm80/32x32x32/w16x32/s2/g8",
+        "fp32",
+        ((36, 40, 70), (4, 4, 12)),
+        precision="bf16x6",
+        majors="nt",
+        quick=True,
+    ),
     _cute("simt-fp32-nt", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, majors="nt", quick=True),
     _cute("simt-fp32-tn", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),
     _cute("simt-fp32-sliced", "simt/32x32x32/w32x32/s4/g1/x2", "fp32", _SMALL_SLICED, majors="nt", quick=True),

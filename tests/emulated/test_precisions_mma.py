@@ -159,6 +159,7 @@ def test_what_the_rule_allows_is_right(target, seed, monkeypatch):
         ("128x128x32/w64x64/s2/g8", {}, "128 threads with warp tiles 64x64; over 64 sums, promoted in as many more"),
         ("128x128x32/w32x32/s2/g8", {}, "512 threads with warp tiles 32x32; over 16 sums, promoted in as many more"),
         ("64x32x32/w64x32/s2/g8", {"precision": "tf32x3"}, "32 threads with warp tiles 64x32; over 32 sums, promoted"),
+        ("128x64x32/w32x64/s2/g8", {"precision": "tf32x3"}, "128 threads with warp tiles 32x64; over 32 sums, promoted"),
         ("128x128x32/w64x32/s4/g8", {}, "196608 B of shared memory; A100 gives a CTA 166912"),
         ("64x64x32/w32x32/s2/g8", {"out_dtype": "e4m3"}, "round no value to a type of one byte"),
     ],

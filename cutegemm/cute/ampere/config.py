@@ -65,7 +65,7 @@ class AmpereConfig(TileConfig):
             return f"warp tile {self.wm}x{self.wn}; accumulators and fragments over 64x64 spill"
         if itemsize == 1 and (refused := self._why_bytes_spill(signature, arch)):
             return refused
-        if split is not None and (refused := self._why_parts_spill(signature)):
+        if split is not None and (refused := self._why_parts_spill(signature, itemsize)):
             return refused
         k_major = split is not None or signature.a_major == signature.b_major == "k"
         if itemsize == 4 and not k_major and self.wm * self.wn > 64 * 32:
@@ -97,15 +97,18 @@ class AmpereConfig(TileConfig):
             return _spilling(self, most, "sums, promoted in as many more registers," if promoted else "sums")
         return None
 
-    def _why_parts_spill(self, signature: Signature) -> str | None:
+    def _why_parts_spill(self, signature: Signature, itemsize: int) -> str | None:
         """None when the sums of operands that are split into parts fit into registers twice; else why not.
 
-        The limits are those up to which ptxas spilled nothing (tests/compile/test_precisions_mma.py).
+        The limits are those up to which ptxas spilled nothing (tests/compile/test_precisions_mma.py). Of tf32, fragments
+        of B of four k steps stay in registers from one term to the next.
         """
         every = signature.promotion
         if self.bk != every:
             return f"bk is {self.bk}; sums promoted every {every} of K need a k tile of {every}"
         most = {32: 32 * 32, 512: 32 * 16}.get(self.threads, 64 * 32)
+        if itemsize == 4 and self.wn > 32:
+            most = min(most, 32 * 32)
         if self.wm * self.wn <= most:
             return None
         return _spilling(self, most, "sums, promoted in as many more registers,")

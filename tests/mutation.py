@@ -136,9 +136,9 @@ SPECS: tuple[Spec, ...] = (
     ),
     _cute(
         "sm80-parts",
-        "sm80/32x32x32/w16x32/s2/g8",
+        "sm80/32x32x32/w32x16/s3/g8",
         "fp32",
-        ((36, 40, 70), (4, 4, 12)),
+        ((36, 40, 70), (4, 4, 44)),
         precision="bf16x6",
         majors="nt",
         quick=True,

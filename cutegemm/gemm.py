@@ -87,9 +87,9 @@ def gemm(
             saturates.
         precision: for float32: "ieee" (CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores, operands
             rounded to 10 mantissa bits), or fp32's accuracy on tensor cores from parts of the operands: "bf16x6",
-            "bf16x9" (Hopper) and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds and
-            the ends of their range: docs/precision.md. None is "ieee", or what `set_float32_precision` says. For
-            16-bit operands None or "ieee".
+            "bf16x9" and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds, the ends of
+            their range, and the GPUs on which they are faster than "ieee": docs/precision.md. None is "ieee", or what
+            `set_float32_precision` says. For 16-bit operands None or "ieee".
         backend: "auto" (default), "cute", "cutlass2x", "legacy" or "torch". A kernel backend named for CPU tensors
             runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by

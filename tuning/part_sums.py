@@ -44,7 +44,7 @@ def split(x: np.ndarray, precision: str, ties_away: bool = False) -> list[np.nda
 class Tiles:
     """The products of A (m, k) and B (k, n), fp32, whose partial sums of each k tile are computed at once.
 
-    instruction, architecture: who adds, see `tensor_cores.RULES`; the kernel of "mma" rounds ties of tf32 away from zero.
+    instruction, architecture: who adds, see `tensor_cores.RULES`; for "mma" ties of tf32 are rounded away from zero.
     """
 
     def __init__(

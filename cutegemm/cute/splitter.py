@@ -7,9 +7,10 @@
 
 Reads and writes are whole sectors either way. All four loads of a thread are under way before the first is used. How a
 number is split, and why, is told in `problem.parts`: part i is what the parts before it leave of x, rounded to nearest
-(even; on GPUs before Hopper, ties of tf32 away from zero). These differences are exact. The first part of a number that would round to infinity is the largest finite one.
-An infinity is 1 of its sign and, in the last part, itself: that part meets the first part of the other operand alone
-(but in bf16x9), which is 0 only where the number is, and has its sign. So products are what they are in IEEE 754.
+(even; for mma.sync, whose GPUs may be older, ties of tf32 away from zero). These differences are exact. The first part
+of a number that would round to infinity is the largest finite one. An infinity is 1 of its sign and, in the last part,
+itself: that part meets the first part of the other operand alone (but in bf16x9), which is 0 only where the number is,
+and has its sign. So products are what they are in IEEE 754.
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    gamma_{ceil(K / P) + 2}(2^-24) (1 + s). What is left out of a product is `Parts.omitted` of it, four times as much
    for numbers beyond the largest of bf16 or tf32, whose first part is truncated. An operand's parts miss at most
    `Parts.lost` of it, times the other operand. With P >= K without end this is the bound of step 1 for t K products.
+   WGMMA and mma.sync alike: an Ampere tensor core takes g = 4 (tf32) or 8 (bf16) products a step, cuts each addend off
+   2^-24 below the largest of them, and the sum at 24 bits (`emulator.tensor_cores`): ((g + 1) / 2 + 1) 2^-23 of their
+   magnitudes, less than g additions that truncate.
    Tiles that promote twice as often and add at the end what promotions round off (`promoted.CompensatedProducts`) stay
    within it: with n = 2 ceil(K / P) promotions and v = 2^-24 what is kept misses at most v of each addend and is
    rounded itself, n^2 v^2 in all, and the last addition rounds once: 2 v + n^2 v^2 <= (ceil(K / P) + 2) v to n = 2^22.
@@ -139,8 +142,8 @@ def expected(
         alpha, beta, activation, scale_a, scale_b: as in `cutegemm.gemm`. precision: also "fast", for accumulate="fast".
         out_dtype: dtype the result is rounded to; a's when None, of operands of one byte that of `gemm`.
         tensor_cores: whether fp32 accumulation truncates (see above); by default all but fp32/ieee.
-        promotion: after how many elements of K sums leave the tensor cores, for "tf32x3" by the Hopper kernel; None is
-            for any kernel. "bf16x6" and "bf16x9" have one kernel, whose promotion is known.
+        promotion: after how many elements of K sums leave the tensor cores, for "tf32x3" by the kernels of backend
+            "cute"; None is for any kernel. "bf16x6" and "bf16x9" have these kernels alone, whose promotion is known.
 
     Returns:
         `Expected` on the device of `a`.

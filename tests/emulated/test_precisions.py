@@ -1,6 +1,6 @@
 """fp32 products on tensor cores from parts of the operands, in the emulator: layouts, and what they promise.
 
-By WGMMA as on an H200, and by mma.sync (`sm80/...`) as on an A100; tests/emulated/test_precisions_mma.py has more of that.
+By WGMMA as on an H200, and by mma.sync (`sm80/...`) as on an A100: tests/emulated/test_precisions_mma.py has more.
 
 The emulator adds as the tensor cores do, so that errors here are those to expect of a GPU.
 """
@@ -176,7 +176,8 @@ def test_ends_of_the_range(precision, config):
         row, far = torch.tensor([[2.0, -1e30 - 1e22]]), torch.tensor([[torch.inf, 1.0], [1e5, -torch.inf]])
         assert computed(row, far, precision, config).tolist() == [[torch.inf, torch.inf]]
         assert computed(signs.T, -signs, precision, config).isinf().tolist() == (signs.T @ -signs).isinf().tolist()
-        assert computed(signs.T, signs * 0, precision, config).isnan().tolist() == (signs.T @ (signs * 0)).isnan().tolist()
+        zeros = signs * 0
+        assert computed(signs.T, zeros, precision, config).isnan().tolist() == (signs.T @ zeros).isnan().tolist()
     finite = [0, 1, 2, 3, 4, 5, 8]
     bound = reference.expected(a[finite], b, precision=precision, promotion=TABLE["fp32"].promoted[precision])
     verdict = reference.check(got[finite], bound)

@@ -100,8 +100,8 @@ class AmpereConfig(TileConfig):
     def _why_parts_spill(self, signature: Signature, itemsize: int) -> str | None:
         """None when the sums of operands that are split into parts fit into registers twice; else why not.
 
-        The limits are those up to which ptxas spilled nothing (tests/compile/test_precisions_mma.py). Of tf32, fragments
-        of B of four k steps stay in registers from one term to the next.
+        The limits are those up to which ptxas spilled nothing (tests/compile/test_precisions_mma.py). Of tf32,
+        fragments of B of four k steps stay in registers from one term to the next.
         """
         every = signature.promotion
         if self.bk != every:

@@ -1,4 +1,4 @@
-"""GEMM on Ampere-class tensor cores: cp.async ring -> ldmatrix -> mma.sync (fp16, bf16, tf32, int8, fp8).
+"""GEMM on Ampere-class tensor cores: cp.async ring -> ldmatrix -> mma.sync (all types but fp64).
 
 Every warp does everything; what overlaps is asynchronous. A CTA holds `stages` k tiles of A and B in shared memory:
 
@@ -18,7 +18,12 @@ A CTA tile is cut into warp tiles, a warp tile into instructions (`mma`), m16n8k
 at shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64
 * 64 flops each k, 32 flops a byte.
 
-Sums of fp8 and of scaled blocks are promoted: the mma.sync of a k tile add to registers of their own (`promoted`).
+Sums of fp8, of scaled blocks and of parts are promoted: the mma.sync of a k tile add to registers of their own
+(`promoted`).
+
+fp32 operands that are split into parts (`problem.parts`) are K-major matrices of parts when this kernel begins: one in
+front of it has made them (`cute.splitter`). A stage holds a k tile of all parts of an operand. The k tile is then
+multiplied in as many rounds as there are terms, the smallest first (`steps`).
 """
 
 from __future__ import annotations
@@ -75,10 +80,10 @@ class AmpereGemm(Gemm):
         self.splitter = None if split is None else Splitter(self.given, split, "rna")
         self.count = 1 if split is None else split.count
         self.tf32 = signature.precision == "tf32"
-        if self.tf32 or (split is not None and split.element == "fp32"):
-            self.ab_type = cutlass.TFloat32
-        elif split is not None:
+        if split is not None:
             self.ab_type = types.NUMERIC[split.element]
+        if self.ab_type is Float32:
+            self.ab_type = cutlass.TFloat32
         b_type = types.NUMERIC[signature.b_dtype] if signature.b_dtype else self.ab_type
         self.mma_op = operation(self.ab_type, b_type)
         self.k_step = K_BYTES * 8 // self.ab_type.width
@@ -88,7 +93,7 @@ class AmpereGemm(Gemm):
         self.ring = CopyRing(self.a, self.b, config.stages)
         self.promotion: Any = promotion_of(config, signature)
 
-    def _operand(self, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
+    def _operand(self, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> Any:
         bk = self.config.bk
         swizzle = swizzle_of(dtype.width, bk if k_major else extent, k_major or not self.tf32)
         given = dtype, extent, bk, k_major, align, self.config.threads, swizzle, halves

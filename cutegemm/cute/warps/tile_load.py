@@ -223,7 +223,7 @@ class TransposingLoader(TileLoader):
 
 
 class PartLoader(TileLoader):
-    """Copies tiles of an operand that is split into `count` parts (`cute.operand_parts`), K-major matrices of their own.
+    """Copies tiles of an operand that is split into `count` parts (`cute.operand_parts`), each a K-major matrix.
 
     A stage of the ring holds a k tile of each part, one behind the other. Rows of parts are whole 16 bytes, of which
     nobody writes what lies behind K: a copy reads what is left of K, and writes zeros behind it.
@@ -246,7 +246,7 @@ class PartLoader(TileLoader):
                 tile, last = self._tile(k_tile, which), which
             source = tile + self._source_offset(p) * self.itemsize
             target = stage_base + (self._shared_offset(p) + which * super().stage_bytes)
-            left = self._left(k_tile, p) * self.itemsize
+            left = cutlass.min(self._left(k_tile, p), self.vector) * self.itemsize
             cute.arch.inline_ptx(self.ptx, read_only_args=[target, source, left])
 
     def _tile(self, k_tile, which: int):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 import cutegemm
-from cutegemm.choice import plan
+from cutegemm.choice import prepared
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, Signature
 from cutegemm.tuner.timing import Call, quick_seconds
 from tuning import bench_scaled
 from tuning.bench_basis import Inputs, NotServed, Prepared, Provider
@@ -30,7 +30,7 @@ class Torch:
 
     name = "torch"
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -53,18 +53,20 @@ class Cutegemm:
         self.name = config or ("cutegemm" if backend == "auto" else backend)
         self._backend, self._config = backend, config
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         try:
-            choice = plan.choose(problem, arch, self._backend, self._config)
+            found = prepared.choose(problem, arch, self._backend, self._config)
         except (GemmError, ValueError):
             return []
-        return [] if choice.config is None else [(choice.backend, choice.config)]
+        choice = found.choice
+        return [] if choice.config is None else [(found.problem.signature, choice.backend, choice.config)]
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
-        precision = problem.precision
+        options: dict[str, Any] = {"out": out, "precision": problem.precision}
         try:
-            choice = plan.choose(problem, arch, self._backend, self._config)
-            options = {"out": out, "precision": precision, "backend": choice.backend, "config": choice.config}
+            found = prepared.choose(problem, arch, self._backend, self._config)
+            choice = found.choice
+            options |= {"backend": choice.backend, "config": choice.config}
             for a, b in inputs:
                 cutegemm.prepare(a, b, **options)
         except (GemmError, ValueError) as why:
@@ -73,7 +75,8 @@ class Cutegemm:
         def call(a: torch.Tensor, b: torch.Tensor) -> Call:
             return lambda: cutegemm.gemm(a, b, **options)
 
-        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend)
+        before = ", ".join(f"{each.kind} {each.operand}" for each in found.preparations)
+        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend, before)
 
 
 class Triton:
@@ -81,7 +84,7 @@ class Triton:
 
     name = "triton"
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -106,7 +109,7 @@ class Quack:
 
     name = "quack"
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -135,7 +138,7 @@ class Operators:
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, str], Any] = {}
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:

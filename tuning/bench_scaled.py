@@ -16,7 +16,7 @@ import torch
 import cutegemm
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, Signature
 from cutegemm.tuner.timing import Call
 from tuning.bench_basis import Inputs, NotServed, Prepared
 
@@ -55,7 +55,7 @@ class ScaledTorch:
         self.name = f"torch-{recipe}{'-fast' if fast else ''}"
         self._recipe, self._fast = recipe, fast
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -74,7 +74,7 @@ class ScaledCutegemm:
         self.name = f"cutegemm-{recipe}{'-fast' if accumulate else ''}"
         self._recipe, self._accumulate = recipe, accumulate
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:

@@ -31,8 +31,8 @@ def test_what_is_installed_beside_is_right(name):
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
 
-    found = bench.bench_shape(
-        Problem.of(264, 136, 520, "bf16"), bench_providers.make([name]), Arch.of_device(), rounds=3
+    found = bench.bench_case(
+        bench.Case(Problem.of(264, 136, 520, "bf16")), bench_providers.make([name]), Arch.of_device(), rounds=3
     )
     assert [r.verdict for r in found] == ["ok", "ok"], [r.verdict for r in found]
 
@@ -44,9 +44,9 @@ def test_what_the_heuristic_chooses_is_right(monkeypatch):
 
     monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
     arch, providers = Arch.of_device(), bench_providers.make(["cutegemm"])
-    everything = bench.Plan(suites.suite("square,llm,deep"))
-    plan = bench.Plan([shape for shape in everything.shapes if everything.problem(shape).flops <= 1e10])
-    bench.compile_ahead(plan, providers, arch)
-    for shape in plan.shapes:
-        _, result = bench.bench_shape(plan.problem(shape), providers, arch, rounds=1)
-        assert result.verdict == "ok", (shape, result.config, result.verdict)
+    everything = bench.cases(suites.Laid(shape, "tn") for shape in suites.suite("square,llm,deep"))
+    few = [case for case in everything if case.problem.flops <= 1e10]
+    bench.compile_ahead(few, providers, arch)
+    for case in few:
+        _, result = bench.bench_case(case, providers, arch, rounds=1)
+        assert result.verdict == "ok", (str(case), result.config, result.verdict)

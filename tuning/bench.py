@@ -46,7 +46,7 @@ def bench_case(
     device: str = "cuda",
     timer: Timer = timing.interleaved,
 ) -> list[Result]:
-    """Checks and times one product; a result for each provider, in their order. The first one is what ratios are to."""
+    """Checks and times one product; a result for each provider, in their order. Ratios are to the first one."""
     problem = case.problem
     sets = timing.rotation(problem.min_bytes, arch.l2_bytes) if device == "cuda" else 1
     inputs = [case.operands(seed, device) for seed in range(sets)]
@@ -73,7 +73,7 @@ def bench_case(
         calls = {name: prepared.calls for name, prepared in ready.items()}
         with bench_report.Monitor(device == "cuda") as monitor:
             found = timer(calls, problem.flops, rounds)
-    first = next(iter(found.values()), None)
+    first = found.get(providers[0].name)
     bound = roofline(problem, arch)
     clock, watts = monitor.typical()
     results = []
@@ -81,8 +81,8 @@ def bench_case(
         name = provider.name
         timed = found.get(name)
         result = _result(case, name, verdicts[name])
-        if timed is not None and first is not None:
-            spread = timed.spread(first)
+        if timed is not None:
+            spread = None if first is None else timed.spread(first)
             result = replace(
                 result,
                 backend=ready[name].backend,
@@ -95,7 +95,7 @@ def bench_case(
                 of_bound=bound.share(timed.us * 1e-6),
                 limit=bound.limit,
                 intensity=bound.intensity,
-                ratio=first.us / timed.us,
+                ratio=None if first is None else first.us / timed.us,
                 ratio_low=spread.low if spread else None,
                 ratio_high=spread.high if spread else None,
                 clock_mhz=clock,
@@ -232,6 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--offsets", default="0", help=f"comma-separated, {behind}")
     who = parser.add_argument_group("who")
     who.add_argument("--providers", default="cutegemm", help=f"all, or comma-separated of {', '.join(NAMES)}")
+    who.add_argument("--against", default="torch", metavar="PROVIDER", help="what ratios are to (default torch)")
     who.add_argument("--backend", default="auto", choices=["auto", "cute", "cutlass2x", "legacy"],
                      help="of --config")  # fmt: skip
     who.add_argument("--config", help="configurations of that backend, comma-separated, beside the providers")
@@ -248,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _providers(options: argparse.Namespace) -> list[Provider]:
-    found = make(options.providers.split(","))
+    found = make(options.providers.split(","), options.against)
     return found + [Cutegemm(options.backend, text) for text in (options.config or "").split(",") if text]
 
 

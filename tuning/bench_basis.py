@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -87,6 +88,12 @@ class Prepared:
     config: str = ""
     backend: str = ""
     before: str = ""
+
+
+def tell(name: str, problem: Problem, what: str) -> None:
+    """Says on stderr what a provider does before it can be timed, as that takes up to minutes."""
+    shape = f"{problem.m}x{problem.n}x{problem.k}"
+    print(f"{name}, {shape}: {what}; the first time of a shape takes up to a minute", file=sys.stderr, flush=True)
 
 
 class Provider(Protocol):

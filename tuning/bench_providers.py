@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
 from cutegemm.tuner.timing import Call, quick_seconds
 from tuning import bench_scaled
-from tuning.bench_basis import Inputs, NotServed, Prepared, Provider
+from tuning.bench_basis import Inputs, NotServed, Prepared, Provider, tell
 
 
 class Torch:
@@ -92,7 +91,7 @@ class Triton:
 
         precision = _one_of(problem, {"ieee": "ieee", "tf32": "tf32", "tf32x3": "tf32x3"})
         a, b = inputs[0]
-        _tell(self.name, problem, "Triton compiles and times its configurations")
+        tell(self.name, problem, "Triton compiles and times its configurations")
         try:
             bench_triton.matmul(a, b, out, precision)
         except Exception as why:  # whatever its compiler raises
@@ -115,7 +114,7 @@ class Quack:
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         if problem.dtype not in ("fp16", "bf16"):
             raise NotServed(f"quack multiplies fp16 and bf16 here, not {problem.dtype}")
-        _tell(self.name, problem, "its own tuner compiles and times its configurations")
+        tell(self.name, problem, "its own tuner compiles and times its configurations")
         try:
             from quack.gemm_interface import gemm
 
@@ -143,7 +142,7 @@ class Operators:
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         _one_of(problem, {"ieee": "ieee"})
-        _tell(self.name, problem, "each of its operators is compiled and timed")
+        tell(self.name, problem, "each of its operators is compiled and timed")
         try:
             import cutlass.operators as operators
 
@@ -169,12 +168,6 @@ class Operators:
         if best is None:
             raise NotServed(f"nvidia-cutlass-operators: none of {len(found)} ran: {'; '.join(reasons)[:300]}")
         return Prepared(best[2], best[1])
-
-
-def _tell(name: str, problem: Problem, what: str) -> None:
-    """Says on stderr what a provider does before it can be timed, as that takes up to minutes."""
-    shape = f"{problem.m}x{problem.n}x{problem.k}"
-    print(f"{name}, {shape}: {what}; the first time of a shape takes up to a minute", file=sys.stderr, flush=True)
 
 
 def _operator_call(operator: Any, arguments: Any, artefact: Any) -> Call:
@@ -206,19 +199,20 @@ _MAKERS: dict[str, tuple[Callable[[], Provider], str, str]] = {
 NAMES = tuple(_MAKERS)
 
 
-def make(names: Sequence[str]) -> list[Provider]:
-    """The providers of those names, torch first and always; "all" stands for every one that is installed.
+def make(names: Sequence[str], first: str = "torch") -> list[Provider]:
+    """The providers of those names, `first` before them and always; "all" stands for every one that is installed.
 
     Raises ValueError for a name that is not known, or not installed and asked for by name.
     """
-    wanted = list(dict.fromkeys(["torch", *names]))
+    wanted = list(dict.fromkeys([first, *names]))
     if "all" in wanted:
-        wanted = [name for name in dict.fromkeys(["torch", *NAMES]) if installed(name)]
+        wanted = [name for name in dict.fromkeys([first, *NAMES]) if name == first or installed(name)]
     for name in wanted:
         if name not in _MAKERS:
             raise ValueError(f"providers: got {name!r}, accepted are all, {', '.join(NAMES)}")
         if not installed(name):
-            raise ValueError(f"providers: {name!r} needs {_MAKERS[name][2]}, which is not installed")
+            how = bench_scaled.HOW_TO_INSTALL.get(name, "")
+            raise ValueError(f"providers: {name!r} needs {_MAKERS[name][2]}, which is not installed{how}")
     return [_MAKERS[name][0]() for name in wanted]
 
 

@@ -28,10 +28,10 @@ class Result:
 
     problem: `str(Problem)`. verdict: "ok", or why there is no time. backend, config: of our kernel that ran. us, low,
     high: microseconds, the median and the extremes of the rounds. of_bound: share of the roofline bound, which is by
-    `limit`; intensity in flop/byte. ratio: speed over that of torch; ratio_low, ratio_high: the quartiles of single
-    rounds, None where they are not known. clock_mhz, watts: of the GPU while this shape ran. lies: how the operands
-    lie, where the heading does not say it. before: what was made of them first, which is in the time. kernels: what
-    cuBLAS launched, where that was asked for.
+    `limit`; intensity in flop/byte. ratio: speed over that of the first provider; ratio_low, ratio_high: the quartiles
+    of single rounds, None where they are not known. clock_mhz, watts: of the GPU while this shape ran. lies: how the
+    operands lie, where the heading does not say it. before: what was made of them first, which is in the time. kernels:
+    what cuBLAS launched, where that was asked for.
     """
 
     problem: str
@@ -72,7 +72,7 @@ class Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as text, then why some were not timed and what cuBLAS launched."""
+    """The results as text, then why some were not timed and what cuBLAS launched. Ratios are to the first provider."""
     headers = ["shape", "provider", "us", "+-", "TFLOP/s", "of bound", "ratio", "spread", "MHz", "W"]
     headers.append("configuration")
     rows, remarks = [], []
@@ -81,11 +81,12 @@ def table(results: Sequence[Result]) -> str:
             rows.append((r.shape, r.provider, *["-"] * 8, ""))
             remarks.append(f"{r.shape} {r.provider}: {r.verdict}")
             continue
-        spread = "" if r.provider == "torch" else str(r.spread or "-")
+        spread = "" if r.provider == results[0].provider else str(r.spread or "-")
+        ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
         runs = ", ".join(filter(None, (r.before, r.config)))
         rows.append(
             (r.shape, r.provider, f"{r.us:.2f}", f"{(r.high - r.low) / r.us:.1%}", f"{r.tflops:.1f}",
-             f"{r.of_bound:.1%}", f"{r.ratio:.3f}", spread, _whole(r.clock_mhz), _whole(r.watts), runs)
+             f"{r.of_bound:.1%}", ratio, spread, _whole(r.clock_mhz), _whole(r.watts), runs)
         )  # fmt: skip
         if r.kernels:
             remarks.append(f"{r.shape} {r.provider} ran {', '.join(r.kernels)}")
@@ -93,11 +94,11 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Per provider the geometric mean, minimum and maximum of the ratio to torch, on how many shapes, how many of them
-    are faster, slower, or as fast within the spread, and which are below 1.
+    """Per provider the geometric mean, minimum and maximum of the ratio to the first one, on how many shapes, how many
+    of them are faster, slower, or as fast within the spread, and which are below 1.
     """
     lines = []
-    for name in dict.fromkeys(r.provider for r in results if r.provider != "torch"):
+    for name in list(dict.fromkeys(r.provider for r in results))[1:]:
         timed = [r for r in results if r.provider == name and r.ratio is not None]
         missing = sum(r.provider == name for r in results) - len(timed)
         note = f"; {missing} shapes without a time" if missing else ""
@@ -105,7 +106,7 @@ def summary(results: Sequence[Result]) -> str:
             lines.append(f"{name}: no times{note}")
             continue
         ratios = [(r.shape, r.ratio) for r in timed if r.ratio is not None]
-        lines.append(f"{name}: ratio to torch {ratios_text(ratios)}{note}")
+        lines.append(f"{name}: ratio to {results[0].provider} {ratios_text(ratios)}{note}")
         known = [(r.spread, r.ratio) for r in timed if r.spread is not None and r.ratio is not None]
         if known:
             parity = sum(spread.parity for spread, _ in known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.machinery
 import json
 import math
 import sys
@@ -15,7 +16,7 @@ import torch
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem, request
 from cutegemm.tuner.timing import Timing
-from tuning import bench, bench_providers, bench_report, calibrate, suites, untuned
+from tuning import bench, bench_providers, bench_report, bench_scaled, calibrate, suites, untuned
 from tuning.bench_basis import NotServed, Prepared
 from tuning.bench_report import Result
 
@@ -137,7 +138,7 @@ def test_a_failing_shape_leaves_the_others():
 
 def test_summary_is_the_geometric_mean():
     rows = [Result("p", n, n, n, "ours", "ok", us=1.0, ratio=ratio) for n, ratio in ((8, 0.5), (16, 2.0), (32, 1.0))]
-    text = bench_report.summary(rows)
+    text = bench_report.summary([Result("p", 8, 8, 8, "torch", "ok", us=1.0, ratio=1.0), *rows])
     assert "1.000 (geometric mean of 3 shapes), 0.500 (8x8x8) to 2.000" in text
     assert text.splitlines()[-1] == "  below 1: 8x8x8 0.500"
     assert bench_report.short_text([("one", 1.2), ("two", 1.1)], 1.5) == "  below 1.5: two 1.100, one 1.200"
@@ -393,3 +394,78 @@ def test_a_provider_that_tunes_itself_says_so_before(monkeypatch, capsys):
     bench_providers.Quack().prepare(problem, H200, inputs, torch.empty(64, 48, dtype=torch.bfloat16))
     assert told[0].err.startswith("quack, 64x48x32: its own tuner compiles and times its configurations")
     assert told[0].out == ""
+
+
+def deep_gemm(monkeypatch, **functions):
+    """A module of that name, importable and found by its spec, with these functions."""
+    module = types.ModuleType("deep_gemm")
+    module.__spec__ = importlib.machinery.ModuleSpec("deep_gemm", None, origin="deep_gemm/__init__.py")
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+
+
+def laid_for_tma(scales):
+    """As DeepGEMM wants A's scales: columns of a multiple of 16 bytes."""
+    rows, columns = scales.shape
+    return torch.empty(columns, -(-rows // 4) * 4).t()[:rows].copy_(scales)
+
+
+def test_deep_gemm_gets_its_scales_as_it_wants_them(monkeypatch, capsys):
+    problem = Problem.of(130, 192, 256, "e4m3")
+    given = []
+
+    def multiply(left, right, out):
+        (a, scale_a), (b, scale_b) = left, right
+        assert a.is_contiguous()
+        assert b.is_contiguous()
+        assert scale_b.is_contiguous()
+        assert (scale_a.shape, scale_a.stride(), scale_b.shape) == ((130, 2), (1, 132), (2, 2))
+        given.append(scale_a.data_ptr())
+        out.copy_((a.float() * scale_a.repeat_interleave(128, 1)) @ b.float().t())
+
+    deep_gemm(monkeypatch, gemm_fp8_fp8_bf16_nt=multiply, get_col_major_tma_aligned_tensor=laid_for_tma)
+    assert [each.name for each in bench_providers.make(["deep_gemm"], "torch-blocks")] == ["torch-blocks", "deep_gemm"]
+    assert "deep_gemm" in [each.name for each in bench_providers.make(["all"])]
+    providers = [Fake("torch"), bench_scaled.DeepGemm()]
+    found, _ = bench.run(
+        [bench.Case(problem)], providers, H200, device="cpu", timer=timer({"torch": 4.0, "deep_gemm": 2.0})
+    )
+    assert [(r.verdict, r.ratio) for r in found] == [("ok", 1.0), ("ok", 2.0)]
+    assert len(set(given)) == 1  # the scales were laid out once, not by the call that is timed
+    assert "deep_gemm, 130x192x256: nvcc compiles" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (Problem.of(64, 64, 128, "bf16"), "not bf16 to bf16"),
+        (Problem.of(64, 64, 128, "e5m2"), "not e5m2 to bf16"),
+        (Problem.of(64, 64, 128, "e4m3", precision="fast"), "promoted, not e4m3 to bf16, fast"),
+        (Problem.of(64, 64, 128, "e4m3", majors="tt"), "majors tn, not tt"),
+        (Problem.of(64, 96, 128, "e4m3"), "not 96 and 128"),
+        (Problem.of(64, 64, 192, "e4m3"), "not 64 and 192"),
+        (Problem.of(64, 64, 128, "e4m3"), "AttributeError.*commit d75b218"),
+    ],
+)
+def test_deep_gemm_says_what_it_does_not_take(problem, reason, monkeypatch):
+    deep_gemm(monkeypatch)  # another version, without the function
+    with pytest.raises(NotServed, match=reason):
+        bench_scaled.DeepGemm().prepare(problem, H200, [bench.Case(problem).operands(0, "cpu")], torch.empty(1))
+
+
+def test_without_deep_gemm_the_message_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(ValueError, match=r"'deep_gemm' needs deep_gemm, which is not installed; commit d75b218.*nvcc"):
+        bench_providers.make(["deep_gemm"])
+
+
+def test_ratios_are_to_whom_is_named():
+    providers = [Fake("torch-blocks"), Fake("torch"), Fake("ours")]
+    found, _, _ = results(providers=providers, times={"torch-blocks": 6.0, "torch": 3.0, "ours": 2.0})
+    assert [r.ratio for r in found] == [1.0, 2.0, 3.0]
+    assert "ours: ratio to torch-blocks 3.000" in bench_report.summary(found)
+    refused = [Fake("torch", refuses="no"), Fake("ours")]
+    found, _, _ = results(providers=refused)
+    assert (found[1].us, found[1].ratio) == (2.0, None)  # not a ratio to somebody else
+    assert "ours: no times" in bench_report.summary(found)
+    assert bench_report.table(found).splitlines()[3].split()[6:7] == ["-"]

@@ -117,11 +117,11 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def ratios_text(ratios: Sequence[tuple[str, float]]) -> str:
-    """The geometric mean of the ratios of named shapes, the least with its name, and the largest."""
+    """The geometric mean of ratios that have names, the least with its name, and the largest."""
     values = [ratio for _, ratio in ratios]
     name, least = min(ratios, key=lambda each: each[1])
     mean = statistics.geometric_mean(values)
-    return f"{mean:.3f} (geometric mean of {len(values)} shapes), {least:.3f} ({name}) to {max(values):.3f}"
+    return f"{mean:.3f} (geometric mean of {len(values)}), {least:.3f} ({name}) to {max(values):.3f}"
 
 
 def short_text(ratios: Sequence[tuple[str, float]], aim: float = 1.0) -> str:

@@ -139,7 +139,7 @@ def test_a_failing_shape_leaves_the_others():
 def test_summary_is_the_geometric_mean():
     rows = [Result("p", n, n, n, "ours", "ok", us=1.0, ratio=ratio) for n, ratio in ((8, 0.5), (16, 2.0), (32, 1.0))]
     text = bench_report.summary([Result("p", 8, 8, 8, "torch", "ok", us=1.0, ratio=1.0), *rows])
-    assert "1.000 (geometric mean of 3 shapes), 0.500 (8x8x8) to 2.000" in text
+    assert "1.000 (geometric mean of 3), 0.500 (8x8x8) to 2.000" in text
     assert text.splitlines()[-1] == "  below 1: 8x8x8 0.500"
     assert bench_report.short_text([("one", 1.2), ("two", 1.1)], 1.5) == "  below 1.5: two 1.100, one 1.200"
     assert bench_report.short_text([("one", 1.5)], 1.5) == ""

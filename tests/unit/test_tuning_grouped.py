@@ -110,7 +110,7 @@ def test_a_benchmark_checks_before_it_times(monkeypatch):
     mine = rows["cutegemm"]
     assert (mine["ratio"], mine["config"], mine["spread"], mine["aim us"]) == (2.0, "torch", "2.000..2.000", 0.9)
     text = grouped.summary(list(rows.values()))
-    assert "cutegemm: ratio to the best other 2.000 (geometric mean of 1 shapes)" in text
+    assert "cutegemm: ratio to the best other 2.000 (geometric mean of 1)" in text
     assert text.splitlines()[1:] == ["aims in us: 0 of 1 reached; missed: 5x40x8x16 zipf (a small model) 1.0 of 0.9"]
 
 

@@ -16,7 +16,7 @@ import cutegemm
 from cutegemm.choice import prepared
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem, Signature
+from cutegemm.problem import Problem, Signature, request
 from cutegemm.tuner.timing import Call, quick_seconds
 from tuning import bench_scaled
 from tuning.bench_basis import Inputs, NotServed, Prepared, Provider, tell
@@ -61,9 +61,11 @@ class Cutegemm:
         return [] if choice.config is None else [(found.problem.signature, choice.backend, choice.config)]
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
-        options: dict[str, Any] = {"out": out, "precision": problem.precision}
+        precision = problem.precision
+        options: dict[str, Any] = {"out": out, "precision": precision}
         try:
-            found = prepared.choose(problem, arch, self._backend, self._config)
+            asked = request.describe(*inputs[0], None, 1.0, 0.0, None, None, out, None, precision)
+            found = prepared.choose(asked.problem, arch, self._backend, self._config)
             choice = found.choice
             options |= {"backend": choice.backend, "config": choice.config}
             for a, b in inputs:
@@ -74,8 +76,9 @@ class Cutegemm:
         def call(a: torch.Tensor, b: torch.Tensor) -> Call:
             return lambda: cutegemm.gemm(a, b, **options)
 
-        before = ", ".join(f"{each.kind} {each.operand}" for each in found.preparations)
-        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend, before)
+        before = [f"copy {name}" for name, _ in asked.copies]
+        before += [f"{each.kind} {each.operand}" for each in found.preparations]
+        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend, ", ".join(before))
 
 
 class Triton:

@@ -228,8 +228,9 @@ def test_our_provider_says_what_it_runs():
     assert named.name == "sm80/128x128x32/w64x64/s4/g8"
     assert str(named.kernels(problem, H200)[0][2]) == named.name
     assert bench_providers.Cutegemm("cute", "sm80/96x128x32/w32x64/s3/g8").kernels(problem, H200) == []
+    inputs, out = [bench.Case(problem).operands(0, "cpu")], torch.empty(256, 256, dtype=torch.float16)
     with pytest.raises(NotServed, match="power of two"):
-        bench_providers.Cutegemm("cute", "sm80/96x128x32/w32x64/s3/g8").prepare(problem, H200, [], None)
+        bench_providers.Cutegemm("cute", "sm80/96x128x32/w32x64/s3/g8").prepare(problem, H200, inputs, out)
 
 
 def test_inputs_lie_as_the_problem_says():
@@ -274,6 +275,18 @@ def test_misaligned_operands_are_packed_as_gemm_does_it():
     packed = Result("p", 1, 1, 1, "cutegemm", "ok", config="sm90/x", before="pack b", us=1.0, low=1.0, high=1.0,
                     tflops=1.0, of_bound=1.0, ratio=1.0)  # fmt: skip
     assert "pack b, sm90/x" in bench_report.table([packed])
+
+
+def test_what_is_made_of_operands_first_is_told(monkeypatch):
+    """A row-major B of fp8 is copied, one of 16 bits whose rows are odd is packed."""
+    prepared = []
+    monkeypatch.setattr(bench_providers.cutegemm, "prepare", lambda a, b, **options: prepared.append(options["config"]))
+    provider = bench_providers.Cutegemm("cute")
+    for dtype, before in (("e4m3", "copy b"), ("bf16", "pack a, pack b")):
+        (case,) = cases([(1023, 1025, 4099) if dtype == "bf16" else (64, 64, 128)], "tt", dtype=dtype)
+        found = provider.prepare(case.problem, H200, [case.operands(0, "cpu")], None)
+        assert (found.before, found.config.split("/")[0]) == (before, "sm90")
+        assert str(prepared[-1]) == found.config
 
 
 def test_times_with_packing_are_no_times_of_a_kernel(tmp_path):

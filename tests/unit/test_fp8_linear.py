@@ -206,6 +206,7 @@ def test_what_cannot_be_is_refused(seed):
     with pytest.raises(TypeError, match=r"input: got list, expected a torch\.Tensor"):
         layer([1.0])
     for options, error, message in (
+        ({"dtype": ["fp8"]}, TypeError, r"dtype: got \['fp8'\], accepted are"),
         ({"dtype": "fp4"}, TypeError, "dtype: got 'fp4', accepted are 'fp8', 'e4m3', 'e5m2', 'int8' and torch"),
         ({"dtype": torch.float16}, TypeError, r"dtype: got torch\.float16"),
         ({"dtype": "fp8", "scaling": "row"}, ValueError, "scaling: got 'row', accepted are 'tensor', 'rows', 'blocks'"),

@@ -102,6 +102,8 @@ def test_bad_arguments_of_linear(arguments, error, message):
 def test_a_promise_is_made_by_true_alone():
     with pytest.raises(TypeError, match="constant_weight: got str, accepted are True and False"):
         cutegemm.linear(torch.ones(9, 7), torch.ones(5, 7), constant_weight="no")
+    with pytest.raises(TypeError, match="constant_weight: got str, accepted are True and False"):
+        cutegemm.nn.Linear(7, 5, constant_weight="no")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -33,7 +33,9 @@ def run(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("split", ["", "/k3"])
-@pytest.mark.parametrize("cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2", "1x1x8"])
+@pytest.mark.parametrize(
+    "cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2", "1x1x8"]
+)
 @pytest.mark.product(keep=3)
 def test_clusters(cluster, split, run):
     """Ragged on every side, parts of different lengths, rings that go round."""

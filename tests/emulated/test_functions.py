@@ -1,0 +1,96 @@
+"""Functions of programs at densely drawn arguments, in the emulator: their errors, and what infinities and NaN give."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm.problem.program.bound import bounds, check
+from cutegemm.problem.program.evaluate import UNARY
+from cutegemm.problem.program.text import parse
+
+CONFIGS = ("sm90/64x64x32/coop1/c1x1/s2/row", "sm80/64x64x32/w32x32/s2/g1", "simt/64x64x8/w32x32/s3/g8")
+FUNCTIONS = ("gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "erf", "exp", "sqrt", "rsqrt")
+SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 1e-30, -1e-30, 3e38, -3e38, 1e10, -1e10)
+
+
+def computed(name: str, x: torch.Tensor, config: str, monkeypatch, out: torch.dtype = torch.float32) -> torch.Tensor:
+    """The function of fp32 numbers (M, N), in dtype `out`, by a kernel whose product is zero."""
+    monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80" if config.startswith("sm80") else "sm_90a")
+    program = parse(f"def epilogue(acc, x0: fp32[M, N]): return {name}(acc * 0.0 + x0)")
+    dtype = torch.float32 if config.startswith("simt") else torch.bfloat16
+    zeros = torch.zeros(x.shape[0], 16, dtype=dtype), torch.zeros(16, x.shape[1], dtype=dtype)
+    options = {"backend": "cute", "config": config, "out_dtype": out}
+    return cutegemm.gemm(*zeros, epilogue=program, operands=(x,), **options)
+
+
+def dense() -> torch.Tensor:
+    """(256, 256) numbers: of -20 .. 20 evenly, of all exponents, and special ones among ordinary ones."""
+    generator = torch.Generator().manual_seed(0)
+    even = torch.linspace(-20.0, 20.0, 128 * 256)
+    exponents = torch.rand(128 * 256, generator=generator) * 60 - 50
+    signs = torch.rand(128 * 256, generator=generator).sub(0.5).sign()
+    values = torch.cat([even, signs * exponents.exp2()])
+    values[torch.randperm(values.numel(), generator=generator)[: 3 * len(SPECIAL)]] = torch.tensor(3 * SPECIAL)
+    return values.view(256, 256)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.product(keep=5)
+def test_errors_are_those_of_the_table(name, config, monkeypatch):
+    x = dense()
+    got = computed(name, x, config, monkeypatch)
+    program = parse(f"def epilogue(acc): return {name}(acc)")
+    (want,) = bounds(program, x.double(), torch.zeros(x.shape), [])
+    verdict = check(got, want)
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_quotients_of_all_sizes(config, monkeypatch):
+    """The emulator divides exactly: this is of the range, not of the last bits."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = ((torch.rand(64, 64, generator=generator) * 250 - 125).exp2() for _ in range(2))
+    program = parse("def epilogue(acc, x0: fp32[M, N], x1: fp32[M, N]): return (acc + x0) / x1")
+    monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80" if config.startswith("sm80") else "sm_90a")
+    dtype = torch.float32 if config.startswith("simt") else torch.bfloat16
+    zeros = torch.zeros(64, 16, dtype=dtype), torch.zeros(16, 64, dtype=dtype)
+    options = {"backend": "cute", "config": config, "out_dtype": torch.float32}
+    got = cutegemm.gemm(*zeros, epilogue=program, operands=(x, y), **options)
+    (want,) = bounds(program, torch.zeros(64, 64).double(), torch.zeros(64, 64), [x, y])
+    verdict = check(got, want)
+    assert verdict.ok, verdict.message
+
+
+RELATIVE = {
+    "gelu": ((3.0, 13.9), (4.2, 12.9), (5.0, 9.9), (5.5, 8.9), (6.0, 7.9), (7.0, 6.9)),
+    "gelu_tanh": ((3.0, 20.0), (5.0, 18.0)),
+    "silu": ((10.0, 20.0), (60.0, 18.0)),
+}
+"""Of activations of -y for y up to the first number, the relative error is at most 2 to minus the second."""
+
+
+@pytest.mark.parametrize("name", RELATIVE)
+def test_negative_tails_are_known_relatively(name, monkeypatch):
+    """The table's error is absolute there. The formula in float64 would cancel."""
+    for end, bits in RELATIVE[name]:
+        y = torch.linspace(2.0**-20, end, 64 * 64).double().float().view(64, 64)
+        got = computed(name, -y, CONFIGS[0], monkeypatch).double()
+        z = -y.double()
+        want = {
+            "gelu": lambda z=z: z * torch.special.ndtr(z),
+            "gelu_tanh": lambda z=z: z * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)),
+            "silu": lambda z=z: z * torch.sigmoid(z),
+        }[name]()
+        assert float((got / want - 1).abs().max()) < 2.0**-bits, end
+
+
+@pytest.mark.parametrize("name", RELATIVE)
+def test_positive_activations_are_known_relatively(name, monkeypatch):
+    x = torch.cat([torch.linspace(0.01, 20.0, 2048), torch.logspace(-30, 30, 2048)]).view(64, 64)
+    got = computed(name, x, CONFIGS[0], monkeypatch).double()
+    assert float((got / UNARY[name](x.double()) - 1).abs().max()) < 2.0**-20

@@ -1,21 +1,22 @@
 """From an epilogue program to instructions: every operation on vectors of one thread's elements, in fp32 or int32.
 
 A kernel family says where a leaf comes from (`Leaf`); the operations are the same for all. Nothing hides what a large
-tile's epilogue computes, so instructions count: ex2.approx and rcp.approx take the time of eight others each. No sum
-cancels within an activation: with y = |z|
+tile's epilogue computes, so instructions count: ex2.approx and rcp.approx take the time of eight others each. With
+y = |z|, no activation has a sum that cancels:
 
-    gelu(z) = max(z, 0) - y Phi(-y), Phi(-y) = 2^polynomial(y) (`LOG2_PHI`)
-    silu(z) = z s(z), gelu_tanh(z) = z/2 (1 + tanh(u)) = z s(2u), u = sqrt(2/pi) (z + 0.044715 z^3)
+    gelu(z) = max(z, 0) - y Phi(-y)
+    silu(z) = max(z, 0) - y s(-y), gelu_tanh(z) = max(z, 0) - y s(-2 u), u = sqrt(2/pi) (y + 0.044715 y^3)
 
-where s(x) = 1 / (1 + 2^(-x log2(e))). erf is from M. Abramowitz, I. Stegun, "Handbook of Mathematical Functions",
-7.1.26, whose absolute error is 1.5e-7. With ex2.approx and rcp.approx (relative errors 2^-22 and 2^-23, PTX ISA) no
-factor is further off than 8 * 2^-24.
+where Phi(-y) is 2 to a polynomial (`LOG2_PHI`), and s(-x) = e / (1 + e), e = 2^(-x log2(e)), whose reciprocals are
+taken four at a time (`_reciprocals`). y is cut off where y e is nothing, so that an infinity gives the limit. erf is
+from M. Abramowitz, I. Stegun, "Handbook of Mathematical Functions", 7.1.26, whose absolute error is 1.5e-7. With
+ex2.approx and rcp.approx (relative errors 2^-22 and 2^-23, PTX ISA) no factor is further off than 8 * 2^-24.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass.cute as cute
@@ -41,20 +42,30 @@ They minimize the largest error of Phi, 2^-21.8, where its relative error is at 
 """
 
 
-def finish(program: Program, size: int, leaf: Leaf) -> list[Any]:
-    """The program's outputs for `size` elements, as vectors in fp32, before they are rounded or reduced."""
+def finish(program: Program, size: int, leaf: Leaf, rows: Sequence[int] = ()) -> list[Any]:
+    """The program's outputs for `size` elements, as vectors in fp32, before they are rounded or reduced.
+
+    rows: a number for the row of D of each element, where not all are of one: no bit depends on what is in other rows.
+    """
     values: list[Any] = []
+    groups = _groups(rows or [0] * size)
     for node in program.nodes:
         if node.op in LEAVES:
             values.append(leaf(node))
         elif node.op == "const":
             values.append(node.attribute)
         else:
-            values.append(_apply(node, [values[i] for i in node.args], size))
+            values.append(_apply(node, [values[i] for i in node.args], size, groups))
     return [_vector(values[output.node], size, Float32) for output in program.outputs]
 
 
-def _apply(node: Node, args: list[Any], size: int) -> Any:
+def _groups(rows: Sequence[int]) -> list[list[int]]:
+    """The elements of each row, four together."""
+    own = [[place for place, each in enumerate(rows) if each == row] for row in dict.fromkeys(rows)]
+    return [each[first : first + 4] for each in own for first in range(0, len(each), 4)]
+
+
+def _apply(node: Node, args: list[Any], size: int, groups: list[list[int]]) -> Any:
     if not any(isinstance(arg, cute.TensorSSA) for arg in args):
         args[0] = _vector(args[0], size, Int32 if OPS[node.op].takes[0] == I32 else Float32)
     if node.op == "cast":
@@ -65,6 +76,8 @@ def _apply(node: Node, args: list[Any], size: int) -> Any:
         return _random(args, size)
     if node.op == "where":
         return cute.where(args[0], *(_vector(arg, size, Float32) for arg in args[1:]))
+    if node.op in _SHARING:
+        return _SHARING[node.op](args[0], groups)
     return _OPERATIONS[node.op](*args)
 
 
@@ -110,12 +123,20 @@ def _relu(z):
     return cute.where(z > 0.0, z, cute.where(z != z, z, cute.zeros_like(z)))
 
 
-def _silu(z):
-    return z * _reciprocal(1.0 + _exp2(z * -1.4426950408889634))
+def _silu(z, groups):
+    y = _size(z, 100.0)
+    return _gated(z, y, y * -1.4426950408889634, groups)
 
 
-def _gelu_tanh(z):
-    return z * _reciprocal(1.0 + _exp2(z * (z * z * -0.10294324 - 2.3022082)))
+def _gelu_tanh(z, groups):
+    y = _size(z, 12.0)
+    return _gated(z, y, y * (y * y * -0.10294324 - 2.3022082), groups)
+
+
+def _gated(z, y, exponent, groups):
+    """max(z, 0) - y e / (1 + e), e = 2^exponent <= 1."""
+    part = _exp2(exponent)
+    return _positive(z) - (y * part) * _reciprocals(1.0 + part, groups)
 
 
 def _gelu(z):
@@ -126,6 +147,40 @@ def _gelu(z):
 def _positive(z):
     """max(z, 0), NaN of NaN, by one instruction."""
     return cute.math.max(z, cute.zeros_like(z), propagate_nan=True)
+
+
+def _size(z, end: float):
+    """min(|z|, end), end of NaN, by one instruction."""
+    size = cute.size(z.shape)
+    given, found = _elements(cute.math.abs(z), size, Float32), cute.make_rmem_tensor(size, Float32)
+    for i in range(size):
+        found[i] = cute.math.min(given[i], Float32(end), ftz=True)
+    return found.load()
+
+
+def _reciprocals(x, groups):
+    """1 / x of numbers in [1, 2], the elements of a group by one rcp.approx of their product."""
+    size = cute.size(x.shape)
+    given, found = _elements(x, size, Float32), cute.make_rmem_tensor(size, Float32)
+    for group in groups:
+        own = [given[i] for i in group]
+        inverse = cute.math.rcp(_product(own), approx=True, ftz=True)
+        for i, value in zip(group, _shares(own, inverse), strict=True):
+            found[i] = value
+    return found.load()
+
+
+def _product(x):
+    half = len(x) // 2
+    return _product(x[:half]) * _product(x[half:]) if half else x[0]
+
+
+def _shares(x, inverse):
+    """1 / x of each number in a list, from that of their product."""
+    half = len(x) // 2
+    if not half:
+        return [inverse]
+    return _shares(x[:half], inverse * _product(x[half:])) + _shares(x[half:], inverse * _product(x[:half]))
 
 
 def _polynomial(coefficients, x):
@@ -196,8 +251,6 @@ def _like(value, other):
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "relu": _relu,
     "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "silu": _silu,
     "neg": operator.neg,
     "exp": lambda x: _exp2(x * 1.4426950408889634),
     "exp2": _exp2,
@@ -228,6 +281,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _OPERATIONS[_name] = _OPERATIONS["i" + _name] = getattr(operator, _name)
+
+
+_SHARING: dict[str, Callable[..., Any]] = {"gelu_tanh": _gelu_tanh, "silu": _silu}
+"""Functions of a vector and of the groups of elements that are computed together."""
 
 
 def _random(args: list[Any], size: int) -> Any:

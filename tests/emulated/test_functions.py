@@ -94,3 +94,34 @@ def test_positive_activations_are_known_relatively(name, monkeypatch):
     x = torch.cat([torch.linspace(0.01, 20.0, 2048), torch.logspace(-30, 30, 2048)]).view(64, 64)
     got = computed(name, x, CONFIGS[0], monkeypatch).double()
     assert float((got / UNARY[name](x.double()) - 1).abs().max()) < 2.0**-20
+
+
+WAYS_OUT = (
+    *CONFIGS,
+    "sm90/64x64x32/coop1/c1x1/s2/row/swap",
+    "sm90/64x64x32/coop1/c1x1/s2/row/k2",
+)
+
+
+@pytest.mark.parametrize("config", WAYS_OUT)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh"])
+@pytest.mark.product(keep=6)
+def test_functions_of_several_elements_keep_rows_apart(name, out, config, monkeypatch):
+    """Reciprocals are taken of several elements of a row at a time: a NaN or an infinity does not reach the others, and
+    in other rows not a bit changes.
+    """
+    x = torch.linspace(-3.0, 3.0, 64 * 64).view(64, 64)
+    clean = computed(name, x, config, monkeypatch, out)
+    spoilt = x.clone()
+    spoilt[::3] += 0.125
+    places = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    places[1::3] = places[2::3] = False
+    spoilt[places] = torch.tensor([math.nan, math.inf, -math.inf]).repeat(x.numel())[: int(places.sum())]
+    got = computed(name, spoilt, config, monkeypatch, out)
+    assert torch.equal(got[1::3], clean[1::3])
+    assert torch.equal(got[2::3], clean[2::3])
+    want = computed(name, x + 0.125, config, monkeypatch, out)
+    own = torch.zeros_like(places)
+    own[::3] = ~places[::3]
+    torch.testing.assert_close(got[own], want[own], rtol=1e-6 if out is torch.float32 else 1e-2, atol=1e-12)

@@ -150,7 +150,7 @@ def test_each_activation_has_a_formula_wherever_one_is_needed_and_no_other_name_
     from cutegemm.pytorch import autograd
 
     assert set(reference._FORMULAS) == set(reference._LIPSCHITZ) == {None, *ACTIVATIONS}
-    assert {*ACTIVATIONS} <= {*device._OPERATIONS}
+    assert {*ACTIVATIONS} <= {*device._OPERATIONS, *device._SHARING}
     assert set(autograd._TIMES_SLOPE) == {*ACTIVATIONS} - {"relu"}
     z = torch.ones(1)
     settings = autograd.Settings(1.0, 0.0, "quick_gelu", None, "torch")

@@ -24,7 +24,7 @@ from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.groups import Groups
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.work import Region, Tile, Work
+from cutegemm.cute.hopper.work import LateStretches, Region, Tile, Work
 from cutegemm.problem import Signature
 from cutegemm.problem.work import DENSE, TABLE
 
@@ -34,10 +34,12 @@ class GroupedWork(Work):
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
+        if config.stream_k:
+            self.division = LateStretches()
         self.array = TABLE[signature.work].arrays[0]
         self.grouping = grouping.of(config, signature.work)
         self.along = self.grouping.along
-        self.groups = Groups(self.grouping.masked)
+        self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
         self.may_lack_rows = self.along == "row" and not config.ping_pong
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn

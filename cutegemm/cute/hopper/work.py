@@ -248,17 +248,22 @@ class Stretches:
     def _cut(self, tiles, clusters, cluster, k_tiles):
         whole = whole_tiles(tiles, clusters, device_min)
         before = (whole - cluster + clusters - 1) // clusters
+        low, high = self._stretch((tiles - whole) * k_tiles, clusters, cluster)
+        works = before
+        if high > low:
+            works = before + (high - 1) // k_tiles - low // k_tiles + 1
+        return whole, before, low, high, works
+
+    @cute.jit
+    def _stretch(self, total, clusters, cluster):
+        """Where the stretch of a cluster begins and ends, of `total` k tiles."""
         # total // clusters k tiles each, the first total % clusters one more: no product that could overflow.
-        total = (tiles - whole) * k_tiles
         each, more = total // clusters, total % clusters
         low = cluster * each + cutlass.min(cluster, more)
         high = low + each
         if cluster < more:
             high = high + 1
-        works = before
-        if high > low:
-            works = before + (high - 1) // k_tiles - low // k_tiles + 1
-        return whole, before, low, high, works
+        return low, high
 
     @cute.jit
     def item(self, number):
@@ -268,6 +273,32 @@ class Stretches:
             place = self.low // self.k_tiles + (number - self.before)
             begin = cutlass.max(self.low, place * self.k_tiles)
             end = cutlass.min(self.high, (place + 1) * self.k_tiles)
+            tile, first, count = self.whole + place, begin - place * self.k_tiles, end - begin
+        return tile, first, count
+
+
+class LateStretches(Stretches):
+    """The same for groups, whose place a warp keeps in registers too: a stretch is worked out again when it is reached.
+
+    whole, rest: how many tiles are not cut, and the others. That is all that is kept from tile to tile.
+    """
+
+    def start(self, tiles, k_tiles, clusters, position: Position) -> tuple:
+        """As `WholeK.start`."""
+        found = super().start(tiles, k_tiles, clusters, position)
+        self.rest = tiles - self.whole
+        return found
+
+    @cute.jit
+    def item(self, number):
+        """As `Stretches.item`."""
+        tile, first, count = self.cluster + number * self.clusters, Int32(0), self.k_tiles
+        if tile >= self.whole:
+            # Where anything is cut, the tiles before it are whole waves.
+            low, high = self._stretch(self.rest * self.k_tiles, self.clusters, self.cluster)
+            place = low // self.k_tiles + (number - self.whole // self.clusters)
+            begin = cutlass.max(low, place * self.k_tiles)
+            end = cutlass.min(high, (place + 1) * self.k_tiles)
             tile, first, count = self.whole + place, begin - place * self.k_tiles, end - begin
         return tile, first, count
 

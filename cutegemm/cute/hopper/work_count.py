@@ -34,8 +34,8 @@ def shares(config: HopperConfig, problem: Problem, arch: Arch) -> tuple[int, int
     """(shares of D whose sum over K meets in a workspace, parts of each); (0, 0) where none does.
 
     A share is a warpgroup's rows of a CTA tile. With split-K all tiles have `splits` parts. With stream-K those tiles
-    that are cut have two; there is room for a cut behind each cluster. Where the device knows the sizes, it may find any number
-    of tiles, and cuts some whenever there are more of them than clusters.
+    that are cut have two; there is room for a cut behind each cluster. Where the device knows the sizes, any number of
+    tiles may be found that is no greater, and leave some over.
     """
     if config.splits == 1 and not config.stream_k:
         return 0, 0

@@ -52,6 +52,9 @@ _HALVES_TF32 = (
     "sm90/128x16x32/coop1/c2x1/s8/serp8/swap/pdl",
 )
 """Extra candidates for few rows of a program with gate and up, whose swapped tiles have 128 rows at least."""
+_OF_GROUPS = ("sm90/256x96x64/coop2/c2x1/s4/serp8/swap/pdl",)
+"""In the shortlists of groups of up to `UNSWAPPED_ROWS` rows too: tiles that hold half as many again, since about half
+of the groups have more than their share. No dense product of so many rows wants them."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
@@ -126,7 +129,9 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in STREAMED_WORKS:
-        found = [*found, *((text, False) for text in streamed(text for text, split in found if not split))]
+        whole = [text for text, split in found if not split]
+        more = _OF_GROUPS if m <= UNSWAPPED_ROWS else ()
+        found = list(dict.fromkeys([*found, *((text, False) for text in (*streamed(whole), *more))]))
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)

@@ -130,8 +130,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in STREAMED_WORKS:
         whole = [text for text, split in found if not split]
-        more = _OF_GROUPS if m <= UNSWAPPED_ROWS else ()
-        found = list(dict.fromkeys([*found, *((text, False) for text in (*streamed(whole), *more))]))
+        others = [*streamed(whole), *(_OF_GROUPS if m <= UNSWAPPED_ROWS else ())]
+        found = list(dict.fromkeys([*found, *((text, False) for text in others)]))
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)

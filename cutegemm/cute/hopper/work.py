@@ -11,7 +11,8 @@ says which works there are:
 
     WholeK       a work is a tile with all of its k tiles. Cluster c of C takes the works c, c + C, c + 2 C, ...
     PartsOfK     split-K and clusters along K: a tile is so many works; parts of K take its k tiles in turn
-    Stretches    stream-K: a cluster computes whole tiles, then a stretch of k tiles that may cut the first and the last
+    Stretches    stream-K: a cluster computes whole tiles, then a stretch of k tiles that may cut the first and the last;
+                 in groups `LateStretches`
 
 `Work.of_warpgroup` is what one consumer warpgroup has of its CTA's works: some rows of each, or in ping-pong every
 other one. Another kind of work, for example products whose sizes lie on the device, is another class with these
@@ -278,7 +279,10 @@ class Stretches:
 
 
 class LateStretches(Stretches):
-    """The same for groups, whose place a warp keeps in registers too: a stretch is worked out again when it is reached.
+    """The same for groups. Their place takes registers, so that a stretch is worked out again when it is reached.
+
+    Tiles at the ends of groups cost less than others, and often every other tile is one: each wave begins with another
+    cluster, or half of the clusters would get them all.
 
     whole, rest: how many tiles are not cut, and the others. That is all that is kept from tile to tile.
     """
@@ -292,9 +296,12 @@ class LateStretches(Stretches):
     @cute.jit
     def item(self, number):
         """As `Stretches.item`."""
-        tile, first, count = self.cluster + number * self.clusters, Int32(0), self.k_tiles
-        if tile >= self.whole:
-            # Where anything is cut, the tiles before it are whole waves.
+        # Tiles that are not cut are whole waves, or one that is not full.
+        tile = number * self.clusters
+        first, count = Int32(0), self.k_tiles
+        if tile < self.whole:
+            tile = tile + (self.cluster + number) % self.clusters
+        else:
             low, high = self._stretch(self.rest * self.k_tiles, self.clusters, self.cluster)
             place = low // self.k_tiles + (number - self.whole // self.clusters)
             begin = cutlass.max(low, place * self.k_tiles)

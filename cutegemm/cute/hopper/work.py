@@ -11,8 +11,8 @@ says which works there are:
 
     WholeK       a work is a tile with all of its k tiles. Cluster c of C takes the works c, c + C, c + 2 C, ...
     PartsOfK     split-K and clusters along K: a tile is so many works; parts of K take its k tiles in turn
-    Stretches    stream-K: a cluster computes whole tiles, then a stretch of k tiles that may cut the first and the last;
-                 in groups `LateStretches`
+    Stretches    stream-K: a cluster computes whole tiles, then a stretch of k tiles that may cut the first and the last
+                 (`LateStretches` in groups)
 
 `Work.of_warpgroup` is what one consumer warpgroup has of its CTA's works: some rows of each, or in ping-pong every
 other one. Another kind of work, for example products whose sizes lie on the device, is another class with these

@@ -3,7 +3,8 @@
 Method as of tuning.bench: the providers are timed in one process, round by round in alternating order, as CUDA graphs
 whose inputs rotate through three times the L2 cache; each result is checked first, in float64 (group by group, so that
 it takes no more memory than a group). Ratios are to the best other provider; with `--dtype e4m3` to ours in bf16, with
-`--gather` to rows that were gathered before, with `--weight-gradients` to one dense product with as many flops.
+`--gather` to rows that were gathered before, with `--weight-gradients` to one dense product with as many flops. With
+`--config`, which may be given several times, the configurations named are timed in the same rounds.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
+from cutegemm import backend
 from cutegemm.hardware.arch import Arch
 from cutegemm.tuner import timing
 from tuning import bench_providers, cli, suites
 from tuning.bench_report import ratios_text, short_text
-from tuning.grouped_ways import FORWARD, GATHERED, GRADIENTS, OURS, QUACK, SCALED, Draw, Kind
+from tuning.grouped_ways import FORWARD, GATHERED, GRADIENTS, OURS, QUACK, SCALED, Draw, Kind, Ways
 
 Timer = Callable[[Mapping[str, Sequence[Callable[[], object]]], float, int], Mapping[str, timing.Timing]]
 Row = dict[str, Any]
@@ -30,35 +33,51 @@ ROUNDS = 9
 def bench(
     entry: suites.Experts, arch: Arch, dtype: str = "bf16", majors: str = "tn", rounds: int = ROUNDS,
     device: str = "cuda", timer: Timer = timing.interleaved, kind: Kind = FORWARD, quack: bool = False,
+    configs: Sequence[str] = (),
 ) -> list[Row]:  # fmt: skip
-    """A row for each provider: its verdict, microseconds, and of ours the ratio to whom `kind` says with its spread."""
+    """A row for each provider: its verdict, microseconds, and of ours the ratio to whom `kind` says with its spread.
+
+    configs: texts of configurations of "cute", each timed as ours is; the verdict of one that is refused says why.
+    """
     asked = kind.problem(entry, dtype, majors)
     count = timing.rotation(asked.min_bytes, arch.l2_bytes) if device == "cuda" else 1
-    sets = [kind.ways(Draw(entry, seed, device), dtype, majors) for seed in range(count)]
+    sets = [_with_named(kind.ways(Draw(entry, seed, device), dtype, majors), configs) for seed in range(count)]
     verdicts = {name: way.verdict() for name, way in sets[0].items() if quack or name != QUACK}
     right = [name for name, verdict in verdicts.items() if verdict == "ok"]
     found = timer({name: [ways[name].call for ways in sets] for name in right}, asked.flops, rounds)
-    others = [name for name in found if name == kind.against or (not kind.against and name != OURS)]
+    ours = OURS, *configs
+    others = [name for name in found if name == kind.against or (not kind.against and name not in ours)]
     rows = []
     for name, verdict in verdicts.items():
         row: Row = {"entry": str(entry), "provider": name, "verdict": verdict}
         if name in found:
             us = found[name].us
             row |= {"us": us, "tflops": found[name].tflops(asked.flops), "gb_per_s": asked.min_bytes / us / 1e3}
-        if name in found and name == OURS:
+        if name in found and name in ours:
             row |= {"config": sets[0][name].config(), "ratio": None}
             if others:
                 best = min((found[other] for other in others), key=lambda timed: timed.us)
                 row |= {"ratio": best.us / us, "spread": str(found[name].spread(best) or "-")}
-            if entry.aim is not None and (kind, dtype) == (FORWARD, "bf16"):
+            if name == OURS and entry.aim is not None and (kind, dtype) == (FORWARD, "bf16"):
                 row["aim us"] = entry.aim
         rows.append(row)
     return rows
 
 
+def _with_named(ways: Ways, configs: Sequence[str]) -> Ways:
+    """The same, and our call by each of these configurations."""
+    ours = ways[OURS]
+    call: Callable[..., Any] = ours.call
+    named = {
+        config: ours._replace(call=partial(call, backend="cute", config=config), config=partial(str, config))
+        for config in configs
+    }
+    return {OURS: ours, **named, **ways}
+
+
 def summary(rows: Sequence[Row], kind: Kind = FORWARD) -> str:
     """The geometric mean of the ratios and the least, which are below what is wanted, and the aims in microseconds."""
-    ratios = [(row["entry"], row["ratio"]) for row in rows if row.get("ratio")]
+    ratios = [(row["entry"], row["ratio"]) for row in rows if row["provider"] == OURS and row.get("ratio")]
     lines = []
     if ratios:
         lines.append(f"{OURS}: ratio to {kind.against or 'the best other'} {ratios_text(ratios)}")
@@ -80,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("--weight-gradients", action="store_true", help="groups of K, against one dense product")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", help="entries whose text has this in it, such as 'Qwen3' or 'zipf'")
+    parser.add_argument("--config", action="append", default=[], help="a configuration to time too; repeatable")
     parser.add_argument("--aims", action="store_true", help="only the entries whose microseconds have an aim")
     parser.add_argument("--quack", action="store_true", help="also quack, which tunes itself for a minute an entry")
     return parser
@@ -100,6 +120,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: no entry {'with an aim ' if options.aims else ''}has {options.only!r} in it")
     if options.quack and not bench_providers.installed(QUACK):
         parser.error("--quack: needs quack-kernels, which is not installed")
+    for config in options.config:
+        try:
+            backend.get("cute").parse(config)
+        except ValueError as why:
+            parser.error(f"--config: {why}")
     if not torch.cuda.is_available():
         print("tuning.grouped times kernels on a GPU, and torch sees none here; tests.fuzz_groups emulates them")
         return 2
@@ -108,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = {"dtype": options.dtype, "majors": options.majors, "rounds": options.rounds}
     for number, entry in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] {entry}", file=sys.stderr, flush=True)
-        found = bench(entry, arch, **given, kind=kind, quack=options.quack)
+        found = bench(entry, arch, **given, kind=kind, quack=options.quack, configs=options.config)
         for row in found:
             print("   ", *(f"{name} {row[name]}" for name in row if name != "entry"), file=sys.stderr, flush=True)
         rows += found

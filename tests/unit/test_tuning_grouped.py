@@ -208,6 +208,23 @@ def test_what_the_command_times(monkeypatch, capsys):
     assert {kind for _, kind in asked} == {grouped_ways.GRADIENTS}
 
 
+def test_configurations_that_are_named_are_timed_in_the_same_rounds():
+    """On the CPU they are emulated, and timed they are not; one that cannot serve the entry says why."""
+    named = ["sm90/64x16x64/coop1/c1x1/s3/g2/swap/streamk", "sm90/64x16x64/coop1/c1x1/s3/g2/k2"]
+
+    def timer(calls, flops, rounds):
+        return {name: Timing(1.0, 1.0, 2.0, rounds) for name in calls}
+
+    rows = {row["provider"]: row for row in grouped.bench(SMALL, H200, device="cpu", timer=timer, configs=named)}
+    assert list(rows)[:3] == ["cutegemm", *named]
+    assert (rows[named[0]]["verdict"], rows[named[0]]["config"], rows[named[0]]["ratio"]) == ("ok", named[0], 1.0)
+    assert rows[named[1]]["verdict"].startswith("not served: UnsupportedError: ")
+    assert "no splits" in rows[named[1]]["verdict"]
+    assert "us" not in rows[named[1]]
+    with pytest.raises(SystemExit):
+        grouped.main(["--config", "sm90/nonsense"])
+
+
 @pytest.mark.parametrize("work", MEASURED)
 def test_the_tuner_checks_results_in_groups(work):
     problem = Problem.of(24, 16, 8, majors="nt", batch=3, work=work)

@@ -287,3 +287,6 @@ def run(device: str) -> dict[str, str]:
                 each.kill()
         both = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
     return {name: "\n".join(filter(None, (each[name] for each in both))) for name in CHECKS}
+
+
+from tests import distributed_operators  # noqa: E402, F401  its checks are run as well

@@ -21,6 +21,7 @@ torch.distributed.tensor takes half a second to import, and nothing here imports
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from cutegemm.errors import GemmError
@@ -33,6 +34,16 @@ _NO_TENSORS = [None] * 6
 _CONSTANT = 4
 """The place of `constant` behind the activation."""
 _registered = False
+_handlers: dict[str, Callable[..., Any]] = {}
+
+
+def handle(name: str, function: Callable[..., Any]) -> None:
+    """Has DTensor leave calls of torch.ops.cutegemm.`name` to a function of the same arguments."""
+    _handlers[name] = function
+
+
+def _handler(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda operator, args, kwargs: function(*args, **kwargs)
 
 
 def needed() -> None:
@@ -57,6 +68,9 @@ def _register() -> None:
     try:
         infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
         infos[operator] = type(infos[operator])(_FIRST_OPTION, None, needs_pytree=True)
+        for name, function in _handlers.items():
+            handlers = DTensor._op_dispatcher._custom_op_handlers
+            handlers[getattr(torch.ops.cutegemm, name).default] = _handler(function)
     except (AttributeError, KeyError, TypeError) as why:
         raise GemmError(
             f"DTensor: torch {torch.__version__} registers sharding rules in a way that cutegemm does not know "

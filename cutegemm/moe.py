@@ -32,7 +32,8 @@ from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import transforms
+from cutegemm.problem.work import ROWS
+from cutegemm.pytorch import sharded, sharding_programs, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import GATES, check_activation
@@ -94,6 +95,8 @@ def moe(
             return moe(
                 x, experts, weights, w_gate_up, w_down, activation=activation, precision=precision, backend=backend
             )
+    if sharded.is_distributed(x, experts, weights, w_gate_up, w_down):
+        return _of_parts(x, experts, weights, w_gate_up, w_down, Settings(activation, precision, backend))
     shape, top_k = x.shape[:-1], experts.shape[-1]
     count = math.prod(shape)  # not shape.numel(), which makes a symbolic size a number
     tokens = x.reshape(count, x.shape[-1])
@@ -109,6 +112,35 @@ def moe(
     else:
         result = Mixture.apply(*tensors, *route, *settings)
     return result.view(*shape, w_down.shape[1])
+
+
+def _of_parts(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any, settings: Settings) -> Any:
+    """`moe` of DTensors: each rank has a part of the tokens, of the experts' hidden units, or of the result's columns.
+
+    Raises ValueError where the experts themselves are sharded.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    tensors = {"x": x, "experts": experts, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down}
+    mesh = sharded.mesh_of("cutegemm.moe", tensors)
+    for name in ("w_gate_up", "w_down"):
+        sharding_programs.refuse_sharded_groups(name, tensors[name], ROWS[0])
+    ranks, everywhere, columns = mesh.size(), Replicate(), x.dim() - 1
+    rules = [sharded.Rule((everywhere,) * 5, (everywhere,))]
+    for dim, extent in enumerate(x.shape[:-1]):
+        if extent >= ranks:
+            rules.append(sharded.Rule((Shard(dim),) * 3 + (everywhere,) * 2, (Shard(dim),)))
+    halves = sharding_programs.halves_of(w_gate_up, 1)
+    if halves is not None and w_down.shape[2] % ranks == 0:
+        rules.append(sharded.Rule((everywhere,) * 3 + (halves, Shard(2)), (Partial(),)))
+    if w_down.shape[1] >= ranks:
+        rules.append(sharded.Rule((everywhere,) * 4 + (Shard(1),), (Shard(columns),)))
+
+    def call(parts: list[Any], results: list[Any]) -> list[torch.Tensor]:
+        return [moe(*parts, **settings._asdict())]
+
+    shape = (*x.shape[:-1], w_down.shape[1])
+    return sharded.compute(mesh, list(tensors.values()), rules, call, [shape])[0]
 
 
 def _is_special(*tensors: Any) -> bool:

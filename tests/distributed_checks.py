@@ -289,4 +289,4 @@ def run(device: str) -> dict[str, str]:
     return {name: "\n".join(filter(None, (each[name] for each in both))) for name in CHECKS}
 
 
-from tests import distributed_operators  # noqa: E402, F401  its checks are run as well
+from tests import distributed_models, distributed_operators  # noqa: E402, F401  their checks are run as well

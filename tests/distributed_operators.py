@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed_checks import Setting, check, refused, whole
+from tests.distributed_checks import Setting, check, whole
 
 
 def placed(setting: Setting, tensor: Any, placement: Any, grad: bool = True) -> Any:
@@ -39,7 +39,9 @@ def same(setting: Setting, call: Any, tensors: Sequence[Any], placements: Sequen
             sum((number + 1) * whole(each).float().sin().sum() for number, each in enumerate(results)).backward()
         for mine, theirs in zip(ours, plain, strict=True):
             if isinstance(mine, torch.Tensor) and theirs.grad is not None:
-                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4, msg=str(placements))
+                torch.testing.assert_close(
+                    mine.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4, msg=str(placements)
+                )
     return [each.placements[0] for each in got]
 
 
@@ -67,6 +69,7 @@ def programs_of_every_placement(setting: Setting) -> None:
     ]
     every = (Replicate(), Shard(0), Shard(1))
     for number, (program, operands) in enumerate(cases):
+
         def call(a: Any, b: Any, *operands: Any, program: Any = program) -> Any:
             return cutegemm.gemm(a, b, epilogue=program, operands=operands)
 

@@ -88,6 +88,33 @@ class GatedParallel(ParallelStyle):
             result = result.redistribute(placements=self.output_layouts)
             return result.to_local() if self.use_local_output else result
 
+        module.register_state_dict_pre_hook(_check_weights)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
+
+
+def shard_placement(parameter: torch.nn.Parameter) -> Placement | None:
+    """Where FSDP2 is to shard a parameter: `fully_shard(model, mesh=..., shard_placement_fn=shard_placement)`.
+
+    It is needed where `GatedParallel` has sharded a SwiGLU: the first dimension of its `gate_up_weight` is divided into
+    halves already, and torch does not know how to put together what is divided again. None is torch's default.
+    """
+    return Shard(1) if isinstance(parameter, DTensor) and any(map(_is_halved, parameter.placements)) else None
+
+
+def _is_halved(placement: Placement) -> bool:
+    return isinstance(placement, _StridedShard) and placement.dim == 0
+
+
+def _check_weights(module: torch.nn.Module, *_: Any) -> None:
+    """Raises ValueError for parameters of which torch would put together another tensor than the whole."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if (
+            isinstance(parameter, DTensor)
+            and sum(each.dim == 0 for each in parameter.placements if hasattr(each, "dim")) > 1
+        ):
+            raise ValueError(
+                f"{name}: GatedParallel and FSDP2 both shard its first dimension ({parameter.placements}), of which "
+                "torch puts together another tensor; pass shard_placement_fn=cutegemm.parallel.shard_placement to fully_shard"
+            )

@@ -116,5 +116,6 @@ def _check_weights(module: torch.nn.Module, *_: Any) -> None:
         ):
             raise ValueError(
                 f"{name}: GatedParallel and FSDP2 both shard its first dimension ({parameter.placements}), of which "
-                "torch puts together another tensor; pass shard_placement_fn=cutegemm.parallel.shard_placement to fully_shard"
+                "torch puts together another tensor; call fully_shard with "
+                "shard_placement_fn=cutegemm.parallel.shard_placement"
             )

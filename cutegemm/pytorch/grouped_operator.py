@@ -151,13 +151,13 @@ def _sharded(
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
     sizes = Sizes(offsets, counts, rows, places, out_rows)
-    shape = shape_of(a, b, sizes, given, known)
-    extents = grouped_request.extents(a, b, sizes)
     arrays = {"offsets": offsets, "counts": counts, "rows": rows, "places": places}
     tensors = {"a": a, "b": b, **{name: each for name, each in arrays.items() if each is not None}}
     names = [f"operands[{number}]" for number, each in enumerate(known.inputs) if not each.by_value]
     everything = {**tensors, **dict(zip(names, operands, strict=True))}
     mesh = sharded.mesh_of("torch.ops.cutegemm.grouped_gemm", everything)
+    shape = shape_of(a, b, sizes, given, known)
+    extents = grouped_request.extents(a, b, sizes)
     settings = sharding_programs.Settings.of(mesh, everything, known, out_dtype)
     local, read = sharding_programs.with_begins(known)
 

@@ -103,7 +103,7 @@ def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list
         n = n // 2
     whole = (*leading, m, n)
     for number, (given, operand) in enumerate(zip(program.inputs, operands, strict=True)):
-        if given.by_value:
+        if given.by_value or given.scales:  # of scales `scaling` has checked the shape
             continue
         name = f"operands[{number}]"
         if operand.dtype != (torch.int32 if given.dtype == "int32" else torch_dtype(given.dtype)):
@@ -200,12 +200,13 @@ def _sharded(
     """gemm_program of DTensors: each rank computes its part, see sharding_programs.py."""
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
-    shapes = shapes_of(a, b, given, known)
-    (whole,) = shapes_of(a, b, given, replace(known, outputs=(Output(0),)))
     tensors = {"a": a, "b": b}
     names = [f"operands[{number}]" for number, each in enumerate(known.inputs) if not each.by_value]
     everything = {**tensors, **dict(zip(names, operands, strict=True))}
     mesh = sharded.mesh_of("torch.ops.cutegemm.gemm_program", everything)
+    like = [*map(sharded.shape_of, given)]
+    shapes = shapes_of(a, b, like, known)
+    (whole,) = shapes_of(a, b, like, replace(known, outputs=(Output(0),)))
     settings = sharding_programs.Settings.of(mesh, everything, known, out_dtype)
     local, read = sharding_programs.with_begins(known)
 

@@ -42,6 +42,14 @@ def handle(name: str, function: Callable[..., Any]) -> None:
     _handlers[name] = function
 
 
+_INTO = ("gemm_out", "gemm_program_out", "grouped_gemm_out", "quantize_out", "quantize_given_out", "dequantize_out")
+"""The operators that write into tensors given."""
+
+
+def _refuse(*arguments: Any, **options: Any) -> None:
+    raise ValueError("out: got one in a call with DTensors, whose results have placements of their own; leave it away")
+
+
 def _handler(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda operator, args, kwargs: function(*args, **kwargs)
 
@@ -68,8 +76,8 @@ def _register() -> None:
     try:
         infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
         infos[operator] = type(infos[operator])(_FIRST_OPTION, None, needs_pytree=True)
-        for name, function in _handlers.items():
-            handlers = DTensor._op_dispatcher._custom_op_handlers
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        for name, function in (_handlers | dict.fromkeys(_INTO, _refuse)).items():
             handlers[getattr(torch.ops.cutegemm, name).default] = _handler(function)
     except (AttributeError, KeyError, TypeError) as why:
         raise GemmError(
@@ -124,12 +132,3 @@ def rules(
         of_k = Shard(len(a.shape) - 1), Shard(len(b.shape) - 2)
         found.append(rule(Partial(), *of_k, Partial(), Partial()))
     return found
-
-
-def refuse_out(out: Any) -> None:
-    """Raises ValueError for a DTensor to write into."""
-    if _MODULE in sys.modules:
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(out, DTensor):
-            raise ValueError("out: got a DTensor, whose placements may not be those of the result; leave it away")

@@ -96,7 +96,8 @@ def moe(
                 x, experts, weights, w_gate_up, w_down, activation=activation, precision=precision, backend=backend
             )
     if sharded.is_distributed(x, experts, weights, w_gate_up, w_down):
-        return _of_parts(x, experts, weights, w_gate_up, w_down, Settings(activation, precision, backend))
+        run = _outside_of_graphs if torch.compiler.is_dynamo_compiling() else _of_parts
+        return run(x, experts, weights, w_gate_up, w_down, Settings(activation, precision, backend))
     shape, top_k = x.shape[:-1], experts.shape[-1]
     count = math.prod(shape)  # not shape.numel(), which makes a symbolic size a number
     tokens = x.reshape(count, x.shape[-1])
@@ -141,6 +142,15 @@ def _of_parts(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any, s
 
     shape = (*x.shape[:-1], w_down.shape[1])
     return sharded.compute(mesh, list(tensors.values()), rules, call, [shape])[0]
+
+
+def _outside_of_graphs(*given: Any) -> Any:
+    """`_of_parts` where torch.compile breaks its graph."""
+    return torch.compiler.disable(_of_parts)(*given)
+
+
+# What torch.compiler.disable would write; to call it here would import dynamo with the package, which takes a second.
+_outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _is_special(*tensors: Any) -> bool:

@@ -55,7 +55,9 @@ def arguments(
     given = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "c": c, "bias": bias}
     if sharded.is_distributed(*given.values()):
         sharded.mesh_of("cutegemm.gemm with scales", {name: each for name, each in given.items() if each is not None})
-    of_a, of_b = scale_recipes.recipes(*map(sharded.shape_of, (a, b, scale_a, scale_b)), scales)
+    of_a, of_b = scale_recipes.recipes(
+        sharded.shape_of(a), sharded.shape_of(b), sharded.shape_of(scale_a), sharded.shape_of(scale_b), scales
+    )
     refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
         program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])

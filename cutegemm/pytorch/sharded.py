@@ -144,11 +144,15 @@ def _own_part(tensor: Any, wanted: tuple[Any, ...], is_shared: tuple[bool, ...])
 
 
 def _begins(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not any(each.is_shard() for each in placements):
-        return (0,) * len(shape)
-    return tuple(compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[1])
+    """The index of the first element of this rank's part. Parts are those of torch.chunk, of parts already made."""
+    begins, extents = [0] * len(shape), list(shape)
+    for each, ranks, rank in zip(placements, mesh.shape, mesh.get_coordinate(), strict=True):
+        if each.is_shard():
+            size = -(-extents[each.dim] // ranks)
+            first = min(size * rank, extents[each.dim])
+            begins[each.dim] += first
+            extents[each.dim] = min(size, extents[each.dim] - first)
+    return tuple(begins)
 
 
 def _whole(part: torch.Tensor, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...]) -> Any:

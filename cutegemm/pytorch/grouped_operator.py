@@ -216,6 +216,19 @@ for _device in ("CPU", "CUDA"):
     _library.impl("grouped_gemm", _autocast, f"Autocast{_device}")
 
 
+def _vmapped(*given: Any, **options: Any) -> None:
+    raise NotImplementedError(
+        "grouped_gemm, moe: torch.vmap (which jacrev, hessian and batches of gradients use) is not supported; moe "
+        "takes any number of leading dimensions of x, experts and weights, and grouped_gemm the groups of all elements "
+        "in one call"
+    )
+
+
+for _name in ("grouped_gemm", "grouped_gemm_out"):
+    torch.library.register_vmap(f"cutegemm::{_name}", _vmapped, lib=_library)
+    _library.impl(_name, _vmapped, "Batched")  # autograd's older vmap
+
+
 def _flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:
     """2 M N K of all groups, for torch's FlopCounterMode; of a masked product as if every row counted."""
     single = len(a_shape) == 2 or len(b_shape) == 2

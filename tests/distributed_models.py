@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.distributed_checks import WORLD, Setting, check, whole
+from tests.distributed_checks import WORLD, Setting, check, refused, whole
 
 
 class Gated(torch.nn.Module):
@@ -111,7 +111,7 @@ def gated_modules_fully_sharded_and_tensor_parallel(setting: Setting) -> None:
     from torch.distributed.tensor import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from cutegemm.parallel import GatedParallel
+    from cutegemm.parallel import GatedParallel, shard_placement
 
     x = torch.randn((2, 6, 16), generator=setting.generator).to(setting.device)
     plain = gated(setting)
@@ -120,8 +120,13 @@ def gated_modules_fully_sharded_and_tensor_parallel(setting: Setting) -> None:
         mesh = init_device_mesh(setting.device, sizes, mesh_dim_names=("data", "tensor"))
         plan = {"mlp": GatedParallel(), "experts": GatedParallel()}
         model = parallelize_module(copy.deepcopy(plain), mesh["tensor"], plan)
-        fully_shard(model, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"], shard_placement_fn=shard_placement)
         same_step(one_step(model, x), want)
+        torch.testing.assert_close(whole(model.state_dict()["mlp.gate_up_weight"]), want[1][4], rtol=1e-4, atol=1e-5)
+    both = parallelize_module(copy.deepcopy(plain).mlp, mesh["tensor"], GatedParallel())
+    fully_shard(both, mesh=mesh["data"])
+    with refused(ValueError, "gate_up_weight: GatedParallel and FSDP2 both shard its first dimension"):
+        both.state_dict()
 
 
 @check

@@ -61,7 +61,7 @@ def programs_of_every_placement(setting: Setting) -> None:
     def reduced(acc: Any, c: Any) -> Any:
         return acc + c, ops.row_sum(acc * c), ops.column_sum(acc)
 
-    a, b, c = (torch.randn(*shape, generator=setting.generator) for shape in ((6, 8), (8, 12), (6, 12)))
+    a, b, c = (torch.randn(*shape, generator=setting.generator) for shape in ((5, 7), (7, 12), (5, 12)))
     a, b, c = (each.to(setting.device) for each in (a, b, c))
     column, row = c[:, :1].contiguous(), c[0].contiguous()
     cases: list[tuple[Any, list[Any]]] = [

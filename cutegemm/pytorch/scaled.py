@@ -52,12 +52,12 @@ def arguments(
     epilogue: Any, operands: Sequence[Any], scale_a: Any, scale_b: Any, scales: Any,
 ) -> tuple[Program, tuple[Any, ...], Any]:  # fmt: skip
     """(program, operands, out_dtype) of the call with a program that computes a scaled one."""
-    like: Any = a, b, scale_a, scale_b
+    like = [a, b, scale_a, scale_b]
     if sharded.is_distributed(*like, c, bias):
         given = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "c": c, "bias": bias}
         sharded.mesh_of("cutegemm.gemm with scales", {name: each for name, each in given.items() if each is not None})
         like = [sharded.shape_of(each) for each in like]
-    of_a, of_b = scale_recipes.recipes(*like, scales)
+    of_a, of_b = scale_recipes.recipes(like[0], like[1], like[2], like[3], scales)
     refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
         program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])

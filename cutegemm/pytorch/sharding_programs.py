@@ -213,7 +213,7 @@ def of_groups(
 
 def refuse_sharded_groups(name: str, tensor: Any, work: str) -> None:
     """Raises ValueError for a tensor of one matrix a group whose matrices are sharded, but for a masked product."""
-    if work != MASKED and tensor.dim() == 3 and any(each.is_shard(0) for each in tensor.placements):
+    if work != MASKED and tensor.dim() > 2 and any(each.is_shard(0) for each in tensor.placements):
         raise ValueError(
             f"{name}: its groups are sharded over the device mesh ({tensor.placements}), which is expert parallelism: "
             "tokens would have to move between ranks first. Accepted are groups that every rank has, sharded along K "

@@ -257,6 +257,7 @@ WRONG = [
     ({"x": X[0, 0]}, ValueError, "x: got no dimension, expected (..., H)"),
     ({"w_gate_up": GATE_UP[0]}, ValueError, "w_gate_up: got shape (12, 8), expected (E, 2 F, 8) with x of shape"),
     ({"w_gate_up": GATE_UP[:, :11]}, ValueError, "w_gate_up: got shape (5, 11, 8), expected (E, 2 F, 8)"),
+    ({"w_gate_up": GATE_UP.unflatten(1, (3, 4))}, ValueError, "w_gate_up: got shape (5, 3, 4, 8), expected (E, 2 F"),
     ({"w_gate_up": GATE_UP[:0]}, ValueError, "w_gate_up: got 0 experts, accepted are 1 to 1024"),
     ({"w_gate_up": GATE_UP[:1].expand(1025, -1, -1)}, ValueError, "w_gate_up: got 1025 experts, accepted are 1 to"),
     ({"w_down": DOWN.mT}, ValueError, "w_down: got shape (5, 6, 8), expected (5, H_out, 6) with w_gate_up of shape"),

@@ -1,4 +1,5 @@
-"""Sharding rules: how torch.ops.cutegemm.gemm computes with DTensors, each rank with its own part.
+"""Sharding rules: how torch.ops.cutegemm.gemm computes with DTensors, each rank with its own part; and what DTensor
+leaves to the other operators (`handle`), whose rules are in sharding_programs.py and sharding_quantize.py.
 
 A rule says for one dimension of a device mesh how operands and result are placed. DTensor combines the rules of several
 dimensions, takes the combination that moves the least, and redistributes what is placed otherwise.

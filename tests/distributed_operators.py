@@ -92,6 +92,22 @@ def programs_of_every_placement(setting: Setting) -> None:
 
 
 @check
+def gradients_that_are_placed_otherwise(setting: Setting) -> None:
+    """What follows a product needs whole columns, so that the gradient of its sharded rows comes replicated."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    import cutegemm
+    from cutegemm import ops
+
+    a, b = (torch.randn(*shape, generator=setting.generator).to(setting.device) for shape in ((5, 7), (7, 4)))
+
+    def call(a: Any, b: Any) -> Any:
+        return cutegemm.gemm(a, b, epilogue=ops.gelu).softmax(0)
+
+    assert same(setting, call, [a, b], [Shard(0), Replicate()]) == [Replicate()]
+
+
+@check
 def products_in_groups(setting: Setting) -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard
 

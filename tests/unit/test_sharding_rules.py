@@ -75,8 +75,10 @@ def test_every_rule_of_a_program_gives_the_whole(name, m, n, k, batches, varies,
     local, read = with_begins(program)
     for rule in found:
         parts = [shares(each, place, ranks) for each, place in zip((a, b, *operands), rule.given, strict=True)]
+        for each, place in zip((a, b, *operands), rule.given, strict=True):
+            assert not place.is_shard() or each.shape[place.dim] >= ranks, rule
         if min(map(len, parts)) < ranks:
-            continue  # five rows, chunked for three ranks of which the third has none
+            continue  # four rows, chunked for three ranks of which the third has none
         begins, results = [0] * len(whole), []
         for own_a, own_b, *own in zip(*parts, strict=True):
             given_ = [*own, *begins_of(read, tuple(begins))]

@@ -46,7 +46,7 @@ LAYERS = {
         cutegemm.run.cache_dir cutegemm.run.float32 cutegemm.run.environment cutegemm.run.progress
         cutegemm.native.*""",
     "hardware": "cutegemm.hardware.*",
-    "problem": "cutegemm.problem.* cutegemm.ops",
+    "problem": "cutegemm.problem.* cutegemm.ops.*",
     "errors": "cutegemm.errors",
 }
 """The layers from top to bottom: modules by name, `NAME.*` a package with all that no other layer names."""

@@ -173,7 +173,7 @@ class HappensBefore(Knowledge, Findings):
         by = self.wrote_by.take(g)
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
-            self.report_read(X, I, g, n, warps, when, by, ok, lanes, proxy=False)
+            self.report_read(X, I, g, n, warps, when, by, ok, lanes)
         if self.lanes is not None:
             self.lanes.check_read(X, I, g, n, warps, lanes)
 
@@ -222,7 +222,7 @@ class HappensBefore(Knowledge, Findings):
         when, by = self.wrote_at.take(g), self.wrote_by.take(g)
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
-            self.report_read(X, I, g, 1, warps, when, by, ok, lanes, proxy=False)
+            self.report_read(X, I, g, 1, warps, when, by, ok, lanes)
         self.check_write(X, I, g, 1, warps, lanes)
 
     def wrote(self, g: np.ndarray, agent: Any, I: Any) -> None:
@@ -242,9 +242,8 @@ class HappensBefore(Knowledge, Findings):
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all():
             e = int(np.argmin(ok))
-            self.fail(
-                X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier write", by=int(by[e])
-            )
+            what = "a write that nothing orders after an earlier write"
+            self.fail(X, I, DataRace, g[e], lanes, e // n, what, by=int(by[e]))
         late = self.read_last.take(g) > self.floor.reshape(-1).take(warps)
         if late.any():
             at = np.flatnonzero(late)
@@ -260,17 +259,8 @@ class HappensBefore(Knowledge, Findings):
                 if bad.any():
                     r, e = (int(v[0]) for v in np.nonzero(bad))
                     e = int(piece[e])
-                    self.fail(
-                        X,
-                        I,
-                        DataRace,
-                        g[e],
-                        lanes,
-                        e // n,
-                        "a write that nothing orders after an earlier read",
-                        by=int(rows[r]),
-                        was_read=True,
-                    )
+                    what = "a write that nothing orders after an earlier read"
+                    self.fail(X, I, DataRace, g[e], lanes, e // n, what, by=int(rows[r]), was_read=True)
 
     @property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:

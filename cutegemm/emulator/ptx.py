@@ -173,10 +173,6 @@ class Module:
             return self.kernels[name]
         raise LaunchError(f"no entry named {name!r} in this PTX; it has: {', '.join(self.kernels) or 'none'}")
 
-    def param_layout(self, kernel: str) -> list[Param]:
-        """Name, offset, size and alignment in bytes of each parameter, in order."""
-        return self.kernel(kernel).params
-
     def reqntid(self, kernel: str) -> tuple[int, int, int] | None:
         """The block the kernel was compiled for (.reqntid), or None where any block is taken."""
         return self.kernel(kernel).reqntid

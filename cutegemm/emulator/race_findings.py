@@ -44,31 +44,15 @@ class Findings:
             return f"an st.async that completes on mbarrier {local - at} of CTA {cta}"
         return f"a bulk load that completes on mbarrier {local - self.offset['mbarrier']} of CTA {cta}"
 
-    def report_read(self, X, I, g, n, warps, when, by, ok, lanes, proxy) -> None:
+    def report_read(self, X, I, g, n, warps, when, by, ok, lanes) -> None:
         if self.checks.uninitialized and not when.all():
             e = int(np.argmin(when != 0))
-            self.fail(
-                X,
-                I,
-                UninitializedRead,
-                g[e],
-                lanes,
-                e // n,
-                "a read of shared memory that nothing has written",
-                by=None,
-            )
+            what = "a read of shared memory that nothing has written"
+            self.fail(X, I, UninitializedRead, g[e], lanes, e // n, what, by=None)
         if self.checks.races and not ok.all():
             e = int(np.argmin(ok))
-            self.fail(
-                X,
-                I,
-                self.too_early(int(by[e])),
-                g[e],
-                lanes,
-                e // n,
-                "a read that nothing orders after the write",
-                by=int(by[e]),
-            )
+            what = "a read that nothing orders after the write"
+            self.fail(X, I, self.too_early(int(by[e])), g[e], lanes, e // n, what, by=int(by[e]))
 
     def fail(
         self, X, I, kind, granule, lanes, element: int, message: str, by: int | None, was_read: bool = False

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from cutegemm.emulator.errors import KernelTrap
+from cutegemm.emulator.ops.mbarrier import Mbarriers
 from cutegemm.emulator.ptx import Instr
 from cutegemm.emulator.translate import Gen, emits, runtime, synchronizes
+
+FENCES = (
+    "acq_rel", "sc", "acquire", "release", "mbarrier_init", "proxy", "cta", "cluster", "gpu", "sys",
+    "tensormap::generic", "alias", "async", "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
+)  # fmt: skip
 
 
 @emits("membar", "nanosleep", "pmevent", "brkpt")
@@ -29,31 +35,13 @@ def fence(g: Gen, i: Instr) -> None:
         g.line(f"fence_proxy_async(X, {g.mask})")
         return
     if i.has("proxy") and any(p.startswith("async::") for p in i.parts):
-        shared = any("shared" in p for p in i.parts)
-        if shared:
+        if any("shared" in p for p in i.parts):
             g.line(f"fence_proxy_async(X, {g.mask})")
         return
     if i.has("mbarrier_init"):
         g.line(f"fence_mbarrier_init(X, {g.mask})")
-    known = (
-        "acq_rel",
-        "sc",
-        "acquire",
-        "release",
-        "mbarrier_init",
-        "proxy",
-        "cta",
-        "cluster",
-        "gpu",
-        "sys",
-        "tensormap::generic",
-        "alias",
-        "async",
-        "sync_restrict::shared::cta",
-        "sync_restrict::shared::cluster",
-    )
     for p in i.parts[1:]:
-        if p not in known:
+        if p not in FENCES:
             raise g.unsupported(f"unknown qualifier .{p}")
 
 
@@ -74,9 +62,8 @@ def fence_mbarrier_init(X, mask):
 
 
 def _fence_mbarriers(X, mask) -> None:
-    mbarriers = X.wave.env._mbarriers
-    if mbarriers is not None:
-        mbarriers.fence(X, mask)
+    if Mbarriers in X.wave.env.parts:
+        X.wave.env.mbarriers.fence(X, mask)
 
 
 @emits("trap")

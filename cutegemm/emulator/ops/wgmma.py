@@ -221,7 +221,7 @@ def _whole_sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.
 def touch_accumulators(X, I, acc, reading, mask):
     """An ordinary instruction is about to use accumulators: they must not be in flight; bring them into registers."""
     env = X.wave.env
-    g = env._wgmma
+    g = env.parts.get(Warpgroups)
     if g is None:
         return
     on = None if mask is None else mask.any(-1)

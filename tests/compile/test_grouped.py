@@ -32,7 +32,7 @@ def gated() -> Epilogue:
         ("256x192x64/coop2/c1x1/s3/g8", "scattered_m", "tn", FULL),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_nothing_is_spilled(config, work, majors, epilogue):
     problem = Problem.of(4096, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)
     chosen = CUTE.parse(f"sm90/{config}")

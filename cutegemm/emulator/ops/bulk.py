@@ -12,23 +12,19 @@ from cutegemm.emulator import numerics
 from cutegemm.emulator.errors import EmulationError, ExitTooEarly, MisalignedAccess, OutOfBounds
 from cutegemm.emulator.memory import PARAM_WINDOW, RANK_SHIFT, SHARED_BASE, WINDOW_MASK
 from cutegemm.emulator.ops.atomic import step
+from cutegemm.emulator.ops.groups import Groups
 from cutegemm.emulator.ops.half import half_op
 from cutegemm.emulator.tensor_map import TensorMap, decode
 
-#: commit times kept per warp
-RING = 64
 
-
-class BulkCopies:
+class BulkCopies(Groups):
     """Pending bulk loads, and per warp the bulk groups of stores."""
 
     def __init__(self, wave: Any) -> None:
-        self.wave = wave
+        super().__init__(wave)
         self.loads: list[list[Callable[[], None]]] = []  # one list per executed instruction
         #: CTA, warp, group, action, instruction
         self.stores: list[tuple[int, int, int, Callable[[], None], Any]] = []
-        self.committed = np.zeros((wave.C, wave.W), np.int64)
-        self.time = np.zeros((wave.C, wave.W, RING), np.int64)
 
     def complete_some(self, everything: bool) -> bool:
         """Complete one pending load instruction (all its CTAs), or all. False when none is pending."""

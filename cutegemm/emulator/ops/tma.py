@@ -15,7 +15,6 @@ import numpy as np
 
 from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess, MissingProxyFence
 from cutegemm.emulator.ops.bulk import (
-    RING,
     Asker,
     box_window,
     check_map,
@@ -27,6 +26,7 @@ from cutegemm.emulator.ops.bulk import (
     tensor_map_at,
     write_box,
 )
+from cutegemm.emulator.ops.groups import warps_of
 from cutegemm.emulator.ops.loadstore import active
 from cutegemm.emulator.ptx import Instr
 from cutegemm.emulator.translate import Gen, emits, runtime
@@ -45,7 +45,7 @@ def bulk(g: Gen, i: Instr) -> None:
     part = i.parts[3]
     if part == "commit_group":
         uses.add("bulk")
-        g.line(f"bulk_commit(X, {g.me}, {g.mask})")
+        g.line(f"X.wave.env.tma.commit(X, {g.mask})")
         return
     if part == "wait_group":
         uses.add("bulk")
@@ -349,32 +349,13 @@ def bulk_store(X, I, mask, dst, src, size, reduction):
 
 
 @runtime
-def bulk_commit(X, I, mask):
-    tma = X.wave.env.tma
-    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
-    c, w = np.nonzero(on)
-    c, w = c + X.c0, w + X.w0
-    tma.time[c, w, tma.committed[c, w] % RING] = X.wave.now
-    tma.committed[c, w] += 1
-    X.wave.now += 1
-    X.wave.env.progressed = True
-
-
-@runtime
 def bulk_wait(X, I, mask, allowed):
     """wait_group and wait_group.read: the stores of all but the last ``allowed`` groups are done."""
-    wave = X.wave
-    tma = wave.env.tma
-    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
-    c, w = np.nonzero(on)
-    c, w = c + X.c0, w + X.w0
+    tma = X.wave.env.tma
+    c, w = warps_of(X, mask)
     upto = tma.committed[c, w] - allowed
     if tma.stores:
         for k in range(len(c)):
             if upto[k] > 0:
                 tma.wait_stores(int(c[k]), int(w[k]), int(upto[k]))
-    hb = wave.env.hb
-    if hb is not None:
-        time = np.where(upto > 0, tma.time[c, w, np.maximum(upto - 1, 0) % RING], 0)
-        hb.async_done("bulk", c, w, time.astype(np.int32))
-    wave.env.progressed = True
+    tma.over("bulk", c, w, upto)

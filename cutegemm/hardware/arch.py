@@ -96,11 +96,6 @@ class Arch:
         """Dense peak in TFLOP/s by dtype: `float32` (CUDA cores), `tfloat32`, `float16`, `bfloat16`, `float8`, ..."""
         return MappingProxyType(dict(self.peaks))
 
-    @property
-    def fp32_lanes_per_sm(self) -> int:
-        """FP32 multiply-adds an SM issues each clock."""
-        return 64 if self.capability == (8, 0) else 128
-
     def peak(self, dtype: str) -> float:
         """Dense peak of `dtype` in TFLOP/s. Raises ValueError for a dtype this architecture has no unit for."""
         rate = self.peak_tflops.get(dtype)

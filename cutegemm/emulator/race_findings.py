@@ -60,9 +60,17 @@ class Findings:
         lane = int(element if lanes is None else lanes[element])
         raise self.finding(I, kind, int(granule), X.where(lane), message, by, was_read)
 
-    def fail_at(
-        self, X, I, kind, c: int, w: int, granule: int, message: str, by: int | None = None, was_read: bool = False
-    ) -> None:
+    def require(self, I, ok: np.ndarray, kind, c, w, granule, message: str, by=None, was_read: bool = False) -> None:
+        """Raises about the first access that is not ``ok``, by warp (c, w) at ``granule``, against agent ``by``.
+
+        These are numbers, or arrays that broadcast to ``ok``. kind: an error, or what gives one for an agent.
+        """
+        if ok.all():
+            return
+        first = np.unravel_index(int(np.argmin(ok)), ok.shape)
+        c, w, granule = (int(np.broadcast_to(each, ok.shape)[first]) for each in (c, w, granule))
+        by = None if by is None else int(np.broadcast_to(by, ok.shape)[first])
+        kind = kind if isinstance(kind, type) else kind(by)
         raise self.finding(I, kind, granule, self.env.thread_name(self.wave, c, w, None), message, by, was_read)
 
     def finding(self, I, kind, granule: int, who: str, message: str, by: int | None, was_read: bool) -> EmulationError:

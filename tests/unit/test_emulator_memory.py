@@ -305,7 +305,7 @@ def test_parameter_layout_follows_alignment():
     module = parse_module(text)
     assert [(p.offset, p.size) for p in module.kernel("f").params] == [(0, 1), (64, 128), (192, 4), (200, 8)]
     assert module.entries == ["f"]
-    assert module.reqntid("f") is None
+    assert module.kernel("f").reqntid is None
     assert module.kernel("f").maxntid == (128, 1, 1)
 
 

@@ -16,13 +16,13 @@ def more(spec: mutation.Spec) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] * (spec.backend == "legacy" and not spec.name.endswith(RUNGS))
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("spec", [pytest.param(spec, marks=more(spec), id=spec.name) for spec in QUICK])
 @pytest.mark.product(keep=len(QUICK))
 def test_every_broken_synchronization_is_noticed_or_explained(spec, part):
-    """An eighth of a kernel's mutations."""
+    """A fifth of a kernel's mutations."""
     pytest.importorskip("llvmlite")
-    outcomes = mutation.score_spec(spec, part=(part, 8))
+    outcomes = mutation.score_spec(spec, part=(part, 5))
     problems = compare(outcomes, mutation.survivors(), complete=False)
     assert not problems, "\n".join(problems)
     assert any(outcome.killed for outcome in outcomes) or len(outcomes) < 3

@@ -24,6 +24,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from tests import forked
+
 WORLD = 2
 LIMIT_S = {"cpu": 120.0, "cuda": 900.0}
 """All checks of one start end in this time, or the processes are killed. On GPUs they compile kernels."""
@@ -277,7 +279,8 @@ def run(device: str) -> dict[str, str]:
     """What each check said: tracebacks of both processes, or nothing."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
-        processes = mp.start_processes(_work, (device, folder), WORLD, join=False, start_method="spawn")
+        forked.context()
+        processes = mp.start_processes(_work, (device, folder), WORLD, join=False, start_method="forkserver")
         try:
             while not processes.join(timeout=1.0):
                 if time.monotonic() - started > LIMIT_S[device]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.program.graph import SCALE_K
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
@@ -38,7 +39,7 @@ SCALE_THREADS = 96
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
-copies more than `FEW_COPIES` scales, and in ping-pong any."""
+copies more than `FEW_COPIES` scales, in ping-pong and in groups any."""
 
 
 def interval(config: HopperConfig, signature: Signature) -> int:
@@ -49,9 +50,14 @@ def interval(config: HopperConfig, signature: Signature) -> int:
 def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | None:
     """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
     if signature.promotion and config.consumers == 2 and config.registers is not None:
-        few = FEW_COPIES if not config.ping_pong else 0
+        few = _few(signature) if not config.ping_pong else 0
         return CONSUMER_REGISTERS if copies(config, signature) <= few else WITH_COPIES
     return config.registers
+
+
+def _few(signature: Signature) -> int:
+    """`FEW_COPIES`; of groups, whose ends each warp keeps, none."""
+    return FEW_COPIES if signature.work == DENSE else 0
 
 
 def compensates(config: HopperConfig, signature: Signature) -> bool:
@@ -110,7 +116,7 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
     if scales:
         most = min(most, MOST_SCALED[config.consumers])
-    if config.consumers == 2 and copies(config, signature) > FEW_COPIES:
+    if config.consumers == 2 and copies(config, signature) > _few(signature):
         most = min(most, MOST_WITH_COPIES)
     if twin:
         most = min(most, MOST_TWIN[config.consumers])

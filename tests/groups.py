@@ -198,7 +198,9 @@ class GroupCase:
             assert out is outs[number]
             if self.work == SCATTERED:
                 out, known = self.taken_back(out, known)
-            assert bool((out == torch.full_like(out, 77))[~known].all()), f"result {number}: an element of no group was written"
+            assert bool((out == torch.full_like(out, 77))[~known].all()), (
+                f"result {number}: an element of no group was written"
+            )
             inside = torch.where(known, out, 0)
             if exact:
                 # Their sums are exact in float32, and then rounded to D's dtype once.

@@ -117,7 +117,6 @@ class ScaleProducer:
                 stage, phase = advance(stage, phase, self.ring.stages)
                 k_tile = self.work.k_next(tile, k_tile, k_step)
 
-
     def copy(self, region, k_tile, last, stage) -> None:
         """Copies this thread's part of the scales of a k tile, of which `last` is the last one, into a stage."""
         k_block = cutlass.max(cutlass.min(k_tile, last), 0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import options, promotion
 from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
@@ -87,6 +88,8 @@ SPLIT = frozenset(
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature whose operands have elements of one byte."""
     texts = (*_LARGE, *_BOTH, *_FEW)
+    if signature.work != DENSE:  # whose CTAs sum all of K
+        texts = tuple(text for text in texts if HopperConfig.parse(text).parts == 1)
     if signature.promotion is None:
         return texts
     scaled = bool(signature.epilogue.program.block_scales)

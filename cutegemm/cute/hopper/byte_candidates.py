@@ -67,6 +67,7 @@ _FEW = (
     "sm90/64x16x128/coop1/c1x1x2/s8/row/swap/pdl",
 )
 """For few rows, and for small products: clusters that share what they load, or the sum over K."""
+_SMALLEST = "sm90/64x16x128/coop1/c1x1/s8/serp8/pdl"
 _LARGE_SCALED = (128, 192)
 """The only tile of at least 128 x 128 whose CTAs share loads that is for scales of blocks."""
 MOST_PAYING = 64
@@ -93,12 +94,13 @@ def listed(signature: Signature) -> tuple[str, ...]:
     if signature.promotion is None:
         return texts
     scaled = bool(signature.epilogue.program.block_scales)
-    return tuple(
+    found = tuple(
         str(_with_twin(config) if twins_pay(config, signature) else config)
         for config in map(HopperConfig.parse, texts)
         if not config.ping_pong and promotion.why_invalid(config, signature) is None
         if not (scaled and _is_poor_with_blocks(config))
     )
+    return found or (_SMALLEST,)  # of which the rule of validity says why it is none
 
 
 def _is_poor_with_blocks(config: HopperConfig) -> bool:

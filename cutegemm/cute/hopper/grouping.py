@@ -79,7 +79,7 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
         return f"solo is a lesson in dense products; this one is {work}"
     if work == RAGGED_K and ITEMSIZE[signature.dtype] == 1:
         return (
-            f"tensor cores read {signature.dtype} along K, whose rows are contiguous then, and TMA cannot end a ragged K "
+            f"tensor cores read {signature.dtype} along K, whose rows are contiguous, and TMA cannot end a ragged K "
             "inside of them; accepted are operands of 16 bits"
         )
     if work == RAGGED_K:

@@ -14,7 +14,7 @@ Scales of blocks of K, in the order of the rows of the product, are copied by th
 thread arrives when its rows and its scales have landed.
 
 An entry of the index that is no row of A (negative, or too large) gives a row of zeros, as do rows behind a group's
-end and what lies beyond K: such copies read nothing.
+end and what lies beyond K: such copies read nothing, or as many bytes as there are.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class GatherLoader:
                 size, element = Int32(0), Int64(0)
                 if (index >= 0) & inside:
                     size = Int32(COPY_BYTES)
+                    if cutlass.const_expr(operand.itemsize == 1):  # whose K no 16 bytes need divide
+                        size = cutlass.min(self.args.k - k, Int32(COPY_BYTES))
                     element = Int64(index) * self.args.lda + Int64(k)
                 offset = self.column + row * self.line_bytes + self.inner
                 offset = offset ^ (((offset >> 7) & ((1 << self.bits) - 1)) << 4)

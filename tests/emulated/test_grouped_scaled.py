@@ -127,6 +127,19 @@ def test_a_gathered_row_brings_its_scale(seed):
         assert torch.equal(got, torch.where(case.index[:, None] >= 0, want, 0))
 
 
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+def test_what_lies_behind_a_gathered_row_is_not_read(kind, seed):
+    """Rows of 136 bytes are copied in pieces of 16, the last of which ends within a gap of NaN (of 127)."""
+    case = GroupCase.random(GATHERED, [20, 0, 30], 0, 72, 136, kind, seed=seed)
+    gapped = torch.full((len(case.a), 144), 0x7F, dtype=torch.uint8).view(case.a.dtype)
+    gapped[:, :136] = case.a
+    case.a = gapped[:, :136]
+    if kind == "int8":
+        case.b = torch.full((3, 72, 144), 127, dtype=torch.int8)[..., :136].mT
+    for config in ("64x64x128/coop1/c1x1/s3/g2", "64x16x64/coop1/c1x1/s3/g2/swap"):
+        case.run(exact=kind == "int8", backend="cute", config=f"sm90/{config}")
+
+
 def test_what_no_kernel_serves_is_refused_with_the_reason():
     case = GroupCase.random(RAGGED_K, [70, 0, 3, 47], 72, 72, 0, "e4m3", recipes=("rows", "rows"))
     with pytest.raises(UnsupportedError, match=r"tensor cores read e4m3 along K, .* cannot end a ragged K inside"):

@@ -336,6 +336,7 @@ def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -
         EpilogueError: a TypeError that names the line of the function, and what to write instead.
         TypeError, ValueError: an operand is none; the message names it.
     """
+    program_request.check_operands(operands)
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     return program_request.traced(function, program_request.inputs_of(operands, device))

@@ -47,6 +47,8 @@ def linear(
     """
     if precision is None and float32.in_use:
         precision = float32.default(x, backend)
+    if constant_weight is not False and constant_weight is not True:
+        raise TypeError(f"constant_weight: got {type(constant_weight).__name__}, accepted are True and False")
     constant = "b" if constant_weight else None
     if not _is_dynamo_compiling() and (serves := native.linear) is not None:
         d = serves(x, weight, bias, activation, precision, backend, constant)
@@ -89,6 +91,8 @@ def _unusual(
         bias = bias.expand(weight.shape[0] if weight.dim() == 2 else 1)
     elif weight.dim() == 1 and bias is not None:
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected () with a weight of one dimension")
+    elif bias is not None and bias.dim() != 1:
+        raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are 1, (N,), and 0")
     if weight.dim() not in (1, 2):
         raise ValueError(f"weight: got {weight.dim()} dimensions, accepted are 2, (N, K), and 1, (K,)")
     if x.dim() == 0:

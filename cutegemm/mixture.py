@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +37,9 @@ class TopKRouter(torch.nn.Module):
         normalize: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        num_experts = _size("num_experts", num_experts, 1, MOST_GROUPS)
-        self.top_k, self.normalize = _size("top_k", top_k, 1, num_experts, ", num_experts"), normalize
-        in_features = _size("in_features", in_features)
+        num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
+        self.top_k, self.normalize = replacing.as_size("top_k", top_k, 1, num_experts, ", num_experts"), normalize
+        in_features = replacing.as_size("in_features", in_features)
         self.weight = torch.nn.Parameter(torch.empty((num_experts, in_features), device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -102,9 +101,12 @@ class MoE(torch.nn.Module):
             if router is not None:
                 raise ValueError(f"top_k: got {top_k} beside a router, which says it; leave one away")
             router = TopKRouter(in_features, num_experts, top_k, **options)
-        num_experts = _size("num_experts", num_experts, 1, MOST_GROUPS)
-        in_features, hidden_features = _size("in_features", in_features), _size("hidden_features", hidden_features)
-        rows = in_features if out_features is None else _size("out_features", out_features)
+        num_experts = replacing.as_size("num_experts", num_experts, 1, MOST_GROUPS)
+        in_features, hidden_features = (
+            replacing.as_size("in_features", in_features),
+            replacing.as_size("hidden_features", hidden_features),
+        )
+        rows = in_features if out_features is None else replacing.as_size("out_features", out_features)
         self._configure(
             torch.nn.Parameter(torch.empty((num_experts, 2 * hidden_features, in_features), **options)),
             torch.nn.Parameter(torch.empty((num_experts, rows, hidden_features), **options)),
@@ -218,20 +220,6 @@ def replace_moe(
     backends.check_name(backend)
     replaced = functools.partial(_replaced, precision=precision, backend=backend)
     return replacing.replace_gated(model, where, _gated_activation, replaced)
-
-
-def _size(name: str, value: Any, least: int = 0, most: int | None = None, what: str = "") -> int:
-    """The value as an int. Raises TypeError or ValueError naming it unless it is an integer within the bounds."""
-    try:
-        found = operator.index(value)
-    except TypeError:
-        found = None
-    if found is None or isinstance(value, bool):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
-    if found < least or (most is not None and found > most):
-        accepted = f"{least} or more" if most is None else f"{least} to {most}{what}"
-        raise ValueError(f"{name}: got {found}, accepted are {accepted}")
-    return found
 
 
 def _draw(weight: torch.Tensor) -> None:

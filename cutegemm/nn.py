@@ -66,6 +66,8 @@ class Linear(torch.nn.Linear):
 
     def _configure(self, activation: str | None, precision: str | None, backend: str, constant_weight: bool) -> None:
         _check(activation, precision, backend)
+        if not isinstance(constant_weight, bool):
+            raise TypeError(f"constant_weight: got {type(constant_weight).__name__}, accepted are True and False")
         self.activation, self.precision, self.backend = activation, precision, backend
         self.constant_weight = constant_weight
 
@@ -192,7 +194,8 @@ class SwiGLU(torch.nn.Module):
         precision, backend: as in `cutegemm.gemm`.
 
     Raises:
-        ValueError: no such activation, precision or backend.
+        TypeError: a size that is no integer.
+        ValueError: a negative size; no such activation, precision or backend.
     """
 
     def __init__(
@@ -208,7 +211,9 @@ class SwiGLU(torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        out_features = in_features if out_features is None else out_features
+        in_features = replacing.as_size("in_features", in_features)
+        hidden_features = replacing.as_size("hidden_features", hidden_features)
+        out_features = in_features if out_features is None else replacing.as_size("out_features", out_features)
         options = {"device": device, "dtype": dtype}
         self._configure(
             torch.empty((2 * hidden_features, in_features), **options),

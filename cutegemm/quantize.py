@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cutegemm.problem import overlap
+from cutegemm.problem import overlap, request
 from cutegemm.pytorch import quantize_operator
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import quantizing
@@ -127,7 +127,8 @@ def dequantize(
         scale: as `quantize` returns it: fp32, () or of values' dimensions, each of extent 1, that of the values, or one
             for every 128 elements; any strides.
         dtype: of the result: fp16, bf16 or fp32.
-        out: the result is written here; contiguous along the dimension along which the values are.
+        out: the result is written here, in its own dtype, whatever `dtype` says; contiguous along the dimension along
+            which the values are.
         backend: as in `quantize`.
 
     Returns:
@@ -136,6 +137,10 @@ def dequantize(
     Raises:
         As `quantize`.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: got {request.shown(dtype)}, expected a torch.dtype")
+    if isinstance(out, torch.Tensor) and out.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise TypeError(f"out: got dtype {out.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
     if _is_dynamo_compiling() or _is_tracing() or is_dispatched(values, scale, out):
         if out is None:
             return torch.ops.cutegemm.dequantize(values, scale, dtype, backend)

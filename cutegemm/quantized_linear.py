@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     def of(cls, dtype: Any, scaling: Any, activation: Any, accumulate: Any, backend: Any) -> Settings:
         """Checked. Raises TypeError or ValueError naming the argument."""
         chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if chosen not in FORMATS:
+        if not isinstance(chosen, torch.dtype) or chosen not in FORMATS:
             names = ", ".join(map(repr, DTYPES))
             raise TypeError(f"dtype: got {request.shown(dtype)}, accepted are {names} and {ACCEPTED}")
         both = (scaling, scaling) if isinstance(scaling, str) else scaling

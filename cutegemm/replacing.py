@@ -1,7 +1,8 @@
-"""What the functions that put modules of ours into a model share."""
+"""What the modules of ours, and the functions that put them into a model, share."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,20 @@ def check(model: Any, where: Any) -> None:
         raise TypeError(f"model: got {_kind(model)}, expected a torch.nn.Module")
     if where is not None and not callable(where):
         raise TypeError(f"where: got {_kind(where)}, expected a function of a name and a module, or None")
+
+
+def as_size(name: str, value: Any, least: int = 0, most: int | None = None, what: str = "") -> int:
+    """The value as an int. Raises TypeError or ValueError naming it unless it is an integer within the bounds."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    if found < least or (most is not None and found > most):
+        accepted = f"{least} or more" if most is None else f"{least} to {most}{what}"
+        raise ValueError(f"{name}: got {found}, accepted are {accepted}")
+    return found
 
 
 def _kind(value: Any) -> str:

@@ -13,6 +13,9 @@ from cutegemm.problem.quantization import BLOCK
 
 PADDED_TO = 4
 """torch pads the blocks along K of 128 x 128 scales to a multiple of this."""
+MULTIPLIED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+CONTRACTED = ((1, 0), (-1, 0), (1, -2), (-1, -2))
+"""The dimensions of K, counted from either end."""
 
 
 def scaled_mm(
@@ -62,11 +65,20 @@ def scaled_mm(
     for name, tensor in (("mat_a", mat_a), ("mat_b", mat_b)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        _check_dense(name, tensor)
+        if tensor.dtype not in MULTIPLIED:
+            accepted = ", ".join(map(str, MULTIPLIED))
+            raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {accepted}; `gemm` takes others")
         if tensor.dim() != 2:
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2; `gemm` takes batches")
-    dims = tuple(contraction_dim)
-    if dims and tuple(dim % 2 for dim in dims) != (1, 0):
-        raise ValueError(f"contraction_dim: got {dims}, accepted are () and (1, 0); transpose the matrix instead")
+    if mat_b.shape[0] != mat_a.shape[1]:
+        shapes = tuple(mat_b.shape), tuple(mat_a.shape)
+        raise ValueError(f"mat_b: got shape {shapes[0]}; with mat_a of shape {shapes[1]} it needs {shapes[1][1]} rows")
+    _check_contraction(contraction_dim)
+    if not isinstance(use_fast_accum, bool):
+        raise TypeError(f"use_fast_accum: got {request.shown(use_fast_accum)}, accepted are True and False")
+    if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
+        raise TypeError(f"output_dtype: got {request.shown(output_dtype)}, expected a torch.dtype, or None")
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
         swizzle = _single(name, swizzle)
         if swizzle is not None and _name(swizzle) != "NO_SWIZZLE":
@@ -86,6 +98,19 @@ def scaled_mm(
         accumulate="fast" if fast else None,
     )  # fmt: skip
     return result
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise TypeError(f"{name}: got a nested tensor or layout {tensor.layout}, expected a dense (strided) one")
+
+
+def _check_contraction(dims: Any) -> None:
+    given = tuple(dims) if isinstance(dims, tuple | list) else None
+    if given is None or not all(type(dim) is int for dim in given) or (given and given not in CONTRACTED):
+        raise ValueError(
+            f"contraction_dim: got {request.shown(dims)}, accepted are () and (1, 0); transpose the matrix instead"
+        )
 
 
 def _single(name: str, value: Any) -> Any:
@@ -109,6 +134,7 @@ def _scale(side: str, scale: Any, recipe: Any, rows: int, k: int) -> torch.Tenso
     scale, recipe = _single(argument, scale), _name(_single(f"scale_recipe_{side}", recipe))
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"{argument}: got {request.shown(scale)}, expected a torch.Tensor")
+    _check_dense(argument, scale)
     of_k, of_rows = -(-k // BLOCK), -(-rows // BLOCK)
     padded = -(-of_k // PADDED_TO) * PADDED_TO
     shape = tuple(scale.shape)

@@ -126,14 +126,12 @@ def configuration(case: GroupCase, number: int, arch: Arch) -> str | None:
         options += ["slab"] if r.random() < 0.2 else []
         options += ["twin"] if asked.problem.signature.promotion and r.random() < 0.4 else []
         options += ["once"] if r.random() < 0.2 and "zig" not in options else []
+        options += ["streamk"] if r.random() < 0.3 and "once" not in options else []
         config = HopperConfig(
             bm, r.choice(WIDTHS), r.choice((32, 64, 64, 128)), schedule, r.choice(CLUSTERS), r.randint(2, 5),
             r.choice(("row", "col", "g2", "serp8", "hilbert")),
         )  # fmt: skip
-        config = replace(
-            config, options=tuple(name for name in ("swap", "once", "slab", "zig", "pdl", "twin") if name in options)
-        )
-        config = cute.parse(str(config))
+        config = cute.parse("/".join((str(config), *options)))
         if cute.check(config, asked.problem, arch) is None:
             return str(config)
     return None

@@ -111,13 +111,13 @@ class Gemm:
     def finish_parts(self, memory):
         """Adds up and stores what falls to this CTA of its tile; `memory`: shared, with a word that is free."""
         assert self.parts is not None
-        matrix, row, column = self._place(self._share(self._number()), self.args.tiles_m, self.args.tiles_n)
+        tiles = _hidden(self.args.tiles_m), _hidden(self.args.tiles_n)
+        matrix, row, column = self._place(self._share(self._number()), *tiles)
         self.parts.finish(memory, matrix, row, column)
 
     def _number(self) -> Any:
-        """The CTA's number behind a move that the compiler cannot see through, see `start_epilogue`."""
-        number = cute.arch.block_idx()[0]
-        return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])
+        """The CTA's number, hidden, see `start_epilogue`."""
+        return _hidden(cute.arch.block_idx()[0])
 
     def _place(self, block, tiles_m, tiles_n):
         """(matrix of the batch, first row, first column) of the tile of CTA number `block`."""
@@ -145,6 +145,11 @@ class Gemm:
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
         """Computes and stores the tile whose first output is (row, column)."""
         raise TypeError(f"{type(self).__name__} does not implement compute_tile")
+
+
+def _hidden(number) -> Any:
+    """An Int32 behind a move that the compiler cannot see through, so that it keeps nothing worked out before."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[number])
 
 
 def _stand_in(kind: str | arguments.Pointer) -> Any:

@@ -1,7 +1,8 @@
 """The word at which CTAs meet that sum parts of one share of D: who adds up what, and when the word is free again.
 
-The sum over K of a share is itself shared out: it falls into as many slices as there are splits, and split number i
-adds up slice i, all parts in the order of the splits, so that the result does not depend on the order of arrival. The
+The sum over K of a share is itself shared out: it falls into as many slices as there are splits, at most 32, and split
+number i adds up slice i, all parts in the order of the splits, so that the result does not depend on the order of
+arrival. Splits beyond the last slice own none, and wait for nobody. The
 owner of a slice waits until all splits have arrived, but not for long: CTAs need not be resident together. An owner
 that has waited too long abandons its slice, and the last split to arrive adds up all slices abandoned before.
 
@@ -23,6 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+MOST_SLICES = 32
+"""Bits of the word for slices that were abandoned."""
 POLLS = 24
 """Looks at the state word, about 0.6 us each, before a slice is abandoned: more than CTAs of one wave lie apart."""
 
@@ -35,6 +38,8 @@ def arrive(word, mine, splits: cutlass.Constexpr):
         mine = mine | (state >> 32).to(Int32)
     else:
         polls = Int32(0)
+        if cutlass.const_expr(splits > MOST_SLICES):
+            polls = Int32(POLLS) if mine == 0 else polls
         state = _look(word)
         while (state & 255 != splits) & (polls < POLLS):
             state = _look(word)

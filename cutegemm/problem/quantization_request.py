@@ -58,7 +58,7 @@ def describe(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, scale: Any)
         check_scale(scale, x, "x")
         return Asked(FORMATS[dtype], None, turned, tuple(scale.shape))
     scaling = "rows" if scaling is None else scaling
-    if scaling not in SCALINGS:
+    if not isinstance(scaling, str) or scaling not in SCALINGS:
         accepted = ", ".join(map(repr, SCALINGS))
         raise ValueError(f"scaling: got {request.shown(scaling)}, accepted are {accepted}")
     group = _block(block) if scaling == "blocks" else {"tensor": TENSOR, "rows": ROWS}[scaling]

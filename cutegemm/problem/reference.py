@@ -92,11 +92,15 @@ _FORMULAS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What a kernel must give: `value` in float64 and the elementwise `bound` on its error, same shape."""
+    """What a kernel must give: `value` in float64 and the elementwise `bound` on its error, same shape.
+
+    vanishing: where the activation is of minus infinity, whose formula is NaN and whose limit is 0; None: nowhere.
+    """
 
     value: torch.Tensor
     bound: torch.Tensor
     out_dtype: torch.dtype
+    vanishing: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def expected(
     if out.largest is not None:  # it saturates
         value = value.clamp(-out.largest, out.largest)
     bound = error + out.roundoff * (value.abs() + error) + out.smallest
-    return Expected(value, bound, out_dtype)
+    return Expected(value, bound, out_dtype, None if activation in (None, "relu") else z == -math.inf)
 
 
 def _default(a: torch.Tensor, *scales: torch.Tensor | None) -> torch.dtype:
@@ -296,8 +300,8 @@ def _truncates(a: torch.Tensor, precision: str) -> bool:
 def check(got: torch.Tensor, want: Expected) -> Verdict:
     """Compares elementwise: finiteness first (`abs(nan) > bound` is false), then |got - value| <= bound.
 
-    A NaN in the reference must be a NaN, an infinity the same infinity. A value that may round beyond the largest
-    finite number of the output dtype may be that infinity.
+    A NaN in the reference must be a NaN, or 0 where it is `vanishing`, an infinity the same infinity. A value that may
+    round beyond the largest finite number of the output dtype may be that infinity.
     """
     if got.shape != want.value.shape:
         return Verdict(False, math.inf, f"shape {tuple(got.shape)}, expected {tuple(want.value.shape)}")
@@ -310,6 +314,8 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
     got64, value, bound = got.double(), want.value, want.bound
     finite = torch.isfinite(value)
     bad = torch.where(finite, ~torch.isfinite(got64), (got64 != value) & ~(got64.isnan() & value.isnan()))
+    if want.vanishing is not None:
+        bad &= ~(want.vanishing & (got64.abs() < 2.0**-100))
     # Where an infinity met on the way makes the bound infinite, only the exact value will do.
     bad |= finite & ~torch.isfinite(bound) & (got64 != value)
     may_overflow = finite & torch.isfinite(bound) & (value.abs() + bound >= largest)

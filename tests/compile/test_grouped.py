@@ -33,6 +33,10 @@ def gated() -> Epilogue:
         ("256x192x64/coop2/c1x2/s3/serp8/zig", "ragged_k", "nt", FULL),
         ("128x256x64/coop2/c2x1/s4/g8", "gathered_m", "tn", gated()),
         ("256x192x64/coop2/c1x1/s3/g8", "scattered_m", "tn", FULL),
+        ("256x192x64/coop2/c1x2/s3/serp8/zig/streamk/pdl", "ragged_m", "tn", None),
+        ("256x128x64/coop2/c2x1/s4/serp8/swap/zig/streamk/pdl", "ragged_m", "tn", None),
+        ("128x256x64/coop2/c2x1/s4/serp8/zig/streamk/pdl", "gathered_m", "tn", gated()),
+        ("128x256x64/coop2/c1x2/s4/hilbert/zig/streamk/pdl", "scattered_m", "tt", None),
     ],
 )
 @pytest.mark.product(keep=3)

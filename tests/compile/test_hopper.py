@@ -289,7 +289,7 @@ def test_text_that_is_no_configuration(text):
         ("sm90/64x64x64/solo/c2x1/s1/row", "lessons for clusters of one CTA"),
         ("sm90/64x64x64/coop1/c1x1/s4/row/k2/fat", "lessons for clusters of one CTA"),
         ("sm90/64x64x64/solo/c1x1x2/s1/row", "lessons for clusters of one CTA"),
-        ("sm90/128x128x64/coop2/c2x1x3/s4/row", "6 CTAs, 3 along K; accepted are up to 8, and 1, 2, 4 along K"),
+        ("sm90/128x128x64/coop2/c2x1x3/s4/row", "6 CTAs, 3 along K; accepted are up to 8, and 1, 2, 4, 8 along K"),
         ("sm90/128x128x64/coop2/c2x2x4/s4/row", "16 CTAs, 4 along K"),
         ("sm90/128x128x64/coop2/c1x1x0/s4/row", "has a 0; every number of a configuration is at least 1"),
         ("sm90/128x128x64/pp/c1x1x2/s4/row", "cooperative schedule"),

@@ -33,7 +33,9 @@ def run(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("split", ["", "/k3"])
-@pytest.mark.parametrize("cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2"])
+@pytest.mark.parametrize(
+    "cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2", "1x1x8"]
+)
 @pytest.mark.product(keep=3)
 def test_clusters(cluster, split, run):
     """Ragged on every side, parts of different lengths, rings that go round."""
@@ -52,6 +54,9 @@ def test_clusters(cluster, split, run):
         "64x16x64/coop1/c1x1x4/s3/hilbert/k2",
         "64x16x32/coop1/c2x1x2/s8/row/swap",
         "64x48x64/coop1/c1x2x4/s3/row/k3/swap/arrival/pdl",
+        "64x64x64/coop1/c1x1x8/s8/row/k2/pdl",
+        "128x128x64/coop2/c1x1x8/s4/row/swap/pdl",
+        "64x48x64/coop1/c1x1x8/s3/row/k2/arrival",
     ],
 )
 @pytest.mark.product(keep=1)

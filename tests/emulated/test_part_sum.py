@@ -96,6 +96,23 @@ def test_the_parts_are_added_in_their_order_whoever_comes_last(monkeypatch):
         assert torch.equal(got, expected.expand(72, 40))
 
 
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_more_parts_than_a_state_word_has_slices(abandoned, monkeypatch, seed):
+    """The first 32 splits add up all parts; the others leave, and the last to arrive takes what was abandoned."""
+    if abandoned:
+        monkeypatch.setattr(engine, "RESIDENT_CTAS", 0)
+        monkeypatch.setattr(engine, "WAVE_THREADS", 5 * 128)
+    config = SIMT.replace("k3", "k37")
+    exact.run(exact.case(67, 40, 37 * 8 - 3, "fp32", seed=seed), backend="cute", config=config)
+    a = torch.zeros(64, 37 * 8)
+    a[:, ::8] = torch.tensor([1.0, 2.0**24, 1.0, -(2.0**24)] * 9 + [0.5])
+    expected = torch.zeros(())
+    for part in a[0, ::8]:
+        expected = expected + part
+    got = cutegemm.gemm(a, torch.ones(37 * 8, 64), backend="cute", config=config)
+    assert torch.equal(got, expected.expand(64, 64))
+
+
 def test_what_configurations_say_of_splits():
     arch = arch_table.get("sm_90a")
     cute = cutegemm.backend.get("cute")
@@ -106,4 +123,4 @@ def test_what_configurations_say_of_splits():
     problem = Case.random(100, 130, 64, "fp32", seed=0).problem()
     words, parts = cute.parse(SIMT).workspace_bytes(problem, arch)
     assert (words, parts) == (128, 2 * 3 * 3 * 64 * 64 * 4)
-    assert "33 splits of K; accepted are 1 to 32" in cute.check(cute.parse(SIMT[:-1] + "33"), problem, arch)
+    assert "129 splits of K; accepted are 1 to 128" in cute.check(cute.parse(SIMT[:-1] + "129"), problem, arch)

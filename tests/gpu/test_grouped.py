@@ -21,6 +21,7 @@ def hopper():
     needs.hopper()
 
 
+STREAM = "sm90/64x16x64/coop1/c1x1/s6/row/swap/streamk/pdl"
 CONFIGS = [
     "sm90/128x256x64/coop2/c2x1/s4/serp8/zig/pdl",
     "sm90/256x128x64/coop2/c1x1/s4/g8/pdl",
@@ -29,6 +30,8 @@ CONFIGS = [
     "sm90/128x32x64/coop2/c1x1/s6/col/swap/pdl",
     "sm90/64x16x64/pp/c1x2/s6/row/swap/pdl",
     "sm90/192x128x64/coop3/c1x1/s3/g8/slab",
+    "sm90/128x256x64/coop2/c2x1/s4/serp8/zig/streamk/pdl",
+    STREAM,
 ]
 
 
@@ -37,6 +40,8 @@ CONFIGS = [
 def test_configurations_on_groups_of_any_sizes(work, config, seed):
     if work == RAGGED_K and "/pp/" in config:
         config = config.replace("/pp/", "/coop1/")
+    if work == RAGGED_K and "/streamk" in config:
+        pytest.skip("stream-K cuts tiles of one K; refused by the configuration's rule")
     if work == GATHERED:
         config = config.replace("c1x2", "c1x1")
         if "coop3" in config:
@@ -55,16 +60,20 @@ def test_configurations_on_groups_of_any_sizes(work, config, seed):
     case.run(exact=True, backend="cute", config=config)
 
 
-@pytest.mark.parametrize("work", [RAGGED_M, RAGGED_K, MASKED])
-def test_a_thousand_replays_with_other_offsets(work, seed):
-    """A captured graph holds no size: every replay computes the division that stands in the tensor then."""
+@pytest.mark.parametrize(
+    ("work", "config"), [(RAGGED_M, None), (RAGGED_K, None), (MASKED, None), (RAGGED_M, STREAM), (MASKED, STREAM)]
+)
+def test_a_thousand_replays_with_other_offsets(work, config, seed):
+    """A captured graph holds no size: every replay computes the division that stands in the tensor then. Stream-K of so
+    many small tiles cuts others in each, in one workspace.
+    """
     generator = torch.Generator(device="cuda").manual_seed(seed)
     case = GroupCase.random(work, [96] * 8, 768, 264, 136, seed=seed, device="cuda", integers=True)
     case.a.nan_to_num_(1)
-    out = case.call(backend="cute").clone()
+    out = case.call(backend="cute", config=config).clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        case.call(backend="cute", out=out)
+        case.call(backend="cute", config=config, out=out)
     for _ in range(1000):
         drawn = torch.randint(-40, 850, (8,), generator=generator, device="cuda").int()
         case.sizes.copy_(drawn if work == MASKED else drawn.sort().values)

@@ -206,6 +206,7 @@ def test_what_cannot_be_is_refused(seed):
     with pytest.raises(TypeError, match=r"input: got list, expected a torch\.Tensor"):
         layer([1.0])
     for options, error, message in (
+        ({"dtype": ["fp8"]}, TypeError, r"dtype: got \['fp8'\], accepted are"),
         ({"dtype": "fp4"}, TypeError, "dtype: got 'fp4', accepted are 'fp8', 'e4m3', 'e5m2', 'int8' and torch"),
         ({"dtype": torch.float16}, TypeError, r"dtype: got torch\.float16"),
         ({"dtype": "fp8", "scaling": "row"}, ValueError, "scaling: got 'row', accepted are 'tensor', 'rows', 'blocks'"),
@@ -306,6 +307,13 @@ def test_scaled_mm_refuses_what_it_does_not_serve():
         ),
         ({"contraction_dim": (0, 1)}, ValueError, r"contraction_dim: got \(0, 1\), accepted are \(\) and \(1, 0\)"),
         ({"mat_a": a[None]}, ValueError, "mat_a: got 3 dimensions"),
+        ({"contraction_dim": [1, 2]}, ValueError, r"contraction_dim: got \[1, 2\], accepted"),
+        ({"contraction_dim": None}, ValueError, "contraction_dim: got None, accepted"),
+        ({"use_fast_accum": "no"}, TypeError, "use_fast_accum: got 'no', accepted are True and False"),
+        ({"output_dtype": "fp16"}, TypeError, r"output_dtype: got 'fp16', expected a torch\.dtype"),
+        ({"mat_b": a.half().t()}, TypeError, r"mat_b: got dtype torch\.float16, accepted are torch\.float8_e4m3fn"),
+        ({"mat_b": a}, ValueError, r"mat_b: got shape \(32, 64\); with mat_a of shape \(32, 64\) it needs 64 rows"),
+        ({"scale_a": torch.ones(1).to_sparse()}, TypeError, r"scale_a: got a nested tensor or layout torch\.sparse"),
     ):
         with pytest.raises(error, match=message):
             call(**changes)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+import cutegemm
 from cutegemm import backend
 from cutegemm.choice import heuristics
 from cutegemm.hardware import arch
@@ -110,3 +111,16 @@ def test_shapes_that_do_not_pair_are_refused():
         describe(a, b, partner, (), None, None, None)
     with pytest.raises(ValueError, match="n: got 5"):
         problem(4, 5, 16)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ((8.0, 4), TypeError, "in_features: got float, expected an int"),
+        ((8, -4), ValueError, "hidden_features: got -4, accepted are 0 or more"),
+        ((8, 4, "8"), TypeError, "out_features: got str, expected an int"),
+    ],
+)
+def test_sizes_of_a_gated_mlp_are_checked(sizes, error, message):
+    with pytest.raises(error, match=message):
+        cutegemm.nn.SwiGLU(*sizes)

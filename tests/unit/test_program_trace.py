@@ -431,3 +431,8 @@ def test_a_known_program_is_found_in_a_microsecond():
     count = 20_000
     seconds = min(timeit.repeat(lambda: known.lookup(function, inputs), number=count, repeat=5)) / count
     assert seconds < 3e-6  # 0.55 us on an idle core; CI's cores are shared
+
+
+def test_operands_of_a_trace_are_a_tuple():
+    with pytest.raises(TypeError, match="operands: got int, expected a tuple of tensors and Python numbers"):
+        cutegemm.trace_epilogue(lambda acc: acc, operands=3)

@@ -155,6 +155,7 @@ VALUES = torch.ones(4, 256).to(torch.float8_e4m3fn)
         ({"x": X.to("meta"), "backend": "cute"}, ValueError, "x: it is on meta, accepted are CUDA and CPU"),
         ({"dtype": torch.float16}, TypeError, r"dtype: got torch\.float16, accepted are torch\.float8_e4m3fn"),
         ({"scaling": "row"}, ValueError, "scaling: got 'row', accepted are 'tensor', 'rows', 'blocks'"),
+        ({"scaling": np.zeros(2)}, ValueError, "scaling: got a ndarray, accepted are 'tensor', 'rows', 'blocks'"),
         ({"dim": 2}, ValueError, "dim: got 2, accepted are -1"),
         ({"scaling": "blocks", "block": (64, 64)}, ValueError, r"block: got \(64, 64\), accepted are \(1, 128\)"),
         ({"scale": torch.ones(1, 3)}, ValueError, r"scale: got shape \(1, 3\) for x .* \(1, 4 or 1; 1, 256 or 2\)"),
@@ -182,6 +183,10 @@ def test_bad_values_are_named():
         cutegemm.dequantize(VALUES, torch.ones(()), torch.int8)
     with pytest.raises(ValueError, match=r"scale: got shape \(5, 1\) for values"):
         cutegemm.dequantize(VALUES, torch.ones(5, 1))
+    with pytest.raises(TypeError, match=r"dtype: got 'fp16', expected a torch\.dtype"):
+        cutegemm.dequantize(VALUES, torch.ones(()), "fp16", out=X.clone())
+    with pytest.raises(TypeError, match=r"out: got dtype torch\.float64, accepted are torch\.float16"):
+        cutegemm.dequantize(VALUES, torch.ones(()), out=X.double())
 
 
 def test_results_are_written_where_they_are_wanted(seed):

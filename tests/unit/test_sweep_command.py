@@ -48,6 +48,9 @@ def test_what_is_asked():
     assert Problem.of(64, 64, 64, "fp16", majors="nt") in found
     assert [p.m for p in sweep.problems(options("--square", "64..512"))] == [64, 128, 256, 512]
     assert len(sweep.problems(options("--suite", "square,deep"))) > 10
+    own = sweep.problems(options("--suite", "gradients", "--shapes", "64", "--majors", "tn,tt"))
+    assert [p.signature.majors for p in own[:3]] == ["tn", "tt", "nt"]
+    assert own[2] == Problem.of(6144, 4096, 1024, majors="nt")
     (fused,) = sweep.problems(options("--shapes", "64", "--activation", "relu", "--bias", "fp32", "--c", "bf16"))
     assert fused.epilogue == Epilogue("bf16", "fp32", "n", "relu")
     for text, value in (("60s", 60), ("90", 90), ("2m", 120), ("0.5h", 1800)):

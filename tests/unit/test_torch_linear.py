@@ -81,6 +81,7 @@ def test_weights_of_one_row_and_biases_of_one_number(seed):
         ((torch.ones(9, 7), torch.ones(1, 5, 7)), ValueError, r"weight: got 3 dimensions, accepted are 2"),
         ((torch.ones(()), torch.ones(5, 7)), ValueError, r"x: got no dimension"),
         ((torch.ones(9, 7), torch.ones(7), torch.ones(1)), ValueError, r"bias: got shape \(1,\), expected \(\)"),
+        ((torch.ones(9, 7), torch.ones(5, 7), torch.ones(1, 5)), ValueError, "bias: got 2 dimensions, accepted are 1"),
         ((torch.ones(9, 7), torch.ones(5, 7).half()), TypeError, r"weight: got dtype torch\.float16.* that of x"),
         (
             (torch.ones(9, 7).double(), torch.ones(5, 7)),
@@ -96,6 +97,13 @@ def test_weights_of_one_row_and_biases_of_one_number(seed):
 def test_bad_arguments_of_linear(arguments, error, message):
     with pytest.raises(error, match=message):
         cutegemm.linear(*arguments)
+
+
+def test_a_promise_is_made_by_true_alone():
+    with pytest.raises(TypeError, match="constant_weight: got str, accepted are True and False"):
+        cutegemm.linear(torch.ones(9, 7), torch.ones(5, 7), constant_weight="no")
+    with pytest.raises(TypeError, match="constant_weight: got str, accepted are True and False"):
+        cutegemm.nn.Linear(7, 5, constant_weight="no")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -39,7 +39,7 @@ from cutegemm.problem.work import DENSE
 WARPGROUP = 128
 WARP_ROWS = BLOCK_ROWS // 4
 """Those of a warp."""
-K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2))
+K_CLUSTERS = ((1, 1, 2), (2, 1, 2), (1, 2, 2), (1, 1, 4), (2, 2, 2), (1, 1, 8))
 """Clusters along K that the tuner considers."""
 BARRIER_BYTES = 1024
 """Shared memory kept for the mbarriers: a power of two, so that what follows stays aligned."""

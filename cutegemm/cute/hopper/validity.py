@@ -20,7 +20,7 @@ TAKES: tuple[Kind, ...] = (
 BLOCK_ROWS = 64
 """Rows of one WGMMA, and of D that a warpgroup stores at a time."""
 CLUSTERS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4))
-CLUSTER_PARTS = (1, 2, 4)
+CLUSTER_PARTS = (1, 2, 4, 8)
 """Accepted numbers of CTAs of a cluster along K."""
 CLUSTER_CTAS = 8
 """Most CTAs of a cluster; more are not portable between GPUs of compute capability 9.0."""

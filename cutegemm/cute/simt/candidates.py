@@ -26,13 +26,16 @@ _FP32 = (
     "simt/16x32x64/w16x32/s4/g8/x8",
 )
 
-NUMBERS = tuple(range(2, 33))
+_WIDE = "simt/128x256x16/w64x64/s3/g8"
+"""Not for two row-major operands (`tt`): there its kernel keeps two registers in local memory."""
+
+NUMBERS = (*range(2, 34), 36, 44, 54, 66)
 """The numbers of parts that a candidate may split K into."""
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    return _FP32
+    return _FP32 if signature.majors == "tt" else (*_FP32, _WIDE)
 
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from cutegemm.problem import Kind, Signature
 from cutegemm.problem.dtypes import why_not_taken
 
 TAKES: tuple[Kind, ...] = (("fp32", "ieee"),)
+SPLIT_WIDE = ((128, 256, 16, 64, 64, 3, 1), (256, 128, 16, 64, 64, 3, 1))
+"""(bm, bn, bk, wm, wn, stages, slices) of 128 accumulators a thread whose kernels spill nothing with splits of K."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class SimtConfig(TileConfig):
     @classmethod
     def form(cls) -> str:
         return super().form().replace("[/kSPLITS]", "[/xSLICES][/kSPLITS]")
+
+    def _tile(self) -> tuple[int, ...]:
+        return self.bm, self.bn, self.bk, self.wm, self.wn, self.stages, self.slices
 
     @property
     def threads(self) -> int:
@@ -106,9 +111,10 @@ class SimtConfig(TileConfig):
             return f"thread tile {tm}x{tn}; more than 128 accumulators spill"
         if tm * tn + 32 > self._registers_at_most():
             return f"thread tile {tm}x{tn} with {self.threads} threads; accumulators spill"
-        if self.splits != 1 and tm * tn > 64:
+        if self.splits != 1 and tm * tn > 64 and self._tile() not in SPLIT_WIDE:
             return (
-                f"thread tile {tm}x{tn} and {self.splits} splits of K; the part's place spills beside 128 accumulators"
+                f"thread tile {tm}x{tn} and {self.splits} splits of K; beside more than 64 accumulators the part's "
+                "place spills, but with 128x256x16 or 256x128x16, warps of 64x64 and 3 stages"
             )
         if self.bk < 8:
             return f"bk is {self.bk}; at least 8"

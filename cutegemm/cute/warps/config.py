@@ -43,8 +43,8 @@ class TileConfig(LaunchedConfig):
     group: int = 8
     splits: int = field(default=1, kw_only=True)
 
-    MOST_SPLITS: ClassVar[int] = 32
-    """A state word has a bit for each."""
+    MOST_SPLITS: ClassVar[int] = 128
+    """A state word counts to 255; half of that leaves an A100's or H200's SMs one CTA each."""
     PATTERN: ClassVar[str] = (
         r"FAMILY/(?P<bm>\d+)x(?P<bn>\d+)x(?P<bk>\d+)/w(?P<wm>\d+)x(?P<wn>\d+)/s(?P<stages>\d+)(?:/g(?P<group>\d+))?"
     )

@@ -2,9 +2,10 @@
 
 Each CTA leaves its part of the sum over K in the workspace and counts itself in (`cute.state_word`). The tile is shared
 out again: it falls into *units*, as many rows of a warp tile as a warp's lanes store at a time, and split number i adds
-up and stores the units i, i + splits, i + 2 splits ...; its warps take them in turn. A unit is added up by the epilogue
-itself, which reads its accumulators from all parts, in the order of the splits, where it would otherwise read a slab of
-shared memory. So all that an epilogue can do goes with splits of K, and a result has the same bits on every run.
+up and stores the units i, i + owners, i + 2 owners ...; its warps take them in turn. Owners are the first 32 splits, as
+a state word has a bit for each; later ones only leave their part. A unit is added up by the epilogue itself, which
+reads its accumulators from all parts, in the order of the splits, where it would otherwise read a slab of shared
+memory. So all that an epilogue can do goes with splits of K, and a result has the same bits on every run.
 
     workspace   state words (uint64), one a tile, padded to whole lines
                 parts (fp32): tile, split, warp tile, then the warp tile's rows
@@ -26,7 +27,7 @@ from cutegemm.cute import whole
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.launch_config import word_bytes
 from cutegemm.cute.source import aligned
-from cutegemm.cute.state_word import abandon, arrive, clear, leave
+from cutegemm.cute.state_word import MOST_SLICES, abandon, arrive, clear, leave
 from cutegemm.hardware.arch import LINE
 from cutegemm.problem import Signature
 
@@ -57,16 +58,32 @@ class PartEpilogue(SlabEpilogue):
 
     def sum_of(self, begin, count: int) -> Any:
         """The sum of `count` neighbours over all parts, in their order; those of the first part lie at `begin`."""
+        if self.parts > MOST_SLICES:
+            return self._sum_of_many(begin, count)
         total: Any = None
         for some in range(0, self.parts, AT_ONCE):
-            parts = range(some, min(some + AT_ONCE, self.parts))
-            loaded = cute.make_rmem_tensor((count, len(parts)), Float32)
-            for i, part in enumerate(parts):
-                source = aligned(begin + part * self.distance, 16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), loaded[None, i])
-            for i in range(len(parts)):
-                values = loaded[None, i].load()
-                total = values if total is None else self.adder(total, values)
+            total = self._added(total, begin, range(some, min(some + AT_ONCE, self.parts)), count)
+        return total
+
+    @cute.jit
+    def _sum_of_many(self, begin, count: cutlass.Constexpr):
+        """The same by a loop: written out, so many addresses would take too many registers."""
+        total = cute.make_rmem_tensor(count, Float32)
+        total.store(self._added(None, begin, range(AT_ONCE), count))
+        for turn in cutlass.range(1, self.parts // AT_ONCE, unroll=1):
+            total.store(self._added(total.load(), begin + turn * (AT_ONCE * self.distance), range(AT_ONCE), count))
+        left = self.parts % AT_ONCE
+        return self._added(total.load(), begin + (self.parts - left) * self.distance, range(left), count)
+
+    def _added(self, total, begin, parts: range, count: int) -> Any:
+        """`total`, None at first, and those parts of the ones from `begin` on."""
+        loaded = cute.make_rmem_tensor((count, max(len(parts), 1)), Float32)
+        for i, part in enumerate(parts):
+            source = aligned(begin + part * self.distance, 16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(count)), loaded[None, i])
+        for i in range(len(parts)):
+            values = loaded[None, i].load()
+            total = values if total is None else self.adder(total, values)
         return total
 
     @cute.jit
@@ -104,7 +121,8 @@ class PartSum:
         self.in_part = config.bm * config.bn
         self.epilogue = PartEpilogue(config, signature, config.splits, self.in_part)
         self.config, self.splits, self.units = config, config.splits, self.epilogue.units
-        self.turns = -(-self.units // (config.splits * (config.threads // 32)))
+        self.owners = min(config.splits, MOST_SLICES)
+        self.turns = -(-self.units // (self.owners * (config.threads // 32)))
         self.discards = self.in_part * 4 >= LEAST_DISCARDED and self.epilogue.in_unit * 4 % LINE == 0
 
     def start(self, args, share, split, tid) -> None:
@@ -133,10 +151,10 @@ class PartSum:
         state = leave(self.word, self.tid)
         warp = cute.arch.make_warp_uniform(self.tid // 32)
         warps = self.config.threads // 32
-        for number in cutlass.range(self.splits, unroll=1):
+        for number in cutlass.range(self.owners, unroll=1):
             if (slices >> number) & 1 == 1:
                 for turn in cutlass.range(self.turns, unroll=1):
-                    unit = number + self.splits * (warp + warps * turn)
+                    unit = number + self.owners * (warp + warps * turn)
                     if unit < self.units:
                         self._add_up(unit, matrix, row, column)
         clear(self.word, self.tid, state, self.splits)
@@ -148,7 +166,10 @@ class PartSum:
         cute.arch.sync_threads()
         if self.tid == 0:
             ask = abandon if cutlass.const_expr(late) else arrive
-            told[0] = ask(self.word, Int32(1) << self.split, self.splits)
+            mine = Int32(1) << self.split
+            if cutlass.const_expr(self.owners < self.splits):
+                mine = mine if self.split < self.owners else Int32(0)
+            told[0] = ask(self.word, mine, self.splits)
         cute.arch.sync_threads()
         return told[0]
 

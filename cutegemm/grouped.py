@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm.choice.plan import Plan
 from cutegemm.problem import program_request
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, scaled, transforms
@@ -159,6 +160,24 @@ def grouped_gemm(
             a, b, sizes, epilogue, operands, given, out, out_dtype, precision, backend, config
         )
     return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+
+
+def plan_of(
+    a: torch.Tensor, b: torch.Tensor, offsets: Any = None, *, counts: Any = None, rows: Any = None, places: Any = None,
+    out_rows: Any = None, bias: Any = None, epilogue: Any = None, operands: Any = (), out: Any = None,
+    out_dtype: Any = None, precision: Any = None, backend: str = "auto", config: Any = None, save: Any = None,
+    scale_a: Any = None, scale_b: Any = None, scaling: Any = None, accumulate: Any = None,
+) -> Plan:  # fmt: skip
+    """What `grouped_gemm` does with these arguments, for `explain`."""
+    epilogue, operands = _epilogue(bias, epilogue, operands)
+    precision = scaled.precision_of(a, precision, accumulate)
+    sizes = Sizes(offsets, counts, rows, places, out_rows)
+    given = grouped_scaled.Scaling(scale_a, scale_b, scaling)
+    if given:
+        epilogue, operands, out_dtype = grouped_scaled.arguments(
+            a, b, sizes, epilogue, operands, given, out, out_dtype, precision
+        )
+    return grouped.plan_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
 
 
 def _product(acc: Any) -> Any:

@@ -257,6 +257,17 @@ def test_the_heuristic_has_a_hopper_kernel_for_every_recipe(work, recipes, kind)
     assert ("fp32[" in text) == (recipes != (None, None))
 
 
+def test_explain_tells_of_groups_and_their_scales(capsys):
+    given = {"scale_a": torch.ones(T, 3), "scale_b": torch.ones(G, 3, 3), "backend": "cute"}
+    cutegemm.explain(ROWS, STACKED_B, offsets=ENDS, **given)
+    told = capsys.readouterr().out
+    assert re.search(r"groups\s+ragged m", told)
+    assert "fp32[A, 1, 128], x1: fp32[L, B, 128, 128]" in told
+    assert re.search(r"configuration\s+sm90/", told)
+    with pytest.raises(ValueError, match="c: got a tensor with offsets"):
+        cutegemm.explain(ROWS, STACKED_B, ROWS, offsets=ENDS)
+
+
 def test_a_plan_is_remembered_by_the_scales_that_it_reads():
     case = GroupCase.random(RAGGED_M, [4, 7], 0, 16, 40, "e4m3", recipes=("rows", "rows"))
     keys = []

@@ -88,7 +88,7 @@ SPLIT = frozenset(
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature whose operands have elements of one byte."""
-    texts = (*_LARGE, *_BOTH, *_FEW)
+    texts: tuple[str, ...] = (*_LARGE, *_BOTH, *_FEW)
     if signature.work != DENSE:  # whose CTAs sum all of K
         texts = tuple(text for text in texts if HopperConfig.parse(text).parts == 1)
     if signature.promotion is None:

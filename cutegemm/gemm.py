@@ -25,7 +25,7 @@ from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
+from cutegemm.pytorch import autograd, programs, scaled, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, float32, runner
@@ -270,7 +270,6 @@ def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, prec
         return torch.ops.cutegemm.gemm(
             a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
         )
-    sharding.refuse_out(out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})

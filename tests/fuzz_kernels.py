@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import random
 import sys
 import time
@@ -18,6 +17,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.epilogue import ACTIVATIONS
+from tests import forked
 from tests.fuzz_draw import Limits, Pair, Template, draw
 
 SHARES = {"sm90": 30, "sm80": 30, "simt": 14, "cutlass2x": 16, "legacy": 24, "default": 12, "auto": 16, "torch": 4}
@@ -205,8 +205,7 @@ def compile_all(slots: Sequence[Slot], arch: Arch, workers: int, limit_s: float 
     units += [cutlass[i : i + PER_UNIT] for i in range(0, len(cutlass), PER_UNIT)]
     units.sort(key=lambda unit: (rank[unit[0].backend], "sm90" not in unit[0].config))
     begun, failures, done = time.monotonic(), dict[Pair, str](), 0
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, max(len(units), 1)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(workers, max(len(units), 1)), mp_context=forked.context()) as pool:
         jobs: dict[Future[dict[Pair, str]], list[Pair]] = {pool.submit(_compile, u, arch): u for u in units}
         for job in as_completed(jobs):
             unit = jobs[job]

@@ -23,13 +23,14 @@ from typing import Any
 from tabulate import tabulate
 
 from cutegemm.emulator import Checks
-from cutegemm.emulator.mutate import Case, Mutation, Outcome, Survivor, compare, judge, mutations, read_survivors
-from cutegemm.emulator.mutate import check_unchanged as check_case
+from cutegemm.emulator.mutate import Mutation, mutations
 from cutegemm.emulator.workload import Workload, build
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from tests.mutation_programs import ProgramWork
+from tests.mutation_verdicts import Case, Outcome, Survivor, compare, judge, read_survivors
+from tests.mutation_verdicts import check_unchanged as check_case
 
 TABLE = Path(__file__).with_name("emulated") / "mutation_survivors.toml"
 SEEDS = range(6)

@@ -18,7 +18,7 @@ from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, product_dtype_n
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
-from cutegemm.pytorch import programs
+from cutegemm.pytorch import programs, sharded
 from cutegemm.pytorch.dispatch import is_dispatched
 
 ACCUMULATIONS = ("promoted", "fast")
@@ -55,7 +55,12 @@ def arguments(
     epilogue: Any, operands: Sequence[Any], scale_a: Any, scale_b: Any, scales: Any,
 ) -> tuple[Program, tuple[Any, ...], Any]:  # fmt: skip
     """(program, operands, out_dtype) of the call with a program that computes a scaled one."""
-    of_a, of_b = scale_recipes.recipes(a, b, scale_a, scale_b, scales)
+    like = [a, b, scale_a, scale_b]
+    if sharded.is_distributed(*like, c, bias):
+        given = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "c": c, "bias": bias}
+        sharded.mesh_of("cutegemm.gemm with scales", {name: each for name, each in given.items() if each is not None})
+        like = [sharded.shape_of(each) for each in like]
+    of_a, of_b = scale_recipes.recipes(like[0], like[1], like[2], like[3], scales)
     refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
         program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])
@@ -164,7 +169,7 @@ def _terms(
 
 
 def _term(name: str, tensor: Any) -> torch.Tensor:
-    request.check_tensor(name, tensor)
+    request.check_tensor(name, sharded.shape_of(tensor))
     if term_name(tensor.dtype) is None:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are the floating-point types of 2 and 4 bytes")
     return tensor

@@ -39,7 +39,7 @@ def gated() -> Epilogue:
         ("128x256x64/coop2/c1x2/s4/hilbert/zig/streamk/pdl", "scattered_m", "tt", None),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_nothing_is_spilled(config, work, majors, epilogue):
     problem = Problem.of(4096, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)
     chosen = CUTE.parse(f"sm90/{config}")

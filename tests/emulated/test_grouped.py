@@ -50,7 +50,7 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize(("work", "config", "majors"), CONFIGS)
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_groups_of_any_sizes(work, config, majors, seed):
     """The same kernel twice; the contiguous extents of operands are multiples of 8."""
     rng = random.Random(seed)

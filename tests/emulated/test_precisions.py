@@ -85,7 +85,7 @@ def test_a_program_with_gate_and_up(seed):
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_error_is_below_that_of_sgemm(kind, seed):
     """Relative to |A||B|, beside a sum of fused multiply-adds in the order of K; and the bound holds with its interval.
 
@@ -108,7 +108,7 @@ def test_error_is_below_that_of_sgemm(kind, seed):
     ("config", "way"), [(SMALL, "compensated"), (f"{SMALL}/k2", "compensated, 2 parts of K"), (PLAIN, "plain")]
 )
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_model_of_the_sums_has_the_bits(precision, config, way, seed):
     """`tuning.part_sums`, on which docs/precision.md relies for a long K, beside the kernel."""
     for kind in ("normal", "exponents"):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cutegemm import native
+from cutegemm import grouped, native
 from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
@@ -315,8 +315,15 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
 
     Arguments and errors are those of `gemm`. Compiles the kernel when it was never used, and runs nothing. It shows the
     plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
-    anew.
+    anew. With `offsets=` or `counts=` arguments and errors are those of `grouped_gemm`, of which it tells the same.
     """
+    if "offsets" in options or "counts" in options:
+        if c is not None:
+            raise ValueError(
+                "c: got a tensor with offsets or counts; grouped_gemm reads it as an operand of an epilogue"
+            )
+        print(planning.describe(grouped.plan_of(a, b, **options)))
+        return
     plan = _planned(a, b, c, options, anew=False)
     print(planning.describe(plan))
     if plan.kernel is not None and not plan.emulated:

@@ -131,15 +131,15 @@ def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: su
 
     given = {"--c": options.c, "--bias": options.bias, "--activation": options.activation}
     refused = [name for name, value in given.items() if value]
-    if options.work != "dense":
-        refused.append(f"--work {options.work}")
     if options.precision != "ieee":
         refused.append(f"--precision {options.precision}")
     if refused:
         raise ValueError(f"--scaling: got blocks with {refused[0]}; products are measured with scales of blocks alone")
     out_dtype = options.out_dtype or "bf16"
-    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype))
-    return Problem.of(*shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue)
+    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype, options.work))
+    return Problem.of(
+        *shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue, work=options.work
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,10 +12,10 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils.flop_counter import register_flop_formula
 
-from cutegemm.problem import dtypes, grouped_request, program_request, torch_dtype
+from cutegemm.problem import grouped_request, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import grouped_autograd, sharded, sharding, sharding_programs
+from cutegemm.pytorch import grouped_autograd, scaled, sharded, sharding, sharding_programs
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
@@ -70,6 +70,15 @@ def shape_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> tuple
     return extents.shape(columns)
 
 
+def dtypes_of(a: Any, program: Any, out_dtype: Any) -> list[str]:
+    """The names of the results' dtypes. Raises TypeError or ValueError as `grouped_gemm` does."""
+    default = grouped_request.default_dtype(str(dtype_name(a.dtype)), program, out_dtype)
+    return [
+        grouped_request.result_dtype(number, output, None, out_dtype, default, program)
+        for number, output in enumerate(program.outputs)
+    ]
+
+
 def _fake(
     a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
@@ -77,10 +86,7 @@ def _fake(
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
     shape = shape_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
-    if out_dtype is not None and dtype_name(out_dtype) is None:
-        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
-    default = dtypes.TABLE[str(dtype_name(a.dtype))].output if out_dtype is None else str(dtype_name(out_dtype))
-    names = [program_request._dtype(i, each, None, out_dtype, default) for i, each in enumerate(known.outputs)]
+    names = dtypes_of(a, known, out_dtype)
     return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
 
 
@@ -125,6 +131,10 @@ def _recorded(
                 below, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype,
                 precision, backend, config, save, zeros,
             )  # fmt: skip
+
+    if a.element_size() == 1:
+        named = {"a": a, "b": b, **{f"operands[{i}]": each for i, each in enumerate(operands)}}
+        scaled.refuse_gradients(named, "grouped_gemm")
 
     def run(a: Any, b: Any, arrays: Any, epilogue: Any, given: Any, wanted: Any) -> Any:
         # Recording switches grad mode off, which the next level of torch.func is to find as it was.
@@ -229,14 +239,14 @@ for _name in ("grouped_gemm", "grouped_gemm_out"):
     _library.impl(_name, _vmapped, "Batched")  # autograd's older vmap
 
 
-def _flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:
+def flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:
     """2 M N K of all groups, for torch's FlopCounterMode; of a masked product as if every row counted."""
     single = len(a_shape) == 2 or len(b_shape) == 2
     m = a_shape[-2] if rows is None else rows[0]
     return 2 * m * a_shape[-1] * b_shape[-1] * (1 if single else a_shape[0])
 
 
-register_flop_formula([torch.ops.cutegemm.grouped_gemm, torch.ops.cutegemm.grouped_gemm_out])(_flops)
+register_flop_formula([torch.ops.cutegemm.grouped_gemm, torch.ops.cutegemm.grouped_gemm_out])(flops)
 
 
 def call(

@@ -23,6 +23,9 @@ from cutegemm.pytorch.dispatch import is_dispatched
 
 ACCUMULATIONS = ("promoted", "fast")
 """What `accumulate` may be."""
+FAST_WITH_BLOCKS = (
+    "accumulate: got 'fast' with scales of blocks of K, which are applied where sums are promoted; leave it away"
+)
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
 SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
@@ -107,10 +110,7 @@ def compute_eager(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
     )
     if precision == "fast" and program.block_scales:
-        raise ValueError(
-            "accumulate: got 'fast' with scales of blocks of K, which are applied where sums are promoted; leave it "
-            "away"
-        )
+        raise ValueError(FAST_WITH_BLOCKS)
     return programs.compute(a, b, program, given, out, out_dtype, precision, backend, config, save)
 
 
@@ -133,15 +133,15 @@ def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any,
     return a, b, None, {**known, "epilogue": program, "operands": operands, "out_dtype": out_dtype}
 
 
-def refuse_gradients(tensors: dict[str, Any]) -> None:
+def refuse_gradients(tensors: dict[str, Any], call: str = "gemm") -> None:
     """Raises ValueError for a tensor that requires grad: products of quantized operands record none."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise ValueError(
-                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call gemm under "
-                "torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
+                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call {call} "
+                "under torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
             )
 
 

@@ -11,7 +11,7 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests import needs
-from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
+from tests.groups import RECIPES, SKEWS, WORKS, GroupCase, sizes_of
 
 pytestmark = pytest.mark.gpu
 
@@ -126,3 +126,77 @@ def test_gradients_are_those_of_torch_and_the_same_each_time(seed):
     for first, second, theirs in zip(*found, strict=True):
         assert torch.equal(first, second)
         assert torch.equal(first, theirs)
+
+
+SCALED = [
+    "sm90/128x192x128/coop2/c2x1/s4/serp8/zig/pdl",
+    "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl/twin",
+    "sm90/64x64x128/coop1/c1x1/s8/serp8/swap/pdl/twin",
+    "sm90/64x16x128/coop1/c2x1/s8/row/swap/pdl",
+    "sm90/64x128x128/pp/c1x1/s5/serp8/slab",
+    None,
+]
+KINDS = [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("int8", "int8")]
+
+
+@pytest.mark.parametrize("config", SCALED)
+@pytest.mark.parametrize("work", [work for work in WORKS if work != RAGGED_K])
+def test_every_recipe_on_groups_of_any_sizes(work, config, seed):
+    """K is no multiple of 128, groups end anywhere."""
+    if work == GATHERED and config is not None:
+        config = config.replace("c2x1", "c1x1") if "swap" in config else config
+    rng = random.Random(seed)
+    for skew in SKEWS:
+        sizes = sizes_of(skew, rng.choice((1, 8, 130)), 3000, rng)
+        kinds = rng.choice(KINDS)
+        for recipes in (("blocks", "blocks128"), (rng.choice(RECIPES), rng.choice(RECIPES))):
+            if work == RAGGED_N:
+                recipes = recipes[::-1]
+            case = GroupCase.random(
+                work, sizes if work != MASKED else sizes[:16], 3000, 520, 1096, kinds[0], b_dtype=kinds[1], seed=seed,
+                recipes=recipes, device="cuda", tail=5,
+            )  # fmt: skip
+            case.run(backend="cute", config=config)
+    for kind, options in (("int8", {}), ("e4m3", {"out_dtype": torch.float32})):
+        case = GroupCase.random(
+            work, [500, 0, 1, 123], 624, 520, 1032, kind, seed=seed, device="cuda", integers=True, **options
+        )  # fmt: skip
+        case.run(exact=True, backend="cute", config=config)
+
+
+def test_gate_and_up_of_scaled_experts(seed):
+    for kind, recipe in (("e4m3", "rows"), ("int8", "flat"), ("e4m3", "groups")):
+        for work in (RAGGED_M, GATHERED, SCATTERED, MASKED):
+            case = GroupCase.random(
+                work, [700, 0, 3, 321], 1024, 1040, 264, kind, seed=seed, device="cuda", recipes=(recipe, recipe),
+                out_dtype=torch.bfloat16,
+            )  # fmt: skip
+            case.epilogue = ops.swiglu
+            case.run(backend="cute")
+
+
+@pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("rows", "rows")])
+def test_a_captured_scaled_product_follows_its_offsets(recipes, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    case = GroupCase.random(RAGGED_M, [96] * 8, 0, 264, 272, "e4m3", seed=seed, device="cuda", recipes=recipes)
+    out = case.call(backend="cute").clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.call(backend="cute", out=out)
+    for _ in range(100):
+        case.sizes.copy_(torch.randint(-40, 850, (8,), generator=generator, device="cuda").int().sort().values)
+        out.fill_(77)
+        graph.replay()
+        want = torch.full_like(out, 77)
+        case.call(backend="cute", out=want)
+        assert torch.equal(out, want)
+
+
+def test_scales_of_rows_are_those_of_torch(seed):
+    """The call of torch._scaled_grouped_mm with the same arguments; both round to bfloat16 once."""
+    case = GroupCase.random(RAGGED_M, [96, 0, 33, 200], 0, 256, 512, "e4m3", seed=seed, device="cuda",
+                            recipes=("flat", "flat"))  # fmt: skip
+    scales = case.scales["scale_a"].contiguous(), case.scales["scale_b"].contiguous()
+    want = torch._scaled_grouped_mm(case.a, case.b, *scales, offs=case.sizes, out_dtype=torch.bfloat16)
+    got = cutegemm.grouped_gemm(case.a, case.b, case.sizes, scale_a=scales[0], scale_b=scales[1])
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))

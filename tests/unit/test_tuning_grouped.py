@@ -12,7 +12,7 @@ import torch
 
 from cutegemm.choice.group_kin import kin
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.tuner.grouped_bench import MEASURED, GroupedBench
 from cutegemm.tuner.timer import TORCH
@@ -242,6 +242,20 @@ def test_the_tuner_checks_results_in_groups(work):
     assert TORCH not in bench._calls
     with pytest.raises(ValueError, match="others take theirs"):
         GroupedBench(replace(problem, epilogue=Epilogue(activation="silu")), small, device="cpu")
+
+
+@pytest.mark.parametrize("work", ["ragged_m", "ragged_n"])
+def test_the_tuner_checks_scaled_results_in_groups(work):
+    """What is multiplied without scales is wrong: they count."""
+    epilogue = Epilogue(custom=scaling.of_blocks("e4m3", "fp32", work))
+    problem = Problem.of(24, 16, 144, "e4m3", batch=3, work=work, out_dtype="fp32", epilogue=epilogue)
+    bench = GroupedBench(problem, replace(H200, l2_bytes=1), seed=1, device="cpu")
+    (bounds,) = (bench._bounds,)
+    bench._whole.fill_(torch.nan)
+    bench._d.copy_(bounds.value)
+    assert bench._verdict() == "ok"
+    bench._torch()[0]()
+    assert bench._verdict().startswith("wrong")
 
 
 def test_winners_of_the_nearest_power_of_two_serve_other_numbers_of_tokens():

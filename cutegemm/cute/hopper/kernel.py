@@ -212,7 +212,9 @@ class HopperGemm(Gemm):
                     load_other = loaders(config, position, self.a, self.b)[0 if config.swapped else 1]
                     first = position.warp == config.consumers * 4
                     gathered = GatherLoader(rows, position, args)
-                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
+                    if cutlass.const_expr(self.scales is not None):
+                        self.scales.start(args, memory, position)
+                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first, self.scales).run()
                 elif position.warp == config.consumers * 4:
                     self._producer(position).run()
                 elif cutlass.const_expr(self.scales is not None):

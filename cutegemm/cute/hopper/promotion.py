@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.problem.dtypes import TYPES
 from cutegemm.problem.program.graph import SCALE_K
+from cutegemm.problem.work import DENSE, GATHERED
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
@@ -28,6 +29,8 @@ MOST_WITH_COPIES = 96
 """Most accumulators a thread, with two consumer warpgroups, where it copies more; it gets 16 registers more then."""
 MOST_TWIN = {1: 72, 2: 72, 3: 40}
 """The same with option twin, which has a third set of registers."""
+MOST_TWIN_IN_GROUPS = 64
+"""The same, with two consumer warpgroups, with scales of blocks of K in groups."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
 MOST_COMPENSATED = 32
@@ -38,7 +41,7 @@ SCALE_THREADS = 96
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
-copies more than `FEW_COPIES` scales, and in ping-pong any."""
+copies more than `FEW_COPIES` scales, in ping-pong and in groups any, or gathers rows."""
 
 
 def interval(config: HopperConfig, signature: Signature) -> int:
@@ -49,9 +52,17 @@ def interval(config: HopperConfig, signature: Signature) -> int:
 def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | None:
     """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
     if signature.promotion and config.consumers == 2 and config.registers is not None:
-        few = FEW_COPIES if not config.ping_pong else 0
-        return CONSUMER_REGISTERS if copies(config, signature) <= few else WITH_COPIES
+        more = _copies_much(config, signature) or (config.ping_pong and copies(config, signature) > 0)
+        return WITH_COPIES if more else CONSUMER_REGISTERS
     return config.registers
+
+
+def _copies_much(config: HopperConfig, signature: Signature) -> bool:
+    """Whether the warps that copy need the registers of `WITH_COPIES`: they bring many scales, or any of groups, whose
+    ends each warp keeps, or gather rows.
+    """
+    few = FEW_COPIES if signature.work == DENSE else 0
+    return signature.work == GATHERED or copies(config, signature) > few
 
 
 def compensates(config: HopperConfig, signature: Signature) -> bool:
@@ -110,10 +121,12 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
     if scales:
         most = min(most, MOST_SCALED[config.consumers])
-    if config.consumers == 2 and copies(config, signature) > FEW_COPIES:
+    if config.consumers == 2 and _copies_much(config, signature):
         most = min(most, MOST_WITH_COPIES)
     if twin:
         most = min(most, MOST_TWIN[config.consumers])
+        if scales and signature.work != DENSE and config.consumers == 2:
+            most = min(most, MOST_TWIN_IN_GROUPS)
     if config.accumulators > most:
         return f"{config.accumulators} accumulators a thread and as many partial sums; more than {most} spill"
     return None

@@ -13,8 +13,9 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm import replacing
-from cutegemm.linear import linear
+from cutegemm.linear import _extent, linear
 from cutegemm.mixture import MoE, TopKRouter, replace_moe
+from cutegemm.moe import DTYPES
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
@@ -234,11 +235,24 @@ class SwiGLU(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
         for weight in (self.gate_up_weight, self.down_weight):
-            torch.nn.init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
+            bound = max(weight.shape[1], 1) ** -0.5
+            torch.nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: (..., in_features). Returns (..., out_features). Gradients, autocast and torch.compile as `gemm`."""
-        rows = input.reshape(-1, input.shape[-1]) if input.dim() != 2 else input
+        """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features). Gradients, autocast and
+        torch.compile as `gemm`.
+
+        Raises TypeError or ValueError for an input that is no such tensor.
+        """
+        if not isinstance(input, torch.Tensor) or input.is_nested:
+            what = "a nested tensor" if isinstance(input, torch.Tensor) else type(input).__name__
+            raise TypeError(f"input: got {what}, expected a dense torch.Tensor")
+        columns = self.gate_up_weight.shape[1]
+        if input.dim() == 0 or input.shape[-1] != columns:
+            raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {columns})")
+        if input.dtype not in DTYPES:
+            raise TypeError(f"input: got dtype {input.dtype}, accepted are {', '.join(map(str, DTYPES))}")
+        rows = input.reshape(_extent(input), columns) if input.dim() != 2 else input
         result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
         return result.view(*input.shape[:-1], self.down_weight.shape[0])
 

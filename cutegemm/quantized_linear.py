@@ -143,7 +143,11 @@ class Fp8Linear(torch.nn.Module):
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
+        if input.device != self.weight.device:
+            raise ValueError(f"input: it is on {input.device}, expected the device of weight, {self.weight.device}")
         kind = input.device.type
+        if kind == "meta":
+            raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         settings = self.settings
@@ -246,6 +250,8 @@ class Fp8Linear(torch.nn.Module):
         if scale is None:
             raise ValueError("scale: got None; pass what the weight is to be multiplied by")
         values, scale = _checked(weight, scale)
+        if bias is not None:
+            _check_bias(bias, values)
         by_shape = "tensor" if scale.dim() == 0 else "rows" if scale.shape[1] == 1 != values.shape[1] else "blocks"
         of_input = by_shape if scaling is None else scaling
         settings = Settings.of(values.dtype, (of_input, by_shape), activation, accumulate, backend)
@@ -304,7 +310,18 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
     return new_values(tuple(values.shape), False, values.dtype, values.device).copy_(values)
 
 
-def _one(name: str, scale: torch.Tensor) -> torch.Tensor:
+def _check_bias(bias: Any, values: torch.Tensor) -> None:
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor or None")
+    if not bias.is_floating_point() or bias.layout != torch.strided:
+        raise TypeError(f"bias: got dtype {bias.dtype}, layout {bias.layout}, expected a dense floating-point tensor")
+    if tuple(bias.shape) != (values.shape[0],):
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({values.shape[0]},)")
+
+
+def _one(name: str, scale: Any) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor) or scale.is_nested:
+        raise TypeError(f"{name}: got {type(scale).__name__}, expected a dense torch.Tensor of one element")
     if scale.numel() != 1:
         raise ValueError(f"{name}: got shape {tuple(scale.shape)}, accepted is one element")
     return scale.detach().to(torch.float32).reshape(())

@@ -222,6 +222,16 @@ def test_what_cannot_be_is_refused(seed):
         Fp8Linear.from_quantized(layer.weight, torch.ones(3, 3))
     with pytest.raises(TypeError, match=r"weight: got torch\.bfloat16 of shape"):
         Fp8Linear.from_quantized(linear.weight, torch.ones(()))
+    for options, error, message in (
+        ({"bias": 0}, TypeError, r"bias: got int, expected a torch\.Tensor or None"),
+        ({"bias": torch.ones(3)}, ValueError, r"bias: got shape \(3,\), expected \(260,\)"),
+        ({"bias": torch.ones(260, dtype=torch.int32)}, TypeError, r"bias: got dtype torch\.int32"),
+        ({"input_scale": 0.5}, TypeError, r"input_scale: got float, expected a dense torch\.Tensor of one element"),
+    ):
+        with pytest.raises(error, match=message):
+            Fp8Linear.from_quantized(layer.weight, torch.ones(()), **options)
+    with pytest.raises(ValueError, match="input: it is on meta, accepted are CUDA and CPU tensors"):
+        Fp8Linear(200, 260, device="meta")(x.detach().to("meta"))
     with pytest.raises(TypeError, match="module: got GELU"):
         Fp8Linear.from_linear(torch.nn.GELU())  # type: ignore[arg-type]
 

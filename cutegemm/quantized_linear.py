@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
 from cutegemm.gemm import gemm
@@ -206,12 +207,20 @@ class Fp8Linear(torch.nn.Module):
     ) -> Fp8Linear:
         """The layer with the quantized weight of `module`, its very bias, forward hooks and training mode.
 
+        activation: None means that of a `cutegemm.nn.Linear`.
+
         On the meta device nothing is quantized: load_state_dict(..., assign=True) gives the numbers.
-        Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32; else as the constructor.
+        Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32, or may compute something else;
+        else as the constructor.
         """
+        from cutegemm import nn
+
+        if activation is None and isinstance(module, nn.Linear):
+            activation = module.activation
         settings = Settings.of(dtype, scaling, activation, accumulate, backend)
-        if not isinstance(module, torch.nn.Linear):
-            raise TypeError(f"module: got {type(module).__name__}, expected a torch.nn.Linear")
+        reason = why_not_quantized(module, (torch.nn.Linear.forward, nn.Linear.forward))
+        if reason is not None:
+            raise TypeError(f"module: {reason}")
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._fill(module.weight, module.bias, settings)
@@ -259,6 +268,20 @@ class Fp8Linear(torch.nn.Module):
         torch.nn.Module.__init__(made)
         made._take(values, scale, bias, None if input_scale is None else _one("input_scale", input_scale), settings)
         return made
+
+
+def why_not_quantized(module: Any, known: Sequence[Any] = (torch.nn.Linear.forward,)) -> str | None:
+    """Why `Fp8Linear` cannot stand for this module, or None. known: the forward methods of what it can stand for."""
+    if not isinstance(module, torch.nn.Linear):
+        return f"got {type(module).__name__}, expected a torch.nn.Linear"
+    if type(module).forward not in known or "forward" in module.__dict__:
+        return f"got {type(module).__name__} with a forward of its own, which may compute something else"
+    if "weight" not in module._parameters and not is_parametrized(module, "weight"):
+        return (
+            "got a weight that is no parameter: a hook makes it in every call; make it a parameter first "
+            "(torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)"
+        )
+    return None
 
 
 def _extent(x: torch.Tensor) -> int:

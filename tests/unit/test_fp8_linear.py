@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.utils import prune
 
 import cutegemm
 from cutegemm.nn import Fp8Linear, compare, replace_linears
@@ -234,6 +235,50 @@ def test_what_cannot_be_is_refused(seed):
         Fp8Linear(200, 260, device="meta")(x.detach().to("meta"))
     with pytest.raises(TypeError, match="module: got GELU"):
         Fp8Linear.from_linear(torch.nn.GELU())  # type: ignore[arg-type]
+
+
+def test_an_activation_goes_along_and_a_forward_of_its_own_is_refused(seed):
+    class Doubled(torch.nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    torch.manual_seed(seed)
+    layer, x = cutegemm.nn.Linear(200, 260, activation="relu"), inputs(seed, torch.float32)
+    made = Fp8Linear.from_linear(layer, "int8")
+    assert made.settings.activation == "relu"
+    assert compare(torch.nn.Sequential(layer), torch.nn.Sequential(made), x).error < 0.02
+    with pytest.raises(TypeError, match="module: got Doubled with a forward of its own"):
+        Fp8Linear.from_linear(Doubled(200, 260))
+    changed = torch.nn.Linear(200, 260)
+    changed.forward = lambda x: x
+    with pytest.raises(TypeError, match="module: got Linear with a forward of its own"):
+        Fp8Linear.from_linear(changed)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_that_a_hook_makes_is_left(seed):
+    torch.manual_seed(seed)
+    normed = torch.nn.utils.weight_norm(torch.nn.Linear(200, 260))
+    pruned = prune.random_unstructured(torch.nn.Linear(260, 40), "weight", amount=0.5)
+    whole, x = torch.nn.Sequential(normed, pruned), inputs(seed, torch.float32)
+    before = whole(x)
+    assert torch.equal(replace_linears(whole, dtype="fp8")(x), before)
+    for layer in whole:
+        with pytest.raises(TypeError, match="module: got a weight that is no parameter: a hook makes it"):
+            Fp8Linear.from_linear(layer)
+
+
+def test_torchs_encoders_call_their_quantized_layers(seed):
+    torch.manual_seed(seed)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    quantized = replace_linears(copy.deepcopy(encoder), dtype="int8")
+    x, padding = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    with torch.no_grad():
+        assert compare(encoder, quantized, x).error < 0.02
+        found, want = (each(x, src_key_padding_mask=padding) for each in (quantized, encoder))
+    assert (found - want)[~padding].norm() < 0.02 * want[~padding].norm()
 
 
 def test_replaced_layers_share_and_choose(seed):

@@ -88,6 +88,7 @@ def test_debugging_names_the_group_or_the_row(monkeypatch):
 
 
 A, B = torch.empty(12, 8), torch.empty(4, 8, 6)
+NESTED = torch.nested.nested_tensor([A, A], layout=torch.jagged)
 WRONG = [
     ((A, B), {}, ValueError, "offsets, counts: got neither"),
     ((A, B, ENDS.long()), {}, TypeError, "offsets: got dtype torch.int64, accepted is torch.int32"),
@@ -120,7 +121,7 @@ WRONG = [
     ((A, B, ENDS), {"bias": torch.ones(6).bool()}, TypeError, "bias: got dtype torch.bool, accepted are"),
     ((A, B, ENDS), {"bias": torch.ones(4, 6).to_sparse()}, TypeError, "bias: got a nested tensor or layout"),
     ((A, B, ENDS), {"bias": torch.ones(6, device="meta")}, ValueError, "bias: it is on meta, expected the device of a"),
-    ((A, torch.nested.nested_tensor([A, A], layout=torch.jagged), ENDS), {}, TypeError, "b: got a nested tensor, expected a dense one"),
+    ((A, NESTED, ENDS), {}, TypeError, "b: got a nested tensor, expected a dense one"),
     ((A, B, ENDS), {"out": 3}, ValueError, "out: got int, but the epilogue has 1 results"),
     ((A, B, ENDS), {"out": torch.empty(4, 6)}, ValueError, "out: got shape (4, 6), expected (12, 6)"),
     ((A, B, ENDS), {"save": "all"}, ValueError, "save: got 'all'"),

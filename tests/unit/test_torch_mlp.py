@@ -202,3 +202,18 @@ def test_extents_of_zero(sizes, shape):
 def test_an_input_that_is_none_is_named(given, error, message):
     with pytest.raises(error, match=re.escape(message)):
         SwiGLU(8, 4)(given)
+
+
+def test_mlps_that_compute_something_else_or_train_a_part_stay():
+    class Clamped(MLP):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7) * self.up_proj(x))
+
+    class Called(MLP):
+        def forward(self, x, scale):
+            return scale * super().forward(x)
+
+    frozen = MLP(torch.nn.SiLU())
+    frozen.gate_proj.weight.requires_grad_(False)
+    for module in (Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), frozen):
+        assert replace_mlps(module) is module

@@ -357,7 +357,8 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         found = [state.pop(prefix + name) for name in names if prefix + name in state]
         return found[0] if found else None
 
-    weight, scale, fixed = state.get(f"{prefix}weight"), taken(SCALE_NAMES), taken(INPUT_SCALE_NAMES)
+    weight: Any = state.get(f"{prefix}weight")
+    scale, fixed = taken(SCALE_NAMES), taken(INPUT_SCALE_NAMES)
     if weight is not None and scale is None and hasattr(weight, "qdata"):  # torchao's Float8Tensor
         weight, scale = weight.qdata, weight.scale
     if weight is not None and scale is None and weight.dtype not in FORMATS and weight.is_floating_point():
@@ -365,14 +366,16 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         weight, scale = _quantized(home, module.settings)
     elif weight is not None and scale is not None:
         weight, scale = _checked(weight, scale)
-        if weight.dtype != module.weight.dtype:
-            module.settings = module.settings._replace(dtype=weight.dtype)
-            module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
+    # Torch refuses a weight of another shape, and then the layer must be what it was.
+    fits = weight is not None and weight.shape == module.weight.shape
+    if fits and scale is not None and weight.dtype != module.weight.dtype:
+        module.settings = module.settings._replace(dtype=weight.dtype)
+        module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
     if weight is not None:
         state[f"{prefix}weight"] = weight
     if scale is not None:
         state[f"{prefix}weight_scale"] = scale
-        if scale.shape != module.weight_scale.shape:
+        if fits and scale.shape != module.weight_scale.shape:
             module.weight_scale = torch.empty(scale.shape, dtype=torch.float32, device=module.weight_scale.device)
     if fixed is not None:
         state[f"{prefix}input_scale"] = _one("input_scale", fixed)

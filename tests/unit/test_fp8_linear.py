@@ -281,6 +281,19 @@ def test_torchs_encoders_call_their_quantized_layers(seed):
     assert (found - want)[~padding].norm() < 0.02 * want[~padding].norm()
 
 
+@pytest.mark.parametrize("other", ["plain", "quantized"])
+def test_a_state_of_another_shape_leaves_the_layer_as_it_was(other, seed):
+    torch.manual_seed(seed)
+    layer, larger, x = Fp8Linear(200, 260), torch.nn.Linear(200, 270), inputs(seed, torch.float32)
+    if other == "quantized":
+        larger = Fp8Linear.from_linear(larger, "int8", scaling="blocks")
+    with torch.no_grad():
+        before = layer(x)
+        with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
+            layer.load_state_dict(larger.state_dict())
+        assert torch.equal(layer(x), before)
+
+
 def test_replaced_layers_share_and_choose(seed):
     whole = model(seed)
     whole.append(whole[2])

@@ -316,6 +316,9 @@ def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str, 
     """Makes the entries of a `SwiGLU` of the three weights that Hugging Face's models have."""
     gate, up, down = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
     if gate in state and up in state:
+        shapes = tuple(state[gate].shape), tuple(state[up].shape)
+        if shapes[0] != shapes[1]:  # which, stacked, could fit
+            raise ValueError(f"state_dict: got {gate} of shape {shapes[0]} and {up} of shape {shapes[1]}, expected one")
         state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
     if down in state:
         state[f"{prefix}down_weight"] = state.pop(down)

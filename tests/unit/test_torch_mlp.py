@@ -217,3 +217,10 @@ def test_mlps_that_compute_something_else_or_train_a_part_stay():
     frozen.gate_proj.weight.requires_grad_(False)
     for module in (Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), frozen):
         assert replace_mlps(module) is module
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (5, 9)])
+def test_a_gate_and_an_up_of_different_shapes_are_not_stacked(shape):
+    state = {"gate_proj.weight": torch.ones(5, 8), "up_proj.weight": torch.ones(shape)}
+    with pytest.raises(ValueError, match=r"got gate_proj\.weight of shape \(5, 8\) and up_proj\.weight of shape"):
+        SwiGLU(8, 6).load_state_dict({**state, "down_proj.weight": torch.ones(8, 6)})

@@ -20,7 +20,15 @@ from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
-from cutegemm.quantized_linear import Comparison, Fp8Linear, LayerError, Settings, compare, why_not_quantized
+from cutegemm.quantized_linear import (
+    FORWARDS,
+    Comparison,
+    Fp8Linear,
+    LayerError,
+    Settings,
+    compare,
+    why_not_quantized,
+)
 
 __all__ = [
     "Comparison", "Fp8Linear", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare", "replace_linears",
@@ -110,6 +118,9 @@ class Linear(torch.nn.Linear):
         made.__dict__.update({name: _own(value) for name, value in module.__dict__.items()})
         made._configure(activation, precision, backend, constant_weight)
         return made
+
+
+FORWARDS.append(Linear.forward)
 
 
 def replace_linears(

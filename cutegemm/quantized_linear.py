@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,8 @@ SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale_weight")
 INPUT_SCALE_NAMES = ("input_scale", "activation_scale", "scale_input")
 """Names in checkpoints, ours first: compressed-tensors, Hugging Face's fp8 and DeepSeek's, ComfyUI's. All of them are
 factors that the values are multiplied by."""
+FORWARDS: list[Any] = [torch.nn.Linear.forward]
+"""The forward methods of what `Fp8Linear` can stand for; cutegemm.nn adds that of its `Linear`, with an activation."""
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -213,14 +215,12 @@ class Fp8Linear(torch.nn.Module):
         Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32, or may compute something else;
         else as the constructor.
         """
-        from cutegemm import nn
-
-        if activation is None and isinstance(module, nn.Linear):
-            activation = module.activation
-        settings = Settings.of(dtype, scaling, activation, accumulate, backend)
-        reason = why_not_quantized(module, (torch.nn.Linear.forward, nn.Linear.forward))
+        reason = why_not_quantized(module)
         if reason is not None:
             raise TypeError(f"module: {reason}")
+        if activation is None and type(module).forward is not torch.nn.Linear.forward:
+            activation = module.activation
+        settings = Settings.of(dtype, scaling, activation, accumulate, backend)
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._fill(module.weight, module.bias, settings)
@@ -270,11 +270,11 @@ class Fp8Linear(torch.nn.Module):
         return made
 
 
-def why_not_quantized(module: Any, known: Sequence[Any] = (torch.nn.Linear.forward,)) -> str | None:
-    """Why `Fp8Linear` cannot stand for this module, or None. known: the forward methods of what it can stand for."""
+def why_not_quantized(module: Any) -> str | None:
+    """Why `Fp8Linear` cannot stand for this module, or None."""
     if not isinstance(module, torch.nn.Linear):
         return f"got {type(module).__name__}, expected a torch.nn.Linear"
-    if type(module).forward not in known or "forward" in module.__dict__:
+    if type(module).forward not in FORWARDS or "forward" in module.__dict__:
         return f"got {type(module).__name__} with a forward of its own, which may compute something else"
     if "weight" not in module._parameters and not is_parametrized(module, "weight"):
         return (

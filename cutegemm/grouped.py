@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.choice.plan import Plan
-from cutegemm.problem import program_request
+from cutegemm.problem import dtypes, program_request
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, scaled, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
@@ -124,7 +124,11 @@ def grouped_gemm(
     for name, each in (("a", a), ("b", b)):
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.Tensor")
+        if each.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, expected a dense one; pass the rows of all groups")
     program_request.check_operands(operands)
+    if bias is not None and epilogue is None:
+        _check_bias(bias, a, b, counts if offsets is None else offsets)
     epilogue, operands = _epilogue(bias, epilogue, operands)
     if accumulate is not None:
         precision = scaled.precision_of(a, precision, accumulate)
@@ -197,18 +201,34 @@ def _epilogue(bias: Any, epilogue: Any, operands: Any) -> tuple[Any, Any]:
             )
         if bias is None:
             return _product, ()
-        if not isinstance(bias, torch.Tensor):
-            raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor")
-        if bias.dim() not in (1, 2):
-            raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are (N,) and (G, N)")
         return _with_bias, (bias if bias.dim() == 1 else bias[:, None],)
     if bias is not None:
         raise ValueError("epilogue: got one together with bias; write it in the function, and pass it as an operand")
     return epilogue, operands
 
 
+def _check_bias(bias: Any, a: Any, b: Any, sizes: Any) -> None:
+    """Raises TypeError or ValueError in the terms of the call, which knows a bias as an operand from here on."""
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor")
+    if bias.is_nested or bias.layout != torch.strided:
+        raise TypeError(f"bias: got a nested tensor or layout {bias.layout}, expected a dense (strided) one")
+    if dtypes.term_name(bias.dtype) is None and bias.dtype != torch.int32:
+        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
+    if bias.device != a.device:
+        raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
+    if bias.dim() not in (1, 2):
+        raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are (N,) and (G, N)")
+    groups = sizes.shape[0] if isinstance(sizes, torch.Tensor) and sizes.dim() == 1 else bias.shape[0]
+    if (b.dim() and bias.shape[-1] not in (1, b.shape[-1])) or (bias.dim() == 2 and bias.shape[0] not in (1, groups)):
+        raise ValueError(
+            f"bias: got shape {tuple(bias.shape)}, expected (N,) or (G, N) with b of shape {tuple(b.shape)} and "
+            f"{groups} groups"
+        )
+
+
 def _listed(out: Any) -> list[Any]:
-    return [] if out is None else [out] if isinstance(out, torch.Tensor) else list(out)
+    return [] if out is None else list(out) if isinstance(out, tuple | list) else [out]
 
 
 def by_operator(

@@ -13,13 +13,22 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm import replacing
-from cutegemm.linear import linear
+from cutegemm.linear import _extent, linear
 from cutegemm.mixture import MoE, TopKRouter, replace_moe
+from cutegemm.moe import DTYPES
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
-from cutegemm.quantized_linear import Comparison, Fp8Linear, LayerError, Settings, compare
+from cutegemm.quantized_linear import (
+    FORWARDS,
+    Comparison,
+    Fp8Linear,
+    LayerError,
+    Settings,
+    compare,
+    why_not_quantized,
+)
 
 __all__ = [
     "Comparison", "Fp8Linear", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare", "replace_linears",
@@ -111,6 +120,9 @@ class Linear(torch.nn.Linear):
         return made
 
 
+FORWARDS.append(Linear.forward)
+
+
 def replace_linears(
     model: torch.nn.Module,
     *,
@@ -130,8 +142,9 @@ def replace_linears(
     the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
-    takes, parametrized ones, and those for which `where(name, module)` is false. Tied parameters stay tied, and a
-    module that stands in several places is replaced by one.
+    takes, parametrized ones, with `dtype` those whose weight a hook makes (weight_norm, pruning), and those for which
+    `where(name, module)` is false. Tied parameters stay tied, and a module that stands in several places is replaced by
+    one.
 
     constant_weights=True promises that no running kernel writes a weight when its layer is called, so that a layer may
     fetch its weight while the kernel in front still runs: for inference with weights that stay as they are. Not for
@@ -161,7 +174,7 @@ def replace_linears(
         if _why_not(module) is not None or (where is not None and not where(name, module)):
             return module
         assert isinstance(module, torch.nn.Linear)
-        if dtype is not None and module.weight.dtype not in INPUTS:
+        if dtype is not None and (module.weight.dtype not in INPUTS or why_not_quantized(module) is not None):
             return module
         if id(module) not in made:
             if dtype is None:
@@ -174,7 +187,26 @@ def replace_linears(
                 )
         return made[id(module)]
 
-    return replacing.replace_modules(model, replacement)
+    replaced = replacing.replace_modules(model, replacement)
+    if dtype is not None:
+        _leave_fast_paths(replaced)
+    return replaced
+
+
+def _leave_fast_paths(model: torch.nn.Module) -> None:
+    """Has torch's encoders call their layers; in inference they hand the weights to an operator, which knows no scales.
+
+    The flags are those by which torch says that an encoder layer's activation, or an encoder, has no such operator.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer) and any(
+            isinstance(each, Fp8Linear) for each in module.modules()
+        ):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, torch.nn.TransformerEncoder) and any(
+            isinstance(each, Fp8Linear) for each in module.layers.modules()
+        ):
+            module.use_nested_tensor = False
 
 
 class SwiGLU(torch.nn.Module):
@@ -235,11 +267,24 @@ class SwiGLU(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
         for weight in (self.gate_up_weight, self.down_weight):
-            torch.nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
+            bound = max(weight.shape[-1], 1) ** -0.5
+            torch.nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: (..., in_features). Returns (..., out_features). Gradients, autocast and torch.compile as `gemm`."""
-        rows = input.reshape(-1, input.shape[-1]) if input.dim() != 2 else input
+        """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features). Gradients, autocast and
+        torch.compile as `gemm`.
+
+        Raises TypeError or ValueError for an input that is no such tensor.
+        """
+        if not isinstance(input, torch.Tensor) or input.is_nested:
+            what = "a nested tensor" if isinstance(input, torch.Tensor) else type(input).__name__
+            raise TypeError(f"input: got {what}, expected a dense torch.Tensor")
+        columns = self.gate_up_weight.shape[-1]
+        if input.dim() == 0 or input.shape[-1] != columns:
+            raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {columns})")
+        if input.dtype not in DTYPES:
+            raise TypeError(f"input: got dtype {input.dtype}, accepted are {', '.join(map(str, DTYPES))}")
+        rows = input.reshape(_extent(input), columns) if input.dim() != 2 else input
         result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
         return result.view(*input.shape[:-1], self.down_weight.shape[0])
 
@@ -283,6 +328,9 @@ def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str, 
     """Makes the entries of a `SwiGLU` of the three weights that Hugging Face's models have."""
     gate, up, down = (f"{prefix}{name}_proj.weight" for name in ("gate", "up", "down"))
     if gate in state and up in state:
+        shapes = tuple(state[gate].shape), tuple(state[up].shape)
+        if shapes[0] != shapes[1]:  # which, stacked, could fit
+            raise ValueError(f"state_dict: got {gate} of shape {shapes[0]} and {up} of shape {shapes[1]}, expected one")
         state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
     if down in state:
         state[f"{prefix}down_weight"] = state.pop(down)
@@ -300,11 +348,12 @@ def replace_mlps(
 
     An MLP is a module whose children are gate_proj, up_proj and down_proj, each a torch.nn.Linear without a bias, and
     perhaps act_fn; act_fn is SiLU or a GELU (erf or tanh). It is replaced when down_proj(act_fn(gate_proj(x)) *
-    up_proj(x)) is what it computes, which is tried on one random row in its own dtype, unless its weights are on the
-    meta device. Its gate and up are copied once, into one parameter: an optimizer made before holds the old ones, so
-    make it afterwards. state_dict then has the names of `SwiGLU`, which loads both these and the old ones. Other
-    modules, those with a hook or a dtype that no kernel takes, and those for which `where(name, module)` is false, are
-    left as they are.
+    up_proj(x)) is what it computes, which is tried on two random rows in its own dtype, one of them so large that a
+    gate which is clamped is found, unless its weights are on the meta device. Its gate and up are copied once, into one
+    parameter: an optimizer made before holds the old ones, so make it afterwards. state_dict then has the names of
+    `SwiGLU`, which loads both these and the old ones. Other modules, those with a hook or a dtype that no kernel takes,
+    those of whose gate and up one alone requires grad, and those for which `where(name, module)` is false, are left as
+    they are.
 
     Returns:
         `model`, or its replacement when it is such an MLP itself.
@@ -329,6 +378,8 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
         return None
     if any(replacing.is_altered(each) for each in (module, *linears)):
         return None
+    if module.gate_proj.weight.requires_grad != module.up_proj.weight.requires_grad:
+        return None
     return replacing.activation_of(getattr(module, "act_fn", None))
 
 
@@ -338,12 +389,19 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str)
     if not gate.is_meta:
         with torch.no_grad():
             generator = torch.Generator(gate.device).manual_seed(0)
-            x = torch.randn((1, gate.shape[1]), dtype=gate.dtype, device=gate.device, generator=generator)
+            x = torch.randn((2, gate.shape[1]), dtype=torch.float32, device=gate.device, generator=generator)
+            # Gates of 64 in the second row: a clamp of a gate is at 7 to 30 in the models that have one.
+            x[1] *= 64 / (x[1] @ gate.float().t()).abs().amax().clamp(min=1e-3)
+            x = x.to(gate.dtype)
             wide = x.float() @ gate.float().t(), x.float() @ up.float().t()
             want = (activate(wide[0], activation) * wide[1]) @ down.float().t()
-            # Of a result rounded three times on its way, as torch does it.
-            error = (module(x).float() - want).abs().max()
-            if not error <= 0.02 * want.abs().max():
+            try:
+                found = module(x).float()
+            except Exception:  # whatever it is called with, it is not what was looked for
+                return module
+            # Of results that are rounded three times on their way, as torch does it.
+            error, size = (found - want).abs(), want.abs()
+            if found.shape != want.shape or not bool((error.amax(1) <= 0.02 * size.amax(1)).all()):
                 return module
     made = SwiGLU.from_weights(gate, up, down, activation=activation, precision=precision, backend=backend)
     return made.train(module.training)

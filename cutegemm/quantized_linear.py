@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
 from cutegemm.gemm import gemm
@@ -27,6 +28,8 @@ SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale_weight")
 INPUT_SCALE_NAMES = ("input_scale", "activation_scale", "scale_input")
 """Names in checkpoints, ours first: compressed-tensors, Hugging Face's fp8 and DeepSeek's, ComfyUI's. All of them are
 factors that the values are multiplied by."""
+FORWARDS: list[Any] = [torch.nn.Linear.forward]
+"""The forward methods of what `Fp8Linear` can stand for; cutegemm.nn adds that of its `Linear`, with an activation."""
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -143,7 +146,11 @@ class Fp8Linear(torch.nn.Module):
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
+        if input.device != self.weight.device:
+            raise ValueError(f"input: it is on {input.device}, expected the device of weight, {self.weight.device}")
         kind = input.device.type
+        if kind == "meta":
+            raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         settings = self.settings
@@ -202,12 +209,18 @@ class Fp8Linear(torch.nn.Module):
     ) -> Fp8Linear:
         """The layer with the quantized weight of `module`, its very bias, forward hooks and training mode.
 
+        activation: None means that of a `cutegemm.nn.Linear`.
+
         On the meta device nothing is quantized: load_state_dict(..., assign=True) gives the numbers.
-        Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32; else as the constructor.
+        Raises TypeError for a module that is no torch.nn.Linear of fp16, bf16 or fp32, or may compute something else;
+        else as the constructor.
         """
+        reason = why_not_quantized(module)
+        if reason is not None:
+            raise TypeError(f"module: {reason}")
+        if activation is None and type(module).forward is not torch.nn.Linear.forward:
+            activation = module.activation
         settings = Settings.of(dtype, scaling, activation, accumulate, backend)
-        if not isinstance(module, torch.nn.Linear):
-            raise TypeError(f"module: got {type(module).__name__}, expected a torch.nn.Linear")
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._fill(module.weight, module.bias, settings)
@@ -246,6 +259,8 @@ class Fp8Linear(torch.nn.Module):
         if scale is None:
             raise ValueError("scale: got None; pass what the weight is to be multiplied by")
         values, scale = _checked(weight, scale)
+        if bias is not None:
+            _check_bias(bias, values)
         by_shape = "tensor" if scale.dim() == 0 else "rows" if scale.shape[1] == 1 != values.shape[1] else "blocks"
         of_input = by_shape if scaling is None else scaling
         settings = Settings.of(values.dtype, (of_input, by_shape), activation, accumulate, backend)
@@ -253,6 +268,20 @@ class Fp8Linear(torch.nn.Module):
         torch.nn.Module.__init__(made)
         made._take(values, scale, bias, None if input_scale is None else _one("input_scale", input_scale), settings)
         return made
+
+
+def why_not_quantized(module: Any) -> str | None:
+    """Why `Fp8Linear` cannot stand for this module, or None."""
+    if not isinstance(module, torch.nn.Linear):
+        return f"got {type(module).__name__}, expected a torch.nn.Linear"
+    if type(module).forward not in FORWARDS or "forward" in module.__dict__:
+        return f"got {type(module).__name__} with a forward of its own, which may compute something else"
+    if "weight" not in module._parameters and not is_parametrized(module, "weight"):
+        return (
+            "got a weight that is no parameter: a hook makes it in every call; make it a parameter first "
+            "(torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)"
+        )
+    return None
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -304,7 +333,18 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
     return new_values(tuple(values.shape), False, values.dtype, values.device).copy_(values)
 
 
-def _one(name: str, scale: torch.Tensor) -> torch.Tensor:
+def _check_bias(bias: Any, values: torch.Tensor) -> None:
+    if not isinstance(bias, torch.Tensor):
+        raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor or None")
+    if not bias.is_floating_point() or bias.layout != torch.strided:
+        raise TypeError(f"bias: got dtype {bias.dtype}, layout {bias.layout}, expected a dense floating-point tensor")
+    if tuple(bias.shape) != (values.shape[0],):
+        raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({values.shape[0]},)")
+
+
+def _one(name: str, scale: Any) -> torch.Tensor:
+    if not isinstance(scale, torch.Tensor) or scale.is_nested:
+        raise TypeError(f"{name}: got {type(scale).__name__}, expected a dense torch.Tensor of one element")
     if scale.numel() != 1:
         raise ValueError(f"{name}: got shape {tuple(scale.shape)}, accepted is one element")
     return scale.detach().to(torch.float32).reshape(())
@@ -317,7 +357,8 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         found = [state.pop(prefix + name) for name in names if prefix + name in state]
         return found[0] if found else None
 
-    weight, scale, fixed = state.get(f"{prefix}weight"), taken(SCALE_NAMES), taken(INPUT_SCALE_NAMES)
+    weight: Any = state.get(f"{prefix}weight")
+    scale, fixed = taken(SCALE_NAMES), taken(INPUT_SCALE_NAMES)
     if weight is not None and scale is None and hasattr(weight, "qdata"):  # torchao's Float8Tensor
         weight, scale = weight.qdata, weight.scale
     if weight is not None and scale is None and weight.dtype not in FORMATS and weight.is_floating_point():
@@ -325,14 +366,16 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         weight, scale = _quantized(home, module.settings)
     elif weight is not None and scale is not None:
         weight, scale = _checked(weight, scale)
-        if weight.dtype != module.weight.dtype:
-            module.settings = module.settings._replace(dtype=weight.dtype)
-            module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
+    # Torch refuses a weight of another shape, and then the layer must be what it was.
+    fits = weight is not None and weight.shape == module.weight.shape
+    if fits and scale is not None and weight.dtype != module.weight.dtype:
+        module.settings = module.settings._replace(dtype=weight.dtype)
+        module.weight = torch.empty_like(module.weight, dtype=weight.dtype)
     if weight is not None:
         state[f"{prefix}weight"] = weight
     if scale is not None:
         state[f"{prefix}weight_scale"] = scale
-        if scale.shape != module.weight_scale.shape:
+        if fits and scale.shape != module.weight_scale.shape:
             module.weight_scale = torch.empty(scale.shape, dtype=torch.float32, device=module.weight_scale.device)
     if fixed is not None:
         state[f"{prefix}input_scale"] = _one("input_scale", fixed)

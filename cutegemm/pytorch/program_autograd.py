@@ -268,6 +268,8 @@ def _spread(
     axis = -1 if reduce.startswith("row") else -2
     with torch.no_grad():
         (x,) = evaluate(alone, acc, operands, dtype=wide)
+        if x.shape[axis] == 0:  # torch.amax has no maximum of nothing
+            return grad.to(wide) * x
         equal = (x == x.amax(axis, keepdim=True)).to(wide)
         share = equal / equal.sum(axis, keepdim=True)
     return grad.to(wide) * share

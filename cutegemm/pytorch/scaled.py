@@ -80,6 +80,7 @@ def compute(
 ) -> Any:  # fmt: skip
     """`gemm` with a scale or two; see there."""
     tensors = a, b, c, bias, scale_a, scale_b
+    program_request.check_operands(operands)
     if epilogue is None and (operands != () or save is not None):
         programs.refuse_alone({"operands": operands, "save": save})
     if epilogue is None and (_is_dynamo_compiling() or _is_tracing() or is_dispatched(*tensors)):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.utils import prune
 
 import cutegemm
 from cutegemm.nn import Fp8Linear, compare, replace_linears
@@ -222,8 +223,75 @@ def test_what_cannot_be_is_refused(seed):
         Fp8Linear.from_quantized(layer.weight, torch.ones(3, 3))
     with pytest.raises(TypeError, match=r"weight: got torch\.bfloat16 of shape"):
         Fp8Linear.from_quantized(linear.weight, torch.ones(()))
+    for options, error, message in (
+        ({"bias": 0}, TypeError, r"bias: got int, expected a torch\.Tensor or None"),
+        ({"bias": torch.ones(3)}, ValueError, r"bias: got shape \(3,\), expected \(260,\)"),
+        ({"bias": torch.ones(260, dtype=torch.int32)}, TypeError, r"bias: got dtype torch\.int32"),
+        ({"input_scale": 0.5}, TypeError, r"input_scale: got float, expected a dense torch\.Tensor of one element"),
+    ):
+        with pytest.raises(error, match=message):
+            Fp8Linear.from_quantized(layer.weight, torch.ones(()), **options)
+    with pytest.raises(ValueError, match="input: it is on meta, accepted are CUDA and CPU tensors"):
+        Fp8Linear(200, 260, device="meta")(x.detach().to("meta"))
     with pytest.raises(TypeError, match="module: got GELU"):
         Fp8Linear.from_linear(torch.nn.GELU())  # type: ignore[arg-type]
+
+
+def test_an_activation_goes_along_and_a_forward_of_its_own_is_refused(seed):
+    class Doubled(torch.nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    torch.manual_seed(seed)
+    layer, x = cutegemm.nn.Linear(200, 260, activation="relu"), inputs(seed, torch.float32)
+    made = Fp8Linear.from_linear(layer, "int8")
+    assert made.settings.activation == "relu"
+    assert compare(torch.nn.Sequential(layer), torch.nn.Sequential(made), x).error < 0.02
+    with pytest.raises(TypeError, match="module: got Doubled with a forward of its own"):
+        Fp8Linear.from_linear(Doubled(200, 260))
+    changed = torch.nn.Linear(200, 260)
+    changed.forward = lambda x: x
+    with pytest.raises(TypeError, match="module: got Linear with a forward of its own"):
+        Fp8Linear.from_linear(changed)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_weight_that_a_hook_makes_is_left(seed):
+    torch.manual_seed(seed)
+    normed = torch.nn.utils.weight_norm(torch.nn.Linear(200, 260))
+    pruned = prune.random_unstructured(torch.nn.Linear(260, 40), "weight", amount=0.5)
+    whole, x = torch.nn.Sequential(normed, pruned), inputs(seed, torch.float32)
+    before = whole(x)
+    assert torch.equal(replace_linears(whole, dtype="fp8")(x), before)
+    for layer in whole:
+        with pytest.raises(TypeError, match="module: got a weight that is no parameter: a hook makes it"):
+            Fp8Linear.from_linear(layer)
+
+
+def test_torchs_encoders_call_their_quantized_layers(seed):
+    torch.manual_seed(seed)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    quantized = replace_linears(copy.deepcopy(encoder), dtype="int8")
+    x, padding = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    with torch.no_grad():
+        assert compare(encoder, quantized, x).error < 0.02
+        found, want = (each(x, src_key_padding_mask=padding) for each in (quantized, encoder))
+    assert (found - want)[~padding].norm() < 0.02 * want[~padding].norm()
+
+
+@pytest.mark.parametrize("other", ["plain", "quantized"])
+def test_a_state_of_another_shape_leaves_the_layer_as_it_was(other, seed):
+    torch.manual_seed(seed)
+    layer, larger, x = Fp8Linear(200, 260), torch.nn.Linear(200, 270), inputs(seed, torch.float32)
+    if other == "quantized":
+        larger = Fp8Linear.from_linear(larger, "int8", scaling="blocks")
+    with torch.no_grad():
+        before = layer(x)
+        with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
+            layer.load_state_dict(larger.state_dict())
+        assert torch.equal(layer(x), before)
 
 
 def test_replaced_layers_share_and_choose(seed):

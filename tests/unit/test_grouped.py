@@ -88,6 +88,7 @@ def test_debugging_names_the_group_or_the_row(monkeypatch):
 
 
 A, B = torch.empty(12, 8), torch.empty(4, 8, 6)
+NESTED = torch.nested.nested_tensor([A, A], layout=torch.jagged)
 WRONG = [
     ((A, B), {}, ValueError, "offsets, counts: got neither"),
     ((A, B, ENDS.long()), {}, TypeError, "offsets: got dtype torch.int64, accepted is torch.int32"),
@@ -115,6 +116,13 @@ WRONG = [
      "operands: got int, expected a tuple"),
     ((3, B.clone().requires_grad_(), ENDS), {"epilogue": ops.relu}, TypeError, "a: got int, expected a torch.Tensor"),
     ((A, B, ENDS), {"bias": A[0], "epilogue": ops.relu}, ValueError, "epilogue: got one together with bias"),
+    ((A, B, ENDS), {"bias": torch.ones(3)}, ValueError, "bias: got shape (3,), expected (N,) or (G, N)"),
+    ((A, B, ENDS), {"bias": torch.ones(3, 6)}, ValueError, "bias: got shape (3, 6), expected (N,) or (G, N)"),
+    ((A, B, ENDS), {"bias": torch.ones(6).bool()}, TypeError, "bias: got dtype torch.bool, accepted are"),
+    ((A, B, ENDS), {"bias": torch.ones(4, 6).to_sparse()}, TypeError, "bias: got a nested tensor or layout"),
+    ((A, B, ENDS), {"bias": torch.ones(6, device="meta")}, ValueError, "bias: it is on meta, expected the device of a"),
+    ((A, NESTED, ENDS), {}, TypeError, "b: got a nested tensor, expected a dense one"),
+    ((A, B, ENDS), {"out": 3}, ValueError, "out: got int, but the epilogue has 1 results"),
     ((A, B, ENDS), {"out": torch.empty(4, 6)}, ValueError, "out: got shape (4, 6), expected (12, 6)"),
     ((A, B, ENDS), {"save": "all"}, ValueError, "save: got 'all'"),
 ]  # fmt: skip

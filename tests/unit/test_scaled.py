@@ -211,6 +211,12 @@ def test_what_an_epilogue_has_is_refused_beside_scales_alone(name, value):
             call(a, b, scale_a=torch.ones(()), **{name: value})
 
 
+def test_operands_that_are_no_tuple_are_named():
+    a, b = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="operands: got NoneType, expected a tuple"):
+        cutegemm.gemm(a, b, scale_a=torch.ones(()), epilogue=ops.relu, operands=None)
+
+
 def test_a_bias_of_one_element_is_not_spread_over_columns():
     a, b = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 8).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"bias: got shape \(1,\), expected \(8,\)"):

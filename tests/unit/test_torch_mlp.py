@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -196,3 +197,54 @@ def test_arguments():
     with pytest.raises(ValueError, match=r"gate, up, down: got shapes \(4, 8\), \(4, 8\), \(8, 5\)"):
         SwiGLU.from_weights(torch.empty(4, 8), torch.empty(4, 8), torch.empty(8, 5))
     assert "hidden_features=16, out_features=8, activation='silu'" in repr(cutegemm.nn.SwiGLU(8, 16))
+
+
+@pytest.mark.parametrize(("sizes", "shape"), [((0, 4, 3), (2, 3, 0)), ((4, 0), (5, 4)), ((4, 4), (2, 0, 4))])
+def test_extents_of_zero(sizes, shape):
+    layer, x = SwiGLU(*sizes), torch.randn(shape, requires_grad=True)
+    d = layer(x)
+    assert d.shape == (*shape[:-1], layer.down_weight.shape[0])
+    assert not d.count_nonzero()
+    d.sum().backward()
+    assert x.grad is not None
+    assert not x.grad.count_nonzero()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (None, TypeError, "input: got NoneType, expected a dense torch.Tensor"),
+        (torch.ones(()), ValueError, "input: got shape (), expected (..., 8)"),
+        (torch.ones(5), ValueError, "input: got shape (5,), expected (..., 8)"),
+        (
+            torch.ones(2, 8, dtype=torch.float64),
+            TypeError,
+            "input: got dtype torch.float64, accepted are",
+        ),
+    ],
+)
+def test_an_input_that_is_none_is_named(given, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        SwiGLU(8, 4)(given)
+
+
+def test_mlps_that_compute_something_else_or_train_a_part_stay():
+    class Clamped(MLP):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=7) * self.up_proj(x))
+
+    class Called(MLP):
+        def forward(self, x, scale):
+            return scale * super().forward(x)
+
+    frozen = MLP(torch.nn.SiLU())
+    frozen.gate_proj.weight.requires_grad_(False)
+    for module in (Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), frozen):
+        assert replace_mlps(module) is module
+
+
+@pytest.mark.parametrize("shape", [(7, 8), (5, 9)])
+def test_a_gate_and_an_up_of_different_shapes_are_not_stacked(shape):
+    state = {"gate_proj.weight": torch.ones(5, 8), "up_proj.weight": torch.ones(shape)}
+    with pytest.raises(ValueError, match=r"got gate_proj\.weight of shape \(5, 8\) and up_proj\.weight of shape"):
+        SwiGLU(8, 6).load_state_dict({**state, "down_proj.weight": torch.ones(8, 6)})

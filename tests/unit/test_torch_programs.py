@@ -160,6 +160,20 @@ def test_batches_and_broadcasts(a_shape, b_shape, bias_shape, seed):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("m", "n"), [(0, 8), (4, 0), (0, 0)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_maxima_of_nothing_have_gradients(m, n, compiled):
+    def call(a, b):
+        return cutegemm.gemm(a, b, epilogue=lambda acc: (acc, ops.row_max_abs(acc), ops.column_max(acc)))
+
+    a, b = torch.randn(m, 4, requires_grad=True), torch.randn(4, n, requires_grad=True)
+    torch._dynamo.reset()
+    results = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(a, b)
+    grads = torch.autograd.grad(results, (a, b), [torch.ones_like(each) for each in results])
+    for each, own in zip(grads, (a, b), strict=True):
+        assert torch.equal(each, torch.zeros_like(own))
+
+
 def test_half_precision_and_operands_of_other_dtypes(seed):
     a, b = leaves(*draw(seed, (32, 48), (48, 64), dtype=torch.bfloat16))
     (bias,) = leaves(*draw(seed, (64,)))

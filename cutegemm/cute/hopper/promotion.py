@@ -50,7 +50,7 @@ def interval(config: HopperConfig, signature: Signature) -> int:
 def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | None:
     """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
     if signature.promotion and config.consumers == 2 and config.registers is not None:
-        few = FEW_COPIES if not config.ping_pong else 0
+        few = _few(signature) if not config.ping_pong else 0
         return CONSUMER_REGISTERS if copies(config, signature) <= few else WITH_COPIES
     return config.registers
 
@@ -105,6 +105,12 @@ def copies(config: HopperConfig, signature: Signature) -> int:
     return sum(-(-count // SCALE_THREADS) for count in scale_counts(config, signature))
 
 
+def _few(signature: Signature) -> int:
+    """Copies a thread for which `CONSUMER_REGISTERS` leave room: none where a copy has to find gate's or up's scale."""
+    given = signature.epilogue.program.block_scales.get("b")
+    return 0 if given is not None and lies_in_halves(signature, given) else FEW_COPIES
+
+
 def shared_bytes(config: HopperConfig, signature: Signature) -> int:
     """Bytes of shared memory behind the barriers for these scales, fp32: each side in whole 16 bytes."""
     return config.stages * sum(-(-count // 4) * 16 for count in scale_counts(config, signature))
@@ -130,7 +136,7 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
     if scales:
         most = min(most, MOST_SCALED[config.consumers])
-    if config.consumers == 2 and copies(config, signature) > FEW_COPIES:
+    if config.consumers == 2 and copies(config, signature) > _few(signature):
         most = min(most, MOST_WITH_COPIES)
     if twin:
         most = min(most, MOST_TWIN[config.consumers])

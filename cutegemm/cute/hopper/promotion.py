@@ -39,7 +39,7 @@ SCALE_THREADS = 96
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
-copies more than `FEW_COPIES` scales, and in ping-pong any."""
+copies more than `FEW_COPIES` scales, and in ping-pong, or of gate and up, any."""
 
 
 def interval(config: HopperConfig, signature: Signature) -> int:
@@ -106,9 +106,8 @@ def copies(config: HopperConfig, signature: Signature) -> int:
 
 
 def _few(signature: Signature) -> int:
-    """Copies a thread for which `CONSUMER_REGISTERS` leave room: none where a copy has to find gate's or up's scale."""
-    given = signature.epilogue.program.block_scales.get("b")
-    return 0 if given is not None and lies_in_halves(signature, given) else FEW_COPIES
+    """Copies a thread for which `CONSUMER_REGISTERS` leave room: none where it has to find gate's and up's scales."""
+    return 0 if signature.epilogue.gating else FEW_COPIES
 
 
 def shared_bytes(config: HopperConfig, signature: Signature) -> int:

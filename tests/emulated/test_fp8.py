@@ -58,10 +58,10 @@ def test_scaled_products(config, given, seed):
         ("64x64x128/coop1/c1x1/s3/g8", 256, {}),
         ("128x192x128/coop2/c2x1/s3/serp8/zig/pdl", 424, {"b": "e5m2"}),
         ("64x64x128/coop1/c1x2/s3/g8", 204, {"batch": 3}),
-        ("64x256x128/pp/c1x1/s2/g8/skew", 202, {"m": 70, "k": 130, "recipes": (None, "blocks128")}),
+        ("64x192x128/pp/c1x1/s3/g8/skew", 202, {"m": 70, "k": 130, "recipes": (None, "blocks128")}),
         ("64x80x128/coop1/c1x1/s3/g8/streamk", 201, {"out_dtype": torch.float16}),
         ("64x32x128/coop1/c2x1/s3/g8/pdl/twin", 204, {"out_dtype": torch.float32, "recipes": ("rows", "blocks128")}),
-        ("64x16x128/coop1/c4x1/s3/g8", 144, {"out_dtype": torch.float8_e4m3fn}),
+        ("64x16x128/coop1/c2x1/s3/g8", 144, {"out_dtype": torch.float8_e4m3fn}),
         ("128x112x128/coop2/c1x1/s3/g8/twin", 135, {"a": "int8"}),
         # A scale for each column.
         ("64x96x128/coop1/c1x1/s3/g8", 152, {"recipes": ("blocks128", "blocks")}),

@@ -39,7 +39,7 @@ def draw(number: int, device: str, family: str = "sm90") -> dict[str, Any]:
     gating = random.Random(f"gating {number}").choice((None, None, None, "halves", "halves", "pairs"))
     plain_int8 = a == "int8" and recipes == (None, None)
     options = {} if plain_int8 else r.choice(({}, {}, {"bias": True}, {"alpha": -0.5, "activation": "relu"}))
-    drawn = {
+    drawn: dict[str, Any] = {
         "m": m, "n": n, "k": k, "a": a, "b": b, "recipes": recipes, "seed": number, "device": device,
         "batch": r.choice((None, None, None, 1, 3)), "options": options,
         "majors": r.choice(("tn", "tn", "tt", "nn", "nt")),

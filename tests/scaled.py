@@ -104,9 +104,7 @@ def _check_gated(
     body = "gate * 3.0 - up" if whole else "silu(gate) * up"
     program = simplified(parse(f"def epilogue(gate: {gating}[0], up: {gating}[1]): return {body}"))
     precision = "fast" if given["accumulate"] == "fast" else "ieee"
-    sums = reference.expected(
-        x, y, scale_a=scale_a, scale_b=scale_b, precision=precision, out_dtype=torch.float32
-    )  # fmt: skip
+    sums = reference.expected(x, y, scale_a=scale_a, scale_b=scale_b, precision=precision, out_dtype=torch.float32)
     got = cutegemm.gemm(x, y, scale_a=scale_a, scale_b=scale_b, epilogue=program, **given)
     assert got.shape == (*x.shape[:-1], y.shape[-1] // 2)
     assert got.dtype == given["out_dtype"]

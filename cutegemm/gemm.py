@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cutegemm import native
+from cutegemm import grouped, native
 from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, scaled, sharding, transforms
+from cutegemm.pytorch import autograd, programs, scaled, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, float32, runner
@@ -87,9 +87,9 @@ def gemm(
             saturates.
         precision: for float32: "ieee" (CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores, operands
             rounded to 10 mantissa bits), or fp32's accuracy on tensor cores from parts of the operands: "bf16x6",
-            "bf16x9" (Hopper) and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds and
-            the ends of their range: docs/precision.md. None is "ieee", or what `set_float32_precision` says. For
-            16-bit operands None or "ieee".
+            "bf16x9" and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds, the ends of
+            their range, and the GPUs on which they are faster than "ieee": docs/precision.md. None is "ieee", or what
+            `set_float32_precision` says. For 16-bit operands None or "ieee".
         backend: "auto" (default), "cute", "cutlass2x", "legacy" or "torch". A kernel backend named for CPU tensors
             runs its compiled kernels in the emulator, for the architecture of the environment variable CUTEGEMM_ARCH.
         config: a configuration of that backend or its text form, for example "sm80/128x128x32/w64x64/s4/g8"; by
@@ -270,7 +270,6 @@ def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, prec
         return torch.ops.cutegemm.gemm(
             a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
         )
-    sharding.refuse_out(out)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})
@@ -316,8 +315,15 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
 
     Arguments and errors are those of `gemm`. Compiles the kernel when it was never used, and runs nothing. It shows the
     plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
-    anew.
+    anew. With `offsets=` or `counts=` arguments and errors are those of `grouped_gemm`, of which it tells the same.
     """
+    if "offsets" in options or "counts" in options:
+        if c is not None:
+            raise ValueError(
+                "c: got a tensor with offsets or counts; grouped_gemm reads it as an operand of an epilogue"
+            )
+        print(planning.describe(grouped.plan_of(a, b, **options)))
+        return
     plan = _planned(a, b, c, options, anew=False)
     print(planning.describe(plan))
     if plan.kernel is not None and not plan.emulated:

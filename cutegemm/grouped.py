@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm.choice.plan import Plan
 from cutegemm.problem import program_request
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import compiled, grouped_operator, transforms
+from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, scaled, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
@@ -42,6 +43,10 @@ def grouped_gemm(
     backend: str = "auto",
     config: Any = None,
     save: str | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    scaling: Any = None,
+    accumulate: str | None = None,
 ) -> Any:
     """D_g = epilogue(A_g @ B_g, *operands) for every group g, in one launch whose sizes are read on the device.
 
@@ -53,11 +58,13 @@ def grouped_gemm(
                                                          epilogue(0)
         a (G, most, K) b (G, K, N)    ->  D (G, most, N) with `counts`: the first counts[g] rows of each matrix
 
-    Products are accumulated in fp32, and D is rounded once. Nothing is copied to the host: a captured CUDA graph
+    Products are accumulated in fp32 (of int8 in int32), and D is rounded once. With scales `a` and `b` stand for
+    scale_a a and scale_b b. Nothing is copied to the host: a captured CUDA graph
     replays with other sizes. A group may have any number of rows, also none, and end anywhere.
 
     Args:
-        a, b: of one dtype, a row of `cutegemm.problem.dtypes.TABLE`; any strides that torch allows.
+        a, b: of one dtype, a row of `cutegemm.problem.dtypes.TABLE`; e4m3 and e5m2 may be mixed. Any strides that torch
+            allows.
         offsets: (G,) int32: before which row (column, k) each group ends; 1 to 1024 groups, on the device of a.
             An end counts as at least the one before it, and as at most T: whatever stands there, nothing outside of
             the tensors is read or written. What lies behind the last end belongs to no group: it is not written,
@@ -77,12 +84,26 @@ def grouped_gemm(
             for groups of columns (M, T) or (G, M, 1). With `rows` and `places` rows count as those of the product.
         out: D is written here; with several results a tuple.
         out_dtype, precision, backend, config, save: as of `gemm`; `set_float32_precision` does not reach here.
+        scale_a, scale_b: for fp8 and int8, fp32 on their device, any strides. The shape says what shares a scale:
+
+            all of it                () or (1,)
+            a group                  (G,)
+            a row of A               (T, 1) or (T,); of one matrix a group (G, M, 1) or (G, M)
+            a column of B            (G, 1, N) or (G, N); of groups of columns (1, T) or (T,)
+            a block of K             A (T, K / 128), or (G, M, K / 128), (G, M / 128, K / 128) of one matrix a group;
+                                     B (G, K / 128, N / 128) or (G, K / 128, N), of groups of columns (K / 128, T)
+
+            rounded up. A 1 in the place of G is one for all groups. For groups of K rows are (G, M, 1) and (G, 1, N),
+            or torch's (G M,) and (G N,), and there are no blocks. With `rows` scales are those of the rows of a. A
+            shape that may be two of these is an error, unless `scaling` names one.
+        scaling, accumulate: as of `gemm`.
 
     Returns:
         D, or a tuple of the epilogue's results.
 
     Gradients of a, b, bias and floating-point operands are recorded, to any order, and deterministic; what belongs to
-    no group has gradient 0. Forward mode is refused. torch.compile puts torch.ops.cutegemm.grouped_gemm into its
+    no group has gradient 0. Products of fp8 and int8 record none: an operand that requires grad is an error. Forward
+    mode is refused. torch.compile puts torch.ops.cutegemm.grouped_gemm into its
     graph; numbers of tokens may change without another compilation. torch.vmap is not supported.
 
     With the environment variable CUTEGEMM_DEBUG set, offsets, counts, rows and places are looked at on the host, and an
@@ -105,22 +126,58 @@ def grouped_gemm(
             raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.Tensor")
     program_request.check_operands(operands)
     epilogue, operands = _epilogue(bias, epilogue, operands)
+    if accumulate is not None:
+        precision = scaled.precision_of(a, precision, accumulate)
+    if a.element_size() == 1:
+        named = {f"operands[{i}]": each for i, each in enumerate(operands)} if bias is None else {"bias": bias}
+        scaled.refuse_gradients({"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, **named}, "grouped_gemm")
     if places is not None and out_rows is None and isinstance(out, torch.Tensor) and out.dim() == 2:
         out_rows = out.shape[0]
     sizes = Sizes(offsets, counts, rows, places, out_rows)
+    given = grouped_scaled.Scaling(scale_a, scale_b, scaling)
     options = {"precision": precision, "backend": backend, "config": config}
     if _is_dynamo_compiling():
         text = compiled.text_of(epilogue, operands)
+        if given:
+            return grouped_scaled.by_operator(a, b, sizes, text, operands, given, out, out_dtype, options)
         return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
-    tensors = [each for each in (a, b, *operands, *_listed(out), *sizes[:4]) if isinstance(each, torch.Tensor)]
+    tensors = [
+        each
+        for each in (a, b, *operands, scale_a, scale_b, *_listed(out), *sizes[:4])
+        if isinstance(each, torch.Tensor)
+    ]
     if (
         transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
-        or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0
+        or (torch._C._is_any_autocast_enabled() and not given) or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
     ):  # fmt: skip
         text = program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text
+        if given:
+            return grouped_scaled.by_operator(a, b, sizes, text, operands, given, out, out_dtype, options)
         return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
+    if given:
+        return grouped_scaled.compute(
+            a, b, sizes, epilogue, operands, given, out, out_dtype, precision, backend, config
+        )
     return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+
+
+def plan_of(
+    a: torch.Tensor, b: torch.Tensor, offsets: Any = None, *, counts: Any = None, rows: Any = None, places: Any = None,
+    out_rows: Any = None, bias: Any = None, epilogue: Any = None, operands: Any = (), out: Any = None,
+    out_dtype: Any = None, precision: Any = None, backend: str = "auto", config: Any = None, save: Any = None,
+    scale_a: Any = None, scale_b: Any = None, scaling: Any = None, accumulate: Any = None,
+) -> Plan:  # fmt: skip
+    """What `grouped_gemm` does with these arguments, for `explain`."""
+    epilogue, operands = _epilogue(bias, epilogue, operands)
+    precision = scaled.precision_of(a, precision, accumulate)
+    sizes = Sizes(offsets, counts, rows, places, out_rows)
+    given = grouped_scaled.Scaling(scale_a, scale_b, scaling)
+    if given:
+        epilogue, operands, out_dtype = grouped_scaled.arguments(
+            a, b, sizes, epilogue, operands, given, out, out_dtype, precision
+        )
+    return grouped.plan_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
 
 
 def _product(acc: Any) -> Any:

@@ -17,7 +17,7 @@ from cutegemm.moe import DTYPES, moe
 from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.reference import activate
-from cutegemm.pytorch.mlp import check_activation
+from cutegemm.pytorch.mlp import check_activation, reshape_weight
 
 
 class TopKRouter(torch.nn.Module):
@@ -125,6 +125,7 @@ class MoE(torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
         self.activation, self.precision, self.backend = activation, precision, backend
+        self.register_load_state_dict_pre_hook(_reshape_weight)
 
     @property
     def num_experts(self) -> int:
@@ -160,9 +161,9 @@ class MoE(torch.nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        count, rows, columns = self.gate_up_proj.shape
-        text = f"in_features={columns}, hidden_features={rows // 2}, num_experts={count}"
-        return f"{text}, out_features={self.down_proj.shape[1]}, activation={self.activation!r}"
+        count, rows, hidden = self.down_proj.shape
+        text = f"in_features={self.gate_up_proj.shape[-1]}, hidden_features={hidden}, num_experts={count}"
+        return f"{text}, out_features={rows}, activation={self.activation!r}"
 
     @classmethod
     def from_weights(
@@ -189,6 +190,10 @@ class MoE(torch.nn.Module):
         torch.nn.Module.__init__(made)
         made._configure(gate_up, down, router, activation, precision, backend)
         return made
+
+
+def _reshape_weight(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    reshape_weight(state, f"{prefix}gate_up_proj", module.gate_up_proj)
 
 
 def replace_moe(

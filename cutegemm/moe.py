@@ -32,7 +32,8 @@ from cutegemm.problem.grouped_request import MOST_GROUPS, Sizes
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import transforms
+from cutegemm.problem.work import ROWS
+from cutegemm.pytorch import sharded, sharding_programs, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.mlp import GATES, check_activation
@@ -66,8 +67,8 @@ def moe(
         experts: (..., top_k) int64 or int32: the experts of each token, with the leading dimensions of x. An entry
             outside of 0 to E - 1 counts for nothing: its weight is taken as 0.
         weights: (..., top_k): the weight of each expert's result; fp32, fp16 or bf16, whatever x is.
-        w_gate_up: (E, 2 F, H), the rows of gate first, as Hugging Face's models stack them; dtype of x, 1 to 1024
-            experts.
+        w_gate_up: (E, 2 F, H), the rows of gate first, as Hugging Face's models stack them, or (E, 2, F, H); dtype of
+            x, 1 to 1024 experts.
         w_down: (E, H_out, F), dtype of x.
         activation: "silu" (SwiGLU), "gelu", "gelu_tanh" or "relu".
         precision, backend: as of `grouped_gemm`.
@@ -94,6 +95,10 @@ def moe(
             return moe(
                 x, experts, weights, w_gate_up, w_down, activation=activation, precision=precision, backend=backend
             )
+    if sharded.is_distributed(x, experts, weights, w_gate_up, w_down):
+        run = _outside_of_graphs if torch.compiler.is_dynamo_compiling() else _of_parts
+        return run(x, experts, weights, w_gate_up, w_down, Settings(activation, precision, backend))
+    w_gate_up = w_gate_up.flatten(1, 2) if w_gate_up.dim() == 4 else w_gate_up
     shape, top_k = x.shape[:-1], experts.shape[-1]
     count = math.prod(shape)  # not shape.numel(), which makes a symbolic size a number
     tokens = x.reshape(count, x.shape[-1])
@@ -109,6 +114,43 @@ def moe(
     else:
         result = Mixture.apply(*tensors, *route, *settings)
     return result.view(*shape, w_down.shape[1])
+
+
+def _of_parts(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any, settings: Settings) -> Any:
+    """`moe` of DTensors: each rank has a part of the tokens, of the experts' hidden units, or of the result's columns.
+
+    Raises ValueError where the experts themselves are sharded.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    tensors = {"x": x, "experts": experts, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down}
+    mesh = sharded.mesh_of("cutegemm.moe", tensors)
+    for name in ("w_gate_up", "w_down"):
+        sharding_programs.refuse_sharded_groups(name, tensors[name], ROWS[0])
+    ranks, everywhere, columns = mesh.size(), Replicate(), x.dim() - 1
+    rules = [sharded.Rule((everywhere,) * 5, (everywhere,))]
+    for dim, extent in enumerate(x.shape[:-1]):
+        if extent >= ranks:
+            rules.append(sharded.Rule((Shard(dim),) * 3 + (everywhere,) * 2, (Shard(dim),)))
+    if w_gate_up.dim() == 4 and w_down.shape[2] >= ranks:
+        rules.append(sharded.Rule((everywhere,) * 3 + (Shard(2), Shard(2)), (Partial(),)))
+    if w_down.shape[1] >= ranks:
+        rules.append(sharded.Rule((everywhere,) * 4 + (Shard(1),), (Shard(columns),)))
+
+    def call(parts: list[Any], results: list[Any]) -> list[torch.Tensor]:
+        return [moe(*parts, **settings._asdict())]
+
+    shape = (*x.shape[:-1], w_down.shape[1])
+    return sharded.compute(mesh, list(tensors.values()), rules, call, [shape])[0]
+
+
+def _outside_of_graphs(*given: Any) -> Any:
+    """`_of_parts` where torch.compile breaks its graph."""
+    return torch.compiler.disable(_of_parts)(*given)
+
+
+# What torch.compiler.disable would write; to call it here would import dynamo with the package, which takes a second.
+_outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _is_special(*tensors: Any) -> bool:
@@ -312,12 +354,14 @@ def _check(
 def _check_shapes(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any) -> None:
     if x.dim() < 1:
         raise ValueError("x: got no dimension, expected (..., H)")
-    if w_gate_up.dim() != 3 or w_gate_up.shape[2] != x.shape[-1] or w_gate_up.shape[1] % 2:
+    dims, rows = w_gate_up.dim(), w_gate_up.shape[1:-1]
+    stacked = (dims == 3 and rows[0] % 2 == 0) or (dims == 4 and rows[0] == 2)
+    if not stacked or w_gate_up.shape[-1] != x.shape[-1]:
         raise ValueError(
             f"w_gate_up: got shape {tuple(w_gate_up.shape)}, expected (E, 2 F, {x.shape[-1]}) with x of shape "
             f"{tuple(x.shape)}"
         )
-    count, hidden = w_gate_up.shape[0], w_gate_up.shape[1] // 2
+    count, hidden = w_gate_up.shape[0], rows[0] // 2 if dims == 3 else rows[1]
     if not 1 <= count <= MOST_GROUPS:
         raise ValueError(f"w_gate_up: got {count} experts, accepted are 1 to {MOST_GROUPS}")
     if w_down.dim() != 3 or w_down.shape[0] != count or w_down.shape[2] != hidden:

@@ -186,7 +186,8 @@ class SwiGLU(torch.nn.Module):
 
     Parameters: `gate_up_weight` (2 * hidden_features, in_features), the rows of gate first, and `down_weight`
     (out_features, hidden_features); no biases. They are the names in state_dict. `load_state_dict` also takes the three
-    weights of the models above, gate_proj.weight, up_proj.weight and down_proj.weight.
+    weights of the models above, gate_proj.weight, up_proj.weight and down_proj.weight, and a `gate_up_weight` (2,
+    hidden_features, in_features), which it is where `cutegemm.parallel.GatedParallel` has sharded the module.
 
     Args:
         out_features: by default in_features.
@@ -234,7 +235,7 @@ class SwiGLU(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
         for weight in (self.gate_up_weight, self.down_weight):
-            torch.nn.init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
+            torch.nn.init.uniform_(weight, -(weight.shape[-1] ** -0.5), weight.shape[-1] ** -0.5)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., in_features). Returns (..., out_features). Gradients, autocast and torch.compile as `gemm`."""
@@ -243,8 +244,8 @@ class SwiGLU(torch.nn.Module):
         return result.view(*input.shape[:-1], self.down_weight.shape[0])
 
     def extra_repr(self) -> str:
-        hidden, columns = self.gate_up_weight.shape[0] // 2, self.gate_up_weight.shape[1]
-        text = f"in_features={columns}, hidden_features={hidden}, out_features={self.down_weight.shape[0]}"
+        rows, hidden = self.down_weight.shape
+        text = f"in_features={self.gate_up_weight.shape[-1]}, hidden_features={hidden}, out_features={rows}"
         return f"{text}, activation={self.settings.activation!r}"
 
     @classmethod
@@ -285,6 +286,7 @@ def _stack_weights(module: torch.nn.Module, state: dict[str, Any], prefix: str, 
         state[f"{prefix}gate_up_weight"] = torch.cat((state.pop(gate), state.pop(up)))
     if down in state:
         state[f"{prefix}down_weight"] = state.pop(down)
+    mlp.reshape_weight(state, f"{prefix}gate_up_weight", module.gate_up_weight)
 
 
 def replace_mlps(

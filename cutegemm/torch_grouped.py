@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from cutegemm.errors import GemmError
+from cutegemm.problem import rounding
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.grouped_reference import parts, scales_of
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.spread import ascending, groups_of, spread
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
-from cutegemm.torch_backend import check_tf32
+from cutegemm.torch_backend import check_tf32, product, wrapped
 
 if TYPE_CHECKING:
     from cutegemm.problem.program.graph import Program
@@ -32,7 +34,7 @@ Core = Callable[[Any, Any, Sequence[Any], tuple[torch.Tensor, ...], Arrays], Non
 def core(asked: ProgramRequest) -> Core:
     """What computes calls of this description."""
     problem, program = asked.problem, asked.program
-    work = problem.work
+    work, dtypes = problem.work, [str(output.dtype) for output in program.outputs]
     plain = problem.epilogue == Epilogue() and problem.dtype == problem.out_dtype == "bf16" and work != MASKED
 
     def run(a: Any, b: Any, operands: Sequence[Any], outs: tuple[torch.Tensor, ...], arrays: Arrays) -> None:
@@ -48,14 +50,18 @@ def core(asked: ProgramRequest) -> Core:
             values = (torch._grouped_mm(a, b, offs=ends),)
         else:
             given = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
-            acc = accumulators(own, a.float(), b.float(), sizes)
-            values = elements(own, program, acc, given, sizes, torch.float32)
+            acc = accumulators(own, a, b, sizes, program, given)
+            if problem.out_dtype == "int32":
+                values = (wrapped(acc),)
+            else:
+                found = elements(own, program, acc.float(), given, sizes, torch.float32)
+                values = [rounding.rounded(*each) for each in zip(found, dtypes, strict=True)]
         for out, value in zip(outs, values, strict=True):
             if work == SCATTERED:
                 assert written is not None
-                scatter(out, value.to(out.dtype), index[0], written[:, 0])
+                scatter(out, value, index[0], written[:, 0])
             else:
-                out.copy_(value if written is None else torch.where(written, value.to(out.dtype), out))
+                out.copy_(value if written is None else torch.where(written, value, out))
 
     return run
 
@@ -78,7 +84,8 @@ def scatter(out: torch.Tensor, value: torch.Tensor, places: torch.Tensor, writte
     """Writes the rows of `value` that are `written` into those of `out` that an index names, if it names one."""
     named = written & (places >= 0) & (places < out.shape[0])
     spare = torch.cat((out, out.new_empty(1, out.shape[1])))
-    spare.index_copy_(0, torch.where(named, places.long(), out.shape[0]), value)
+    known, given = (each.view(torch.uint8) if each.element_size() == 1 else each for each in (spare, value))
+    known.index_copy_(0, torch.where(named, places.long(), out.shape[0]), given)  # torch has none for fp8 on the CPU
     out.copy_(spare[:-1])
 
 
@@ -106,23 +113,22 @@ def bounds_of(work: str, sizes: torch.Tensor, extent: int) -> list[tuple[int, in
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def accumulators(work: str, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """The products in the dtype of a and b, of D's shape; 0 where no group is."""
+def accumulators(
+    work: str, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, program: Program, operands: Sequence[Any]
+) -> torch.Tensor:
+    """The products as `torch_backend.product` has them, of D's shape; 0 where no group is. Of the program's operands
+    the scales of blocks of K count.
+    """
     m, n, groups = a.shape[-2], b.shape[-1], len(sizes)
     extent = {RAGGED_M: m, RAGGED_N: n, RAGGED_K: a.shape[-1], MASKED: m}[work]
     shape = (m, n) if work in (RAGGED_M, RAGGED_N) else (groups, m, n)
-    acc = a.new_zeros(shape)
+    wide = torch.float64 if a.dtype == torch.int8 and not program.block_scales else torch.float32
+    acc = torch.zeros(shape, dtype=wide, device=a.device)
     for group, (begin, end) in enumerate(bounds_of(work, sizes, extent)):
         if begin == end:
             continue
-        if work == RAGGED_M:
-            acc[begin:end] = a[begin:end] @ b[group]
-        elif work == RAGGED_N:
-            acc[:, begin:end] = a[group] @ b[:, begin:end]
-        elif work == RAGGED_K:
-            acc[group] = a[:, begin:end] @ b[begin:end]
-        else:
-            acc[group, :end] = a[group, :end] @ b[group]
+        left, right, place = parts(work, a, b, group, begin, end)
+        acc[place] = product(left, right, **scales_of(work, program, operands, group, begin, end))
     return acc
 
 

@@ -16,7 +16,6 @@ Exit status: 0 when all problems were right, 1 when one was wrong or a kernel di
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import sys
@@ -32,7 +31,7 @@ import torch
 
 from cutegemm.choice import plan
 from cutegemm.hardware.arch import Arch
-from tests import fuzz_kernels
+from tests import forked, fuzz_kernels
 from tests.fuzz_draw import CPU, CUDA, Pair, draw
 from tests.fuzz_kernels import SHARES, Slot
 from tests.fuzz_spec import Spec
@@ -216,7 +215,7 @@ class _Worker:
     """A process that runs problems and tells each one's outcome."""
 
     def __init__(self, run: Run, index: int, numbers: range, broken: frozenset[Pair]) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forked.context()
         self.pipe, theirs = context.Pipe(duplex=False)
         self._numbers, self._current, self._run = numbers, None, run
         self._since = time.monotonic()

@@ -3,9 +3,9 @@
     python -m tests.fuzz_groups --count 500 --seed 1                 in the emulator
     python -m tests.fuzz_groups --count 20000 --seed 1 --device cuda  on a GPU
 
-Number i draws the work, the groups and how skewed they are, sizes, majors, a dtype, an epilogue with its operands and a
-configuration from seed + i, which alone repeats it (`--count 1 --seed N`). Every eighth has ends that descend or leave
-the array. Exit status 0 when all were right.
+Number i draws the work, the groups and how skewed they are, sizes, majors, dtypes, scales of fp8 and int8, an epilogue
+with its operands and a configuration from seed + i, which alone repeats it (`--count 1 --seed N`). Every eighth has
+ends that descend or leave the array. Exit status 0 when all were right.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import grouped_request
 from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N, ROWS
-from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
+from tests.groups import RECIPES, SKEWS, WORKS, GroupCase, sizes_of
 
 BLOCKS = ((64, "coop1"), (64, "pp"), (128, "coop2"), (128, "coop1"), (128, "pp"), (192, "coop3"), (256, "coop2"))
 WIDTHS = (16, 32, 48, 64, 96, 128, 144, 192, 256)
 CLUSTERS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
 TRIES = 40
+BYTES = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("int8", "int8"), ("int8", "int8"))
 
 
 def draw(number: int, device: str) -> GroupCase:
@@ -51,27 +52,42 @@ def draw(number: int, device: str) -> GroupCase:
     m = max(*sizes, r.randint(1, most // 8) * step) if work == MASKED else r.randint(1, most // 8) * step
     tail = r.choice((0, 8)) + (-sum(sizes) % step if work != MASKED else 0)
     majors = r.choice(("tn", "tn", "tt", "nn", "nt")) if work != RAGGED_K else r.choice(("nt", "nt", "nt", "tn"))
-    dtype = r.choice(("bf16", "fp16"))
+    dtypes = r.choice((("bf16", "bf16"), ("fp16", "fp16")) if work == RAGGED_K or r.random() < 0.4 else BYTES)
+    recipes = _recipes(work, r) if dtypes in BYTES else (None, None)
     case = GroupCase.random(
-        work, sizes, m, n - n % 2 or 2, k, dtype, seed=number, tail=tail, majors=majors, device=device
-    )
-    if r.random() < 0.3:
+        work, sizes, m, n - n % 2 or 2, k, dtypes[0], b_dtype=dtypes[1], recipes=recipes, seed=number, tail=tail,
+        majors=majors, device=device,
+    )  # fmt: skip
+    exact = dtypes[0] == "int8" and recipes == (None, None)
+    blocks = any(each and each.startswith("blocks") for each in recipes)
+    if r.random() < 0.3 and not exact:
         case.options["out_dtype"] = torch.float32
-    _epilogue(case, r)
+    if dtypes[0] in ("e4m3", "e5m2") and not blocks and r.random() < 0.3:
+        case.options["accumulate"] = "fast"
+    if not exact:
+        _epilogue(case, r, not blocks)
     if r.random() < 0.125:
-        case.a.nan_to_num_(1)
-        case.b.nan_to_num_(1)
+        for each in (case.a, case.b, *case.scales.values()):
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                each.copy_(each.float().nan_to_num(1))
         extent = {RAGGED_K: case.a.shape[-1], RAGGED_N: case.b.shape[-1]}.get(work, case.a.shape[-2])
         wild = (-(2**31), -1, 0, extent // 3, extent, extent + 1, 2**31 - 1)
         case.sizes = torch.tensor([r.choice(wild) for _ in range(groups)], dtype=torch.int32, device=device)
     return case
 
 
-def _epilogue(case: GroupCase, r: random.Random) -> None:
+def _recipes(work: str, r: random.Random) -> tuple[str | None, str | None]:
+    """Of the scales of A and B; no matrix that groups divide has blocks of 128 x 128."""
+    known = (*RECIPES, "blocks", None)
+    of_a, of_b = (*known, "blocks128"), (*known, "blocks128", "blocks128")
+    return r.choice(of_a if work in (RAGGED_N, MASKED) else known), r.choice(known if work == RAGGED_N else of_b)
+
+
+def _epilogue(case: GroupCase, r: random.Random, may_gate: bool) -> None:
     """An epilogue that the work takes, with operands."""
     generator = torch.Generator(device=case.a.device).manual_seed(r.randrange(1000))
     e = case.extents
-    gates = case.work in (*ROWS, MASKED) and r.random() < 0.3
+    gates = case.work in (*ROWS, MASKED) and may_gate and r.random() < 0.3
     columns = e.n // 2 if gates else e.n
     rows = e.m
 
@@ -97,25 +113,25 @@ def _epilogue(case: GroupCase, r: random.Random) -> None:
 def configuration(case: GroupCase, number: int, arch: Arch) -> str | None:
     """A configuration that can serve the call; None where 40 tries found none: then torch serves it."""
     r = random.Random(number + 1)
+    program, operands, out_dtype = case.described()
+    precision = "fast" if case.options.get("accumulate") else None
     asked = grouped_request.describe(
-        case.a, case.b, grouped_request.Sizes(**case.given), case.program(), case.operands, None,
-        case.options.get("out_dtype"), None,
-    )  # fmt: skip
+        case.a, case.b, grouped_request.Sizes(**case.given), program, operands, None, out_dtype, precision
+    )
     cute = backends.get("cute")
     for _ in range(TRIES):
         bm, schedule = r.choice(BLOCKS)
         options = [name for name in ("zig", "pdl") if r.random() < 0.3]
         options += ["swap"] if r.random() < 0.4 else []
         options += ["slab"] if r.random() < 0.2 else []
+        options += ["twin"] if asked.problem.signature.promotion and r.random() < 0.4 else []
         options += ["once"] if r.random() < 0.2 and "zig" not in options else []
+        options += ["streamk"] if r.random() < 0.3 and "once" not in options else []
         config = HopperConfig(
             bm, r.choice(WIDTHS), r.choice((32, 64, 64, 128)), schedule, r.choice(CLUSTERS), r.randint(2, 5),
             r.choice(("row", "col", "g2", "serp8", "hilbert")),
         )  # fmt: skip
-        config = replace(
-            config, options=tuple(name for name in ("swap", "once", "slab", "zig", "pdl") if name in options)
-        )
-        config = cute.parse(str(config))
+        config = cute.parse("/".join((str(config), *options)))
         if cute.check(config, asked.problem, arch) is None:
             return str(config)
     return None
@@ -124,15 +140,17 @@ def configuration(case: GroupCase, number: int, arch: Arch) -> str | None:
 def one(number: int, device: str, arch: Arch) -> tuple[str, str]:
     """(kind, text) of what came of a number: "right", "by torch", "wrong" or "failed"."""
     case = draw(number, device)
-    about = f"{case.work} groups {case.sizes.tolist()[:12]} a {tuple(case.a.shape)} b {tuple(case.b.shape)}"
+    about = f"{case.work} groups {case.sizes.tolist()[:12]}"
+    about += "".join(f" {name} {tuple(x.shape)} {x.dtype}" for name, x in (("a", case.a), ("b", case.b)))
     try:
         config = configuration(case, number, arch)
         os.environ["CUTEGEMM_EMULATOR_SEED"] = str(number % 100_000)
+        exact = case.options.get("out_dtype", case.described()[2]) == torch.int32
         if config is None:
-            case.run(backend="torch")
+            case.run(exact, backend="torch")
             return "by torch", about
         about = f"{config} {about} {case.program().text}"
-        case.run(backend="cute", config=config)
+        case.run(exact, backend="cute", config=config)
     except UnsupportedError as why:
         return "failed", f"{about}: {why}"
     except AssertionError as why:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import random
 import sys
 import time
@@ -18,6 +17,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.dtypes import TERMS
 from cutegemm.problem.epilogue import ACTIVATIONS
+from tests import forked
 from tests.fuzz_draw import Limits, Pair, Template, draw
 
 SHARES = {"sm90": 30, "sm80": 30, "simt": 14, "cutlass2x": 16, "legacy": 24, "default": 12, "auto": 16, "torch": 4}
@@ -114,12 +114,13 @@ def _templates(kind: str, rng: random.Random, arch: Arch) -> Callable[[], Templa
 def _operand_kinds(kind: str) -> list[tuple[str, str | None]]:
     sixteen = [("fp16", None), ("bf16", None)]
     single = ("fp32", None)
+    parts = [("fp32", "bf16x6"), ("fp32", "tf32x3"), ("fp32", "bf16x9")]
     if kind == "sm90":
-        return [*sixteen, ("fp32", "bf16x6"), ("fp32", "tf32x3"), ("fp32", "bf16x9")]
+        return [*sixteen, *parts]
     if kind == "simt":
         return [single, ("fp32", "ieee")]
     if kind == "sm80":
-        return [*sixteen, ("fp32", "tf32")]
+        return [*sixteen, ("fp32", "tf32"), *parts]
     if kind == "cutlass2x":
         return [*sixteen, single, ("fp32", "tf32"), ("fp32", "tf32x3")]
     if kind in ("legacy", "torch"):
@@ -154,7 +155,7 @@ def _cute_configs(kind: str, rng: random.Random) -> Callable[[], str]:
     dtype = "fp32" if kind == "simt" else "fp16"
     defaults = Deck(rng, family.candidates(Problem.of(8, 8, 8, dtype).signature))
     space = list(family.config.space())
-    if kind == "sm90":  # the candidates for parts of operands, which the others rarely leave enough room for
+    if kind in ("sm90", "sm80"):  # the candidates for parts of operands, which few others serve
         more = (family.candidates(Problem.of(8, 8, 8, "fp32", precision=p).signature) for p in ("bf16x6", "tf32x3"))
         space += [family.config.parse(text) for texts in more for text in texts] * (len(space) // 100)
 
@@ -205,8 +206,7 @@ def compile_all(slots: Sequence[Slot], arch: Arch, workers: int, limit_s: float 
     units += [cutlass[i : i + PER_UNIT] for i in range(0, len(cutlass), PER_UNIT)]
     units.sort(key=lambda unit: (rank[unit[0].backend], "sm90" not in unit[0].config))
     begun, failures, done = time.monotonic(), dict[Pair, str](), 0
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, max(len(units), 1)), mp_context=context) as pool:
+    with ProcessPoolExecutor(min(workers, max(len(units), 1)), mp_context=forked.context()) as pool:
         jobs: dict[Future[dict[Pair, str]], list[Pair]] = {pool.submit(_compile, u, arch): u for u in units}
         for job in as_completed(jobs):
             unit = jobs[job]

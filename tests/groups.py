@@ -10,15 +10,20 @@ from typing import Any
 import torch
 
 import cutegemm
-from cutegemm.problem import grouped_reference, grouped_request, program_request
+from cutegemm.problem import grouped_reference, grouped_request, program_request, torch_dtype
+from cutegemm.problem.dtypes import TABLE, dtype_name
 from cutegemm.problem.program import bound
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+from cutegemm.pytorch import grouped_scaled
 from cutegemm.torch_grouped import gathered
-from tests.problems import DTYPES, matrix
+from tests import scaled
+from tests.problems import matrix
 
 WORKS = (RAGGED_M, RAGGED_N, RAGGED_K, MASKED, GATHERED, SCATTERED)
 MAJORS = {work: "nt" if work == RAGGED_K else "tn" for work in WORKS}
 """The majors that every configuration takes."""
+RECIPES = ("tensor", "groups", "rows", "flat", "blocks")
+"""Of scales that both operands may have; "flat" are rows as torch has them. "blocks128" is for whole matrices."""
 SKEWS = ("even", "zipf", "one", "holes", "ones")
 
 
@@ -40,7 +45,8 @@ def sizes_of(skew: str, groups: int, total: int, rng: random.Random) -> list[int
 class GroupCase:
     """Operands, sizes and options of one call of `grouped_gemm`; `run` computes and checks it.
 
-    sizes: of the groups; `tail` rows (columns, k) belong to none and are NaN.
+    sizes: of the groups; `tail` rows (columns, k) belong to none and are NaN. scales: the arguments of a call that say
+    how operands are scaled.
     """
 
     work: str
@@ -51,25 +57,34 @@ class GroupCase:
     operands: Sequence[Any] = ()
     options: dict[str, Any] = field(default_factory=dict)
     index: torch.Tensor | None = None
+    scales: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def random(
         cls, work: str, sizes: Sequence[int], m: int, n: int, k: int, dtype: str = "bf16", *, seed: int = 0,
-        tail: int = 0, majors: str | None = None, device: str = "cpu", integers: bool = False, **options: Any,
+        tail: int = 0, majors: str | None = None, device: str = "cpu", integers: bool = False,
+        b_dtype: str | None = None, recipes: tuple[str | None, str | None] = (None, None), **options: Any,
     ) -> GroupCase:  # fmt: skip
-        """The ragged extent is the sum of the sizes and `tail`; of masked products it is `m`, and all have it."""
+        """The ragged extent is the sum of the sizes and `tail`; of masked products it is `m`, and all have it.
+
+        recipes: of A's and B's scales, see `with_scales`.
+        """
         generator = torch.Generator(device=device).manual_seed(seed)
         groups, total = len(sizes), sum(sizes) + tail
         m, n, k = (total if work in own else each for own, each in ((ROWS, m), ((RAGGED_N,), n), ((RAGGED_K,), k)))
         majors = majors or MAJORS[work]
         batch_a = groups if work in (RAGGED_N, MASKED) else None
         batch_b = groups if work in (*ROWS, MASKED) else None
-        a = matrix(m, k, DTYPES[dtype], generator, row_major=majors[0] == "t", batch=batch_a)
-        b = matrix(k, n, DTYPES[dtype], generator, row_major=majors[1] == "t", batch=batch_b)
-        if integers:
+        dtypes = dtype, b_dtype or dtype
+        a = matrix(m, k, torch_dtype(dtypes[0]), generator, row_major=majors[0] == "t", batch=batch_a)
+        b = matrix(k, n, torch_dtype(dtypes[1]), generator, row_major=majors[1] == "t", batch=batch_b)
+        if TABLE[dtype].itemsize == 1:
+            for each, name, batch in ((a, dtypes[0], batch_a), (b, dtypes[1], batch_b)):
+                each.copy_(scaled.operand(*each.shape[-2:], name, generator, batch=batch, whole=integers))
+        elif integers:
             for each in (a, b):
                 each.copy_(torch.randint(-2, 3, each.shape, generator=generator, device=device))
-        rest = slice(total - tail, total)
+        rest, nothing = slice(total - tail, total), 127 if TABLE[dtype].is_integer else float("nan")
         if tail and work not in (MASKED, GATHERED):
             for each, axis in {
                 RAGGED_M: ((a, 0),),
@@ -77,22 +92,53 @@ class GroupCase:
                 RAGGED_N: ((b, 1),),
                 RAGGED_K: ((a, 1), (b, 0)),
             }[work]:
-                each.movedim(axis, 0)[rest] = float("nan")
+                each.movedim(axis, 0)[rest] = nothing
         counts = torch.tensor(list(sizes), dtype=torch.int32, device=device)
         if work == MASKED:
             for each, count in zip(a, sizes, strict=True):
-                each[max(count, 0) :] = float("nan")
+                each[max(count, 0) :] = nothing
         index = None
         if work == GATHERED:
             # Each third row or so is asked for twice, one is no row at all; NaN in those that nobody asks for.
             index = torch.randint(0, max(2 * m // 3, 1), (m,), generator=generator, device=device).int()
             index[m // 2 : m // 2 + 1] = -1
-            a[2 * m // 3 + 1 :] = float("nan")
+            a[2 * m // 3 + 1 :] = nothing
         elif work == SCATTERED:
             index = torch.randperm(m + 9, generator=generator, device=device)[:m].int()
             index[m // 2 : m // 2 + 1] = m + 9
             options["out_rows"] = m + 9
-        return cls(work, a, b, counts if work == MASKED else counts.cumsum(0).int(), options=options, index=index)
+        ends = counts if work == MASKED else counts.cumsum(0).int()
+        made = cls(work, a, b, ends, options=options, index=index)
+        made.scales = {
+            f"scale_{name}": made.scale(name, recipe, generator)
+            for name, recipe in zip("ab", recipes, strict=True)
+            if recipe is not None
+        }
+        if made.scales:  # one-dimensional ones may be of rows or of groups
+            known = {"groups": "tensor", "flat": "rows"}
+            made.scales["scaling"] = tuple(None if each is None else known.get(each) for each in recipes)
+        return made
+
+    def scale(self, name: str, recipe: str, generator: torch.Generator) -> torch.Tensor:
+        """A scale of operand `name`, one of `RECIPES`; NaN for rows that belong to no group."""
+        operand, groups = (self.a if name == "a" else self.b), len(self.sizes)
+        rows, k = operand.shape[-2:] if name == "a" else (operand.shape[-1], operand.shape[-2])
+        stacked = operand.dim() == 3 or self.work == RAGGED_K
+        along = {"tensor": None, "groups": None, "rows": 1, "flat": 1, "blocks": 1, "blocks128": 128}[recipe]
+        if along is None:
+            shape: tuple[int, ...] = (groups,) if recipe == "groups" else ()
+        else:
+            shape = (-(-rows // along), -(-k // 128) if recipe.startswith("blocks") else 1)
+            shape = (groups, *shape) if stacked else shape
+        found = torch.rand(shape, generator=generator, device=operand.device) + 0.5
+        if along == 1 and not stacked and self.work != GATHERED and bool((self.sizes >= 0).all()):
+            found[int(self.sizes[-1]) :] = float("nan")
+        if along is None:
+            return found
+        found = found if name == "a" else found.mT
+        if recipe == "flat":  # as torch has them
+            return found.reshape(-1) if operand.dim() == 2 else found.squeeze(-1 if name == "a" else -2)
+        return found
 
     @property
     def extents(self) -> grouped_request.Extents:
@@ -111,18 +157,30 @@ class GroupCase:
         return found
 
     def program(self) -> Any:
-        function = self.epilogue or (lambda acc: acc)
-        return program_request.traced(function, program_request.inputs_of(self.operands, self.a.device))
+        return self.described()[0]
+
+    def described(self) -> tuple[Any, Sequence[Any], Any]:
+        """(program, its operands, the dtype of results that are not said) of the call, with the scales among them."""
+        function, out_dtype = self.epilogue or (lambda acc: acc), self.options.get("out_dtype")
+        program = program_request.traced(function, program_request.inputs_of(self.operands, self.a.device))
+        operands, default = self.operands, torch_dtype(TABLE[str(dtype_name(self.a.dtype))].output)
+        if self.scales:
+            sizes = grouped_request.Sizes(**self.given)
+            given = grouped_scaled.Scaling(*(self.scales.get(name) for name in ("scale_a", "scale_b", "scaling")))
+            program, operands, out_dtype = grouped_scaled.arguments(
+                self.a, self.b, sizes, program, operands, given, None, out_dtype, None
+            )
+        return program, operands, out_dtype or default
 
     def call(self, **options: Any) -> Any:
-        given = {**self.given, **self.options, **options}
+        given = {**self.given, **self.scales, **self.options, **options}
         return cutegemm.grouped_gemm(self.a, self.b, epilogue=self.epilogue, operands=self.operands, **given)
 
     def run(self, exact: bool = False, **options: Any) -> None:
         """Computes into results full of 77 and checks every element: those of groups, and that no other changed."""
-        program, sizes = self.program(), self.extents
+        (program, operands, dtype), sizes = self.described(), self.extents
         columns = grouped_request.check_program(program, sizes)
-        dtypes = [self.options.get("out_dtype") or self.a.dtype] * len(program.outputs)
+        dtypes = [dtype] * len(program.outputs)
         shape = sizes.shape(columns)
         given = options.pop("out", None)
         outs = given or tuple(torch.empty(shape, dtype=dtype, device=self.a.device) for dtype in dtypes)
@@ -130,16 +188,19 @@ class GroupCase:
             out.fill_(77)
         got = self.call(out=outs if len(outs) > 1 else outs[0], **options)
         got = got if isinstance(got, tuple) else (got,)
-        precision = self.options.get("precision") or "ieee"
+        fast = self.options.get("accumulate") == "fast"
+        precision = "fast" if fast else self.options.get("precision") or "ieee"
         work, a = (RAGGED_M if self.work in ROWS else self.work), self.a
         if self.work == GATHERED:
             a = gathered(a, self.index)
-        want, known = grouped_reference.expected(work, a, self.b, self.sizes, program, self.operands, precision)
+        want, known = grouped_reference.expected(work, a, self.b, self.sizes, program, operands, precision)
         for number, (out, one) in enumerate(zip(got, want, strict=True)):
             assert out is outs[number]
             if self.work == SCATTERED:
                 out, known = self.taken_back(out, known)
-            assert bool((out == 77)[~known].all()), f"result {number}: an element of no group was written"
+            assert bool((out == torch.full_like(out, 77))[~known].all()), (
+                f"result {number}: an element of no group was written"
+            )
             inside = torch.where(known, out, 0)
             if exact:
                 # Their sums are exact in float32, and then rounded to D's dtype once.

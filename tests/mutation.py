@@ -23,13 +23,14 @@ from typing import Any
 from tabulate import tabulate
 
 from cutegemm.emulator import Checks
-from cutegemm.emulator.mutate import Case, Mutation, Outcome, Survivor, compare, judge, mutations, read_survivors
-from cutegemm.emulator.mutate import check_unchanged as check_case
+from cutegemm.emulator.mutate import Mutation, mutations
 from cutegemm.emulator.workload import Workload, build
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from tests.mutation_programs import ProgramWork
+from tests.mutation_verdicts import Case, Outcome, Survivor, compare, judge, read_survivors
+from tests.mutation_verdicts import check_unchanged as check_case
 
 TABLE = Path(__file__).with_name("emulated") / "mutation_survivors.toml"
 SEEDS = range(6)
@@ -133,6 +134,15 @@ SPECS: tuple[Spec, ...] = (
     _cute("sm80-bf16-nn", "sm80/64x64x32/w32x32/s2/g8", "bf16", _SMALL_16BIT, majors="nn"),
     _cute(
         "sm80-tf32-nt", "sm80/64x64x16/w32x32/s4/g8", "fp32", ((72, 68, 100), (4, 4, 12)), precision="tf32", majors="nt"
+    ),
+    _cute(
+        "sm80-parts",
+        "sm80/32x32x32/w32x16/s3/g8",
+        "fp32",
+        ((36, 40, 70), (4, 4, 44)),
+        precision="bf16x6",
+        majors="nt",
+        quick=True,
     ),
     _cute("simt-fp32-nt", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, majors="nt", quick=True),
     _cute("simt-fp32-tn", "simt/64x64x8/w32x32/s3/g8", "fp32", _RAGGED, quick=True),

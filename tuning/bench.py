@@ -15,8 +15,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from tabulate import tabulate
@@ -28,7 +27,7 @@ from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
 from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
 from cutegemm.tuner import timing
 from tuning import bench_report, cli, suites
-from tuning.bench_basis import NotServed, Prepared, Provider
+from tuning.bench_basis import Case, NotServed, Prepared, Provider, cases
 from tuning.bench_providers import NAMES, Cutegemm, make, versions
 from tuning.bench_report import Result
 
@@ -38,36 +37,8 @@ Timer = Callable[[Mapping[str, Sequence[Callable[[], object]]], float, int], Map
 """timer(calls by provider, flops, rounds): as `timing.interleaved`."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to run: the shapes, and the kind of product that each is."""
-
-    shapes: Sequence[suites.Shape]
-    dtype: str = "bf16"
-    precision: str = "ieee"
-    majors: str = "tn"
-    rounds: int = ROUNDS
-
-    def problem(self, shape: suites.Shape) -> Problem:
-        return Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision)
-
-
-def operands(problem: Problem, seed: int, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor]:
-    """Standard normal A (m, k) and B (k, n), lying as the problem says."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = torch_dtype(problem.dtype)
-
-    def draw(rows: int, cols: int, row_major: bool) -> torch.Tensor:
-        shape = (rows, cols) if row_major else (cols, rows)
-        values = torch.randn(shape, device=device, generator=generator)
-        values = (40 * values).clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
-        return values if row_major else values.t()
-
-    return draw(problem.m, problem.k, problem.a.row_major), draw(problem.k, problem.n, problem.b.row_major)
-
-
-def bench_shape(
-    problem: Problem,
+def bench_case(
+    case: Case,
     providers: Sequence[Provider],
     arch: Arch,
     *,
@@ -75,9 +46,10 @@ def bench_shape(
     device: str = "cuda",
     timer: Timer = timing.interleaved,
 ) -> list[Result]:
-    """Checks and times one problem; a result for each provider, in their order. The first one is what ratios are to."""
+    """Checks and times one product; a result for each provider, in their order. Ratios are to the first one."""
+    problem = case.problem
     sets = timing.rotation(problem.min_bytes, arch.l2_bytes) if device == "cuda" else 1
-    inputs = [operands(problem, seed, device) for seed in range(sets)]
+    inputs = [case.operands(seed, device) for seed in range(sets)]
     out = torch.empty(problem.m, problem.n, device=device, dtype=torch_dtype(problem.out_dtype))
     ready: dict[str, Prepared] = {}
     verdicts: dict[str, str] = {}
@@ -101,20 +73,21 @@ def bench_shape(
         calls = {name: prepared.calls for name, prepared in ready.items()}
         with bench_report.Monitor(device == "cuda") as monitor:
             found = timer(calls, problem.flops, rounds)
-    first = next(iter(found.values()), None)
+    first = found.get(providers[0].name)
     bound = roofline(problem, arch)
     clock, watts = monitor.typical()
     results = []
     for provider in providers:
         name = provider.name
         timed = found.get(name)
-        result = Result(str(problem), problem.m, problem.n, problem.k, name, verdicts[name])
-        if timed is not None and first is not None:
-            spread = timed.spread(first)
+        result = _result(case, name, verdicts[name])
+        if timed is not None:
+            spread = None if first is None else timed.spread(first)
             result = replace(
                 result,
                 backend=ready[name].backend,
                 config=ready[name].config,
+                before=ready[name].before,
                 us=timed.us,
                 low=timed.low,
                 high=timed.high,
@@ -122,7 +95,7 @@ def bench_shape(
                 of_bound=bound.share(timed.us * 1e-6),
                 limit=bound.limit,
                 intensity=bound.intensity,
-                ratio=first.us / timed.us,
+                ratio=None if first is None else first.us / timed.us,
                 ratio_low=spread.low if spread else None,
                 ratio_high=spread.high if spread else None,
                 clock_mhz=clock,
@@ -132,17 +105,23 @@ def bench_shape(
     return results
 
 
-def with_kernel_names(plan: Plan, results: Sequence[Result]) -> list[Result]:
+def _result(case: Case, provider: str, verdict: str) -> Result:
+    problem = case.problem
+    return Result(str(problem), problem.m, problem.n, problem.k, provider, verdict, lies=case.lies)
+
+
+def with_kernel_names(cases: Sequence[Case], results: Sequence[Result]) -> list[Result]:
     """The results, those of torch with the kernels that cuBLAS launched.
 
     Asked after all that is timed: a process that has been profiled may launch more slowly.
     """
     named = []
+    by_name = {str(case): case for case in cases}
     for result in results:
         if result.provider == "torch" and result.us is not None:
-            problem = plan.problem((result.m, result.n, result.k))
-            a, b = operands(problem, 0)
-            with _tf32(problem.precision == "tf32"), contextlib.suppress(RuntimeError):
+            case = by_name[result.shape]
+            a, b = case.operands(0)
+            with _tf32(case.problem.precision == "tf32"), contextlib.suppress(RuntimeError):
                 result = replace(result, kernels=kernel_names(functools.partial(torch.mm, a, b)))
         named.append(result)
     return named
@@ -161,7 +140,9 @@ def kernel_names(call: Callable[[], object]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if not name.startswith(("Memcpy", "Memset"))))
 
 
-def compile_ahead(plan: Plan, providers: Sequence[Provider], arch: Arch, jobs: int | None = None) -> tuple[int, float]:
+def compile_ahead(
+    cases: Sequence[Case], providers: Sequence[Provider], arch: Arch, jobs: int | None = None
+) -> tuple[int, float]:
     """Compiles the kernels of ours that the benchmark will run, in parallel; (how many, seconds).
 
     What does not compile is left to say so when it is prepared.
@@ -169,10 +150,10 @@ def compile_ahead(plan: Plan, providers: Sequence[Provider], arch: Arch, jobs: i
     from tuning.prebuild import compile_all
 
     wanted = [
-        (problem.signature, backend, str(config))
-        for problem in map(plan.problem, plan.shapes)
+        (signature, backend, str(config))
+        for case in cases
         for provider in providers
-        for backend, config in provider.kernels(problem, arch)
+        for signature, backend, config in provider.kernels(case.problem, arch)
     ]
     if not wanted:
         return 0, 0.0
@@ -182,7 +163,7 @@ def compile_ahead(plan: Plan, providers: Sequence[Provider], arch: Arch, jobs: i
 
 def eager_cost(calls: int = 100, rounds: int = 50) -> dict[str, float]:
     """Microseconds of host time of an eager 128^3 fp16 call, without a graph: the fastest of many rounds."""
-    a, b = operands(Problem.of(128, 128, 128, "fp16"), 0)
+    a, b = Case(Problem.of(128, 128, 128, "fp16")).operands(0)
     todo: dict[str, Callable[[], object]] = {
         "torch.mm": lambda: torch.mm(a, b),
         "cutegemm.gemm": lambda: cutegemm.gemm(a, b),
@@ -205,30 +186,29 @@ class _tf32:
 
 
 def run(
-    plan: Plan,
+    cases: Sequence[Case],
     providers: Sequence[Provider],
     arch: Arch,
     *,
+    rounds: int = ROUNDS,
     device: str = "cuda",
     timer: Timer = timing.interleaved,
     say: Callable[[str], None] = lambda text: None,
     keep: Callable[[list[Result]], None] = lambda results: None,
 ) -> tuple[list[Result], bool]:
-    """(the results of every shape, whether all were measured). Ctrl-C ends it with what there is.
+    """(the results of every case, whether all were measured). Ctrl-C ends it with what there is.
 
-    `keep` is called after every shape with the results so far.
+    `keep` is called after every case with the results so far.
     """
     results: list[Result] = []
     try:
-        for number, shape in enumerate(plan.shapes, 1):
-            say(f"[{number}/{len(plan.shapes)}] {suites.text(shape)}")
-            options: dict[str, Any] = {"rounds": plan.rounds, "device": device, "timer": timer}
+        for number, case in enumerate(cases, 1):
+            say(f"[{number}/{len(cases)}] {case}")
             try:
-                results += bench_shape(plan.problem(shape), providers, arch, **options)
+                results += bench_case(case, providers, arch, rounds=rounds, device=device, timer=timer)
             except RuntimeError as why:  # out of memory; a launch that ruined the CUDA context
                 reason = f"not measured: {type(why).__name__}: {str(why).splitlines()[0] if str(why) else ''}"
-                problem = str(plan.problem(shape))
-                results += [Result(problem, *shape, provider.name, reason) for provider in providers]
+                results += [_result(case, provider.name, reason) for provider in providers]
                 say(reason)
                 if device == "cuda":
                     with contextlib.suppress(RuntimeError):
@@ -246,8 +226,13 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--dtype", default="bf16", choices=tuple(PRODUCTS))
     what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
     what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
+    what.add_argument("--random", type=int, metavar="COUNT", default=0, help="shapes that tuning.untuned draws")
+    what.add_argument("--seed", type=int, default=0, help="of --random")
+    behind = "0 to 7 elements by which operands begin behind a multiple of 16 bytes: 3 both, a3 A, b3 B; or all"
+    what.add_argument("--offsets", default="0", help=f"comma-separated, {behind}")
     who = parser.add_argument_group("who")
     who.add_argument("--providers", default="cutegemm", help=f"all, or comma-separated of {', '.join(NAMES)}")
+    who.add_argument("--against", default="torch", metavar="PROVIDER", help="what ratios are to (default torch)")
     who.add_argument("--backend", default="auto", choices=["auto", "cute", "cutlass2x", "legacy"],
                      help="of --config")  # fmt: skip
     who.add_argument("--config", help="configurations of that backend, comma-separated, beside the providers")
@@ -264,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _providers(options: argparse.Namespace) -> list[Provider]:
-    found = make(options.providers.split(","))
+    found = make(options.providers.split(","), options.against)
     return found + [Cutegemm(options.backend, text) for text in (options.config or "").split(",") if text]
 
 
@@ -274,9 +259,14 @@ def main(arguments: list[str] | None = None) -> int:
     if refused := why_precision_refused(options.dtype, options.precision):
         parser.error(f"--{refused}")
     try:
-        shapes, providers = cli.shapes(options) or suites.parse("1024,2048,4096,8192"), _providers(options)
+        shapes, providers = cli.shapes(options, [options.majors]), _providers(options)
+        starts = suites.starts(options.offsets)
     except (OSError, ValueError) as why:
         parser.error(str(why))
+    if options.random < 0:
+        parser.error(f"--random: got {options.random}, expected a number of shapes")
+    if not shapes and not options.random:
+        shapes = [suites.Laid(shape, options.majors) for shape in suites.parse("1024,2048,4096,8192")]
     if not torch.cuda.is_available():
         print("tuning.bench times kernels on a GPU, and torch sees none here. Without one, try:")
         print("  python -m cutegemm.emulator --shape 256 --dtype fp16      (runs and profiles a kernel)")
@@ -286,10 +276,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.host:
         print(tabulate(eager_cost().items(), headers=["eager 128^3 fp16", "host us a call"], floatfmt=".2f"))
         return 0
-    plan = Plan(shapes, options.dtype, options.precision, options.majors, options.rounds)
-    print(f"{plan.dtype} {plan.precision} {plan.majors}: {bench_report.METHOD}")
+    print(f"{options.dtype} {options.precision} {options.majors}: {bench_report.METHOD}")
     arch = Arch.of_device()
-    count, seconds = compile_ahead(plan, providers, arch, options.jobs)
+    if options.random:
+        from tuning import untuned
+
+        drawn = untuned.draw(options.random, options.seed, options.dtype, options.majors, arch)
+        shapes += [suites.Laid((problem.m, problem.n, problem.k), options.majors) for problem in drawn]
+    asked = cases(dict.fromkeys(shapes), options.dtype, options.precision, starts, options.majors)
+    count, seconds = compile_ahead(asked, providers, arch, options.jobs)
     if count:
         print(f"compiled {count} kernels in {seconds:.0f} s")
     header = {"before": before, "versions": versions(providers), "arch": arch.name}
@@ -298,11 +293,12 @@ def main(arguments: list[str] | None = None) -> int:
         bench_report.write(results, header, vars(options), json_path=options.json, csv_path=options.csv)
 
     results, whole = run(
-        plan, providers, arch, say=lambda text: print(text, file=sys.stderr, flush=True), keep=keep
+        asked, providers, arch, rounds=options.rounds, keep=keep,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
     )  # fmt: skip
     header["after"] = timing.gpu_state()
     if options.cublas_kernels and whole:
-        results = with_kernel_names(plan, results)
+        results = with_kernel_names(asked, results)
     print(bench_report.table(results))
     print(bench_report.summary(results))
     print(header["after"])
@@ -311,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
         from tuning.plot import plot_bench
 
         try:
-            plot_bench(results, arch, options.plot, title=f"{plan.dtype} {plan.majors}, {before.split(',')[0]}")
+            plot_bench(results, arch, options.plot, title=f"{options.dtype} {options.majors}, {before.split(',')[0]}")
         except (RuntimeError, ValueError) as why:
             print(f"--plot: {why}", file=sys.stderr)
     if not whole:

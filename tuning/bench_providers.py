@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import cutegemm
-from cutegemm.choice import plan
+from cutegemm.choice import prepared
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, Signature, request
 from cutegemm.tuner.timing import Call, quick_seconds
 from tuning import bench_scaled
-from tuning.bench_basis import Inputs, NotServed, Prepared, Provider
+from tuning.bench_basis import Inputs, NotServed, Prepared, Provider, tell
 
 
 class Torch:
@@ -30,7 +29,7 @@ class Torch:
 
     name = "torch"
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -53,18 +52,22 @@ class Cutegemm:
         self.name = config or ("cutegemm" if backend == "auto" else backend)
         self._backend, self._config = backend, config
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         try:
-            choice = plan.choose(problem, arch, self._backend, self._config)
+            found = prepared.choose(problem, arch, self._backend, self._config)
         except (GemmError, ValueError):
             return []
-        return [] if choice.config is None else [(choice.backend, choice.config)]
+        choice = found.choice
+        return [] if choice.config is None else [(found.problem.signature, choice.backend, choice.config)]
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         precision = problem.precision
+        options: dict[str, Any] = {"out": out, "precision": precision}
         try:
-            choice = plan.choose(problem, arch, self._backend, self._config)
-            options = {"out": out, "precision": precision, "backend": choice.backend, "config": choice.config}
+            asked = request.describe(*inputs[0], None, 1.0, 0.0, None, None, out, None, precision)
+            found = prepared.choose(asked.problem, arch, self._backend, self._config)
+            choice = found.choice
+            options |= {"backend": choice.backend, "config": choice.config}
             for a, b in inputs:
                 cutegemm.prepare(a, b, **options)
         except (GemmError, ValueError) as why:
@@ -73,7 +76,9 @@ class Cutegemm:
         def call(a: torch.Tensor, b: torch.Tensor) -> Call:
             return lambda: cutegemm.gemm(a, b, **options)
 
-        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend)
+        before = [f"copy {name}" for name, _ in asked.copies]
+        before += [f"{each.kind} {each.operand}" for each in found.preparations]
+        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend, ", ".join(before))
 
 
 class Triton:
@@ -81,7 +86,7 @@ class Triton:
 
     name = "triton"
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -89,7 +94,7 @@ class Triton:
 
         precision = _one_of(problem, {"ieee": "ieee", "tf32": "tf32", "tf32x3": "tf32x3"})
         a, b = inputs[0]
-        _tell(self.name, problem, "Triton compiles and times its configurations")
+        tell(self.name, problem, "Triton compiles and times its configurations")
         try:
             bench_triton.matmul(a, b, out, precision)
         except Exception as why:  # whatever its compiler raises
@@ -106,13 +111,13 @@ class Quack:
 
     name = "quack"
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         if problem.dtype not in ("fp16", "bf16"):
             raise NotServed(f"quack multiplies fp16 and bf16 here, not {problem.dtype}")
-        _tell(self.name, problem, "its own tuner compiles and times its configurations")
+        tell(self.name, problem, "its own tuner compiles and times its configurations")
         try:
             from quack.gemm_interface import gemm
 
@@ -135,12 +140,12 @@ class Operators:
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, str], Any] = {}
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         _one_of(problem, {"ieee": "ieee"})
-        _tell(self.name, problem, "each of its operators is compiled and timed")
+        tell(self.name, problem, "each of its operators is compiled and timed")
         try:
             import cutlass.operators as operators
 
@@ -166,12 +171,6 @@ class Operators:
         if best is None:
             raise NotServed(f"nvidia-cutlass-operators: none of {len(found)} ran: {'; '.join(reasons)[:300]}")
         return Prepared(best[2], best[1])
-
-
-def _tell(name: str, problem: Problem, what: str) -> None:
-    """Says on stderr what a provider does before it can be timed, as that takes up to minutes."""
-    shape = f"{problem.m}x{problem.n}x{problem.k}"
-    print(f"{name}, {shape}: {what}; the first time of a shape takes up to a minute", file=sys.stderr, flush=True)
 
 
 def _operator_call(operator: Any, arguments: Any, artefact: Any) -> Call:
@@ -203,19 +202,20 @@ _MAKERS: dict[str, tuple[Callable[[], Provider], str, str]] = {
 NAMES = tuple(_MAKERS)
 
 
-def make(names: Sequence[str]) -> list[Provider]:
-    """The providers of those names, torch first and always; "all" stands for every one that is installed.
+def make(names: Sequence[str], first: str = "torch") -> list[Provider]:
+    """The providers of those names, `first` before them and always; "all" stands for every one that is installed.
 
     Raises ValueError for a name that is not known, or not installed and asked for by name.
     """
-    wanted = list(dict.fromkeys(["torch", *names]))
+    wanted = list(dict.fromkeys([first, *names]))
     if "all" in wanted:
-        wanted = [name for name in dict.fromkeys(["torch", *NAMES]) if installed(name)]
+        wanted = [name for name in dict.fromkeys([first, *NAMES]) if name == first or installed(name)]
     for name in wanted:
         if name not in _MAKERS:
             raise ValueError(f"providers: got {name!r}, accepted are all, {', '.join(NAMES)}")
         if not installed(name):
-            raise ValueError(f"providers: {name!r} needs {_MAKERS[name][2]}, which is not installed")
+            how = bench_scaled.HOW_TO_INSTALL.get(name, "")
+            raise ValueError(f"providers: {name!r} needs {_MAKERS[name][2]}, which is not installed{how}")
     return [_MAKERS[name][0]() for name in wanted]
 
 

@@ -28,9 +28,10 @@ class Result:
 
     problem: `str(Problem)`. verdict: "ok", or why there is no time. backend, config: of our kernel that ran. us, low,
     high: microseconds, the median and the extremes of the rounds. of_bound: share of the roofline bound, which is by
-    `limit`; intensity in flop/byte. ratio: speed over that of torch; ratio_low, ratio_high: the quartiles of single
-    rounds, None where they are not known. clock_mhz, watts: of the GPU while this shape ran. kernels: what cuBLAS
-    launched, where that was asked for.
+    `limit`; intensity in flop/byte. ratio: speed over that of the first provider; ratio_low, ratio_high: the quartiles
+    of single rounds, None where they are not known. clock_mhz, watts: of the GPU while this shape ran. lies: how the
+    operands lie, where the heading does not say it. before: what was made of them first, which is in the time. kernels:
+    what cuBLAS launched, where that was asked for.
     """
 
     problem: str
@@ -53,11 +54,13 @@ class Result:
     watts: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
+    lies: str = ""
+    before: str = ""
     kernels: tuple[str, ...] = ()
 
     @property
     def shape(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}"
+        return f"{self.m}x{self.n}x{self.k} {self.lies}".rstrip()
 
     @property
     def flops(self) -> int:
@@ -69,7 +72,7 @@ class Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as text, then why some were not timed and what cuBLAS launched."""
+    """The results as text, then why some were not timed and what cuBLAS launched. Ratios are to the first provider."""
     headers = ["shape", "provider", "us", "+-", "TFLOP/s", "of bound", "ratio", "spread", "MHz", "W"]
     headers.append("configuration")
     rows, remarks = [], []
@@ -78,10 +81,12 @@ def table(results: Sequence[Result]) -> str:
             rows.append((r.shape, r.provider, *["-"] * 8, ""))
             remarks.append(f"{r.shape} {r.provider}: {r.verdict}")
             continue
-        spread = "" if r.provider == "torch" else str(r.spread or "-")
+        spread = "" if r.provider == results[0].provider else str(r.spread or "-")
+        ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"
+        runs = ", ".join(filter(None, (r.before, r.config)))
         rows.append(
             (r.shape, r.provider, f"{r.us:.2f}", f"{(r.high - r.low) / r.us:.1%}", f"{r.tflops:.1f}",
-             f"{r.of_bound:.1%}", f"{r.ratio:.3f}", spread, _whole(r.clock_mhz), _whole(r.watts), r.config)
+             f"{r.of_bound:.1%}", ratio, spread, _whole(r.clock_mhz), _whole(r.watts), runs)
         )  # fmt: skip
         if r.kernels:
             remarks.append(f"{r.shape} {r.provider} ran {', '.join(r.kernels)}")
@@ -89,29 +94,40 @@ def table(results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Per provider the geometric mean, minimum and maximum of the ratio to torch, on how many shapes, and how many of
-    them are faster, slower, or as fast within the spread.
+    """Per provider the geometric mean, minimum and maximum of the ratio to the first one, on how many shapes, how many
+    of them are faster, slower, or as fast within the spread, and which are below 1.
     """
     lines = []
-    for name in dict.fromkeys(r.provider for r in results if r.provider != "torch"):
+    for name in list(dict.fromkeys(r.provider for r in results))[1:]:
         timed = [r for r in results if r.provider == name and r.ratio is not None]
         missing = sum(r.provider == name for r in results) - len(timed)
         note = f"; {missing} shapes without a time" if missing else ""
         if not timed:
             lines.append(f"{name}: no times{note}")
             continue
-        ratios = [r.ratio for r in timed if r.ratio is not None]
-        worst = min(timed, key=lambda r: r.ratio or 0.0)
-        lines.append(
-            f"{name}: ratio to torch {statistics.geometric_mean(ratios):.3f} (geometric mean of {len(ratios)} shapes), "
-            f"{min(ratios):.3f} ({worst.shape}) to {max(ratios):.3f}{note}"
-        )
+        ratios = [(r.shape, r.ratio) for r in timed if r.ratio is not None]
+        lines.append(f"{name}: ratio to {results[0].provider} {ratios_text(ratios)}{note}")
         known = [(r.spread, r.ratio) for r in timed if r.spread is not None and r.ratio is not None]
         if known:
             parity = sum(spread.parity for spread, _ in known)
             faster = sum(ratio > 1 and not spread.parity for spread, ratio in known)
             lines[-1] += f"; {faster} faster, {parity} at parity, {len(known) - faster - parity} slower"
+        lines += [short] if (short := short_text(ratios)) else []
     return "\n".join(lines)
+
+
+def ratios_text(ratios: Sequence[tuple[str, float]]) -> str:
+    """The geometric mean of ratios that have names, the least with its name, and the largest."""
+    values = [ratio for _, ratio in ratios]
+    name, least = min(ratios, key=lambda each: each[1])
+    mean = statistics.geometric_mean(values)
+    return f"{mean:.3f} (geometric mean of {len(values)}), {least:.3f} ({name}) to {max(values):.3f}"
+
+
+def short_text(ratios: Sequence[tuple[str, float]], aim: float = 1.0) -> str:
+    """Which ratios are less than the aim, least first; empty without any."""
+    short = sorted((each for each in ratios if each[1] < aim), key=lambda each: each[1])
+    return f"  below {aim:g}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in short) if short else ""
 
 
 def write(

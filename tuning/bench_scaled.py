@@ -1,8 +1,9 @@
-"""Providers of `tuning.bench` for scaled operands of fp8: torch's `_scaled_mm` and `cutegemm.gemm`, recipe by recipe.
+"""Providers of `tuning.bench` for scaled operands of fp8: torch's `_scaled_mm` and `cutegemm.gemm`, recipe by recipe,
+and DeepGEMM with scales of blocks.
 
 All scales are 1, so that the result is that of the plain product, which the benchmark checks. They are read and
-multiplied all the same. Of blocks, torch wants A's scales with contiguous columns and ours lie as quantization writes
-them: what a transposition would cost is not in torch's times.
+multiplied all the same. Of blocks, torch and DeepGEMM want A's scales with contiguous columns and ours lie as
+quantization writes them: what a transposition would cost is not in their times.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 import cutegemm
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, Signature
 from cutegemm.tuner.timing import Call
-from tuning.bench_basis import Inputs, NotServed, Prepared
+from tuning.bench_basis import Inputs, NotServed, Prepared, tell
 
 RECIPES = ("tensor", "rows", "blocks")
 
@@ -55,7 +56,7 @@ class ScaledTorch:
         self.name = f"torch-{recipe}{'-fast' if fast else ''}"
         self._recipe, self._fast = recipe, fast
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -74,7 +75,7 @@ class ScaledCutegemm:
         self.name = f"cutegemm-{recipe}{'-fast' if accumulate else ''}"
         self._recipe, self._accumulate = recipe, accumulate
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[str, Any]]:
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
         return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
@@ -94,6 +95,46 @@ def _call(a: torch.Tensor, b: torch.Tensor, options: dict[str, Any]) -> Call:
     return lambda: cutegemm.gemm(a, b, **options)
 
 
+class DeepGemm:
+    """DeepGEMM as of 7 May 2025, its last version in plain Python: blocks of 1 x 128 of A with 128 x 128 of B."""
+
+    name = "deep_gemm"
+
+    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
+        return []
+
+    def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
+        if (problem.dtype, problem.precision, problem.out_dtype) != ("e4m3", "ieee", "bf16"):
+            kind = f"{problem.dtype} to {problem.out_dtype}, {problem.precision}"
+            raise NotServed(f"deep_gemm multiplies e4m3 to bf16, promoted, not {kind}")
+        if problem.signature.majors != "tn":
+            raise NotServed(f"deep_gemm reads both operands along K, majors tn, not {problem.signature.majors}")
+        if problem.n % 64 or problem.k % 128:
+            raise NotServed(f"deep_gemm takes multiples of 64 for N and of 128 for K, not {problem.n} and {problem.k}")
+        tell(self.name, problem, "nvcc compiles its kernel")
+        try:
+            import deep_gemm
+
+            multiply, laid = deep_gemm.gemm_fp8_fp8_bf16_nt, deep_gemm.get_col_major_tma_aligned_tensor
+            calls: list[Call] = []
+            for a, b in inputs:
+                scale_a, scale_b = scales(problem, "blocks", a.device)
+                left, right = (a, laid(scale_a)), (b.t(), scale_b.t().contiguous())
+                calls.append(partial(multiply, left, right, out))
+            calls[0]()
+        except Exception as why:  # no nvcc, other versions of it, no headers of CUTLASS
+            raise NotServed(f"deep_gemm: {type(why).__name__}: {why}{HOW_TO_INSTALL[self.name]}") from why
+        return Prepared(calls)
+
+
+HOW_TO_INSTALL = {
+    "deep_gemm": "; commit d75b218 of github.com/deepseek-ai/DeepGEMM (7 May 2025) runs from its source folder: name "
+    "it in PYTHONPATH, link the folders cute and cutlass of nvidia-cutlass's headers (cutlass_library/source/include) "
+    "into its deep_gemm/include, and install cuda-bindings and nvcc (CUDA_HOME or DG_JIT_NVCC_COMPILER)"
+}
+"""What a message adds of providers that no package index has."""
+
+
 MAKERS: dict[str, tuple[Callable[[], Any], str, str]] = {
     **{f"torch-{recipe}": (partial(ScaledTorch, recipe), "torch", "torch") for recipe in RECIPES},
     **{f"torch-{recipe}-fast": (partial(ScaledTorch, recipe, True), "torch", "torch") for recipe in RECIPES[:2]},
@@ -102,5 +143,6 @@ MAKERS: dict[str, tuple[Callable[[], Any], str, str]] = {
         f"cutegemm-{recipe}-fast": (partial(ScaledCutegemm, recipe, "fast"), "cutegemm", "cutegemm")
         for recipe in RECIPES[:2]
     },
+    "deep_gemm": (DeepGemm, "deep_gemm", "deep_gemm"),
 }
 """Rows of `bench_providers`' table: provider, module that must be importable, its package."""

@@ -2,14 +2,17 @@
 
     decoding   one token for each of 1, 8 and 64 sequences behind a cache of 512 tokens, without gradients:
                eager, compiled (torch.compile), and as a CUDA graph of the eager step
+    prefill    one sequence of 4096 tokens without gradients, in the same three ways
     training   forward and backward of one sequence of 256 and of 4096 tokens, eager
 
 The blocks are written in torch here: RMS norm, rotary embedding, grouped attention by scaled_dot_product_attention with
 a cache of keys and values, and the gated MLP. Variants share their weights: `torch` has torch.nn.Linear, `ours` the
-same after `replace_linears`, `constant` (decoding only) after `replace_linears(constant_weights=True)`. A variant's
-results must be as close to those of the blocks in float32 as torch's are, within a factor of two. Variants take turns
-in alternating order; a round is a number of steps between two CUDA events, so that eager figures hold the host's time.
-Ratios are to `torch`, above 1 is faster; their spread is the middle half of the rounds'.
+same after `replace_linears`, `constant` (decoding only) after `replace_linears(constant_weights=True)`, `fp8` (with
+`--fp8`, not in training) after `replace_linears(dtype="fp8", scaling="rows")`. A variant's results must be as close to
+those of the blocks in float32 as torch's are, within a factor of two; those of `fp8` as the blocks in float32 are whose
+linears round their operands to fp8. Variants take turns in alternating order; a round is a number of steps between two
+CUDA events, so that eager figures hold the host's time. Ratios are to `torch`, above 1 is faster; their spread is the
+middle half of the rounds'.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -29,8 +32,9 @@ import cutegemm
 from cutegemm.tuner import timing
 from cutegemm.tuner.spread import order_of_round
 from tuning import cli
+from tuning.bench_report import ratios_text, short_text
 
-TORCH = "torch"
+TORCH, FP8 = "torch", "fp8"
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,9 @@ def variants(model: Blocks, names: Sequence[str]) -> dict[str, Blocks]:
         # A copy of the modules that shares the tensors.
         shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
         made = copy.deepcopy(model, shared)
-        if name != TORCH:
+        if name == FP8:
+            cutegemm.nn.replace_linears(made, dtype="fp8", scaling="rows")
+        elif name != TORCH:
             cutegemm.nn.replace_linears(made, constant_weights=name == "constant")
         found[name] = made
     return found
@@ -154,15 +160,32 @@ def check(models: Mapping[str, Blocks], x: torch.Tensor, turn: tuple[torch.Tenso
     with torch.no_grad():
         want = wide(x.float(), tuple(each.float() for each in turn))
         errors = {name: difference(model(x, turn), want) for name, model in models.items()}
-    limit = 2 * errors[TORCH]
-    return {
-        name: "ok" if error <= limit else f"wrong: error {error:.2g}, torch's is {errors[TORCH]:.2g}"
-        for name, error in errors.items()
-    }
+        usual = dict.fromkeys(errors, (errors[TORCH], "torch's is"))
+        if FP8 in models:
+            round_linears(wide)
+            rounded = wide(x.float(), tuple(each.float() for each in turn))
+            usual[FP8] = difference(rounded, want), "that of rounded operands in float32 is"
+    verdicts = {}
+    for name, error in errors.items():
+        allowed, whose = usual[name]
+        verdicts[name] = "ok" if error <= 2 * allowed else f"wrong: error {error:.2g}, {whose} {allowed:.2g}"
+    return verdicts
 
 
-def decoding(model: Blocks, x: torch.Tensor, turn: Any, how: str) -> Callable[[], object]:
-    """A step of decoding without gradients: "eager", "compiled" or "graph"."""
+def round_linears(model: Blocks) -> None:
+    """Makes the linears round their weights and inputs to e4m3, with a scale for each row."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return cutegemm.dequantize(*cutegemm.quantize(x.flatten(0, -2), torch.float8_e4m3fn), dtype=x.dtype).view_as(x)
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.copy_(rounded(module.weight))
+            module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+
+
+def inference(model: Blocks, x: torch.Tensor, turn: Any, how: str) -> Callable[[], object]:
+    """A step without gradients: "eager", "compiled" or "graph"."""
     step: Callable[..., Any] = model if how != "compiled" else torch.compile(model, dynamic=False)
 
     def run() -> object:
@@ -232,34 +255,61 @@ def _elapsed(step: Callable[[], object], count: int) -> float:
     return start.elapsed_time(end) * 1e3 / count
 
 
-def rows_of(what: str, found: Mapping[str, timing.Timing], verdicts: Mapping[str, str]) -> list[tuple[str, ...]]:
+class Line(NamedTuple):
+    """Of a table. said: milliseconds, or the verdict where there are none. ratio: to torch, of other variants."""
+
+    step: str
+    variant: str
+    said: str
+    ratio: float | None = None
+    spread: str = ""
+
+
+def lines_of(what: str, found: Mapping[str, timing.Timing], verdicts: Mapping[str, str]) -> list[Line]:
     """A line of the table for each variant."""
     theirs = found.get(TORCH)
-    lines: list[tuple[str, ...]] = []
+    lines = []
     for name, verdict in verdicts.items():
         timed = found.get(name)
-        if timed is None or theirs is None:
-            lines.append((what, name, verdict, ""))
-            continue
-        ratio = "" if name == TORCH else f"{theirs.us / timed.us:.3f} ({timed.spread(theirs)})"
-        lines.append((what, name, f"{timed.us * 1e-3:.3f}", ratio))
+        line = Line(what, name, verdict if timed is None else f"{timed.us * 1e-3:.3f}")
+        if timed is not None and theirs is not None and name != TORCH:
+            line = line._replace(ratio=theirs.us / timed.us, spread=str(timed.spread(theirs)))
+        lines.append(line)
     return lines
+
+
+def table(lines: Sequence[Line]) -> str:
+    rows = [(*line[:3], "" if line.ratio is None else f"{line.ratio:.3f}", line.spread) for line in lines]
+    return tabulate(rows, headers=["step", "variant", "ms", "x torch", "spread"], disable_numparse=True)
+
+
+def summary(lines: Sequence[Line], aim: float = 1.0) -> str:
+    """For each variant the geometric mean of its ratios to torch, the least, and the steps below what is wanted."""
+    found = []
+    for name in dict.fromkeys(line.variant for line in lines):
+        ratios = [(line.step, line.ratio) for line in lines if line.variant == name and line.ratio is not None]
+        if ratios:
+            found.append(f"{name}: x torch {ratios_text(ratios)}")
+            found += [short] if (short := short_text(ratios, aim)) else []
+    return "\n".join(found)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns 0 when every variant was right."""
     made = cli.parser("blocks", (__doc__ or "").split(":")[0] + ".")
     made.add_argument("--sequences", default="1,8,64", help="batches of decoding, comma-separated (default 1,8,64)")
+    made.add_argument("--prefill", default="4096", help="lengths of prompts, comma-separated (default 4096)")
     made.add_argument("--tokens", default="256,4096", help="lengths of training, comma-separated (default 256,4096)")
+    made.add_argument("--fp8", action="store_true", help="without gradients also linears in fp8 with scales of rows")
     made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
     made.add_argument("--layers", type=int, default=4, help="blocks (default 4)")
     made.add_argument("--no-compile", action="store_true", help="without torch.compile")
     options = made.parse_args(arguments)
     try:
-        sequences, tokens = ([int(text) for text in given.split(",") if text]
-                             for given in (options.sequences, options.tokens))  # fmt: skip
+        sequences, prompts, tokens = ([int(text) for text in given.split(",") if text]
+                                      for given in (options.sequences, options.prefill, options.tokens))  # fmt: skip
     except ValueError:
-        made.error("--sequences and --tokens: expected numbers, comma-separated")
+        made.error("--sequences, --prefill and --tokens: expected numbers, comma-separated")
     if not torch.cuda.is_available():
         print("tuning.blocks times a model on a GPU, and torch sees none here", file=sys.stderr)
         return 2
@@ -267,19 +317,23 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     size = Size(layers=options.layers)
     model = Blocks(size, device="cuda", dtype=torch.bfloat16)
-    lines: list[tuple[str, ...]] = []
-    for count in sequences:
-        x = torch.randn(count, 1, size.width, device="cuda", dtype=torch.bfloat16)
-        turn = positions(size.context - 1, 1, size, x)
-        models = variants(model, (TORCH, "ours", "constant"))
+    lines: list[Line] = []
+    ways = ("eager", "graph") if options.no_compile else ("eager", "compiled", "graph")
+    narrow = (FP8,) if options.fp8 else ()
+    for decodes, count in (*((True, count) for count in sequences), *((False, count) for count in prompts)):
+        batch, length, names = (count, 1, ("ours", "constant")) if decodes else (1, count, ("ours",))
+        x = torch.randn(batch, length, size.width, device="cuda", dtype=torch.bfloat16)
+        turn = positions(size.context - 1 if decodes else 0, length, size, x)
+        models = variants(model, (TORCH, *names, *narrow))
         for each in models.values():
-            each.remember(count, x)
+            each.remember(count if decodes else 0, x)
         verdicts = check(models, x, turn)
         right = [name for name, verdict in verdicts.items() if verdict == "ok"]
-        for how in ("eager", "graph") if options.no_compile else ("eager", "compiled", "graph"):
+        for how in ways:
             torch._dynamo.reset()
-            steps = {name: decoding(models[name], x, turn, how) for name in right}
-            lines += rows_of(f"decoding, {how}, batch {count}", in_turns(steps, options.rounds), verdicts)
+            steps = {name: inference(models[name], x, turn, how) for name in right}
+            what = f"decoding, {how}, batch {count}" if decodes else f"prefill, {how}, {count} tokens"
+            lines += lines_of(what, in_turns(steps, options.rounds), verdicts)
             print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
             del steps
         del models
@@ -289,12 +343,13 @@ def main(arguments: list[str] | None = None) -> int:
         models = variants(model, (TORCH, "ours"))
         verdicts = check(models, x, turn)
         steps = {name: training(models[name], x, turn) for name, verdict in verdicts.items() if verdict == "ok"}
-        lines += rows_of(f"training, {count} tokens", in_turns(steps, options.rounds, 0.3), verdicts)
+        lines += lines_of(f"training, {count} tokens", in_turns(steps, options.rounds, 0.3), verdicts)
         print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
         del models, steps
-    print(tabulate(lines, headers=["step", "linears", "ms", "x torch (spread)"], disable_numparse=True))
+    print(table(lines))
+    print(summary(lines))
     print(timing.gpu_state())
-    return 1 if any("wrong" in line[2] for line in lines) else 0
+    return 1 if any(line.said.startswith("wrong") for line in lines) else 0
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def _from_json(text: str, arch: Arch) -> list[Sample]:
         return [
             Sample(parse_problem(row["problem"]), row["backend"], row["config"], row["us"] * 1e-6)
             for row in data["results"]
-            if row.get("config") and row.get("us")
+            if row.get("config") and row.get("us") and not row.get("before")
         ]
     if "shapes" in data:
         return [sample for shape in data["shapes"] for sample in read_sweep(shape)]

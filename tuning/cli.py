@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 
 from tuning import suites
 
@@ -54,11 +55,15 @@ def add_shapes(group: argparse._ActionsContainer) -> None:
     group.add_argument("--shapes", help="MxNxK, or one number for a square product; comma-separated")
     group.add_argument("--shapes-file", metavar="FILE", help="a file of such shapes, a line each; # begins a comment")
     group.add_argument("--square", metavar="FIRST..LAST", help="square products, powers of two")
-    group.add_argument("--suite", help=f"comma-separated: {', '.join(suites.SUITES)}")
+    names = ", ".join(suites.SUITES)
+    own = " and ".join(suites.LAID)
+    group.add_argument("--suite", help=f"comma-separated: {names}; {own}, which say how the operands lie")
 
 
-def shapes(options: argparse.Namespace) -> list[suites.Shape]:
-    """The shapes of all options of `add_shapes` together, each once. Raises ValueError naming the text that is none."""
+def shapes(options: argparse.Namespace, majors: Sequence[str]) -> list[suites.Laid]:
+    """The shapes of all options of `add_shapes` together, each once with each of these majors; those of suites that say
+    how operands lie, as they say. Raises ValueError naming the text that is none.
+    """
     found: dict[suites.Shape, None] = {}
     for given, read in (
         (options.shapes, suites.parse),
@@ -68,4 +73,5 @@ def shapes(options: argparse.Namespace) -> list[suites.Shape]:
     ):
         if given:
             found.update(dict.fromkeys(read(given)))
-    return list(found)
+    plain = [suites.Laid(shape, letters) for letters in majors for shape in found]
+    return list(dict.fromkeys([*plain, *suites.laid(options.suite or "")]))

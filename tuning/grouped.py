@@ -1,13 +1,15 @@
 """Times `grouped_gemm` against torch's grouped_mm and a loop of torch.mm over the experts of published models.
 
 Method as of tuning.bench: the providers are timed in one process, round by round in alternating order, as CUDA graphs
-whose inputs rotate through three times the L2 cache; each result is checked first, against the loop in float64 (group
-by group, so that it takes no more memory than a group). The rows of a group are drawn from a seed. The loop knows the
-sizes on the host, which a real one would have to wait for.
+whose inputs rotate through three times the L2 cache; each result is checked first, in float64 (group by group, so that
+it takes no more memory than a group). Ratios are to the best other provider; with `--dtype e4m3` to ours in bf16, with
+`--gather` to rows that were gathered before, with `--weight-gradients` to one dense product with as many flops. With
+`--config`, which may be given several times, the configurations named are timed in the same rounds.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,156 +18,131 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-import cutegemm
+from cutegemm import backend
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem, grouped_request, reference, torch_dtype
-from cutegemm.problem.work import RAGGED_M
-from cutegemm.run import grouped
 from cutegemm.tuner import timing
-from tuning import cli, suites
+from tuning import bench_providers, cli, suites
+from tuning.bench_report import ratios_text, short_text
+from tuning.grouped_ways import FORWARD, GATHERED, GRADIENTS, OURS, QUACK, SCALED, Draw, Kind, Ways
 
 Timer = Callable[[Mapping[str, Sequence[Callable[[], object]]], float, int], Mapping[str, timing.Timing]]
-NAMES = ("cutegemm", "torch._grouped_mm", "loop")
+Row = dict[str, Any]
 ROUNDS = 9
-
-
-def sizes(entry: suites.Experts, seed: int) -> list[int]:
-    """Rows of each expert; they add up to the entry's."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = torch.ones(entry.experts)
-    if entry.skew == "zipf":
-        weights = 1 / torch.arange(1, entry.experts + 1)
-        weights = weights[torch.randperm(entry.experts, generator=generator)]
-    elif entry.skew == "one":
-        weights = torch.zeros(entry.experts)
-        weights[int(torch.randint(entry.experts, (), generator=generator))] = 1
-    drawn = torch.multinomial(weights / weights.sum(), entry.rows, replacement=True, generator=generator)
-    found: list[int] = drawn.bincount(minlength=entry.experts).tolist()
-    return found
-
-
-def problem(entry: suites.Experts, dtype: str = "bf16", majors: str = "tn") -> Problem:
-    """The product of an entry, as the tuner knows it: by its totals."""
-    return Problem.of(entry.rows, entry.n, entry.k, dtype, majors=majors, batch=entry.experts, work=RAGGED_M)
-
-
-class Inputs:
-    """One set of operands of an entry; the weights of all sets of one size are drawn once and copied."""
-
-    def __init__(self, entry: suites.Experts, dtype: str, majors: str, seed: int, device: str) -> None:
-        generator = torch.Generator(device=device).manual_seed(seed)
-        kind = torch_dtype(dtype)
-        self.a = torch.randn(entry.rows, entry.k, device=device, generator=generator).to(kind)
-        shape = (entry.experts, entry.n, entry.k) if majors[1] == "n" else (entry.experts, entry.k, entry.n)
-        b = torch.empty(shape, dtype=kind, device=device)
-        for each in b:
-            each.copy_(torch.randn(each.shape, device=device, generator=generator))
-        self.b = b.mT if majors[1] == "n" else b
-        self.sizes = sizes(entry, seed)
-        self.ends = torch.tensor(self.sizes, device=device).cumsum(0).int()
-        self.out = torch.empty(entry.rows, entry.n, dtype=kind, device=device)
-
-    def calls(self) -> dict[str, Callable[[], object]]:
-        """One call of each provider; the loop writes into `out` too."""
-        found: dict[str, Callable[[], object]] = {
-            "cutegemm": partial(cutegemm.grouped_gemm, self.a, self.b, self.ends, out=self.out)
-        }
-        if hasattr(torch, "_grouped_mm") and self.a.is_cuda:
-            found["torch._grouped_mm"] = lambda: self.out.copy_(torch._grouped_mm(self.a, self.b, offs=self.ends))
-            # Timed without the copy: torch has no `out`.
-        found["loop"] = self.loop
-        return found
-
-    def timed(self) -> dict[str, Callable[[], object]]:
-        found = self.calls()
-        if "torch._grouped_mm" in found:
-            found["torch._grouped_mm"] = partial(torch._grouped_mm, self.a, self.b, offs=self.ends)
-        return found
-
-    def loop(self) -> None:
-        begin = 0
-        for weight, count in zip(self.b, self.sizes, strict=True):
-            if count:
-                torch.mm(self.a[begin : begin + count], weight, out=self.out[begin : begin + count])
-            begin += count
-
-    def verdict(self) -> str:
-        """ "ok", or which group of `out` is wrong."""
-        begin = 0
-        for group, (weight, count) in enumerate(zip(self.b, self.sizes, strict=True)):
-            rows = slice(begin, begin + count)
-            checked = reference.check(self.out[rows], reference.expected(self.a[rows], weight))
-            if not checked:
-                return f"wrong: group {group}: {checked.message}"
-            begin += count
-        return "ok"
 
 
 def bench(
     entry: suites.Experts, arch: Arch, dtype: str = "bf16", majors: str = "tn", rounds: int = ROUNDS,
-    device: str = "cuda", timer: Timer = timing.interleaved,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each provider that serves the entry: its verdict, microseconds, and the ratio to the best other one."""
-    asked = problem(entry, dtype, majors)
+    device: str = "cuda", timer: Timer = timing.interleaved, kind: Kind = FORWARD, quack: bool = False,
+    configs: Sequence[str] = (),
+) -> list[Row]:  # fmt: skip
+    """A row for each provider: its verdict, microseconds, and of ours the ratio to whom `kind` says with its spread.
+
+    configs: texts of configurations of "cute", each timed as ours is; the verdict of one that is refused says why.
+    """
+    asked = kind.problem(entry, dtype, majors)
     count = timing.rotation(asked.min_bytes, arch.l2_bytes) if device == "cuda" else 1
-    sets = [Inputs(entry, dtype, majors, seed, device) for seed in range(count)]
-    verdicts = {}
-    for name, call in sets[0].calls().items():
-        sets[0].out.fill_(float("nan"))
-        call()
-        verdicts[name] = sets[0].verdict()
-    timed = [one.timed() for one in sets]
+    sets = [_with_named(kind.ways(Draw(entry, seed, device), dtype, majors), configs) for seed in range(count)]
+    verdicts = {name: way.verdict() for name, way in sets[0].items() if quack or name != QUACK}
     right = [name for name, verdict in verdicts.items() if verdict == "ok"]
-    found = timer({name: [one[name] for one in timed] for name in right}, asked.flops, rounds)
-    others = [found[name].us for name in right if name != "cutegemm"]
+    found = timer({name: [ways[name].call for ways in sets] for name in right}, asked.flops, rounds)
+    ours = OURS, *configs
+    others = [name for name in found if name == kind.against or (not kind.against and name not in ours)]
     rows = []
     for name, verdict in verdicts.items():
-        row: dict[str, Any] = {"entry": str(entry), "provider": name, "verdict": verdict}
+        row: Row = {"entry": str(entry), "provider": name, "verdict": verdict}
         if name in found:
             us = found[name].us
             row |= {"us": us, "tflops": found[name].tflops(asked.flops), "gb_per_s": asked.min_bytes / us / 1e3}
-            if name == "cutegemm":
-                row |= {"config": chosen(sets[0]), "ratio": min(others) / us if others else None}
+        if name in found and name in ours:
+            row |= {"config": sets[0][name].config(), "ratio": None}
+            if others:
+                best = min((found[other] for other in others), key=lambda timed: timed.us)
+                row |= {"ratio": best.us / us, "spread": str(found[name].spread(best) or "-")}
+            if name == OURS and entry.aim is not None and (kind, dtype) == (FORWARD, "bf16"):
+                row["aim us"] = entry.aim
         rows.append(row)
     return rows
 
 
-def chosen(one: Inputs) -> str:
-    """The configuration that `grouped_gemm` takes for these operands."""
-    given = grouped_request.Sizes(one.ends)
-    plan = grouped.plan_of(one.a, one.b, given, lambda acc: acc, (), one.out, None, None, "auto", None)
-    return str(plan.choice.config or plan.choice.backend)
+def _with_named(ways: Ways, configs: Sequence[str]) -> Ways:
+    """The same, and our call by each of these configurations."""
+    ours = ways[OURS]
+    call: Callable[..., Any] = ours.call
+    named = {
+        config: ours._replace(call=partial(call, backend="cute", config=config), config=partial(str, config))
+        for config in configs
+    }
+    return {OURS: ours, **named, **ways}
+
+
+def summary(rows: Sequence[Row], kind: Kind = FORWARD) -> str:
+    """The geometric mean of the ratios and the least, which are below what is wanted, and the aims in microseconds."""
+    ratios = [(row["entry"], row["ratio"]) for row in rows if row["provider"] == OURS and row.get("ratio")]
+    lines = []
+    if ratios:
+        lines.append(f"{OURS}: ratio to {kind.against or 'the best other'} {ratios_text(ratios)}")
+        lines += [short] if (short := short_text(ratios, kind.aim)) else []
+    aimed = [row for row in rows if "aim us" in row]
+    if aimed:
+        missed = [f"{row['entry']} {row['us']:.1f} of {row['aim us']:g}" for row in aimed if row["us"] > row["aim us"]]
+        text = f"aims in us: {len(aimed) - len(missed)} of {len(aimed)} reached"
+        lines.append(text + (f"; missed: {', '.join(missed)}" if missed else ""))
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.parser("grouped", (__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "e4m3"), help="e4m3: with scales of rows")
+    parser.add_argument("--majors", default="tn", choices=("tn", "tt"), help="tn: weights (G, N, K) as they are stored")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--gather", action="store_true", help="rows by an index, against rows gathered before")
+    other.add_argument("--weight-gradients", action="store_true", help="groups of K, against one dense product")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--only", help="entries whose text has this in it, such as 'Qwen3' or 'zipf'")
+    parser.add_argument("--config", action="append", default=[], help="a configuration to time too; repeatable")
+    parser.add_argument("--aims", action="store_true", help="only the entries whose microseconds have an aim")
+    parser.add_argument("--quack", action="store_true", help="also quack, which tunes itself for a minute an entry")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = cli.parser("grouped", (__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
-    parser.add_argument("--majors", default="tn", choices=("tn", "tt"), help="tn: weights (G, N, K) as they are stored")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--only", help="entries whose text has this in it, such as 'Qwen3' or 'zipf'")
+    """The command line; returns 0 when no result was wrong and ours served every entry."""
+    parser = _parser()
     options = parser.parse_args(arguments)
+    kind = GATHERED if options.gather else GRADIENTS if options.weight_gradients else FORWARD
+    if options.dtype == "e4m3":
+        if kind != FORWARD or options.majors != "tn":
+            parser.error("--dtype: got e4m3 with --gather, --weight-gradients or --majors tt; it is timed without them")
+        kind = SCALED
     wanted = [entry for entry in suites.MOE if options.only is None or options.only in str(entry)]
+    wanted = [entry for entry in wanted if entry.aim is not None or not options.aims]
     if not wanted:
-        parser.error(f"--only: no entry has {options.only!r} in it")
+        parser.error(f"--only: no entry {'with an aim ' if options.aims else ''}has {options.only!r} in it")
+    if options.quack and not bench_providers.installed(QUACK):
+        parser.error("--quack: needs quack-kernels, which is not installed")
+    for config in options.config:
+        try:
+            backend.get("cute").parse(config)
+        except ValueError as why:
+            parser.error(f"--config: {why}")
     if not torch.cuda.is_available():
         print("tuning.grouped times kernels on a GPU, and torch sees none here; tests.fuzz_groups emulates them")
         return 2
     print(timing.gpu_state())
     arch, rows = Arch.of_device(), []
+    given = {"dtype": options.dtype, "majors": options.majors, "rounds": options.rounds}
     for number, entry in enumerate(wanted, 1):
         print(f"[{number}/{len(wanted)}] {entry}", file=sys.stderr, flush=True)
-        rows += bench(entry, arch, options.dtype, options.majors, options.rounds)
-        for row in rows[-len(NAMES) :]:
-            if row["entry"] == str(entry):
-                print("   ", *(f"{name} {row[name]}" for name in row if name != "entry"), file=sys.stderr, flush=True)
+        found = bench(entry, arch, **given, kind=kind, quack=options.quack, configs=options.config)
+        for row in found:
+            print("   ", *(f"{name} {row[name]}" for name in row if name != "entry"), file=sys.stderr, flush=True)
+        rows += found
         torch.cuda.empty_cache()
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
-    ratios = torch.tensor([row["ratio"] for row in rows if row.get("ratio")])
-    if len(ratios):
-        mean = ratios.log().mean().exp()
-        print(f"against the best other: geometric mean {mean:.3f}, least {ratios.min():.3f}, {len(ratios)} entries")
+    print(summary(rows, kind))
     print(timing.gpu_state())
-    return 0 if all(row["verdict"] == "ok" for row in rows) else 1
+    wrong = any(row["verdict"].startswith("wrong") for row in rows)
+    return 1 if wrong or any(row["verdict"] != "ok" for row in rows if row["provider"] == OURS) else 0
 
 
 if __name__ == "__main__":

@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 from torch.nn import functional
 
 import cutegemm
 from cutegemm.tuner import timing
 from tuning import blocks, cli
 
+AIMS = {False: 1.2, True: 1.15}
+"""Ratios to torch that are wanted at every point: forward, and of training steps."""
 TOKENS = "16,32,64,128,256,512,1024,2048,4096,8192"
 Step = Callable[..., torch.Tensor]
 """step(x, experts, weights, w_gate_up, w_down) -> the mixture"""
@@ -159,9 +160,9 @@ def check(
 
 def bench(
     block: Block, tokens: Sequence[int], skew: str, trains: bool, names: Sequence[str], rounds: int
-) -> list[tuple[str, ...]]:
+) -> list[blocks.Line]:
     """The lines of the table for a block: forward, or training steps, of so many tokens."""
-    lines: list[tuple[str, ...]] = []
+    lines: list[blocks.Line] = []
     how, word = (training, "training") if trains else (forward, "forward")
     experts = weights_of(block, "cuda")
     for count in tokens:
@@ -173,7 +174,7 @@ def bench(
             name: blocks.captured(how(steps[name], given)) for name, verdict in verdicts.items() if verdict == "ok"
         }
         found = blocks.in_turns(graphs, rounds)
-        lines += blocks.rows_of(f"{block.name}, {skew}, {word}, {count} tokens", found, verdicts)
+        lines += blocks.lines_of(f"{block.name}, {skew}, {word}, {count} tokens", found, verdicts)
         del graphs, given
         torch.cuda.empty_cache()
     return lines
@@ -204,14 +205,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print(f"{timing.gpu_state()}; torch {torch.__version__}, bf16")
     names = (blocks.TORCH, "ours", "compiled")
-    lines: list[tuple[str, ...]] = []
+    lines: dict[bool, list[blocks.Line]] = {False: [], True: []}
     for block in wanted:
         for skew in skews:
             for counts, trains in ((tokens, False), (train_tokens, True)):
-                lines += bench(block, counts, skew, trains, names, options.rounds)
-    print(tabulate(lines, headers=["step", "variant", "ms", "x torch (spread)"], disable_numparse=True))
+                lines[trains] += bench(block, counts, skew, trains, names, options.rounds)
+    print(blocks.table([*lines[False], *lines[True]]))
+    for trains, aim in AIMS.items():
+        if said := blocks.summary(lines[trains], aim):
+            print(f"{'training' if trains else 'forward'}:\n{said}")
     print(timing.gpu_state())
-    return 1 if any("wrong" in line[2] for line in lines) else 0
+    return 1 if any(line.said.startswith("wrong") for each in lines.values() for line in each) else 0
 
 
 if __name__ == "__main__":

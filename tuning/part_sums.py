@@ -25,30 +25,39 @@ SIZES = {64: (128, 96), 264: (128, 96), 1024: (96, 64), 4096: (48, 32), 65536: (
 """Rows and columns of the results that are modelled, by K."""
 
 
-def split(x: np.ndarray, precision: str) -> list[np.ndarray]:
-    """The parts of fp32 numbers, each rounded to nearest even, as `hopper.splitter` makes them of normal numbers."""
+def split(x: np.ndarray, precision: str, ties_away: bool = False) -> list[np.ndarray]:
+    """The parts of fp32 numbers, as `cute.splitter` makes them of normal numbers: each rounded to nearest, ties to even
+    or away from zero.
+    """
     parts, rest = TABLE["fp32", precision], np.ascontiguousarray(x, np.float32)
     out = []
     for _ in range(parts.count):
         bits = rest.view(np.uint32)
         low = 16 if parts.element == "bf16" else 13
-        rounded = bits + np.uint32((1 << (low - 1)) - 1) + (bits >> np.uint32(low) & np.uint32(1))
+        tie = np.uint32(1) if ties_away else bits >> np.uint32(low) & np.uint32(1)
+        rounded = bits + np.uint32((1 << (low - 1)) - 1) + tie
         out.append((rounded & ~np.uint32((1 << low) - 1)).view(np.float32))
         rest = rest - out[-1]
     return out
 
 
 class Tiles:
-    """The products of A (m, k) and B (k, n), fp32, whose partial sums of each k tile are computed at once."""
+    """The products of A (m, k) and B (k, n), fp32, whose partial sums of each k tile are computed at once.
 
-    def __init__(self, a: np.ndarray, b: np.ndarray, precision: str) -> None:
+    instruction, architecture: who adds, see `tensor_cores.RULES`; for "mma" ties of tf32 are rounded away from zero.
+    """
+
+    def __init__(
+        self, a: np.ndarray, b: np.ndarray, precision: str, instruction: str = "wgmma", architecture: str = "hopper"
+    ) -> None:
         self.terms = TABLE["fp32", precision].terms
         self.kind = "tf32" if precision == "tf32x3" else "bf16"
-        self.rule = tensor_cores.RULES["wgmma", self.kind, "hopper"]
+        self.rule = tensor_cores.RULES[instruction, self.kind, architecture]
+        away = instruction == "mma" and self.kind == "tf32"
         beyond = -a.shape[1] % TILE
         a, b = np.pad(a, ((0, 0), (0, beyond))), np.pad(b, ((0, beyond), (0, 0)))
-        self.a = [part.reshape(len(a), -1, TILE).transpose(1, 0, 2) for part in split(a, precision)]
-        self.b = [part.reshape(-1, TILE, b.shape[1]) for part in split(b, precision)]
+        self.a = [part.reshape(len(a), -1, TILE).transpose(1, 0, 2) for part in split(a, precision, away)]
+        self.b = [part.reshape(-1, TILE, b.shape[1]) for part in split(b, precision, away)]
 
     def small(self, first: int = 0, last: int = TILE) -> np.ndarray:
         """Partial sums of all but the largest products, of elements first to last of each k tile: (tiles, m, n)."""

@@ -68,8 +68,8 @@ def plot_bars(bars: Sequence[Bar], axis: str, mark: str, path: str | Path) -> No
 
 
 def plot_bench(results: Sequence[Result], arch: Arch, path: str | Path, title: str = "") -> None:
-    """Three panels: TFLOP/s of each provider over the flop of the product, its ratio to torch shape by shape, and where
-    the shapes lie under the roofline of `arch`.
+    """Three panels: TFLOP/s of each provider over the flop of the product, its ratio to the first one shape by shape,
+    and where the shapes lie under the roofline of `arch`.
 
     Raises RuntimeError saying what to install when matplotlib is missing; ValueError when nothing was timed.
     """
@@ -88,15 +88,16 @@ def plot_bench(results: Sequence[Result], arch: Arch, path: str | Path, title: s
     speed.set(xscale="log", xlabel="flop of the product", ylabel="TFLOP/s", title=title)
     speed.legend()
 
-    others = [name for name in providers if name != "torch"]
+    first = results[0].provider
+    others = [name for name in providers if name != first]
     width = 0.8 / max(len(others), 1)
     for number, name in enumerate(others):
         own = [r for r in timed if r.provider == name]
         places = [shapes.index(r.shape) + (number - (len(others) - 1) / 2) * width for r in own]
-        ratios.bar(places, [r.ratio for r in own], width=0.9 * width, color=colors[name])
+        ratios.bar(places, [r.ratio or 0.0 for r in own], width=0.9 * width, color=colors[name])
     ratios.axhline(1.0, color="black", linewidth=1)
     ratios.set_xticks(range(len(shapes)), shapes, rotation=60, ha="right", fontsize=7)
-    ratios.set(ylabel="speed over torch")
+    ratios.set(ylabel=f"speed over {first}")
 
     peak = max(arch.peak(unit) for unit in _units(timed))
     reach = sorted(r.intensity for r in timed if r.intensity)

@@ -4,8 +4,8 @@ For each kind of input and each size: time and error of `gemm` with every precis
 the same process, captured in CUDA graphs as `cutegemm.tuner.timing` does it. Errors are relative to |A||B|, largest and
 root mean square, against float64. `--plot FILE` draws error against time, one picture for each kind of input.
 
-Without a GPU `--emulate` shows the errors alone: of the Hopper kernel in the emulator, whose tensor cores add as the
-GPU's do, beside a chain of fused multiply-adds in the order of K. Small sizes only.
+Without a GPU `--emulate` shows the errors alone: in the emulator, whose tensor cores add as those of the GPU in
+CUTEGEMM_ARCH do, beside a chain of fused multiply-adds in the order of K. Small sizes only; `--config` names a kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tuning import cli
 INPUTS = ("normal", "uniform", "exponents", "cancelling", "powers")
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16x6", "bf16x9")
 EMULATED = "sm90/64x96x32/coop1/c1x1/s3/row"
-"""The configuration that `--emulate` runs."""
+"""The configuration that `--emulate` runs by default."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ def by_sgemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total.float()
 
 
-def emulated(kind: str, m: int, n: int, k: int, seed: int) -> list[Point]:
+def emulated(kind: str, m: int, n: int, k: int, seed: int, config: str = EMULATED) -> list[Point]:
     """Errors in the emulator."""
     a, b = inputs(kind, m, n, k, seed)
     size = f"{m}x{n}x{k}"
     points = [Point(kind, size, "chain of FMA", *error(by_sgemm(a, b), a, b))]
     for precision in PRECISIONS[1:]:
-        got = cutegemm.gemm(a, b, precision=precision, backend="cute", config=EMULATED)
+        got = cutegemm.gemm(a, b, precision=precision, backend="cute", config=config)
         points.append(Point(kind, size, precision, *error(got, a, b)))
     return points
 
@@ -153,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=list(INPUTS), help="kinds of input")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--emulate", action="store_true", help="errors alone, in the emulator")
+    parser.add_argument("--config", default=EMULATED, help="what --emulate runs (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="draw error against time (.svg, .png)")
     options = parser.parse_args(arguments)
     if options.emulate and options.plot:
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.emulate and not torch.cuda.is_available():
         print("tuning.precision: there is no GPU; --emulate shows errors without one", file=sys.stderr)
         return 2
-    run = emulated if options.emulate else measured
+    run = functools.partial(emulated, config=options.config) if options.emulate else measured
     points = []
     for kind in options.inputs:
         for m, n, k in options.sizes:

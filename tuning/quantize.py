@@ -24,6 +24,7 @@ from cutegemm.problem import quantization
 from cutegemm.problem.quantization import BLOCKS, FORMATS, NAMED, ROWS, TENSOR, Group
 from cutegemm.tuner import timing
 from tuning import cli
+from tuning.bench_report import ratios_text, short_text
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SCALINGS: dict[str, Group] = {"tensor": TENSOR, "rows": ROWS} | {
@@ -31,6 +32,8 @@ SCALINGS: dict[str, Group] = {"tensor": TENSOR, "rows": ROWS} | {
 }
 SHAPES = ((16, 7168), (128, 16384), (4096, 4096), (4096, 14336), (8192, 8192))
 """(rows, K): activations of decoding and of prefill, and a weight."""
+AIM = 0.85
+"""Share of a copy's rate that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +122,34 @@ def time_case(case: Case, sets: int, rounds: int, compiled: bool) -> Mapping[str
     return timing.interleaved(calls, 0.0, rounds)
 
 
-def table(rows: Sequence[tuple[Case, Mapping[str, timing.Timing]]]) -> str:
+Row = tuple[Case, Mapping[str, timing.Timing]]
+
+
+def of_copy(row: Row) -> tuple[float, float]:
+    """Bytes that our kernels and a copy move in a microsecond."""
+    case, found = row
+    copied = 2 * case.rows * case.k * DTYPES[case.dtype].itemsize
+    return case.bytes_moved / found["ours"].us, copied / found["copy"].us
+
+
+def table(rows: Sequence[Row]) -> str:
     """Microseconds, GB/s, our rate over a copy's, and torch.compile's time over ours."""
     lines = []
     for case, found in rows:
-        copied = 2 * case.rows * case.k * DTYPES[case.dtype].itemsize / found["copy"].us / 1e3
-        rate = case.bytes_moved / found["ours"].us / 1e3
+        rate, copied = (each / 1e3 for each in of_copy((case, found)))
         line = [str(case), f"{case.rows}x{case.k}", found["ours"].us]
         line += [f"{found['ours'].low:.1f} .. {found['ours'].high:.1f}", rate, copied, rate / copied]
         line += [case.bytes_moved / found["back"].us / 1e3 / copied]
         lines.append([*line, found["compile"].us / found["ours"].us if "compile" in found else None])
     headers = ["quantization", "rows x K", "us", "spread", "GB/s", "a copy's", "of it", "back, of it", "compile/ours"]
     return tabulate(lines, headers, floatfmt=("", "", ".1f", "", ".0f", ".0f", ".2f", ".2f", ".2f"), missingval="-")
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The geometric mean of our rates over a copy's, the least, and the cases below what is wanted."""
+    ratios = [(f"{row[0]} {row[0].rows}x{row[0].k}", rate / copied) for row in rows for rate, copied in [of_copy(row)]]
+    lines = [f"of a copy's rate: {ratios_text(ratios)}", short_text(ratios, AIM)] if ratios else []
+    return "\n".join(filter(None, lines))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -160,6 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append((case, time_case(case, sets, options.rounds, not options.no_compile)))
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(table(rows))
+    print(summary(rows))
     print(timing.gpu_state())
     return 1 if wrong else 0
 

@@ -4,11 +4,17 @@ square   64 ... 8192: how a kernel grows with the problem
 llm      the four linear layers of an 8B transformer, for 16 (decoding) to 4096 (a prompt) rows
 deep     few outputs and a long sum, and the reverse: split-K and stores
 
+Two more say how A and B lie as well:
+
+gradients   dW = dY^T X of the same layers: both operands MN-major, the sum over 1024 to 16384 tokens
+misaligned  16-bit operands whose rows are no multiples of 16 bytes: odd vocabularies, an odd K, odd rows
+
 `MOE` lists products in groups instead, the experts of published models (`python -m tuning.grouped`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +24,8 @@ Shape = tuple[int, int, int]
 """(M, N, K) in elements."""
 
 LARGEST = 2**31 - 1
+MOST_START = 7
+"""Elements of 16 bits up to the next multiple of 16 bytes."""
 
 _ROWS = (16, 128, 1024, 4096)
 _LAYERS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -31,11 +39,40 @@ SUITES: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
 )
 
 
+class Laid(NamedTuple):
+    """A shape, and how A and B lie: BLAS letters as of `Problem.of`."""
+
+    shape: Shape
+    majors: str
+
+
+LAID: Mapping[str, tuple[Laid, ...]] = MappingProxyType(
+    {
+        "gradients": tuple(Laid((n, k, rows), "nt") for n, k in _LAYERS for rows in (1024, 4096, 16384)),
+        "misaligned": (
+            Laid((16, 50257, 1600), "tt"),  # logits of GPT-2 (XL), decoding and a prompt
+            Laid((1024, 50257, 768), "tt"),
+            Laid((4096, 32001, 4096), "tt"),  # a Llama with one token more
+            Laid((50257, 768, 4096), "nt"),  # gradients of such weights
+            Laid((32001, 4096, 2048), "nt"),
+            Laid((1025, 4096, 4096), "nn"),  # an odd number of rows in a column-major A
+            Laid((4095, 4096, 4096), "nn"),
+            Laid((2048, 2048, 1001), "tn"),  # an odd K
+            Laid((4096, 4096, 4097), "tn"),
+            Laid((1023, 1025, 4099), "tt"),
+        ),
+    }
+)
+"""Suites whose shapes say how the operands lie."""
+
+
 class Experts(NamedTuple):
     """The products of one layer of experts: D (rows, n) of A (rows, k) and weights (experts, k, n).
 
     model: whose sizes these are. rows: tokens times the experts that each token goes to. skew: how the rows are divided
-    among experts: "uniform" (each token draws its experts), "zipf" (expert i in proportion to 1 / (i + 1)), "one".
+    among experts: "uniform" (each token draws its experts), "zipf" (expert i in proportion to 1 / (i + 1)), "one",
+    "even" (all alike), "uneven" (in proportion to the square of a uniform number, multiples of 8). aim: microseconds in
+    bf16 on an H200 that are wanted, where somebody has said so.
     """
 
     model: str
@@ -44,6 +81,7 @@ class Experts(NamedTuple):
     n: int
     k: int
     skew: str
+    aim: float | None = None
 
     def __str__(self) -> str:
         return f"{self.experts}x{self.rows}x{self.n}x{self.k} {self.skew} ({self.model})"
@@ -76,22 +114,32 @@ MOE = (
     Experts("DeepSeek-V3, gate and up", 256, 8192, 4096, 7168, "zipf"),
     Experts("DeepSeek-V3, down", 256, 32768, 7168, 2048, "uniform"),
     # Those of shared/design/grouped.md, where other libraries were measured on an H200.
-    Experts("8 x 1024", 8, 8192, 4096, 7168, "uniform"),
-    Experts("8 x 1024", 8, 8192, 7168, 2048, "uniform"),
-    Experts("8 x 64", 8, 512, 4096, 7168, "uniform"),
-    Experts("64 x 16", 64, 1024, 2048, 2048, "uniform"),
+    Experts("8 x 1024", 8, 8192, 4096, 7168, "even", 707),
+    Experts("8 x 1024", 8, 8192, 7168, 2048, "even", 358),
+    Experts("32 uneven", 32, 8096, 4096, 2048, "uneven", 272),
+    Experts("128 uneven", 128, 7760, 1536, 2048, "uneven", 186),
+    Experts("8 x 64", 8, 512, 4096, 7168, "even", 112),
+    Experts("64 x 16", 64, 1024, 2048, 2048, "even", 124),
 )
 """The suite `moe`: 1 to 65536 rows."""
 
 
 def suite(names: str) -> list[Shape]:
-    """The shapes of one suite or several, comma-separated, each shape once. Raises ValueError naming the suites."""
+    """The shapes of one suite or several, comma-separated, each shape once, without the suites of `LAID`.
+
+    Raises ValueError naming the suites.
+    """
     shapes: dict[Shape, None] = {}
     for name in names.split(","):
-        if name not in SUITES:
-            raise ValueError(f"suite: got {name!r}, accepted are {', '.join(SUITES)}")
-        shapes.update(dict.fromkeys(SUITES[name]))
+        if name not in SUITES and name not in LAID:
+            raise ValueError(f"suite: got {name!r}, accepted are {', '.join([*SUITES, *LAID])}")
+        shapes.update(dict.fromkeys(SUITES.get(name, ())))
     return list(shapes)
+
+
+def laid(names: str) -> list[Laid]:
+    """Those of `LAID` among the suites that `suite` takes."""
+    return [each for name in names.split(",") for each in LAID.get(name, ())]
 
 
 def parse(text: str) -> list[Shape]:
@@ -142,3 +190,22 @@ def squares(text: str) -> list[Shape]:
 def text(shape: Shape) -> str:
     """`MxNxK`."""
     return "x".join(map(str, shape))
+
+
+def starts(text: str) -> list[tuple[int, int]]:
+    """Elements by which A and B begin behind an aligned address, of a text such as `0,3,a1,b7`: both, or one of them.
+
+    `all` is every number up to 7 for both, for A and for B, which in 16 bits is every place. Raises ValueError naming
+    the part that is none.
+    """
+    every = range(MOST_START + 1)
+    if text == "all":
+        text = ",".join([*map(str, every), *(f"{name}{count}" for name in "ab" for count in every[1:])])
+    found: dict[tuple[int, int], None] = {}
+    for part in text.split(","):
+        read = re.fullmatch(f"([ab]?)([0-{MOST_START}])", part.strip())
+        if read is None:
+            raise ValueError(f"offsets: got {part!r}, accepted are all, and 0 to {MOST_START} behind a, b or nothing")
+        count = int(read[2])
+        found[0 if read[1] == "b" else count, 0 if read[1] == "a" else count] = None
+    return list(found)

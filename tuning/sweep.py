@@ -106,22 +106,22 @@ def problems(options: argparse.Namespace) -> list[Problem]:
                 options.dtype.split(","), options.majors.split(","), suites.MOE
             )
         ]
-    shapes = cli.shapes(options)
+    shapes = cli.shapes(options, options.majors.split(","))
     if not shapes:
         raise ValueError("name the shapes: --shapes 4096x4096x4096, --shapes-file F, --square 64..8192 or --suite llm")
     if options.batch < 1:
         raise ValueError(f"--batch: got {options.batch}, expected at least 1")
     dtypes = options.dtype.split(",")
     epilogue = Epilogue(options.c, options.bias, "n", options.activation)
-    kinds = itertools.product(dtypes, options.majors.split(","), shapes)
+    kinds = itertools.product(dtypes, shapes)
     if options.scaling == "blocks":
-        return [_with_scales(options, dtype, majors, shape) for dtype, majors, shape in kinds]
+        return [_with_scales(options, dtype, majors, shape) for dtype, (shape, majors) in kinds]
     return [
         Problem.of(
             m, n, k, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
             precision=options.precision, epilogue=epilogue, work=options.work,
         )
-        for dtype, majors, (m, n, k) in kinds
+        for dtype, ((m, n, k), majors) in kinds
     ]  # fmt: skip
 
 
@@ -131,15 +131,15 @@ def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: su
 
     given = {"--c": options.c, "--bias": options.bias, "--activation": options.activation}
     refused = [name for name, value in given.items() if value]
-    if options.work != "dense":
-        refused.append(f"--work {options.work}")
     if options.precision != "ieee":
         refused.append(f"--precision {options.precision}")
     if refused:
         raise ValueError(f"--scaling: got blocks with {refused[0]}; products are measured with scales of blocks alone")
     out_dtype = options.out_dtype or "bf16"
-    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype))
-    return Problem.of(*shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue)
+    epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype, options.work))
+    return Problem.of(
+        *shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue, work=options.work
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
 A winner is keyed by totals: the number of groups and the ragged extent, of which a model meets every number. So that of
 the nearest power of two counts, as long as its configuration is valid. Gathered, scattered and masked products, and
-those with a program, take the winners of plain groups of rows.
+those with a program, take the winners of plain groups of rows; with scales of blocks of K those with such scales.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.scaling import in_groups
 from cutegemm.problem.work import DENSE, GATHERED, MASKED, RAGGED_M, SCATTERED
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -24,10 +26,12 @@ def kin(problem: Problem) -> Iterator[tuple[Problem, str]]:
     if found.epilogue.custom is not None:
         if found.epilogue.gating is not None:
             return
-        found = found.without_program()
+        found = found.without_terms()
     if found.work in (GATHERED, SCATTERED, MASKED):
         m = found.m * found.batch if found.work == MASKED else found.m
         found = replace(found, work=RAGGED_M, m=m)
+    if (program := found.epilogue.custom) is not None:
+        found = replace(found, epilogue=Epilogue(custom=in_groups(program, found.work))).without_terms()
     if found != problem:
         yield found, name
     axis = WORKS[found.work].ragged or "m"

@@ -20,6 +20,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
 from cutegemm.problem.preparation import Preparation
+from cutegemm.problem.work import DENSE
 from cutegemm.run.environment import variable
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
@@ -239,6 +240,7 @@ def describe(plan: Plan) -> str:
     rows = [
         ("problem", f"{size}M={p.m} N={p.n} K={p.k}, {p.dtype} -> {p.out_dtype}, precision {p.precision}"),
         ("operands", f"A {_layout(p.a)}, B {_layout(p.b)}, D {_layout(p.d)}"),
+        *([("groups", p.work.replace("_", " "))] if p.work != DENSE else []),
         ("epilogue", str(p.epilogue)),
         ("backend", f"{choice.backend} ({choice.why}{_remark(plan)})"),
     ]

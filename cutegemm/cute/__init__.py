@@ -1,7 +1,7 @@
 """Backend "cute": GEMM kernels written in the CuTe DSL.
 
     sm90   tensor cores by WGMMA, loads by TMA: all but fp64        hopper/kernel.py
-    sm80   tensor cores by mma.sync: 16 bits, tf32, int8, fp8       ampere/kernel.py
+    sm80   tensor cores by mma.sync: all but fp64                   ampere/kernel.py
     simt   fp32 on CUDA cores, also with sliced K                   simt/kernel.py, simt/sliced.py
     dmma   tensor cores by mma.sync: fp64                           dmma/kernel.py
     vector fp32 with few rows or columns of D, at memory's speed    vector/kernel.py
@@ -42,7 +42,7 @@ from cutegemm.cute.vector import candidates as vector_candidates
 from cutegemm.cute.vector import config as vector_config
 from cutegemm.cute.vector import footprint as vector_footprint
 from cutegemm.problem import ITEMSIZE, work
-from cutegemm.problem.dtypes import kind_names
+from cutegemm.problem.dtypes import CUDA_CORES, kind_names
 
 if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
@@ -74,6 +74,8 @@ _SHARED_SOURCES = (
     "../run/arguments.py",
 )
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
+_SPLITTING = ("operand_parts.py", "splitter.py")
+"""The same for families that split operands into parts."""
 _CHOICE_SOURCES = frozenset(("candidates.py", "shortlists.py", "footprint.py"))
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
 
@@ -153,7 +155,7 @@ FAMILIES: dict[str, Family] = {
         hopper_validity.TAKES,
         hopper_candidates.listed,
         hopper_footprint.of,
-        ("../hardware/residency.py", "hopper/*.py"),
+        ("../hardware/residency.py", *_SPLITTING, "hopper/*.py"),
         works=hopper_grouping.WORKS,
         splits=hopper_candidates.splits,
         tries=hopper_candidates.tries,
@@ -170,7 +172,7 @@ FAMILIES: dict[str, Family] = {
         ampere_config.TAKES,
         ampere_candidates.listed,
         ampere_footprint.of,
-        ("warps/*.py", "ampere/*.py"),
+        (*_SPLITTING, "warps/*.py", "ampere/*.py"),
         splits=ampere_candidates.splits,
     ),
     "simt": Family(
@@ -262,9 +264,8 @@ class CuteBackend(Backend[Any]):
             return None
         if not any(problem.signature.kind in family.takes for family in FAMILIES.values() if family.runs_on(arch)):
             taken = "; ".join(f"{name} takes {kind_names(family.takes)}" for name, family in FAMILIES.items())
-            hint = "; backend 'cutlass2x' has 'tf32x3'" if problem.precision == "tf32x3" else ""
             asked = f"{problem.dtype} with precision {problem.precision!r}"
-            return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}{hint}"
+            return f"no CuTe kernel for {arch.name} multiplies {asked}: {taken}"
         if problem.work != work.DENSE:
             return self._why_none(problem, arch)
         reasons = [self._why_last(family, problem, arch) for family in self._automatic(problem.signature)]
@@ -288,7 +289,9 @@ class CuteBackend(Backend[Any]):
         return str(self.check(listed[-1], problem, arch)) if listed else f"no configuration fits {arch.name}"
 
     def passed_over(self, problem: Problem, arch: Arch) -> str | None:
-        """Why a family for this GPU, faster as a rule, cannot serve the problem; None when the first one can."""
+        """Why a family for this GPU, faster as a rule, cannot serve the problem, or why another precision is faster;
+        None when the first family can, and it is not.
+        """
         signature = problem.signature
         name = _fastest(signature, arch)
         if name is None:
@@ -296,7 +299,7 @@ class CuteBackend(Backend[Any]):
         if not FAMILIES[name].automatic:
             return f"not {name}, which has run in the emulator only so far: name a configuration to use it"
         if self._serves(FAMILIES[name], problem, arch):
-            return None
+            return _why_slow(signature, arch)
         return f"not {name}, because {self._why_last(FAMILIES[name], problem, arch)}"
 
     def check(self, config: Any, problem: Problem, arch: Arch) -> str | None:
@@ -402,6 +405,16 @@ class CuteBackend(Backend[Any]):
             if _ctas(config, problem) <= MAX_CTAS:
                 return True
         return False
+
+
+def _why_slow(signature: Signature, arch: Arch) -> str | None:
+    """None, or that products of parts cannot be as fast as fp32 on the CUDA cores of that GPU, by their peak rates."""
+    if signature.parts is None:
+        return None
+    most, plain = arch.peak(signature.unit) / len(signature.parts.terms), arch.peak(CUDA_CORES)
+    if most > plain:
+        return None
+    return f"at most {most:.1f} TFLOP/s on {arch.name}, where precision='ieee' has up to {plain:.1f}"
 
 
 def _family(text: str) -> Family:

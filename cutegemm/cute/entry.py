@@ -47,6 +47,11 @@ class Gemm:
         """The host entry's arguments in order."""
         return arguments.host(self.signature, self.config.extra_arguments)
 
+    @property
+    def host_only(self) -> tuple[str, ...]:
+        """Which of them the kernel on the GPU does not take."""
+        return ("stream", "batch") if self.config.splits == 1 else ("stream",)
+
     def fake_arguments(self) -> tuple:
         """Stand-ins that give `cute.compile` the types of the entry's arguments, and the alignment it may assume."""
         return tuple(_stand_in(argument.type) for argument in self.arguments())
@@ -60,8 +65,7 @@ class Gemm:
         """Launches the kernel. `args`: the host entry's arguments by name."""
         tiles_m = cute.ceil_div(args.m, self.config.bm)
         tiles_n = cute.ceil_div(args.n, self.config.bn)
-        host_only = ("stream", "batch") if self.config.splits == 1 else ("stream",)
-        self.kernel(arguments.device(args, host_only=host_only, tiles_m=tiles_m, tiles_n=tiles_n)).launch(
+        self.kernel(arguments.device(args, host_only=self.host_only, tiles_m=tiles_m, tiles_n=tiles_n)).launch(
             grid=(tiles_m * tiles_n * args.batch * self.config.splits, 1, 1),
             block=(self.config.threads, 1, 1),
             min_blocks_per_mp=1,

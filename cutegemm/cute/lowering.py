@@ -1,26 +1,28 @@
 """From an epilogue program to instructions: every operation on vectors of one thread's elements, in fp32 or int32.
 
-A kernel family says where a leaf comes from (`Leaf`); the operations are the same for all. No sum cancels within an
-activation: each is z times a factor in [0, 1],
+A kernel family says where a leaf comes from (`Leaf`); the operations are the same for all. Nothing hides what a large
+tile's epilogue computes, so instructions count: ex2.approx and rcp.approx take the time of eight others each. With
+y = |z|, no activation has a sum that cancels:
 
-    silu(z) = z s(z), gelu_tanh(z) = z/2 (1 + tanh(u)) = z s(2u), u = sqrt(2/pi) (z + 0.044715 z^3)
+    gelu(z) = max(z, 0) - y Phi(-y)
+    silu(z) = max(z, 0) - y s(-y), gelu_tanh(z) = max(z, 0) - y s(-2 u), u = sqrt(2/pi) (y + 0.044715 y^3)
 
-where s(x) = 1 / (1 + 2^(-x log2(e))). gelu(z) = z/2 (1 + erf(z / sqrt(2))) takes erf from M. Abramowitz, I. Stegun,
-"Handbook of Mathematical Functions", 7.1.26, whose absolute error is 1.5e-7. With ex2.approx and rcp.approx (relative
-errors 2^-22 and 2^-23, PTX ISA) no factor is further off than 8 * 2^-24.
+where Phi(-y) is 2 to a polynomial (`LOG2_PHI`), and s(-x) = e / (1 + e), e = 2^(-x log2(e)), whose reciprocals are
+taken four at a time (`_reciprocals`). y is cut off where y e is nothing, so that an infinity gives the limit. erf is
+from M. Abramowitz, I. Stegun, "Handbook of Mathematical Functions", 7.1.26, whose absolute error is 1.5e-7. With
+ex2.approx and rcp.approx (relative errors 2^-22 and 2^-23, PTX ISA) no factor is further off than 8 * 2^-24.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int8, Int32
 
 from cutegemm.cute import types
-from cutegemm.problem.epilogue import formula_of
 from cutegemm.problem.program.graph import I32, OPS, Node, Program
 from cutegemm.problem.program.random import KEY_STEP, MATRIX_STEP, MULTIPLIER, ROUNDS
 
@@ -31,20 +33,39 @@ for all of them. It is called where the first operation needs it: loads made ear
 LEAVES = ("acc", "input", "row", "column", "matrix")
 
 
-def finish(program: Program, size: int, leaf: Leaf) -> list[Any]:
-    """The program's outputs for `size` elements, as vectors in fp32, before they are rounded or reduced."""
+PHI_END = 14.125
+LOG2_PHI = (-0.99999994, -1.1511275, -0.45899925, -0.05313024, 0.00792677, -0.0007334777, 3.0361323e-05)
+"""Coefficients, of 1 first, of a polynomial in y = 0 .. PHI_END for log2(Phi(-y)), Phi the normal distribution.
+
+They minimize the largest error of Phi, 2^-21.8, where its relative error is at most 2^-14 for y <= 3, 2^-13 to 4.2,
+2^-10 to 5, 2^-9 to 5.5, 2^-8 to 6 and 2^-7 to 7. The polynomial falls to PHI_END, where it is -114.3.
+"""
+
+
+def finish(program: Program, size: int, leaf: Leaf, rows: Sequence[int] = ()) -> list[Any]:
+    """The program's outputs for `size` elements, as vectors in fp32, before they are rounded or reduced.
+
+    rows: a number for the row of D of each element, where not all are of one: no bit depends on what is in other rows.
+    """
     values: list[Any] = []
+    groups = _groups(rows or [0] * size)
     for node in program.nodes:
         if node.op in LEAVES:
             values.append(leaf(node))
         elif node.op == "const":
             values.append(node.attribute)
         else:
-            values.append(_apply(node, [values[i] for i in node.args], size))
+            values.append(_apply(node, [values[i] for i in node.args], size, groups))
     return [_vector(values[output.node], size, Float32) for output in program.outputs]
 
 
-def _apply(node: Node, args: list[Any], size: int) -> Any:
+def _groups(rows: Sequence[int]) -> list[list[int]]:
+    """The elements of each row, four together."""
+    own = [[place for place, each in enumerate(rows) if each == row] for row in dict.fromkeys(rows)]
+    return [each[first : first + 4] for each in own for first in range(0, len(each), 4)]
+
+
+def _apply(node: Node, args: list[Any], size: int, groups: list[list[int]]) -> Any:
     if not any(isinstance(arg, cute.TensorSSA) for arg in args):
         args[0] = _vector(args[0], size, Int32 if OPS[node.op].takes[0] == I32 else Float32)
     if node.op == "cast":
@@ -55,6 +76,8 @@ def _apply(node: Node, args: list[Any], size: int) -> Any:
         return _random(args, size)
     if node.op == "where":
         return cute.where(args[0], *(_vector(arg, size, Float32) for arg in args[1:]))
+    if node.op in _SHARING:
+        return _SHARING[node.op](args[0], groups)
     return _OPERATIONS[node.op](*args)
 
 
@@ -96,31 +119,76 @@ def _reordered(value: Any, order: list[int]) -> Any:
     return target.load()
 
 
-def activate(z: Any, activation: str | None) -> Any:
-    """The activation of an fp32 vector. Raises ValueError for a name that has no formula here."""
-    return formula_of(activation, _ACTIVATIONS)(z)
-
-
 def _relu(z):
     return cute.where(z > 0.0, z, cute.where(z != z, z, cute.zeros_like(z)))
 
 
-def _silu(z):
-    return z * _reciprocal(1.0 + _exp2(z * -1.4426950408889634))
+def _silu(z, groups):
+    y = _size(z, 100.0)
+    return _gated(z, y, y * -1.4426950408889634, groups)
 
 
-def _gelu_tanh(z):
-    return z * _reciprocal(1.0 + _exp2(z * (z * z * -0.10294324 - 2.3022082)))
+def _gelu_tanh(z, groups):
+    y = _size(z, 12.0)
+    return _gated(z, y, y * (y * y * -0.10294324 - 2.3022082), groups)
+
+
+def _gated(z, y, exponent, groups):
+    """max(z, 0) - y e / (1 + e), e = 2^exponent <= 1."""
+    part = _exp2(exponent)
+    return _positive(z) - (y * part) * _reciprocals(1.0 + part, groups)
 
 
 def _gelu(z):
-    t = _reciprocal(1.0 + 0.23164189 * cute.math.abs(z))
-    tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
-    tail = tail * _exp2(z * z * -0.72134752)
-    return z * cute.where(z < 0.0, tail, 1.0 - tail)
+    y = cute.math.min(cute.math.abs(z), cute.full_like(z, PHI_END), propagate_nan=True)
+    return _positive(z) - y * _exp2(_polynomial(LOG2_PHI, y))
 
 
-_ACTIVATIONS = {None: lambda z: z, "relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
+def _positive(z):
+    """max(z, 0), NaN of NaN, by one instruction."""
+    return cute.math.max(z, cute.zeros_like(z), propagate_nan=True)
+
+
+def _size(z, end: float):
+    """min(|z|, end), end of NaN, by one instruction."""
+    size = cute.size(z.shape)
+    given, found = _elements(cute.math.abs(z), size, Float32), cute.make_rmem_tensor(size, Float32)
+    for i in range(size):
+        found[i] = cute.math.min(given[i], Float32(end), ftz=True)
+    return found.load()
+
+
+def _reciprocals(x, groups):
+    """1 / x of numbers in [1, 2], the elements of a group by one rcp.approx of their product."""
+    size = cute.size(x.shape)
+    given, found = _elements(x, size, Float32), cute.make_rmem_tensor(size, Float32)
+    for group in groups:
+        own = [given[i] for i in group]
+        inverse = cute.math.rcp(_product(own), approx=True, ftz=True)
+        for i, value in zip(group, _shares(own, inverse), strict=True):
+            found[i] = value
+    return found.load()
+
+
+def _product(x):
+    half = len(x) // 2
+    return _product(x[:half]) * _product(x[half:]) if half else x[0]
+
+
+def _shares(x, inverse):
+    """1 / x of each number in a list, from that of their product."""
+    half = len(x) // 2
+    if not half:
+        return [inverse]
+    return _shares(x[:half], inverse * _product(x[half:])) + _shares(x[half:], inverse * _product(x[:half]))
+
+
+def _polynomial(coefficients, x):
+    """c0 + c1 x + c2 x^2 ... by Horner's rule."""
+    *lower, value = coefficients
+    for coefficient in reversed(lower):
+        value = value * x + coefficient
+    return value
 
 
 def _exp2(x):
@@ -139,7 +207,7 @@ def _sigmoid(x):
 
 def _tanh(x):
     """1 - 2 / (1 + e^2x): no larger error than 2^-22, absolutely."""
-    return 1.0 - 2.0 * _reciprocal(1.0 + _exp2(x * 2.8853900817779268))
+    return 1.0 - _reciprocal(0.5 + 0.5 * _exp2(x * 2.8853900817779268))
 
 
 def _erf(x):
@@ -149,6 +217,16 @@ def _erf(x):
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
     size = 1.0 - tail * _exp2(y * y * -1.4426950408889634)
     return cute.where(x < 0.0, -size, size)
+
+
+def _divided(x, y):
+    """div.full.ftz.f32 of each element: no numbers are out of its range, and it calls no function."""
+    size = cute.size((x if isinstance(x, cute.TensorSSA) else y).shape)
+    over, under = _elements(x, size, Float32), _elements(y, size, Float32)
+    found = cute.make_rmem_tensor(size, Float32)
+    for i in range(size):
+        found[i] = cute.math.div(over[i], under[i], full=True, ftz=True)
+    return found.load()
 
 
 def _minimum(x, y):
@@ -171,13 +249,14 @@ def _like(value, other):
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{name: formula for name, formula in _ACTIVATIONS.items() if name},
+    "relu": _relu,
+    "gelu": _gelu,
     "neg": operator.neg,
     "exp": lambda x: _exp2(x * 1.4426950408889634),
     "exp2": _exp2,
     "log": lambda x: cute.math.log2(x, fastmath=True) * 0.6931471805599453,
     "log2": lambda x: cute.math.log2(x, fastmath=True),
-    "sqrt": lambda x: cute.math.sqrt(x),
+    "sqrt": lambda x: cute.math.sqrt(x, fastmath=True),
     "rsqrt": lambda x: cute.math.rsqrt(x, fastmath=True),
     "reciprocal": _reciprocal,
     "tanh": _tanh,
@@ -187,7 +266,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": operator.add,
     "mul": operator.mul,
     "sub": operator.sub,
-    "div": operator.truediv,
+    "div": _divided,
     "minimum": _minimum,
     "maximum": _maximum,
     "and": operator.and_,
@@ -202,6 +281,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _OPERATIONS[_name] = _OPERATIONS["i" + _name] = getattr(operator, _name)
+
+
+_SHARING: dict[str, Callable[..., Any]] = {"gelu_tanh": _gelu_tanh, "silu": _silu}
+"""Functions of a vector and of the groups of elements that are computed together."""
 
 
 def _random(args: list[Any], size: int) -> Any:

@@ -1,7 +1,7 @@
 """From torch CPU tensors to an emulated run: memory bounds, launches in order, an estimate first, progress on the way.
 
 A backend hands over the PTX of a kernel, what its host code launched (captured by `capture.py` or `nvcc_capture.py`, or
-packed here for a kernel of NVRTC), and the tensors that those launches may touch:
+packed by a kernel of NVRTC itself), and the tensors that those launches may touch:
 
     launches = kernel.capture(problem, Operands(a.data_ptr(), ...), Scalars())
     emulate(kernel.ptx, launches, {"a": a, "b": b, "d": d}, outputs={"d"}, flops=problem.flops)
@@ -16,14 +16,12 @@ import ctypes
 import functools
 import logging
 import os
-import struct
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from cutegemm.emulator.entries import Entry, ptx_entries
 from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.run.progress import Bars
 
@@ -152,60 +150,6 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     """First address of a non-empty tensor's elements, and the address behind the last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
-
-
-def pack_launch(
-    ptx: str,
-    kernel: str,
-    arguments: Sequence[Any],
-    *,
-    grid: int | tuple[int, ...],
-    block: int | tuple[int, ...],
-    cluster: int | tuple[int, ...] = 1,
-    dynamic_smem: int = 0,
-) -> Launch:
-    """The launch of a kernel whose host code is our own (NVRTC): arguments packed by the entry's declarations.
-
-    arguments: one a parameter: torch tensor or int (a pointer, or an integer of the parameter's width), float, bool, or
-    bytes for a structure. Raises ValueError for a kernel the PTX lacks, or an argument that does not fit its parameter.
-    """
-    entries = ptx_entries(ptx)
-    if kernel not in entries:
-        raise ValueError(f"kernel: {kernel!r} is not in the PTX, which has {', '.join(entries) or 'no entry'}")
-    return Launch(
-        kernel,
-        grid,  # type: ignore[arg-type]
-        block,  # type: ignore[arg-type]
-        cluster,  # type: ignore[arg-type]
-        dynamic_smem,
-        pack(entries[kernel], arguments),
-    )
-
-
-def pack(entry: Entry, arguments: Sequence[Any]) -> bytes:
-    """The parameter bytes of an entry. Raises ValueError for an argument that does not fit."""
-    if len(arguments) != len(entry.params):
-        raise ValueError(f"{entry.name} takes {len(entry.params)} arguments, got {len(arguments)}")
-    out = bytearray(entry.param_bytes)
-    for index, ((offset, size), argument) in enumerate(zip(entry.params, arguments, strict=True)):
-        raw = _raw(argument, size)
-        if raw is None or len(raw) != size:
-            raise ValueError(f"{entry.name}: argument {index} ({argument!r}) does not fit a parameter of {size} bytes")
-        out[offset : offset + size] = raw
-    return bytes(out)
-
-
-def _raw(argument: Any, size: int) -> bytes | None:
-    if isinstance(argument, torch.Tensor):
-        argument = argument.data_ptr()
-    if isinstance(argument, (bytes, bytearray)):
-        return bytes(argument)
-    if isinstance(argument, float):
-        return struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], argument) if size in (2, 4, 8) else None
-    if isinstance(argument, int) and size in (1, 2, 4, 8):
-        low = -(1 << (8 * size - 1)) if argument < 0 else 0
-        return argument.to_bytes(size, "little", signed=argument < 0) if low <= argument < 1 << (8 * size) else None
-    return argument.tobytes() if hasattr(argument, "tobytes") else None
 
 
 @functools.lru_cache(maxsize=32)

@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 
 from cutegemm.emulator.errors import LaunchError
+from cutegemm.emulator.happens_before import HappensBefore
 from cutegemm.emulator.in_front import InFront, may_be_early
 from cutegemm.emulator.launch import Launch
 from cutegemm.emulator.machine import DTYPES, IDLE, Wave
 from cutegemm.emulator.memory import Memory
+from cutegemm.emulator.ops import register_pool, wgmma
+from cutegemm.emulator.ops.async_copy import Copies
+from cutegemm.emulator.ops.barrier import CtaBarriers, after_exit
+from cutegemm.emulator.ops.bulk import BulkCopies
+from cutegemm.emulator.ops.mbarrier import Mbarriers
 from cutegemm.emulator.ptx import Instr, Kernel, Module
 from cutegemm.emulator.report import Checks, Report
 from cutegemm.emulator.schedule import Scheduler
@@ -42,8 +48,6 @@ class Translation:
     """What translating a kernel needs to know: shared by every run of it that has the same checks."""
 
     def __init__(self, module: Module, kernel: Kernel, checks: Checks, profile: bool) -> None:
-        from cutegemm.emulator import ops  # noqa: F401  registers the instruction families
-
         self.special_names = _SPECIAL
         self.module, self.checks = module, checks
         self.before_instr: Callable | None = None
@@ -51,8 +55,6 @@ class Translation:
         self.uses: set[str] = set()
         self.variable_arrays: dict[str, np.ndarray] = {}
         self.allocate_variables()
-        from cutegemm.emulator.ops import register_pool, wgmma
-
         register_pool.prepare(kernel)
         wgmma.prepare(self, kernel)
         self.program = Program(module, kernel, self)
@@ -97,6 +99,17 @@ def translation_of(module: Module, name: str, checks: Checks, profile: bool) -> 
     return found
 
 
+def _part(kind: type) -> Any:
+    """A part of the running wave, made when first used."""
+
+    def get(env: Env) -> Any:
+        if kind not in env.parts:
+            env.parts[kind] = kind(env.wave)
+        return env.parts[kind]
+
+    return property(get)
+
+
 class Env:
     """Everything of one launch that instructions reach: parameters, checks, barriers, asynchronous work."""
 
@@ -112,21 +125,14 @@ class Env:
         self.events = False  # something happened that may let a waiting warp go on
         self.unstarted = 0
         self.ticks = 0
-        self._barriers: Any = None
-        self._mbarriers: Any = None
-        self._copies: Any = None
-        self._tma: Any = None
-        self._wgmma: Any = None
-        self._registers: Any = None
+        self.parts: dict[type, Any] = {}  # of the running wave, made when first used
         self.wave: Wave | None = None
         self.in_front: InFront | None = None  # of a programmatic launch
 
-    # -- parts of a wave, made when first used ------------------------------------------------------------------
+    # -- the running wave ---------------------------------------------------------------------------------------
     def start(self, wave: Wave) -> None:
-        from cutegemm.emulator.happens_before import HappensBefore
-
         self.wave = wave
-        self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = self._registers = None
+        self.parts.clear()
         self.hb = HappensBefore(wave, self) if self.checks.shared_memory and wave.smem_bytes > 0 else None
         if self.in_front is not None:
             self.in_front.start(wave)
@@ -141,54 +147,14 @@ class Env:
         if self.hb is not None:
             self.hb.lanes = None
         self.wave = self.hb = None
-        self._barriers = self._mbarriers = self._copies = self._tma = self._wgmma = self._registers = None
+        self.parts.clear()
 
-    def barriers(self, wave):
-        if self._barriers is None:
-            from cutegemm.emulator.ops.barrier import CtaBarriers
-
-            self._barriers = CtaBarriers(wave)
-        return self._barriers
-
-    @property
-    def mbarriers(self):
-        if self._mbarriers is None:
-            from cutegemm.emulator.ops.mbarrier import Mbarriers
-
-            self._mbarriers = Mbarriers(self.wave)
-        return self._mbarriers
-
-    @property
-    def copies(self):
-        if self._copies is None:
-            from cutegemm.emulator.ops.async_copy import Copies
-
-            self._copies = Copies(self.wave)
-        return self._copies
-
-    @property
-    def tma(self):
-        if self._tma is None:
-            from cutegemm.emulator.ops.bulk import BulkCopies
-
-            self._tma = BulkCopies(self.wave)
-        return self._tma
-
-    @property
-    def wgmma(self):
-        if self._wgmma is None:
-            from cutegemm.emulator.ops.wgmma import Warpgroups
-
-            self._wgmma = Warpgroups(self.wave)
-        return self._wgmma
-
-    @property
-    def registers(self):
-        if self._registers is None:
-            from cutegemm.emulator.ops.register_pool import RegisterPool
-
-            self._registers = RegisterPool(self.wave)
-        return self._registers
+    barriers = _part(CtaBarriers)
+    mbarriers = _part(Mbarriers)
+    copies = _part(Copies)
+    tma = _part(BulkCopies)
+    wgmma = _part(wgmma.Warpgroups)
+    registers = _part(register_pool.RegisterPool)
 
     # -- values -----------------------------------------------------------------------------------------------
     def param(self, offset: int, code: str):
@@ -207,33 +173,31 @@ class Env:
 
     # -- asynchronous work ------------------------------------------------------------------------------------
     def pending(self, wave) -> bool:
-        return self._tma is not None and bool(self._tma.loads)
+        return BulkCopies in self.parts and bool(self.tma.loads)
 
     def advance_async(self, wave, everything: bool) -> bool:
         """Complete some pending bulk copy; False when there was none."""
-        return self._tma is not None and self._tma.complete_some(everything)
+        return BulkCopies in self.parts and self.tma.complete_some(everything)
 
     def finish_async(self, wave) -> None:
         """What is still pending when all threads have exited completes now: only global memory can still see it."""
-        if self._tma is not None:
-            self._tma.finish()
+        if BulkCopies in self.parts:
+            self.tma.finish()
 
     def wake(self, wave) -> bool:
         self.events = False
-        return self._mbarriers is not None and self._mbarriers.wake()
+        return Mbarriers in self.parts and self.mbarriers.wake()
 
     def exited(self, wave, box) -> None:
         gone = ~wave.live[box.c0 : box.c1].any((1, 2))
         if gone.any():
             wave.gone[box.c0 : box.c1] |= gone
             wave.any_gone = True
-            if self._tma is not None:
-                self._tma.check_exit(wave.gone)
-        if self._registers is not None:
-            self._registers.check_exit(box)
-        if self._barriers is not None:
-            from cutegemm.emulator.ops.barrier import after_exit
-
+            if BulkCopies in self.parts:
+                self.tma.check_exit(wave.gone)
+        if register_pool.RegisterPool in self.parts:
+            self.registers.check_exit(box)
+        if CtaBarriers in self.parts:
             after_exit(wave)
 
     # -- names ------------------------------------------------------------------------------------------------
@@ -249,20 +213,15 @@ class Env:
         return f"CTA {self.cta_name(wave, c)}, thread ({t % bx},{t // bx % by},{t // (bx * by)}), warp {w} lane {lane}"
 
     def waits_for(self, wave, c: int, w: int, pc: int) -> str:
-        if self._mbarriers is not None:
-            told = self._mbarriers.describe_wait(c, w)
+        for kind in (Mbarriers, register_pool.RegisterPool):
+            told = kind in self.parts and self.parts[kind].describe_wait(c, w)
             if told:
                 return told
-        if self._registers is not None:
-            told = self._registers.describe_wait(c, w)
-            if told:
-                return told
-        b = self._barriers
+        b = self.parts.get(CtaBarriers)
         if b is not None and b.waits[c, w] >= 0:
             ident = int(b.waits[c, w])
-            return (f"waits at barrier {ident}, where {int(b.arrived[c, ident])} "
-                f"of {int(b.expected[c, ident])} threads have "
-                    f"arrived: {b.line[c, w].where()}")  # fmt: skip
+            here = f"{int(b.arrived[c, ident])} of {int(b.expected[c, ident])} threads have arrived"
+            return f"waits at barrier {ident}, where {here}: {b.line[c, w].where()}"
         if b is not None and any((cc, ww) == (c, w) for cc, ww, *_ in b.cluster_waiting):
             missing = [k for k in range(wave.W) if wave.live[c, k].any() and not b.cluster_arrived[c, k]]
             return f"waits for the cluster barrier (warps of its CTA that have not arrived: {missing or 'none'})"

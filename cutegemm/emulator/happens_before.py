@@ -173,7 +173,7 @@ class HappensBefore(Knowledge, Findings):
         by = self.wrote_by.take(g)
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
-            self.report_read(X, I, g, n, warps, when, by, ok, lanes, proxy=False)
+            self.report_read(X, I, g, n, warps, when, by, ok, lanes)
         if self.lanes is not None:
             self.lanes.check_read(X, I, g, n, warps, lanes)
 
@@ -222,7 +222,7 @@ class HappensBefore(Knowledge, Findings):
         when, by = self.wrote_at.take(g), self.wrote_by.take(g)
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
-            self.report_read(X, I, g, 1, warps, when, by, ok, lanes, proxy=False)
+            self.report_read(X, I, g, 1, warps, when, by, ok, lanes)
         self.check_write(X, I, g, 1, warps, lanes)
 
     def wrote(self, g: np.ndarray, agent: Any, I: Any) -> None:
@@ -242,9 +242,8 @@ class HappensBefore(Knowledge, Findings):
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all():
             e = int(np.argmin(ok))
-            self.fail(
-                X, I, DataRace, g[e], lanes, e // n, "a write that nothing orders after an earlier write", by=int(by[e])
-            )
+            what = "a write that nothing orders after an earlier write"
+            self.fail(X, I, DataRace, g[e], lanes, e // n, what, by=int(by[e]))
         late = self.read_last.take(g) > self.floor.reshape(-1).take(warps)
         if late.any():
             at = np.flatnonzero(late)
@@ -260,17 +259,8 @@ class HappensBefore(Knowledge, Findings):
                 if bad.any():
                     r, e = (int(v[0]) for v in np.nonzero(bad))
                     e = int(piece[e])
-                    self.fail(
-                        X,
-                        I,
-                        DataRace,
-                        g[e],
-                        lanes,
-                        e // n,
-                        "a write that nothing orders after an earlier read",
-                        by=int(rows[r]),
-                        was_read=True,
-                    )
+                    what = "a write that nothing orders after an earlier read"
+                    self.fail(X, I, DataRace, g[e], lanes, e // n, what, by=int(rows[r]), was_read=True)
 
     @property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -288,38 +278,15 @@ class HappensBefore(Knowledge, Findings):
         if self.lanes is not None:
             self.lanes.check_read(X, I, g, len(g), np.full(len(g), c * self.W + warps.start), np.array([lane]))
         when, by = self.wrote_at[g], self.wrote_by[g]
-        if self.checks.uninitialized and not when.all():
-            e = int(np.argmin(when != 0))
-            self.fail_at(
-                X,
-                I,
-                UninitializedRead,
-                c,
-                warps.start,
-                int(g[e]),
-                "a read by the asynchronous proxy of shared memory that nothing has written",
-            )
-        know = self.know[c, warps].max(0)
-        ok = know[by] >= when
-        if self.checks.races and not ok.all():
-            e = int(np.argmin(ok))
-            self.fail_at(
-                X,
-                I,
-                self.too_early(int(by[e])),
-                c,
-                warps.start,
-                int(g[e]),
-                "a read by the asynchronous proxy that nothing orders after the write",
-                by=int(by[e]),
-            )
+        if self.checks.uninitialized:
+            what = "a read by the asynchronous proxy of shared memory that nothing has written"
+            self.require(I, when != 0, UninitializedRead, c, warps.start, g, what)
+        if self.checks.races:
+            what = "a read by the asynchronous proxy that nothing orders after the write"
+            self.require(I, self.know[c, warps].max(0)[by] >= when, self.too_early, c, warps.start, g, what, by)
         if self.checks.proxy_fences:
-            ok = self.fenced[c, warps].max(0)[by] >= when
-            if not ok.all():
-                e = int(np.argmin(ok))
-                self.fail_at(X, I, MissingProxyFence, c, warps.start, int(g[e]), "a read by the asynchronous "
-                    "proxy of what ordinary stores wrote, without "
-                             "fence.proxy.async between", by=int(by[e]))  # fmt: skip
+            what = "a read by the asynchronous proxy of what ordinary stores wrote, without fence.proxy.async between"
+            self.require(I, self.fenced[c, warps].max(0)[by] >= when, MissingProxyFence, c, warps.start, g, what, by)
         agent = self.self_agent[c, warps.start] + self.offset[kind]
         self.read_last[g] = self.wave.now
         if self.lanes is not None:
@@ -335,32 +302,16 @@ class HappensBefore(Knowledge, Findings):
         """
         where = (c * self.row)[:, None] + g
         when, by = self.wrote_at[where], self.wrote_by[where]
-        if self.checks.uninitialized and not when.all():
-            r, e = (int(v[0]) for v in np.nonzero(when == 0))
-            self.fail_at(
-                X,
-                I,
-                UninitializedRead,
-                int(c[r]),
-                int(w[r]),
-                int(where[r, e]),
-                "a wgmma operand in shared memory that nothing has written",
-            )
-        row = ((c * self.W + w) * self.AA)[:, None] + by
+        warp, row = (c[:, None], w[:, None]), ((c * self.W + w) * self.AA)[:, None] + by
+        if self.checks.uninitialized:
+            what = "a wgmma operand in shared memory that nothing has written"
+            self.require(I, when != 0, UninitializedRead, *warp, where, what)
         if self.checks.races:
-            ok = self.know.reshape(-1).take(row) >= when
-            if not ok.all():
-                r, e = (int(v[0]) for v in np.nonzero(~ok))
-                self.fail_at(X, I, self.too_early(int(by[r, e])), int(c[r]), int(w[r]), int(where[r, e]), "a "
-                    "wgmma operand read that nothing orders after the write",
-                             by=int(by[r, e]))  # fmt: skip
+            what = "a wgmma operand read that nothing orders after the write"
+            self.require(I, self.know.reshape(-1).take(row) >= when, self.too_early, *warp, where, what, by)
         if self.checks.proxy_fences:
-            ok = self.fenced.reshape(-1).take(row) >= when
-            if not ok.all():
-                r, e = (int(v[0]) for v in np.nonzero(~ok))
-                self.fail_at(X, I, MissingProxyFence, int(c[r]), int(w[r]), int(where[r, e]), "a wgmma operand "
-                    "that ordinary stores wrote, without fence.proxy.async "
-                             "between", by=int(by[r, e]))  # fmt: skip
+            what = "a wgmma operand that ordinary stores wrote, without fence.proxy.async between"
+            self.require(I, self.fenced.reshape(-1).take(row) >= when, MissingProxyFence, *warp, where, what, by)
         agent = self.reader_row(self.self_agent[c, w - w % 4] + self.offset["wgmma"])
         self.read_last[where] = self.wave.now
         if self.lanes is not None:
@@ -377,37 +328,14 @@ class HappensBefore(Knowledge, Findings):
         g = g + cta * self.row
         know = self.know[c, w]
         what = "a bulk copy" if kind == "mbarrier" else "an asynchronous store"
+        what = f"{what} into shared memory that nothing orders after an earlier"
         if self.checks.races:
             by = self.wrote_by[g]
-            ok = know[by] >= self.wrote_at[g]
-            if not ok.all():
-                e = int(np.argmin(ok))
-                self.fail_at(
-                    X,
-                    I,
-                    DataRace,
-                    c,
-                    w,
-                    int(g[e]),
-                    f"{what} into shared memory that nothing orders after an earlier write",
-                    by=int(by[e]),
-                )
+            self.require(I, know[by] >= self.wrote_at[g], DataRace, c, w, g, f"{what} write", by)
             used, rows = self.rows
             if len(used):
-                bad = self.read_at[used[:, None], g] > know[rows][:, None]
-                if bad.any():
-                    r, e = (int(v[0]) for v in np.nonzero(bad))
-                    self.fail_at(
-                        X,
-                        I,
-                        DataRace,
-                        c,
-                        w,
-                        int(g[e]),
-                        f"{what} into shared memory that nothing orders after an earlier read",
-                        by=int(rows[r]),
-                        was_read=True,
-                    )
+                ok = self.read_at[used[:, None], g] <= know[rows][:, None]
+                self.require(I, ok, DataRace, c, w, g, f"{what} read", rows[:, None], was_read=True)
         self.wrote(g, np.int16(self.wave.rank[cta] * self.A + self.offset[kind] + slot), I)
         self.atomic_write[g] = False
         if self.lanes is not None:

@@ -81,10 +81,9 @@ class InFront:
         early = ~(flat if lanes is None else flat[lanes])
         return early if early.any() else None
 
-    def is_early(self, X: Any, lanes: Any, element: int) -> bool:
-        """Whether the lane of one element has not waited."""
-        early = self.too_early(X, lanes)
-        return early is not None and bool(early[element])
+    def is_early(self, by: Any) -> bool:
+        """Whether a thread that asks for a bulk copy (`ops.bulk.Asker`) has not waited."""
+        return not self._all and not self._waited[by.X.at].reshape(-1)[by.lane]
 
     def is_constant(self, address: int) -> bool:
         return any(low <= address < high for low, high in self._spans)
@@ -100,13 +99,10 @@ class InFront:
                 lane = int(element if lanes is None else lanes[element])
                 self._report(X, I, address, lane, write)
 
-    def check_bulk(self, X: Any, I: Any, lanes: Any, element: int, address: int, write: bool) -> None:
-        """A bulk copy that the lane of one element asks for. Raises BeforeTheWait."""
-        if not self._wave.env.checks.races or not self.is_early(X, lanes, element):
-            return
-        if write or not self.is_constant(address):
-            lane = int(element if lanes is None else lanes[element])
-            self._report(X, I, address, lane, write)
+    def check_bulk(self, by: Any, address: int, write: bool) -> None:
+        """A bulk copy that a thread asks for. Raises BeforeTheWait."""
+        if self._wave.env.checks.races and self.is_early(by) and (write or not self.is_constant(address)):
+            self._report(by.X, by.I, address, by.lane, write)
 
     def _report(self, X: Any, I: Any, address: int, lane: int, write: bool) -> None:
         found = self._wave.memory.find(address)

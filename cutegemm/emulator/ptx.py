@@ -143,12 +143,14 @@ class Kernel:
 
     @property
     def reqntid(self) -> tuple[int, int, int] | None:
-        got = self.directives.get("reqntid")
-        return (*got, 1, 1)[:3] if got else None  # type: ignore[return-value]
+        return self._block("reqntid")
 
     @property
     def maxntid(self) -> tuple[int, int, int] | None:
-        got = self.directives.get("maxntid")
+        return self._block("maxntid")
+
+    def _block(self, directive: str) -> tuple[int, int, int] | None:
+        got = self.directives.get(directive)
         return (*got, 1, 1)[:3] if got else None  # type: ignore[return-value]
 
     @property
@@ -172,14 +174,6 @@ class Module:
         if name in self.kernels:
             return self.kernels[name]
         raise LaunchError(f"no entry named {name!r} in this PTX; it has: {', '.join(self.kernels) or 'none'}")
-
-    def param_layout(self, kernel: str) -> list[Param]:
-        """Name, offset, size and alignment in bytes of each parameter, in order."""
-        return self.kernel(kernel).params
-
-    def reqntid(self, kernel: str) -> tuple[int, int, int] | None:
-        """The block the kernel was compiled for (.reqntid), or None where any block is taken."""
-        return self.kernel(kernel).reqntid
 
     @cached_property
     def lines(self) -> list[str]:

@@ -44,31 +44,15 @@ class Findings:
             return f"an st.async that completes on mbarrier {local - at} of CTA {cta}"
         return f"a bulk load that completes on mbarrier {local - self.offset['mbarrier']} of CTA {cta}"
 
-    def report_read(self, X, I, g, n, warps, when, by, ok, lanes, proxy) -> None:
+    def report_read(self, X, I, g, n, warps, when, by, ok, lanes) -> None:
         if self.checks.uninitialized and not when.all():
             e = int(np.argmin(when != 0))
-            self.fail(
-                X,
-                I,
-                UninitializedRead,
-                g[e],
-                lanes,
-                e // n,
-                "a read of shared memory that nothing has written",
-                by=None,
-            )
+            what = "a read of shared memory that nothing has written"
+            self.fail(X, I, UninitializedRead, g[e], lanes, e // n, what, by=None)
         if self.checks.races and not ok.all():
             e = int(np.argmin(ok))
-            self.fail(
-                X,
-                I,
-                self.too_early(int(by[e])),
-                g[e],
-                lanes,
-                e // n,
-                "a read that nothing orders after the write",
-                by=int(by[e]),
-            )
+            what = "a read that nothing orders after the write"
+            self.fail(X, I, self.too_early(int(by[e])), g[e], lanes, e // n, what, by=int(by[e]))
 
     def fail(
         self, X, I, kind, granule, lanes, element: int, message: str, by: int | None, was_read: bool = False
@@ -76,9 +60,17 @@ class Findings:
         lane = int(element if lanes is None else lanes[element])
         raise self.finding(I, kind, int(granule), X.where(lane), message, by, was_read)
 
-    def fail_at(
-        self, X, I, kind, c: int, w: int, granule: int, message: str, by: int | None = None, was_read: bool = False
-    ) -> None:
+    def require(self, I, ok: np.ndarray, kind, c, w, granule, message: str, by=None, was_read: bool = False) -> None:
+        """Raises about the first access that is not ``ok``, by warp (c, w) at ``granule``, against agent ``by``.
+
+        These are numbers, or arrays that broadcast to ``ok``. kind: an error, or what gives one for an agent.
+        """
+        if ok.all():
+            return
+        first = np.unravel_index(int(np.argmin(ok)), ok.shape)
+        c, w, granule = (int(np.broadcast_to(each, ok.shape)[first]) for each in (c, w, granule))
+        by = None if by is None else int(np.broadcast_to(by, ok.shape)[first])
+        kind = kind if isinstance(kind, type) else kind(by)
         raise self.finding(I, kind, granule, self.env.thread_name(self.wave, c, w, None), message, by, was_read)
 
     def finding(self, I, kind, granule: int, who: str, message: str, by: int | None, was_read: bool) -> EmulationError:

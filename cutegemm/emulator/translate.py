@@ -48,19 +48,24 @@ PTX_CODE = {
 }  # fmt: skip
 
 
-def emits(*names: str):
-    def register(f):
-        for name in names:
-            EMITTERS[name] = f
-        return f
+def numpy_name(code: str) -> str:
+    """numpy's name of a code: uint32 of u4."""
+    return {"u": "uint", "i": "int", "f": "float"}[code[0]] + str(8 * int(code[1]))
 
-    return register
+
+def emits(*names: str):
+    """Registers the emitter of these opcodes."""
+    return _registers(EMITTERS, names)
 
 
 def synchronizes(*names: str):
+    """Registers the handler of opcodes that can make warps wait."""
+    return _registers(SYNCHRONIZERS, names)
+
+
+def _registers(table: dict[str, Callable], names: tuple[str, ...]):
     def register(f):
-        for name in names:
-            SYNCHRONIZERS[name] = f
+        table.update(dict.fromkeys(names, f))
         return f
 
     return register
@@ -210,7 +215,6 @@ class Gen:
         self.serial = 0
         self.instr: Instr = block.instrs[0]
         self.memo: dict[Any, tuple[str, frozenset]] = {}  # values kept while their registers stay as they are
-        self.acc_clean: set[int] = set()
         self.result: str | None = None
         self.fma_run: list[tuple[int, int, int, int]] = []  # consecutive fma.rn.f32, not written yet
 
@@ -418,9 +422,6 @@ class Gen:
             self.line(f"np.copyto({out}, {expr}, 'unsafe', {self.mask})")
         else:
             self.line(f"{out}[...] = {expr}")
-
-    def call(self, name: str, *args: str) -> None:
-        self.line(f"{name}(X, {self.me}, {', '.join(args)}{', ' if args else ''}{self.mask})")
 
     def end_fma_run(self) -> None:
         """Write the consecutive fma.rn.f32 gathered so far: as one call, or one by one where that is not to be had."""

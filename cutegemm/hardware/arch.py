@@ -96,11 +96,6 @@ class Arch:
         """Dense peak in TFLOP/s by dtype: `float32` (CUDA cores), `tfloat32`, `float16`, `bfloat16`, `float8`, ..."""
         return MappingProxyType(dict(self.peaks))
 
-    @property
-    def fp32_lanes_per_sm(self) -> int:
-        """FP32 multiply-adds an SM issues each clock."""
-        return 64 if self.capability == (8, 0) else 128
-
     def peak(self, dtype: str) -> float:
         """Dense peak of `dtype` in TFLOP/s. Raises ValueError for a dtype this architecture has no unit for."""
         rate = self.peak_tflops.get(dtype)
@@ -149,13 +144,7 @@ _SM86 = {
     "threads_per_sm": 1536,
     "ctas_per_sm": 16,
 }
-_SM89 = {
-    "capability": (8, 9),
-    "smem_per_sm": 100 * KIB,
-    "smem_per_cta": 99 * KIB,
-    "threads_per_sm": 1536,
-    "ctas_per_sm": 24,
-}
+_SM89 = {**_SM86, "capability": (8, 9), "ctas_per_sm": 24}
 _SM90 = {
     "capability": (9, 0),
     "smem_per_sm": 228 * KIB,
@@ -164,116 +153,43 @@ _SM90 = {
     "ctas_per_sm": 32,
     "max_cluster": 8,
 }
-_132_SMS = {**_SM90, "sm_count": 132, "clusters": ((4, 30), (8, 15))}
-"""An H200; an H100 SXM has the same chip."""
+_SXM = {**_SM90, "clusters": ((4, 30), (8, 15))}
+"""The chip of an H100 SXM and of an H200."""
+
+_A100 = {"float32": 19.5, "tfloat32": 156.0, "float16": 312.0, "int8": 624.0, "float64": 19.5}
+_A6000 = {"float32": 38.7, "tfloat32": 77.4, "float16": 154.8, "int8": 309.7, "float64": 0.605}
+_4090 = {"float32": 82.6, "tfloat32": 82.6, "float16": 165.2, "int8": 660.6, "float64": 1.29, "float8": 330.3}
+_H100_PCIE = {"float32": 51.2, "tfloat32": 378.0, "float16": 756.0, "int8": 1513.0, "float64": 51.2, "float8": 1513.0}
+_H100_SXM = {"float32": 66.9, "tfloat32": 494.7, "float16": 989.4, "int8": 1978.9, "float64": 66.9, "float8": 1978.9}
 
 
-def _peaks(
-    fp32: float, fp16: float, tf32: float, int8: float, fp64: float, fp8: float = 0.0
-) -> tuple[tuple[str, float], ...]:
-    rates = {
-        "float32": fp32,
-        "tfloat32": tf32,
-        "float16": fp16,
-        "bfloat16": fp16,
-        "int8": int8,
-        "float64": fp64,
-        "float8": fp8,
-    }
-    return tuple((name, rate) for name, rate in rates.items() if rate)
+def _arch(
+    name: str, limits: dict[str, Any], sm_count: int, clock_mhz: int, l2_mib: int, hbm: float, rates: dict[str, float]
+) -> Arch:
+    peaks = {**rates, "bfloat16": rates["float16"]}
+    return Arch(
+        name=name, sm_count=sm_count, clock_mhz=clock_mhz, l2_bytes=l2_mib * MIB, hbm_bytes_per_s=hbm,
+        peaks=tuple((unit, peaks[unit]) for unit in _UNITS if unit in peaks), generic=name.startswith("sm_"), **limits,
+    )  # fmt: skip
 
 
-def _arch(name: str, limits: dict[str, Any], **rest: Any) -> Arch:
-    return Arch(name=name, **limits, **rest)
-
-
-_A100 = _peaks(fp32=19.5, fp16=312.0, tf32=156.0, int8=624.0, fp64=19.5)
-_A6000 = _peaks(fp32=38.7, fp16=154.8, tf32=77.4, int8=309.7, fp64=0.605)
-_4090 = _peaks(fp32=82.6, fp16=165.2, tf32=82.6, int8=660.6, fp64=1.29, fp8=330.3)
-_H100_PCIE = _peaks(fp32=51.2, fp16=756.0, tf32=378.0, int8=1513.0, fp64=51.2, fp8=1513.0)
-_H100_SXM = _peaks(fp32=66.9, fp16=989.4, tf32=494.7, int8=1978.9, fp64=66.9, fp8=1978.9)
-
-ARCHS: Mapping[str, Arch] = MappingProxyType(
-    {
-        arch.name: arch
-        for arch in (
-            _arch(
-                "A100", _SM80, sm_count=108, clock_mhz=1410, l2_bytes=40 * MIB, hbm_bytes_per_s=2.039e12, peaks=_A100
-            ),
-            _arch(
-                "A6000", _SM86, sm_count=84, clock_mhz=1800, l2_bytes=6 * MIB, hbm_bytes_per_s=0.768e12, peaks=_A6000
-            ),
-            _arch(
-                "RTX 4090",
-                _SM89,
-                sm_count=128,
-                clock_mhz=2520,
-                l2_bytes=72 * MIB,
-                hbm_bytes_per_s=1.008e12,
-                peaks=_4090,
-            ),
-            _arch(
-                "H100 PCIe",
-                _SM90,
-                sm_count=114,
-                clock_mhz=1755,
-                l2_bytes=50 * MIB,
-                hbm_bytes_per_s=2.039e12,
-                peaks=_H100_PCIE,
-            ),
-            _arch(
-                "H100 SXM",
-                _132_SMS,
-                clock_mhz=1980,
-                l2_bytes=50 * MIB,
-                hbm_bytes_per_s=3.352e12,
-                peaks=_H100_SXM,
-            ),
-            _arch("H200", _132_SMS, clock_mhz=1980, l2_bytes=60 * MIB, hbm_bytes_per_s=4.8e12, peaks=_H100_SXM),
-            # Generic entries: the limits are exact for the compute capability; counts, clock and rates are those of its
-            # first model.
-            _arch(
-                "sm_80",
-                _SM80,
-                sm_count=108,
-                clock_mhz=1410,
-                l2_bytes=40 * MIB,
-                hbm_bytes_per_s=1.555e12,
-                peaks=_A100,
-                generic=True,
-            ),
-            _arch(
-                "sm_86",
-                _SM86,
-                sm_count=84,
-                clock_mhz=1800,
-                l2_bytes=6 * MIB,
-                hbm_bytes_per_s=0.768e12,
-                peaks=_A6000,
-                generic=True,
-            ),
-            _arch(
-                "sm_89",
-                _SM89,
-                sm_count=128,
-                clock_mhz=2520,
-                l2_bytes=72 * MIB,
-                hbm_bytes_per_s=1.008e12,
-                peaks=_4090,
-                generic=True,
-            ),
-            _arch(
-                "sm_90",
-                _132_SMS,
-                clock_mhz=1980,
-                l2_bytes=50 * MIB,
-                hbm_bytes_per_s=3.352e12,
-                peaks=_H100_SXM,
-                generic=True,
-            ),
-        )
-    }
+_UNITS = ("float32", "tfloat32", "float16", "bfloat16", "int8", "float64", "float8")
+_TABLE = (
+    # name, limits, SMs, MHz, MiB of L2, bytes/s of memory, TFLOP/s
+    _arch("A100", _SM80, 108, 1410, 40, 2.039e12, _A100),
+    _arch("A6000", _SM86, 84, 1800, 6, 0.768e12, _A6000),
+    _arch("RTX 4090", _SM89, 128, 2520, 72, 1.008e12, _4090),
+    _arch("H100 PCIe", _SM90, 114, 1755, 50, 2.039e12, _H100_PCIE),
+    _arch("H100 SXM", _SXM, 132, 1980, 50, 3.352e12, _H100_SXM),
+    _arch("H200", _SXM, 132, 1980, 60, 4.8e12, _H100_SXM),
+    # Generic entries: the limits are exact for the compute capability; counts, clock and rates are those of its first
+    # model.
+    _arch("sm_80", _SM80, 108, 1410, 40, 1.555e12, _A100),
+    _arch("sm_86", _SM86, 84, 1800, 6, 0.768e12, _A6000),
+    _arch("sm_89", _SM89, 128, 2520, 72, 1.008e12, _4090),
+    _arch("sm_90", _SXM, 132, 1980, 50, 3.352e12, _H100_SXM),
 )
+ARCHS: Mapping[str, Arch] = MappingProxyType({arch.name: arch for arch in _TABLE})
 
 _MODELS = {
     "A100-SXM4-80GB": ("A100", 80),

@@ -41,8 +41,9 @@ def expected(
     ends = (sizes.long().clamp(0, extent) if work == MASKED else ascending(sizes, extent)).tolist()
     for group, end in enumerate(ends):
         begin = 0 if work == MASKED or group == 0 else ends[group - 1]
-        left, right, place = _parts(work, a, b, group, begin, end)
-        acc[place], _, error[place] = reference.accumulators(left, right, precision)
+        left, right, place = parts(work, a, b, group, begin, end)
+        of_blocks = scales_of(work, program, operands, group, begin, end)
+        acc[place], _, error[place] = reference.accumulators(left, right, precision, **of_blocks)
         known[place] = True
     if work in (RAGGED_M, RAGGED_N):
         axis: Any = "m" if work == RAGGED_M else "n"
@@ -52,8 +53,8 @@ def expected(
     return bounds(program, acc, error, operands), known
 
 
-def _parts(work: str, a: torch.Tensor, b: torch.Tensor, group: int, begin: int, end: int) -> tuple[Any, Any, Any]:
-    """(A, B, place in D) of one group's product."""
+def parts(work: str, a: torch.Tensor, b: torch.Tensor, group: int, begin: int, end: int) -> tuple[Any, Any, Any]:
+    """(A, B, place in D) of one group's product; also of what lies along A and B."""
     whole = slice(None)
     if work == RAGGED_M:
         return a[begin:end], b[group], (slice(begin, end), whole)
@@ -62,3 +63,20 @@ def _parts(work: str, a: torch.Tensor, b: torch.Tensor, group: int, begin: int, 
     if work == RAGGED_K:
         return a[:, begin:end], b[begin:end], (group, whole, whole)
     return a[group, :end], b[group], (group, slice(0, end), whole)
+
+
+def scales_of(
+    work: str, program: Program, operands: Sequence[Any], group: int, begin: int, end: int
+) -> dict[str, torch.Tensor]:
+    """The scales of blocks of K of one group's A and B, by the names of `reference.accumulators`' arguments."""
+    found = {}
+    for given, scale in zip(program.inputs, operands, strict=True):
+        if given.scales:
+            own = scale[group if given.batched else 0] if scale.dim() == 3 else scale
+            if given.scales[0] == "a" and work in (RAGGED_M, MASKED):
+                shared = int(given.scales[1:])  # 1 but in masked products, whose groups begin at 0
+                own = own[begin : -(-end // shared)]
+            elif given.scales[0] == "b" and work == RAGGED_N:
+                own = own[:, begin:end]
+            found[f"scale_{given.scales[0]}"] = own
+    return found

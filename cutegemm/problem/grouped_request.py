@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.problem import packing, program_request, request
-from cutegemm.problem.dtypes import ITEMSIZE, TABLE, product_dtype_name, why_not_multiplied
+from cutegemm.problem.dtypes import ACCEPTED, ITEMSIZE, TABLE, output_name, product_dtype_name, why_not_multiplied
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.problem import MAX_EXTENT, Problem
-from cutegemm.problem.program.graph import Input, Program
-from cutegemm.problem.program.terms import Terms, terms_of
+from cutegemm.problem.program.graph import SCALE_K, Input, Program
+from cutegemm.problem.program.terms import Terms, is_product, terms_of
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
@@ -142,14 +142,41 @@ def _check_index(name: str, index: Any, length: Any) -> None:
 def check_dtypes(a: torch.Tensor, b: torch.Tensor) -> str:
     """The dtype of A. Raises TypeError where products in groups do not take the operands; they may be fake."""
     dtype, b_dtype = product_dtype_name(a.dtype), product_dtype_name(b.dtype)
-    if dtype is None or dtype not in TABLE or TABLE[dtype].is_integer:
-        accepted = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if not row.is_integer)
-        raise TypeError(f"a: got dtype {a.dtype}, accepted for products in groups are {accepted}")
+    if dtype is None or dtype not in TABLE:
+        raise TypeError(f"a: got dtype {a.dtype}, accepted for products in groups are {ACCEPTED}")
     if b_dtype is None:
         raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
     if refused := why_not_multiplied(dtype, b_dtype):
         raise TypeError(refused)
     return dtype
+
+
+def default_dtype(dtype: str, program: Program, out_dtype: Any) -> str:
+    """The name of the dtype of results that neither say their own nor are given, for A of `dtype`: `out_dtype`, if a
+    call has one.
+
+    Raises TypeError or ValueError where `out_dtype` is none, or int32 for other results than sums of int8.
+    """
+    if out_dtype is None:
+        return TABLE[dtype].output
+    name = None if not isinstance(out_dtype, torch.dtype) else request.comes_of(out_dtype, dtype)
+    if name is None:
+        raise TypeError(f"out_dtype: got {request.shown(out_dtype)}, {request.accepted(dtype)}")
+    if name == "int32":
+        request._check_whole("out_dtype", dtype, 1.0)
+        if not is_product(program):
+            raise ValueError(
+                "out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8"
+            )
+    return name
+
+
+def result_dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str, program: Program) -> str:
+    """The name of the dtype of a result, of which `default` is that of `default_dtype`."""
+    if default == "int32" and is_product(program):
+        given = output_name(target.dtype) if isinstance(target, torch.Tensor) and out_dtype is None else None
+        return given or default
+    return program_request._dtype(number, output, target, out_dtype, default)
 
 
 def check_program(program: Program, sizes: Extents) -> int:
@@ -174,6 +201,9 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
     if given.by_value:
         return
     shape = tuple(operand.shape)
+    if given.scales:
+        _check_scales(number, given, shape, sizes)
+        return
     for own, extent in zip(reversed(shape), (columns, sizes.m, sizes.groups), strict=False):
         if own not in (1, extent):
             wanted = sizes._replace(results=sizes.m).shape(columns)
@@ -185,6 +215,16 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
             f"operands[{number}]: got shape {shape}; accepted are ({sizes.m}, {columns}), {one}, and what broadcasts "
             "to one of them"
         )
+
+
+def _check_scales(number: int, given: Input, shape: tuple[int, ...], sizes: Extents) -> None:
+    """Raises ValueError unless an operand of that shape may scale blocks of K: a kernel reads all of them."""
+    rows, of_k = sizes.m if given.scales[0] == "a" else sizes.n, -(-sizes.k // SCALE_K)
+    ends = -(-rows // int(given.scales[1:])), of_k
+    wanted = ends if given.scales[0] == "a" else ends[::-1]
+    if sizes.work == RAGGED_K or shape[-2:] != wanted or shape[:-2] not in ((), (1,), (sizes.groups,)):
+        what = "none with groups of K" if sizes.work == RAGGED_K else f"{wanted}, or so many for each group"
+        raise ValueError(f"operands[{number}]: got scales of blocks of shape {shape}, accepted are {what}")
 
 
 def describe(
@@ -215,11 +255,11 @@ def describe(
             request.check_tensor(f"operands[{number}]", operand)
         check_operand(number, own, operand, sizes, columns)
     shape = sizes.shape(columns)
-    default = request._check_out(a, None, out_dtype, (), dtype)
+    default = default_dtype(dtype, program, out_dtype)
     outs = program_request._given_outputs(out, len(program.outputs))
     resolved, targets = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
-        name = program_request._dtype(number, output, target, out_dtype, default)
+        name = result_dtype(number, output, target, out_dtype, default, program)
         program_request._check_output(number, target, shape, name, a.device, len(outs))
         resolved.append(output._replace(dtype=name))
         targets.append(program_request._result(target, shape, name))

@@ -19,8 +19,8 @@ intelligence datatype for higher-precision computations", ARITH 2019 (three bf16
 single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance", IJHPCA 2022 (two
 tf32 parts; that the sums must leave the tensor cores, which truncate, every so often).
 
-`TABLE` is what the Hopper kernel multiplies. CUTLASS 2.x has a tf32x3 of its own (`problem.reference` says how it
-differs).
+`TABLE` is what the kernels of backend "cute" multiply. CUTLASS 2.x has a tf32x3 of its own (`problem.reference` says
+how it differs).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Parts:
         return self.count * ITEMSIZE[self.element]
 
     def leading(self, k: int) -> int:
-        """Elements from one row of parts to the next: K in whole 16 bytes, as TMA asks."""
+        """Elements from one row of parts to the next: K in whole 16 bytes, as TMA and cp.async ask."""
         step = 16 // ITEMSIZE[self.element]
         return max(-(-k // step), 1) * step
 

@@ -88,7 +88,7 @@ class Signature:
 
     @cached_property
     def parts(self) -> Parts | None:
-        """The narrower numbers that operands are split into on Hopper's tensor cores; None where they are not."""
+        """The narrower numbers that operands are split into on the tensor cores; None where they are not."""
         return PARTS.get(self.kind)
 
     @property

@@ -276,8 +276,8 @@ def _check_output(number: int, target: Any, shape: tuple[int, ...], dtype: str, 
         raise ValueError(f"{name}: got shape {tuple(target.shape)}, expected {shape}")
     if target.device != device:
         raise ValueError(f"{name}: it is on {target.device}, expected the device of a, {device}")
-    if dtype_name(target.dtype) != dtype:
-        raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.TABLE[dtype].torch_name}")
+    if dtypes.output_name(target.dtype) != dtype:
+        raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.OUTPUTS[dtype].torch_name}")
 
 
 def _result(target: torch.Tensor | None, shape: tuple[int, ...], dtype: str) -> tuple[Matrix, bool]:

@@ -37,6 +37,9 @@ Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS
    gamma_{ceil(K / P) + 2}(2^-24) (1 + s). What is left out of a product is `Parts.omitted` of it, four times as much
    for numbers beyond the largest of bf16 or tf32, whose first part is truncated. An operand's parts miss at most
    `Parts.lost` of it, times the other operand. With P >= K without end this is the bound of step 1 for t K products.
+   WGMMA and mma.sync alike: an Ampere tensor core takes g = 4 (tf32) or 8 (bf16) products a step, cuts each addend off
+   2^-24 below the largest of them, and the sum at 24 bits (`emulator.tensor_cores`): ((g + 1) / 2 + 1) 2^-23 of their
+   magnitudes, less than g additions that truncate.
    Tiles that promote twice as often and add at the end what promotions round off (`promoted.CompensatedProducts`) stay
    within it: with n = 2 ceil(K / P) promotions and v = 2^-24 what is kept misses at most v of each addend and is
    rounded itself, n^2 v^2 in all, and the last addition rounds once: 2 v + n^2 v^2 <= (ceil(K / P) + 2) v to n = 2^22.
@@ -92,11 +95,15 @@ _FORMULAS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What a kernel must give: `value` in float64 and the elementwise `bound` on its error, same shape."""
+    """What a kernel must give: `value` in float64 and the elementwise `bound` on its error, same shape.
+
+    vanishing: where the activation is of minus infinity, whose formula is NaN and whose limit is 0; None: nowhere.
+    """
 
     value: torch.Tensor
     bound: torch.Tensor
     out_dtype: torch.dtype
+    vanishing: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +146,8 @@ def expected(
         alpha, beta, activation, scale_a, scale_b: as in `cutegemm.gemm`. precision: also "fast", for accumulate="fast".
         out_dtype: dtype the result is rounded to; a's when None, of operands of one byte that of `gemm`.
         tensor_cores: whether fp32 accumulation truncates (see above); by default all but fp32/ieee.
-        promotion: after how many elements of K sums leave the tensor cores, for "tf32x3" by the Hopper kernel; None is
-            for any kernel. "bf16x6" and "bf16x9" have one kernel, whose promotion is known.
+        promotion: after how many elements of K sums leave the tensor cores, for "tf32x3" by the kernels of backend
+            "cute"; None is for any kernel. "bf16x6" and "bf16x9" have these kernels alone, whose promotion is known.
 
     Returns:
         `Expected` on the device of `a`.
@@ -178,7 +185,7 @@ def expected(
     if out.largest is not None:  # it saturates
         value = value.clamp(-out.largest, out.largest)
     bound = error + out.roundoff * (value.abs() + error) + out.smallest
-    return Expected(value, bound, out_dtype)
+    return Expected(value, bound, out_dtype, None if activation in (None, "relu") else z == -math.inf)
 
 
 def _default(a: torch.Tensor, *scales: torch.Tensor | None) -> torch.dtype:
@@ -296,8 +303,8 @@ def _truncates(a: torch.Tensor, precision: str) -> bool:
 def check(got: torch.Tensor, want: Expected) -> Verdict:
     """Compares elementwise: finiteness first (`abs(nan) > bound` is false), then |got - value| <= bound.
 
-    A NaN in the reference must be a NaN, an infinity the same infinity. A value that may round beyond the largest
-    finite number of the output dtype may be that infinity.
+    A NaN in the reference must be a NaN, or 0 where it is `vanishing`, an infinity the same infinity. A value that may
+    round beyond the largest finite number of the output dtype may be that infinity.
     """
     if got.shape != want.value.shape:
         return Verdict(False, math.inf, f"shape {tuple(got.shape)}, expected {tuple(want.value.shape)}")
@@ -310,6 +317,8 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
     got64, value, bound = got.double(), want.value, want.bound
     finite = torch.isfinite(value)
     bad = torch.where(finite, ~torch.isfinite(got64), (got64 != value) & ~(got64.isnan() & value.isnan()))
+    if want.vanishing is not None:
+        bad &= ~(want.vanishing & (got64.abs() < 2.0**-100))
     # Where an infinity met on the way makes the bound infinite, only the exact value will do.
     bad |= finite & ~torch.isfinite(bound) & (got64 != value)
     may_overflow = finite & torch.isfinite(bound) & (value.abs() + bound >= largest)

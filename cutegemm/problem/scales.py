@@ -39,7 +39,7 @@ def recipes(
 
     Raises TypeError or ValueError naming the argument, what was given and what is accepted.
     """
-    asked = _asked(scaling, scale_a, scale_b)
+    wanted_of = asked(scaling, scale_a, scale_b)
     for name, tensor in (("a", a), ("b", b)):
         request.check_tensor(name, tensor)
         if tensor.dim() not in (2, 3):
@@ -48,13 +48,14 @@ def recipes(
     k = a.shape[-1]
     found = []
     for name, tensor, scale, rows, wanted in (
-        ("a", a, scale_a, a.shape[-2], asked[0]), ("b", b, scale_b, b.shape[-1], asked[1])
+        ("a", a, scale_a, a.shape[-2], wanted_of[0]), ("b", b, scale_b, b.shape[-1], wanted_of[1])
     ):  # fmt: skip
         found.append(None if scale is None else _recipe(name, tensor, scale, rows, k, batch, wanted))
     return found[0], found[1]
 
 
-def _asked(scaling: Any, scale_a: Any, scale_b: Any) -> tuple[str | None, str | None]:
+def asked(scaling: Any, scale_a: Any, scale_b: Any) -> tuple[str | None, str | None]:
+    """The recipes that a call names for A and B. Raises ValueError where `scaling` names none, or there is no scale."""
     both = scaling if isinstance(scaling, (tuple, list)) else (scaling, scaling)
     if len(both) != 2 or any(each is not None and each not in RECIPES for each in both):
         accepted = ", ".join(map(repr, RECIPES))
@@ -66,9 +67,8 @@ def _asked(scaling: Any, scale_a: Any, scale_b: Any) -> tuple[str | None, str | 
     return both[0], both[1]
 
 
-def _recipe(
-    name: str, tensor: torch.Tensor, scale: Any, rows: int, k: int, batch: int, wanted: str | None
-) -> Recipe | None:
+def check_scale(name: str, tensor: torch.Tensor, scale: Any) -> None:
+    """Raises TypeError or ValueError unless it may scale operand `name`, whatever their shapes."""
     argument = f"scale_{name}"
     if dtype_name(tensor.dtype) not in SCALED:
         types = ", ".join(f"torch.{TABLE[each].torch_name}" for each in SCALED)
@@ -80,10 +80,17 @@ def _recipe(
         raise TypeError(f"{argument}: got dtype {scale.dtype}, accepted is torch.float32")
     if scale.device != tensor.device:
         raise ValueError(f"{argument}: it is on {scale.device}, expected the device of {name}, {tensor.device}")
+
+
+def _recipe(
+    name: str, tensor: torch.Tensor, scale: Any, rows: int, k: int, batch: int, wanted: str | None
+) -> Recipe | None:
+    argument = f"scale_{name}"
+    check_scale(name, tensor, scale)
     shape = (1, 1, 1, *scale.shape)[-3:]
     if scale.dim() > 3 or shape[0] not in (1, batch):
         raise ValueError(f"{argument}: got shape {tuple(scale.shape)}; before the last two extents a batch of {batch}")
-    forms = _forms(name, rows, k)
+    forms = forms_of(name, rows, k)
     fitting = [form for form in forms if form[1] == shape[1:]]
     named = [form for form in fitting if wanted in (None, form[0])]
     if not named:
@@ -104,7 +111,7 @@ def _recipe(
     return Recipe(recipe, Input("", "fp32", m=along and name == "a", n=along and name == "b", batched=batched))
 
 
-def _forms(name: str, rows: int, k: int) -> list[tuple[str, tuple[int, int], str]]:
+def forms_of(name: str, rows: int, k: int) -> list[tuple[str, tuple[int, int], str]]:
     """(recipe, shape, `Input.scales`) of all scales of an operand with so many rows (A) or columns (B), the cheapest
     first.
     """

@@ -7,6 +7,7 @@ anything else. Scales of blocks of K are multiplied by the kernel as it sums: in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,7 @@ from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.scales import SCALED, Recipe
+from cutegemm.problem.work import DENSE, RAGGED_K, RAGGED_N, TABLE
 
 
 @lru_cache(maxsize=512)
@@ -42,20 +44,35 @@ def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
     return simplified(builder.program((out._replace(node=new[out.node]) for out in program.outputs), program.gating))
 
 
-def of_blocks(dtype: str, out_dtype: str) -> Program:
-    """The program of a product of operands in blocks, 1 x 128 of A and 128 x 128 of B, as `gemm` makes it.
+def of_blocks(dtype: str, out_dtype: str, work: str = DENSE) -> Program:
+    """The program of a product of operands in blocks, 1 x 128 of A and 128 x 128 of B, as `gemm` and `grouped_gemm`
+    make it; of groups of columns 128 x 128 of A and 128 x 1 of B.
 
     Args:
-        dtype, out_dtype: names of the dtypes of A and B, and of D.
+        dtype, out_dtype: names of the dtypes of A and B, and of D. work: a name of `problem.work.TABLE`.
 
     Raises:
-        ValueError: the dtype has no scales.
+        ValueError: the dtype has no scales, or groups of the work have none of blocks.
     """
+    if work == RAGGED_K:
+        raise ValueError("scaling: got blocks for groups of K, which end within blocks")
     if dtype not in SCALED:
         raise ValueError(f"scaling: got operands of {dtype}; scales of blocks are for {', '.join(SCALED)}")
     plain = Builder(())
     program = plain.program([Output(plain.add("acc"), out_dtype)])
-    return scaled(program, *(Input("", "fp32", scales=scales) for scales in ("a1", "b128")))
+    kinds = ("a128", "b1") if work == RAGGED_N else ("a1", "b128")
+    return in_groups(scaled(program, *(Input("", "fp32", scales=scales) for scales in kinds)), work)
+
+
+def in_groups(program: Program, work: str) -> Program:
+    """The program with scales of blocks of K for each group of an operand that is one matrix a group."""
+    if work == DENSE:
+        return program
+    inputs = (
+        given._replace(batched=TABLE[work].matrices(given.scales[0], 2) > 1) if given.scales else given
+        for given in program.inputs
+    )
+    return replace(program, inputs=tuple(inputs))
 
 
 def operands_of(program: Program, scale_a: Any, scale_b: Any, a: Recipe | None, b: Recipe | None) -> tuple[Any, ...]:

@@ -12,10 +12,10 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils.flop_counter import register_flop_formula
 
-from cutegemm.problem import dtypes, grouped_request, program_request, torch_dtype
+from cutegemm.problem import grouped_request, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import grouped_autograd
+from cutegemm.pytorch import grouped_autograd, scaled, sharded, sharding, sharding_programs
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
@@ -70,6 +70,15 @@ def shape_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> tuple
     return extents.shape(columns)
 
 
+def dtypes_of(a: Any, program: Any, out_dtype: Any) -> list[str]:
+    """The names of the results' dtypes. Raises TypeError or ValueError as `grouped_gemm` does."""
+    default = grouped_request.default_dtype(str(dtype_name(a.dtype)), program, out_dtype)
+    return [
+        grouped_request.result_dtype(number, output, None, out_dtype, default, program)
+        for number, output in enumerate(program.outputs)
+    ]
+
+
 def _fake(
     a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
@@ -77,10 +86,7 @@ def _fake(
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
     shape = shape_of(a, b, Sizes(offsets, counts, rows, places, out_rows), given, known)
-    if out_dtype is not None and dtype_name(out_dtype) is None:
-        raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
-    default = dtypes.TABLE[str(dtype_name(a.dtype))].output if out_dtype is None else str(dtype_name(out_dtype))
-    names = [program_request._dtype(i, each, None, out_dtype, default) for i, each in enumerate(known.outputs)]
+    names = dtypes_of(a, known, out_dtype)
     return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
 
 
@@ -113,6 +119,11 @@ def _recorded(
     below = keyset & _BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     refuse_tangents(*tensors)
+    if sharded.is_distributed(*tensors):
+        return _sharded(
+            a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype, precision,
+            backend, config, save, zeros,
+        )  # fmt: skip
     grad = torch.is_grad_enabled()
     if not (grad and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
@@ -120,6 +131,10 @@ def _recorded(
                 below, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype,
                 precision, backend, config, save, zeros,
             )  # fmt: skip
+
+    if a.element_size() == 1:
+        named = {"a": a, "b": b, **{f"operands[{i}]": each for i, each in enumerate(operands)}}
+        scaled.refuse_gradients(named, "grouped_gemm")
 
     def run(a: Any, b: Any, arrays: Any, epilogue: Any, given: Any, wanted: Any) -> Any:
         # Recording switches grad mode off, which the next level of torch.func is to find as it was.
@@ -136,6 +151,40 @@ def _recorded(
 
 
 _library.impl("grouped_gemm", _recorded, "Autograd", with_keyset=True)
+
+
+def _sharded(
+    a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
+    precision=None, backend="auto", config=None, save="outputs", zeros=False,
+):  # fmt: skip
+    """grouped_gemm of DTensors: each rank computes its part, see sharding_programs.py."""
+    known = program_of(program)
+    given = joined(known, operands, numbers, integers)
+    sizes = Sizes(offsets, counts, rows, places, out_rows)
+    arrays = {"offsets": offsets, "counts": counts, "rows": rows, "places": places}
+    tensors = {"a": a, "b": b, **{name: each for name, each in arrays.items() if each is not None}}
+    names = [f"operands[{number}]" for number, each in enumerate(known.inputs) if not each.by_value]
+    everything = {**tensors, **dict(zip(names, operands, strict=True))}
+    mesh = sharded.mesh_of("torch.ops.cutegemm.grouped_gemm", everything)
+    shape = shape_of(a, b, sizes, given, known)
+    extents = grouped_request.extents(a, b, sizes)
+    settings = sharding_programs.Settings.of(mesh, everything, known, out_dtype)
+    local, read = sharding_programs.with_begins(known)
+
+    def call(parts: list[Any], results: list[Any]) -> list[torch.Tensor]:
+        own = dict(zip(everything, parts, strict=True))
+        begins = sharding_programs.begins_of(read, results[0].begins)
+        found: list[torch.Tensor] = torch.ops.cutegemm.grouped_gemm(
+            own["a"], own["b"], *(own.get(name) for name in arrays), out_rows, parts[len(tensors) :], numbers,
+            [*integers, *begins], local.text, out_dtype, precision, backend, config, save, zeros,
+        )  # fmt: skip
+        return found
+
+    rules = sharding_programs.of_groups(known, tensors, operands, settings, extents, shape[-1])
+    return sharded.compute(mesh, list(everything.values()), rules, call, [shape] * len(known.outputs))
+
+
+sharding.handle("grouped_gemm", _sharded)
 
 
 def _refuse_derivatives(
@@ -177,14 +226,27 @@ for _device in ("CPU", "CUDA"):
     _library.impl("grouped_gemm", _autocast, f"Autocast{_device}")
 
 
-def _flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:
+def _vmapped(*given: Any, **options: Any) -> None:
+    raise NotImplementedError(
+        "grouped_gemm, moe: torch.vmap (which jacrev, hessian and batches of gradients use) is not supported; moe "
+        "takes any number of leading dimensions of x, experts and weights, and grouped_gemm the groups of all elements "
+        "in one call"
+    )
+
+
+for _name in ("grouped_gemm", "grouped_gemm_out"):
+    torch.library.register_vmap(f"cutegemm::{_name}", _vmapped, lib=_library)
+    _library.impl(_name, _vmapped, "Batched")  # autograd's older vmap
+
+
+def flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:
     """2 M N K of all groups, for torch's FlopCounterMode; of a masked product as if every row counted."""
     single = len(a_shape) == 2 or len(b_shape) == 2
     m = a_shape[-2] if rows is None else rows[0]
     return 2 * m * a_shape[-1] * b_shape[-1] * (1 if single else a_shape[0])
 
 
-register_flop_formula([torch.ops.cutegemm.grouped_gemm, torch.ops.cutegemm.grouped_gemm_out])(_flops)
+register_flop_formula([torch.ops.cutegemm.grouped_gemm, torch.ops.cutegemm.grouped_gemm_out])(flops)
 
 
 def call(

@@ -20,7 +20,7 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import autograd, transforms
+from cutegemm.pytorch import autograd, sharded, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_gradients import needed, recording
@@ -33,6 +33,13 @@ def check_activation(activation: Any) -> None:
     """Raises ValueError unless it is one of `GATES`."""
     if not (isinstance(activation, str) and activation in GATES):
         raise ValueError(f"activation: got {request.shown(activation)}, accepted are {', '.join(map(repr, GATES))}")
+
+
+def reshape_weight(state: dict[str, Any], name: str, own: torch.Tensor) -> None:
+    """Gives an entry of a state_dict the shape of a weight: gate and up stacked in one dimension, or in one of 2."""
+    given = state.get(name)
+    if isinstance(given, torch.Tensor) and given.dim() != own.dim() and given.numel() == own.numel():
+        state[name] = given.reshape(own.shape)
 
 
 class Settings(NamedTuple):
@@ -52,7 +59,10 @@ class Settings(NamedTuple):
 
 
 def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
-    """(M, out) from x (M, in), gate_up (2 * hidden, in) and down (out, hidden)."""
+    """(M, out) from x (M, in), gate_up (2 * hidden, in) or (2, hidden, in), and down (out, hidden)."""
+    if sharded.is_distributed(x, gate_up, down) and not torch.compiler.is_dynamo_compiling():
+        return _of_parts(x, gate_up, down, settings)
+    gate_up = gate_up.flatten(0, 1) if gate_up.dim() == 3 else gate_up
     if torch.compiler.is_dynamo_compiling():
         return settings.composed(x, gate_up, down)
     tensors = (x, gate_up, down)
@@ -68,6 +78,27 @@ def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tens
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, gate_up, down)):
         return _record(x, gate_up, down, settings)
     return settings.composed(x, gate_up, down)
+
+
+def _of_parts(x: Any, gate_up: Any, down: Any, settings: Settings) -> Any:
+    """`gated_mlp` of DTensors: each rank has a part of the rows, of the hidden units, or of the result's columns."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    tensors = {"x": x, "gate_up": gate_up, "down": down}
+    mesh, everywhere = sharded.mesh_of("cutegemm.nn.SwiGLU", tensors), Replicate()
+    shape = (x.shape[0], down.shape[0])
+    rules = [sharded.Rule((everywhere,) * 3, (everywhere,))]
+    if shape[0] >= mesh.size():
+        rules.append(sharded.Rule((Shard(0), everywhere, everywhere), (Shard(0),)))
+    if gate_up.dim() == 3 and down.shape[1] >= mesh.size():
+        rules.append(sharded.Rule((everywhere, Shard(1), Shard(1)), (Partial(),)))
+    if shape[1] >= mesh.size():
+        rules.append(sharded.Rule((everywhere, everywhere, Shard(0)), (Shard(1),)))
+
+    def call(parts: list[Any], results: Any) -> list[torch.Tensor]:
+        return [gated_mlp(parts[0], parts[1], parts[2], settings)]
+
+    return sharded.compute(mesh, list(tensors.values()), rules, call, [shape])[0]
 
 
 @lru_cache(maxsize=64)

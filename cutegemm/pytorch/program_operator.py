@@ -8,6 +8,7 @@ here (see programs.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,10 +18,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import dtypes, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
-from cutegemm.problem.program.graph import Program
+from cutegemm.problem.program.graph import Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
-from cutegemm.pytorch import program_autograd, program_batches, transforms
+from cutegemm.pytorch import program_autograd, program_batches, sharded, sharding, sharding_programs, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.operator import check as check_product
 from cutegemm.run import fused
@@ -102,7 +103,7 @@ def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list
         n = n // 2
     whole = (*leading, m, n)
     for number, (given, operand) in enumerate(zip(program.inputs, operands, strict=True)):
-        if given.by_value:
+        if given.by_value or given.scales:  # of scales `scaling` has checked the shape
             continue
         name = f"operands[{number}]"
         if operand.dtype != (torch.int32 if given.dtype == "int32" else torch_dtype(given.dtype)):
@@ -165,6 +166,10 @@ def _recorded(
     below = keyset & _BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     program_autograd.refuse_tangents(*tensors)
+    if sharded.is_distributed(*tensors):
+        return _sharded(
+            a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
+        )  # fmt: skip
     grad = torch.is_grad_enabled()
     if not (grad and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
@@ -186,6 +191,38 @@ def _recorded(
 
 
 _library.impl("gemm_program", _recorded, "Autograd", with_keyset=True)
+
+
+def _sharded(
+    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
+    save="outputs",
+):  # fmt: skip
+    """gemm_program of DTensors: each rank computes its part, see sharding_programs.py."""
+    known = program_of(program)
+    given = joined(known, operands, numbers, integers)
+    tensors = {"a": a, "b": b}
+    names = [f"operands[{number}]" for number, each in enumerate(known.inputs) if not each.by_value]
+    everything = {**tensors, **dict(zip(names, operands, strict=True))}
+    mesh = sharded.mesh_of("torch.ops.cutegemm.gemm_program", everything)
+    like = [*map(sharded.shape_of, given)]
+    shapes = shapes_of(a, b, like, known)
+    (whole,) = shapes_of(a, b, like, replace(known, outputs=(Output(0),)))
+    settings = sharding_programs.Settings.of(mesh, everything, known, out_dtype)
+    local, read = sharding_programs.with_begins(known)
+
+    def call(parts: list[Any], results: list[Any]) -> list[torch.Tensor]:
+        begins = sharding_programs.begins_of(read, results[0].begins)
+        found: list[torch.Tensor] = torch.ops.cutegemm.gemm_program(
+            *parts[:2], parts[2:], numbers, [*integers, *begins], local.text, out_dtype, precision, backend, config,
+            save,
+        )  # fmt: skip
+        return found
+
+    rules = sharding_programs.of_product(known, tensors, operands, settings, whole)
+    return sharded.compute(mesh, list(everything.values()), rules, call, shapes)
+
+
+sharding.handle("gemm_program", _sharded)
 
 
 def _refuse_derivatives(

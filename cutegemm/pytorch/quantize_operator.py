@@ -11,6 +11,7 @@ import torch
 
 from cutegemm.problem import quantization_request
 from cutegemm.problem.quantization import new_values
+from cutegemm.pytorch import sharding_quantize  # noqa: F401  how DTensors are quantized
 from cutegemm.run import quantizing
 
 _library = torch.library.Library("cutegemm", "FRAGMENT")

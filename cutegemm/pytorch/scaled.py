@@ -18,11 +18,14 @@ from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, product_dtype_n
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
-from cutegemm.pytorch import programs
+from cutegemm.pytorch import programs, sharded
 from cutegemm.pytorch.dispatch import is_dispatched
 
 ACCUMULATIONS = ("promoted", "fast")
 """What `accumulate` may be."""
+FAST_WITH_BLOCKS = (
+    "accumulate: got 'fast' with scales of blocks of K, which are applied where sums are promoted; leave it away"
+)
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
 SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
@@ -52,7 +55,12 @@ def arguments(
     epilogue: Any, operands: Sequence[Any], scale_a: Any, scale_b: Any, scales: Any,
 ) -> tuple[Program, tuple[Any, ...], Any]:  # fmt: skip
     """(program, operands, out_dtype) of the call with a program that computes a scaled one."""
-    of_a, of_b = scale_recipes.recipes(a, b, scale_a, scale_b, scales)
+    like = [a, b, scale_a, scale_b]
+    if sharded.is_distributed(*like, c, bias):
+        given = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "c": c, "bias": bias}
+        sharded.mesh_of("cutegemm.gemm with scales", {name: each for name, each in given.items() if each is not None})
+        like = [sharded.shape_of(each) for each in like]
+    of_a, of_b = scale_recipes.recipes(like[0], like[1], like[2], like[3], scales)
     refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
         program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])
@@ -102,10 +110,7 @@ def compute_eager(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
     )
     if precision == "fast" and program.block_scales:
-        raise ValueError(
-            "accumulate: got 'fast' with scales of blocks of K, which are applied where sums are promoted; leave it "
-            "away"
-        )
+        raise ValueError(FAST_WITH_BLOCKS)
     return programs.compute(a, b, program, given, out, out_dtype, precision, backend, config, save)
 
 
@@ -128,15 +133,15 @@ def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any,
     return a, b, None, {**known, "epilogue": program, "operands": operands, "out_dtype": out_dtype}
 
 
-def refuse_gradients(tensors: dict[str, Any]) -> None:
+def refuse_gradients(tensors: dict[str, Any], call: str = "gemm") -> None:
     """Raises ValueError for a tensor that requires grad: products of quantized operands record none."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             raise ValueError(
-                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call gemm under "
-                "torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
+                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call {call} "
+                "under torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
             )
 
 
@@ -164,7 +169,7 @@ def _terms(
 
 
 def _term(name: str, tensor: Any) -> torch.Tensor:
-    request.check_tensor(name, tensor)
+    request.check_tensor(name, sharded.shape_of(tensor))
     if term_name(tensor.dtype) is None:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are the floating-point types of 2 and 4 bytes")
     return tensor

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import TABLE, dtype_name, output_name, torch_dtype
-from cutegemm.pytorch import operator, scaled
+from cutegemm.pytorch import operator, scaled, sharding
 
 _library = torch.library.Library("cutegemm", "FRAGMENT")
 _library.define(
@@ -38,6 +38,7 @@ def _scaled_gemm(
 
 for _device in ("CPU", "CUDA"):
     _library.impl("scaled_gemm", _scaled_gemm, _device)
+sharding.handle("scaled_gemm", _scaled_gemm)  # it calls gemm_program, which has rules
 
 
 def _fake(

@@ -1,4 +1,5 @@
-"""Sharding rules: how torch.ops.cutegemm.gemm computes with DTensors, each rank with its own part.
+"""Sharding rules: how torch.ops.cutegemm.gemm computes with DTensors, each rank with its own part; and what DTensor
+leaves to the other operators (`handle`), whose rules are in sharding_programs.py and sharding_quantize.py.
 
 A rule says for one dimension of a device mesh how operands and result are placed. DTensor combines the rules of several
 dimensions, takes the combination that moves the least, and redistributes what is placed otherwise.
@@ -21,6 +22,7 @@ torch.distributed.tensor takes half a second to import, and nothing here imports
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from cutegemm.errors import GemmError
@@ -33,6 +35,24 @@ _NO_TENSORS = [None] * 6
 _CONSTANT = 4
 """The place of `constant` behind the activation."""
 _registered = False
+_handlers: dict[str, Callable[..., Any]] = {}
+
+
+def handle(name: str, function: Callable[..., Any]) -> None:
+    """Has DTensor leave calls of torch.ops.cutegemm.`name` to a function of the same arguments."""
+    _handlers[name] = function
+
+
+_INTO = ("gemm_out", "gemm_program_out", "grouped_gemm_out", "quantize_out", "quantize_given_out", "dequantize_out")
+"""The operators that write into tensors given."""
+
+
+def _refuse(*arguments: Any, **options: Any) -> None:
+    raise ValueError("out: got one in a call with DTensors, whose results have placements of their own; leave it away")
+
+
+def _handler(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda operator, args, kwargs: function(*args, **kwargs)
 
 
 def needed() -> None:
@@ -57,6 +77,9 @@ def _register() -> None:
     try:
         infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
         infos[operator] = type(infos[operator])(_FIRST_OPTION, None, needs_pytree=True)
+        handlers = DTensor._op_dispatcher._custom_op_handlers
+        for name, function in (_handlers | dict.fromkeys(_INTO, _refuse)).items():
+            handlers[getattr(torch.ops.cutegemm, name).default] = _handler(function)
     except (AttributeError, KeyError, TypeError) as why:
         raise GemmError(
             f"DTensor: torch {torch.__version__} registers sharding rules in a way that cutegemm does not know "
@@ -110,12 +133,3 @@ def rules(
         of_k = Shard(len(a.shape) - 1), Shard(len(b.shape) - 2)
         found.append(rule(Partial(), *of_k, Partial(), Partial()))
     return found
-
-
-def refuse_out(out: Any) -> None:
-    """Raises ValueError for a DTensor to write into."""
-    if _MODULE in sys.modules:
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(out, DTensor):
-            raise ValueError("out: got a DTensor, whose placements may not be those of the result; leave it away")

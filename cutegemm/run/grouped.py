@@ -185,7 +185,8 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
         named |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
         named |= {f"out[{number}]": each for number, each in enumerate(outs) if number}
         launches = kernel.capture(problem, *_addresses(asked, a, b, operands, outs, arrays))
-        written = {name for name in named if name == "d" or name.startswith("out[")}
+        named |= launches.scratch
+        written = {name for name in named if name == "d" or name.startswith("out[")} | {*launches.scratch}
         emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
 
     return core

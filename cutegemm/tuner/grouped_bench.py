@@ -4,8 +4,8 @@ Sizes are not part of a problem, so that a measurement needs a draw of them: gro
 1 / (i + 1), in an order drawn for each input set. Such a skew is what experts meet, and it asks more of a configuration
 than equal groups, whose every tile is full. Winners are keyed by the totals.
 
-Groups of rows, of columns and of K are measured, with D = A B; masked, gathered and scattered products take the
-configuration of groups of rows (`choice.group_kin`), and programs that of the plain product.
+Groups of rows, of columns and of K are measured, with D = A B, and with scales of blocks of K; masked, gathered and
+scattered products take the configuration of groups of rows (`choice.group_kin`), programs that of the plain product.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem, grouped_reference, torch_dtype
+from cutegemm.problem import ITEMSIZE, Problem, grouped_reference, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.bound import check
 from cutegemm.problem.program.graph import Node, Output, Program
@@ -42,9 +42,12 @@ class GroupedBench(Bench):
     """See the module docstring."""
 
     def __init__(self, problem: Problem, arch: Arch, seed: int | None = None, device: str = "cuda") -> None:
-        if problem.work not in MEASURED or problem.epilogue != Epilogue():
+        program = problem.epilogue.custom
+        plain = problem.epilogue == Epilogue() or (program is not None and program == program.product)
+        if problem.work not in MEASURED or not plain:
             raise ValueError(
-                f"{problem}: of groups, {', '.join(MEASURED)} without an epilogue are measured; others take theirs"
+                f"{problem}: of groups, {', '.join(MEASURED)} without an epilogue, or with scales of blocks of K "
+                "alone, are measured; others take theirs"
             )
         super().__init__(problem, arch, seed, device)
 
@@ -53,10 +56,11 @@ class GroupedBench(Bench):
         self._ends = [ends_of(self.problem, self._generator, self._device) for _ in self._inputs]
         single = self.problem.work != RAGGED_K
         self._d = self._d[0] if single else self._d
-        a, b = self._operands(0)
+        (a, b), scales = self._operands(0), tuple(self._scales.values())
+        program = self.problem.epilogue.custom or _product(self.problem.out_dtype)
         (self._bounds,), _ = grouped_reference.expected(
-            self.problem.work, a, b, self._ends[0], _product(self.problem.out_dtype), (), self.problem.precision
-        )  # fmt: skip
+            self.problem.work, a, b, self._ends[0], program, scales, self.problem.precision
+        )
 
     def _operands(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B of an input set as `grouped_gemm` takes them: what groups divide is one matrix."""
@@ -76,20 +80,25 @@ class GroupedBench(Bench):
         backend = backends.get(key[0])
         run = backend.build(self.problem.signature, backend.parse(key[1]), self.arch).bind(self.problem)
         d, on_cuda = self._d.data_ptr(), self._device == "cuda"
+        scales = [scale.data_ptr() for scale in self._scales.values()]
 
         def call(operands: tuple[int, ...]) -> None:
             run(operands, tuple(Scalars()), torch.cuda.current_stream().cuda_stream if on_cuda else 0)
 
         return [
-            partial(call, (a.data_ptr(), b.data_ptr(), 0, 0, d, ends.data_ptr()))
+            partial(call, (a.data_ptr(), b.data_ptr(), 0, 0, d, ends.data_ptr(), *scales))
             for (a, b), ends in zip(self._inputs, self._ends, strict=True)
         ]
 
     def _torch(self) -> list[Any]:
-        """torch's grouped_mm of bf16; of other dtypes a loop of products, by sizes that the host knows."""
+        """torch's grouped_mm of bf16; of other dtypes a loop of products, by sizes that the host knows. It multiplies
+        elements of one byte in bfloat16.
+        """
         whole = [(*self._operands(number), ends) for number, ends in enumerate(self._ends)]
         if self.problem.dtype == "bf16" and self._device == "cuda" and hasattr(torch, "_grouped_mm"):
             return [partial(torch._grouped_mm, a, b, offs=ends) for a, b, ends in whole]
+        if ITEMSIZE[self.problem.dtype] == 1:
+            whole = [(a.bfloat16(), b.bfloat16(), ends) for a, b, ends in whole[:1]]
         return [partial(self._loop, a, b, ends.tolist()) for a, b, ends in whole]
 
     def _loop(self, a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> None:

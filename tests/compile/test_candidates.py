@@ -38,7 +38,7 @@ def _of_each_tile():
 
 
 @pytest.mark.parametrize(("kind", "text"), _of_each_tile())
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_no_spills(kind, text):
     signature, config = SIGNATURES[kind], CUTE.parse(text)
     assert config.why_invalid(signature, HOPPER) is None

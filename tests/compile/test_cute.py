@@ -38,7 +38,7 @@ def build(problem: Problem, config: str | None, target: str):
         ("fp32", "ieee", ("FFMA", "LDS.128")),
     ],
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_defaults_on_every_architecture(target, dtype, precision, needed):
     kernel = build(Problem.of(4096, 4096, 4096, dtype, precision=precision), None, target)
     assert f".target {target}" in kernel.ptx
@@ -55,7 +55,7 @@ def test_defaults_on_every_architecture(target, dtype, precision, needed):
 
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
 @pytest.mark.parametrize(("dtype", "precision"), [("fp16", "ieee"), ("fp32", "tf32"), ("fp32", "ieee")])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_no_spills_for_any_majors_and_the_whole_epilogue(majors, dtype, precision):
     problem = Problem.of(4096, 4096, 4096, dtype, majors=majors, precision=precision, epilogue=FULL)
     kernel = build(problem, None, "sm_80")
@@ -93,7 +93,7 @@ PROBES = [
 
 
 @pytest.mark.parametrize("text", PROBES)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_what_the_validity_rule_accepts_compiles_and_fits(text):
     """The rule's shared memory is what the kernel asks for; its registers fit the CTA."""
     dtype = "fp32" if text.startswith("simt") else "fp16"

@@ -1,14 +1,17 @@
-"""Kernels of products in groups spill nothing: large tiles, the whole epilogue, gate and up, gathered rows."""
+"""Kernels of products in groups spill nothing: large tiles, the whole epilogue, gate and up, gathered rows, scales."""
 
 from __future__ import annotations
 
 import pytest
 
 from cutegemm import backend, ops
+from cutegemm.choice import plan
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program import known
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
 from tests.sass import opcodes, spilled
 
 CUTE, HOPPER = backend.get("cute"), arch.get("sm_90a")
@@ -30,9 +33,13 @@ def gated() -> Epilogue:
         ("256x192x64/coop2/c1x2/s3/serp8/zig", "ragged_k", "nt", FULL),
         ("128x256x64/coop2/c2x1/s4/g8", "gathered_m", "tn", gated()),
         ("256x192x64/coop2/c1x1/s3/g8", "scattered_m", "tn", FULL),
+        ("256x192x64/coop2/c1x2/s3/serp8/zig/streamk/pdl", "ragged_m", "tn", None),
+        ("256x128x64/coop2/c2x1/s4/serp8/swap/zig/streamk/pdl", "ragged_m", "tn", None),
+        ("128x256x64/coop2/c2x1/s4/serp8/zig/streamk/pdl", "gathered_m", "tn", gated()),
+        ("128x256x64/coop2/c1x2/s4/hilbert/zig/streamk/pdl", "scattered_m", "tt", None),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_nothing_is_spilled(config, work, majors, epilogue):
     problem = Problem.of(4096, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)
     chosen = CUTE.parse(f"sm90/{config}")
@@ -40,3 +47,59 @@ def test_nothing_is_spilled(config, work, majors, epilogue):
     kernel = CUTE.build(problem.signature, chosen, HOPPER)
     assert not spilled(kernel.cubin)
     assert any(name.startswith("HGMMA") for name in opcodes(kernel.cubin))
+
+
+def scaled(work: str, recipe: str) -> Epilogue:
+    """The program of operands with these scales, as `grouped_gemm` makes it."""
+    a, b = ("L, " if stacked else "" for stacked in (work in ("masked", "ragged_n"), work != "ragged_n"))
+    across = 1 if work == "ragged_n" else 128
+    if recipe == "blocks":
+        text = f"(acc, x0: fp32[{a}A, 1, 128], x1: fp32[{b}B, {across}, 128]) -> bf16: return acc"
+    else:
+        columns = "L, 1, N" if b else "N"
+        text = f"(acc, x0: fp32[{a}M, 1], x1: fp32[{columns}]) -> bf16: return acc * x0 * x1"
+    return Epilogue(custom=simplified(parse(f"def epilogue{text}")))
+
+
+@pytest.mark.parametrize(("sizes", "least"), [((8192, 4096, 7168), 64), ((128, 7168, 2048), 0)])
+@pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "masked", "gathered_m", "scattered_m"])
+@pytest.mark.parametrize(("dtype", "recipe"), [("e4m3", "blocks"), ("e4m3", "rows"), ("int8", "rows"), ("int8", None)])
+@pytest.mark.product(keep=6)
+def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, recipe, sizes, least):
+    m, n, k = sizes if work != "ragged_n" else (sizes[1], sizes[0], sizes[2])
+    epilogue = None if recipe is None else scaled(work, recipe)
+    out_dtype = "bf16" if recipe else None
+    problem = Problem.of(m, n, k, dtype, batch=8, work=work, epilogue=epilogue, out_dtype=out_dtype)
+    chosen = plan.choose(problem, arch.get("H200"), "cute")
+    kernel = CUTE.build(problem.signature, chosen.config, arch.get("H200"))
+    assert chosen.config.accumulators >= least
+    assert not spilled(kernel.cubin)
+    assert any(name.startswith("IGMMA" if dtype == "int8" else "QGMMA") for name in opcodes(kernel.cubin))
+
+
+@pytest.mark.parametrize(
+    ("config", "work"),
+    [
+        ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "ragged_m"),
+        ("128x192x128/coop2/c1x1/s3/g8/swap", "ragged_n"),
+        ("64x112x128/coop1/c1x1/s4/g8", "masked"),
+        ("128x192x128/coop2/c2x1/s4/g8", "gathered_m"),
+        ("128x128x128/coop2/c1x1/s4/g8/twin", "gathered_m"),
+        ("64x144x128/coop1/c1x1/s4/g8/twin", "gathered_m"),
+        ("256x96x128/coop2/c1x2/s3/g8/zig", "masked"),
+        ("128x64x128/pp/c1x1/s4/g8/pdl", "scattered_m"),
+        ("192x128x128/coop3/c1x1/s3/g8", "ragged_m"),
+    ],
+)
+@pytest.mark.product(keep=3)
+def test_the_largest_tiles_of_blocks_in_groups_spill_nothing(config, work):
+    problem = Problem.of(4096, 4096, 4096, "e4m3", batch=8, work=work, epilogue=scaled(work, "blocks"))
+    chosen = CUTE.parse(f"sm90/{config}")
+    assert CUTE.check(chosen, problem, HOPPER) is None
+    assert not spilled(CUTE.build(problem.signature, chosen, HOPPER).cubin)
+
+
+def test_more_accumulators_with_blocks_in_groups_are_refused():
+    problem = Problem.of(4096, 4096, 4096, "e4m3", batch=8, work="ragged_m", epilogue=scaled("ragged_m", "blocks"))
+    for config, most in (("128x208x128/coop2/c1x1/s3/g8", 96), ("128x144x128/coop2/c1x1/s3/g8/twin", 64)):
+        assert f"more than {most} spill" in str(CUTE.check(CUTE.parse(f"sm90/{config}"), problem, HOPPER))

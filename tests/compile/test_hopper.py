@@ -52,7 +52,7 @@ def build(config: str, majors: str = "tn", epilogue: Epilogue | None = None, dty
     ],
 )
 @pytest.mark.parametrize("epilogue", [None, FULL], ids=["plain", "full"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_instructions(config, majors, epilogue):
     check_instructions(build(config, majors, epilogue))
 

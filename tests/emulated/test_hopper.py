@@ -43,7 +43,7 @@ def run(seed, monkeypatch):
 @pytest.mark.parametrize("timing", SEEDS)
 @pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("schedule", ["coop2", "pp"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_schedules_and_clusters(schedule, cluster, timing, run):
     """Ragged on every side, several tiles a CTA, k tiles that do not divide the ring."""
     bm = 128 if schedule == "coop2" else 64
@@ -53,7 +53,7 @@ def test_schedules_and_clusters(schedule, cluster, timing, run):
 @pytest.mark.parametrize("majors", MAJORS)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c4x1/s3/hilbert", "64x32x32/pp/c1x1/s4/g2"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_majors(config, dtype, majors, run):
     run(f"sm90/{config}", (200, 136, 168), dtype, majors=majors)
 
@@ -77,7 +77,7 @@ def test_orders(order, run):
     ],
 )
 @pytest.mark.parametrize("majors", ["tn", "nt"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_tiles(config, shape, majors, run):
     """Blocks of rows a warpgroup, every width of a swizzle, ring depths."""
     run(f"sm90/{config}", shape, majors=majors)
@@ -113,7 +113,7 @@ def test_nothing_to_sum(config, run):
     ],
     ids=["alpha", "silu", "c", "bias-relu", "c-bias-gelu", "fp32"],
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_epilogues(schedule, epilogue, run):
     run(f"sm90/{schedule}", (136, 104, 72), **epilogue)
 
@@ -144,7 +144,7 @@ def test_epilogues(schedule, epilogue, run):
     ],
     ids=["c", "c-bias-gelu", "fp32", "c32", "c32-bias32-fp32", "turned-c", "row-c", "turned"],
 )
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
     """C through the staging buffers (16 bits), as fragments (fp32) or by the slab; a bias along either axis."""
     generator = torch.Generator().manual_seed(seed)
@@ -244,7 +244,7 @@ def test_batches(schedule, run, seed):
         ("64x48x64/pp/c1x1/s3/serp2/swap", (136, 200, 72)),
     ],
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_swapped_operands(config, shape, majors, store, run):
     run(f"sm90/{config}{store}", shape, majors=majors)
 
@@ -272,7 +272,7 @@ def test_swapped_operands_with_the_whole_epilogue(config, run):
         ("128x96x64/coop1/c1x1/s2/row/k2", (136, 104, 200)),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_split_k(config, shape, timing, run):
     run(f"sm90/{config}", shape, timing=timing)
     run(f"sm90/{config}", (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
@@ -282,7 +282,7 @@ def test_split_k(config, shape, timing, run):
 @pytest.mark.parametrize(
     "options", ["g2/skew", "row/once/skew", "row/swap/once/skew", "serp2/k3/skew", "g2/streamk/skew"]
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_tiles_begin_at_different_k_tiles(options, majors, run):
     for k in (328, 40):
         run(f"sm90/64x16x64/coop1/c2x1/s3/{options}", (200, 136, k), majors=majors)

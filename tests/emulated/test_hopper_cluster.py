@@ -36,7 +36,7 @@ def run(seed, monkeypatch):
 @pytest.mark.parametrize(
     "cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2", "1x1x8"]
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_clusters(cluster, split, run):
     """Ragged on every side, parts of different lengths, rings that go round."""
     for timing in range(2):
@@ -89,7 +89,7 @@ def test_small_problems(shape, run):
     ],
 )
 @pytest.mark.parametrize("case", ["whole", "fp32", "turned", "ragged"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_epilogues(config, case, run, seed):
     """C in any strides, a bias along either axis, every way to store D."""
     shape = (136, 104, 200)

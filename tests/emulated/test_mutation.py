@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 from tests import mutation
+from tests.mutation_verdicts import compare
 
 QUICK = mutation.specs(quick=True)
 RUNGS = ("block_tile", "warp_tile_async", "wmma_double_buffer")
@@ -22,8 +23,6 @@ def test_every_broken_synchronization_is_noticed_or_explained(spec, part):
     """A fifth of a kernel's mutations."""
     pytest.importorskip("llvmlite")
     outcomes = mutation.score_spec(spec, part=(part, 5))
-    from cutegemm.emulator.mutate import compare
-
     problems = compare(outcomes, mutation.survivors(), complete=False)
     assert not problems, "\n".join(problems)
     assert any(outcome.killed for outcome in outcomes) or len(outcomes) < 3
@@ -36,8 +35,6 @@ def test_every_broken_exchange_of_registers_is_noticed_or_explained(name):
     pytest.importorskip("llvmlite")
     (spec,) = mutation.specs(name)
     outcomes = mutation.score_spec(spec, choose=lambda mutation: "setmaxnreg" in mutation.site)
-    from cutegemm.emulator.mutate import compare
-
     rows = [row for row in mutation.survivors() if "setmaxnreg" in row.site]
     problems = compare(outcomes, rows)
     assert not problems, "\n".join(problems)

@@ -1,4 +1,6 @@
-"""fp32 products on Hopper's tensor cores from parts of the operands, in the emulator: layouts, and what they promise.
+"""fp32 products on tensor cores from parts of the operands, in the emulator: layouts, and what they promise.
+
+By WGMMA as on an H200, and by mma.sync (`sm80/...`) as on an A100: tests/emulated/test_precisions_mma.py has more.
 
 The emulator adds as the tensor cores do, so that errors here are those to expect of a GPU.
 """
@@ -25,12 +27,15 @@ PRECISIONS = ("tf32x3", "bf16x6", "bf16x9")
 SMALL = "sm90/64x64x32/coop1/c1x1/s3/g2"
 PLAIN = "sm90/64x96x32/coop1/c1x1/s3/g2"
 """A tile of so many accumulators that its sums are not compensated."""
+MMA = "sm80/64x32x32/w32x16/s2/g8"
 
 
 @pytest.fixture(autouse=True)
-def few_sms(monkeypatch):
-    """An H200 of 4 SMs."""
-    arch = replace(arch_table.get("sm_90a"), sm_count=4)
+def few_sms(request, monkeypatch):
+    """An H200 of 4 SMs; for the `config` of a test that is of the family sm80 an A100."""
+    call = getattr(request.node, "callspec", None)
+    older = call is not None and str(call.params.get("config")).startswith("sm80/")
+    arch = replace(arch_table.get("A100" if older else "sm_90a"), sm_count=4)
     monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
 
 
@@ -85,7 +90,7 @@ def test_a_program_with_gate_and_up(seed):
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_error_is_below_that_of_sgemm(kind, seed):
     """Relative to |A||B|, beside a sum of fused multiply-adds in the order of K; and the bound holds with its interval.
 
@@ -108,7 +113,7 @@ def test_error_is_below_that_of_sgemm(kind, seed):
     ("config", "way"), [(SMALL, "compensated"), (f"{SMALL}/k2", "compensated, 2 parts of K"), (PLAIN, "plain")]
 )
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_model_of_the_sums_has_the_bits(precision, config, way, seed):
     """`tuning.part_sums`, on which docs/precision.md relies for a long K, beside the kernel."""
     for kind in ("normal", "exponents"):
@@ -125,7 +130,7 @@ def test_compensated_sums_of_a_long_k_err_less(seed):
     assert compensated <= 0.5 * plain
 
 
-@pytest.mark.parametrize("config", [SMALL, PLAIN])
+@pytest.mark.parametrize("config", [SMALL, PLAIN, MMA])
 def test_an_infinity_stays_one(config):
     """Whatever k tiles follow the one with the infinity; and a NaN stays one."""
     a, b = torch.ones(3, 160), torch.ones(160, 24)
@@ -137,8 +142,9 @@ def test_an_infinity_stays_one(config):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=2)
-def test_integers_are_exact(precision, seed):
+@pytest.mark.parametrize("config", [SMALL, MMA])
+@pytest.mark.product(keep=3)
+def test_integers_are_exact(precision, config, seed):
     """Below 2^24: long integers times powers of two, products of parts that only all terms give, and sums."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -151,25 +157,27 @@ def test_integers_are_exact(precision, seed):
     pairs = [(long, one), (one.T, long.T), (integers(2**11 - 1, 64, 1), integers(2**12 - 1, 1, 24))]
     pairs.append((integers(500, 64, 100), integers(300, 100, 24)))
     for a, b in pairs:
-        assert torch.equal(computed(a, b, precision).double(), a.double() @ b.double())
+        assert torch.equal(computed(a, b, precision, config).double(), a.double() @ b.double())
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=1)
-def test_ends_of_the_range(precision):
+@pytest.mark.parametrize("config", [SMALL, MMA])
+@pytest.mark.product(keep=2)
+def test_ends_of_the_range(precision, config):
     """The largest numbers are split without an overflow; the smallest keep what their parts can hold; Inf and NaN."""
     largest, tiny = torch.finfo(torch.float32).max, 2.0**-149
     values = torch.tensor([largest, -largest, 3.4e38, 2.0**-126, 5 * 2.0**-140, 3 * tiny, torch.inf, torch.nan, 1.0])
     a, b = values[:, None], torch.tensor([[1.0, 0.5, 2.0]])
-    got = computed(a, b, precision)
+    got = computed(a, b, precision, config)
     assert got[7].isnan().all()
     if precision != "bf16x9":  # there infinities meet zeros
         signs = torch.tensor([[torch.inf, 3.0, 1e3]])
         assert torch.equal(got[6], torch.full((3,), torch.inf))
         row, far = torch.tensor([[2.0, -1e30 - 1e22]]), torch.tensor([[torch.inf, 1.0], [1e5, -torch.inf]])
-        assert computed(row, far, precision).tolist() == [[torch.inf, torch.inf]]
-        assert computed(signs.T, -signs, precision).isinf().tolist() == (signs.T @ -signs).isinf().tolist()
-        assert computed(signs.T, signs * 0, precision).isnan().tolist() == (signs.T @ (signs * 0)).isnan().tolist()
+        assert computed(row, far, precision, config).tolist() == [[torch.inf, torch.inf]]
+        assert computed(signs.T, -signs, precision, config).isinf().tolist() == (signs.T @ -signs).isinf().tolist()
+        zeros = signs * 0
+        assert computed(signs.T, zeros, precision, config).isnan().tolist() == (signs.T @ zeros).isnan().tolist()
     finite = [0, 1, 2, 3, 4, 5, 8]
     bound = reference.expected(a[finite], b, precision=precision, promotion=TABLE["fp32"].promoted[precision])
     verdict = reference.check(got[finite], bound)

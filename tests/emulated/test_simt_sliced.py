@@ -29,7 +29,7 @@ def test_majors_and_alignment(majors, seed):
 
 @pytest.mark.parametrize("majors", ["tn", "nt"])
 @pytest.mark.parametrize("config", [SINGLE, LOW, MANY])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_configurations(config, majors, seed):
     for shape in ((72, 40, 136), (67, 45, 83)):
         Case.random(*shape, "fp32", seed=seed, majors=majors).run(backend="cute", config=config)
@@ -37,7 +37,7 @@ def test_configurations(config, majors, seed):
 
 @pytest.mark.parametrize("config", [DOUBLE, SINGLE])
 @pytest.mark.parametrize("k", [0, 1, 4, 15, 31, 32, 63, 64, 65, 128, 260])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_depths_beside_those_of_a_chunk_a_slice_and_a_stage(config, k, seed):
     Case.random(33, 36, k, "fp32", seed=seed).run(backend="cute", config=config)
 
@@ -52,7 +52,7 @@ def test_depths_beside_those_of_a_chunk_a_slice_and_a_stage(config, k, seed):
     ],
     ids=["c", "bias", "batch"],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_epilogues(config, epilogue, seed):
     Case.random(40, 72, 48, "fp32", seed=seed, **epilogue).run(backend="cute", config=config)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuning import bench, bench_providers, bench_report
+from tuning import bench, bench_providers, bench_report, grouped, grouped_ways, suites
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ def test_a_small_run(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")  # theirs, of what they call
-@pytest.mark.parametrize("name", ["triton", "quack", "operators"])
+@pytest.mark.parametrize("name", ["triton", "quack", "operators", "deep_gemm"])
 def test_what_is_installed_beside_is_right(name):
     """Their results pass our check at a shape that tiles do not divide."""
     if not bench_providers.installed(name):
@@ -31,22 +31,42 @@ def test_what_is_installed_beside_is_right(name):
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
 
-    found = bench.bench_shape(
-        Problem.of(264, 136, 520, "bf16"), bench_providers.make([name]), Arch.of_device(), rounds=3
-    )
+    problem = Problem.of(264, 136, 520, "bf16") if name != "deep_gemm" else Problem.of(264, 192, 640, "e4m3")
+    found = bench.bench_case(bench.Case(problem), bench_providers.make([name]), Arch.of_device(), rounds=3)
     assert [r.verdict for r in found] == ["ok", "ok"], [r.verdict for r in found]
+
+
+@pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
+def test_misaligned_operands_are_timed_where_they_lie(majors):
+    from cutegemm.hardware.arch import Arch
+
+    cases = bench.cases([suites.Laid((265, 137, 521), majors)], starts=suites.starts("0,a1,b2"))
+    found, whole = bench.run(cases, bench_providers.make(["cutegemm"]), Arch.of_device(), rounds=3)
+    assert whole
+    assert [r.verdict for r in found] == ["ok"] * 6
+
+
+@pytest.mark.parametrize("kind", ["FORWARD", "SCALED", "GATHERED", "GRADIENTS"])
+@pytest.mark.parametrize("skew", ["zipf", "even"])
+def test_products_in_groups_are_right(kind, skew):
+    from cutegemm.hardware.arch import Arch
+
+    entry = suites.Experts("a small model", 5, 320, 128, 256, skew)
+    dtype = "e4m3" if kind == "SCALED" else "bf16"
+    rows = grouped.bench(entry, Arch.of_device(), dtype, rounds=3, kind=getattr(grouped_ways, kind))
+    assert not [row for row in rows if row["verdict"].startswith("wrong")], rows
+    assert (rows[0]["verdict"], rows[0]["ratio"] is None) == ("ok", False)
 
 
 def test_what_the_heuristic_chooses_is_right(monkeypatch):
     """The cost model's choice at every shape of the suites up to 1e10 flop runs and passes the check."""
     from cutegemm.hardware.arch import Arch
-    from tuning import suites
 
     monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
     arch, providers = Arch.of_device(), bench_providers.make(["cutegemm"])
-    everything = bench.Plan(suites.suite("square,llm,deep"))
-    plan = bench.Plan([shape for shape in everything.shapes if everything.problem(shape).flops <= 1e10])
-    bench.compile_ahead(plan, providers, arch)
-    for shape in plan.shapes:
-        _, result = bench.bench_shape(plan.problem(shape), providers, arch, rounds=1)
-        assert result.verdict == "ok", (shape, result.config, result.verdict)
+    everything = bench.cases(suites.Laid(shape, "tn") for shape in suites.suite("square,llm,deep"))
+    few = [case for case in everything if case.problem.flops <= 1e10]
+    bench.compile_ahead(few, providers, arch)
+    for case in few:
+        _, result = bench.bench_case(case, providers, arch, rounds=1)
+        assert result.verdict == "ok", (str(case), result.config, result.verdict)

@@ -32,7 +32,8 @@ def test_the_models_and_generic_entries_are_there():
 def test_peaks_follow_from_clock_and_units(name):
     # fp32: two flop per lane and clock. Vendors round, and quote tensor rates at another clock.
     for arch in ARCHS.values():
-        lanes = {"float32": arch.fp32_lanes_per_sm, "bfloat16": {8: 1024, 9: 2048}[arch.capability[0]]}[name]
+        fp32_lanes = 64 if arch.capability == (8, 0) else 128
+        lanes = {"float32": fp32_lanes, "bfloat16": {8: 1024, 9: 2048}[arch.capability[0]]}[name]
         if name == "bfloat16" and arch.capability in ((8, 6), (8, 9)):
             lanes = 256 if arch.name in ("RTX 4090", "sm_89") else 512
         ideal = 2 * lanes * arch.sm_count * arch.clock_mhz * 1e-6

@@ -1,64 +1,20 @@
-"""The bridge's own parts: bounds of tensors, packing of parameters, estimate and progress."""
+"""The bridge's own parts: bounds of tensors, estimate and progress."""
 
-import ctypes
 import io
 import logging
-import struct
 import sys
 import time
 
-import numpy as np
 import pytest
 import torch
 
 from cutegemm.emulator import bridge
-from cutegemm.emulator.bridge import Progress, estimate, map_tensors, pack_launch, span
+from cutegemm.emulator.bridge import Progress, estimate, map_tensors, span
 from cutegemm.emulator.errors import OutOfBounds, ReadOnlyWrite
 from cutegemm.emulator.memory import Memory
 from cutegemm.run import progress
 from tests.terminal import terminal
 from tests.waiting import wait_until
-
-PTX = """
-.version 8.0
-.target sm_80
-.visible .entry k(.param .u64 a, .param .u32 n, .param .f32 alpha, .param .align 8 .b8 s[12], .param .u8 flag)
-{ ret; }
-.visible .entry h(.param .b16 x, .param .f64 y) { ret; }
-"""
-
-
-def test_arguments_are_packed_by_the_declarations():
-    a = torch.zeros(4)
-    launch = pack_launch(PTX, "k", [a, -1, 2.5, b"\1" * 12, True], grid=(3, 2), block=64, dynamic_smem=128)
-    assert (launch.grid, launch.block, launch.dynamic_smem) == ((3, 2, 1), (64, 1, 1), 128)
-    assert launch.params == struct.pack("<QifxxxxxxxxB", a.data_ptr(), -1, 2.5, 1)[:16] + b"\1" * 12 + b"\1"
-    assert pack_launch(PTX, "h", [0.5, 0.5], grid=1, block=1).params == struct.pack("<e6xd", 0.5, 0.5)
-    assert pack_launch(PTX, "h", [np.float16(0.5), np.float64(0.5)], grid=1, block=1).params == struct.pack(
-        "<e6xd", 0.5, 0.5
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([1, 2, 3.0, b""], "takes 5 arguments, got 4"),
-        ([1, 2**32, 3.0, b"\0" * 12, 0], "argument 1"),
-        ([1, -(2**31) - 1, 3.0, b"\0" * 12, 0], "argument 1"),
-        ([1, 2, 3.0, b"\0" * 11, 0], "argument 3.*12 bytes"),
-        ([1, 2, 3.0, 4, 0], "argument 3"),
-        ([1, 2, 3.0, b"\0" * 12, 0.5], "argument 4"),
-        ([1, 2, None, b"\0" * 12, 0], "argument 2"),
-    ],
-)
-def test_an_argument_that_does_not_fit_is_named(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        pack_launch(PTX, "k", arguments, grid=1, block=1)
-
-
-def test_an_unknown_kernel_is_named():
-    with pytest.raises(ValueError, match="'gemm' is not in the PTX, which has k, h"):
-        pack_launch(PTX, "gemm", [], grid=1, block=1)
 
 
 def test_bounds_are_those_of_the_reachable_elements():
@@ -156,10 +112,3 @@ def test_progress_that_is_wanted_goes_to_a_log_too(monkeypatch):
     with Progress("launch 1 of 2", True, expected=80.0):
         wait_until(lambda: "launch 1 of 2: about 80 s (0 s)\n" in log.getvalue())
     assert log.getvalue().endswith("launch 1 of 2: ended after 0 s\n")
-
-
-def test_host_addresses_are_used_as_they_are():
-    tensor = torch.arange(6, dtype=torch.int32)
-    launch = pack_launch(PTX, "k", [tensor, 0, 0.0, b"\0" * 12, 0], grid=1, block=1)
-    (address,) = struct.unpack_from("<Q", launch.params)
-    assert list((ctypes.c_int32 * 6).from_address(address)) == [0, 1, 2, 3, 4, 5]

@@ -303,9 +303,9 @@ def test_parameter_layout_follows_alignment():
         "map[128], .param .u32 b, .param .u64 .ptr .global .align 16 c) .maxntid 128, 1, 1 .minnctapersm 2 { ret; }"
     )
     module = parse_module(text)
-    assert [(p.offset, p.size) for p in module.param_layout("f")] == [(0, 1), (64, 128), (192, 4), (200, 8)]
+    assert [(p.offset, p.size) for p in module.kernel("f").params] == [(0, 1), (64, 128), (192, 4), (200, 8)]
     assert module.entries == ["f"]
-    assert module.reqntid("f") is None
+    assert module.kernel("f").reqntid is None
     assert module.kernel("f").maxntid == (128, 1, 1)
 
 

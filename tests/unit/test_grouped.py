@@ -229,12 +229,13 @@ def test_compiled_calls_take_any_number_of_tokens_without_another_compilation():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
 @pytest.mark.parametrize("grad", [False, True])
-def test_operands_that_groups_do_not_take_are_refused(dtype, grad):
-    a, b = torch.ones(4, 16).to(dtype), torch.ones(1, 16, 3).to(dtype)
+def test_operands_that_groups_do_not_take_are_refused(grad):
+    a, b = torch.ones(4, 16).double(), torch.ones(1, 16, 3).double()
     bias = torch.ones(3, requires_grad=grad)
-    with pytest.raises(TypeError, match=f"a: got dtype {dtype}, accepted for products in groups are torch.float16"):
+    with pytest.raises(
+        TypeError, match=r"a: got dtype torch\.float64, accepted for products in groups are torch\.float16"
+    ):
         cutegemm.grouped_gemm(a, b, torch.tensor([4]).int(), bias=bias)
 
 

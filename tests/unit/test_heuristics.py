@@ -218,6 +218,42 @@ def test_stream_k_fills_the_last_round():
     assert balanced.seconds(*even) == whole.seconds(*even)
 
 
+@pytest.mark.parametrize(
+    ("groups", "rows", "n", "k", "work", "streams"),
+    [
+        (8, 8192, 4096, 7168, "ragged_m", True),  # 8.2 waves of the largest tiles
+        (8, 8192, 4096, 7168, "gathered_m", True),
+        (8, 8192, 28672, 4096, "ragged_m", False),  # 57.7: nothing to gain
+        (128, 512, 5760, 2880, "ragged_m", False),  # few rows, small tiles
+        (8, 8192, 4096, 7168, "ragged_k", False),
+        (1, 8448, 4096, 7168, "dense", False),
+    ],
+)
+def test_large_groups_that_leave_a_wave_nearly_empty_take_stream_k(groups, rows, n, k, work, streams):
+    sizes = (rows, n, k) if work != "ragged_k" else (n, k, rows)
+    problem = Problem.of(*sizes, "bf16", majors="nt" if work == "ragged_k" else "tn", batch=groups, work=work)
+    found = config(problem)
+    assert ("streamk" in found.options) == streams
+    assert backend.get("cute").check(found, problem, H200) is None
+
+
+def test_stream_k_of_groups_costs_uneven_tiles_where_it_cuts():
+    """In dense products, whose constants were fitted so, everywhere."""
+    text, sizes = "sm90/128x256x64/coop2/c1x1/s4/row/streamk", (128 * 40, 256 * 33, 4096, 1)
+    share = cost_rates.rates(SM90).stream
+    dense, grouped = (
+        Model(cute.BACKEND.footprint(cute.BACKEND.parse(text), signature, H200), signature, H200)
+        for signature in (Problem.of(*sizes[:3], work=work, batch=1).signature for work in ("dense", "masked"))
+    )
+    waves = 40 * 33 / 132
+    assert grouped.seconds(*sizes) == dense.seconds(*sizes)  # nothing is cut
+    uneven = (128 * 40 + 1, *sizes[1:])
+    waves = 41 * 33 / 132
+    ends = dense._split_fixed + dense._split_part + dense._last
+    saved = (dense.terms(*uneven).tiles - ends) / (grouped.terms(*uneven).tiles - ends)
+    assert saved == pytest.approx((1 + share) / (1 + cost_model.STREAM_GAINS + share * (1 + waves % 1) / waves))
+
+
 def test_clusters_along_k_shorten_the_sum_and_keep_its_parts_on_chip():
     whole, split, paired = (
         model(f"sm90/128x128x64/coop2/{rest}") for rest in ("c1x1/s5/row", "c1x1/s5/row/k4", "c1x1x4/s5/row")
@@ -447,14 +483,18 @@ def test_a_winner_nearby_that_cannot_serve_is_passed_over(store):
 
 def test_another_backend_serves_what_the_first_cannot(monkeypatch):
     problem = Problem.of(256, 256, 256, "fp32", precision="tf32x3")
-    cutlass = backend.get("cutlass2x")
+    cute, cutlass = backend.get("cute"), backend.get("cutlass2x")
     monkeypatch.setattr(type(cutlass), "missing", lambda self: None)
     a100 = arch.get("A100")
+    assert plan.choose(problem, a100).backend == plan.choose(problem, H200).backend == "cute"
+    monkeypatch.setattr(type(cute), "candidates", lambda self, signature, arch: [])
+    monkeypatch.setattr(type(cute), "supports", lambda self, problem, arch: "it has no candidates today")
+    heuristics.forget()
     assert plan.choose(problem, a100).backend == "cutlass2x"
     monkeypatch.setattr(type(cutlass), "missing", lambda self: "there is no nvcc")
     with pytest.raises(UnsupportedError, match="cutlass2x"):
         plan.choose(problem, a100)
-    assert plan.choose(problem, H200).backend == "cute"
+    heuristics.forget()
 
 
 def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_path):

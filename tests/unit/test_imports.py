@@ -25,6 +25,7 @@ LAYERS = {
     "public calls": """
         cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
         cutegemm.quantize cutegemm.quantized_linear cutegemm.scaled_mm cutegemm.moe cutegemm.mixture cutegemm.replacing
+        cutegemm.parallel
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """
@@ -46,7 +47,7 @@ LAYERS = {
         cutegemm.run.cache_dir cutegemm.run.float32 cutegemm.run.environment cutegemm.run.progress
         cutegemm.native.*""",
     "hardware": "cutegemm.hardware.*",
-    "problem": "cutegemm.problem.* cutegemm.ops",
+    "problem": "cutegemm.problem.* cutegemm.ops.*",
     "errors": "cutegemm.errors",
 }
 """The layers from top to bottom: modules by name, `NAME.*` a package with all that no other layer names."""

@@ -72,8 +72,9 @@ def test_gradients_of_some(wanted, seed):
         torch.testing.assert_close(mine, every[number], rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_of_gradients(seed):
-    given = drawn((4,), seed=seed)
+@pytest.mark.parametrize("tokens", [(4,), (0,), (2, 0)])
+def test_gradients_of_gradients(tokens, seed):
+    given = drawn(tokens, seed=seed)
 
     def second(result):
         first = torch.autograd.grad(result.square().sum(), leaves(given), create_graph=True)
@@ -104,6 +105,20 @@ def test_gradients_by_torch_func(seed):
         for call in (function, exact)
     )
     agree(found, want, 1e-4)
+
+
+def test_vmap_is_refused_with_what_to_do(seed):
+    x, experts, weights, gate_up, down = (each.detach() for each in drawn((3, 2), seed=seed))
+    calls = (
+        lambda: torch.vmap(function, (0, 0, 0, None, None))(x, experts, weights, gate_up, down),
+        lambda: torch.func.jacrev(lambda y: function(y, experts, weights, gate_up, down))(x),
+        lambda: torch.autograd.functional.jacobian(
+            lambda y: function(y, experts, weights, gate_up, down), x, vectorize=True
+        ),
+    )
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=r"vmap .* is not supported; moe takes any number of leading"):
+            call()
 
 
 def test_all_tokens_of_one_expert(seed):
@@ -242,6 +257,7 @@ WRONG = [
     ({"x": X[0, 0]}, ValueError, "x: got no dimension, expected (..., H)"),
     ({"w_gate_up": GATE_UP[0]}, ValueError, "w_gate_up: got shape (12, 8), expected (E, 2 F, 8) with x of shape"),
     ({"w_gate_up": GATE_UP[:, :11]}, ValueError, "w_gate_up: got shape (5, 11, 8), expected (E, 2 F, 8)"),
+    ({"w_gate_up": GATE_UP.unflatten(1, (3, 4))}, ValueError, "w_gate_up: got shape (5, 3, 4, 8), expected (E, 2 F"),
     ({"w_gate_up": GATE_UP[:0]}, ValueError, "w_gate_up: got 0 experts, accepted are 1 to 1024"),
     ({"w_gate_up": GATE_UP[:1].expand(1025, -1, -1)}, ValueError, "w_gate_up: got 1025 experts, accepted are 1 to"),
     ({"w_down": DOWN.mT}, ValueError, "w_down: got shape (5, 6, 8), expected (5, H_out, 6) with w_gate_up of shape"),

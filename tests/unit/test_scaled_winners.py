@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cutegemm.choice import plan
 from cutegemm.hardware import arch
-from cutegemm.problem import Problem, text
+from cutegemm.problem import Problem, grouped_request, text
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.text import parse
+from cutegemm.pytorch import grouped_scaled
 from cutegemm.tuner.spread import METHOD
 from cutegemm.winners import Winners
 from cutegemm.winners.fingerprint import fingerprint
@@ -85,10 +88,34 @@ def test_recipes_take_the_winner_that_was_measured_for_them(tmp_path, monkeypatc
     [
         (["--scaling", "blocks", "--bias", "bf16"], "--scaling: got blocks with --bias"),
         (["--scaling", "blocks", "--precision", "tf32"], "--scaling: got blocks with --precision tf32"),
-        (["--scaling", "blocks", "--work", "ragged_m"], "--scaling: got blocks with --work ragged_m"),
+        (["--scaling", "blocks", "--work", "ragged_k"], "scaling: got blocks for groups of K, which end within blocks"),
         (["--scaling", "blocks", "--dtype", "bf16"], "scaling: got operands of bf16"),
     ],
 )
 def test_what_scales_of_blocks_are_not_measured_with(options, complaint):
     with pytest.raises(ValueError, match=complaint):
         asked(*options)
+
+
+def test_groups_with_blocks_have_a_key_that_gathered_and_masked_ones_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    (measured,) = asked("--scaling", "blocks", "--work", "ragged_m", "--batch", "8")
+    assert measured == text.parse(str(measured))
+    assert [(matrix.rows, matrix.cols, matrix.stride_batch > 0) for matrix in measured.operands] == [
+        (64, 56, False), (56, 32, True)
+    ]  # fmt: skip
+    config = "sm90/64x64x128/coop1/c1x1/s6/g8/swap/twin"
+    store(measured, config)
+    ends = torch.tensor([10, 10, 20, 30, 40, 50, 60, 70], dtype=torch.int32)
+    for sizes, shape in (
+        (Sizes(ends), (70, 7168)),
+        (Sizes(ends, rows=torch.zeros(70, dtype=torch.int32)), (5, 7168)),
+        (Sizes(None, ends), (8, 9, 7168)),
+    ):
+        a = torch.empty(shape, dtype=torch.float8_e4m3fn)
+        b = torch.empty(8, 4096, 7168, dtype=torch.float8_e4m3fn).mT
+        scales = grouped_scaled.Scaling(torch.ones(*shape[:-1], 56), torch.ones(8, 56, 32))
+        for epilogue in (lambda acc: acc, lambda acc: acc * 2.0):
+            program, operands, _ = grouped_scaled.arguments(a, b, sizes, epilogue, (), scales, None, None, None)
+            problem = grouped_request.describe(a, b, sizes, program, operands, None, None, None).problem
+            assert str(plan.choose(problem, H200).config) == config

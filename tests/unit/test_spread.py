@@ -107,7 +107,10 @@ def test_the_benchmark_counts_parity():
         bench_report.Result("p", 8, 8, n, "ours", "ok", us=1.0, ratio=ratio, ratio_low=low, ratio_high=high)
         for n, ratio, low, high in ((1, 1.2, 1.1, 1.3), (2, 0.99, 0.97, 1.01), (3, 0.9, 0.8, 0.95))
     ]
-    assert bench_report.summary(rows).endswith("; 1 faster, 1 at parity, 1 slower")
+    first = bench_report.Result("p", 8, 8, 1, "torch", "ok", us=1.0, ratio=1.0)
+    lines = bench_report.summary([first, *rows]).splitlines()
+    assert lines[0].endswith("; 1 faster, 1 at parity, 1 slower")
+    assert lines[1:] == ["  below 1: 8x8x3 0.900, 8x8x2 0.990"]
 
 
 def test_rows_say_how_they_were_timed(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cutegemm.problem import Problem
 from tuning import suites
 
 SIZES = st.integers(1, suites.LARGEST)
@@ -32,8 +33,25 @@ def test_suites_hold_the_shapes_they_are_known_for():
     assert {(256, 256, 65536), (8192, 8192, 512)} <= set(suites.suite("deep"))
     everything = suites.suite("square,llm,deep")
     assert len(everything) == len(set(everything)) == 30  # 4096 cubed is in two of them
-    with pytest.raises(ValueError, match="accepted are square, llm, deep"):
+    with pytest.raises(ValueError, match="accepted are square, llm, deep, gradients, misaligned"):
         suites.suite("square,huge")
+
+
+def test_suites_that_say_how_operands_lie():
+    assert suites.suite("gradients,misaligned") == []
+    assert {each.majors for each in suites.laid("square,gradients")} == {"nt"}
+    assert ((4096, 14336, 16384), "nt") in suites.laid("gradients")
+    odd = [Problem.of(*shape, "bf16", majors=majors) for shape, majors in suites.laid("misaligned")]
+    assert len(odd) == 10
+    assert all(min(problem.a.align, problem.b.align) == 2 for problem in odd)
+
+
+def test_starts():
+    assert suites.starts("0,3,a1,b7") == [(0, 0), (3, 3), (1, 0), (0, 7)]
+    assert {(number, number) for number in range(8)} | {(5, 0), (0, 5)} <= set(suites.starts("all"))
+    for text in ("", "8", "c1", "a", "1,,2", "-1", "\u0663"):
+        with pytest.raises(ValueError, match="accepted are all, and 0 to 7"):
+            suites.starts(text)
 
 
 def test_squares():

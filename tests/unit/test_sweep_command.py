@@ -48,6 +48,9 @@ def test_what_is_asked():
     assert Problem.of(64, 64, 64, "fp16", majors="nt") in found
     assert [p.m for p in sweep.problems(options("--square", "64..512"))] == [64, 128, 256, 512]
     assert len(sweep.problems(options("--suite", "square,deep"))) > 10
+    own = sweep.problems(options("--suite", "gradients", "--shapes", "64", "--majors", "tn,tt"))
+    assert [p.signature.majors for p in own[:3]] == ["tn", "tt", "nt"]
+    assert own[2] == Problem.of(6144, 4096, 1024, majors="nt")
     (fused,) = sweep.problems(options("--shapes", "64", "--activation", "relu", "--bias", "fp32", "--c", "bf16"))
     assert fused.epilogue == Epilogue("bf16", "fp32", "n", "relu")
     for text, value in (("60s", 60), ("90", 90), ("2m", 120), ("0.5h", 1800)):
@@ -328,15 +331,21 @@ def test_what_fails_while_it_is_prepared_or_told_is_raised(tmp_path, monkeypatch
         sweep_run.run([Problem.of(64, 64, 64)], *given, ranker=lambda *rest: [(1.0, space(1)[0].config)], report=tell)
 
 
-def test_at_least_two_hundred_valid_configurations():
-    for dtype, precision in (("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")):
-        problem = Problem.of(4096, 4096, 4096, dtype, precision=precision)
-        found = enumerate_all(problem, H200, ["cute"])
-        assert len(found) >= 200
-        assert len({c.key for c in found}) == len(found)
-        assert [c.estimate for c in found] == sorted(c.estimate for c in found)
-        backend = backends.get("cute")
-        assert all(backend.check(c.config, problem, H200) is None for c in found[::50])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")]
+)
+@pytest.mark.product(keep=3)
+def test_at_least_two_hundred_valid_configurations(dtype, precision):
+    problem = Problem.of(4096, 4096, 4096, dtype, precision=precision)
+    found = enumerate_all(problem, H200, ["cute"])
+    assert len(found) >= 200
+    assert len({c.key for c in found}) == len(found)
+    assert [c.estimate for c in found] == sorted(c.estimate for c in found)
+    backend = backends.get("cute")
+    assert all(backend.check(c.config, problem, H200) is None for c in found[::50])
+
+
+def test_configurations_of_two_backends():
     both = enumerate_all(Problem.of(512, 512, 512, "fp32", majors="tt"), H200, ["cute", "legacy"])
     assert {c.backend for c in both} == {"cute", "legacy"}
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import cutegemm
-from cutegemm.nn import SwiGLU, replace_mlps
+from cutegemm.nn import MoE, SwiGLU, replace_mlps
 
 ACTIVATIONS = {
     "silu": functional.silu,
@@ -147,6 +147,30 @@ def test_mlps_are_replaced(act, activation, seed):
     torch.testing.assert_close(model["mlp"](x), other["mlp"](x))
     model.load_state_dict(model.state_dict())
     assert isinstance(replace_mlps(before["mlp"]), SwiGLU)
+
+
+@pytest.mark.parametrize("made", [lambda: SwiGLU(6, 4), lambda: MoE(6, 4, 3, top_k=2)])
+def test_gate_and_up_in_a_dimension_of_their_own_are_the_same_weight(made, seed):
+    """(2, hidden, in) instead of (2 * hidden, in): what `GatedParallel` makes of it, and what state_dict then has."""
+    torch.manual_seed(seed)
+    module, sharded = made(), made()
+    name = next(each for each in module.state_dict() if each.startswith("gate_up"))
+    x = torch.randn(5, 6)
+    weight = getattr(sharded, name)
+    sharded.register_parameter(name, torch.nn.Parameter(torch.zeros_like(weight).unflatten(-2, (2, -1))))
+    assert repr(sharded) == repr(module)
+    for ours, other in ((sharded, module), (module, sharded)):
+        with torch.no_grad():
+            getattr(other, name).normal_()
+        ours.load_state_dict(other.state_dict())
+        assert torch.equal(getattr(ours, name).flatten(), getattr(other, name).flatten())
+        found, want = ours(x), other(x)
+        assert torch.equal(found, want)
+        for result in (found, want):
+            result.sum().backward()
+        assert torch.equal(getattr(ours, name).grad.flatten(), getattr(other, name).grad.flatten())
+        for each in (ours, other):
+            each.zero_grad()
 
 
 def test_other_modules_stay():

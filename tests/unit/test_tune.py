@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 import cutegemm
 from cutegemm import winners
+from cutegemm.choice import heuristics
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
@@ -22,12 +24,15 @@ from tests.fake_backend import uncompiled
 from tests.tuning_fakes import H200, FakeCompiler, FakeTimer
 
 PROBLEM = Problem.of(256, 256, 256, "bf16")
+ranked = functools.lru_cache(maxsize=8)(heuristics.ranked)
+"""The whole space of a problem takes a second; these tests search that of the same one again and again."""
 
 
 @pytest.fixture(autouse=True)
 def own_store(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(on_demand, "_met", set())
+    monkeypatch.setattr(heuristics, "ranked", ranked)
 
 
 def fakes(timer: FakeTimer | None = None) -> dict:

@@ -74,7 +74,7 @@ def test_variants_share_their_weights_and_compute_the_same():
     for made in models.values():
         made.remember(3, x)
     assert set(blocks.check(models, x, turn).values()) == {"ok"}
-    assert blocks.decoding(models["constant"], x, turn, "eager")().shape == x.shape
+    assert blocks.inference(models["constant"], x, turn, "eager")().shape == x.shape
     with torch.no_grad():
         models["ours"].blocks[1].down = torch.nn.Linear(SMALL.hidden, SMALL.width, bias=False, dtype=torch.bfloat16)
     assert blocks.check(models, x, turn)["ours"].startswith("wrong: error")
@@ -111,14 +111,32 @@ def test_a_training_step_has_the_gradients_of_torch():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_linears_in_fp8_are_as_close_as_rounded_operands():
+    torch.manual_seed(0)
+    models = blocks.variants(blocks.Blocks(SMALL, dtype=torch.bfloat16), ("torch", "fp8"))
+    x = torch.randn(1, 8, SMALL.width, dtype=torch.bfloat16)
+    turn = blocks.positions(0, 8, SMALL, x)
+    assert isinstance(models["fp8"].blocks[0].q, cutegemm.nn.Fp8Linear)
+    assert type(models["torch"].blocks[0].q) is torch.nn.Linear
+    assert blocks.check(models, x, turn) == {"torch": "ok", "fp8": "ok"}
+    assert blocks.check({**models, "ours": models["fp8"]}, x, turn)["ours"].startswith("wrong: error")  # of bf16
+    models["fp8"].blocks[1].down.weight_scale *= 1.3
+    assert "that of rounded operands in float32 is" in blocks.check(models, x, turn)["fp8"]
+
+
 def test_the_lines_of_a_step():
     found = {"torch": Timing(2000.0, 1, 1, 2, (2000.0,) * 2), "ours": Timing(1000.0, 1, 1, 2, (1000.0,) * 2)}
-    lines = blocks.rows_of("eager", found, {"torch": "ok", "ours": "ok", "constant": "wrong: error 1"})
+    lines = blocks.lines_of("eager", found, {"torch": "ok", "ours": "ok", "constant": "wrong: error 1"})
     assert lines == [
-        ("eager", "torch", "2.000", ""),
-        ("eager", "ours", "1.000", "2.000 (2.000..2.000)"),
-        ("eager", "constant", "wrong: error 1", ""),
+        ("eager", "torch", "2.000", None, ""),
+        ("eager", "ours", "1.000", 2.0, "2.000..2.000"),
+        ("eager", "constant", "wrong: error 1", None, ""),
     ]
+    assert blocks.table(lines).splitlines()[3].split() == ["eager", "ours", "1.000", "2.000", "2.000..2.000"]
+    slow = blocks.Line("graph", "ours", "4.000", 0.5, "0.500..0.500")
+    assert blocks.summary([*lines, slow]).splitlines() == [
+        "ours: x torch 1.000 (geometric mean of 2), 0.500 (graph) to 2.000", "  below 1: graph 0.500",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

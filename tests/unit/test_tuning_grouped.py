@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -9,12 +12,12 @@ import torch
 
 from cutegemm.choice.group_kin import kin
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.tuner.grouped_bench import MEASURED, GroupedBench
 from cutegemm.tuner.timer import TORCH
 from cutegemm.tuner.timing import Timing
-from tuning import grouped, suites
+from tuning import grouped, grouped_ways, suites
 
 H200 = arch_table.get("H200")
 SMALL = suites.Experts("a small model", 5, 40, 8, 16, "zipf")
@@ -22,36 +25,204 @@ SMALL = suites.Experts("a small model", 5, 40, 8, 16, "zipf")
 
 def test_the_suite_has_experts_of_published_models():
     assert len(suites.MOE) >= 20
-    assert {each.skew for each in suites.MOE} == {"uniform", "zipf", "one"}
+    assert {each.skew for each in suites.MOE} == {"uniform", "zipf", "one", "even", "uneven"}
+    assert [each.aim for each in suites.MOE if each.aim] == [707, 358, 272, 186, 112, 124]
     rows = [each.rows for each in suites.MOE]
     assert (min(rows), max(rows)) == (2, 65536)
     for each in suites.MOE:
-        problem = grouped.problem(each)
+        problem = grouped_ways.FORWARD.problem(each)
         assert (problem.m, problem.batch, problem.work) == (each.rows, each.experts, "ragged_m")
 
 
-@pytest.mark.parametrize("skew", ["uniform", "zipf", "one"])
+@pytest.mark.parametrize("skew", ["uniform", "zipf", "one", "even", "uneven"])
 def test_sizes_add_up_and_repeat(skew):
     entry = SMALL._replace(skew=skew)
-    assert grouped.sizes(entry, 3) == grouped.sizes(entry, 3)
-    assert len(grouped.sizes(entry, 3)) == 5
-    assert sum(grouped.sizes(entry, 3)) == 40
-    assert (max(grouped.sizes(entry, 3)) == 40) == (skew == "one")
+    found = grouped_ways.sizes(entry, 3)
+    assert grouped_ways.sizes(entry, 3) == found
+    assert (len(found), sum(found), min(found) >= 0) == (5, 40, True)
+    assert (max(found) == 40) == (skew == "one")
+    assert (set(found) == {8}) == (skew == "even")
+    if skew == "uneven":
+        assert all(size % 8 == 0 for size in found)
+        assert max(grouped_ways.sizes(suites.MOE[-3], 0)) > 2 * 7760 / 128
 
 
-def test_a_benchmark_checks_before_it_times():
+def timer(times):
+    """A timer that gives each provider its microseconds, 1 where it has none, and remembers whom it was asked for."""
+
+    def timed(calls, flops, rounds):
+        timed.asked.append((list(calls), flops))
+        for runs in calls.values():
+            runs[0]()
+        return {name: Timing(times.get(name, 1.0), 1.0, 2.0, rounds, (times.get(name, 1.0),) * 2) for name in calls}
+
+    timed.asked = []
+    return timed
+
+
+def fake_quack(monkeypatch, spoils=0.0):
+    """quack's gemm over groups, on the CPU. spoils: added to the last element."""
+
+    def gemm(a, b, out, tuned, cu_seqlens_m=None, cu_seqlens_k=None):
+        assert tuned
+        ends = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
+        assert (ends[0], ends[-1]) == (0, 40)
+        for group, (begin, end) in enumerate(itertools.pairwise(ends)):
+            if cu_seqlens_m is None:
+                out[group] = (a[:, begin:end].float() @ b[begin:end].float()).to(out.dtype)
+            else:
+                out[begin:end] = (a[begin:end].float() @ b[group].float()).to(out.dtype)
+        out.view(-1)[-1] += spoils
+        return out
+
+    for name in ("quack", "quack.gemm_interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["quack.gemm_interface"], "gemm", gemm, raising=False)
+
+
+def fake_grouped_mm(a, b, *scales, offs, out_dtype=None):
+    """torch's two functions over groups, as their documentation says."""
+    bounds = itertools.pairwise([0, *offs.tolist()])
+    if b.dim() == 2:
+        return torch.stack([a[:, begin:end].float() @ b[begin:end].float() for begin, end in bounds]).to(a.dtype)
+    rows = [a[begin:end].float() @ b[group].float() for group, (begin, end) in enumerate(bounds)]
+    if scales:
+        counts = offs.diff(prepend=offs.new_zeros(1)).long()
+        return (torch.cat(rows) * scales[0][:, None] * scales[1].repeat_interleave(counts, 0)).to(out_dtype)
+    return torch.cat(rows).to(a.dtype)
+
+
+def run(kind, times, dtype="bf16", **options):
+    clock = timer(times)
+    entry = SMALL._replace(aim=options.pop("aim", None))
+    rows = grouped.bench(entry, H200, dtype, device="cpu", timer=clock, kind=kind, **options)
+    ((asked, flops),) = clock.asked
+    assert flops == 2 * 40 * 8 * 16
+    assert asked == [row["provider"] for row in rows if row["verdict"] == "ok"]
+    return {row["provider"]: row for row in rows}
+
+
+def test_a_benchmark_checks_before_it_times(monkeypatch):
+    monkeypatch.setattr(torch, "_grouped_mm", fake_grouped_mm)
+    fake_quack(monkeypatch)
+    rows = run(grouped_ways.FORWARD, {"loop": 3.0, "torch._grouped_mm": 2.0, "quack": 4.0}, quack=True, aim=0.9)
+    assert [row["verdict"] for row in rows.values()] == ["ok"] * 4
+    mine = rows["cutegemm"]
+    assert (mine["ratio"], mine["config"], mine["spread"], mine["aim us"]) == (2.0, "torch", "2.000..2.000", 0.9)
+    text = grouped.summary(list(rows.values()))
+    assert "cutegemm: ratio to the best other 2.000 (geometric mean of 1)" in text
+    assert text.splitlines()[1:] == ["aims in us: 0 of 1 reached; missed: 5x40x8x16 zipf (a small model) 1.0 of 0.9"]
+
+
+def test_wrong_and_missing_providers_are_named_and_not_timed(monkeypatch):
+    def missing(*given, **options):
+        raise NotImplementedError("no kernel\nand more")
+
+    monkeypatch.setattr(torch, "_grouped_mm", missing)
+    fake_quack(monkeypatch, spoils=100.0)
+    rows = run(grouped_ways.FORWARD, {"loop": 0.5}, quack=True)
+    assert rows["torch._grouped_mm"]["verdict"] == "not served: NotImplementedError: no kernel"
+    assert rows["quack"]["verdict"].startswith("wrong: group 4")
+    assert rows["cutegemm"]["ratio"] == 0.5
+    assert "below 1: 5x40x8x16 zipf (a small model) 0.500" in grouped.summary(list(rows.values()))
+    assert "quack" not in run(grouped_ways.FORWARD, {})
+
+
+def test_a_call_that_writes_nothing_is_wrong():
+    draw = grouped_ways.Draw(SMALL, 0, "cpu")
+    way = grouped_ways.forward(draw)["loop"]
+    assert way.verdict() == "ok"
+    assert way._replace(call=lambda: None).verdict().startswith("wrong: group")
+
+
+def test_scales_of_rows_in_fp8_beside_bf16(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", fake_grouped_mm)
+    rows = run(grouped_ways.SCALED, {"cutegemm in bf16": 1.4}, "e4m3", aim=1.0)
+    assert [(name, row["verdict"]) for name, row in rows.items()] == [
+        ("cutegemm", "ok"), ("torch._scaled_grouped_mm", "ok"), ("cutegemm in bf16", "ok"),
+    ]  # fmt: skip
+    assert rows["cutegemm"]["ratio"] == 1.4
+    assert "aim us" not in rows["cutegemm"]  # they are of bf16
+    text = grouped.summary(list(rows.values()), grouped_ways.SCALED)
+    assert "ratio to cutegemm in bf16 1.400" in text
+    assert "below 1.5: 5x40x8x16 zipf (a small model) 1.400" in text
+
+
+def test_gathered_rows_beside_those_gathered_before():
+    rows = run(grouped_ways.GATHERED, {"cutegemm": 2.0, "gathered before": 1.9, "gather, then cutegemm": 0.1})
+    assert [row["verdict"] for row in rows.values()] == ["ok"] * 3
+    assert rows["cutegemm"]["ratio"] == pytest.approx(0.95)
+    draw = grouped_ways.Draw(SMALL, 0, "cpu")
+    ways = grouped_ways.gathered(draw)
+    wrong = ways["gathered before"].call
+    assert ways["cutegemm"]._replace(call=lambda: wrong() + 100).verdict().startswith("wrong")
+
+
+def test_gradients_of_weights_beside_a_dense_product(monkeypatch):
+    monkeypatch.setattr(torch, "_grouped_mm", fake_grouped_mm)
+    fake_quack(monkeypatch)
+    rows = run(grouped_ways.GRADIENTS, {"one dense torch.mm": 0.9, "loop": 0.1}, quack=True)
+    assert [row["verdict"] for row in rows.values()] == ["ok"] * 5
+    assert rows["cutegemm"]["ratio"] == pytest.approx(0.9)
+    assert grouped_ways.GRADIENTS.problem(SMALL).work == "ragged_k"
+    one = SMALL._replace(skew="one")  # and experts without a token
+    for name, way in grouped_ways.gradients(grouped_ways.Draw(one, 0, "cpu")).items():
+        assert way.verdict() == "ok", name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "GPT-2"], "no entry has 'GPT-2'"),
+        (["--aims", "--only", "Qwen3"], "no entry with an aim has 'Qwen3'"),
+        (["--gather", "--weight-gradients"], "not allowed with"),
+        (["--dtype", "e4m3", "--gather"], "it is timed without them"),
+        (["--quack"], "needs quack-kernels, which is not installed"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(grouped.bench_providers, "installed", lambda name: False)
+    with pytest.raises(SystemExit):
+        grouped.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_command_times(monkeypatch, capsys):
+    """Which entries and which kind, and the exit status of a wrong result."""
+    asked = []
+
+    def bench(entry, arch, kind, **options):
+        asked.append((entry.model, kind))
+        verdict = "wrong: group 0" if entry.model == "64 x 16" else "ok"
+        return [{"entry": str(entry), "provider": "cutegemm", "verdict": verdict}]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(grouped.Arch, "of_device", lambda: H200)
+    monkeypatch.setattr(grouped.timing, "gpu_state", lambda: "a GPU")
+    monkeypatch.setattr(grouped, "bench", bench)
+    assert grouped.main(["--only", "8 x 1024", "--dtype", "e4m3"]) == 0
+    assert asked == [("8 x 1024", grouped_ways.SCALED)] * 2
+    del asked[:]
+    assert grouped.main(["--aims", "--weight-gradients"]) == 1
+    assert [model for model, _ in asked] == ["8 x 1024", "8 x 1024", "32 uneven", "128 uneven", "8 x 64", "64 x 16"]
+    assert {kind for _, kind in asked} == {grouped_ways.GRADIENTS}
+
+
+def test_configurations_that_are_named_are_timed_in_the_same_rounds():
+    """On the CPU they are emulated, and timed they are not; one that cannot serve the entry says why."""
+    named = ["sm90/64x16x64/coop1/c1x1/s3/g2/swap/streamk", "sm90/64x16x64/coop1/c1x1/s3/g2/k2"]
+
     def timer(calls, flops, rounds):
-        assert flops == 2 * 40 * 8 * 16
-        return {name: Timing(2.0 if name == "loop" else 1.0, 1.0, 2.0, rounds) for name in calls}
+        return {name: Timing(1.0, 1.0, 2.0, rounds) for name in calls}
 
-    rows = grouped.bench(SMALL, H200, device="cpu", timer=timer)
-    assert [(row["provider"], row["verdict"]) for row in rows] == [("cutegemm", "ok"), ("loop", "ok")]
-    assert rows[0]["ratio"] == 2.0
-    assert rows[0]["config"] == "torch"
-    one = grouped.Inputs(SMALL, "bf16", "tn", 0, "cpu")
-    one.loop()
-    one.out[-1] += 10
-    assert one.verdict().startswith("wrong: group")
+    rows = {row["provider"]: row for row in grouped.bench(SMALL, H200, device="cpu", timer=timer, configs=named)}
+    assert list(rows)[:3] == ["cutegemm", *named]
+    assert (rows[named[0]]["verdict"], rows[named[0]]["config"], rows[named[0]]["ratio"]) == ("ok", named[0], 1.0)
+    assert rows[named[1]]["verdict"].startswith("not served: UnsupportedError: ")
+    assert "no splits" in rows[named[1]]["verdict"]
+    assert "us" not in rows[named[1]]
+    with pytest.raises(SystemExit):
+        grouped.main(["--config", "sm90/nonsense"])
 
 
 @pytest.mark.parametrize("work", MEASURED)
@@ -71,6 +242,20 @@ def test_the_tuner_checks_results_in_groups(work):
     assert TORCH not in bench._calls
     with pytest.raises(ValueError, match="others take theirs"):
         GroupedBench(replace(problem, epilogue=Epilogue(activation="silu")), small, device="cpu")
+
+
+@pytest.mark.parametrize("work", ["ragged_m", "ragged_n"])
+def test_the_tuner_checks_scaled_results_in_groups(work):
+    """What is multiplied without scales is wrong: they count."""
+    epilogue = Epilogue(custom=scaling.of_blocks("e4m3", "fp32", work))
+    problem = Problem.of(24, 16, 144, "e4m3", batch=3, work=work, out_dtype="fp32", epilogue=epilogue)
+    bench = GroupedBench(problem, replace(H200, l2_bytes=1), seed=1, device="cpu")
+    (bounds,) = (bench._bounds,)
+    bench._whole.fill_(torch.nan)
+    bench._d.copy_(bounds.value)
+    assert bench._verdict() == "ok"
+    bench._torch()[0]()
+    assert bench._verdict().startswith("wrong")
 
 
 def test_winners_of_the_nearest_power_of_two_serve_other_numbers_of_tokens():

@@ -35,6 +35,13 @@ def test_the_table_compares_rates():
     assert "0.75" in text
     assert "2.00" in text
     assert "3.0 .. 5.0" in text
+    rows = [(case, {name: Timing(times[name] * slow, 1, 1, 9) if name == "ours" else Timing(us, 1, 1, 9)
+                    for name, us in times.items()}) for slow in (1, 0.5)]  # fmt: skip
+    assert quantize.summary(rows).splitlines() == [
+        "of a copy's rate: 1.062 (geometric mean of 2), 0.751 (bf16 to e4m3, rows 1024x1024) to 1.502",
+        "  below 0.85: bf16 to e4m3, rows 1024x1024 0.751",
+    ]
+    assert quantize.summary([]) == ""
 
 
 def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys):

@@ -33,6 +33,31 @@ _TF32 = (
     "sm80/64x32x32/w32x16/s4/g8",
     "sm80/32x32x32/w16x16/s5/g8",
 )
+_BF16_PARTS = (
+    "sm80/128x128x32/w64x32/s3/g8",
+    "sm80/128x128x32/w64x32/s2/g8",
+    "sm80/128x64x32/w64x32/s4/g8",
+    "sm80/128x64x32/w64x32/s2/g8",
+    "sm80/64x128x32/w64x32/s2/g8",
+    "sm80/64x64x32/w32x32/s3/g8",
+    "sm80/64x64x32/w32x32/s2/g8",
+    "sm80/64x32x32/w32x16/s4/g8",
+    "sm80/32x64x32/w16x32/s4/g8",
+    "sm80/32x32x32/w16x16/s5/g8",
+)
+_TF32_PARTS = (
+    "sm80/128x128x32/w64x32/s2/g8",
+    "sm80/128x64x32/w64x32/s3/g8",
+    "sm80/128x64x32/w64x32/s2/g8",
+    "sm80/64x128x32/w64x32/s2/g8",
+    "sm80/64x64x32/w32x32/s3/g8",
+    "sm80/64x64x32/w32x32/s2/g8",
+    "sm80/64x32x32/w32x16/s4/g8",
+    "sm80/32x64x32/w16x32/s4/g8",
+    "sm80/32x32x32/w16x16/s5/g8",
+)
+"""Of operands that are split into parts: rings as deep as shared memory allows, and two stages for two CTAs an SM.
+Nothing here was measured."""
 _BYTES = (
     "sm80/128x128x128/w64x32/s3/g8",
     "sm80/128x64x128/w64x32/s3/g8",
@@ -59,6 +84,8 @@ NUMBERS = tuple(range(2, 33))
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
+    if signature.parts is not None:
+        return _BF16_PARTS if signature.parts.element == "bf16" else _TF32_PARTS
     return _BY_UNIT[signature.unit]
 
 

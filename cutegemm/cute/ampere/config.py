@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import ClassVar
 
+from cutegemm.cute import operand_parts
 from cutegemm.cute.warps.config import TileConfig
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import ITEMSIZE, Kind, Signature
+from cutegemm.problem import ITEMSIZE, Kind, Problem, Signature
 from cutegemm.problem.dtypes import kind_names, why_not_taken
+from cutegemm.problem.parts import TABLE as SPLIT
 from cutegemm.problem.program.graph import SCALE_K
 
 FP8: tuple[Kind, ...] = (("e4m3", "ieee"), ("e4m3", "fast"), ("e5m2", "ieee"), ("e5m2", "fast"))
-TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), ("int8", "ieee"), *FP8)
+TAKES: tuple[Kind, ...] = (("fp16", "ieee"), ("bf16", "ieee"), ("fp32", "tf32"), ("int8", "ieee"), *SPLIT, *FP8)
 OLDEST_FP8 = (8, 9)
 """The least compute capability whose mma.sync multiplies fp8."""
 
@@ -27,8 +29,19 @@ class AmpereConfig(TileConfig):
 
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
-        ring = self.stages * (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
+        ring = self.stages * (self.bm + self.bn) * self.bk * operand_parts.staged_itemsize(signature)
         return max(ring, self.slab_bytes())
+
+    def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
+        """For operands that are split, after how many lines of the workspace their parts lie."""
+        if problem.signature.parts is None:
+            return {}
+        return {"operand_lines": operand_parts.in_lines(sum(super().workspace_bytes(problem, arch)))}
+
+    def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
+        """What splits of K need (`TileConfig.workspace_bytes`); the operands' parts, if any, lie behind it."""
+        words, sums = super().workspace_bytes(problem, arch)
+        return words, sums + operand_parts.workspace_bytes(problem)
 
     def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
@@ -39,7 +52,8 @@ class AmpereConfig(TileConfig):
         common = self._why_common_invalid(signature)
         if common:
             return common
-        itemsize = ITEMSIZE[signature.dtype]
+        split = signature.parts
+        itemsize = ITEMSIZE[signature.dtype if split is None else split.element]
         k_step = 32 // itemsize
         if self.wm < 16 or self.wn < 16:
             return f"warp tile {self.wm}x{self.wn}; each side must be at least 16 (one m16n8 pair)"
@@ -51,7 +65,9 @@ class AmpereConfig(TileConfig):
             return f"warp tile {self.wm}x{self.wn}; accumulators and fragments over 64x64 spill"
         if itemsize == 1 and (refused := self._why_bytes_spill(signature, arch)):
             return refused
-        k_major = signature.a_major == signature.b_major == "k"
+        if split is not None and (refused := self._why_parts_spill(signature, itemsize)):
+            return refused
+        k_major = split is not None or signature.a_major == signature.b_major == "k"
         if itemsize == 4 and not k_major and self.wm * self.wn > 64 * 32:
             return f"warp tile {self.wm}x{self.wn}; tf32 operands that are not K-major spill over 64x32"
         for side, extent in (("bm", self.bm), ("bn", self.bn)):
@@ -78,11 +94,24 @@ class AmpereConfig(TileConfig):
         if self.threads > 256:
             most = min(most // 2, 16 * 32 if promoted else 32 * 32)
         if self.wm * self.wn > most:
-            what = "sums, promoted in as many more registers," if promoted else "sums"
-            return (
-                f"{self.threads} threads with warp tiles {self.wm}x{self.wn}; over {most // 32} {what} a thread spill"
-            )
+            return _spilling(self, most, "sums, promoted in as many more registers," if promoted else "sums")
         return None
+
+    def _why_parts_spill(self, signature: Signature, itemsize: int) -> str | None:
+        """None when the sums of operands that are split into parts fit into registers twice; else why not.
+
+        The limits are those up to which ptxas spilled nothing (tests/compile/test_precisions_mma.py). Of tf32,
+        fragments of B of four k steps stay in registers from one term to the next.
+        """
+        every = signature.promotion
+        if self.bk != every:
+            return f"bk is {self.bk}; sums promoted every {every} of K need a k tile of {every}"
+        most = {32: 32 * 32, 512: 32 * 16}.get(self.threads, 64 * 32)
+        if itemsize == 4 and self.wn > 32:
+            most = min(most, 32 * 32)
+        if self.wm * self.wn <= most:
+            return None
+        return _spilling(self, most, "sums, promoted in as many more registers,")
 
     @classmethod
     def space(cls, itemsize: int = 2) -> Iterator[AmpereConfig]:
@@ -92,6 +121,11 @@ class AmpereConfig(TileConfig):
             (32, 64, 128, 256), (32, 64, 128, 256), depths, (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
         ):
             yield cls(bm, bn, bk, wm, wn, stages, group)
+
+
+def _spilling(config: AmpereConfig, most: int, what: str) -> str:
+    """Why a warp tile of more than `most` elements is refused."""
+    return f"{config.threads} threads with warp tiles {config.wm}x{config.wn}; over {most // 32} {what} a thread spill"
 
 
 def _why_bytes_refused(signature: Signature, arch: Arch) -> str | None:

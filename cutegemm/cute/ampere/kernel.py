@@ -1,4 +1,4 @@
-"""GEMM on Ampere-class tensor cores: cp.async ring -> ldmatrix -> mma.sync (fp16, bf16, tf32, int8, fp8).
+"""GEMM on Ampere-class tensor cores: cp.async ring -> ldmatrix -> mma.sync (all types but fp64).
 
 Every warp does everything; what overlaps is asynchronous. A CTA holds `stages` k tiles of A and B in shared memory:
 
@@ -18,27 +18,36 @@ A CTA tile is cut into warp tiles, a warp tile into instructions (`mma`), m16n8k
 at shared memory, which bounds mma.sync kernels, is that of the warp tile: 64x64 reads (64 + 64) 2-byte rows for 2 * 64
 * 64 flops each k, 32 flops a byte.
 
-Sums of fp8 and of scaled blocks are promoted: the mma.sync of a k tile add to registers of their own (`promoted`).
+Sums of fp8, of scaled blocks and of parts are promoted: the mma.sync of a k tile add to registers of their own
+(`promoted`).
+
+fp32 operands that are split into parts (`problem.parts`) are K-major matrices of parts when this kernel begins: one in
+front of it has made them (`cute.splitter`). A stage holds a k tile of all parts of an operand. The k tile is then
+multiplied in as many rounds as there are terms, the smallest first (`steps`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp as warp_ops
 
 from cutegemm.cute import types
 from cutegemm.cute.ampere.config import AmpereConfig
 from cutegemm.cute.ampere.mma import K_BYTES, operation
 from cutegemm.cute.ampere.promoted import promotion_of
+from cutegemm.cute.ampere.steps import steps_of
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.launch_config import SLAB_ROWS
+from cutegemm.cute.splitter import Splitter, matrices
 from cutegemm.cute.warps.copy_ring import CopyRing
-from cutegemm.cute.warps.tile_load import TileLoader
+from cutegemm.cute.warps.tile_load import PartLoader, TileLoader
 from cutegemm.problem import Signature
+from cutegemm.run import arguments
 
 
 def swizzle_of(dtype_width: int, inner: int, ldmatrix: bool) -> tuple[int, int, int]:
@@ -54,32 +63,66 @@ def swizzle_of(dtype_width: int, inner: int, ldmatrix: bool) -> tuple[int, int, 
     return (3, 4, 3) if inner * dtype_width >= 1024 else (2, 4, 3)
 
 
+def place_of(stage: Any, part: int, count: int) -> Any:
+    """Where a part's tile lies in the ring, see `PartLoader.ring`."""
+    return stage if count == 1 else stage * count + part
+
+
 class AmpereGemm(Gemm):
     """See the module docstring."""
 
     def __init__(self, config: AmpereConfig, signature: Signature) -> None:
+        # What multiplies sees operands as it reads them: parts are K-major whatever the operand's major.
+        self.given, split = signature, signature.parts
+        if split is not None:
+            signature = replace(signature, a_major="k", b_major="k", align_a=16, align_b=16)
         super().__init__(config, signature)
+        self.splitter = None if split is None else Splitter(self.given, split, "rna")
+        self.count = 1 if split is None else split.count
         self.tf32 = signature.precision == "tf32"
-        if self.tf32:
+        if split is not None:
+            self.ab_type = types.NUMERIC[split.element]
+        if self.ab_type is Float32:
             self.ab_type = cutlass.TFloat32
         b_type = types.NUMERIC[signature.b_dtype] if signature.b_dtype else self.ab_type
         self.mma_op = operation(self.ab_type, b_type)
         self.k_step = K_BYTES * 8 // self.ab_type.width
+        self.steps = steps_of(signature, config.bk // self.k_step)
         self.a = self._operand(self.ab_type, signature.a_major == "k", config.bm, signature.align_a)
         self.b = self._operand(b_type, signature.b_major == "k", config.bn, signature.align_b, self.halves)
         self.ring = CopyRing(self.a, self.b, config.stages)
         self.promotion: Any = promotion_of(config, signature)
 
-    def _operand(self, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
+    def _operand(self, dtype, k_major: bool, extent: int, align: int, halves: int = 0) -> Any:
         bk = self.config.bk
         swizzle = swizzle_of(dtype.width, bk if k_major else extent, k_major or not self.tf32)
-        return TileLoader(dtype, extent, bk, k_major, align, self.config.threads, swizzle, halves)
+        given = dtype, extent, bk, k_major, align, self.config.threads, swizzle, halves
+        return TileLoader(*given) if self.splitter is None else PartLoader(self.count, *given)
 
     def _shared_to_registers(self, loader: TileLoader):
         """The copy atom of one operand: ldmatrix, transposing unless K-major; 32-bit loads where it cannot."""
         if self.tf32 and not loader.k_major:
             return cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), loader.dtype, num_bits_per_copy=32)
         return cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(not loader.k_major, 4), loader.dtype)
+
+    def arguments(self) -> tuple[arguments.Argument, ...]:
+        if self.splitter is None:
+            return super().arguments()
+        return arguments.host(self.given, (arguments.WORKSPACE, "operand_lines"))
+
+    @property
+    def host_only(self) -> tuple[str, ...]:
+        if self.splitter is None:
+            return super().host_only
+        return ("stream", "operand_lines", *(() if self.config.splits > 1 else (arguments.WORKSPACE,)))
+
+    def launch(self, args) -> None:
+        """Launches the kernel; where operands are split, after the kernel that does it."""
+        if self.splitter is not None:
+            (a, _, lda, size_a, _), (b, _, ldb, size_b, _) = self.splitter.launch(args)
+            a_batch, b_batch = unless_zero(args.a_batch, size_a), unless_zero(args.b_batch, size_b)
+            args = args._replace(a=a, b=b, lda=lda, ldb=ldb, a_batch=a_batch, b_batch=b_batch)
+        super().launch(args)
 
     @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
@@ -90,6 +133,9 @@ class AmpereGemm(Gemm):
         warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
+        if cutlass.const_expr(self.splitter is not None):
+            self.a.find(matrices(self.args.batch, self.args.a_batch) * lda * m)
+            self.b.find(matrices(self.args.batch, self.args.b_batch) * ldb * n)
         self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
 
         # This warp's part of the ring, and its fragments.
@@ -112,27 +158,32 @@ class AmpereGemm(Gemm):
         source_b = load_b.get_slice(lane).partition_S(ring_b)
         target_a = load_a.get_slice(lane).retile(fragment_a)
         target_b = load_b.get_slice(lane).retile(fragment_b)
-        steps = cute.size(fragment_a, mode=[2])
-        # The copies of the tile ahead are spread over the first half of the k-steps, between the mma.
-        copy_steps = steps // 2
+        steps, count = self.steps, self.count
+        # The copies of the tile ahead are spread over the first half of the steps, between the mma.
+        copy_steps = len(steps) // 2
 
         cute.arch.cp_async_wait_group(config.stages - 2)
         cute.arch.sync_threads()
         read, write = Int32(0), Int32(config.stages - 1)
-        cute.copy(load_a, source_a[None, None, 0, read], target_a[None, None, 0])
-        cute.copy(load_b, source_b[None, None, 0, read], target_b[None, None, 0])
+        place_a, place_b = place_of(read, steps[0].a, count), place_of(read, steps[0].b, count)
+        cute.copy(load_a, source_a[None, None, 0, place_a], target_a[None, None, 0])
+        cute.copy(load_b, source_b[None, None, 0, place_b], target_b[None, None, 0])
 
         for k_tile in cutlass.range(self.ring.k_tiles, unroll=1):
-            for step in cutlass.range_constexpr(steps):
-                if cutlass.const_expr(step == steps - 1):
+            for step in cutlass.range_constexpr(len(steps)):
+                if cutlass.const_expr(step == len(steps) - 1):
                     read = read + 1
                     if read == config.stages:
                         read = Int32(0)
                     cute.arch.cp_async_wait_group(config.stages - 2)
                     cute.arch.sync_threads()
-                following = (step + 1) % steps
-                cute.copy(load_a, source_a[None, None, following, read], target_a[None, None, following])
-                cute.copy(load_b, source_b[None, None, following, read], target_b[None, None, following])
+                following = steps[(step + 1) % len(steps)]
+                if cutlass.const_expr(following.loads_a):
+                    place_a = place_of(read, following.a, count)
+                    cute.copy(load_a, source_a[None, None, following.k, place_a], target_a[None, None, following.k])
+                if cutlass.const_expr(following.loads_b):
+                    place_b = place_of(read, following.b, count)
+                    cute.copy(load_b, source_b[None, None, following.k, place_b], target_b[None, None, following.k])
                 if cutlass.const_expr(step < copy_steps):
                     self.ring.copy(k_tile + config.stages - 1, write, step, copy_steps)
                 if cutlass.const_expr(step == copy_steps - 1):
@@ -140,13 +191,14 @@ class AmpereGemm(Gemm):
                     write = write + 1
                     if write == config.stages:
                         write = Int32(0)
+                own = steps[step].k
                 if cutlass.const_expr(self.tf32):
-                    round_to_tf32(fragment_a[None, None, step])
-                    round_to_tf32(fragment_b[None, None, step])
+                    round_to_tf32(fragment_a[None, None, own])
+                    round_to_tf32(fragment_b[None, None, own])
                 if cutlass.const_expr(self.promotion is not None and step == 0):
                     self.promotion.fetch(k_tile)
                     target.fill(0)
-                cute.gemm(mma, target, fragment_a[None, None, step], fragment_b[None, None, step], target)
+                cute.gemm(mma, target, fragment_a[None, None, own], fragment_b[None, None, own], target)
             if cutlass.const_expr(self.promotion is not None):
                 self.promotion.add(accumulators, target)
 
@@ -166,6 +218,15 @@ class AmpereGemm(Gemm):
             part = cute.make_tensor(self.start_parts(tid).part_of(warp), layout)
             cute.autovec_copy(accumulators, thread_mma.partition_C(part))
             self.finish_parts(memory)
+
+
+@cute.jit
+def unless_zero(own: Int64, size: Int64):
+    """The distance of matrices of parts, `size` elements each: 0, where the operand's is, for one that serves all."""
+    distance = size
+    if own == 0:
+        distance = Int64(0)
+    return distance
 
 
 @cute.jit

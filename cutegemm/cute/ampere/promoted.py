@@ -1,7 +1,9 @@
-"""Promoted products by mma.sync: after each k tile of 128 the tensor cores' sums are added to registers of their own.
+"""Promoted products by mma.sync: after each k tile the tensor cores' sums are added to registers of their own.
 
-The tensor cores add fp8 products with fewer bits than fp32 has. So the first instructions of a k tile begin from zeros
-instead of the sums so far, and at its end the CUDA cores add what the tile gave to the accumulators, in fp32:
+The tensor cores add fp8 products with fewer bits than fp32 has, and cut off what they add. So sums are promoted every
+128 of K, and every 32 for operands that are split into parts, whose smallest products come first. The first
+instructions of a k tile begin from zeros instead of the sums so far, and at its end the CUDA cores add what the tile
+gave to the accumulators, in fp32:
 
     accumulators += sums                                                          `Promotion`
     accumulators += sums * (scale of the row * scale of the column)               `BlockScales`

@@ -18,8 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from cutegemm.cute import types
-from cutegemm.cute.hopper import operand_parts
+from cutegemm.cute import operand_parts, types
 from cutegemm.cute.hopper.ahead_plan import Plan
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.memory import SharedMemory

@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from cutegemm.cute.hopper import operand_parts
+from cutegemm.cute import operand_parts
 from cutegemm.cute.hopper.validity import BLOCK_ROWS
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.program.graph import Input

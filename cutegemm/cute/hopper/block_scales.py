@@ -137,15 +137,19 @@ class ScaleProducer:
             k_tile, k_step = self.work.k_walk(tile)
             for _ in cutlass.range(tile.k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
-                k_block = cutlass.max(cutlass.min(k_tile, last), 0)
-                place = self.base + stage * (self.scales.stage * NUMBER)
-                if cutlass.const_expr(self.scales.down is not None):
-                    self.scales.down.load(region.row, region.matrix, k_block, place, self.thread)
-                if cutlass.const_expr(self.scales.across is not None):
-                    self.scales.across.load(self.scales.column(region), region.matrix, k_block, place, self.thread)
+                self.copy(region, k_tile, last, stage)
                 cute.arch.cp_async_mbarrier_arrive_noinc(self.ring.full + stage)
                 stage, phase = advance(stage, phase, self.ring.stages)
                 k_tile = self.work.k_next(tile, k_tile, k_step)
+
+    def copy(self, region, k_tile, last, stage) -> None:
+        """Copies this thread's part of the scales of a k tile, of which `last` is the last one, into a stage."""
+        k_block = cutlass.max(cutlass.min(k_tile, last), 0)
+        place = self.base + stage * (self.scales.stage * NUMBER)
+        if self.scales.down is not None:
+            self.scales.down.load(region.row, region.matrix, k_block, place, self.thread)
+        if self.scales.across is not None:
+            self.scales.across.load(self.scales.column(region), region.matrix, k_block, place, self.thread)
 
 
 class BlockScales(Promotion):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import options, promotion
 from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
@@ -66,6 +67,7 @@ _FEW = (
     "sm90/64x16x128/coop1/c1x1x2/s8/row/swap/pdl",
 )
 """For few rows, and for small products: clusters that share what they load, or the sum over K."""
+_SMALLEST = "sm90/64x16x128/coop1/c1x1/s8/serp8/pdl"
 _LARGE_SCALED = (128, 192)
 """The only tile of at least 128 x 128 whose CTAs share loads that is for scales of blocks."""
 MOST_PAYING = 64
@@ -86,16 +88,19 @@ SPLIT = frozenset(
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature whose operands have elements of one byte."""
-    texts = (*_LARGE, *_BOTH, *_FEW)
+    texts: tuple[str, ...] = (*_LARGE, *_BOTH, *_FEW)
+    if signature.work != DENSE:  # whose CTAs sum all of K
+        texts = tuple(text for text in texts if HopperConfig.parse(text).parts == 1)
     if signature.promotion is None:
         return texts
     scaled = bool(signature.epilogue.program.block_scales)
-    return tuple(
+    found = tuple(
         str(_with_twin(config) if twins_pay(config, signature) else config)
         for config in map(HopperConfig.parse, texts)
         if not config.ping_pong and promotion.why_invalid(config, signature) is None
         if not (scaled and _is_poor_with_blocks(config))
     )
+    return found or (_SMALLEST,)  # of which the rule of validity says why it is none
 
 
 def _is_poor_with_blocks(config: HopperConfig) -> bool:

@@ -10,13 +10,14 @@ tests/compile builds one for each tile, schedule and order of operands, without 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import byte_candidates, part_candidates, promotion, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
 from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.work import MASKED, RAGGED_N, ROWS
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -51,12 +52,18 @@ _HALVES_TF32 = (
     "sm90/128x16x32/coop1/c2x1/s8/serp8/swap/pdl",
 )
 """Extra candidates for few rows of a program with gate and up, whose swapped tiles have 128 rows at least."""
+_OF_GROUPS = ("sm90/256x96x64/coop2/c2x1/s4/serp8/swap/pdl",)
+"""In the shortlists of groups of up to `UNSWAPPED_ROWS` rows too: tiles that hold half as many again, since about half
+of the groups have more than their share. No dense product of so many rows wants them."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
 """Results of up to so many elements are computed by tiles with compensated sums alone, where operands are split into
 parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By the cost model such tiles take up to an
 eighth longer."""
+STREAMED_WORKS = (*ROWS, RAGGED_N, MASKED)
+"""Works whose tiles stream-K may cut and of which nobody can know on the host how many there are: where dense products
+have another tile that fills the waves, these have candidates with stream-K."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
@@ -79,7 +86,16 @@ def _of_one_result(signature: Signature) -> tuple[str, ...]:
     if signature.parts is not None:
         return part_candidates.listed(signature)
     found = _BY_UNIT[signature.unit](signature)
+    if has_shortlists(signature) and signature.work in STREAMED_WORKS:
+        return (*found, *streamed(found))
     return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
+
+
+def streamed(texts: Iterable[str]) -> tuple[str, ...]:
+    """The same with stream-K for those of these candidates that have the largest tiles, of which the fewest waves are
+    needed, so that an empty one weighs most.
+    """
+    return tuple(text.replace("/zig/pdl", "/zig/streamk/pdl") for text in texts if text.endswith("/zig/pdl"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,6 +128,10 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if not has_shortlists(signature):
         return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    if signature.work in STREAMED_WORKS:
+        whole = [text for text, split in found if not split]
+        others = [*streamed(whole), *(_OF_GROUPS if m <= UNSWAPPED_ROWS else ())]
+        found = list(dict.fromkeys([*found, *((text, False) for text in others)]))
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
-from cutegemm.cute import tile_order
-from cutegemm.cute.hopper import ahead_plan, grouping, operand_parts, part_candidates, promotion, validity, work_count
+from cutegemm.cute import operand_parts, tile_order
+from cutegemm.cute.hopper import ahead_plan, grouping, part_candidates, promotion, validity, work_count
 from cutegemm.cute.hopper import options as option_table
 from cutegemm.cute.hopper.validity import BLOCK_ROWS, CLUSTERS
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes

@@ -31,6 +31,7 @@ class FragmentStore:
         self.columns_of_8 = config.bn // 8
         self.block_step = config.block_step
         self.swapped = config.swapped
+        self.rows = (0, 1, 0, 1) if config.swapped else (0, 0, 1, 1)
         self.program = whole.program_of(signature)
         self.read = whole.reader(signature)
         self.targets = targets(signature, 2)
@@ -59,7 +60,7 @@ class FragmentStore:
         column = region.column + ((number - block * self.columns_of_8) * 8 + 2 * (thread % 4))
         places = [self._own(row, column, q & 1, q >> 1) for q in range(4)]
 
-        values = finish(self.program, 4, partial(self._leaf, sums, places, region))
+        values = finish(self.program, 4, partial(self._leaf, sums, places, region), self.rows)
         for t in cutlass.range_constexpr(len(self.targets)):
             self.targets[t].start(self.args, region.matrix)
             self._put(self.targets[t], values[self.targets[t].number], row, column, region)

@@ -10,8 +10,11 @@ have put them. A stage is full when TMA has brought the other operand and every 
 cp.async writes through the generic proxy, and WGMMA reads through the asynchronous one: a consumer warp fences
 (fence.proxy.async) between its wait for the barrier and its WGMMA (`Ring.wait`).
 
+Scales of blocks of K, in the order of the rows of the product, are copied by the three warps that do not ask TMA: a
+thread arrives when its rows and its scales have landed.
+
 An entry of the index that is no row of A (negative, or too large) gives a row of zeros, as do rows behind a group's
-end and what lies beyond K: such copies read nothing.
+end and what lies beyond K: such copies read nothing, or as many bytes as there are.
 """
 
 from __future__ import annotations
@@ -85,6 +88,8 @@ class GatherLoader:
                 size, element = Int32(0), Int64(0)
                 if (index >= 0) & inside:
                     size = Int32(COPY_BYTES)
+                    if cutlass.const_expr(operand.itemsize == 1):  # whose K no 16 bytes need divide
+                        size = cutlass.min(self.args.k - k, Int32(COPY_BYTES))
                     element = Int64(index) * self.args.lda + Int64(k)
                 offset = self.column + row * self.line_bytes + self.inner
                 offset = offset ^ (((offset >> 7) & ((1 << self.bits) - 1)) << 4)
@@ -98,17 +103,20 @@ class GatherLoader:
 class GatherProducer:
     """The producer warpgroup: its first warp asks TMA for one operand, all of them copy the other.
 
-    across: whether the gathered operand is the WGMMA's B.
+    across: whether the gathered operand is the WGMMA's B. scales: a started `block_scales.ScaleProducer`, or None.
     """
 
-    def __init__(self, ring: Ring, work: Work, gathered: GatherLoader, other: Loader, across: bool, first: Any) -> None:
+    def __init__(
+        self, ring: Ring, work: Work, gathered: GatherLoader, other: Loader, across: bool, first: Any, scales: Any
+    ) -> None:
         self.ring, self.work, self.gathered, self.other = ring, work, gathered, other
-        self.across, self.first = across, first
+        self.across, self.first, self.scales = across, first, scales
 
     @cute.jit
     def run(self):
         """Loads everything; `first` says whether this is the warp that asks TMA."""
         stage, phase = Int32(0), Int32(1)
+        last = None if self.scales is None else cute.ceil_div(self.gathered.args.k, self.gathered.operand.bk) - 1
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
             along, across = (tile.column, tile.row) if self.across else (tile.row, tile.column)
@@ -122,6 +130,8 @@ class GatherProducer:
                     self.other.load(place, k_tile, stage, full)
                 else:
                     cute.arch.mbarrier_wait(self.ring.empty + stage, phase)
+                    if cutlass.const_expr(self.scales is not None):
+                        self.scales.copy(self.work.region(tile), k_tile, last, stage)
                 self.gathered.load(k_tile, stage, full)
                 stage, phase = advance(stage, phase, self.ring.stages)
                 k_tile = self.work.k_next(tile, k_tile, k_step)

@@ -6,6 +6,9 @@ masked           as ragged M, but each product has rows of its own, of which the
 
 The numbers of works run group by group, and within a group in the configuration's tile order: what a CTA computes next
 to its neighbours in time belongs to the same weights, which the L2 cache then serves. `groups` finds a work's group.
+
+With stream-K each warp, once it has counted the tiles, cuts those of the last wave and a whole one before it like those
+of a dense product (`work.Stretches`): all of them have the same K, unless it is K that the groups divide.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.groups import Groups
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.work import Region, Tile, Work
+from cutegemm.cute.hopper.work import LateStretches, Region, Tile, Work
 from cutegemm.problem import Signature
 from cutegemm.problem.work import DENSE, TABLE
 
@@ -31,10 +34,12 @@ class GroupedWork(Work):
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
+        if config.stream_k:
+            self.division = LateStretches()
         self.array = TABLE[signature.work].arrays[0]
         self.grouping = grouping.of(config, signature.work)
         self.along = self.grouping.along
-        self.groups = Groups(self.grouping.masked)
+        self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
         self.may_lack_rows = self.along == "row" and not config.ping_pong
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn
@@ -45,6 +50,7 @@ class GroupedWork(Work):
         self.m, self.n = args.m, args.n // self.fold if self.fold > 1 else args.n
         self.k, self.tiles_m, self.tiles_n = args.k, args.tiles_m, args.tiles_n
         self.cluster_row, self.cluster_column = position.row, position.column
+        self.position = position
         self.first, self.step = position.cluster, args.clusters
         self.first_row = Int32(0)
         in_d = args.n if self.along == ("row" if self.config.swapped else "column") else args.m
@@ -53,6 +59,10 @@ class GroupedWork(Work):
 
     def read(self) -> None:
         self.end = self.groups.read()
+        if self.config.stream_k:
+            # `step` is the number of clusters so far.
+            k_tiles = cute.ceil_div(self.k, self.config.bk)
+            self.first, self.end, self.step = self.division.start(self.end, k_tiles, self.step, self.position)
 
     def of_warpgroup(self, group) -> GroupedWork:
         own = copy.copy(self)
@@ -74,7 +84,10 @@ class GroupedWork(Work):
         return (end - begin + (self.extent - 1)) // self.extent
 
     def at(self, number) -> Tile:
-        group, begin, end, first = self.groups.find(number)
+        cluster_tile, cut_first, cut_count = number, None, None
+        if self.config.stream_k:
+            cluster_tile, cut_first, cut_count = self.division.item(number)
+        group, begin, end, first = self.groups.find(cluster_tile)
         tiles_m, tiles_n = self.tiles_m, self.tiles_n
         k = self.k
         if self.along == "k":
@@ -83,15 +96,17 @@ class GroupedWork(Work):
             tiles_m = self._along(begin, end)
         else:
             tiles_n = self._along(begin, end)
-        row, column = self.order.coordinates(number - first, tiles_m, tiles_n)
+        row, column = self.order.coordinates(cluster_tile - first, tiles_m, tiles_n)
         cm, cn = self.config.cluster
         # Without anything to sum, one k tile beyond K, which is loaded as zeros.
         k_tiles = cutlass.max(cute.ceil_div(k, self.config.bk), Int32(1))
         first_k = Int32(0)
         if self.along != "k":
             first_k = self._beyond(k)
+        if self.config.stream_k:
+            first_k, k_tiles = first_k + cut_first, cut_count
         row, column = row * cm + self.cluster_row, column * cn + self.cluster_column
-        return Tile(number, number, row, column, group, first_k, k_tiles, begin, end)
+        return Tile(number, cluster_tile, row, column, group, first_k, k_tiles, begin, end)
 
     @cute.jit
     def _beyond(self, k):

@@ -73,10 +73,15 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     work = signature.work
     if work == DENSE:
         return None
-    if config.parts > 1 or config.stream_k:
-        return f"{work} products sum all of K in one CTA; accepted are no splits, no clusters along K, no streamk"
+    if config.parts > 1:
+        return f"{work} products have K in one part, which streamk may cut; accepted are no splits or clusters along K"
     if config.solo:
         return f"solo is a lesson in dense products; this one is {work}"
+    if work == RAGGED_K and ITEMSIZE[signature.dtype] == 1:
+        return (
+            f"tensor cores read {signature.dtype} along K, whose rows are contiguous, and TMA cannot end a ragged K "
+            "inside of them; accepted are operands of 16 bits"
+        )
     if work == RAGGED_K:
         for name, major in (("A", signature.a_major), ("B", signature.b_major)):
             if major == "k":
@@ -84,6 +89,8 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
                     f"{name} is K-major: TMA cannot end a ragged K inside a contiguous row; accepted are an M-major A "
                     "and an N-major B, for example x.t() and dy of row-major x and dy"
                 )
+        if config.stream_k:
+            return "streamk cuts tiles that all have the same K; with a ragged K they differ from group to group"
         if config.ping_pong:
             return (
                 "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"

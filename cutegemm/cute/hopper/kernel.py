@@ -52,9 +52,9 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
 from cutegemm.cute.hopper.promotion import registers
 from cutegemm.cute.hopper.solo import Solo
-from cutegemm.cute.hopper.splitter import Splitter, matrices
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
+from cutegemm.cute.splitter import Splitter, matrices
 from cutegemm.problem import Signature
 from cutegemm.problem.work import GATHERED
 from cutegemm.run import arguments
@@ -212,7 +212,9 @@ class HopperGemm(Gemm):
                     load_other = loaders(config, position, self.a, self.b)[0 if config.swapped else 1]
                     first = position.warp == config.consumers * 4
                     gathered = GatherLoader(rows, position, args)
-                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first).run()
+                    if cutlass.const_expr(self.scales is not None):
+                        self.scales.start(args, memory, position)
+                    GatherProducer(self.ring, self.work, gathered, load_other, config.swapped, first, self.scales).run()
                 elif position.warp == config.consumers * 4:
                     self._producer(position).run()
                 elif cutlass.const_expr(self.scales is not None):

@@ -64,7 +64,7 @@ class Ring:
             tokens = config.bn if config.swapped else config.bm
             self.stage_bytes -= tokens * config.bk * ITEMSIZE[signature.dtype]
             self.full_arrivals += WARPGROUP
-        if signature.epilogue.program.block_scales:
+        elif signature.epilogue.program.block_scales:
             self.full_arrivals += SCALE_THREADS
         self.every_thread = "fat" in config.options
         if self.every_thread:

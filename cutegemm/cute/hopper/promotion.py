@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.problem.dtypes import ITEMSIZE, TYPES
 from cutegemm.problem.program.graph import SCALE_K
+from cutegemm.problem.work import DENSE, GATHERED
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
@@ -29,6 +30,8 @@ MOST_WITH_COPIES = 96
 """Most accumulators a thread, with two consumer warpgroups, where it copies more; it gets 16 registers more then."""
 MOST_TWIN = {1: 72, 2: 72, 3: 40}
 """The same with option twin, which has a third set of registers."""
+MOST_TWIN_IN_GROUPS = 64
+"""The same, with two consumer warpgroups, with scales of blocks of K in groups."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
 MOST_COMPENSATED = 32
@@ -39,7 +42,7 @@ SCALE_THREADS = 96
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
-copies more than `FEW_COPIES` scales, and in ping-pong, or of gate and up, any."""
+copies more than `FEW_COPIES` scales, in ping-pong, in groups and of gate and up any, or gathers rows."""
 
 
 def interval(config: HopperConfig, signature: Signature) -> int:
@@ -50,9 +53,17 @@ def interval(config: HopperConfig, signature: Signature) -> int:
 def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | None:
     """Registers a thread of (producer, consumers) after setmaxnreg; None where the even share is already 255."""
     if signature.promotion and config.consumers == 2 and config.registers is not None:
-        few = _few(signature) if not config.ping_pong else 0
-        return CONSUMER_REGISTERS if copies(config, signature) <= few else WITH_COPIES
+        more = _copies_much(config, signature) or (config.ping_pong and copies(config, signature) > 0)
+        return WITH_COPIES if more else CONSUMER_REGISTERS
     return config.registers
+
+
+def _copies_much(config: HopperConfig, signature: Signature) -> bool:
+    """Whether the warps that copy need the registers of `WITH_COPIES`: they bring many scales, or any of groups, whose
+    ends each warp keeps, or of gate and up, or gather rows.
+    """
+    few = FEW_COPIES if signature.work == DENSE and not signature.epilogue.gating else 0
+    return signature.work == GATHERED or copies(config, signature) > few
 
 
 def compensates(config: HopperConfig, signature: Signature) -> bool:
@@ -105,11 +116,6 @@ def copies(config: HopperConfig, signature: Signature) -> int:
     return sum(-(-count // SCALE_THREADS) for count in scale_counts(config, signature))
 
 
-def _few(signature: Signature) -> int:
-    """Copies a thread for which `CONSUMER_REGISTERS` leave room: none where it has to find gate's and up's scales."""
-    return 0 if signature.epilogue.gating else FEW_COPIES
-
-
 def shared_bytes(config: HopperConfig, signature: Signature) -> int:
     """Bytes of shared memory behind the barriers for these scales, fp32: each side in whole 16 bytes."""
     return config.stages * sum(-(-count // 4) * 16 for count in scale_counts(config, signature))
@@ -129,16 +135,20 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     scales = signature.epilogue.program.block_scales
     if scales and config.bk != SCALE_K:
         return f"bk is {config.bk}; scales of {SCALE_K} of K need a k tile of {SCALE_K}"
+    if scales and signature.epilogue.gating and signature.work != DENSE:
+        return "gate and up are columns of two places; in groups scales of blocks of K are not for them"
     lessons = [name for name in ("solo", "fat", "zero") if name == config.schedule or name in config.options]
     if lessons:
         return f"{lessons[0]} of the teaching ladder adds up all of K in the tensor cores; these sums are promoted"
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
     if scales:
         most = min(most, MOST_SCALED[config.consumers])
-    if config.consumers == 2 and copies(config, signature) > _few(signature):
+    if config.consumers == 2 and _copies_much(config, signature):
         most = min(most, MOST_WITH_COPIES)
     if twin:
         most = min(most, MOST_TWIN[config.consumers])
+        if scales and signature.work != DENSE and config.consumers == 2:
+            most = min(most, MOST_TWIN_IN_GROUPS)
     if config.accumulators > most:
         return f"{config.accumulators} accumulators a thread and as many partial sums; more than {most} spill"
     return None

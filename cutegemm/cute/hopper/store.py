@@ -296,7 +296,8 @@ class TmaEpilogue:
                 return self.vectors[given.name].fragment(i, part * (self.columns // 8) + first, count)
             return source.number(0, 0)
 
-        finished, results = finish(self.program, size, leaf), []
+        rows = [q % 2 + q // 4 * 2 if self.config.swapped else q // 2 % 2 for q in range(size)]
+        finished, results = finish(self.program, size, leaf, rows), []
         for reduction in self.reductions:
             reduction.add(finished[reduction.number], corner, self.own_corner(corner), first, count)
         for number, _, dtype in self.results:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cutegemm.cute.hopper import grouping, operand_parts, options, promotion
+from cutegemm.cute import operand_parts
+from cutegemm.cute.hopper import grouping, options, promotion
 from cutegemm.problem.dtypes import ITEMSIZE, why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
 

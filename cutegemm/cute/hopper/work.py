@@ -12,6 +12,7 @@ says which works there are:
     WholeK       a work is a tile with all of its k tiles. Cluster c of C takes the works c, c + C, c + 2 C, ...
     PartsOfK     split-K and clusters along K: a tile is so many works; parts of K take its k tiles in turn
     Stretches    stream-K: a cluster computes whole tiles, then a stretch of k tiles that may cut the first and the last
+                 (`LateStretches` in groups)
 
 `Work.of_warpgroup` is what one consumer warpgroup has of its CTA's works: some rows of each, or in ping-pong every
 other one. Another kind of work, for example products whose sizes lie on the device, is another class with these
@@ -248,17 +249,22 @@ class Stretches:
     def _cut(self, tiles, clusters, cluster, k_tiles):
         whole = whole_tiles(tiles, clusters, device_min)
         before = (whole - cluster + clusters - 1) // clusters
+        low, high = self._stretch((tiles - whole) * k_tiles, clusters, cluster)
+        works = before
+        if high > low:
+            works = before + (high - 1) // k_tiles - low // k_tiles + 1
+        return whole, before, low, high, works
+
+    @cute.jit
+    def _stretch(self, total, clusters, cluster):
+        """Where the stretch of a cluster begins and ends, of `total` k tiles."""
         # total // clusters k tiles each, the first total % clusters one more: no product that could overflow.
-        total = (tiles - whole) * k_tiles
         each, more = total // clusters, total % clusters
         low = cluster * each + cutlass.min(cluster, more)
         high = low + each
         if cluster < more:
             high = high + 1
-        works = before
-        if high > low:
-            works = before + (high - 1) // k_tiles - low // k_tiles + 1
-        return whole, before, low, high, works
+        return low, high
 
     @cute.jit
     def item(self, number):
@@ -268,6 +274,38 @@ class Stretches:
             place = self.low // self.k_tiles + (number - self.before)
             begin = cutlass.max(self.low, place * self.k_tiles)
             end = cutlass.min(self.high, (place + 1) * self.k_tiles)
+            tile, first, count = self.whole + place, begin - place * self.k_tiles, end - begin
+        return tile, first, count
+
+
+class LateStretches(Stretches):
+    """The same for groups. Their place takes registers, so that a stretch is worked out again when it is reached.
+
+    Tiles at the ends of groups cost less than others, and often every other tile is one: each wave begins with another
+    cluster, or half of the clusters would get them all.
+
+    whole, rest: how many tiles are not cut, and the others. That is all that is kept from tile to tile.
+    """
+
+    def start(self, tiles, k_tiles, clusters, position: Position) -> tuple:
+        """As `WholeK.start`."""
+        found = super().start(tiles, k_tiles, clusters, position)
+        self.rest = tiles - self.whole
+        return found
+
+    @cute.jit
+    def item(self, number):
+        """As `Stretches.item`."""
+        # Tiles that are not cut are whole waves, or one that is not full.
+        tile = number * self.clusters
+        first, count = Int32(0), self.k_tiles
+        if tile < self.whole:
+            tile = tile + (self.cluster + number) % self.clusters
+        else:
+            low, high = self._stretch(self.rest * self.k_tiles, self.clusters, self.cluster)
+            place = low // self.k_tiles + (number - self.whole // self.clusters)
+            begin = cutlass.max(low, place * self.k_tiles)
+            end = cutlass.min(high, (place + 1) * self.k_tiles)
             tile, first, count = self.whole + place, begin - place * self.k_tiles, end - begin
         return tile, first, count
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cutegemm.hardware.arch import Arch
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import Problem
+from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
@@ -33,13 +34,15 @@ def shares(config: HopperConfig, problem: Problem, arch: Arch) -> tuple[int, int
     """(shares of D whose sum over K meets in a workspace, parts of each); (0, 0) where none does.
 
     A share is a warpgroup's rows of a CTA tile. With split-K all tiles have `splits` parts. With stream-K those tiles
-    that are cut have two; there is room for a cut behind each cluster.
+    that are cut have two; there is room for a cut behind each cluster. Where the device knows the sizes, any number of
+    tiles may be found that is no greater, and leave some over.
     """
     if config.splits == 1 and not config.stream_k:
         return 0, 0
     if config.stream_k:
         resident, tiles = resident_clusters(arch, config.cluster_ctas), works(config, problem)
-        divided, parts = (0, 0) if whole_tiles(tiles, resident) == tiles else (resident, 2)
+        cuts = tiles > resident if WORKS[problem.work].arrays else whole_tiles(tiles, resident) < tiles
+        divided, parts = (resident, 2) if cuts else (0, 0)
     else:
         divided, parts = works(config, problem) // config.splits, config.splits
     return divided * (config.cluster_ctas * config.consumers), parts

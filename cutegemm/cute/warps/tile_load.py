@@ -222,6 +222,50 @@ class TransposingLoader(TileLoader):
         return (self.extent + self.PAD) * self.bk * self.itemsize
 
 
+class PartLoader(TileLoader):
+    """Copies tiles of an operand that is split into `count` parts (`cute.operand_parts`), each a K-major matrix.
+
+    A stage of the ring holds a k tile of each part, one behind the other. Rows of parts are whole 16 bytes, of which
+    nobody writes what lies behind K: a copy reads what is left of K, and writes zeros behind it.
+    """
+
+    def __init__(self, count, *args):
+        super().__init__(*args)
+        self.count, self.ptx = count, _cut_copy_instruction(self.bytes)
+
+    def find(self, distance) -> None:
+        """Binds to the operand's parts, which lie `distance` elements (Int64) apart. Call it before `start`."""
+        self.distance = distance
+
+    def copy(self, k_tile, stage_base, part: int = 0, parts: int = 1) -> None:
+        """As `TileLoader.copy`, of every part of the operand; `part` and `parts` share out the passes of all."""
+        all_passes, tile, last = self.count * self.passes, None, None
+        for number in range(all_passes * part // parts, all_passes * (part + 1) // parts):
+            which, p = divmod(number, self.passes)
+            if which != last:
+                tile, last = self._tile(k_tile, which), which
+            source = tile + self._source_offset(p) * self.itemsize
+            target = stage_base + (self._shared_offset(p) + which * super().stage_bytes)
+            left = cutlass.min(self._left(k_tile, p), self.vector) * self.itemsize
+            cute.arch.inline_ptx(self.ptx, read_only_args=[target, source, left])
+
+    def _tile(self, k_tile, which: int):
+        """The address of a k tile of part `which`, behind a move that LLVM cannot see through.
+
+        It would add the distance of the parts to each pass's offset, and keep these sums in registers of their own.
+        """
+        place = self.base + (Int64(k_tile) * Int64(self.bk) + which * self.distance)
+        return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[place.toint()])
+
+    def ring(self, base, stages: int):
+        """The shared tensor (extent, bk, stages x parts) at shared pointer `base`, the parts of a stage together."""
+        return super().ring(base, stages * self.count)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.count * super().stage_bytes
+
+
 def _copy_instruction(bytes_per_copy: int) -> str:
     """PTX that copies so many bytes, or zeros when nothing is left of K.
 
@@ -242,7 +286,10 @@ def _copy_instruction(bytes_per_copy: int) -> str:
 
 
 def _cut_copy_instruction(bytes_per_copy: int) -> str:
-    """The same for elements of one byte: it reads no byte behind the end of K, and writes zeros for it."""
+    """The same where K may end within a vector: it reads no byte behind the end of K, and writes zeros for it.
+
+    Operands: shared address, global address, bytes left.
+    """
     cache = "cg" if bytes_per_copy == 16 else "ca"
     return (
         f"{{ .reg .b32 left; max.s32 left, {{$r2}}, 0; min.s32 left, left, {bytes_per_copy}; "

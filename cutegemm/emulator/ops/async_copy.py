@@ -12,22 +12,17 @@ from typing import Any
 import numpy as np
 
 from cutegemm.emulator.errors import OutOfBounds
+from cutegemm.emulator.ops.groups import RING, Groups
 from cutegemm.emulator.ops.loadstore import SHIFT, active, align_check, fail, global_parts, shared_bytes
 from cutegemm.emulator.ptx import Imm, Instr
 from cutegemm.emulator.translate import Gen, emits, runtime
 
-#: commit times kept per warp
-RING = 64
 
-
-class Copies:
+class Copies(Groups):
     """cp.async state of a wave: per warp the number of committed groups and their commit times, and pending copies."""
 
     def __init__(self, wave: Any) -> None:
-        self.wave = wave
-        self.committed = np.zeros((wave.C, wave.W), np.int64)
-        self.retired = np.zeros((wave.C, wave.W), np.int64)
-        self.time = np.zeros((wave.C, wave.W, RING), np.int32)
+        super().__init__(wave)
         self.pending: list[_Pending] = []
 
     def land(self, c0: int, c1: int, w0: int, w1: int, upto: np.ndarray) -> None:
@@ -107,7 +102,7 @@ def cp_async(g: Gen, i: Instr) -> None:
     env.uses.add("copy")
     part = i.parts[2]
     if part == "commit_group":
-        g.line(f"copy_commit(X, {g.me}, {g.mask})")
+        g.line(f"X.wave.env.copies.commit(X, {g.mask})")
     elif part == "wait_group":
         g.line(f"copy_wait(X, {g.me}, {g.mask}, {i.operands[0].value})")
     elif part == "wait_all":
@@ -205,20 +200,6 @@ def _spread(source: list, n: int) -> list:
     for _, which, a in source:
         address[which] = a
     return [(interval, slice(None), address)]
-
-
-@runtime
-def copy_commit(X, I, mask):
-    copies = X.wave.env.copies
-    on = None if mask is None else mask.any(-1)
-    at = X.at
-    slots = copies.committed[at] % RING
-    c, w = np.ogrid[X.c0 : X.c1, X.w0 : X.w1]
-    old = copies.time[c, w, slots]
-    copies.time[c, w, slots] = X.wave.now if on is None else np.where(on, X.wave.now, old)
-    copies.committed[at] += 1 if on is None else on
-    X.wave.now += 1
-    X.wave.env.progressed = True
 
 
 @runtime

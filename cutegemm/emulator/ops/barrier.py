@@ -69,7 +69,7 @@ def bar(wave, X, I: Instr, mask, fall: int):
     ids = _values(X, ident, 0)
     counts = _values(X, count, -2)
     wave.env.progressed = True
-    b: CtaBarriers = wave.env.barriers(wave)
+    b: CtaBarriers = wave.env.barriers
     on = np.ones(X.shape, bool) if mask is None else mask
     if red:
         p = ~X.p[pred.reg.index] if isinstance(pred, Negated) else X.p[pred.index]
@@ -117,24 +117,13 @@ def bar(wave, X, I: Instr, mask, fall: int):
                 )
             want = given if explicit else 32 * int(wave.live[cta].any(-1).sum())
             if b.expected[cta, ident] and explicit and b.counted[cta, ident] and b.expected[cta, ident] != want:
-                raise _describe(
-                    I,
-                    f"barrier {ident}: {want} threads asked for here, "
-                    f"{b.expected[cta, ident]} by the warps that came before",
-                    X,
-                    cta,
-                    X.w0,
-                )
+                before = f"{b.expected[cta, ident]} by the warps that came before"
+                raise _describe(I, f"barrier {ident}: {want} threads asked for here, {before}", X, cta, X.w0)
             b.expected[cta, ident], b.counted[cta, ident] = want, explicit
             b.arrived[cta, ident] += 32 * int(here[k].sum())
             if b.arrived[cta, ident] > want:
-                raise _describe(
-                    I,
-                    f"barrier {ident}: {b.arrived[cta, ident]} threads arrived where {want} are expected",
-                    X,
-                    cta,
-                    X.w0,
-                )
+                found = f"{b.arrived[cta, ident]} threads arrived where {want} are expected"
+                raise _describe(I, f"barrier {ident}: {found}", X, cta, X.w0)
             if b.arrived[cta, ident] == want:
                 finished.append((cta, ident))
     if finished:
@@ -185,7 +174,7 @@ def reduce_result(wave, b: CtaBarriers, cta: int, warps: list[int]) -> None:
 
 def after_exit(wave) -> None:
     """Warps that exit no longer count in barriers without an explicit count."""
-    b: CtaBarriers = wave.env.barriers(wave)
+    b: CtaBarriers = wave.env.barriers
     finished = []
     for cta, ident in zip(*np.nonzero((b.arrived > 0) & ~b.counted), strict=True):
         want = 32 * int(wave.live[cta].any(-1).sum())
@@ -200,7 +189,7 @@ def after_exit(wave) -> None:
 
 # -- the cluster barrier ---------------------------------------------------------------------------------------
 def cluster_barrier(wave, X, I: Instr, mask):
-    b: CtaBarriers = wave.env.barriers(wave)
+    b: CtaBarriers = wave.env.barriers
     on = np.ones(X.shape, bool) if mask is None else mask
     wave.env.progressed = True
     if "arrive" in I.parts:

@@ -214,9 +214,10 @@ def permute_bytes(a, b, c, mode):
     return out.astype(U4)
 
 
-@emits("popc")
-def popc(g: Gen, i: Instr) -> None:
-    g.assign(i.operands[0], f"count_ones({g.src(i.operands[1], 'u' + PTX_CODE[type_of(i)][1])})", "u4")
+@emits("popc", "clz")
+def count(g: Gen, i: Instr) -> None:
+    function = {"popc": "count_ones", "clz": "leading_zeros"}[i.name]
+    g.assign(i.operands[0], f"{function}({g.src(i.operands[1], 'u' + PTX_CODE[type_of(i)][1])})", "u4")
 
 
 @runtime
@@ -229,11 +230,6 @@ def count_ones(x):
 
 
 _ONES = np.array([bin(n).count("1") for n in range(256)], U4)
-
-
-@emits("clz")
-def clz(g: Gen, i: Instr) -> None:
-    g.assign(i.operands[0], f"leading_zeros({g.src(i.operands[1], 'u' + PTX_CODE[type_of(i)][1])})", "u4")
 
 
 @runtime
@@ -368,18 +364,9 @@ def slct(g: Gen, i: Instr) -> None:
 
 # -- comparisons -----------------------------------------------------------------------------------------------
 COMPARE = {
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "lo": "<",
-    "ls": "<=",
-    "hi": ">",
-    "hs": ">=",
-}
-UNORDERED = {"equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}
+    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
+}  # fmt: skip
+UNORDERED = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
 
 
 def comparison(g: Gen, i: Instr, op: str, t: str, a, b) -> str:
@@ -389,8 +376,6 @@ def comparison(g: Gen, i: Instr, op: str, t: str, a, b) -> str:
             raise g.unsupported()
         x, y = (g.let(f"bf16_values({g.src(o, 'u2')})") for o in (a, b))
     else:
-        if (code[0] == "u" and op in ("lo", "ls", "hi", "hs")) or code[0] in "ui":
-            pass
         x, y = g.src(a, code), g.src(b, code)
     floating = code[0] == "f" or t == "bf16"
     if floating and i.has("ftz"):
@@ -400,13 +385,12 @@ def comparison(g: Gen, i: Instr, op: str, t: str, a, b) -> str:
         return test if op == "num" else f"(~{test})"
     if op == "ne" and floating:  # ne is ordered: false where either is NaN
         return f"(({x} < {y}) | ({x} > {y}))"
-    if op in UNORDERED:
-        inverse = {"equ": None, "neu": "!=", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}[op]
-        if op == "equ":
-            return f"(~(({x} < {y}) | ({x} > {y})))"
-        if op == "neu":
-            return f"({x} != {y})"
-        return f"(~({x} {inverse} {y}))"
+    if op == "equ":
+        return f"(~(({x} < {y}) | ({x} > {y})))"
+    if op == "neu":
+        return f"({x} != {y})"
+    if op in UNORDERED:  # true where the opposite comparison is false, so also for a NaN
+        return f"(~({x} {UNORDERED[op]} {y}))"
     return f"({x} {COMPARE[op]} {y})"
 
 

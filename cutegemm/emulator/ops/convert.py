@@ -6,7 +6,7 @@ import numpy as np
 
 from cutegemm.emulator import numerics
 from cutegemm.emulator.ptx import Imm, Instr, Vec
-from cutegemm.emulator.translate import PTX_CODE, Gen, emits, runtime
+from cutegemm.emulator.translate import PTX_CODE, Gen, emits, numpy_name, runtime
 
 INTEGERS = {"u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"}
 FLOATS = {"f16", "bf16", "tf32", "f32", "f64"}
@@ -32,7 +32,7 @@ def cvt(g: Gen, i: Instr) -> None:
     value = as_float(g, args[0], source, ftz)
     if to in INTEGERS:
         code = PTX_CODE[to]
-        g.assign(d, f"float_to_int({value}, np.{_dtype(code)}, {mode or 'rzi'!r})", code)
+        g.assign(d, f"float_to_int({value}, np.{numpy_name(code)}, {mode or 'rzi'!r})", code)
         return
     flags = tuple(p for p in i.parts if p in ("relu", "satfinite", "sat", "ftz"))
     code = PTX_CODE[to]
@@ -43,10 +43,6 @@ def cvt(g: Gen, i: Instr) -> None:
         g.assign(d, value, "f4")
     else:
         g.assign(d, f"float_to_float({value}, {to!r}, {mode!r}, {flags!r})", "u" + code[1])
-
-
-def _dtype(code: str) -> str:
-    return {"u": "uint", "i": "int", "f": "float"}[code[0]] + str(8 * int(code[1]))
 
 
 def as_float(g: Gen, o, source: str, ftz: bool) -> str:
@@ -64,11 +60,11 @@ def integer(g: Gen, d, a, to: str, source: str, sat: bool) -> None:
     code, src = PTX_CODE[to], PTX_CODE[source]
     expr = g.src(a, src)
     if sat:
-        low, high = np.iinfo(_dtype(code)).min, np.iinfo(_dtype(code)).max
-        own = np.iinfo(_dtype(src))
+        low, high = np.iinfo(numpy_name(code)).min, np.iinfo(numpy_name(code)).max
+        own = np.iinfo(numpy_name(src))
         expr = f"np.clip({expr}, {g.constant(max(low, own.min), src)}, {g.constant(min(high, own.max), src)})"
     if isinstance(a, Imm) or src != code:
-        expr = f"{expr}.astype(np.{_dtype(code)})"
+        expr = f"{expr}.astype(np.{numpy_name(code)})"
     g.assign(d, expr, code)
 
 

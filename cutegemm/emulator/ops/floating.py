@@ -204,36 +204,16 @@ def rsqrt(g: Gen, i: Instr) -> None:
     _unary(g, i, "via_f64(lambda x: 1.0 / np.sqrt(x), {a})")
 
 
-@emits("ex2")
-def ex2(g: Gen, i: Instr) -> None:
-    _half_or_single(g, i, "np.exp2")
+_APPROXIMATE = {"ex2": "np.exp2", "lg2": "np.log2", "sin": "np.sin", "cos": "np.cos", "tanh": "np.tanh"}
 
 
-@emits("lg2")
-def lg2(g: Gen, i: Instr) -> None:
-    _half_or_single(g, i, "np.log2")
-
-
-@emits("sin")
-def sin(g: Gen, i: Instr) -> None:
-    _half_or_single(g, i, "np.sin")
-
-
-@emits("cos")
-def cos(g: Gen, i: Instr) -> None:
-    _half_or_single(g, i, "np.cos")
-
-
-@emits("tanh")
-def tanh(g: Gen, i: Instr) -> None:
-    _half_or_single(g, i, "np.tanh")
-
-
-def _half_or_single(g: Gen, i: Instr, function: str) -> None:
+@emits(*_APPROXIMATE)
+def approximate(g: Gen, i: Instr) -> None:
+    function = _APPROXIMATE[i.name]
     if i.parts[-1] in ("f16", "f16x2", "bf16", "bf16x2"):
         half.unary(g, i, function)
-        return
-    _unary(g, i, f"via_f64({function}, {{a}})")
+    else:
+        _unary(g, i, f"via_f64({function}, {{a}})")
 
 
 @runtime

@@ -6,7 +6,7 @@ import numpy as np
 
 from cutegemm.emulator.ops import floating, half
 from cutegemm.emulator.ptx import Instr
-from cutegemm.emulator.translate import PTX_CODE, Gen, emits, runtime
+from cutegemm.emulator.translate import PTX_CODE, Gen, emits, numpy_name, runtime
 
 WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
 
@@ -67,19 +67,15 @@ def with_carry(X, a, b, subtract, use, set_, mask):
         wave.carry = np.zeros((wave.C, wave.W, 32), bool)
     carry = wave.carry[X.at]
     a, b = np.broadcast_to(a, X.shape), np.broadcast_to(b, X.shape)
-    one = a.dtype.type(1)
     c = carry.astype(a.dtype) if use else a.dtype.type(0)
     if subtract:
         r = a - b
-        out = a < b
         r2 = r - c
-        out = out | (r2 > r)
+        out = (a < b) | (r2 > r)
     else:
         r = a + b
-        out = r < a
         r2 = r + c
-        out = out | (r2 < r)
-    del one
+        out = (r < a) | (r2 < r)
     if set_:
         np.copyto(carry, out, where=True if mask is None else mask)
     return r2
@@ -96,19 +92,15 @@ def _product(g: Gen, i: Instr, code: str, a, b) -> tuple[str, str]:
     """An expression for a * b in the mode of the instruction (lo, hi, wide), and its code."""
     if i.has("wide"):
         wide = WIDER[code]
-        return f"np.multiply({g.src(a, code)}, {g.src(b, code)}, dtype=np.{_np(wide)})", wide
+        return f"np.multiply({g.src(a, code)}, {g.src(b, code)}, dtype=np.{numpy_name(wide)})", wide
     if i.has("hi"):
         if code[1] == "8":
             return f"mul_hi64({g.src(a, code)}, {g.src(b, code)})", code
         bits = 8 * int(code[1])
         wide = WIDER[code]
-        t = f"np.multiply({g.src(a, code)}, {g.src(b, code)}, dtype=np.{_np(wide)})"
-        return f"({t} >> {g.constant(bits, wide)}).astype(np.{_np(code)})", code
+        t = f"np.multiply({g.src(a, code)}, {g.src(b, code)}, dtype=np.{numpy_name(wide)})"
+        return f"({t} >> {g.constant(bits, wide)}).astype(np.{numpy_name(code)})", code
     return f"np.multiply({g.src(a, code)}, {g.src(b, code)})", code
-
-
-def _np(code: str) -> str:
-    return {"u": "uint", "i": "int", "f": "float"}[code[0]] + str(8 * int(code[1]))
 
 
 @emits("mul")
@@ -132,7 +124,7 @@ def mad(g: Gen, i: Instr) -> None:
     d, a, b, c = i.operands
     if i.has("cc"):
         expr, out = _product(g, i, "u" + code[1] if i.has("lo") else code, a, b)
-        t = g.let(f"({expr}).view(np.{_np('u' + out[1])})")
+        t = g.let(f"({expr}).view(np.{numpy_name('u' + out[1])})")
         r = g.let(f"with_carry(X, {t}, {g.src(c, 'u' + out[1])}, False, False, True, {g.mask})")
         g.assign(d, r, "u" + out[1])
         return
@@ -148,7 +140,7 @@ def madc(g: Gen, i: Instr) -> None:
     code = PTX_CODE[type_of(i)]
     d, a, b, c = i.operands
     expr, out = _product(g, i, "u" + code[1] if i.has("lo") else code, a, b)
-    t = g.let(f"({expr}).view(np.{_np('u' + out[1])})")
+    t = g.let(f"({expr}).view(np.{numpy_name('u' + out[1])})")
     r = g.let(f"with_carry(X, {t}, {g.src(c, 'u' + out[1])}, False, True, {i.has('cc')}, {g.mask})")
     g.assign(d, r, "u" + out[1])
 
@@ -158,8 +150,8 @@ def mul24(g: Gen, i: Instr) -> None:
     code = PTX_CODE[type_of(i)]
     wide = WIDER[code]
     up, down = g.constant(40, wide), g.constant(16 if i.has("hi") else 0, wide)
-    a, b = (f"(({g.src(o, code)}.astype(np.{_np(wide)}) << {up}) >> {up})" for o in i.operands[1:3])
-    expr = f"(({a} * {b}) >> {down}).astype(np.{_np(code)})"
+    a, b = (f"(({g.src(o, code)}.astype(np.{numpy_name(wide)}) << {up}) >> {up})" for o in i.operands[1:3])
+    expr = f"(({a} * {b}) >> {down}).astype(np.{numpy_name(code)})"
     if i.name == "mad24":
         expr = f"({expr} + {g.src(i.operands[3], code)})"
     g.assign(i.operands[0], expr, code)
@@ -234,18 +226,11 @@ def min_max(g: Gen, i: Instr) -> None:
         g.ufunc(name, d, code, g.src(a, code), g.src(b, code))
 
 
-@emits("abs")
-def absolute(g: Gen, i: Instr) -> None:
+@emits("abs", "neg")
+def absolute_or_negative(g: Gen, i: Instr) -> None:
     code = _dispatch(g, i)
     if code is not None:
-        g.ufunc("absolute", i.operands[0], code, g.src(i.operands[1], code))
-
-
-@emits("neg")
-def negate(g: Gen, i: Instr) -> None:
-    code = _dispatch(g, i)
-    if code is not None:
-        g.ufunc("negative", i.operands[0], code, g.src(i.operands[1], code))
+        g.ufunc("absolute" if i.name == "abs" else "negative", i.operands[0], code, g.src(i.operands[1], code))
 
 
 @emits("sad")

@@ -17,7 +17,7 @@ from cutegemm.emulator.memory import (
     WINDOW_MASK,
 )
 from cutegemm.emulator.ptx import TYPE_BYTES, Addr, Imm, Instr, Symbol, Vec
-from cutegemm.emulator.translate import PTX_CODE, Gen, emits, runtime
+from cutegemm.emulator.translate import PTX_CODE, Gen, emits, numpy_name, runtime
 
 SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4, 32: 5}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -66,12 +66,8 @@ def ld(g: Gen, i: Instr) -> None:
     t = g.let(f"load_{space or 'generic'}(X, {g.me}, {a}, {g.mask}, {size}, {len(items)})")
     plain = f"u{code[1]}"
     for k, item in enumerate(items):
-        view = f"{t}[{k}]" if code == plain else f"{t}[{k}].view(np.{_np(code)})"
+        view = f"{t}[{k}]" if code == plain else f"{t}[{k}].view(np.{numpy_name(code)})"
         g.assign(item, view, code)
-
-
-def _np(code: str) -> str:
-    return {"u": "uint", "i": "int", "f": "float"}[code[0]] + str(8 * int(code[1]))
 
 
 def known_param(g: Gen, items, code: str, size: int, addr: Any) -> None:
@@ -124,14 +120,8 @@ def align_check(X, I, addr, size, lanes, what: str) -> None:
     wrong = addr & addr.dtype.type(size - 1)
     if wrong.any():
         n = int(np.argmax(wrong != 0))
-        fail(
-            X,
-            I,
-            MisalignedAccess,
-            lanes,
-            n,
-            f"{what} of {size} bytes at {int(addr[n]):#x}, which is no multiple of {size}",
-        )
+        why = f"{what} of {size} bytes at {int(addr[n]):#x}, which is no multiple of {size}"
+        fail(X, I, MisalignedAccess, lanes, n, why)
 
 
 def shared_bytes(X, I, addr, lanes, size: int, what: str) -> np.ndarray:
@@ -149,14 +139,8 @@ def shared_bytes(X, I, addr, lanes, size: int, what: str) -> np.ndarray:
         bad = rank >= wave.cluster_size
         if bad.any():
             n = int(np.argmax(bad))
-            fail(
-                X,
-                I,
-                OutOfBounds,
-                lanes,
-                n,
-                f"shared {what} at {int(addr[n]):#x}: CTA rank {int(rank[n])} in a cluster of {wave.cluster_size}",
-            )
+            why = f"shared {what} at {int(addr[n]):#x}: CTA rank {int(rank[n])} in a cluster of {wave.cluster_size}"
+            fail(X, I, OutOfBounds, lanes, n, why)
         ctas = wave.first[ctas] + rank
         if wave.any_gone and wave.gone[ctas].any():
             n = int(np.argmax(wave.gone[ctas]))
@@ -335,14 +319,8 @@ def load_param(X, I, addr, mask, size, count):
     bad = offset + size * count > len(env.param_array)
     if bad.any():
         n = int(np.argmax(bad))
-        fail(
-            X,
-            I,
-            OutOfBounds,
-            lanes,
-            n,
-            f"param read at {int(offset[n])}: the kernel has {len(env.param_array)} bytes of parameters",
-        )
+        why = f"param read at {int(offset[n])}: the kernel has {len(env.param_array)} bytes of parameters"
+        fail(X, I, OutOfBounds, lanes, n, why)
     raw = env.param_array[offset[:, None] + np.arange(size * count)]
     return _columns(X, lanes, np.ascontiguousarray(raw).view(UNSIGNED[size]), count)
 
@@ -366,16 +344,10 @@ def by_window(X, addr, mask):
 
 @runtime
 def load_generic(X, I, addr, mask, size, count):
-    load = {
-        "shared": load_shared,
-        "global": load_global,
-        "local": load_local,
-        "param": load_param,
-        "const": load_global,
-    }
+    load = {"shared": load_shared, "local": load_local, "param": load_param}
     out = None
     for space, a, m in by_window(X, addr, mask):
-        got = load[space](X, I, a, m, size, count)
+        got = load.get(space, load_global)(X, I, a, m, size, count)
         if out is None:
             out = got
         else:
@@ -438,7 +410,7 @@ def mapa(g: Gen, i: Instr) -> None:
     d, a, rank = i.operands
     code = "u8" if i.parts[-1] == "u64" else "u4"
     keep = g.constant(((1 << int(code[1]) * 8) - 1) & ~(0xFF << RANK_SHIFT), code)
-    moved = f"({g.src(rank, 'u4')}.astype(np.{_np(code)}) << {g.constant(RANK_SHIFT, code)})"
+    moved = f"({g.src(rank, 'u4')}.astype(np.{numpy_name(code)}) << {g.constant(RANK_SHIFT, code)})"
     g.assign(d, f"(({g.src(a, code)} & {keep}) | {moved})", code)
 
 

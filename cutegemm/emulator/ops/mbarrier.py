@@ -155,8 +155,7 @@ class Mbarriers:
         hb = self.hb
         if hb is None:
             return
-        keys, first = np.unique((warp * self.wave.C + cta) * MBARRIERS + slot, return_index=True)
-        del keys
+        first = np.unique((warp * self.wave.C + cta) * MBARRIERS + slot, return_index=True)[1]
         c, w = warp[first] // self.wave.W, warp[first] % self.wave.W
         know, fenced = hb.released(c, w)
         self.join(cta[first], slot[first], know, fenced)
@@ -176,20 +175,15 @@ class Mbarriers:
         hb = self.hb
         if hb is None or not len(warp):
             return
-        keys, first = np.unique((warp * self.wave.C + cta) * MBARRIERS + slot, return_index=True)
-        del keys
+        first = np.unique((warp * self.wave.C + cta) * MBARRIERS + slot, return_index=True)[1]
         warp, cta, slot = warp[first], cta[first], slot[first]
         if len(np.unique(warp)) == len(warp):
             hb.acquire(warp // self.wave.W, warp % self.wave.W, self.done_know[cta, slot], self.done_fenced[cta, slot])
         else:
             for k in range(len(warp)):
                 at = slice(k, k + 1)
-                hb.acquire(
-                    warp[at] // self.wave.W,
-                    warp[at] % self.wave.W,
-                    self.done_know[cta[at], slot[at]],
-                    self.done_fenced[cta[at], slot[at]],
-                )
+                c, w = warp[at] // self.wave.W, warp[at] % self.wave.W
+                hb.acquire(c, w, self.done_know[cta[at], slot[at]], self.done_fenced[cta[at], slot[at]])
 
     # -- waiting ----------------------------------------------------------------------------------------------
     def ready(self, cta, slot, parity) -> np.ndarray:
@@ -223,10 +217,6 @@ class Mbarriers:
         return ""
 
 
-def _parity_form(i: Instr) -> bool:
-    return "parity" in i.parts
-
-
 @emits("mbarrier")
 def mbarrier(g: Gen, i: Instr) -> None:
     g.program.env.uses.add("mbarrier")
@@ -247,10 +237,8 @@ def mbarrier(g: Gen, i: Instr) -> None:
             g.assign(dst, t, "u8")
     elif what in ("expect_tx", "complete_tx"):
         g.line(f"mbar_tx(X, {g.me}, {g.mask}, {g.address(ops[0], 'u4')}, {g.src(ops[1], 'u4')}, {what == 'expect_tx'})")
-    elif what == "pending_count":
-        raise g.unsupported("mbarrier.pending_count is not implemented")
     else:
-        raise g.unsupported()
+        raise g.unsupported(f"mbarrier.{what} is not implemented")
 
 
 def _who(X, I, lanes):
@@ -269,26 +257,12 @@ def mbar_init(X, I, mask, addr, count):
         return
     m: Mbarriers = X.wave.env.mbarriers
     cta, slot = m.locate(X, I, a, lanes, create=True)
-    if ((n == 0) | (n > TX_LIMIT)).any():
-        fail(
-            X,
-            I,
-            MbarrierMisuse,
-            lanes,
-            int(np.argmax((n == 0) | (n > TX_LIMIT))),
-            "an mbarrier count outside 1..2**20-1",
-        )
-    again = m.valid[cta, slot]
+    who, outside, again = _who(X, I, lanes), (n == 0) | (n > TX_LIMIT), m.valid[cta, slot]
+    if outside.any():
+        who(int(np.argmax(outside)), "an mbarrier count outside 1..2**20-1")
     if again.any():
         e = int(np.argmax(again))
-        fail(
-            X,
-            I,
-            MbarrierMisuse,
-            lanes,
-            e,
-            f"{m.name(int(cta[e]), int(slot[e]))} is initialized a second time without mbarrier.inval",
-        )
+        who(e, f"{m.name(int(cta[e]), int(slot[e]))} is initialized a second time without mbarrier.inval")
     m.valid[cta, slot] = True
     m.expected[cta, slot] = m.pending[cta, slot] = n
     m.tx[cta, slot] = 0
@@ -311,14 +285,7 @@ def mbar_inval(X, I, mask, addr):
     cta, slot = m.locate(X, I, a, lanes)
     waiting = [x for x in m.waiters if ((cta == x.cta) & (slot == x.slot)).any()]
     if waiting:
-        fail(
-            X,
-            I,
-            MbarrierMisuse,
-            lanes,
-            0,
-            f"{m.name(waiting[0].cta, waiting[0].slot)} is destroyed while warps wait for it",
-        )
+        _who(X, I, lanes)(0, f"{m.name(waiting[0].cta, waiting[0].slot)} is destroyed while warps wait for it")
     m.valid[cta, slot] = False
 
 
@@ -335,8 +302,7 @@ def mbar_arrive(X, I, mask, addr, count, tx, drop):
         state = phase.astype(np.uint64).reshape(X.shape)
     else:
         state.reshape(-1)[lanes] = phase
-    relaxed = "relaxed" in I.parts
-    if not relaxed:
+    if not I.has("relaxed"):
         m.release(X, _warp(X, lanes), cta, slot)
     if drop:
         np.subtract.at(m.expected, (cta, slot), n.astype(np.int64))
@@ -396,7 +362,7 @@ def wait(wave, X, I: Instr, mask, fall: int):
     pred, addr_op, want = I.operands[:3]
     base = X.u8[addr_op.base.index].astype(np.uint32) if addr_op.base.cls == "64" else X.u4[addr_op.base.index]
     addr = base + np.uint32(addr_op.offset & 0xFFFFFFFF)
-    if _parity_form(I):
+    if I.has("parity"):
         parity = X.u4[want.index] & np.uint32(1) if hasattr(want, "index") else np.uint32(want.value & 1)
     else:
         parity = (X.u8[want.index] & np.uint64(1)).astype(np.uint32)

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from cutegemm.emulator.errors import KernelTrap
+from cutegemm.emulator.ops.mbarrier import Mbarriers
 from cutegemm.emulator.ptx import Instr
 from cutegemm.emulator.translate import Gen, emits, runtime, synchronizes
+
+FENCES = (
+    "acq_rel", "sc", "acquire", "release", "mbarrier_init", "proxy", "cta", "cluster", "gpu", "sys",
+    "tensormap::generic", "alias", "async", "sync_restrict::shared::cta", "sync_restrict::shared::cluster",
+)  # fmt: skip
 
 
 @emits("membar", "nanosleep", "pmevent", "brkpt")
@@ -26,57 +32,27 @@ def griddepcontrol(wave, X, I: Instr, mask, fall: int):
 @emits("fence")
 def fence(g: Gen, i: Instr) -> None:
     if i.has("proxy") and i.has("async"):
-        g.line(f"fence_proxy_async(X, {g.mask})")
+        g.line(f"fence_async(X, {g.mask}, False)")
         return
     if i.has("proxy") and any(p.startswith("async::") for p in i.parts):
-        shared = any("shared" in p for p in i.parts)
-        if shared:
-            g.line(f"fence_proxy_async(X, {g.mask})")
+        if any("shared" in p for p in i.parts):
+            g.line(f"fence_async(X, {g.mask}, False)")
         return
     if i.has("mbarrier_init"):
-        g.line(f"fence_mbarrier_init(X, {g.mask})")
-    known = (
-        "acq_rel",
-        "sc",
-        "acquire",
-        "release",
-        "mbarrier_init",
-        "proxy",
-        "cta",
-        "cluster",
-        "gpu",
-        "sys",
-        "tensormap::generic",
-        "alias",
-        "async",
-        "sync_restrict::shared::cta",
-        "sync_restrict::shared::cluster",
-    )
+        g.line(f"fence_async(X, {g.mask}, True)")
     for p in i.parts[1:]:
-        if p not in known:
+        if p not in FENCES:
             raise g.unsupported(f"unknown qualifier .{p}")
 
 
 @runtime
-def fence_proxy_async(X, mask):
-    hb = X.wave.env.hb
-    if hb is not None:
-        hb.proxy_fence(X, mask)
-    _fence_mbarriers(X, mask)
-
-
-@runtime
-def fence_mbarrier_init(X, mask):
-    hb = X.wave.env.hb
-    if hb is not None:
-        hb.init_fence(X, mask)
-    _fence_mbarriers(X, mask)
-
-
-def _fence_mbarriers(X, mask) -> None:
-    mbarriers = X.wave.env._mbarriers
-    if mbarriers is not None:
-        mbarriers.fence(X, mask)
+def fence_async(X, mask, initializations):
+    """fence.mbarrier_init, or fence.proxy.async: what the asynchronous proxy sees from here on."""
+    env = X.wave.env
+    if env.hb is not None:
+        (env.hb.init_fence if initializations else env.hb.proxy_fence)(X, mask)
+    if Mbarriers in env.parts:
+        env.mbarriers.fence(X, mask)
 
 
 @emits("trap")

@@ -15,20 +15,20 @@ import numpy as np
 
 from cutegemm.emulator.errors import EmulationError, MbarrierMisuse, MisalignedAccess, MissingProxyFence
 from cutegemm.emulator.ops.bulk import (
-    RING,
+    Asker,
     box_window,
     check_map,
     chunk_table,
     coordinates,
-    issuer,
     read_box,
     reduced,
     shared_target,
     tensor_map_at,
     write_box,
 )
-from cutegemm.emulator.ops.loadstore import active, fail
-from cutegemm.emulator.ptx import Addr, Instr
+from cutegemm.emulator.ops.groups import warps_of
+from cutegemm.emulator.ops.loadstore import active
+from cutegemm.emulator.ptx import Instr
 from cutegemm.emulator.translate import Gen, emits, runtime
 
 REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -45,7 +45,7 @@ def bulk(g: Gen, i: Instr) -> None:
     part = i.parts[3]
     if part == "commit_group":
         uses.add("bulk")
-        g.line(f"bulk_commit(X, {g.me}, {g.mask})")
+        g.line(f"X.wave.env.tma.commit(X, {g.mask})")
         return
     if part == "wait_group":
         uses.add("bulk")
@@ -71,7 +71,7 @@ def bulk(g: Gen, i: Instr) -> None:
             coords = ", ".join(g.src(o, "i4") for o in src.coords)
             g.line(
                 f"tma_load(X, {g.me}, {g.mask}, {g.address(dst, 'u4')}, "
-                f"{_map(g, src)}, ({coords},), {g.address(bar, 'u4')}, {mcast})"
+                f"{g.address(src, 'u8')}, ({coords},), {g.address(bar, 'u4')}, {mcast})"
             )
         else:
             dst, src, size, bar = ops
@@ -106,15 +106,13 @@ def reduce(g: Gen, i: Instr) -> None:
     store(g, i, ops, "tensor" in i.parts, f"({op!r}, {t!r})")
 
 
-def _map(g: Gen, o: Addr) -> str:
-    return g.address(o, "u8")
-
-
 def store(g: Gen, i: Instr, ops, tensor: bool, reduction: str) -> None:
     if tensor:
         dst, src = ops
         coords = ", ".join(g.src(o, "i4") for o in dst.coords)
-        g.line(f"tma_store(X, {g.me}, {g.mask}, {_map(g, dst)}, ({coords},), {g.address(src, 'u4')}, {reduction})")
+        g.line(
+            f"tma_store(X, {g.me}, {g.mask}, {g.address(dst, 'u8')}, ({coords},), {g.address(src, 'u4')}, {reduction})"
+        )
     else:
         dst, src, size = ops
         g.line(
@@ -131,30 +129,16 @@ def tma_load(X, I, mask, dst, tmap, coords, bar, mcast):
     n = len(coords)
     actions: list[Callable[[], None]] = []
     for e in range(len(flat[0])):
-        c, w = issuer(X, lanes, e)
-        t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
+        by = Asker(X, I, lanes, e)
+        t = tensor_map_at(by, int(flat[1][e]))
         at = coordinates(flat[3 : 3 + n], e)
-        check_map(X, I, lanes, e, t, at)
-        align = 128 if not t.swizzle else max(128, t.swizzle)
-        ctas = _destinations(
-            X,
-            I,
-            lanes,
-            e,
-            c,
-            int(flat[0][e]),
-            int(flat[2][e]),
-            None if mcast is None else int(flat[-1][e]),
-            align,
-            t.box_bytes,
-        )
-
-        def fetch(t=t, at=at, e=e):
-            return read_box(X, I, t, at, lanes, e)
-
+        check_map(by, t, at)
+        to = None if mcast is None else int(flat[-1][e])
+        ctas = _destinations(by, int(flat[0][e]), int(flat[2][e]), to, max(128, t.swizzle), t.box_bytes)
+        fetch: Callable = functools.partial(read_box, by, t, at)
         if X.wave.env.in_front is not None and box_window(t, at)[1]:
-            fetch = _ordered(X, I, lanes, e, t.address, fetch)
-        actions.append(_land(X, I, lanes, e, c, w, ctas, t.box_bytes, t.swizzle, fetch))
+            fetch = _ordered(by, t.address, fetch)
+        actions.append(_land(by, ctas, t.box_bytes, t.swizzle, fetch))
     _issue(X, actions)
 
 
@@ -164,49 +148,38 @@ def bulk_load(X, I, mask, dst, src, size, bar, mcast):
     lanes, flat = active(X, mask, *arrays)
     actions: list[Callable[[], None]] = []
     for e in range(len(flat[0])):
-        c, w = issuer(X, lanes, e)
+        by = Asker(X, I, lanes, e)
         source, nbytes = int(flat[1][e]), int(flat[2][e])
-        _check_bulk(X, I, lanes, e, source, nbytes)
-        ctas = _destinations(
-            X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None if mcast is None else int(flat[-1][e]), 16, nbytes
-        )
-        fetch = functools.partial(_global_bytes, X, I, lanes, e, source, nbytes)
+        _check_bulk(by, source, nbytes)
+        to = None if mcast is None else int(flat[-1][e])
+        ctas = _destinations(by, int(flat[0][e]), int(flat[3][e]), to, 16, nbytes)
+        fetch: Callable = functools.partial(_global_bytes, by, source, nbytes)
         if X.wave.env.in_front is not None:
-            fetch = _ordered(X, I, lanes, e, source, fetch)
-        actions.append(_land(X, I, lanes, e, c, w, ctas, nbytes, 0, fetch))
+            fetch = _ordered(by, source, fetch)
+        actions.append(_land(by, ctas, nbytes, 0, fetch))
     _issue(X, actions)
 
 
-def _ordered(X, I, lanes, e, address: int, fetch):
+def _ordered(by: Asker, address: int, fetch):
     """`fetch` of a load behind the kernel in front. One that is asked for before the wait may read at once."""
-    in_front = X.wave.env.in_front
-    in_front.check_bulk(X, I, lanes, e, address, False)
-    if not in_front.is_early(X, lanes, e):
+    in_front = by.wave.env.in_front
+    in_front.check_bulk(by, address, False)
+    if not in_front.is_early(by):
         return fetch
     data = fetch()
     return lambda: data
 
 
-def _global_bytes(X, I, lanes, e, source: int, nbytes: int) -> np.ndarray:
-    try:
-        interval = X.wave.memory.check(source, nbytes, write=False)
-    except EmulationError as error:
-        fail(X, I, type(error), lanes, e, str(error))
-        raise
+def _global_bytes(by: Asker, source: int, nbytes: int) -> np.ndarray:
+    interval = by.memory(source, nbytes, write=False)
     at = source - interval.origin
     return interval.views[1][at : at + nbytes].copy()
 
 
-def _check_bulk(X, I, lanes, e, address: int, nbytes: int) -> None:
+def _check_bulk(by: Asker, address: int, nbytes: int) -> None:
     if address % 16 or nbytes % 16 or nbytes == 0:
-        fail(
-            X,
-            I,
-            MisalignedAccess,
-            lanes,
-            e,
-            f"a bulk copy of {nbytes} bytes at {address:#x}: address and size must be multiples of 16",
-        )
+        what = f"a bulk copy of {nbytes} bytes at {address:#x}"
+        by.fail(MisalignedAccess, f"{what}: address and size must be multiples of 16")
 
 
 @runtime
@@ -216,105 +189,84 @@ def bulk_remote(X, I, mask, dst, src, size, bar):
     actions: list[Callable[[], None]] = []
     wave = X.wave
     for e in range(len(flat[0])):
-        c, w = issuer(X, lanes, e)
+        by = Asker(X, I, lanes, e)
         nbytes = int(flat[2][e])
-        source_cta, source = shared_target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
-        ctas = _destinations(X, I, lanes, e, c, int(flat[0][e]), int(flat[3][e]), None, 16, nbytes)
+        source_cta, source = shared_target(by, int(flat[1][e]), 16, nbytes)
+        ctas = _destinations(by, int(flat[0][e]), int(flat[3][e]), None, 16, nbytes)
         hb = wave.env.hb
         if hb is not None:
             g = np.arange(source // hb.g, (source + nbytes) // hb.g)
-            hb.proxy_read(X, I, c, slice(w, w + 1), source_cta, g, "warp", e if lanes is None else int(lanes[e]))
+            hb.proxy_read(X, I, by.c, slice(by.w, by.w + 1), source_cta, g, "warp", by.lane)
         base = source_cta * wave.smem_row + source
-        actions.append(
-            _land(
-                X,
-                I,
-                lanes,
-                e,
-                c,
-                w,
-                ctas,
-                nbytes,
-                0,
-                lambda base=base, nbytes=nbytes: wave.smem[1][base : base + nbytes].copy(),
-            )
-        )
+        data = wave.smem[1][base : base + nbytes]
+        actions.append(_land(by, ctas, nbytes, 0, data.copy))
     _issue(X, actions)
 
 
-def _destinations(
-    X, I, lanes, e, c: int, dst: int, bar: int, mcast, align: int, nbytes: int
-) -> list[tuple[int, int, int]]:
+def _destinations(by: Asker, dst: int, bar: int, mcast, align: int, nbytes: int) -> list[tuple[int, int, int]]:
     """(CTA position, byte offset, mbarrier slot) of every destination."""
-    wave = X.wave
+    wave = by.wave
     m = wave.env.mbarriers
-    cta, offset = shared_target(X, I, lanes, e, dst, c, align, nbytes)
-    bar_cta, bar_offset = shared_target(X, I, lanes, e, bar, c, 8, 8)
+    cta, offset = shared_target(by, dst, align, nbytes)
+    bar_cta, bar_offset = shared_target(by, bar, 8, 8)
     slot = int(m.slot_of[bar_offset >> 3])
     if mcast is None:
         pairs = [(cta, bar_cta)]
     else:
         if mcast == 0 or mcast >> wave.cluster_size:
-            fail(X, I, EmulationError, lanes, e, f"multicast mask {mcast:#x} in a cluster of {wave.cluster_size} CTAs")
-        first = int(wave.first[c])
+            by.fail(EmulationError, f"multicast mask {mcast:#x} in a cluster of {wave.cluster_size} CTAs")
+        first = int(wave.first[by.c])
         pairs = [(first + r, first + r) for r in range(wave.cluster_size) if mcast >> r & 1]
     out = []
     for to, barrier_cta in pairs:
         if slot < 0 or not m.valid[barrier_cta, slot]:
-            fail(
-                X,
-                I,
-                MbarrierMisuse,
-                lanes,
-                e,
-                f"a bulk copy on an mbarrier at {bar:#x} that is not "
-                f"initialized in CTA {wave.env.cta_name(wave, barrier_cta)}",
-            )
+            cta_name = wave.env.cta_name(wave, barrier_cta)
+            by.fail(MbarrierMisuse, f"a bulk copy on an mbarrier at {bar:#x} that is not initialized in CTA {cta_name}")
         if wave.env.hb is not None and not m.fenced_for_tma[barrier_cta, slot]:
-            fail(X, I, MissingProxyFence, lanes, e, f"{m.name(barrier_cta, slot)} counts a bulk copy, but no "
-                 "fence.mbarrier_init or fence.proxy.async stands behind its initialization")  # fmt: skip
-        if to != barrier_cta:
-            fail(
-                X,
-                I,
-                MbarrierMisuse,
-                lanes,
-                e,
-                "the mbarrier of a bulk copy must lie in the shared memory of the copy's destination",
+            by.fail(
+                MissingProxyFence,
+                f"{m.name(barrier_cta, slot)} counts a bulk copy, but no fence.mbarrier_init or fence.proxy.async "
+                "stands behind its initialization",
             )
+        if to != barrier_cta:
+            why = "the mbarrier of a bulk copy must lie in the shared memory of the copy's destination"
+            by.fail(MbarrierMisuse, why)
         out.append((to, offset, slot))
     return out
 
 
-def _land(X, I, lanes, e, c, w, ctas, nbytes, swizzle, fetch) -> Callable[[], None]:
+def _land(by: Asker, ctas, nbytes: int, swizzle: int, fetch) -> Callable[[], None]:
     """Record a load in the happens-before clocks now; return what writes its bytes and completes it."""
-    wave = X.wave
+    wave = by.wave
     hb = wave.env.hb
     table = chunk_table(ctas[0][1], nbytes, swizzle)
     if hb is not None:
         for cta, _, slot in ctas:
-            per = 16 // hb.g
-            g = table if per == 1 else (table[:, None] * per + np.arange(per)).reshape(-1)
-            hb.proxy_write(X, I, c, w, cta, g, slot)
+            hb.proxy_write(by.X, by.I, by.c, by.w, cta, _granules(hb, table), slot)
     started = wave.now
     wave.now += 1
     if wave.env.profile is not None:
-        wave.env.profile.bulk(I, "load", nbytes * len(ctas))
+        wave.env.profile.bulk(by.I, "load", nbytes * len(ctas))
 
     def complete() -> None:
         data = fetch().view(np.complex128)
         m = wave.env.mbarriers
+        zero: np.ndarray = np.zeros(1, np.int64)
         for cta, _, slot in ctas:
             wave.smem[16][table + cta * (wave.smem_row >> 4)] = data
             if hb is not None:
                 agent = wave.rank[cta] * hb.A + hb.offset["mbarrier"] + slot
                 m.know[cta, slot, agent] = max(m.know[cta, slot, agent], started)
-            who = lambda _, message: fail(X, I, MbarrierMisuse, lanes, e, message)  # noqa: E731
-            m.apply(
-                np.array([cta]), np.array([slot]), np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([nbytes]), who
-            )
+            who = lambda _, message: by.fail(MbarrierMisuse, message)  # noqa: E731
+            m.apply(np.array([cta]), np.array([slot]), zero, zero, np.array([nbytes]), who)
 
     return complete
+
+
+def _granules(hb, table: np.ndarray) -> np.ndarray:
+    """The units in which accesses are tracked of a table of 16-byte chunks."""
+    per = 16 // hb.g
+    return table if per == 1 else (table[:, None] * per + np.arange(per)).reshape(-1)
 
 
 def _issue(X, actions) -> None:
@@ -330,17 +282,15 @@ def _issue(X, actions) -> None:
 
 
 # -- stores ----------------------------------------------------------------------------------------------------
-def _store(X, I, lanes, e: int, c: int, w: int, cta: int, table: np.ndarray, nbytes: int, write) -> None:
+def _store(by: Asker, cta: int, table: np.ndarray, nbytes: int, write) -> None:
     """Read shared memory (now, or with a seed when the group is waited for) and hand the bytes to ``write``."""
-    wave = X.wave
+    wave = by.wave
     env = wave.env
     hb = env.hb
     if hb is not None:
-        per = 16 // hb.g
-        g = table if per == 1 else (table[:, None] * per + np.arange(per)).reshape(-1)
-        hb.proxy_read(X, I, c, slice(w, w + 1), cta, g, "bulk", e if lanes is None else int(lanes[e]))
+        hb.proxy_read(by.X, by.I, by.c, slice(by.w, by.w + 1), cta, _granules(hb, table), "bulk", by.lane)
     if env.profile is not None:
-        env.profile.bulk(I, "store", nbytes)
+        env.profile.bulk(by.I, "store", nbytes)
 
     def action() -> None:
         write(wave.smem[16][table + cta * (wave.smem_row >> 4)].view(np.uint8))
@@ -349,7 +299,7 @@ def _store(X, I, lanes, e: int, c: int, w: int, cta: int, table: np.ndarray, nby
     if env.rng is None:
         action()
     else:
-        env.tma.stores.append((c, w, int(env.tma.committed[c, w]), action, I))
+        env.tma.stores.append((by.c, by.w, int(env.tma.committed[by.c, by.w]), action, by.I))
 
 
 def _distinct(X, lanes, flat, reduction):
@@ -368,78 +318,44 @@ def _distinct(X, lanes, flat, reduction):
 def tma_store(X, I, mask, tmap, coords, src, reduction):
     lanes, flat = active(X, mask, src, tmap, *coords)
     for e in _distinct(X, lanes, flat, reduction):
-        c, w = issuer(X, lanes, e)
-        t = tensor_map_at(X, I, lanes, e, int(flat[1][e]))
+        by = Asker(X, I, lanes, e)
+        t = tensor_map_at(by, int(flat[1][e]))
         at = coordinates(flat[2:], e)
-        check_map(X, I, lanes, e, t, at)
+        check_map(by, t, at)
         if X.wave.env.in_front is not None:
-            X.wave.env.in_front.check_bulk(X, I, lanes, e, t.address, True)
-        cta, offset = shared_target(X, I, lanes, e, int(flat[0][e]), c, 128, t.box_bytes)
+            X.wave.env.in_front.check_bulk(by, t.address, True)
+        cta, offset = shared_target(by, int(flat[0][e]), 128, t.box_bytes)
         table = chunk_table(offset, t.box_bytes, t.swizzle)
-        _store(
-            X,
-            I,
-            lanes,
-            e,
-            c,
-            w,
-            cta,
-            table,
-            t.box_bytes,
-            functools.partial(write_box, X, I, t, at, reduction, lanes, e),
-        )
+        _store(by, cta, table, t.box_bytes, functools.partial(write_box, by, t, at, reduction))
 
 
 @runtime
 def bulk_store(X, I, mask, dst, src, size, reduction):
     lanes, flat = active(X, mask, dst, src, size)
     for e in _distinct(X, lanes, flat, reduction):
-        c, w = issuer(X, lanes, e)
+        by = Asker(X, I, lanes, e)
         target, nbytes = int(flat[0][e]), int(flat[2][e])
-        _check_bulk(X, I, lanes, e, target, nbytes)
+        _check_bulk(by, target, nbytes)
         if X.wave.env.in_front is not None:
-            X.wave.env.in_front.check_bulk(X, I, lanes, e, target, True)
-        cta, offset = shared_target(X, I, lanes, e, int(flat[1][e]), c, 16, nbytes)
+            X.wave.env.in_front.check_bulk(by, target, True)
+        cta, offset = shared_target(by, int(flat[1][e]), 16, nbytes)
 
-        def write(data, target=target, nbytes=nbytes, e=e):
-            try:
-                interval = X.wave.memory.check(target, nbytes, write=True)
-            except EmulationError as error:
-                fail(X, I, type(error), lanes, e, str(error))
-                raise
+        def write(data, by=by, target=target, nbytes=nbytes):
+            interval = by.memory(target, nbytes, write=True)
             view = interval.views[1][target - interval.origin :][:nbytes]
             view[:] = data if reduction is None else reduced(view.copy(), data.copy(), *reduction)
 
-        _store(X, I, lanes, e, c, w, cta, chunk_table(offset, nbytes, 0), nbytes, write)
-
-
-@runtime
-def bulk_commit(X, I, mask):
-    tma = X.wave.env.tma
-    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
-    c, w = np.nonzero(on)
-    c, w = c + X.c0, w + X.w0
-    tma.time[c, w, tma.committed[c, w] % RING] = X.wave.now
-    tma.committed[c, w] += 1
-    X.wave.now += 1
-    X.wave.env.progressed = True
+        _store(by, cta, chunk_table(offset, nbytes, 0), nbytes, write)
 
 
 @runtime
 def bulk_wait(X, I, mask, allowed):
     """wait_group and wait_group.read: the stores of all but the last ``allowed`` groups are done."""
-    wave = X.wave
-    tma = wave.env.tma
-    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
-    c, w = np.nonzero(on)
-    c, w = c + X.c0, w + X.w0
+    tma = X.wave.env.tma
+    c, w = warps_of(X, mask)
     upto = tma.committed[c, w] - allowed
     if tma.stores:
         for k in range(len(c)):
             if upto[k] > 0:
                 tma.wait_stores(int(c[k]), int(w[k]), int(upto[k]))
-    hb = wave.env.hb
-    if hb is not None:
-        time = np.where(upto > 0, tma.time[c, w, np.maximum(upto - 1, 0) % RING], 0)
-        hb.async_done("bulk", c, w, time.astype(np.int32))
-    wave.env.progressed = True
+    tma.over("bulk", c, w, upto)

@@ -52,8 +52,12 @@ def shuffle(X, a, b, c, mode, mask):
     return np.take_along_axis(a, j, 2), ok
 
 
-def _active(X, mask) -> np.ndarray:
-    return X.wave.live[X.at] if mask is None else np.broadcast_to(mask, X.shape)
+def _active(X, mask, members=None) -> np.ndarray:
+    """The lanes that execute an instruction, of those that it names."""
+    on = X.wave.live[X.at] if mask is None else np.broadcast_to(mask, X.shape)
+    if members is None:
+        return on
+    return on & ((np.broadcast_to(members, X.shape) >> np.arange(32, dtype=U4)) & U4(1)).astype(bool)
 
 
 _BIT = (U4(1) << np.arange(32, dtype=U4)).astype(U4)
@@ -75,7 +79,7 @@ def vote(g: Gen, i: Instr) -> None:
 
 @runtime
 def vote_of(X, p, members, mode, mask):
-    on = _active(X, mask) & (((np.broadcast_to(members, X.shape)) >> np.arange(32, dtype=U4)) & U4(1)).astype(bool)
+    on = _active(X, mask, members)
     p = np.broadcast_to(p, X.shape)
     if mode == "ballot":
         return np.broadcast_to(ballot(p & on), X.shape)
@@ -106,7 +110,7 @@ def elect(g: Gen, i: Instr) -> None:
 
 @runtime
 def leader(X, members, mask):
-    on = _active(X, mask) & ((np.broadcast_to(members, X.shape) >> np.arange(32, dtype=U4)) & U4(1)).astype(bool)
+    on = _active(X, mask, members)
     first = on.argmax(-1)[..., None]
     return np.broadcast_to(first, X.shape), (np.arange(32) == first) & on
 
@@ -125,7 +129,7 @@ def match(g: Gen, i: Instr) -> None:
 @runtime
 def matching(X, a, members, every, mask):
     a = np.broadcast_to(a, X.shape)
-    on = _active(X, mask) & ((np.broadcast_to(members, X.shape) >> np.arange(32, dtype=U4)) & U4(1)).astype(bool)
+    on = _active(X, mask, members)
     same = (a[..., :, None] == a[..., None, :]) & on[..., None, :]
     masks = (same * _BIT).sum(-1, dtype=np.uint32)
     if not every:
@@ -148,7 +152,7 @@ def redux(g: Gen, i: Instr) -> None:
 @runtime
 def reduce_warp(X, a, members, op, mask):
     a = np.broadcast_to(a, X.shape)
-    on = _active(X, mask) & ((np.broadcast_to(members, X.shape) >> np.arange(32, dtype=U4)) & U4(1)).astype(bool)
+    on = _active(X, mask, members)
     info = np.iinfo(a.dtype)
     ufunc, neutral = {
         "add": (np.add, 0), "min": (np.minimum, info.max), "max": (np.maximum, info.min), "or": (np.bitwise_or, 0),

@@ -17,7 +17,7 @@ import numpy as np
 
 from cutegemm.emulator import tensor_cores
 from cutegemm.emulator.errors import AccumulatorInFlight, EmulationError
-from cutegemm.emulator.ops.bulk import RING
+from cutegemm.emulator.ops.groups import Groups, warps_of
 from cutegemm.emulator.ops.mma import PER_WORD, fragment_a
 from cutegemm.emulator.ops.wgmma_operands import (
     Accumulators,
@@ -101,13 +101,11 @@ def prepare(translation: Any, kernel: Kernel) -> None:
 
 
 # -- state -----------------------------------------------------------------------------------------------------
-class Warpgroups:
+class Warpgroups(Groups):
     def __init__(self, wave: Any) -> None:
+        super().__init__(wave)
         C, W = wave.C, wave.W
-        self.wave = wave
-        self.committed = np.zeros((C, W), np.int64)
         self.retired = np.zeros((C, W), np.int64)
-        self.time = np.zeros((C, W, RING), np.int64)
         self.pending: list[Operation] = []
         self.needs_fence = np.ones((C, W), bool)
         self.busy: dict[int, np.ndarray] = {}  # accumulator set -> group + 1 of its last operation, per warp
@@ -221,7 +219,7 @@ def _whole_sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.
 def touch_accumulators(X, I, acc, reading, mask):
     """An ordinary instruction is about to use accumulators: they must not be in flight; bring them into registers."""
     env = X.wave.env
-    g = env._wgmma
+    g = env.parts.get(Warpgroups)
     if g is None:
         return
     on = None if mask is None else mask.any(-1)
@@ -261,7 +259,7 @@ def wgmma(g: Gen, i: Instr) -> None:
     if what == "fence":
         g.line(f"wgmma_fence(X, {g.mask})")
     elif what == "commit_group":
-        g.line(f"wgmma_commit(X, {g.mask})")
+        g.line(f"X.wave.env.wgmma.commit(X, {g.mask})")
     elif what == "wait_group":
         g.line(f"wgmma_wait(X, {g.mask}, {i.operands[0].value})")
     elif what == "mma_async" and "sp" not in i.parts:
@@ -366,32 +364,14 @@ def wgmma_issue(X, I, mask, acc, spec, a, a_acc, b, scale_d):
 
 
 @runtime
-def wgmma_commit(X, mask):
-    g: Warpgroups = X.wave.env.wgmma
-    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
-    c, w = np.nonzero(on)
-    c, w = c + X.c0, w + X.w0
-    g.time[c, w, g.committed[c, w] % RING] = X.wave.now
-    g.committed[c, w] += 1
-    X.wave.now += 1
-    X.wave.env.progressed = True
-
-
-@runtime
 def wgmma_wait(X, mask, allowed):
     wave = X.wave
     g: Warpgroups = wave.env.wgmma
-    on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
-    c, w = np.nonzero(on)
-    c, w = c + X.c0, w + X.w0
+    c, w = warps_of(X, mask)
     upto = np.maximum(g.committed[c, w] - allowed, 0)
     limit = np.zeros((wave.C, wave.W), np.int64)
     limit[c, w] = upto
     if g.pending:
         g.execute(lambda op: op.group < limit[op.c, op.w])
     g.retired[c, w] = np.maximum(g.retired[c, w], upto)
-    hb = wave.env.hb
-    if hb is not None:
-        time = np.where(upto > 0, g.time[c, w, np.maximum(upto - 1, 0) % RING], 0)
-        hb.async_done("wgmma", c, w, time.astype(np.int32))
-    wave.env.progressed = True
+    g.over("wgmma", c, w, upto)

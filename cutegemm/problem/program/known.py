@@ -36,7 +36,7 @@ _BUILTINS = {
     )
 }  # fmt: skip
 """The builtins that give the same for the same arguments."""
-_MODULES = ("math", "cutegemm.ops")
+_MODULES = ("math", "cutegemm.ops", "cutegemm.ops.elements", "cutegemm.ops.places", "cutegemm.ops.ready")
 """Modules whose attributes do not change. Of torch dtypes are taken, of cutegemm its module ops."""
 
 

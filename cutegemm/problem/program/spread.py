@@ -37,7 +37,7 @@ def spread(
     known = groups.clamp(max=count - 1)
     inputs, given = [], []
     for own, value in zip(program.inputs, operands, strict=True):
-        if own.by_value or not own.batched:
+        if own.by_value or own.scales or not own.batched:
             inputs.append(own)
             given.append(value)
             continue

@@ -21,6 +21,12 @@ class Terms(NamedTuple):
     activation: str | None
 
 
+def is_product(program: Program) -> bool:
+    """Whether the only result is the accumulators as they are."""
+    plain = not program.inputs and program.gating is None and len(program.outputs) == 1
+    return plain and program.outputs[0].reduce is None and program.nodes[program.outputs[0].node].op == "acc"
+
+
 def terms_of(program: Program, activations: tuple[str, ...]) -> Terms | None:
     """The terms of a program that has one result and is made of these, added up in this order; None for any other.
 

@@ -81,6 +81,14 @@ class Trace:
         return Value(self, self.builder.const(value))
 
 
+_Method = Callable[["Value", Any], "Value"]
+
+
+def _operator(make: Callable[[Any, Any], Value]) -> tuple[_Method, _Method]:
+    """The methods of an operator: with a value on the left, and on the right."""
+    return make, lambda self, other: make(other, self)
+
+
 class Value:
     """A symbolic number or condition: what the parameters of an epilogue are while it is traced.
 
@@ -104,43 +112,23 @@ class Value:
     def __repr__(self) -> str:
         return f"<{TYPE_NAMES[self.type]} value of an epilogue>"
 
-    # Arithmetic.
+    __add__, __radd__ = _operator(lambda x, y: arithmetic("add", x, y))
+    __sub__, __rsub__ = _operator(lambda x, y: arithmetic("sub", x, y))
+    __mul__, __rmul__ = _operator(lambda x, y: arithmetic("mul", x, y))
+    __truediv__, __rtruediv__ = _operator(lambda x, y: function("div", x, y))
+    __floordiv__, __rfloordiv__ = _operator(lambda x, y: integer("ifloordiv", "//", x, y))
+    __mod__, __rmod__ = _operator(lambda x, y: integer("imod", "%", x, y))
+    __and__, __rand__ = _operator(lambda x, y: condition("and", "&", x, y))
+    __or__, __ror__ = _operator(lambda x, y: condition("or", "|", x, y))
 
-    def __add__(self, other: Any) -> Value:
-        return arithmetic("add", self, other)
+    __lt__ = _operator(lambda x, y: arithmetic("lt", x, y))[0]
+    __le__ = _operator(lambda x, y: arithmetic("le", x, y))[0]
+    __gt__ = _operator(lambda x, y: arithmetic("gt", x, y))[0]
+    __ge__ = _operator(lambda x, y: arithmetic("ge", x, y))[0]
+    __eq__ = _operator(lambda x, y: arithmetic("eq", x, y))[0]  # type: ignore[assignment]
+    __ne__ = _operator(lambda x, y: arithmetic("ne", x, y))[0]  # type: ignore[assignment]
 
-    def __radd__(self, other: Any) -> Value:
-        return arithmetic("add", other, self)
-
-    def __sub__(self, other: Any) -> Value:
-        return arithmetic("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return arithmetic("sub", other, self)
-
-    def __mul__(self, other: Any) -> Value:
-        return arithmetic("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return arithmetic("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Value:
-        return function("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return function("div", other, self)
-
-    def __floordiv__(self, other: Any) -> Value:
-        return integer("ifloordiv", "//", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Value:
-        return integer("ifloordiv", "//", other, self)
-
-    def __mod__(self, other: Any) -> Value:
-        return integer("imod", "%", self, other)
-
-    def __rmod__(self, other: Any) -> Value:
-        return integer("imod", "%", other, self)
+    __hash__ = None  # type: ignore[assignment]
 
     def __pow__(self, exponent: Any) -> Value:
         return power(self, exponent)
@@ -156,40 +144,6 @@ class Value:
 
     def __abs__(self) -> Value:
         return function("abs", self)
-
-    # Comparisons and conditions.
-
-    def __lt__(self, other: Any) -> Value:
-        return arithmetic("lt", self, other)
-
-    def __le__(self, other: Any) -> Value:
-        return arithmetic("le", self, other)
-
-    def __gt__(self, other: Any) -> Value:
-        return arithmetic("gt", self, other)
-
-    def __ge__(self, other: Any) -> Value:
-        return arithmetic("ge", self, other)
-
-    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
-        return arithmetic("eq", self, other)
-
-    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
-        return arithmetic("ne", self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __and__(self, other: Any) -> Value:
-        return condition("and", "&", self, other)
-
-    def __rand__(self, other: Any) -> Value:
-        return condition("and", "&", other, self)
-
-    def __or__(self, other: Any) -> Value:
-        return condition("or", "|", self, other)
-
-    def __ror__(self, other: Any) -> Value:
-        return condition("or", "|", other, self)
 
     def __invert__(self) -> Value:
         return condition("not", "~", self)

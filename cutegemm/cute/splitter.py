@@ -7,9 +7,10 @@
 
 Reads and writes are whole sectors either way. All four loads of a thread are under way before the first is used. How a
 number is split, and why, is told in `problem.parts`: part i is what the parts before it leave of x, rounded to nearest
-even. These differences are exact. The first part of a number that would round to infinity is the largest finite one.
-An infinity is 1 of its sign and, in the last part, itself: that part meets the first part of the other operand alone
-(but in bf16x9), which is 0 only where the number is, and has its sign. So products are what they are in IEEE 754.
+(even; for mma.sync, whose GPUs may be older, ties of tf32 away from zero). These differences are exact. The first part
+of a number that would round to infinity is the largest finite one. An infinity is 1 of its sign and, in the last part,
+itself: that part meets the first part of the other operand alone (but in bf16x9), which is 0 only where the number is,
+and has its sign. So products are what they are in IEEE 754.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def matrices(batch: Int32, batch_stride: Int64):
 class Splitter:
     """See the module docstring."""
 
-    def __init__(self, signature: Signature, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, signature: Signature, parts: Parts, rounding: str = "rn") -> None:
+        """`rounding` to tf32: "rn", which needs compute capability 9.0, or "rna" (ties away from zero)."""
+        self.parts, self.rounding = parts, rounding
         self.element = types.NUMERIC[parts.element]
         self.a = signature.a_major == "k", signature.align_a
         self.b = signature.b_major == "k", signature.align_b
@@ -139,7 +141,7 @@ class Splitter:
 
     def _parts(self, first, second) -> list[tuple]:
         """The parts of two neighbours, each as 32-bit words."""
-        return _bf16_parts(first, second) if self.element is BFloat16 else _tf32_parts(first, second)
+        return _bf16_parts(first, second) if self.element is BFloat16 else _tf32_parts(first, second, self.rounding)
 
 
 def _load(place, left, beside, width: int) -> list:
@@ -189,14 +191,14 @@ def _bf16_parts(first, second) -> list[tuple]:
     return [(word,) for word in words]
 
 
-def _tf32_parts(first, second) -> list[tuple]:
+def _tf32_parts(first, second, rounding: str) -> list[tuple]:
     """Two words for each part: a tf32 number takes 32 bits."""
     steps = []
     for n, name in enumerate("xy"):
         steps += [
             _first(name, f"{{$r{n}}}", _LARGEST_TF32),
-            f"cvt.rn.tf32.f32 {{$w{n}}}, {name}; mov.b32 {name}, {{$w{n}}};",
-            f"sub.rn.f32 {name}, {{$r{n}}}, {name}; cvt.rn.tf32.f32 {{$w{n + 2}}}, {name};",
+            f"cvt.{rounding}.tf32.f32 {{$w{n}}}, {name}; mov.b32 {name}, {{$w{n}}};",
+            f"sub.rn.f32 {name}, {{$r{n}}}, {name}; cvt.{rounding}.tf32.f32 {{$w{n + 2}}}, {name};",
         ]
     words = cute.arch.inline_ptx(
         f"{{ .reg .b32 one; .reg .f32 x, y, size; .reg .pred infinite; {' '.join(steps)} }}",

@@ -2,7 +2,7 @@
 
 Before the products, a kernel of its own splits both operands (`splitter`) into the launch's workspace, behind what sums
 over K need of it. Each part is a K-major matrix with rows of whole 16 bytes, whatever the operand's major and
-alignment, so that TMA loads parts as it loads other operands:
+alignment, so that TMA and cp.async load parts as they load other operands:
 
     | state words | partial sums | parts of A: part 0 of all matrices, part 1, ... | parts of B |
 

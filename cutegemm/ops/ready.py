@@ -1,0 +1,150 @@
+"""Ready programs: gating, dropout, the masks and embeddings of attention, scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutegemm.ops.elements import Operand, abs, gelu, gelu_tanh, relu, silu, where
+from cutegemm.ops.places import column, halves, pairs, partner, random, row
+from cutegemm.problem.program import value
+
+__all__ = [
+    "alibi", "causal", "dropout", "geglu", "geglu_pairs", "geglu_tanh", "geglu_tanh_pairs", "reglu", "reglu_pairs",
+    "rope", "scaled", "swiglu", "swiglu_pairs",
+]  # fmt: skip
+
+
+def swiglu(acc: Operand) -> Any:
+    """silu(gate) * up with (gate, up) = halves(acc): (M, 2F) of accumulators to (M, F).
+
+    Example, the first projection of a Llama MLP, whose weight is [gate; up]:
+        h = cutegemm.gemm(x, w_gate_up, epilogue=ops.swiglu)
+    """
+    gate, up = halves(acc)
+    return silu(gate) * up
+
+
+def geglu(acc: Operand) -> Any:
+    """gelu(gate) * up with (gate, up) = halves(acc): (M, 2F) of accumulators to (M, F).
+
+    Example:
+        h = cutegemm.gemm(x, w_gate_up, epilogue=ops.geglu)
+    """
+    gate, up = halves(acc)
+    return gelu(gate) * up
+
+
+def geglu_tanh(acc: Operand) -> Any:
+    """gelu_tanh(gate) * up with (gate, up) = halves(acc), as Gemma has it: (M, 2F) of accumulators to (M, F).
+
+    Example:
+        h = cutegemm.gemm(x, w_gate_up, epilogue=ops.geglu_tanh)
+    """
+    gate, up = halves(acc)
+    return gelu_tanh(gate) * up
+
+
+def reglu(acc: Operand) -> Any:
+    """relu(gate) * up with (gate, up) = halves(acc): (M, 2F) of accumulators to (M, F).
+
+    >>> reglu(torch.tensor([[1.0, -1.0, 5.0, 5.0]]))
+    tensor([[5., 0.]])
+    """
+    gate, up = halves(acc)
+    return relu(gate) * up
+
+
+def swiglu_pairs(acc: Operand) -> Any:
+    """`swiglu` of (gate, up) = pairs(acc), for a weight that interleaves the two: (M, 2F) to (M, F).
+
+    Example:
+        h = cutegemm.gemm(x, w_interleaved, epilogue=ops.swiglu_pairs)
+    """
+    gate, up = pairs(acc)
+    return silu(gate) * up
+
+
+def geglu_pairs(acc: Operand) -> Any:
+    """`geglu` of (gate, up) = pairs(acc), for a weight that interleaves the two: (M, 2F) to (M, F).
+
+    Example:
+        h = cutegemm.gemm(x, w_interleaved, epilogue=ops.geglu_pairs)
+    """
+    gate, up = pairs(acc)
+    return gelu(gate) * up
+
+
+def geglu_tanh_pairs(acc: Operand) -> Any:
+    """`geglu_tanh` of (gate, up) = pairs(acc), for a weight that interleaves the two: (M, 2F) to (M, F).
+
+    Example:
+        h = cutegemm.gemm(x, w_interleaved, epilogue=ops.geglu_tanh_pairs)
+    """
+    gate, up = pairs(acc)
+    return gelu_tanh(gate) * up
+
+
+def reglu_pairs(acc: Operand) -> Any:
+    """`reglu` of (gate, up) = pairs(acc), for a weight that interleaves the two: (M, 2F) to (M, F).
+
+    >>> reglu_pairs(torch.tensor([[1.0, 5.0, -1.0, 5.0]]))
+    tensor([[5., 0.]])
+    """
+    gate, up = pairs(acc)
+    return relu(gate) * up
+
+
+def dropout(x: Operand, p: Operand, seed: Operand) -> Any:
+    """x / (1 - p) with probability 1 - p, else 0, elementwise: inverted dropout by `random(seed)`.
+
+    p: a number in [0, 1), or a value. seed: a Python int, or an int32 operand that changes without a new kernel.
+
+    Example (operands=(residual, step)):
+        lambda acc, residual, seed: ops.dropout(acc, 0.1, seed) + residual
+    """
+    if isinstance(p, (int, float)) and not 0 <= p < 1:
+        value.fail(f"dropout: p is {p}, accepted are 0 <= p < 1")
+    return where(random(seed) >= p, x * (1.0 / (1.0 - p)), 0.0)
+
+
+def causal(x: Operand, fill: Operand = float("-inf"), offset: Operand = 0) -> Any:
+    """x where column <= row + offset, else `fill`, elementwise: the causal mask of attention scores, (M, N).
+
+    offset: a Python int or an int32 operand, such as the length of a cache of earlier keys.
+
+    Example:
+        scores = cutegemm.gemm(q, k.mT, epilogue=lambda acc: ops.causal(acc * 0.125))
+    """
+    return where(column() <= row() + offset, x, fill)
+
+
+def alibi(x: Operand, slope: Operand) -> Any:
+    """x - slope |row - column|, elementwise: attention with linear biases (Press, Smith, Lewis, 2022).
+
+    slope: a number, or an operand with one for each matrix (head), of shape (L, 1, 1).
+
+    Example (operands=(slopes,)):
+        lambda acc, slopes: ops.causal(ops.alibi(acc * 0.125, slopes))
+    """
+    return x - slope * abs(row() - column())
+
+
+def rope(x: Operand, cos: Operand, sin: Operand) -> Any:
+    """Rotary position embedding on interleaved pairs: columns (2j, 2j + 1) of x are rotated.
+
+    out = x cos + (partner(x) at odd columns, -partner(x) at even ones) sin. cos, sin: (M, N), where columns 2j and
+    2j + 1 have the same angle; with cos 1 and sin 0 a column (of V) stays as it is.
+
+    Example, the queries and keys of a QKV projection (operands=(cos, sin)):
+        lambda acc, cos, sin: ops.rope(acc, cos, sin)
+    """
+    return x * cos + where(column() % 2 == 1, partner(x), -partner(x)) * sin
+
+
+def scaled(x: Operand, rows: Operand, columns: Operand) -> Any:
+    """x times a scale of its row and a scale of its column, elementwise. rows: (M, 1). columns: (N,) or (1, N).
+
+    >>> scaled(torch.ones(1, 2), torch.tensor([[2.0]]), torch.tensor([1.0, 3.0]))
+    tensor([[2., 6.]])
+    """
+    return x * rows * columns

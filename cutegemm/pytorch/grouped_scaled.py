@@ -1,0 +1,146 @@
+"""`grouped_gemm` with scaled operands: the call becomes one whose epilogue's first factors are the scales.
+
+What `scaled` and `scaled_operator` are for `gemm`, by the same programs (`problem.scaling`): scales of tensors, groups
+and rows are operands of the epilogue, those of blocks of K are read by the kernel as it sums. torch.compile and modes
+see torch.ops.cutegemm.scaled_grouped_gemm. No gradients are recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from cutegemm.problem import grouped_request, grouped_scales, program_request, scaling, torch_dtype
+from cutegemm.problem.dtypes import TABLE, dtype_name
+from cutegemm.problem.grouped_request import Sizes
+from cutegemm.problem.grouped_scales import Scaled
+from cutegemm.problem.program.graph import Program
+from cutegemm.problem.work import GATHERED
+from cutegemm.pytorch import grouped_operator, scaled
+from cutegemm.pytorch.program_autograd import refuse_tangents
+from cutegemm.pytorch.program_operator import divided, joined, program_of
+from cutegemm.run import grouped
+from cutegemm.torch_grouped import gathered
+
+
+class Scaling(NamedTuple):
+    """The arguments of a call that say how its operands are scaled; see `grouped_gemm`."""
+
+    scale_a: Any = None
+    scale_b: Any = None
+    recipe: Any = None
+
+    def __bool__(self) -> bool:
+        return any(each is not None for each in self)
+
+
+def compute(
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], given: Scaling, out: Any, out_dtype: Any,
+    precision: Any, backend: str, config: Any,
+) -> Any:  # fmt: skip
+    """`grouped_gemm` of plain tensors with a scale or two; see there."""
+    program, operands, out_dtype = arguments(a, b, sizes, epilogue, operands, given, out, out_dtype, precision)
+    return grouped.compute(a, b, sizes, program, operands, out, out_dtype, precision, backend, config)
+
+
+def arguments(
+    a: Any, b: Any, sizes: Sizes, epilogue: Any, operands: Sequence[Any], given: Scaling, out: Any, out_dtype: Any,
+    precision: Any,
+) -> tuple[Program, tuple[Any, ...], Any]:  # fmt: skip
+    """(program, operands, out_dtype) of the call without scales that computes one with them.
+
+    Raises TypeError or ValueError naming the argument, what was given and what is accepted.
+    """
+    extents = grouped_request.extents(a, b, sizes)
+    grouped_request.check_dtypes(a, b)
+    program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+    of_a, of_b = grouped_scales.recipes(a, b, extents, *given)
+    if extents.work == GATHERED and of_a is not None:
+        of_a = _following(of_a, sizes.rows)
+    recipes = [None if each is None else each.recipe for each in (of_a, of_b)]
+    made = scaling.scaled(program, *(each and each.input for each in recipes))
+    if precision == "fast" and made.block_scales:
+        raise ValueError(scaled.FAST_WITH_BLOCKS)
+    scales = [None if each is None else each.scale for each in (of_a, of_b)]
+    if out is None:
+        out_dtype = _default(a, out_dtype)
+    return made, (*operands, *scaling.operands_of(program, *scales, *recipes)), out_dtype
+
+
+def _following(of_a: Scaled, rows: torch.Tensor) -> Scaled:
+    """The scales of A's rows in the order of the rows that are gathered; 0 for an entry that names none."""
+    if of_a.recipe is None or not (of_a.recipe.input.scales or of_a.recipe.input.m):
+        return of_a
+    return of_a._replace(scale=gathered(of_a.scale, rows))
+
+
+def _default(a: Any, out_dtype: Any) -> Any:
+    """The dtype of results that a call leaves open."""
+    return torch.bfloat16 if out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer else out_dtype
+
+
+# -- the operator ------------------------------------------------------------------------------------------------------
+_library = torch.library.Library("cutegemm", "FRAGMENT")
+_library.define(
+    "scaled_grouped_gemm(Tensor a, Tensor b, Tensor? offsets, Tensor? counts, Tensor? rows, Tensor? places, "
+    "SymInt? out_rows, Tensor? scale_a, Tensor? scale_b, str[]? scaling, Tensor[] operands, float[] numbers, "
+    "SymInt[] integers, str program, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
+    "str? config=None) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def by_operator(
+    a: Any, b: Any, sizes: Sizes, text: str, operands: Any, given: Scaling, out: Any, out_dtype: Any,
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
+    """The call as torch's operator. torch.compile puts this into its graph."""
+    if out is not None:
+        raise ValueError(
+            "out: got a tensor with scales under torch.compile, a dispatch mode or torch.func; leave it away"
+        )
+    refuse_tangents(a, b, *operands, given.scale_a, given.scale_b)
+    recipe, config = given.recipe, options["config"]
+    if recipe is not None:
+        recipe = [each or "" for each in (recipe if isinstance(recipe, (tuple, list)) else (recipe, recipe))]
+    results = torch.ops.cutegemm.scaled_grouped_gemm(
+        a, b, *sizes, given.scale_a, given.scale_b, recipe, *divided(operands), text, out_dtype,
+        options["precision"], options["backend"], config if config is None or isinstance(config, str) else str(config),
+    )  # fmt: skip
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def _compute(
+    a, b, offsets, counts, rows, places, out_rows, scale_a, scale_b, scaling, operands, numbers, integers, program,
+    out_dtype=None, precision=None, backend="auto", config=None,
+):  # fmt: skip
+    known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
+    given = Scaling(scale_a, scale_b, None if scaling is None else tuple(each or None for each in scaling))
+    with torch.no_grad():
+        results = compute(
+            a, b, sizes, known, joined(known, operands, numbers, integers), given, None, out_dtype, precision, backend,
+            config,
+        )  # fmt: skip
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("scaled_grouped_gemm", _compute, _device)
+
+
+def _fake(
+    a, b, offsets, counts, rows, places, out_rows, scale_a, scale_b, scaling, operands, numbers, integers, program,
+    out_dtype=None, precision=None, backend="auto", config=None,
+):  # fmt: skip
+    known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
+    given = joined(known, operands, numbers, integers)
+    shape = grouped_operator.shape_of(a, b, sizes, given, known)
+    names = grouped_operator.dtypes_of(a, known, _default(a, out_dtype))
+    return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
+
+
+torch.library.register_fake("cutegemm::scaled_grouped_gemm", _fake, lib=_library)
+register_flop_formula(torch.ops.cutegemm.scaled_grouped_gemm)(grouped_operator.flops)

@@ -1,0 +1,152 @@
+"""Scaled fp8 and int8 in groups by the Hopper kernel in the emulator: every recipe, sizes of every kind."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.choice import plan
+from cutegemm.errors import UnsupportedError
+from cutegemm.hardware import arch as arch_table
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
+from tests.groups import SKEWS, GroupCase, sizes_of
+
+pytest.importorskip("llvmlite")
+
+
+@pytest.fixture(autouse=True)
+def few_sms(monkeypatch):
+    """An H200 of 3 SMs, whose persistent CTAs walk over many groups."""
+    arch = replace(arch_table.get("sm_90a"), sm_count=3)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+
+
+@pytest.fixture(autouse=True)
+def timing(seed, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2))
+
+
+CASES = [
+    (RAGGED_M, "64x16x128/coop1/c1x1/s3/g2/swap/twin", ("e4m3", "e4m3"), ("blocks", "blocks128")),
+    (RAGGED_M, "128x64x128/coop2/c2x1/s3/serp2/zig/pdl", ("e4m3", "e5m2"), ("blocks", "blocks128")),
+    (RAGGED_M, "64x32x128/pp/c1x1/s3/g2/slab", ("int8", "int8"), ("blocks", "blocks")),
+    (RAGGED_M, "128x64x128/coop2/c1x1/s3/g2", ("e5m2", "e4m3"), ("rows", "flat")),
+    (RAGGED_M, "64x16x64/coop1/c1x1/s3/g2/swap", ("int8", "int8"), ("flat", "groups")),
+    (RAGGED_N, "64x64x128/coop1/c1x1/s3/serp2/twin", ("e4m3", "e4m3"), ("blocks", "blocks")),
+    (RAGGED_N, "128x32x128/coop2/c1x1/s3/hilbert/swap", ("e4m3", "e4m3"), ("blocks128", "blocks")),
+    (RAGGED_N, "64x32x128/coop1/c1x2/s3/g2", ("int8", "int8"), ("groups", "flat")),
+    (MASKED, "128x32x128/coop2/c1x2/s3/g2", ("e4m3", "e4m3"), ("blocks128", "blocks128")),
+    (MASKED, "64x16x128/coop1/c2x1/s3/g2/swap/once", ("e4m3", "e4m3"), ("blocks", "blocks")),
+    (MASKED, "64x64x64/pp/c1x1/s3/g2", ("int8", "int8"), ("flat", "rows")),
+    (GATHERED, "128x64x128/coop2/c2x1/s3/g2", ("e4m3", "e4m3"), ("blocks", "blocks128")),
+    (GATHERED, "64x32x128/coop1/c1x1/s3/g2/swap/twin", ("e5m2", "e4m3"), ("blocks", "blocks")),
+    (GATHERED, "64x64x128/pp/c1x1/s2/serp2/pdl", ("int8", "int8"), ("rows", "tensor")),
+    (SCATTERED, "64x16x128/pp/c1x1/s3/g2/swap", ("e4m3", "e4m3"), ("blocks", "blocks128")),
+    (SCATTERED, "128x64x128/coop2/c1x1/s3/g2", ("int8", "int8"), ("groups", "flat")),
+]
+
+
+@pytest.mark.parametrize(("work", "config", "kinds", "recipes"), CASES)
+@pytest.mark.product(keep=5)
+def test_every_recipe_on_groups_of_any_sizes(work, config, kinds, recipes, seed):
+    """The same kernel on two divisions. K is no multiple of 128, groups end anywhere, one is empty, one has one row."""
+    rng = random.Random(seed)
+    kernel = {"backend": "cute", "config": f"sm90/{config}"}
+    for sizes in ([70, 0, 1, 56], sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 150, rng)):
+        case = GroupCase.random(
+            work, sizes, 150, 152, 272, kinds[0], b_dtype=kinds[1], recipes=recipes, seed=seed, tail=3
+        )  # fmt: skip
+        case.run(**kernel)
+
+
+@pytest.mark.parametrize("work", [RAGGED_M, RAGGED_N, MASKED, GATHERED, SCATTERED])
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.product(keep=3)
+def test_integers_are_exact(work, kind, seed):
+    """int8 gives int32; small integers of fp8 have exact sums in fp32."""
+    options = {} if kind == "int8" else {"out_dtype": torch.float32}
+    case = GroupCase.random(work, [9, 0, 70, 1], 80, 40, 300, kind, integers=True, seed=seed, tail=5, **options)
+    for config in ("128x64x128/coop2/c1x1/s3/g2", "64x16x128/coop1/c1x1/s3/g2/swap"):
+        case.run(exact=True, backend="cute", config=f"sm90/{config}")
+    assert case.call().dtype == (torch.int32 if kind == "int8" else torch.float32)
+
+
+@pytest.mark.parametrize("config", ["128x64x128/coop2/c1x1/s3/g2", "128x32x128/coop1/c1x1/s3/g2/swap"])
+@pytest.mark.parametrize("work", [RAGGED_M, GATHERED])
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.product(keep=2)
+def test_gate_and_up_of_stacked_weights_with_scales(work, config, kind, seed):
+    generator = torch.Generator().manual_seed(seed)
+    case = GroupCase.random(
+        work, [70, 0, 3, 55], 0, 160, 144, kind, seed=seed, recipes=("rows", "rows"), out_dtype=torch.bfloat16
+    )  # fmt: skip
+    case.epilogue, case.operands = lambda acc, row: ops.swiglu(acc) * row, (torch.randn(128, 1, generator=generator),)
+    case.run(backend="cute", config=f"sm90/{config}")
+    case.scales = {"scale_a": torch.rand(4, generator=generator), "scale_b": torch.rand((), generator=generator)}
+    case.run(backend="cute", config=f"sm90/{config}")
+
+
+@pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("rows", "rows")])
+def test_sizes_that_nobody_should_pass_read_and_write_nothing_outside(recipes, seed):
+    """Descending, negative, too large: the emulator finds accesses outside of the tensors, of scales too."""
+    rng = random.Random(seed)
+    case = GroupCase.random(RAGGED_M, [24, 24, 24], 72, 72, 272, "int8", seed=seed, recipes=recipes)
+    wild = (-(2**31), -1, 0, 5, 40, 72, 73, 2**30 + 7, 2**31 - 1)
+    for _ in range(2):
+        case.sizes = torch.tensor([rng.choice(wild) for _ in range(3)], dtype=torch.int32)
+        case.run(backend="cute", config="sm90/64x64x128/coop1/c1x1/s3/g2")
+
+
+def test_scales_in_any_strides_and_what_the_heuristic_takes(seed):
+    """Column-major scales, as cuBLAS wants them, and one of all groups."""
+    case = GroupCase.random(RAGGED_M, [70, 0, 3, 50], 0, 136, 272, "e4m3", seed=seed, recipes=("blocks", "blocks128"))
+    case.scales["scale_a"] = case.scales["scale_a"].t().contiguous().t()
+    case.run(backend="cute")
+    case.scales["scale_b"] = case.scales["scale_b"][:1].clone()
+    case.run(backend="cute")
+    case.scales["scale_a"], case.options["accumulate"] = case.scales["scale_a"][:, :1].clone(), "fast"
+    case.scales["scale_b"] = torch.rand(4, 136)
+    case.run(backend="cute")
+
+
+def test_a_gathered_row_brings_its_scale(seed):
+    """Rows that are asked for twice, or that are none, with scales of rows and of blocks."""
+    for recipes in (("rows", "rows"), ("blocks", "blocks128")):
+        case = GroupCase.random(GATHERED, [20, 0, 30], 0, 72, 144, "e4m3", seed=seed, recipes=recipes)
+        got = case.call(backend="cute", config="sm90/64x64x128/coop1/c1x1/s3/g2")
+        index = case.index.clamp(min=0).long()
+        scales = {**case.scales, "scale_a": case.scales["scale_a"][index]}
+        want = cutegemm.grouped_gemm(
+            case.a[index], case.b, case.sizes, **scales, backend="cute", config="sm90/64x64x128/coop1/c1x1/s3/g2"
+        )  # fmt: skip
+        assert torch.equal(got, torch.where(case.index[:, None] >= 0, want, 0))
+
+
+@pytest.mark.parametrize("kind", ["e4m3", "int8"])
+def test_what_lies_behind_a_gathered_row_is_not_read(kind, seed):
+    """Rows of 136 bytes are copied in pieces of 16, the last of which ends within a gap of NaN (of 127)."""
+    case = GroupCase.random(GATHERED, [20, 0, 30], 0, 72, 136, kind, seed=seed)
+    gapped = torch.full((len(case.a), 144), 0x7F, dtype=torch.uint8).view(case.a.dtype)
+    gapped[:, :136] = case.a
+    case.a = gapped[:, :136]
+    if kind == "int8":
+        case.b = torch.full((3, 72, 144), 127, dtype=torch.int8)[..., :136].mT
+    for config in ("64x64x128/coop1/c1x1/s3/g2", "64x16x64/coop1/c1x1/s3/g2/swap"):
+        case.run(exact=kind == "int8", backend="cute", config=f"sm90/{config}")
+
+
+def test_what_no_kernel_serves_is_refused_with_the_reason():
+    case = GroupCase.random(RAGGED_K, [70, 0, 3, 47], 72, 72, 0, "e4m3", recipes=("rows", "rows"))
+    with pytest.raises(UnsupportedError, match=r"tensor cores read e4m3 along K, .* cannot end a ragged K inside"):
+        case.run(backend="cute")
+    case.run()  # by torch
+    case = GroupCase.random(RAGGED_M, [70, 3], 0, 72, 144, "e4m3", recipes=("blocks", "blocks128"))
+    case.epilogue = ops.swiglu
+    with pytest.raises(UnsupportedError, match="gate and up are columns of two places"):
+        case.run(backend="cute")
+    case.run()

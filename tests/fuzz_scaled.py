@@ -4,8 +4,8 @@
     python -m tests.fuzz_scaled --count 10000 --seed 1 --device cuda   on a GPU
     CUTEGEMM_ARCH=sm_89 python -m tests.fuzz_scaled --family sm80      by mma.sync, in the emulator, as on Ada
 
-Number i draws sizes, types, recipes, majors, gaps, a batch, an epilogue and a kernel from seed + i, which alone repeats
-it (`--count 1 --seed N`). Exit status 0 when all were right.
+Number i draws sizes, types, recipes, majors, gaps, a batch, an epilogue (also of gate and up) and a kernel from
+seed + i, which alone repeats it (`--count 1 --seed N`). Exit status 0 when all were right.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def draw(number: int, device: str, family: str = "sm90") -> dict[str, Any]:
     a, b = r.choice(KINDS)
     recipes = r.choice(RECIPES), r.choice(RECIPES)
     blocks = any(each and each.startswith("blocks") for each in recipes)
+    gating = random.Random(f"gating {number}").choice((None, None, None, "halves", "halves", "pairs"))
     plain_int8 = a == "int8" and recipes == (None, None)
     options = {} if plain_int8 else r.choice(({}, {}, {"bias": True}, {"alpha": -0.5, "activation": "relu"}))
-    return {
+    drawn: dict[str, Any] = {
         "m": m, "n": n, "k": k, "a": a, "b": b, "recipes": recipes, "seed": number, "device": device,
         "batch": r.choice((None, None, None, 1, 3)), "options": options,
         "majors": r.choice(("tn", "tn", "tt", "nn", "nt")),
@@ -47,6 +48,11 @@ def draw(number: int, device: str, family: str = "sm90") -> dict[str, Any]:
         "accumulate": None if blocks or a == "int8" else r.choice((None, "promoted", "fast")),
         "backend": "cute", "config": _config(r) if family == "sm90" else _mma_config(r),
     }  # fmt: skip
+    if gating:
+        drawn |= {"gating": gating, "options": {}}
+        if gating == "halves" and "/swap" in (drawn["config"] or ""):  # a warpgroup needs rows of gate and of up
+            drawn["config"] = drawn["config"].replace("coop2", "coop1")
+    return drawn
 
 
 def _config(r: random.Random) -> str | None:

@@ -26,6 +26,11 @@ def blocks(down: int = 1, across: int = 128) -> Epilogue:
     return Epilogue(custom=simplified(parse(text)))
 
 
+def gated(gating: str = "halves", across: int = 128, out_dtype: str = "bf16") -> Epilogue:
+    given = f"gate: {gating}[0], up: {gating}[1], x0: fp32[A, 1, 128], x1: fp32[B, {across}, 128]"
+    return Epilogue(custom=simplified(parse(f"def epilogue({given}) -> {out_dtype}: return silu(gate) * up")))
+
+
 def build(config: str, dtype: str = "e4m3", **given):
     problem = Problem.of(4096, 4096, 4096, dtype, **given)
     chosen = CUTE.parse(f"sm90/{config}")
@@ -88,11 +93,57 @@ def test_no_spills(config, given):
         ("128x160x128/coop2/c1x1/s3/g8/twin", None, "more than 72 spill"),
         ("64x64x64/coop1/c1x1/s3/g8/twin", None, "twin is for sums promoted after every k tile"),
         ("128x224x128/coop2/c1x1/s3/g8", blocks(across=1), "more than 96 spill"),
+        ("128x208x128/coop2/c1x1/s3/g8", gated(), "more than 96 spill"),
+        ("128x64x128/coop2/c1x1/s3/g8/k2", gated(), "gate and up are finished together"),
+        ("128x64x128/coop2/c1x1x2/s3/g8", gated("pairs"), "gate and up are finished together"),
     ],
 )
 def test_what_the_rule_refuses(config, epilogue, reason):
     problem = Problem.of(4096, 4096, 4096, "e4m3", epilogue=epilogue)
     assert reason in str(CUTE.check(CUTE.parse(f"sm90/{config}"), problem, HOPPER))
+
+
+@pytest.mark.parametrize("f", [2048, 2049])
+@pytest.mark.parametrize(
+    ("config", "gating", "across"),
+    [
+        # What the heuristic takes, and the largest tiles that the rule allows.
+        ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "halves", 128),
+        ("128x128x128/coop2/c1x1/s5/serp8/pdl/twin", "halves", 128),
+        ("64x64x128/coop1/c1x1/s8/serp8/pdl/twin", "halves", 128),
+        ("256x96x128/coop2/c1x2/s3/g8/zig/pdl", "halves", 128),
+        ("192x128x128/coop3/c1x1/s3/g8", "halves", 128),
+        ("64x208x128/coop1/c1x1/s4/g8", "halves", 128),
+        ("256x96x128/coop2/c1x1/s3/g8/swap", "halves", 128),
+        ("256x64x128/coop2/c1x1/s3/g8/swap/twin", "halves", 128),
+        ("64x128x128/pp/c1x1/s5/serp8/pdl", "halves", 128),
+        ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "halves", 1),
+        ("256x16x128/coop2/c1x2/s3/row/swap", "halves", 1),
+        ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "pairs", 128),
+        ("128x128x128/coop2/c1x1/s5/serp8/pdl/twin", "pairs", 128),
+        ("128x64x128/coop2/c1x1/s7/serp8/pdl/twin", "pairs", 1),
+    ],
+)  # fmt: skip
+@pytest.mark.product(keep=2)
+def test_gate_and_up_behind_scales_of_blocks_spill_nothing(config, gating, across, f):
+    """An odd F has a scale for each column, and results that no TMA stores."""
+    problem = Problem.of(4096, 2 * f, 4096, "e4m3", epilogue=gated(gating, across))
+    chosen = CUTE.parse(f"sm90/{config}")
+    assert CUTE.check(chosen, problem, HOPPER) is None
+    assert not spilled(CUTE.build(problem.signature, chosen, HOPPER).cubin)
+
+
+@pytest.mark.parametrize(
+    ("f", "out_dtype", "counts"),
+    [(2048, "bf16", (128, 24)), (2056, "fp32", (128, 48)), (2050, "bf16", (128, 96)), (2049, "bf16", (128, 192))],
+)
+def test_how_many_columns_of_gate_and_up_share_a_number_of_a_stage(f, out_dtype, counts):
+    """As many as divide F whatever it is, as D's alignment tells; one each where 128 of a row share a scale."""
+    config = CUTE.parse("sm90/128x192x128/coop2/c1x1/s3/g8")
+    problem = Problem.of(64, 2 * f, 256, "e4m3", epilogue=gated(out_dtype=out_dtype), out_dtype=out_dtype)
+    assert promotion.scale_counts(config, problem.signature) == counts
+    each = Problem.of(64, 2 * f, 256, "e4m3", epilogue=gated(across=1), out_dtype="bf16")
+    assert promotion.scale_counts(config, each.signature) == (128, 192)
 
 
 def test_int8_is_not_added_by_the_cache():

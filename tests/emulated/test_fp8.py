@@ -51,6 +51,55 @@ def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
 
 
+@pytest.mark.parametrize(
+    ("config", "f", "given"),
+    [
+        # Up begins at a block of 128 columns, and in the middle of one: at a multiple of 8, 4, 2 and 1 columns.
+        ("64x64x128/coop1/c1x1/s3/g8", 256, {}),
+        ("128x192x128/coop2/c2x1/s3/serp8/zig/pdl", 424, {"b": "e5m2"}),
+        ("64x64x128/coop1/c1x2/s3/g8", 204, {"batch": 3}),
+        ("64x192x128/pp/c1x1/s3/g8/skew", 202, {"m": 70, "k": 130, "recipes": (None, "blocks128")}),
+        ("64x80x128/coop1/c1x1/s3/g8/streamk", 201, {"out_dtype": torch.float16}),
+        ("64x32x128/coop1/c2x1/s3/g8/pdl/twin", 204, {"out_dtype": torch.float32, "recipes": ("rows", "blocks128")}),
+        ("64x16x128/coop1/c2x1/s3/g8", 144, {"out_dtype": torch.float8_e4m3fn}),
+        ("128x112x128/coop2/c1x1/s3/g8/twin", 135, {"a": "int8"}),
+        # A scale for each column.
+        ("64x96x128/coop1/c1x1/s3/g8", 152, {"recipes": ("blocks128", "blocks")}),
+        ("64x48x128/pp/c1x1/s3/g8/zig", 75, {"recipes": ("tensor", "blocks")}),
+        # A alone.
+        ("64x64x128/coop1/c1x1/s3/g8", 100, {"recipes": ("blocks", "rows")}),
+        # Swapped operands.
+        ("128x16x128/coop1/c1x1/s3/g8/swap", 256, {"m": 16}),
+        ("256x32x128/coop2/c1x2/s3/g8/swap/twin", 200, {"m": 70}),
+        ("128x32x128/coop1/c2x1/s3/g8/swap", 204, {"m": 30, "out_dtype": torch.float32}),
+        ("256x16x128/pp/c1x1/s3/g8/swap", 201, {"m": 5}),
+        ("256x16x128/coop2/c1x2/s3/g8/swap", 136, {"m": 20, "recipes": (None, "blocks")}),
+        # Neighbouring columns.
+        ("64x64x128/coop1/c1x1/s3/g8", 201, {"gating": "pairs"}),
+        ("128x96x128/coop2/c2x1/s3/g8/zig", 144, {"gating": "pairs", "recipes": ("blocks", "blocks")}),
+        ("64x32x128/coop1/c1x1/s3/g8/streamk/twin", 136, {"gating": "pairs", "batch": 2}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.product(keep=6)
+def test_gate_and_up_behind_scales_of_blocks(config, f, given, whole, seed):
+    given = {"m": M, "k": K, "recipes": BLOCKS, "gating": "halves", **given}
+    check(given.pop("m"), f, given.pop("k"), whole=whole, seed=seed, backend="cute", config=f"sm90/{config}", **given)
+
+
+@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("gating", ["halves", "pairs"])
+@pytest.mark.product(keep=2)
+def test_the_choice_serves_gate_and_up_behind_scales_of_blocks(m, gating, seed):
+    check(m, 200, K, whole=True, recipes=BLOCKS, gating=gating, seed=seed, backend="cute")
+
+
+@pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
+def test_the_choice_serves_gate_and_up_with_results_of_one_byte(recipes, seed):
+    """Among its candidates are tiles of 8 columns of D."""
+    check(16, 64, 200, recipes=recipes, gating="halves", out_dtype=torch.float8_e4m3fn, seed=seed, backend="cute")
+
+
 @pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
 def test_a_matrix_operand_beside_scales(recipes, seed, monkeypatch):
     """Several tiles a CTA, so that stages are filled again behind an epilogue."""

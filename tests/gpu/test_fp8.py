@@ -51,6 +51,35 @@ def test_named_configurations(config, recipes, seed):
         check(*shape, recipes=recipes, seed=seed, device="cuda", backend="cute", config=config)
 
 
+@pytest.mark.parametrize("gating", ["halves", "pairs"])
+@pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("blocks", "blocks"), (None, "blocks128")])
+@pytest.mark.parametrize(
+    "shape", [(4096, 2048, 4096), (16, 1536, 2048), (1, 768, 512), (300, 1001, 777), (70, 204, 130)]
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_gate_and_up_behind_scales_of_blocks(gating, recipes, shape, whole, seed):
+    """By what the heuristic chooses; `whole` to the bit."""
+    check(*shape, whole=whole, recipes=recipes, gating=gating, seed=seed, device="cuda", backend="cute")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "sm90/128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl",
+        "sm90/64x128x128/coop1/c1x1/s6/serp8/pdl/twin", "sm90/192x128x128/coop3/c1x2/s4/serp8/pdl",
+        "sm90/128x64x128/coop1/c1x1/s6/serp8/swap/pdl/twin", "sm90/256x32x128/coop2/c1x2/s4/serp8/swap/pdl",
+        "sm90/128x128x128/coop2/c2x1/s5/serp8/streamk/pdl",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("f", [776, 1024, 1002, 333])
+def test_named_configurations_of_gate_and_up(config, f, seed):
+    for whole in (True, False):
+        check(
+            517, f, 2100, whole=whole, recipes=("blocks", "blocks128"), gating="halves", seed=seed, device="cuda",
+            backend="cute", config=config,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_integers_are_exact(config, seed):
     given = {"seed": seed, "device": "cuda", "backend": "cute", "config": config}

@@ -17,6 +17,10 @@ column has its own the promotion reads them in pairs, and the stage is released 
 
 With swapped operands the rows of the accumulators are columns of B. Places outside of the matrices take the scale of
 the last row, column or block.
+
+Of a gated program ("halves") a tile has columns of B at two places, gate's and up's. A stage has a number for each
+`promotion.grain` columns of the tile, usually 8, whichever blocks they lie in: so F may be any. Gate's columns lie in
+blocks as those of a tile do that is half as wide.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.promoted import CompensatedProducts, PartProducts, PromotedProducts, Promotion, TwinProducts
-from cutegemm.cute.hopper.promotion import SCALE_THREADS, compensates, interval, scale_counts
+from cutegemm.cute.hopper.promotion import SCALE_THREADS, compensates, grain, interval, lies_in_halves, scale_counts
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.source import ScaleSource
 from cutegemm.problem import Signature
@@ -46,28 +50,43 @@ NUMBER = 4
 class _Side(ScaleSource):
     """The scales along the rows or the columns of the accumulators, of which there are some.
 
-    count: of them in a stage. begin: where a stage has them, in numbers.
+    extent: of the tile. count: of scales in a stage. begin: where a stage has them, in numbers.
+    grain: rows (columns) that share one. half: columns of the tile that are gate's, in front of up's; 0 for none.
     """
 
-    def __init__(self, given: Input, count: int, begin: int) -> None:
+    def __init__(self, signature: Signature, given: Input, extent: int, count: int, begin: int) -> None:
         super().__init__(given)
-        self.count, self.begin = count, begin
+        self.count, self.begin, self.grain = count, begin, grain(signature, given)
+        self.half = extent // 2 if lies_in_halves(signature, given) else 0
+
+    def start(self, args) -> None:
+        super().start(args)
+        if self.half:
+            self.to_up = args.n // 2 - self.half  # more than the tile's own columns lie apart
 
     @cute.jit
     def load(self, first, matrix, k_block, stage, thread):
         """Copies the scales of a tile that begins at row (column) `first`, for a block of K, to address `stage`. Of a
         thread it is its part of them.
         """
-        place = first if cutlass.const_expr(self.each) else first // SCALE_K
+        place = first if cutlass.const_expr(self.each or self.half > 0) else first // SCALE_K
         beyond = Int64(matrix) * self.of_matrix + Int64(k_block) * self.along_k
         for i in cutlass.range_constexpr(-(-self.count // SCALE_THREADS)):
             number = thread + i * SCALE_THREADS
             if cutlass.const_expr(self.count % SCALE_THREADS == 0) or number < self.count:
-                offset = Int64(cutlass.min(place + number, self.extent - 1)) * self.along + beyond
+                offset = Int64(cutlass.min(self._place(place, number), self.extent - 1)) * self.along + beyond
                 cute.arch.inline_ptx(
                     f"cp.async.ca.shared.global [{{$r0}}], [{{$r1}}], {NUMBER};",
                     read_only_args=[stage + NUMBER * (self.begin + number), (self.base + offset).toint()],
                 )
+
+    def _place(self, first, number) -> Any:
+        """Of a stage's number, among the operand's scales along its rows (columns)."""
+        if not self.half:
+            return first + number
+        column = number * self.grain
+        place = first + column + cutlass.select_(column < self.half, Int32(0), self.to_up)
+        return place if self.each else place // SCALE_K
 
 
 class Scales:
@@ -77,9 +96,15 @@ class Scales:
         given = signature.epilogue.program.block_scales
         rows, columns = scale_counts(config, signature)
         down, across = (given.get(name) for name in ("ba" if config.swapped else "ab"))
-        self.down: Any = None if down is None else _Side(down, rows, 0)
-        self.across: Any = None if across is None else _Side(across, columns, _rounded(rows))
+        sides = (down, config.bm, rows, 0), (across, config.bn, columns, _rounded(rows))
+        made: list[Any] = [None if given is None else _Side(signature, given, *rest) for given, *rest in sides]
+        self.down, self.across = made
         self.stage = _rounded(rows) + _rounded(columns)
+        self.in_pairs = signature.epilogue.gating == "pairs"
+
+    def column(self, region) -> Any:
+        """The first column of a tile's accumulators: in pairs two of them are one of D."""
+        return 2 * region.column if self.in_pairs else region.column
 
 
 def _rounded(count: int) -> int:
@@ -124,7 +149,7 @@ class ScaleProducer:
         if self.scales.down is not None:
             self.scales.down.load(region.row, region.matrix, k_block, place, self.thread)
         if self.scales.across is not None:
-            self.scales.across.load(region.column, region.matrix, k_block, place, self.thread)
+            self.scales.across.load(self.scales.column(region), region.matrix, k_block, place, self.thread)
 
 
 class BlockScales(Promotion):
@@ -135,10 +160,14 @@ class BlockScales(Promotion):
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.config, self.scales = config, Scales(config, signature)
         self.blocks = config.group_rows // BLOCK_ROWS
-        self.segment = math.gcd(config.bn, SCALE_K)
-        """Neighbouring columns that share a scale wherever the tile lies."""
         across = self.scales.across
-        self.reads_pairs = across is not None and across.each
+        self.reads_pairs = across is not None and across.grain == 1
+        self.half = 0 if across is None or self.reads_pairs else across.half
+        self.segment = math.gcd(self.half or config.bn, SCALE_K)
+        """Neighbouring columns that share a scale wherever the tile lies; up's are as many as a fragment has."""
+        gate = (self.half or config.bn) // self.segment
+        self.runs = [self.segment // 8] * gate + [1] * (self.half // 8)
+        """Fragments of neighbouring columns that share a scale."""
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         self.own, self.thread = work.of_warpgroup(position.group), position.own_thread
@@ -148,10 +177,10 @@ class BlockScales(Promotion):
         region = self.own.region(tile)
         # Where the CTA's tile begins within a block of 128.
         self.row_in_block = (region.row - self.own.first_row) % SCALE_K
-        self.column_in_block = region.column % SCALE_K
+        self.column_in_block = self.scales.column(region) % SCALE_K
 
     def fetch(self, stage) -> tuple:
-        """(scales of this thread's rows, of its segments of columns, the address of those of single columns)"""
+        """(scales of this thread's rows, of its runs of columns, the address of those of single columns)"""
         first = self.base + stage * self.scales.stage
         return self._rows(first), self._columns(first), first
 
@@ -162,18 +191,25 @@ class BlockScales(Promotion):
             return [None] * (2 * self.blocks)
         for block in range(self.blocks):
             row = self.own.first_row + block * self.config.block_step
-            if side.each:
+            if side.grain < SCALE_K:
                 row = row + (self.thread // 32 * 16 + self.thread % 32 // 4)
-                found += [_number(first + (row + 8 * r)) for r in range(2)]
+                found += [_number(first + _share(row + 8 * r, side.grain)) for r in range(2)]
             else:
                 found += [_number(first + (self.row_in_block + row) // SCALE_K)] * 2
         return found
 
     def _columns(self, first) -> list[Any]:
-        """Of each segment of columns; None where single columns have scales, or none."""
-        side, count = self.scales.across, self.config.bn // self.segment
-        if side is None or side.each:
+        """Of each of `runs`; None where single columns have scales, or none."""
+        side, count = self.scales.across, len(self.runs)
+        if side is None or self.reads_pairs:
             return [None] * count
+        if self.half:
+            gate = range(0, self.half, self.segment)
+            own = 2 * (self.thread % 4) // side.grain if side.grain < 8 else 0
+            up = range(self.half, self.config.bn, 8)
+            begin = first + side.begin
+            found = [_number(begin + column // side.grain) for column in gate]
+            return found + [_number(begin + (own + column // side.grain)) for column in up]
         if self.config.bn == self.segment:
             return [_number(first + side.begin)]
         places = ((self.column_in_block + i * self.segment) // SCALE_K for i in range(count))
@@ -184,10 +220,11 @@ class BlockScales(Promotion):
         size, fragments = cute.size(accumulators), self.config.bn // 8
         sums = cute.make_tensor(accumulators.iterator, cute.make_layout(size))
         parts = cute.make_tensor(partial.iterator, cute.make_layout(size))
-        per = self.segment // 8
-        for segment, column in enumerate(columns):
+        end = 0
+        for count, column in zip(self.runs, columns, strict=True):
             factors = [[_product(row, column)] * 2 for row in rows]
-            for j in range(segment * per, (segment + 1) * per):
+            begin, end = end, end + count
+            for j in range(begin, end):
                 if self.reads_pairs:
                     pair = self._pair(first, j)
                     factors = [[_product(row, pair[c]) for c in range(2)] for row in rows]
@@ -207,6 +244,11 @@ class BlockScales(Promotion):
 
 def _number(pointer) -> Any:
     return cute.make_tensor(pointer, cute.make_layout(1))[0]
+
+
+def _share(place: Any, grain: int) -> Any:
+    """The number, from 0, of the `grain` places among which a place is."""
+    return place if grain == 1 else place // grain
 
 
 def _product(row: Any, column: Any) -> Any:

@@ -182,10 +182,10 @@ class HopperConfig(LaunchedConfig):
     def store_columns(self, itemsize: int, signature: Signature) -> int:
         """Columns of results that one TMA store moves: the widest swizzle span that divides the tile of results.
 
-        16 bytes, for which there is no swizzle, are what a gated tile may be left with.
+        16 bytes, for which there is no swizzle, are what a gated tile may be left with; 8 with results of one byte.
         """
         columns = self.out_columns(signature)
-        return next(span // itemsize for span in (128, 64, 32, 16) if columns % (span // itemsize) == 0)
+        return next(span // itemsize for span in (128, 64, 32, 16, 8) if columns % (span // itemsize) == 0)
 
     @property
     def slab_columns(self) -> int:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cutegemm.problem.dtypes import TYPES
+from cutegemm.problem.dtypes import ITEMSIZE, TYPES
 from cutegemm.problem.program.graph import SCALE_K
 from cutegemm.problem.work import DENSE, GATHERED
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
     from cutegemm.problem import Signature
+    from cutegemm.problem.program.graph import Input
 
 MOST_ACCUMULATORS = {1: 112, 2: 112, 3: 64}
 """Most accumulators a thread, by consumer warpgroups; with more, ptxas spills (tests/compile/test_fp8.py)."""
@@ -41,7 +42,7 @@ SCALE_THREADS = 96
 CONSUMER_REGISTERS = (24, 240)
 WITH_COPIES = (40, 232)
 """Registers a thread of (producer, consumers) after setmaxnreg, for two consumer warpgroups; the second where a thread
-copies more than `FEW_COPIES` scales, in ping-pong and in groups any, or gathers rows."""
+copies more than `FEW_COPIES` scales, in ping-pong, in groups and of gate and up any, or gathers rows."""
 
 
 def interval(config: HopperConfig, signature: Signature) -> int:
@@ -59,9 +60,9 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
 
 def _copies_much(config: HopperConfig, signature: Signature) -> bool:
     """Whether the warps that copy need the registers of `WITH_COPIES`: they bring many scales, or any of groups, whose
-    ends each warp keeps, or gather rows.
+    ends each warp keeps, or of gate and up, or gather rows.
     """
-    few = FEW_COPIES if signature.work == DENSE else 0
+    few = FEW_COPIES if signature.work == DENSE and not signature.epilogue.gating else 0
     return signature.work == GATHERED or copies(config, signature) > few
 
 
@@ -72,15 +73,36 @@ def compensates(config: HopperConfig, signature: Signature) -> bool:
 
 def scale_counts(config: HopperConfig, signature: Signature) -> tuple[int, int]:
     """Scales of blocks of K that a stage of the ring has, along the rows and the columns of the accumulators: one for
-    each, or for each block of 128 that the tile may lie in; 0 without scales.
+    `grain`, or for each block of 128 that the tile may lie in; 0 without scales.
     """
     given = signature.epilogue.program.block_scales
     operands = [given.get(name) for name in ("ba" if config.swapped else "ab")]
     down, across = (
-        0 if each is None else extent if each.scales[1:] == "1" else _blocks(extent)
+        0 if each is None else _count(extent, grain(signature, each))
         for each, extent in zip(operands, (config.bm, config.bn), strict=True)
     )
     return down, across
+
+
+def lies_in_halves(signature: Signature, given: Input) -> bool:
+    """Whether those are scales of gate's columns and, F columns further on, of up's."""
+    return signature.epilogue.gating == "halves" and given.scales[0] == "b"
+
+
+def grain(signature: Signature, given: Input) -> int:
+    """Rows (columns) of a tile that a number in a stage of the ring is for: those that share a scale.
+
+    Of gate and up in blocks of 128 columns fewer: up's columns of a tile begin anywhere in a block where 128 does not
+    divide F. D, whose rows are F long, is aligned so that 8, 4 or 2 columns divide F. 8 are those of a fragment.
+    """
+    size = int(given.scales[1:])
+    if size == 1 or not lies_in_halves(signature, given):
+        return size
+    return max(1, min(8, signature.align_d // ITEMSIZE[signature.out_dtype]))
+
+
+def _count(extent: int, share: int) -> int:
+    return _blocks(extent) if share == SCALE_K else extent // share
 
 
 def _blocks(extent: int) -> int:
@@ -113,8 +135,8 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     scales = signature.epilogue.program.block_scales
     if scales and config.bk != SCALE_K:
         return f"bk is {config.bk}; scales of {SCALE_K} of K need a k tile of {SCALE_K}"
-    if scales and signature.epilogue.gating:
-        return "gate and up are columns of two places; scales of blocks of K are not for them"
+    if scales and signature.epilogue.gating and signature.work != DENSE:
+        return "gate and up are columns of two places; in groups scales of blocks of K are not for them"
     lessons = [name for name in ("solo", "fat", "zero") if name == config.schedule or name in config.options]
     if lessons:
         return f"{lessons[0]} of the teaching ladder adds up all of K in the tensor cores; these sums are promoted"

@@ -83,7 +83,9 @@ def grouped_gemm(
         operands: as of `gemm`. For groups of rows a tensor of (T, N), (G, 1, N), or what broadcasts to one of them;
             for groups of columns (M, T) or (G, M, 1). With `rows` and `places` rows count as those of the product.
         out: D is written here; with several results a tuple.
-        out_dtype, precision, backend, config, save: as of `gemm`; `set_float32_precision` does not reach here.
+        precision: for float32 "ieee" (None means this), which torch computes, or "tf32"; `set_float32_precision` does
+            not reach here.
+        out_dtype, backend, config, save: as of `gemm`.
         scale_a, scale_b: for fp8 and int8, fp32 on their device, any strides. The shape says what shares a scale:
 
             all of it                () or (1,)

@@ -12,6 +12,7 @@ from cutegemm.errors import UnsupportedError
 from cutegemm.problem import reference, rounding, scales
 from cutegemm.problem.dtypes import TERMS, dtype_name
 from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.work import DENSE
 from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ class TorchBackend(OnTensors):
             return refused
         if problem.precision in ("ieee", "fast"):  # sums in fp32 are at least as good as fp8's fast ones
             return None
-        able = "'cute' or 'cutlass2x'" if problem.precision in ("tf32", "tf32x3") else "'cute'"
+        if problem.work != DENSE and problem.precision != "tf32":
+            return f"precision={problem.precision!r} is for dense products; products in groups accept 'ieee' and 'tf32'"
+        twice = problem.work == DENSE and problem.precision in ("tf32", "tf32x3")
+        able = "'cute' or 'cutlass2x'" if twice else "'cute'"
         return f"backend 'torch' follows torch's own TF32 switch; precision={problem.precision!r} needs backend {able}"
 
     def runner(self, asked: Request) -> Callable[..., torch.Tensor]:

@@ -43,6 +43,7 @@ from cutegemm.cute.vector import config as vector_config
 from cutegemm.cute.vector import footprint as vector_footprint
 from cutegemm.problem import ITEMSIZE, work
 from cutegemm.problem.dtypes import CUDA_CORES, kind_names
+from cutegemm.problem.parts import TABLE as SPLIT
 
 if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
@@ -279,7 +280,8 @@ class CuteBackend(Backend[Any]):
                 if not family.runs_on(arch):
                     return f"{name} alone computes {problem.work} products, and does not run on {arch.name}"
                 if kind not in family.takes:
-                    return f"{name} alone computes {problem.work} products, and takes {kind_names(family.takes)}"
+                    taken = kind_names(each for each in family.takes if each not in SPLIT)  # parts are of dense ones
+                    return f"{name} alone computes {problem.work} products, and takes {taken}"
                 return self._why_last(family, problem, arch)
         return f"no family computes {problem.work} products"
 

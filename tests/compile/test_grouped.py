@@ -99,6 +99,28 @@ def test_the_largest_tiles_of_blocks_in_groups_spill_nothing(config, work):
     assert not spilled(CUTE.build(problem.signature, chosen, HOPPER).cubin)
 
 
+@pytest.mark.parametrize(
+    ("config", "work", "gating"),
+    [
+        ("128x192x128/coop2/c1x2/s3/g8", "ragged_m", "halves"),
+        ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "gathered_m", "pairs"),
+        ("128x192x128/coop2/c1x1/s3/g8/streamk", "scattered_m", "halves"),
+        ("192x96x128/coop3/c1x1/s3/g8", "ragged_m", "pairs"),
+        ("64x128x128/coop1/c1x1/s6/serp8/pdl/twin", "masked", "halves"),
+    ],
+)
+@pytest.mark.product(keep=2)
+def test_gate_and_up_behind_blocks_in_groups_spill_nothing(config, work, gating):
+    given = scaled(work, "blocks").program.text.partition("(acc, ")[2].partition(")")[0]
+    text = f"def epilogue(gate: {gating}[0], up: {gating}[1], {given}) -> bf16: return silu(gate) * up"
+    problem = Problem.of(
+        4096, 4096, 4096, "e4m3", batch=8, work=work, epilogue=Epilogue(custom=simplified(parse(text)))
+    )
+    chosen = CUTE.parse(f"sm90/{config}")
+    assert CUTE.check(chosen, problem, HOPPER) is None
+    assert not spilled(CUTE.build(problem.signature, chosen, HOPPER).cubin)
+
+
 def test_more_accumulators_with_blocks_in_groups_are_refused():
     problem = Problem.of(4096, 4096, 4096, "e4m3", batch=8, work="ragged_m", epilogue=scaled("ragged_m", "blocks"))
     for config, most in (("128x208x128/coop2/c1x1/s3/g8", 96), ("128x144x128/coop2/c1x1/s3/g8/twin", 64)):

@@ -91,6 +91,29 @@ def test_gate_and_up_of_stacked_weights_with_scales(work, config, kind, seed):
     case.run(backend="cute", config=f"sm90/{config}")
 
 
+@pytest.mark.parametrize("n", [160, 144, 272])
+@pytest.mark.parametrize(
+    "config",
+    [
+        "128x64x128/coop2/c1x1/s3/g2",
+        "128x32x128/coop1/c1x1/s3/g2/swap",
+        "64x64x128/coop1/c1x1/s3/g2/twin",
+        "64x128x128/coop1/c2x1/s3/g2/streamk",
+    ],
+)
+@pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED, SCATTERED])
+@pytest.mark.product(keep=3)
+def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, n, seed):
+    """Up's columns begin at 80, 72 and 136, in the middle of a block of 128."""
+    recipes = ("blocks", "blocks128")
+    case = GroupCase.random(work, [70, 0, 3, 55], 0, n, 272, "e4m3", seed=seed, recipes=recipes)
+    case.epilogue = ops.swiglu
+    case.run(backend="cute", config=f"sm90/{config}")
+    if "swap" not in config:
+        case.epilogue = ops.swiglu_pairs
+        case.run(backend="cute", config=f"sm90/{config}")
+
+
 @pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("rows", "rows")])
 def test_sizes_that_nobody_should_pass_read_and_write_nothing_outside(recipes, seed):
     """Descending, negative, too large: the emulator finds accesses outside of the tensors, of scales too."""
@@ -145,8 +168,3 @@ def test_what_no_kernel_serves_is_refused_with_the_reason():
     with pytest.raises(UnsupportedError, match=r"tensor cores read e4m3 along K, .* cannot end a ragged K inside"):
         case.run(backend="cute")
     case.run()  # by torch
-    case = GroupCase.random(RAGGED_M, [70, 3], 0, 72, 144, "e4m3", recipes=("blocks", "blocks128"))
-    case.epilogue = ops.swiglu
-    with pytest.raises(UnsupportedError, match="gate and up are columns of two places"):
-        case.run(backend="cute")
-    case.run()

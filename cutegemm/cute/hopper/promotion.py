@@ -135,14 +135,14 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     scales = signature.epilogue.program.block_scales
     if scales and config.bk != SCALE_K:
         return f"bk is {config.bk}; scales of {SCALE_K} of K need a k tile of {SCALE_K}"
-    if scales and signature.epilogue.gating and signature.work != DENSE:
-        return "gate and up are columns of two places; in groups scales of blocks of K are not for them"
     lessons = [name for name in ("solo", "fat", "zero") if name == config.schedule or name in config.options]
     if lessons:
         return f"{lessons[0]} of the teaching ladder adds up all of K in the tensor cores; these sums are promoted"
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
     if scales:
         most = min(most, MOST_SCALED[config.consumers])
+    if scales and signature.epilogue.gating and signature.work != DENSE and config.consumers == 3:
+        most = min(most, MOST_DIVIDED[3])
     if config.consumers == 2 and _copies_much(config, signature):
         most = min(most, MOST_WITH_COPIES)
     if twin:

@@ -257,3 +257,12 @@ def test_a_compiled_product_of_fp8_has_the_dtype_of_the_eager_one():
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = cutegemm.grouped_gemm(mode.from_tensor(a), mode.from_tensor(b), mode.from_tensor(ends))
     assert fake.dtype == want.dtype == torch.bfloat16
+
+
+def test_precisions_that_groups_do_not_take_are_not_offered():
+    """Torch's refusal named backend "cute", whose refusal named the same precisions."""
+    a, b, ends = torch.randn(4, 16), torch.randn(1, 16, 8), torch.tensor([4]).int()
+    with pytest.raises(cutegemm.UnsupportedError, match=r"bf16x6.*is for dense products; .* accept 'ieee' and 'tf32'"):
+        cutegemm.grouped_gemm(a, b, ends, precision="bf16x6")
+    with pytest.raises(cutegemm.UnsupportedError, match="fp32 as tf32, e4m3"):
+        cutegemm.grouped_gemm(a, b, ends, backend="cute")

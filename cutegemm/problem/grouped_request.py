@@ -245,7 +245,7 @@ def describe(
     sizes = extents(a, b, given)
     dtype, b_dtype = request._check_operands(a, b)
     check_dtypes(a, b)
-    _check_sizes(a, given)
+    check_sizes(a, given)
     _check_limits(sizes)
     precision = "ieee" if precision is None else request._check_precision(precision, dtype)
     program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
@@ -303,7 +303,8 @@ def describe(
     return ProgramRequest(problem, a.device, tuple(copies), program, shapes, temporaries, terms)
 
 
-def _check_sizes(a: torch.Tensor, given: Sizes) -> None:
+def check_sizes(a: torch.Tensor, given: Sizes) -> None:
+    """Raises TypeError or ValueError unless a kernel can read the arrays of a call, and their number is accepted."""
     names = "offsets" if given.counts is None else "counts", "rows" if given.places is None else "places"
     for name, array in zip(names, given.arrays, strict=False):
         if array.layout != torch.strided or array.is_nested:

@@ -59,6 +59,7 @@ def arguments(
     program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
     of_a, of_b = grouped_scales.recipes(a, b, extents, *given)
     if extents.work == GATHERED and of_a is not None:
+        grouped_request.check_sizes(a, sizes)
         of_a = _following(of_a, sizes.rows)
     recipes = [None if each is None else each.recipe for each in (of_a, of_b)]
     made = scaling.scaled(program, *(each and each.input for each in recipes))

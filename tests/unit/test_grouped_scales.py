@@ -101,6 +101,10 @@ WRONG = [
      ValueError, "out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8"),
     ({"a": ROWS.to(torch.int8), "b": STACKED_B.to(torch.int8), "epilogue": ops.swiglu}, ValueError,
      "out_dtype: got None for int8 operands and an epilogue, whose results are no int32"),
+    ({"rows": torch.zeros(T, dtype=torch.int32, device="meta"), "scale_a": torch.ones(T, 1)}, ValueError,
+     "rows: it is on meta, expected the device of a, cpu"),
+    ({"rows": torch.zeros(T, dtype=torch.int32).to_sparse(), "scale_a": torch.ones(T, 1)}, TypeError,
+     "rows: got layout torch.sparse_coo, expected a dense"),
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N
 MOST_GROUPS = 1024
 MOST_ROWS = 1 << 30
 """Of an array that groups divide; see `cute.hopper.clip`."""
+WHOLE_ALONE = "out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8"
 
 
 class Sizes(NamedTuple):
@@ -165,9 +166,7 @@ def default_dtype(dtype: str, program: Program, out_dtype: Any) -> str:
     if name == "int32":
         request._check_whole("out_dtype", dtype, 1.0)
         if not is_product(program):
-            raise ValueError(
-                "out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8"
-            )
+            raise ValueError(WHOLE_ALONE)
     return name
 
 

@@ -79,8 +79,12 @@ def _following(of_a: Scaled, rows: torch.Tensor) -> Scaled:
 
 
 def _default(a: Any, out_dtype: Any) -> Any:
-    """The dtype of results that a call leaves open."""
-    return torch.bfloat16 if out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer else out_dtype
+    """The dtype of results that a call leaves open. Raises ValueError for int32, also where nothing is multiplied."""
+    if not TABLE[str(dtype_name(a.dtype))].is_integer:
+        return out_dtype
+    if out_dtype == torch.int32:
+        raise ValueError(grouped_request.WHOLE_ALONE)
+    return torch.bfloat16 if out_dtype is None else out_dtype
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------

@@ -237,7 +237,10 @@ def test_fake_results_are_like_real_ones():
         sizes = {"offsets": mode.from_tensor(case.sizes), "rows": mode.from_tensor(case.index)}
         operands = mode.from_tensor(case.a), mode.from_tensor(case.b)
         plain = cutegemm.grouped_gemm(*operands, **sizes)
-        scaled = cutegemm.grouped_gemm(*operands, **sizes, scale_a=mode.from_tensor(case.scales["scale_a"]))
+        scale = mode.from_tensor(case.scales["scale_a"])
+        scaled = cutegemm.grouped_gemm(*operands, **sizes, scale_a=scale)
+        with pytest.raises(ValueError, match=r"out_dtype: got torch\.int32 with an epilogue or scales"):
+            cutegemm.grouped_gemm(*operands, **sizes, scale_a=scale, out_dtype=torch.int32)
     assert (plain.dtype, scaled.dtype) == (torch.int32, torch.bfloat16)
     assert plain.shape == scaled.shape == (11, 16)
 

@@ -12,6 +12,7 @@ import torch
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Matrix, Problem, Signature, alignment, torch_dtype
 from cutegemm.problem.operand import begins
+from cutegemm.tuner.problem_bench import INT8_SPREAD
 from cutegemm.tuner.timing import Call
 from tuning import suites
 
@@ -44,8 +45,9 @@ class Case:
         p, dtype = self.problem, torch_dtype(self.problem.dtype)
 
         def draw(rows: int, cols: int, row_major: bool, start: int) -> torch.Tensor:
-            values = torch.randn(rows * cols, device=device, generator=generator)
-            values = (40 * values).clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
+            drawn_as = torch.float64 if dtype == torch.float64 else torch.float32
+            values = torch.randn(rows * cols, device=device, generator=generator, dtype=drawn_as)
+            values = (INT8_SPREAD * values).clamp(-127, 127).to(dtype) if dtype == torch.int8 else values.to(dtype)
             if start:
                 values = torch.cat((values.new_zeros(start), values))[start:]
             return values.view(rows, cols) if row_major else values.view(cols, rows).t()

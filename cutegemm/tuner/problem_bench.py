@@ -28,6 +28,8 @@ from cutegemm.tuner.spread import Seconds, order_of_round
 from cutegemm.tuner.timer import TORCH
 from cutegemm.tuner.timing import ROUND_SECONDS, Lane, capture_stream, rotation
 
+INT8_SPREAD = 40.0
+"""Standard deviation of int8 operands, about that of quantized ones."""
 GUARD = 2048
 """Elements before and after D that no kernel may touch."""
 LOADING_SECONDS = 0.005
@@ -94,7 +96,7 @@ class Bench:
 
     def _check(self, key: Key) -> tuple[str, float]:
         call = self._bound(key)[0]
-        self._whole.fill_(math.nan)
+        poison(self._whole)
         took = self._once(call)
         verdict = self._verdict()
         if verdict == "ok" and took > LOADING_SECONDS:
@@ -135,7 +137,7 @@ class Bench:
         return {key: Seconds([us * 1e-6 for us in values]) for key, values in samples.items()}
 
     def _verdict(self) -> str:
-        if not bool((self._whole[:GUARD].isnan().all()) & (self._whole[-GUARD:].isnan().all())):
+        if not (is_poison(self._whole[:GUARD]) and is_poison(self._whole[-GUARD:])):
             return f"wrong: it wrote outside D (seed {self.seed})"
         # The same bound in one pass; what does not pass gets a diagnosis.
         if bool(((self._d >= self._low) & (self._d <= self._high)).all()):
@@ -220,8 +222,10 @@ class Bench:
         return [partial(scaled, a, b) for a, b in self._inputs]
 
     def _draw(self, matrix: Matrix, dtype: str) -> torch.Tensor:
-        flat = self._normal(_span(matrix, self.problem.batch)).to(torch_dtype(dtype))
-        return _view(flat, matrix, self.problem.batch)
+        flat = self._normal(_span(matrix, self.problem.batch))
+        if dtype == "int8":
+            flat = flat.mul_(INT8_SPREAD).round_().clamp_(-128, 127)
+        return _view(flat.to(torch_dtype(dtype)), matrix, self.problem.batch)
 
     def _normal(self, count: int) -> torch.Tensor:
         return torch.randn(count, device=self._device, generator=self._generator)
@@ -243,6 +247,20 @@ def _view(flat: torch.Tensor, matrix: Matrix, batch: int) -> torch.Tensor:
 def _copy(tensor: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     batch = tensor.shape[0]
     return _view(tensor.as_strided((_span(matrix, batch),), (1,)).clone(), matrix, batch)
+
+
+def poison(whole: torch.Tensor) -> None:
+    """Fills a contiguous tensor with what no right kernel gives: NaN, or 0x80 in every byte of an integer."""
+    whole.view(torch.uint8).fill_(_poison_byte(whole))
+
+
+def is_poison(part: torch.Tensor) -> bool:
+    """Whether all of a contiguous tensor is as `poison` left it."""
+    return bool((part.view(torch.uint8) == _poison_byte(part)).all())
+
+
+def _poison_byte(tensor: torch.Tensor) -> int:
+    return 0xFF if tensor.is_floating_point() else 0x80
 
 
 def survive(why: Exception) -> None:

@@ -17,7 +17,7 @@ TAKES: tuple[Kind, ...] = (("fp32", "ieee"),)
 SPLIT_WIDE = ((128, 256, 16, 64, 64, 3, 1), (256, 128, 16, 64, 64, 3, 1))
 """(bm, bn, bk, wm, wn, stages, slices) of 128 accumulators a thread whose kernels spill nothing with splits of K."""
 
-RESIDENT = {
+RESIDENT: Mapping[tuple[int, ...], int] = {
     (128, 128, 8, 64, 32): 2,
     (64, 128, 16, 32, 64): 3,
     (64, 128, 16, 32, 32): 2,

@@ -23,6 +23,9 @@ RESIDENT: Mapping[tuple[int, ...], int] = {
     (64, 128, 16, 32, 32): 2,
     (64, 64, 16, 32, 64): 6,
     (64, 64, 16, 32, 32): 4,
+    (32, 128, 16, 32, 32): 4,
+    (32, 64, 16, 32, 32): 8,
+    (64, 32, 16, 32, 32): 8,
     (64, 64, 8, 32, 32): 4,
 }
 """The most CTAs of an SM that the registers of a tile (bm, bn, bk, wm, wn) may be bounded for. A

@@ -63,7 +63,7 @@ class DmmaConfig(TileConfig):
         return self.stages * (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
 
     def registers(self) -> int:
-        """Registers of a thread at most: accumulators, this step's fragments and the next one's, two each; addresses."""
+        """Registers of a thread at most: accumulators, two sets of fragments, two each; addresses."""
         depth = self.step[1]
         return 2 * (self.wm * self.wn // 32 + 2 * (self.wm + self.wn) * depth // 32) + 5 * self.copies + 28
 

@@ -122,7 +122,7 @@ def _default(out_dtype: torch.dtype | None, a: torch.Tensor) -> str:
     return str(dtype_name(out_dtype)) if out_dtype else dtypes.TABLE[str(dtype_name(a.dtype))].output
 
 
-def _fake(
+def fake(
     a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
     save="outputs",
 ):  # fmt: skip
@@ -151,7 +151,7 @@ def _fake_out(a, b, operands, numbers, integers, program, precision, backend, co
             raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.TABLE[wanted].torch_name}")
 
 
-torch.library.register_fake("cutegemm::gemm_program", _fake, lib=_library)
+torch.library.register_fake("cutegemm::gemm_program", fake, lib=_library)
 torch.library.register_fake("cutegemm::gemm_program_out", _fake_out, lib=_library)
 
 _redispatch = torch.ops.cutegemm.gemm_program.default.redispatch
@@ -295,10 +295,10 @@ def _batched(
 _library.impl("gemm_program", _batched, "Batched")
 
 
-def _flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
+def flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
     """2 L M N K, for torch's FlopCounterMode."""
     la, lb = (shape[0] if len(shape) == 3 else 1 for shape in (a_shape, b_shape))
     return 2 * (la if lb == 1 else lb) * a_shape[-2] * a_shape[-1] * b_shape[-1]
 
 
-register_flop_formula([torch.ops.cutegemm.gemm_program, torch.ops.cutegemm.gemm_program_out])(_flops)
+register_flop_formula([torch.ops.cutegemm.gemm_program, torch.ops.cutegemm.gemm_program_out])(flops)

@@ -60,6 +60,12 @@ def refuse_constant(constant: Any) -> None:
     raise ValueError(f"constant: got {constant!r} together with an epilogue or with scales; leave one of them away")
 
 
+def check_save(save: Any) -> None:
+    """Raises ValueError for a `save` that `gemm` does not take."""
+    if save is not None and save not in SAVES:
+        raise ValueError(f"save: got {save!r}, accepted are None, {', '.join(map(repr, SAVES))}")
+
+
 def refuse_alone(options: dict[str, Any]) -> None:
     """Raises ValueError for what goes with an epilogue only."""
     for name in ("operands", "save"):
@@ -94,8 +100,7 @@ def compute(
     backend: str, config: Any, save: str | None,
 ) -> Any:  # fmt: skip
     """`gemm` with an epilogue; see there."""
-    if save is not None and save not in SAVES:
-        raise ValueError(f"save: got {save!r}, accepted are None, {', '.join(map(repr, SAVES))}")
+    check_save(save)
     if _is_dynamo_compiling():
         return _by_operator(
             a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, precision, backend, config, save

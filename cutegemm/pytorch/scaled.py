@@ -18,7 +18,7 @@ from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, product_dtype_n
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
-from cutegemm.pytorch import programs, sharded
+from cutegemm.pytorch import compiled, program_operator, programs, sharded
 from cutegemm.pytorch.dispatch import is_dispatched
 
 ACCUMULATIONS = ("promoted", "fast")
@@ -83,18 +83,27 @@ def compute(
     program_request.check_operands(operands)
     if epilogue is None and (operands != () or save is not None):
         programs.refuse_alone({"operands": operands, "save": save})
-    if epilogue is None and (_is_dynamo_compiling() or _is_tracing() or is_dispatched(*tensors)):
+    # Eager calls with an epilogue under a dispatch mode become gemm_program, with the scales among its operands.
+    if _is_dynamo_compiling() or (epilogue is None and (_is_tracing() or is_dispatched(*tensors))):
         if out is not None:
             raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
         refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
         if scales is not None:
             scales = [each or "" for each in (scales if isinstance(scales, (tuple, list)) else (scales, scales))]
-        return torch.ops.cutegemm.scaled_gemm(
-            a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend,
-            config if config is None else str(config), scales,
+        config = config if config is None else str(config)
+        if epilogue is None:
+            return torch.ops.cutegemm.scaled_gemm(
+                a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, scales
+            )
+        programs.refuse_terms(c, alpha, beta, bias, activation)
+        programs.check_save(save)
+        refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
+        results = torch.ops.cutegemm.scaled_gemm_program(
+            a, b, scale_a, scale_b, scales, *program_operator.divided(operands), compiled.text_of(epilogue, operands),
+            out_dtype, precision, backend, config,
         )  # fmt: skip
-    run = _outside_of_graphs if _is_dynamo_compiling() else compute_eager
-    return run(
+        return tuple(results) if len(results) > 1 else results[0]
+    return compute_eager(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands, save,
         scale_a, scale_b, scales,
     )  # fmt: skip
@@ -196,12 +205,3 @@ def _program(
     if activation is not None:
         z = builder.add(activation, z)
     return simplified(builder.program([Output(z)]))
-
-
-def _outside_of_graphs(*given: Any) -> Any:
-    """`compute_eager` where torch.compile breaks its graph: for calls with an epilogue."""
-    return torch.compiler.disable(compute_eager)(*given)
-
-
-# What torch.compiler.disable would write; to call it here would import dynamo with the package, which takes a second.
-_outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]

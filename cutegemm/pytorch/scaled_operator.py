@@ -1,6 +1,7 @@
-"""torch.ops.cutegemm.scaled_gemm: `gemm` with scaled operands as an operator of torch, for torch.compile and modes.
+"""torch.ops.cutegemm.scaled_gemm and scaled_gemm_program: `gemm` with scaled operands as operators of torch.
 
-It takes the terms of a plain `gemm`; an epilogue program with scales is for eager calls. No gradients are recorded.
+The first takes the terms of a plain `gemm`, for torch.compile and dispatch modes, the second an epilogue program, as
+its text, for torch.compile. No gradients are recorded.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import TABLE, dtype_name, output_name, torch_dtype
-from cutegemm.pytorch import operator, scaled, sharding
+from cutegemm.pytorch import operator, program_operator, scaled, sharding
 
 _library = torch.library.Library("cutegemm", "FRAGMENT")
 _library.define(
@@ -31,9 +32,14 @@ def _scaled_gemm(
     with torch.no_grad():
         found: torch.Tensor = scaled.compute_eager(
             a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, None, (), None,
-            scale_a, scale_b, None if scaling is None else tuple(each or None for each in scaling),
+            scale_a, scale_b, _recipes(scaling),
         )  # fmt: skip
     return found
+
+
+def _recipes(scaling: Any) -> tuple[str | None, ...] | None:
+    """`scaling` of `gemm` from what the operators carry: the empty text for None."""
+    return None if scaling is None else tuple(each or None for each in scaling)
 
 
 for _device in ("CPU", "CUDA"):
@@ -62,3 +68,43 @@ def _flops(a_shape, b_shape, *args, out_shape=None, **kwargs) -> int:
     for extent in out_shape[:-2]:
         batch *= extent
     return 2 * batch * out_shape[-2] * out_shape[-1] * a_shape[-1]
+
+
+# -- with an epilogue program ------------------------------------------------------------------------------------------
+_library.define(
+    "scaled_gemm_program(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, str[]? scaling, Tensor[] operands, "
+    "float[] numbers, SymInt[] integers, str program, ScalarType? out_dtype=None, str? precision=None, "
+    "str backend='auto', str? config=None) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _scaled_gemm_program(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, scaling: Any, operands: Any, numbers: Any, integers: Any, program: str,
+    out_dtype: Any = None, precision: str | None = None, backend: str = "auto", config: str | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    known = program_operator.program_of(program)
+    with torch.no_grad():
+        found = scaled.compute_eager(
+            a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision, backend, config, known,
+            program_operator.joined(known, operands, numbers, integers), None, scale_a, scale_b, _recipes(scaling),
+        )  # fmt: skip
+    return [found] if isinstance(found, torch.Tensor) else list(found)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("scaled_gemm_program", _scaled_gemm_program, _device)
+sharding.handle("scaled_gemm_program", _scaled_gemm_program)
+
+
+def _fake_program(
+    a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, precision=None,
+    backend="auto", config=None,
+):  # fmt: skip
+    if out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
+        out_dtype = torch.bfloat16
+    return program_operator.fake(a, b, operands, numbers, integers, program, out_dtype)
+
+
+torch.library.register_fake("cutegemm::scaled_gemm_program", _fake_program, lib=_library)
+register_flop_formula(torch.ops.cutegemm.scaled_gemm_program)(program_operator.flops)

@@ -193,6 +193,45 @@ def test_the_operator_and_its_fake(seed):
         assert cutegemm.gemm(x, y).dtype == torch.bfloat16
 
 
+def _gate_and_residual(acc, residual, factor):
+    gate, up = cutegemm.ops.halves(acc)
+    return cutegemm.ops.silu(gate) * up + factor * residual, gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
+def test_programs_with_scales_stay_whole_in_a_graph(dtype, seed):
+    torch.manual_seed(seed)
+    a, b = (torch.randn(rows, 256).mul(3).to(dtype) for rows in (24, 16))
+    scales = {"scale_a": torch.rand(24, 2), "scale_b": torch.rand(2, 1)} if dtype != torch.int8 else {
+        "scale_a": torch.rand(24, 1), "scale_b": torch.rand(1, 16), "scaling": ("rows", "rows")}  # fmt: skip
+    residual = torch.randn(24, 8)
+
+    def layer(a, b, residual, factor):
+        options = {"epilogue": _gate_and_residual, "operands": (residual, factor), **scales}
+        first, gate = cutegemm.gemm(a, b.t(), **options)
+        return first * 2, gate, cutegemm.gemm(a, b.t(), epilogue=cutegemm.ops.swiglu, **scales)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for got, want in zip(compiled(a, b, residual, 0.5), layer(a, b, residual, 0.5), strict=True):
+        assert got.dtype == want.dtype == torch.bfloat16
+        assert torch.equal(got, want)
+
+
+def test_what_a_graph_refuses_of_programs_with_scales():
+    a, b, one = torch.ones(8, 32).to(torch.int8), torch.ones(16, 32).to(torch.int8).t(), torch.ones(())
+
+    def call(a, b, **options):
+        return cutegemm.gemm(a, b, scale_a=one, epilogue=cutegemm.ops.swiglu, **options)
+
+    for options, named in (
+        ({"out": torch.empty(8, 8)}, "out: got a tensor with scales under torch.compile"),
+        ({"save": "nothing"}, "save: got 'nothing'"),
+        ({"bias": torch.ones(16)}, "epilogue: got one together with c"),
+    ):
+        with pytest.raises(Exception, match=named):
+            torch.compile(call, backend="eager", fullgraph=True)(a, b, **options)
+
+
 def test_autocast_leaves_operands_of_one_byte_alone(seed):
     torch.manual_seed(seed)
     a, b = (torch.randn(4, 32).to(torch.float8_e4m3fn) for _ in range(2))

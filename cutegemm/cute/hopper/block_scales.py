@@ -33,10 +33,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
+from cutegemm.cute.hopper.direct_scales import DirectScales
 from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promoted import CompensatedProducts, PartProducts, PromotedProducts, Promotion, TwinProducts
+from cutegemm.cute.hopper.promoted import (
+    CompensatedProducts,
+    HalfProducts,
+    PartProducts,
+    PromotedProducts,
+    Promotion,
+    TwinProducts,
+)
 from cutegemm.cute.hopper.promotion import SCALE_THREADS, compensates, grain, interval, lies_in_halves, scale_counts
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.source import ScaleSource
@@ -265,5 +273,7 @@ def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns:
         kind = CompensatedProducts if compensates(config, signature) else PartProducts
         return kind(config, ring, turns, tiles, Promotion(), signature.parts)
     scaled = bool(signature.epilogue.program.block_scales)
+    if "half" in config.options:
+        return HalfProducts(config, ring, turns, tiles, DirectScales(config, signature) if scaled else Promotion())
     made = TwinProducts if "twin" in config.options else PromotedProducts
     return made(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())

@@ -129,9 +129,7 @@ class DirectScales(Promotion):
     def _of_segment(self, number: int, factors: list[Any]) -> Any:
         """Which of the factors of a row is that of a segment: it lies in one of two blocks, by where the tile begins."""
         begin = number * self.segment
-        least, most = (
-            min(place // SCALE_K, len(factors) - 1) for place in (begin, begin + SCALE_K - self.segment)
-        )
+        least, most = (min(place // SCALE_K, len(factors) - 1) for place in (begin, begin + SCALE_K - self.segment))
         if least == most:
             return factors[least]
         return cutlass.select_(self.column_in_block + begin >= most * SCALE_K, factors[most], factors[least])

@@ -130,7 +130,9 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     every, twin, half = signature.promotion, "twin" in config.options, "half" in config.options
     if (twin or half) and (every != config.bk or signature.parts is not None):
         name = "twin" if twin else "half"
-        return f"{name} is for sums promoted after every k tile; accepted are promoted sums of fp8 and a bk of {SCALE_K}"
+        return (
+            f"{name} is for sums promoted after every k tile; accepted are promoted sums of fp8 and a bk of {SCALE_K}"
+        )
     if every is None:
         return None
     if every % config.bk:

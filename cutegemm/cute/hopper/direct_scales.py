@@ -127,7 +127,7 @@ class DirectScales(Promotion):
         return math.gcd(self.config.bn, SCALE_K)
 
     def _of_segment(self, number: int, factors: list[Any]) -> Any:
-        """Which of the factors of a row is that of a segment: it lies in one of two blocks, by where the tile begins."""
+        """Which of a row's factors is that of a segment: it lies in one of two blocks, by where the tile begins."""
         begin = number * self.segment
         least, most = (min(place // SCALE_K, len(factors) - 1) for place in (begin, begin + SCALE_K - self.segment))
         if least == most:

@@ -138,9 +138,9 @@ OPTIONS = (
     ),
     Option(
         "half",
-        "promoted sums of fp8 have partial sums for half of a warpgroup's tile, whose halves are multiplied and promoted "
-        "in turn, so that a thread has up to 128 accumulators; scales of blocks of K are loaded by the warpgroups that "
-        "multiply",
+        "sums of fp8 that are promoted after every k tile have partial sums for half of a warpgroup's tile, whose "
+        "halves are multiplied and promoted in turn: for tiles of up to 128 accumulators a thread. The warpgroups that "
+        "multiply load scales of blocks of K themselves",
         (
             Exclusion(
                 ("ping-pong", "clusters along K", "not two warpgroups", "swap", "skew", "twin", "fat", "zero"),

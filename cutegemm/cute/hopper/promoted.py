@@ -65,8 +65,8 @@ class Promotion:
 
 
 def _pin(accumulators, first: int, count: int) -> None:
-    """Keeps additions before the next WGMMA: the compiler would put them off beyond it, and copy the partial sums, which
-    it overwrites.
+    """Keeps additions before the next WGMMA, which overwrites the partial sums: the compiler would put them off beyond
+    it, and copy the partial sums before.
     """
     for i in range(first, first + count):
         accumulators[i] = cute.arch.inline_ptx(

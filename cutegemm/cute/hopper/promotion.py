@@ -39,6 +39,8 @@ MOST_COMPENSATED = 32
 Tiles of more are for results that fill the GPU, where the time of promotions counts."""
 MOST_HALF = 128
 """The same with option half, which has half as many partial sums."""
+MOST_HALF_IN_GROUPS = 112
+"""The same in groups."""
 SCALE_THREADS = 96
 """Threads of the producer's warpgroup that copy scales of blocks of K: all but those of its first warp."""
 CONSUMER_REGISTERS = (24, 240)
@@ -62,8 +64,10 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
 
 def _copies_much(config: HopperConfig, signature: Signature) -> bool:
     """Whether the warps that copy need the registers of `WITH_COPIES`: they bring many scales, or any of groups, whose
-    ends each warp keeps, or of gate and up, or gather rows.
+    ends each warp keeps, or of gate and up, or gather rows. With half, ptxas spilled those ends.
     """
+    if "half" in config.options:
+        return signature.work != DENSE
     few = FEW_COPIES if signature.work == DENSE and not signature.epilogue.gating else 0
     return signature.work == GATHERED or copies(config, signature) > few
 
@@ -170,6 +174,7 @@ def _why_not_half(config: HopperConfig, signature: Signature) -> str | None:
         return "half has scales of blocks where a tile's columns are neighbours; gate and up lie apart"
     if config.group_rows == 64 and config.bn % 32:
         return f"bn is {config.bn}; half of a tile's columns, which one WGMMA has with half, need a multiple of 32"
-    if config.accumulators > MOST_HALF:
-        return f"{config.accumulators} accumulators a thread and half as many partial sums; more than {MOST_HALF} spill"
+    most = MOST_HALF if signature.work == DENSE else MOST_HALF_IN_GROUPS
+    if config.accumulators > most:
+        return f"{config.accumulators} accumulators a thread and half as many partial sums; more than {most} spill"
     return None

@@ -223,7 +223,7 @@ class BlockScales(Promotion):
         places = ((self.column_in_block + i * self.segment) // SCALE_K for i in range(count))
         return [_number(first + (side.begin + place)) for place in places]
 
-    def add(self, accumulators, partial, fetched) -> None:
+    def add(self, accumulators, partial, fetched, half: int = 0) -> None:
         rows, columns, first = fetched
         size, fragments = cute.size(accumulators), self.config.bn // 8
         sums = cute.make_tensor(accumulators.iterator, cute.make_layout(size))

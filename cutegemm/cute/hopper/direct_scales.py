@@ -90,7 +90,7 @@ class DirectScales(Promotion):
         last = cute.ceil_div(self.k, SCALE_K) - 1
         k_tile = Int64(cutlass.max(cutlass.min(self.walk[0], last), 0))
         for i in range(self.rows + self.columns):
-            side = self.a if i < self.rows else self.b
+            side: Any = self.a if i < self.rows else self.b
             address = self.places[i] + k_tile * (side.along_k * NUMBER)
             self.loaded[i] = element(cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4), 0)
         self.walk[0] = self.walk[0] + self.walk[1]

@@ -185,6 +185,15 @@ def test_halves_with_neighbouring_gate_and_up_spill_nothing(config):
     assert not spilled(build(f"{config}/half", epilogue=gated("pairs")).cubin)
 
 
+def test_halves_wait_once_each_and_add_every_sum_once():
+    """ptxas makes no WGMMA of a half wait for another, and copies no partial sums before it adds them."""
+    text = "def epilogue(acc, x0: fp32[A, 1, 128], x1: fp32[B, 128, 128]) -> bf16: return acc"
+    given = {"epilogue": Epilogue(custom=simplified(parse(text)))}
+    found = opcodes(build("256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half", **given).cubin)
+    for name, count in (("QGMMA", 8), ("WARPGROUP.DEPBAR", 2), ("FFMA", 128), ("FMUL", 4), ("SHFL.IDX", 4), ("MOV", 0)):
+        assert sum(n for opcode, n in found.items() if opcode.startswith(name)) == count, name
+
+
 def test_no_stage_has_scales_with_half():
     """So that four stages fit beside two staging buffers, and the ring's barriers wait for TMA alone."""
     plain, half = (CUTE.parse(f"sm90/128x128x128/coop2/c1x1/s4/g8{more}") for more in ("", "/half"))

@@ -21,6 +21,8 @@ the last row, column or block.
 Of a gated program ("halves") a tile has columns of B at two places, gate's and up's. A stage has a number for each
 `promotion.grain` columns of the tile, usually 8, whichever blocks they lie in: so F may be any. Gate's columns lie in
 blocks as those of a tile do that is half as wide.
+
+Tiles of option `half` have no room for scales in a stage: `direct_scales` loads them another way.
 """
 
 from __future__ import annotations

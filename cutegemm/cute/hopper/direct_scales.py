@@ -1,8 +1,7 @@
 """Scales of blocks of K that the promoting warpgroups load themselves, four k tiles ahead: those of option `half`.
 
-Large tiles leave no shared memory for scales beside a ring of four stages, nor registers to read them in the middle of
-a promotion. A thread needs few of them: one for each of its rows of A, and one for each block of 128 columns of B that
-the tile lies in. The four lanes of a quad have the same rows and columns, so that each loads those of one k tile out of
+Large tiles leave no shared memory for scales beside a ring of four stages. A thread needs few of them: one for each of
+its rows of A, and one for each block of 128 columns of B that the tile lies in. The four lanes of a quad have the same rows and columns, so that each loads those of one k tile out of
 four, multiplies them, and gives the products to the others by shuffles:
 
     k tile      0         1         2         3         4 ...
@@ -10,8 +9,7 @@ four, multiplies them, and gives the products to the others by shuffles:
     lane 1      .         products  .         .         .
     every lane  shfl 0    shfl 1    shfl 2    shfl 3    shfl 0
 
-What a row's scale times a block's is for all of a thread's partial sums in them: no promotion multiplies two scales.
-Places outside of the matrices take the scale of the last row, column or block.
+A product of two scales is one factor for all of the row's partial sums in that block. Places outside of the matrices take the scale of the last row, column or block.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class DirectScales(Promotion):
                 side.start(args)
         count = self.rows + self.columns
         self.loaded, self.places = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Int64)
-        self.products = cute.make_rmem_tensor(max(self.rows, 1) * max(self.columns, 1), Float32)
+        self.factors = cute.make_rmem_tensor(max(self.rows, 1) * max(self.columns, 1), Float32)
         # This lane's next k tile to load, the step to the one after it, and how many k tiles have been promoted.
         self.walk = cute.make_rmem_tensor(3, Int32)
 
@@ -107,19 +105,19 @@ class DirectScales(Promotion):
         columns = [self.loaded[self.rows + i] for i in range(self.columns)]
         found = [row * column for row in rows for column in columns] or rows or columns
         for i, factor in enumerate(found):
-            self.products[i] = factor
+            self.factors[i] = factor
 
     def fetch(self, stage) -> list[list[Any]]:
-        """For each of `segments` the factors of this thread's rows."""
+        """For each segment of columns the factors of this thread's rows."""
         k_tile = self.walk[2]
         self._turn_if(k_tile % AHEAD == 0)
         self.walk[2] = k_tile + 1
-        count = cute.size(self.products)
-        factors = [cute.arch.shuffle_sync(self.products[i], k_tile, mask_and_clamp=IN_QUADS) for i in range(count)]
-        columns = max(self.columns, 1)
-        rows = 2 * (self.config.group_rows // BLOCK_ROWS)
-        of_row = [factors[i * columns : (i + 1) * columns] for i in range(rows)] if self.rows else [factors] * rows
-        return [[self._of_segment(i, each) for each in of_row] for i in range(self.config.bn // self.segment)]
+        count, columns = cute.size(self.factors), max(self.columns, 1)
+        factors = [cute.arch.shuffle_sync(self.factors[i], k_tile, mask_and_clamp=IN_QUADS) for i in range(count)]
+        of_rows = [factors[i : i + columns] for i in range(0, count, columns)]
+        if self.a is None:
+            of_rows *= 2 * (self.config.group_rows // BLOCK_ROWS)
+        return [[self._of_segment(i, each) for each in of_rows] for i in range(self.config.bn // self.segment)]
 
     @property
     def segment(self) -> int:

@@ -1,15 +1,17 @@
 """Scales of blocks of K that the promoting warpgroups load themselves, four k tiles ahead: those of option `half`.
 
 Large tiles leave no shared memory for scales beside a ring of four stages. A thread needs few of them: one for each of
-its rows of A, and one for each block of 128 columns of B that the tile lies in. The four lanes of a quad have the same rows and columns, so that each loads those of one k tile out of
-four, multiplies them, and gives the products to the others by shuffles:
+its rows of A, and one for each block of 128 columns of B that the tile lies in. The four lanes of a quad have the same
+rows and blocks, so that each loads the scales of one k tile out of four, multiplies them, and gives the products to the
+others by shuffles:
 
     k tile      0         1         2         3         4 ...
     lane 0      products  .         .         .         products      loaded while k tiles 0 to 3 are multiplied
     lane 1      .         products  .         .         .
     every lane  shfl 0    shfl 1    shfl 2    shfl 3    shfl 0
 
-A product of two scales is one factor for all of the row's partial sums in that block. Places outside of the matrices take the scale of the last row, column or block.
+A product of two scales is one factor for all of a row's partial sums in a block. Places outside of the matrices take
+the scale of the last row or block.
 """
 
 from __future__ import annotations

@@ -38,7 +38,12 @@ class Torch:
                 return bench_scaled.torch_call(problem, "tensor", problem.precision == "fast", a, b, out)
             return lambda: torch.mm(a, b, out=out)
 
-        return Prepared([call(a, b) for a, b in inputs])
+        try:
+            return Prepared([call(a, b) for a, b in inputs])
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as why:
+            raise NotServed(f"torch: {why}") from why
 
 
 class Cutegemm:

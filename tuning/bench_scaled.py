@@ -38,6 +38,7 @@ def scales(problem: Problem, recipe: str, device: torch.device, columns: bool = 
 def torch_call(problem: Problem, recipe: str, fast: bool, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Call:
     """torch's product of operands of one byte: `_scaled_mm`, of int8 `_int_mm`. Raises what torch raises."""
     if problem.dtype == "int8":
+        torch._int_mm(a, b, out=out)  # refuses 16 rows or fewer, among others
         return lambda: torch._int_mm(a, b, out=out)
     scale_a, scale_b = scales(problem, recipe, a.device, columns=True)
     options = {"out_dtype": out.dtype, "use_fast_accum": fast, "out": out}

@@ -33,8 +33,8 @@ What the terms count:
     program   its matrix operands and further results count as bytes of the epilogue and of memory, its instructions and
               the operands that it waits for as cycles of the epilogue (`program_cost`)
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
-              round, at the cost of a share of the tiles' time: in groups of the cut tiles' only, and of `STREAM_GAINS`.
-              CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last sums
+              round. CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last
+              sums
     promoted  sums of fp8 cost energy, and time where no other warpgroup multiplies meanwhile. Scales of blocks of K
               cost each k step some time
     power     a fourth-power mean joins it to the time at full clock: near the limit the clock gives way by degrees
@@ -77,8 +77,6 @@ ZIG_REREADS = 0.5
 """Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
 LARGE_GROUP = SKEW * SMALL_SHARE
 """From so many rows (or columns) a group on, its last tile is taken to be half full."""
-STREAM_GAINS = 0.02
-"""Share of the tiles' time that stream-K must gain in groups before it is preferred; not measured."""
 COUNTED_HEAT = 0.5
 """`Model.bound` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
 
@@ -185,13 +183,13 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd",
-    "_cut_alone", "_early", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle",
-    "_itemsize", "_l2", "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside",
-    "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b",
-    "_load_chip", "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m",
-    "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits",
-    "_stages", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within",
-    "_writes", "_written",
+    "_early", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize",
+    "_l2", "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
+    "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
+    "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
+    "_rereads", "_rest", "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages",
+    "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes",
+    "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -260,7 +258,7 @@ class Model:
         self._sums = 0.0
         if f.parts > 1:
             self._sums = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
-        self._balanced, self._cut_alone = f.balanced, bool(WORKS[signature.work].arrays)
+        self._balanced = f.balanced
         self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
         if f.splits > 1:
             self._sums += self._split_fixed + (f.splits if f.serial else 1) * self._split_part
@@ -356,10 +354,7 @@ class Model:
                     busy_rounds += (rounds - 1) * late
                 busy_rounds *= self._slower
             if self._balanced and works > places and works % places:
-                uneven = self._uneven
-                if self._cut_alone:
-                    uneven = 1 + STREAM_GAINS + (uneven - 1) * (places + works % places) / works
-                busy_rounds *= works / (places * rounds) * uneven
+                busy_rounds *= works / (places * rounds) * self._uneven
                 busy_rounds += self._split_fixed + self._split_part
             busy_rounds += (rounds - 1) * self._sums + self._last
 

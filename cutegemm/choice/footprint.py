@@ -98,6 +98,7 @@ def of_warps(
     group: int,
     splits: int = 1,
     slices: int = 1,
+    bounded_for: int = 1,
 ) -> Footprint:
     """The footprint of a kernel whose warps each read their own fragments of A and B from shared memory.
 
@@ -105,6 +106,7 @@ def of_warps(
         tile: (M, N, K) of the CTA tile. warp: (M, N) of the warp tile. smem_bytes: shared memory of a CTA.
         group, splits: as in `Footprint`.
         slices: groups of warps that share the warp tiles, each reading its part of a stage's depth.
+        bounded_for: CTAs of an SM for which the compiler bounds a thread's registers.
     """
     (bm, bn, bk), (wm, wn), size = tile, warp, ITEMSIZE[signature.dtype]
     warps = max(bm * bn // (wm * wn), 1)
@@ -113,7 +115,9 @@ def of_warps(
     accumulators = wm * wn // 32
     held = 2 * accumulators + 40 if signature.unit == CUDA_CORES else (wm + wn) // 2 + 40
     registers = min(accumulators + held, arch.registers_per_thread)
-    if slices > 1:
+    if bounded_for > 1:
+        registers = arch.registers_per_sm // (threads * bounded_for) // 8 * 8
+    elif slices > 1:
         # The compiler loads ahead into whatever one CTA may have.
         registers = min(224, arch.registers_per_sm // threads)
     narrowest = min(signature.align_a, signature.align_b)

@@ -25,6 +25,7 @@ from cutegemm import winners
 from cutegemm.choice.compiled import Group
 from cutegemm.choice.cost_model import Model, Terms, clusters
 from cutegemm.choice.cost_rates import fitted, fitted_any
+from cutegemm.problem.dtypes import CUDA_CORES
 from cutegemm.winners import neighbours
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ WON = 0.03
 """Bonus of a measured winner at its own shape, as a share of its estimated time."""
 LEAST_STEPS = 2
 """The fewest k steps of a part of K."""
+WAVES = 4
+"""CUDA cores take so long over a tile that parts of K are worth their sums where they fill the last of a few waves: up
+to so many are tried."""
 CLOSE = 0.99
 """A candidate whose bound is above this share of the best estimate so far is not estimated: the model errs by far more
 than 1 %."""
@@ -282,20 +286,29 @@ class SplitCandidates:
         self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
         self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
         self._cluster_tile, self._places = shape.cluster_tile, clusters(arch, shape.cluster_ctas)
-        self._made: dict[int, list[tuple[Model, Any]]] = {}
+        self._fill = self._places * shape.ctas
+        self._waves = WAVES if signature.unit == CUDA_CORES else 1
+        self._made: dict[tuple[int, ...], list[tuple[Model, Any]]] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
-        """As many splits as fit the GPU at once, and half as many."""
+        """As many splits as fit the GPU at once, and half as many; on CUDA cores also as many as fill it some times."""
         tile_m, tile_n = self._cluster_tile
         tiles = -(-m // tile_m) * -(-n // tile_n) * batch
-        if not 0 < 2 * tiles <= self._places:
+        most = k // self._least_k
+        if not 0 < 2 * tiles <= self._waves * self._fill or most < 2:
             return []
-        most = min(self._places // tiles, k // self._least_k)
-        made = self._made.get(most)
+        wanted = []
+        if 2 * tiles <= self._places:
+            once = min(self._places // tiles, most)
+            wanted = [once, (once + 1) // 2]
+        if self._waves > 1:
+            wanted += [min(waves * self._fill // tiles, most) for waves in range(1, self._waves + 1)]
+        places = {bisect.bisect_right(self._numbers, number) for number in wanted} - {0}
+        key = tuple(sorted(places))
+        made = self._made.get(key)
         if made is None:
-            places = {bisect.bisect_right(self._numbers, number) for number in (most, (most + 1) // 2)} - {0}
-            wanted = (self._make(self._numbers[place - 1]) for place in sorted(places))
-            made = self._made[most] = [pair for pair in wanted if pair is not None]
+            found = (self._make(self._numbers[place - 1]) for place in key)
+            made = self._made[key] = [pair for pair in found if pair is not None]
         return made
 
     def _make(self, number: int) -> tuple[Model, Any] | None:

@@ -25,6 +25,10 @@ from cutegemm.run import arguments
 _NUMBERS: dict[str, Any] = {"int32": Int32, "int64": Int64, "float32": Float32, "float64": Float64}
 
 
+ALL_SHARED = 100
+"""Per cent of an SM's memory that is to be shared memory rather than L1."""
+
+
 class Gemm:
     """Host entry and per-CTA set-up of a GEMM kernel; a family implements `compute_tile`.
 
@@ -68,7 +72,9 @@ class Gemm:
         self.kernel(arguments.device(args, host_only=self.host_only, tiles_m=tiles_m, tiles_n=tiles_n)).launch(
             grid=(tiles_m * tiles_n * args.batch * self.config.splits, 1, 1),
             block=(self.config.threads, 1, 1),
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.config.resident,
+            # Else the DSL asks a GPU for it, which the machine that compiles need not have.
+            preferred_smem_carveout=ALL_SHARED if self.config.resident > 1 else None,
             stream=args.stream,
         )
 

@@ -89,6 +89,7 @@ PROBES = [
     "simt/256x128x8/w64x64/s5/g8", "simt/64x128x16/w32x32/s3/g8", "simt/32x64x8/w16x64/s4/g1",
     "simt/128x32x16/w32x32/s2/g8", "simt/64x64x64/w32x64/s3/g8/x4", "simt/64x32x64/w16x32/s3/g8/x4",
     "simt/32x32x128/w32x32/s4/g1/x8", "simt/16x32x128/w16x32/s2/g1/x16",
+    "simt/128x128x8/w64x32/s4/g8/r2", "simt/64x64x16/w32x64/s3/g8/r6", "simt/64x128x16/w32x64/s3/g8/r3",
 ]  # fmt: skip
 
 
@@ -100,8 +101,10 @@ def test_what_the_validity_rule_accepts_compiles_and_fits(text):
     problem = Problem.of(1024, 1024, 1024, dtype)
     kernel = build(problem, text, "sm_90a")
     config = CUTE.parse(text)
-    assert registers(kernel.cubin) * config.threads <= 64 * 1024
+    assert registers(kernel.cubin) * config.threads * config.resident <= 64 * 1024
     assert config.smem_bytes(problem.signature) <= arch.get("sm_90a").smem_per_cta
+    if config.resident > 1:
+        assert not spilled(kernel.cubin)
 
 
 @pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])

@@ -35,6 +35,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sm80 bf16": ("sm80/64x64x32/w32x32/s4/g8", "bf16", {"majors": "nt"}),
     "sm80 tf32": ("sm80/64x64x16/w32x32/s4/g8", "fp32", {"precision": "tf32"}),
     "simt": ("simt/64x64x8/w32x32/s3/g8", "fp32", {"majors": "nt"}),
+    "simt, registers bounded": ("simt/64x64x8/w32x32/s3/g8/r4", "fp32", {}),
     "simt, sliced": ("simt/32x32x32/w32x32/s4/g1/x8", "fp32", {}),
     "simt, sliced, small tile": ("simt/16x32x64/w16x32/s2/g1/x4", "fp32", {"majors": "nt"}),
 }

@@ -36,6 +36,7 @@ CONFIGS = {
     ("fp32", None): (
         "simt/256x128x16/w64x64/s3/g8",
         "simt/64x64x8/w32x32/s2/g8",
+        "simt/64x64x16/w32x64/s3/g8/r6",
         "simt/32x32x64/w32x32/s3/g8/x8",
         "simt/32x32x32/w32x32/s3/g1/x8",
         "simt/64x64x8/w32x32/s3/g8/k3",

@@ -106,6 +106,38 @@ def test_the_output_is_poisoned_before_the_check():
     assert clock.asked == [["torch"]]
 
 
+def test_integer_results_are_poisoned_too(monkeypatch):
+    """One that leaves elements as they were is wrong, and what torch refuses is not served while ours is timed."""
+
+    def refuses(*operands, out):
+        raise RuntimeError("self.size(0) needs to be greater than 16, but got 16")
+
+    monkeypatch.setattr(torch, "_int_mm", refuses)
+    lazy, right = Fake("lazy"), Fake("right")
+    lazy.prepare = lambda problem, arch, inputs, out: Prepared([lambda: None] * len(inputs))
+    providers = [bench_providers.Torch(), lazy, right]
+    case = bench.Case(Problem.of(16, 32, 64, "int8"))
+    found = bench.bench_case(case, providers, H200, device="cpu", timer=timer({"right": 1.0}))
+    assert [result.verdict.split(":")[0] for result in found] == ["not served", "wrong", "ok"]
+    assert "greater than 16" in found[0].verdict
+
+
+def test_fp64_is_checked_on_rows_spread_over_the_result(monkeypatch):
+    monkeypatch.setattr(bench, "FP64_ROWS", 8)
+    wrong = Fake("wrong")
+
+    def prepare(problem, arch, inputs, out):
+        def call(a, b):
+            out.copy_(a @ b)
+            out[24] += 1e-9
+
+        return Prepared([lambda a=a, b=b: call(a, b) for a, b in inputs])
+
+    wrong.prepare = prepare
+    case = bench.Case(Problem.of(64, 8, 16, "fp64"))
+    assert bench.bench_case(case, [wrong], H200, device="cpu", timer=timer({}))[0].verdict.startswith("wrong")
+
+
 def test_an_interrupt_keeps_what_was_measured():
     class Interrupted(Fake):
         def prepare(self, problem, arch, inputs, out):

@@ -107,7 +107,7 @@ def test_gradients_in_both_modes():
 def test_the_choice_follows_the_instructions_of_the_gpu():
     problem = Problem.of(4096, 4096, 4096, "fp64")
     assert problem_text.parse(str(problem)) == problem
-    for gpu, instruction in (("H200", "i16x8"), ("A100", "i8x4")):
+    for gpu, instruction in (("H200", "i16x4"), ("A100", "i8x4")):
         backend, config, _ = heuristics.untuned(problem, arch.get(gpu))
         assert (backend, str(config).split("/")[-1]) == ("cute", instruction)
     cute = cutegemm.backend.get("cute")

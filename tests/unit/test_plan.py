@@ -71,9 +71,12 @@ def test_fp32_without_a_measurement(shape, expected):
         ("simt/64x64x64/w32x32/s2/g8/x2", "over 16"),
         ("simt/32x128x32/w16x128/s2/g8/x2", "16 columns of a K-major B"),
         ("simt/64x64x64/w32x64/s8/g8/x4", "shared memory"),
+        ("simt/64x64x16/w32x32/s3/g8/r5", "accepted with this tile are 1 to 4"),
+        ("simt/64x64x16/w32x32/s8/g8/r4", "4 CTAs on an SM have"),
+        ("simt/32x32x64/w32x32/s3/g8/x4/r2", "accepted with this tile are 1 to 1"),
     ],
 )
-def test_invalid_slices_say_why(text, reason):
+def test_invalid_slices_and_bounds_of_registers_say_why(text, reason):
     problem = Problem.of(4096, 4096, 4096, "fp32")
     found = CUTE.check(CUTE.parse(text), problem, H200)
     assert found is not None

@@ -20,6 +20,8 @@ from cutegemm.problem.dtypes import why_not_taken
 TAKES: tuple[Kind, ...] = (("fp64", "ieee"),)
 INSTRUCTIONS = {"8x4": (8, 4), "16x4": (16, 4), "16x8": (16, 8), "16x16": (16, 16)}
 """Rows and depth of the instructions; all have 8 columns."""
+MOST_COPIES = 16
+"""Copies a thread and stage; the addresses of more spill."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,14 @@ class DmmaConfig(TileConfig):
         return self.stages * (self.bm + self.bn) * self.bk * ITEMSIZE[signature.dtype]
 
     def registers(self) -> int:
-        """Registers of a thread at most: accumulators and most of a step's fragments, two each, and addresses."""
+        """Registers of a thread at most: accumulators, two sets of fragments, two each; addresses."""
         depth = self.step[1]
-        return 2 * (self.wm * self.wn // 32 + 3 * (self.wm + self.wn) * depth // 128) + 64
+        return 2 * (self.wm * self.wn // 32 + 2 * (self.wm + self.wn) * depth // 32) + 5 * self.copies + 28
+
+    @property
+    def copies(self) -> int:
+        """Copies of 16 bytes that a thread makes for a stage."""
+        return (self.bm + self.bn) * self.bk // (2 * self.threads)
 
     def why_invalid(self, signature: Signature, arch: Arch) -> str | None:
         """None when this configuration is valid for the signature on that architecture, else why not."""
@@ -86,6 +93,8 @@ class DmmaConfig(TileConfig):
             return f"warp tile {self.wm}x{self.wn}; accumulators over 64x32 spill"
         if self.registers() > min(255, 65536 // self.threads // 8 * 8):
             return f"{self.registers()} registers a thread of {self.threads}; accumulators and fragments spill"
+        if self.copies > MOST_COPIES:
+            return f"{self.copies} copies a thread and stage; the addresses of more than {MOST_COPIES} spill"
         for side, extent in (("bm", self.bm), ("bn", self.bn)):
             if extent * self.bk < 2 * self.threads:
                 return f"{side} x bk is {extent * self.bk} elements for {self.threads} threads; each must load two"

@@ -10,7 +10,7 @@ tests/compile builds one for each tile, schedule and order of operands, without 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -61,9 +61,8 @@ FEW_SUMS = 1 << 19
 """Results of up to so many elements are computed by tiles with compensated sums alone, where operands are split into
 parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By the cost model such tiles take up to an
 eighth longer."""
-STREAMED_WORKS = (*ROWS, RAGGED_N, MASKED)
-"""Works whose tiles stream-K may cut and of which nobody can know on the host how many there are: where dense products
-have another tile that fills the waves, these have candidates with stream-K."""
+COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
+"""Works of which nobody can know on the host how many tiles there are."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
@@ -86,16 +85,7 @@ def _of_one_result(signature: Signature) -> tuple[str, ...]:
     if signature.parts is not None:
         return part_candidates.listed(signature)
     found = _BY_UNIT[signature.unit](signature)
-    if has_shortlists(signature) and signature.work in STREAMED_WORKS:
-        return (*found, *streamed(found))
     return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
-
-
-def streamed(texts: Iterable[str]) -> tuple[str, ...]:
-    """The same with stream-K for those of these candidates that have the largest tiles, of which the fewest waves are
-    needed, so that an empty one weighs most.
-    """
-    return tuple(text.replace("/zig/pdl", "/zig/streamk/pdl") for text in texts if text.endswith("/zig/pdl"))
 
 
 @functools.lru_cache(maxsize=64)
@@ -128,10 +118,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if not has_shortlists(signature):
         return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
-    if signature.work in STREAMED_WORKS:
-        whole = [text for text, split in found if not split]
-        others = [*streamed(whole), *(_OF_GROUPS if m <= UNSWAPPED_ROWS else ())]
-        found = list(dict.fromkeys([*found, *((text, False) for text in others)]))
+    if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
+        found = list(dict.fromkeys([*found, *((text, False) for text in _OF_GROUPS)]))
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)

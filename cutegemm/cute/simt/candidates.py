@@ -9,12 +9,14 @@ if TYPE_CHECKING:
 
 _FP32 = (
     "simt/256x128x16/w64x64/s3/g8",
-    "simt/128x128x16/w64x32/s3/g8",
-    "simt/128x128x8/w32x64/s4/g8",
+    "simt/128x128x8/w64x32/s4/g8/r2",
+    "simt/64x128x16/w32x64/s3/g8/r3",
+    "simt/64x64x16/w32x64/s3/g8/r6",
     "simt/128x64x16/w32x32/s3/g8",
     "simt/64x128x16/w32x32/s3/g8",
-    "simt/64x64x16/w32x32/s3/g8",
-    "simt/64x64x8/w32x32/s4/g8",
+    "simt/64x64x16/w32x32/s2/g8/r4",
+    "simt/64x64x16/w32x32/s3/g8/r4",
+    "simt/64x64x8/w32x32/s4/g8/r4",
     "simt/64x32x16/w16x32/s3/g8",
     "simt/32x64x16/w16x32/s3/g8",
     "simt/32x32x16/w16x32/s4/g8",
@@ -25,9 +27,14 @@ _FP32 = (
     "simt/32x32x32/w16x32/s3/g8/x2",
     "simt/16x32x64/w16x32/s4/g8/x8",
 )
-
-_WIDE = "simt/128x256x16/w64x64/s3/g8"
-"""Not for two row-major operands (`tt`): there its kernel keeps two registers in local memory."""
+_NOT_TT = ("simt/128x256x16/w64x64/s3/g8", "simt/64x128x16/w32x32/s3/g8/r2")
+"""Not for two row-major operands (`tt`): there these kernels keep some registers in local memory."""
+_SPILLS_SPLIT = {
+    "simt/64x128x16/w32x64/s3/g8/r3": ("tn", "nn"),
+    "simt/64x64x16/w32x64/s3/g8/r6": ("tt", "nn"),
+    "simt/128x64x16/w32x32/s3/g8": ("tn",),
+}
+"""Majors with which these kernels keep some registers in local memory where K is split."""
 
 NUMBERS = (*range(2, 34), 36, 44, 54, 66)
 """The numbers of parts that a candidate may split K into."""
@@ -35,9 +42,9 @@ NUMBERS = (*range(2, 34), 36, 44, 54, 66)
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    return _FP32 if signature.majors == "tt" else (*_FP32, _WIDE)
+    return _FP32 if signature.majors == "tt" else (*_FP32, *_NOT_TT)
 
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:
     """The splits of K, ascending, that a candidate may have as well as none."""
-    return NUMBERS
+    return () if signature.majors in _SPILLS_SPLIT.get(text, ()) else NUMBERS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
@@ -17,6 +17,20 @@ TAKES: tuple[Kind, ...] = (("fp32", "ieee"),)
 SPLIT_WIDE = ((128, 256, 16, 64, 64, 3, 1), (256, 128, 16, 64, 64, 3, 1))
 """(bm, bn, bk, wm, wn, stages, slices) of 128 accumulators a thread whose kernels spill nothing with splits of K."""
 
+RESIDENT: Mapping[tuple[int, ...], int] = {
+    (128, 128, 8, 64, 32): 2,
+    (64, 128, 16, 32, 64): 3,
+    (64, 128, 16, 32, 32): 2,
+    (64, 64, 16, 32, 64): 6,
+    (64, 64, 16, 32, 32): 4,
+    (32, 128, 16, 32, 32): 4,
+    (32, 64, 16, 32, 32): 8,
+    (64, 32, 16, 32, 32): 8,
+    (64, 64, 8, 32, 32): 4,
+}
+"""The most CTAs of an SM that the registers of a tile (bm, bn, bk, wm, wn) may be bounded for. A
+plain product spills none then, nor does one whose K is split but for `candidates._SPILLS_SPLIT`."""
+
 
 @dataclass(frozen=True)
 class SimtConfig(TileConfig):
@@ -24,6 +38,9 @@ class SimtConfig(TileConfig):
 
     `/xSLICES` at the end of the text, as in `simt/32x32x64/w32x32/s3/g8/x8`, is sliced K (`simt.sliced`): so
     many groups of warps share the CTA tile, each multiplies its part of a stage, and their sums meet at the end.
+
+    `/rRESIDENT` matters for the smaller tiles: without it the compiler loads fragments ahead into every register that
+    one CTA may have, and an SM holds one or two CTAs of 4 to 8 warps, which wait for each other at every stage.
 
     Attributes:
         slices: of each stage along K; 1: every warp multiplies the whole depth.
@@ -33,6 +50,7 @@ class SimtConfig(TileConfig):
 
     family: ClassVar[str] = "simt"
     PATTERN: ClassVar[str] = TileConfig.PATTERN + r"(?:/x(?P<slices>\d+))?"
+    MOST_RESIDENT: ClassVar[Mapping[tuple[int, ...], int]] = RESIDENT
     CHUNK: ClassVar[int] = 4
     """Depth that a warp of a slice loads at a time: 16 bytes of a K-major row."""
 
@@ -41,7 +59,7 @@ class SimtConfig(TileConfig):
 
     @classmethod
     def form(cls) -> str:
-        return super().form().replace("[/kSPLITS]", "[/xSLICES][/kSPLITS]")
+        return super().form().replace("[/kSPLITS]", "[/xSLICES][/rRESIDENT][/kSPLITS]")
 
     def _tile(self) -> tuple[int, ...]:
         return self.bm, self.bn, self.bk, self.wm, self.wn, self.stages, self.slices
@@ -129,6 +147,9 @@ class SimtConfig(TileConfig):
                 return f"{side} x bk is {extent * self.bk} elements for {self.threads} threads; each must load four"
         if self.smem_bytes(signature) > arch.smem_per_cta:
             return f"{self.smem_bytes(signature)} B of shared memory; {arch.name} gives a CTA {arch.smem_per_cta}"
+        room = arch.smem_per_sm // self.resident - arch.smem_reserved_per_cta
+        if self.resident > 1 and self.smem_bytes(signature) > room:
+            return f"{self.smem_bytes(signature)} B of shared memory; {self.resident} CTAs on an SM have {room} each"
         return None
 
     def _why_slices_invalid(self, signature: Signature) -> str | None:
@@ -160,7 +181,10 @@ class SimtConfig(TileConfig):
         for bm, bn, bk, wm, wn, stages, group in product(
             (32, 64, 128, 256), (32, 64, 128, 256), (8, 16), (16, 32, 64), (32, 64, 128), (2, 3, 4, 5), (1, 4, 8)
         ):
-            yield cls(bm, bn, bk, wm, wn, stages, group)
+            one = cls(bm, bn, bk, wm, wn, stages, group)
+            yield one
+            if most := RESIDENT.get((bm, bn, bk, wm, wn)):
+                yield replace(one, resident=most)
         tiles = ((16, 32), (32, 32), (32, 64), (64, 32), (64, 64))
         for (bm, bn), bk, (wm, wn), stages, group, slices in product(
             tiles, (32, 64, 128), ((16, 32), (32, 32), (32, 64)), (2, 3, 4), (1, 8), (2, 4, 8)

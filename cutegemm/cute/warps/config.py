@@ -2,13 +2,14 @@
 
 The text form is `family/BMxBNxBK/wWMxWN/sSTAGES/gGROUP`, for example `sm80/128x256x64/w64x64/s3/g8`: the CTA
 tile, the warp tile, the stages of the cp.async ring, and how many tile rows the grouped tile order walks
-together. `/kSPLITS` at its end is split-K: so many CTAs sum a part of K each (`warps.part_sum`).
+together. `/rRESIDENT` after it bounds a thread's registers, so that so many CTAs fit on an SM (else the compiler takes
+what one may have). `/kSPLITS` at its end is split-K: so many CTAs sum a part of K each (`warps.part_sum`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,6 +33,7 @@ class TileConfig(LaunchedConfig):
         bm, bn, bk: CTA tile in elements. wm, wn: warp tile. stages: depth of the cp.async ring.
         group: tile rows walked together by the grouped tile order (1: plain row by row).
         splits: CTAs that sum a part of K each of one tile.
+        resident: CTAs for which an SM's registers must suffice.
     """
 
     bm: int
@@ -42,9 +44,12 @@ class TileConfig(LaunchedConfig):
     stages: int
     group: int = 8
     splits: int = field(default=1, kw_only=True)
+    resident: int = field(default=1, kw_only=True)
 
     MOST_SPLITS: ClassVar[int] = 128
     """A state word counts to 255; half of that leaves an A100's or H200's SMs one CTA each."""
+    MOST_RESIDENT: ClassVar[Mapping[tuple[int, ...], int]] = {}
+    """Of a tile (bm, bn, bk, wm, wn): the most CTAs that `resident` may be, where more than one."""
     PATTERN: ClassVar[str] = (
         r"FAMILY/(?P<bm>\d+)x(?P<bn>\d+)x(?P<bk>\d+)/w(?P<wm>\d+)x(?P<wn>\d+)/s(?P<stages>\d+)(?:/g(?P<group>\d+))?"
     )
@@ -62,7 +67,8 @@ class TileConfig(LaunchedConfig):
 
     def __str__(self) -> str:
         text = f"{self.family}/{self.bm}x{self.bn}x{self.bk}/w{self.wm}x{self.wn}/s{self.stages}/g{self.group}"
-        return text + self._more_text() + (f"/k{self.splits}" if self.splits != 1 else "")
+        last = (("r", self.resident), ("k", self.splits))
+        return text + self._more_text() + "".join(f"/{letter}{number}" for letter, number in last if number != 1)
 
     def _more_text(self) -> str:
         """What a family adds to the text, before the splits of K."""
@@ -71,7 +77,8 @@ class TileConfig(LaunchedConfig):
     @classmethod
     def parse(cls, text: str) -> Self:
         """The configuration of a text form; ValueError when the text is not one."""
-        found = re.fullmatch(cls.PATTERN.replace("FAMILY", cls.family) + r"(?:/k(?P<splits>\d+))?", text)
+        last = r"(?:/r(?P<resident>\d+))?(?:/k(?P<splits>\d+))?"
+        found = re.fullmatch(cls.PATTERN.replace("FAMILY", cls.family) + last, text)
         if not found:
             raise ValueError(f"config: got {text!r}, accepted is {cls.form()}")
         return cls(**{name: int(number) for name, number in found.groupdict().items() if number})
@@ -140,6 +147,9 @@ class TileConfig(LaunchedConfig):
             return f"group is {self.group}; accepted are 1 to 64"
         if not 1 <= self.splits <= self.MOST_SPLITS:
             return f"{self.splits} splits of K; accepted are 1 to {self.MOST_SPLITS}"
+        most = self.MOST_RESIDENT.get((*self.tile(), self.wm, self.wn), 1)
+        if not 1 <= self.resident <= most:
+            return f"registers for {self.resident} CTAs on an SM; accepted with this tile are 1 to {most}"
         if self.threads > 512:
             return f"{self.threads} threads; at most 512 (16 warps), more leave too few registers a thread"
         if self.wn * ITEMSIZE[signature.out_dtype] > 32 * 16:

@@ -18,6 +18,6 @@ def of(family: CostFamily, config: Any, signature: Signature, arch: Arch, slices
     warp, smem_bytes = (config.wm, config.wn), config.smem_bytes(signature)
     found = of_warps(
         family, config.tile(), warp, config.stages, smem_bytes, signature, arch, group=config.group,
-        splits=config.splits, slices=slices,
+        splits=config.splits, slices=slices, bounded_for=config.resident,
     )  # fmt: skip
     return replace(found, serial=False)

@@ -125,6 +125,7 @@ def configuration(case: GroupCase, number: int, arch: Arch) -> str | None:
         options += ["swap"] if r.random() < 0.4 else []
         options += ["slab"] if r.random() < 0.2 else []
         options += ["twin"] if asked.problem.signature.promotion and r.random() < 0.4 else []
+        options += ["half"] if schedule == "coop2" and not {"swap", "twin"} & set(options) and r.random() < 0.4 else []
         options += ["once"] if r.random() < 0.2 and "zig" not in options else []
         options += ["streamk"] if r.random() < 0.3 and "once" not in options else []
         config = HopperConfig(

@@ -48,6 +48,8 @@ def draw(number: int, device: str, family: str = "sm90") -> dict[str, Any]:
         "accumulate": None if blocks or a == "int8" else r.choice((None, "promoted", "fast")),
         "backend": "cute", "config": _config(r) if family == "sm90" else _mma_config(r),
     }  # fmt: skip
+    if "coop2" in (drawn["config"] or "") and random.Random(f"half {number}").random() < 0.3:
+        drawn["config"] = drawn["config"].replace("/swap", "").replace("/skew", "") + "/half"
     if gating:
         drawn |= {"gating": gating, "options": {}}
         if gating == "halves" and "/swap" in (drawn["config"] or ""):  # a warpgroup needs rows of gate and of up

@@ -59,6 +59,13 @@ def build(config: str, dtype: str = "e4m3", **given):
         ("128x144x128/coop2/c2x1/s4/serp8/zig/pdl/twin", {"epilogue": FULL}),
         ("64x144x128/coop1/c1x1/s4/g8/twin", {"epilogue": blocks()}),
         ("192x80x128/coop3/c1x1/s4/g8/twin", {"epilogue": blocks()}),
+        # Halves.
+        ("128x256x128/coop2/c2x1/s4/serp8/zig/pdl/half", {"epilogue": FULL}),
+        ("256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half", {"epilogue": blocks()}),
+        ("128x256x128/coop2/c2x1/s4/serp8/zig/streamk/pdl/half", {"epilogue": blocks(), "b_dtype": "e5m2"}),
+        ("128x224x128/coop2/c1x1/s3/serp8/streamk/slab/half", {"epilogue": blocks()}),
+        ("256x128x128/coop2/c1x1/s3/g8/k4/half", {"dtype": "int8", "epilogue": blocks()}),
+        ("128x256x128/coop2/c1x1/s3/g8/k3/half", {"out_dtype": "fp32"}),
         # Without promotion.
         ("128x256x128/coop2/c2x1/s4/serp8/zig/pdl", {"precision": "fast", "epilogue": FULL}),
         ("128x256x128/coop2/c2x1/s3/g8/streamk", {"dtype": "int8"}),
@@ -74,12 +81,15 @@ def test_no_spills(config, given):
     assert any(name.startswith("IGMMA" if signature.dtype == "int8" else "QGMMA") for name in names)
     left, right = ("s8" if name == "int8" else name for name in signature.dtypes)
     sums = "satfinite.s32" if signature.dtype == "int8" else "f32"
-    assert f"m64n{kernel.config.bn}k32.{sums}.{left}.{right}" in kernel.ptx
+    half = "half" in config.split("/")
+    of_columns = half and kernel.config.group_rows == 64
+    columns = kernel.config.bn // 2 if of_columns else kernel.config.bn
+    assert f"m64n{columns}k32.{sums}.{left}.{right}" in kernel.ptx
     # The sums of an interval overwrite those of the one before: one loop, no second copy of the WGMMA; of twins one for
-    # each, behind one before the loop and in front of one for an odd k tile.
+    # each, behind one before the loop and in front of one for an odd k tile. Halves of columns are two of each.
     issued = len(re.findall(r"wgmma\.mma_async\.", kernel.ptx))
     steps = kernel.config.bk // 32 * (kernel.config.group_rows // 64)
-    assert issued == steps * (4 if "twin" in config else 1 if signature.promotion else 2)
+    assert issued == steps * (4 if "twin" in config else 1 + of_columns if signature.promotion else 2)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +103,13 @@ def test_no_spills(config, given):
         ("128x160x128/coop2/c1x1/s3/g8/twin", None, "more than 72 spill"),
         ("64x64x64/coop1/c1x1/s3/g8/twin", None, "twin is for sums promoted after every k tile"),
         ("128x224x128/coop2/c1x1/s3/g8", blocks(across=1), "more than 96 spill"),
+        ("256x144x128/coop2/c1x1/s3/g8/half", None, "more than 128 spill"),
+        ("128x128x64/coop2/c1x1/s3/g8/half", None, "half is for sums promoted after every k tile"),
+        ("128x144x128/coop2/c1x1/s3/g8/half", None, "need a multiple of 32"),
+        ("128x128x128/coop1/c1x1/s3/g8/half", None, "half is for promoted sums of a tile that two warpgroups share"),
+        ("128x128x128/coop2/c1x1/s3/g8/half", blocks(across=1), "half has scales of 1 x 128 of A and of 128 x 128"),
+        ("128x128x128/coop2/c1x1/s3/g8/half", blocks(128, 1), "half has scales of 1 x 128 of A and of 128 x 128"),
+        ("256x128x128/coop2/c1x1/s3/g8/half", gated(), "gate and up lie apart"),
         ("128x208x128/coop2/c1x1/s3/g8", gated(), "more than 96 spill"),
         ("128x64x128/coop2/c1x1/s3/g8/k2", gated(), "gate and up are finished together"),
         ("128x64x128/coop2/c1x1x2/s3/g8", gated("pairs"), "gate and up are finished together"),
@@ -144,6 +161,46 @@ def test_how_many_columns_of_gate_and_up_share_a_number_of_a_stage(f, out_dtype,
     assert promotion.scale_counts(config, problem.signature) == counts
     each = Problem.of(64, 2 * f, 256, "e4m3", epilogue=gated(across=1), out_dtype="bf16")
     assert promotion.scale_counts(config, each.signature) == (128, 192)
+
+
+@pytest.mark.parametrize(
+    "config", ["256x112x128/coop2/c2x1/s4/serp8/zig/pdl", "128x224x128/coop2/c2x1/s3/serp8/streamk"]
+)
+@pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "gathered_m", "scattered_m", "masked"])
+@pytest.mark.parametrize("epilogue", [blocks(), gated("pairs")], ids=["blocks", "pairs"])
+@pytest.mark.product(keep=3)
+def test_halves_in_groups_spill_nothing(config, work, epilogue):
+    if (work, epilogue.gating) == ("ragged_n", "pairs"):
+        return  # groups of columns have no gate and up
+    problem = Problem.of(4096, 4096, 4096, "e4m3", epilogue=epilogue, work=work, batch=4)
+    chosen = CUTE.parse(f"sm90/{config}/half")
+    assert CUTE.check(chosen, problem, HOPPER) is None
+    assert not spilled(CUTE.build(problem.signature, chosen, HOPPER).cubin)
+    larger = CUTE.parse("sm90/128x256x128/coop2/c2x1/s3/serp8/half")
+    assert "more than 112 spill" in str(CUTE.check(larger, problem, HOPPER))
+
+
+@pytest.mark.parametrize("config", ["256x128x128/coop2/c1x2/s4/serp8/zig/pdl", "128x256x128/coop2/c2x1/s3/serp8/pdl"])
+def test_halves_with_neighbouring_gate_and_up_spill_nothing(config):
+    assert not spilled(build(f"{config}/half", epilogue=gated("pairs")).cubin)
+
+
+def test_halves_wait_once_each_and_add_every_sum_once():
+    """ptxas makes no WGMMA of a half wait for another, and copies no partial sums before it adds them."""
+    text = "def epilogue(acc, x0: fp32[A, 1, 128], x1: fp32[B, 128, 128]) -> bf16: return acc"
+    given = {"epilogue": Epilogue(custom=simplified(parse(text)))}
+    found = opcodes(build("256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half", **given).cubin)
+    for name, count in (("QGMMA", 8), ("WARPGROUP.DEPBAR", 2), ("FFMA", 128), ("FMUL", 4), ("SHFL.IDX", 4), ("MOV", 0)):
+        assert sum(n for opcode, n in found.items() if opcode.startswith(name)) == count, name
+
+
+def test_no_stage_has_scales_with_half():
+    """So that four stages fit beside two staging buffers, and the ring's barriers wait for TMA alone."""
+    plain, half = (CUTE.parse(f"sm90/128x128x128/coop2/c1x1/s4/g8{more}") for more in ("", "/half"))
+    signature = Problem.of(4096, 4096, 4096, "e4m3", epilogue=blocks()).signature
+    assert promotion.shared_bytes(plain, signature) == 4 * (128 + 4) * 4
+    assert promotion.shared_bytes(half, signature) == promotion.copies(half, signature) == 0
+    assert promotion.copies(plain, signature) > 0
 
 
 def test_int8_is_not_added_by_the_cache():

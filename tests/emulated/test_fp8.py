@@ -11,6 +11,7 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.choice import plan
 from cutegemm.hardware import arch as arch_table
+from tests import scaled
 from tests.scaled import check
 
 M, N, K = 136, 150, 328
@@ -49,6 +50,69 @@ def hopper(monkeypatch):
 @pytest.mark.product(keep=3)
 def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        # Halves of rows, then of columns; N of 150 and 470 end inside of a tile's second half and block of scales.
+        ("256x128x128/coop2/c1x2/s3/serp8/zig/pdl/half", {"recipes": BLOCKS, "b": "e5m2"}),
+        ("256x128x128/coop2/c2x1/s4/serp8/zig/half", {"recipes": ROWS, "options": {**BIAS, "activation": "gelu"}}),
+        ("256x96x128/coop2/c1x1/s3/g8/streamk/half", {"recipes": BLOCKS, "n": 500, "k": 1544}),
+        ("128x256x128/coop2/c2x1/s4/serp8/zig/streamk/pdl/half", {"recipes": BLOCKS, "n": 470, "k": 1290}),
+        ("128x224x128/coop2/c1x2/s3/g8/zig/half", {"recipes": BLOCKS, "n": 470, "options": {"alpha": -2.0, **BIAS}}),
+        ("128x160x128/coop2/c1x1/s4/serp8/zig/half", {"recipes": BLOCKS, "n": 330, "batch": 2}),
+        ("128x64x128/coop2/c1x1/s2/g8/k3/half", {"recipes": BLOCKS, "k": 2050, "out_dtype": torch.float32}),
+        ("128x32x128/coop2/c1x1/s3/g8/k2/arrival/half", {"recipes": BLOCKS, "k": 2050, "out_dtype": torch.float16}),
+        # One of the operands alone, one matrix of a batch, int8.
+        ("128x128x128/coop2/c1x1/s3/g8/half", {"recipes": ("blocks", "rows"), "k": 700, "batch": 2}),
+        ("256x64x128/coop2/c1x1/s3/g8/once/half", {"recipes": (None, "blocks128"), "k": 640}),
+        ("128x192x128/coop2/c1x1/s3/g8/slab/half", {"recipes": BLOCKS, "a": "int8", "n": 260}),
+        ("256x64x128/coop2/c1x1/s3/g8/half", {"recipes": BLOCKS, "out_dtype": torch.float8_e4m3fn}),
+        # One k tile, exactly four, five, and a bit of a fifth.
+        *((f"128x64x128/coop2/c1x1/s3/g8{zig}/half", {"recipes": BLOCKS, "k": k}) for zig, k in (
+            ("", 16), ("", 512), ("/zig", 640), ("/zig", 513),
+        )),
+        ("128x64x128/coop2/c1x1/s3/g8/half", {"recipes": WHOLE, "out_dtype": torch.float32}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.product(keep=8)
+def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatch):
+    """Three SMs, so that a CTA has several tiles and walks K both ways. A whole product is exact."""
+    arch = replace(arch_table.get("H200"), sm_count=3)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+    sizes = {"m": 300, "n": given.get("n", N), "k": given.get("k", K)}
+    check(**{"whole": whole, **given, **sizes}, seed=seed, backend="cute", config=f"sm90/{config}")
+
+
+@pytest.mark.parametrize("config", ["128x96x128/coop2/c1x1/s3/g8/zig", "256x64x128/coop2/c2x1/s3/serp8/streamk/pdl"])
+@pytest.mark.parametrize("recipes", [BLOCKS, ROWS])
+def test_halves_give_the_bits_of_whole_tiles(config, recipes, seed, monkeypatch):
+    """Whatever the strides of the scales: they are multiplied, and partial sums added, in the same order."""
+    arch = replace(arch_table.get("H200"), sm_count=4)
+    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (scaled.operand(rows, 650, "e4m3", generator) for rows in (300, 150))
+    scale_a, scale_b = (
+        scaled.scale(recipe, rows, 650, generator)
+        for recipe, rows in zip(recipes, (300, 150), strict=True)
+    )  # fmt: skip
+    apart = torch.full((2 * scale_a.shape[1], 3 * 300), torch.nan).mT[::3, ::2].copy_(scale_a)
+    given = {"scale_a": apart, "scale_b": scale_b.mT, "out_dtype": torch.float32, "backend": "cute"}
+    halves, whole = (cutegemm.gemm(a, b.mT, config=f"sm90/{config}{more}", **given) for more in ("/half", ""))
+    assert torch.equal(halves, whole)
+    assert halves.isfinite().all()
+
+
+@pytest.mark.parametrize("config", ["256x64x128/coop2/c1x1/s3/g8/half", "128x96x128/coop2/c2x1/s3/g8/zig/streamk/half"])
+@pytest.mark.parametrize(("gating", "recipes"), [("pairs", BLOCKS), ("pairs", ROWS), ("halves", ROWS)])
+@pytest.mark.product(keep=3)
+def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, seed):
+    for whole in (True, False):
+        check(
+            M, 204, 700, whole=whole, recipes=recipes, gating=gating, seed=seed, backend="cute", config=f"sm90/{config}"
+        )
 
 
 @pytest.mark.parametrize(

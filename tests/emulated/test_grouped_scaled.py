@@ -46,6 +46,11 @@ CASES = [
     (GATHERED, "128x64x128/coop2/c2x1/s3/g2", ("e4m3", "e4m3"), ("blocks", "blocks128")),
     (GATHERED, "64x32x128/coop1/c1x1/s3/g2/swap/twin", ("e5m2", "e4m3"), ("blocks", "blocks")),
     (GATHERED, "64x64x128/pp/c1x1/s2/serp2/pdl", ("int8", "int8"), ("rows", "tensor")),
+    (RAGGED_M, "256x64x128/coop2/c1x2/s3/serp2/zig/pdl/half", ("e4m3", "e5m2"), ("blocks", "blocks128")),
+    (RAGGED_M, "128x96x128/coop2/c2x1/s3/g2/streamk/half", ("int8", "int8"), ("blocks", "blocks128")),
+    (MASKED, "128x160x128/coop2/c1x1/s3/g2/half", ("e4m3", "e4m3"), ("blocks", "blocks128")),
+    (GATHERED, "128x64x128/coop2/c2x1/s3/g2/zig/half", ("e4m3", "e4m3"), ("blocks", "blocks128")),
+    (SCATTERED, "256x32x128/coop2/c1x1/s3/g2/half", ("e5m2", "e4m3"), ("rows", "flat")),
     (SCATTERED, "64x16x128/pp/c1x1/s3/g2/swap", ("e4m3", "e4m3"), ("blocks", "blocks128")),
     (SCATTERED, "128x64x128/coop2/c1x1/s3/g2", ("int8", "int8"), ("groups", "flat")),
 ]

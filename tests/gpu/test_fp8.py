@@ -18,6 +18,10 @@ CONFIGS = (
     "sm90/64x32x128/coop1/c1x1/s8/serp8/k3/swap/pdl", "sm90/128x64x128/coop2/c1x1x2/s6/row/swap/pdl",
     "sm90/128x128x128/coop2/c2x1/s5/serp8/streamk/pdl",
 )  # fmt: skip
+HALVES = (
+    "sm90/256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half", "sm90/128x256x128/coop2/c2x1/s4/serp8/zig/pdl/half",
+    "sm90/128x256x128/coop2/c2x1/s4/serp8/zig/streamk/pdl/half", "sm90/128x224x128/coop2/c1x1/s3/g8/k3/pdl/half",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +53,25 @@ def test_what_the_heuristic_chooses(kinds, shape, seed):
 def test_named_configurations(config, recipes, seed):
     for shape in ((517, 776, 4100), (130, 264, 384)):
         check(*shape, recipes=recipes, seed=seed, device="cuda", backend="cute", config=config)
+
+
+@pytest.mark.parametrize("config", HALVES)
+@pytest.mark.parametrize(
+    "recipes", [("rows", "tensor"), ("blocks", "blocks128"), (None, "blocks128"), ("blocks", "rows")]
+)
+def test_sums_promoted_by_halves(config, recipes, seed):
+    given = {"recipes": recipes, "seed": seed, "device": "cuda", "backend": "cute", "config": config}
+    for shape in ((517, 776, 4100), (130, 264, 384), (3000, 5000, 2100)):
+        for kinds in KINDS[:3]:
+            check(*shape, a=kinds[0], b=kinds[1], **given)
+    if recipes == ("blocks", "blocks128"):
+        check(517, 776, 4100, a="int8", **given)
+
+
+@pytest.mark.parametrize("config", HALVES)
+def test_integers_promoted_by_halves_are_exact(config, seed):
+    given = {"seed": seed, "device": "cuda", "backend": "cute", "config": config}
+    check(3000, 2064, 4100, recipes=(None, None), whole=True, out_dtype=torch.float32, **given)
 
 
 @pytest.mark.parametrize("gating", ["halves", "pairs"])

@@ -165,6 +165,22 @@ def test_every_recipe_on_groups_of_any_sizes(work, config, seed):
         case.run(exact=True, backend="cute", config=config)
 
 
+@pytest.mark.parametrize(
+    "config",
+    ["128x224x128/coop2/c2x1/s4/serp8/zig/pdl/half", "256x96x128/coop2/c2x1/s3/serp8/zig/streamk/pdl/half"],
+)
+@pytest.mark.parametrize("work", [RAGGED_M, MASKED, GATHERED, SCATTERED])
+def test_sums_promoted_by_halves(work, config, seed):
+    rng = random.Random(seed)
+    for skew in SKEWS:
+        sizes = sizes_of(skew, rng.choice((1, 8, 16)), 3000, rng)
+        kinds, recipes = rng.choice(KINDS), ("blocks", "blocks128")
+        case = GroupCase.random(
+            work, sizes, 3000, 520, 1096, kinds[0], b_dtype=kinds[1], seed=seed, recipes=recipes, device="cuda", tail=5
+        )  # fmt: skip
+        case.run(backend="cute", config=f"sm90/{config}")
+
+
 def test_gate_and_up_of_scaled_experts(seed):
     for kind, recipe in (("e4m3", "rows"), ("int8", "flat"), ("e4m3", "groups")):
         for work in (RAGGED_M, GATHERED, SCATTERED, MASKED):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cutegemm import backend
@@ -10,6 +12,10 @@ from cutegemm.cute.hopper import byte_candidates, promotion
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
+from cutegemm.problem.work import RAGGED_M
 from tests.unit.scaled import scaled_problem
 
 H200 = arch.get("H200")
@@ -37,18 +43,25 @@ MEASURED = {
     ("blocks", 1024, 1024, 1024): ("64x128x128/coop1/c1x1/s6/serp8/pdl/twin",),
     ("rows", 1024, 1024, 1024): ("64x128x128/coop1/c1x1/s6/serp8/pdl/twin",),
     ("blocks", 4096, 4096, 4096): (
-        "128x192x128/coop2/c2x1/s4/serp8/zig/streamk/pdl", "128x192x128/coop2/c2x1/s4/serp8/zig/pdl",
-        "128x208x128/coop2/c2x1/s4/serp8/zig/pdl",
+        "256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half", "256x128x128/coop2/c2x1/s4/serp8/zig/pdl/half",
     ),
     ("rows", 4096, 4096, 4096): (
-        "128x208x128/coop2/c1x2/s4/serp8/zig/pdl", "128x128x128/coop2/c2x1/s5/serp8/zig/pdl/twin",
-        "128x176x128/coop2/c2x1/s4/serp8/zig/pdl",
+        "256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half", "128x256x128/coop2/c2x1/s4/serp8/zig/pdl/half",
+        "128x208x128/coop2/c2x1/s4/serp8/zig/pdl", "128x128x128/coop2/c2x1/s5/serp8/zig/pdl/twin",
     ),
-    ("blocks", 4096, 7168, 2048): (
-        "128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "128x192x128/coop2/c2x1/s4/serp8/zig/streamk/pdl",
-        "128x192x128/coop2/c1x2/s4/serp8/zig/pdl",
+    ("blocks", 4096, 7168, 2048): ("256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half",),
+    ("rows", 4096, 7168, 2048): (
+        "128x224x128/coop2/c2x1/s4/serp8/zig/pdl", "256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half",
     ),
-    ("rows", 4096, 7168, 2048): ("128x224x128/coop2/c2x1/s4/serp8/zig/pdl",),
+    ("blocks", 8192, 8192, 8192): ("256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half",),
+    ("rows", 8192, 8192, 8192): (
+        "128x224x128/coop2/c2x1/s4/serp8/zig/pdl", "128x192x128/coop2/c2x1/s4/serp8/zig/pdl",
+        "128x128x128/coop2/c2x1/s5/serp8/zig/pdl/twin",
+    ),
+    ("blocks", 2048, 7168, 16384): (
+        "128x256x128/coop2/c2x1/s4/serp8/zig/streamk/pdl/half", "128x224x128/coop2/c2x1/s4/serp8/zig/pdl/half",
+    ),
+    ("rows", 2048, 7168, 16384): ("128x224x128/coop2/c2x1/s4/serp8/zig/pdl",),
 }  # fmt: skip
 """The configurations within 3 % of the fastest measured on an H200 (docs/fp8.md), the fastest first."""
 
@@ -87,6 +100,28 @@ def test_candidates_are_valid_and_have_twins_where_these_pay(signature):
 def test_the_tuner_tries_one_of_two_that_differ_in_twins(config, with_twin, without):
     for text, expected in ((f"sm90/{config}/twin", with_twin), (f"sm90/{config}", without)):
         assert byte_candidates.tries(HopperConfig.parse(text), ROWS) == expected
+
+
+def test_only_dense_products_with_neighbouring_columns_have_candidates_of_halves():
+    """Gate and up that lie apart have no scales of blocks there; products in groups were not timed."""
+    given = ("x0: fp32[M, 1], x1: fp32[1]", "x0: fp32[A, 1, 128], x1: fp32[B, 128, 128]")
+    texts = [f"def epilogue(gate: halves[0], up: halves[1], {each}) -> bf16: return gate * up" for each in given]
+    rows, blocks = (
+        Problem.of(512, 512, 512, "e4m3", epilogue=Epilogue(custom=simplified(parse(text)))).signature for text in texts
+    )
+    in_groups = [replace(signature, work=RAGGED_M) for signature in (ROWS, BLOCKS)]
+    fast = Problem.of(512, 512, 512, "e4m3", precision="fast").signature
+    has = {True: [ROWS, BLOCKS, rows], False: [blocks, *in_groups, fast]}
+    for expected, signatures in has.items():
+        for signature in signatures:
+            assert any("half" in text for text in byte_candidates.listed(signature)) == expected
+
+
+@pytest.mark.parametrize("recipe", ["blocks", "rows"])
+def test_the_tuner_tries_halves(recipe):
+    tried = {str(c) for c in CUTE.configs(scaled_problem(recipe, 4096, 4096, 4096), H200)}
+    assert {text for text in byte_candidates._HALF if text not in tried} == set()
+    assert not any("half" in text and "twin" in text for text in tried)
 
 
 def test_the_space_of_promoted_sums_does_not_double():

@@ -426,6 +426,9 @@ def test_promotions_take_time_where_nothing_hides_them_and_energy_everywhere():
     of_two = "sm90/128x128x128/coop2/c1x1/s5/row"
     assert added(ALONE, promote=64.0) > added(of_two, promote=64.0) > 0
     assert added(f"{ALONE}/twin", promote=64.0) == added(f"{of_two}/twin", promote=64.0) == 0
+    halves = "sm90/128x128x128/coop2/c1x1/s5/row/half"
+    assert added(halves, promote=64.0) > added(of_two, promote=64.0)
+    assert added(halves, SCALED, scales=50.0) == 0  # which no stage of the ring has
     assert added(ALONE, scales=50.0) == 0 < added(ALONE, SCALED, scales=50.0)
     watts = [model_of(each, ALONE, promote_pj=50.0).terms(*sizes).power for each in (rows, SCALED)]
     assert model_of(rows, ALONE).terms(*sizes).power < watts[0] < watts[1]

@@ -16,6 +16,7 @@ from cutegemm.cute import BACKEND
 from cutegemm.cute.hopper import config as config_module
 from cutegemm.cute.hopper.config import CLUSTERS, HopperConfig
 from cutegemm.cute.hopper.options import (
+    HALF_TRIALS,
     NAMES,
     OPTIONS,
     PART_TRIALS,
@@ -104,7 +105,7 @@ def test_the_rule_of_validity_says_what_the_table_says():
                 FORBIDDEN[frozenset(pair)] for pair in combinations(held(asked), 2) if frozenset(pair) in FORBIDDEN
             }
             why = asked.why_invalid(SIGNATURE, H200)
-            if "twin" in names:  # for sums of fp8 that are promoted after each k tile
+            if {"twin", "half"} & set(names):  # for sums of fp8 that are promoted after each k tile
                 assert why is not None
                 why = dataclasses.replace(asked, bn=64, bk=128).why_invalid(OF_BYTES, H200)
             assert (why in reasons) if reasons else why is None, str(asked)
@@ -170,7 +171,7 @@ def test_settings_that_are_lessons_are_only_for_calls_that_name_them(config):
     ("itemsize", "signature", "trials"),
     [
         (2, SIGNATURE, (*TRIALS, *PART_TRIALS)),
-        (1, OF_BYTES, (*TRIALS, *PART_TRIALS, *TWIN_TRIALS, *TWIN_PART_TRIALS)),
+        (1, OF_BYTES, (*TRIALS, *PART_TRIALS, *TWIN_TRIALS, *TWIN_PART_TRIALS, *HALF_TRIALS)),
     ],
 )
 def test_the_tuner_tries_sets_that_anyone_may_get_and_that_are_valid_somewhere(itemsize, signature, trials):

@@ -21,6 +21,8 @@ the last row, column or block.
 Of a gated program ("halves") a tile has columns of B at two places, gate's and up's. A stage has a number for each
 `promotion.grain` columns of the tile, usually 8, whichever blocks they lie in: so F may be any. Gate's columns lie in
 blocks as those of a tile do that is half as wide.
+
+Tiles of option `half` have no room for scales in a stage: `direct_scales` loads them another way.
 """
 
 from __future__ import annotations
@@ -33,10 +35,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
+from cutegemm.cute.hopper.direct_scales import DirectScales
 from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promoted import CompensatedProducts, PartProducts, PromotedProducts, Promotion, TwinProducts
+from cutegemm.cute.hopper.promoted import (
+    CompensatedProducts,
+    HalfProducts,
+    PartProducts,
+    PromotedProducts,
+    Promotion,
+    TwinProducts,
+)
 from cutegemm.cute.hopper.promotion import SCALE_THREADS, compensates, grain, interval, lies_in_halves, scale_counts
 from cutegemm.cute.hopper.work import Work
 from cutegemm.cute.source import ScaleSource
@@ -215,7 +225,7 @@ class BlockScales(Promotion):
         places = ((self.column_in_block + i * self.segment) // SCALE_K for i in range(count))
         return [_number(first + (side.begin + place)) for place in places]
 
-    def add(self, accumulators, partial, fetched) -> None:
+    def add(self, accumulators, partial, fetched, half: int = 0) -> None:
         rows, columns, first = fetched
         size, fragments = cute.size(accumulators), self.config.bn // 8
         sums = cute.make_tensor(accumulators.iterator, cute.make_layout(size))
@@ -265,5 +275,7 @@ def make_products(config: HopperConfig, signature: Signature, ring: Ring, turns:
         kind = CompensatedProducts if compensates(config, signature) else PartProducts
         return kind(config, ring, turns, tiles, Promotion(), signature.parts)
     scaled = bool(signature.epilogue.program.block_scales)
+    if "half" in config.options:
+        return HalfProducts(config, ring, turns, tiles, DirectScales(config, signature) if scaled else Promotion())
     made = TwinProducts if "twin" in config.options else PromotedProducts
     return made(config, ring, turns, tiles, BlockScales(config, signature) if scaled else Promotion())

@@ -36,6 +36,8 @@ _FAMILIES = {
 OTHERS_WAIT = 0.15
 """Share of a promotion during which the CTA's other warpgroups do not multiply either: from what 128 x 128 tiles of two
 gain by twins at 4096x7168x2048 on an H200."""
+HALF_WAITS = 0.4
+"""The same with option half: from its times at the four large shapes of docs/fp8.md."""
 
 
 def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
@@ -44,8 +46,9 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
     size, terms = ITEMSIZE[signature.dtype], 1
     if signature.parts is not None:
         size, terms = ITEMSIZE[signature.parts.element], len(signature.parts.terms)
-    # Each WGMMA reads its 64 rows of A and all of B.
-    smem = config.bm // BLOCK_ROWS * (BLOCK_ROWS + config.bn) * bk * size * terms
+    # Each WGMMA reads its 64 rows of A and all of B, or half of it where half of a tile are columns.
+    by_columns = 2 if "half" in config.options and config.group_rows == BLOCK_ROWS else 1
+    smem = config.bm // BLOCK_ROWS * (BLOCK_ROWS * by_columns + config.bn) * bk * size * terms
     cluster = config.cluster[::-1] if config.swapped else config.cluster
     # One consumer warpgroup keeps the registers it was compiled to, its accumulators and about 32 more; with several,
     # setmaxnreg deals out all.
@@ -98,15 +101,17 @@ def _program(config: HopperConfig, signature: Signature) -> float:
 
 def _promotion(config: HopperConfig, signature: Signature) -> dict[str, Any]:
     """`Footprint.promoted`, `exposed` and `scaled`. Twins hide a promotion; a warpgroup that takes turns or is alone
-    does not. Of several, the others multiply meanwhile but for `OTHERS_WAIT`.
+    does not. Of several, the others multiply meanwhile but for `OTHERS_WAIT`. Scales that no stage of the ring has cost
+    no time that was measured: with half, sums with scales of blocks were as fast as with those of rows.
     """
     every = promotion.interval(config, signature)
     if not every:
         return {}
     promoted = config.bm * config.bn / every
     alone = config.consumers == 1 or config.ping_pong
-    exposed = 0.0 if "twin" in config.options else promoted * (1.0 if alone else OTHERS_WAIT)
-    return {"promoted": promoted, "exposed": exposed, "scaled": bool(signature.epilogue.program.block_scales)}
+    share = 0.0 if "twin" in config.options else HALF_WAITS if "half" in config.options else OTHERS_WAIT
+    exposed = promoted * (1.0 if alone and "twin" not in config.options else share)
+    return {"promoted": promoted, "exposed": exposed, "scaled": promotion.copies(config, signature) > 0}
 
 
 def order_rows(order: str) -> int:

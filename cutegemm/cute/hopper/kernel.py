@@ -50,7 +50,7 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.pipeline import Ring, Turns
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.producer import Producer
-from cutegemm.cute.hopper.promotion import registers
+from cutegemm.cute.hopper.promotion import copies, registers
 from cutegemm.cute.hopper.solo import Solo
 from cutegemm.cute.hopper.store import make_store
 from cutegemm.cute.hopper.sums import make_sums
@@ -86,8 +86,8 @@ class HopperGemm(Gemm):
         self.ring = Ring(config, signature)
         self.turns = Turns()
         self.products = make_products(config, signature, self.ring, self.turns)
-        scaled = bool(signature.epilogue.program.block_scales)
-        self.scales: Any = ScaleProducer(config, signature, self.ring, self.work) if scaled else None
+        copied = copies(config, signature) > 0
+        self.scales: Any = ScaleProducer(config, signature, self.ring, self.work) if copied else None
         self.registers: Any = registers(config, signature)
         self.store = make_store(config, signature)
         self.sums = make_sums(config, signature, self.store)

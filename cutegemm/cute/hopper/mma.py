@@ -81,11 +81,12 @@ def operation(
 class Products:
     """The products of a consumer warpgroup; `start` binds it to the operands' stages, `accumulators` holds the sums.
 
-    target: the registers that WGMMA adds to, here the accumulators.
+    target: the registers that WGMMA adds to, here the accumulators. columns: the n of a WGMMA.
     """
 
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns) -> None:
         self.config, self.ring, self.turns = config, ring, turns
+        self.columns = config.bn
 
     def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
         """For the warpgroup at that position, and operands that have been started.
@@ -95,7 +96,7 @@ class Products:
         config, self.group, self.lane = self.config, position.group, position.lane
         # A warpgroup's slice of a tiled MMA begins at its first thread; its descriptors are the same for all threads.
         first_thread = 0 if config.solo or config.ping_pong else position.group * WARPGROUP
-        op = operation(a.dtype, b.dtype, config.bn, a.k_major, b.k_major)
+        op = operation(a.dtype, b.dtype, self.columns, a.k_major, b.k_major)
         sharers = 1 if config.ping_pong else config.consumers
         self.new_mma = partial(cute.make_tiled_mma, cute.make_mma_atom(op), (sharers, 1, 1))
         self.mma = self.new_mma()

@@ -74,6 +74,7 @@ SETTINGS = (
     ),
     Setting("split-K", lambda config: config.splits > 1),
     Setting("no split-K", lambda config: config.splits == 1),
+    Setting("not two warpgroups", lambda config: config.consumers != 2),
     Setting("solo", lambda config: config.solo, (_WHOLE_SUMS,), lesson=True),
 )
 
@@ -135,6 +136,19 @@ OPTIONS = (
         "next k tile into one while it promotes the other",
         (Exclusion(("solo", "fat", "zero"), "twin is for promoted sums, which no lesson has"),),
     ),
+    Option(
+        "half",
+        "sums of fp8 that are promoted after every k tile have partial sums for half of a warpgroup's tile, whose "
+        "halves are multiplied and promoted in turn: for tiles of up to 128 accumulators a thread. The warpgroups that "
+        "multiply load scales of blocks of K themselves",
+        (
+            Exclusion(
+                ("ping-pong", "clusters along K", "not two warpgroups", "swap", "skew", "twin", "fat", "zero"),
+                "half is for promoted sums of a tile that two warpgroups share, in coop2; accepted without clusters "
+                "along K, swap, skew, twin, fat and zero",
+            ),
+        ),
+    ),
     Option("even", "all warps keep the same number of registers: no setmaxnreg", lesson=True),
     Option(
         "fat",
@@ -184,11 +198,13 @@ TWIN_TRIALS, TWIN_PART_TRIALS = (
     for table in (TRIALS, PART_TRIALS)
 )
 """The same for operands of one byte, whose promoted sums may have twins."""
+HALF_TRIALS = (Trial(("zig/pdl/half", "zig/streamk/pdl/half"), least_area=128 * 224, clusters=3, rings=2),)
+"""The same for promoted sums of the largest tiles, whose partial sums are those of halves."""
 
 
 def whole_trials(itemsize: int) -> tuple[Trial, ...]:
     """The rows for operands of `itemsize` bytes where a CTA sums all of K."""
-    return (*TRIALS, *TWIN_TRIALS) if itemsize == 1 else TRIALS
+    return (*TRIALS, *TWIN_TRIALS, *HALF_TRIALS) if itemsize == 1 else TRIALS
 
 
 def trials(table: tuple[Trial, ...], bm: int, bn: int) -> Iterator[tuple[Trial, tuple[tuple[str, ...], ...]]]:

@@ -23,7 +23,7 @@ from cutlass import Int32, Int64
 
 from cutegemm.cute.hopper.config import WARPGROUP, HopperConfig
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.promotion import SCALE_THREADS
+from cutegemm.cute.hopper.promotion import SCALE_THREADS, copies
 from cutegemm.problem import ITEMSIZE, Signature
 from cutegemm.problem.work import GATHERED
 
@@ -64,7 +64,7 @@ class Ring:
             tokens = config.bn if config.swapped else config.bm
             self.stage_bytes -= tokens * config.bk * ITEMSIZE[signature.dtype]
             self.full_arrivals += WARPGROUP
-        elif signature.epilogue.program.block_scales:
+        elif copies(config, signature):
             self.full_arrivals += SCALE_THREADS
         self.every_thread = "fat" in config.options
         if self.every_thread:

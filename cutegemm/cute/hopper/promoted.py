@@ -13,6 +13,9 @@ busy meanwhile: each has its own rows and meets the others at the ring's barrier
 apart by themselves. In ping-pong one warpgroup multiplies at a time, and nothing hides a promotion; nor where a CTA has
 one. There option `twin` gives a warpgroup a second set of partial sums (`TwinProducts`).
 
+Partial sums take as many registers as accumulators. With option `half` they take half as many (`HalfProducts`), so that
+a tile may have 128 x 256 elements: larger tiles load less.
+
 The idea is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 """
 
@@ -25,7 +28,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
-from cutegemm.cute.hopper.config import HopperConfig
+from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
 from cutegemm.cute.hopper.mma import Products
 from cutegemm.cute.hopper.operand import Operand
 from cutegemm.cute.hopper.pipeline import Ring, Turns, advance
@@ -50,11 +53,25 @@ class Promotion:
     def fetch(self, stage) -> Any:
         """When an interval's last WGMMA has been issued, on that stage: loads what its promotion needs."""
 
-    def add(self, accumulators, partial, fetched) -> None:
-        """Adds an interval's partial sums to the accumulators; `fetched` is what `fetch` returned."""
+    def add(self, accumulators, partial, fetched, half: int = 0) -> None:
+        """Adds an interval's partial sums to the accumulators; `fetched` is what `fetch` returned.
+
+        half: where there are half as many partial sums, to which half of the accumulators they are added.
+        """
         # One by one: as a vector, they would be vectors in the main loop too.
-        for i in range(cute.size(accumulators)):
-            accumulators[i] = accumulators[i] + partial[i]
+        first = half * cute.size(partial)
+        for i in range(cute.size(partial)):
+            accumulators[first + i] = accumulators[first + i] + partial[i]
+
+
+def _pin(accumulators, first: int, count: int) -> None:
+    """Keeps additions before the next WGMMA, which overwrites the partial sums: the compiler would put them off beyond
+    it, and copy the partial sums before.
+    """
+    for i in range(first, first + count):
+        accumulators[i] = cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[accumulators[i]]
+        )
 
 
 class PromotedProducts(Products):
@@ -167,11 +184,68 @@ class TwinProducts(PromotedProducts):
         fetched = self.promotion.fetch(stage)
         warpgroup.wait_group(in_flight)
         self._add(stage, self.twins[turn], fetched)
-        # The compiler would put off the additions beyond the next WGMMA into these registers, and copy them before.
-        for i in range(cute.size(self.accumulators)):
-            self.accumulators[i] = cute.arch.inline_ptx(
-                "mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[self.accumulators[i]]
-            )
+        _pin(self.accumulators, 0, cute.size(self.accumulators))
+
+
+class HalfProducts(PromotedProducts):
+    """Partial sums of half of a warpgroup's tile: of one of its two blocks of 64 rows, or of one block with half of the
+    columns. A promotion is after every k tile, of one half after the other:
+
+        WGMMA of half 0; wait; promote it        the other warpgroup's WGMMA runs meanwhile
+        WGMMA of half 1; wait; release the stage; promote it
+    """
+
+    def __init__(self, config: HopperConfig, ring: Ring, turns: Turns, tiles: int, promotion: Promotion) -> None:
+        super().__init__(config, ring, turns, tiles, promotion)
+        self.by_rows = config.group_rows > BLOCK_ROWS
+        if not self.by_rows:
+            self.columns = config.bn // 2
+
+    def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
+        super().start(a, b, position, args, work, memory)
+        # By a shuffle, which ptxas does not repeat: it would read the thread's number again for each release, behind
+        # the additions.
+        self.lane = cute.arch.shuffle_sync_bfly(position.lane ^ 1, 1)
+        rows = self.config.bm // (2 if self.by_rows else 1)
+        self.target = self.mma.make_fragment_C(self.mma.partition_shape_C((rows, self.columns)))
+
+    @cute.jit
+    def add_up(self, stage, phase, tile):
+        """As `Products.add_up`."""
+        self.promotion.open(tile)
+        self.clear()
+        for _ in cutlass.range(tile.k_tiles, unroll=1):
+            self.ring.wait(stage, phase)
+            self._multiply(stage, 0)
+            fetched = self.promotion.fetch(stage)
+            warpgroup.wait_group(0)
+            self._promote(fetched, 0)
+            self._multiply(stage, 1)
+            warpgroup.wait_group(0)
+            self.ring.release(stage, self.lane)
+            self._promote(fetched, 1)
+            stage, phase = advance(stage, phase, self.ring.stages)
+        return stage, phase
+
+    def _multiply(self, stage, half: int) -> None:
+        """Issues a k tile's WGMMA of a half."""
+        warpgroup.fence()
+        for step in range(cute.size(self.fragment_a, mode=[2])):
+            self.mma.set(warpgroup.Field.ACCUMULATE, step != 0)
+            a = self._block(self.fragment_a, half if self.by_rows else 0, step, stage)
+            b = self._block(self.fragment_b, 0 if self.by_rows else half, step, stage)
+            cute.gemm(self.mma, self.target, a, b, self.target)
+        warpgroup.commit_group()
+
+    @staticmethod
+    def _block(fragment, number: int, step: int, stage):
+        """Of a step of a k tile one block, as a fragment that has one."""
+        block = fragment[None, number, step, stage]
+        return cute.make_tensor(block.iterator, cute.append(block.layout, cute.make_layout(1)))
+
+    def _promote(self, fetched, half: int) -> None:
+        self.promotion.add(self.accumulators, self.target, fetched, half)
+        _pin(self.accumulators, half * cute.size(self.target), cute.size(self.target))
 
 
 class PartProducts(PromotedProducts):

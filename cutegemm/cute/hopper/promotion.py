@@ -37,6 +37,10 @@ MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 MOST_COMPENSATED = 32
 """Most accumulators a thread of sums of parts that are compensated, in twice as many registers as other promoted sums.
 Tiles of more are for results that fill the GPU, where the time of promotions counts."""
+MOST_HALF = 128
+"""The same with option half, which has half as many partial sums."""
+MOST_HALF_IN_GROUPS = 112
+"""The same in groups."""
 SCALE_THREADS = 96
 """Threads of the producer's warpgroup that copy scales of blocks of K: all but those of its first warp."""
 CONSUMER_REGISTERS = (24, 240)
@@ -60,8 +64,10 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
 
 def _copies_much(config: HopperConfig, signature: Signature) -> bool:
     """Whether the warps that copy need the registers of `WITH_COPIES`: they bring many scales, or any of groups, whose
-    ends each warp keeps, or of gate and up, or gather rows.
+    ends each warp keeps, or of gate and up, or gather rows. With half, ptxas spilled those ends.
     """
+    if "half" in config.options:
+        return signature.work != DENSE
     few = FEW_COPIES if signature.work == DENSE and not signature.epilogue.gating else 0
     return signature.work == GATHERED or copies(config, signature) > few
 
@@ -73,9 +79,9 @@ def compensates(config: HopperConfig, signature: Signature) -> bool:
 
 def scale_counts(config: HopperConfig, signature: Signature) -> tuple[int, int]:
     """Scales of blocks of K that a stage of the ring has, along the rows and the columns of the accumulators: one for
-    `grain`, or for each block of 128 that the tile may lie in; 0 without scales.
+    `grain`, or for each block of 128 that the tile may lie in; 0 without scales, and where no stage has them.
     """
-    given = signature.epilogue.program.block_scales
+    given = {} if "half" in config.options else signature.epilogue.program.block_scales
     operands = [given.get(name) for name in ("ba" if config.swapped else "ab")]
     down, across = (
         0 if each is None else _count(extent, grain(signature, each))
@@ -102,10 +108,10 @@ def grain(signature: Signature, given: Input) -> int:
 
 
 def _count(extent: int, share: int) -> int:
-    return _blocks(extent) if share == SCALE_K else extent // share
+    return blocks_of_columns(extent) if share == SCALE_K else extent // share
 
 
-def _blocks(extent: int) -> int:
+def blocks_of_columns(extent: int) -> int:
     """The most blocks of 128 that a tile of that extent lies in, which begins at a multiple of it."""
     last = SCALE_K - math.gcd(extent, SCALE_K)
     return -(-(last + extent) // SCALE_K)
@@ -125,9 +131,12 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     """None when the configuration can promote as the signature asks, or need not; else why not."""
     if TYPES[signature.dtype].is_integer and config.in_arrival_order:
         return "arrival adds up fp32 numbers in the L2 cache; sums of int8 products are int32"
-    every, twin = signature.promotion, "twin" in config.options
-    if twin and (every != config.bk or signature.parts is not None):
-        return f"twin is for sums promoted after every k tile; accepted are promoted sums of fp8 and a bk of {SCALE_K}"
+    every, twin, half = signature.promotion, "twin" in config.options, "half" in config.options
+    if (twin or half) and (every != config.bk or signature.parts is not None):
+        name = "twin" if twin else "half"
+        return (
+            f"{name} is for sums promoted after every k tile; accepted are promoted sums of fp8 and a bk of {SCALE_K}"
+        )
     if every is None:
         return None
     if every % config.bk:
@@ -138,6 +147,8 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
     lessons = [name for name in ("solo", "fat", "zero") if name == config.schedule or name in config.options]
     if lessons:
         return f"{lessons[0]} of the teaching ladder adds up all of K in the tensor cores; these sums are promoted"
+    if half:
+        return _why_not_half(config, signature)
     most = (MOST_DIVIDED if config.cluster_k > 1 else MOST_ACCUMULATORS)[config.consumers]
     if scales:
         most = min(most, MOST_SCALED[config.consumers])
@@ -151,4 +162,19 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
             most = min(most, MOST_TWIN_IN_GROUPS)
     if config.accumulators > most:
         return f"{config.accumulators} accumulators a thread and as many partial sums; more than {most} spill"
+    return None
+
+
+def _why_not_half(config: HopperConfig, signature: Signature) -> str | None:
+    """Why a configuration with option half cannot promote as the signature asks."""
+    scales = signature.epilogue.program.block_scales
+    if any(given.scales not in ("a1", f"b{SCALE_K}") for given in scales.values()):
+        return f"half has scales of 1 x {SCALE_K} of A and of {SCALE_K} x {SCALE_K} of B, or none of blocks"
+    if scales and signature.epilogue.gating == "halves":
+        return "half has scales of blocks where a tile's columns are neighbours; gate and up lie apart"
+    if config.group_rows == 64 and config.bn % 32:
+        return f"bn is {config.bn}; half of a tile's columns, which one WGMMA has with half, need a multiple of 32"
+    most = MOST_HALF if signature.work == DENSE else MOST_HALF_IN_GROUPS
+    if config.accumulators > most:
+        return f"{config.accumulators} accumulators a thread and half as many partial sums; more than {most} spill"
     return None

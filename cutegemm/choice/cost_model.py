@@ -410,7 +410,7 @@ class Model:
             load += self._least_outside * (tile_m - m / rows + tile_n - n / columns)
         load *= works if works < places else places
         step = load if load > self._least_step else self._least_step
-        rounds = tiles / places if self._balanced else -(-works // places)
+        rounds = works / places if self._balanced and works > places else -(-works // places)
         busy = tiles_seconds(rounds, steps, step, latency, self._stages, self._epilogue)
         busy += self._last
         if self._least_tail and k % self._bk:

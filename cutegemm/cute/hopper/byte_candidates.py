@@ -78,8 +78,6 @@ _FEW = (
 _SMALLEST = "sm90/64x16x128/coop1/c1x1/s8/serp8/pdl"
 _LARGE_SCALED = (128, 192)
 """The only tile of at least 128 x 128 without half whose CTAs share loads that is for scales of blocks."""
-MOST_PAYING = 64
-"""Accumulators a thread up to which twin sums pay where two warpgroups multiply."""
 SPLIT = frozenset(
     (
         "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl",
@@ -119,7 +117,7 @@ def _is_poor_with_blocks(config: HopperConfig) -> bool:
 
 def twins_pay(config: HopperConfig, signature: Signature) -> bool:
     """Whether the configuration is faster with twin sums than without, and valid with them."""
-    if config.ping_pong or config.consumers > 2 or (config.consumers == 2 and config.accumulators > MOST_PAYING):
+    if config.ping_pong or config.consumers > 2:
         return False
     return promotion.why_invalid(_with_twin(config), signature) is None
 

@@ -28,10 +28,8 @@ FEW_COPIES = 3
 """Scales of blocks of K that a thread copies for a k tile with the registers that large tiles leave it."""
 MOST_WITH_COPIES = 96
 """Most accumulators a thread, with two consumer warpgroups, where it copies more; it gets 16 registers more then."""
-MOST_TWIN = {1: 72, 2: 72, 3: 40}
+MOST_TWIN = {1: 72, 2: 64, 3: 40}
 """The same with option twin, which has a third set of registers."""
-MOST_TWIN_IN_GROUPS = 64
-"""The same, with two consumer warpgroups, with scales of blocks of K in groups."""
 MOST_DIVIDED = {1: 96, 2: 96, 3: 48}
 """The same for clusters along K, whose exchange needs more addresses."""
 MOST_COMPENSATED = 32
@@ -158,8 +156,6 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
         most = min(most, MOST_WITH_COPIES)
     if twin:
         most = min(most, MOST_TWIN[config.consumers])
-        if scales and signature.work != DENSE and config.consumers == 2:
-            most = min(most, MOST_TWIN_IN_GROUPS)
     if config.accumulators > most:
         return f"{config.accumulators} accumulators a thread and as many partial sums; more than {most} spill"
     return None

@@ -117,7 +117,7 @@ def _is_poor_with_blocks(config: HopperConfig) -> bool:
 
 def twins_pay(config: HopperConfig, signature: Signature) -> bool:
     """Whether the configuration is faster with twin sums than without, and valid with them."""
-    if config.ping_pong or config.consumers > 2:
+    if config.ping_pong or config.consumers > 2 or "half" in config.options:
         return False
     return promotion.why_invalid(_with_twin(config), signature) is None
 

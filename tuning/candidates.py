@@ -131,11 +131,10 @@ def estimated(
     """
     count = len(configs)
     wanted = set(range(2 * count) if columns is None else columns)
-    footprints = [footprint.of(config, signature, arch) for config in configs]
-    models = [Model(shape, signature, arch) for shape in footprints]
+    models = [Model(footprint.of(config, signature, arch), signature, arch) for config in configs]
     splits = [
-        (place, SplitCandidates(shape, config, hopper_candidates.NUMBERS, signature, arch))
-        for place, (shape, config) in enumerate(zip(footprints, configs, strict=True))
+        (place, SplitCandidates(model, config, hopper_candidates.NUMBERS, signature, arch))
+        for place, (model, config) in enumerate(zip(models, configs, strict=True))
         if count + place in wanted and not config.ping_pong and "once" not in config.options
     ]
     places = sorted(wanted & set(range(count)))

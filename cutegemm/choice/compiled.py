@@ -22,64 +22,109 @@ from pathlib import Path
 from typing import Any
 
 from cutegemm.choice import cost_model
-from cutegemm.choice.cost_model import FIELDS, Model, launch_seconds, tiles_along, tiles_seconds
+from cutegemm.choice.cost_model import FIELDS, TURNS, Model, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
 TRANSLATED: tuple[Callable[..., Any], ...] = (
-    tiles_seconds, launch_seconds, tiles_along, Model.straddling, Model.bound, Model.values
+    tiles_seconds, launch_seconds, tiles_along, Model.sums_of, Model.wanted, Model.straddling, Model.bound, Model.values
 )  # fmt: skip
-MOST = 1024
-"""Candidates that the library compares at most; a shortlist has some dozens."""
+MOST = 2048
+"""Candidates that the library compares at most; a shortlist has some dozens. Each with K split counts as `TURNS`."""
+CHANGED = {"SPLITS": "_splits", "PARTS": "_parts", "SUMS": "_sums", "FIXED": "_fixed", "LAUNCH": "_launch"}
+"""What of a model `Model.divided` changes, and reads."""
 FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-DMOST={MOST}")
 """Without fused multiply-adds, which round otherwise than Python does."""
 
 _DRIVER = """
-/* As cost_model.cheapest, of the models of two lists. Returns the place of the cheapest, -1 without any. */
-int cheapest(const double *const *models, int count, const double *const *more, int more_count,
-             double m, double n, double k, double batch, double close, double *seconds) {
-  double least[MOST], share = 0;
-  int chosen = -1;
-  for (int i = 0; i < count + more_count; ++i) {
-    const double *model = i < count ? models[i] : more[i - count];
-    if (i == 0) share = straddling(model, m, n, k);
-    least[i] = bound(model, m, n, k, batch, share);
+/* A model and, where it is not 0, the splits of K that it is to have beside. */
+struct candidate { const double *model; double splits; };
+
+static const double *divided(struct candidate one, double *room) {
+  if (one.splits == 0) return one.model;
+  memcpy(room, one.model, FIELDS * sizeof(double));
+  room[SPLITS] = one.splits, room[PARTS] = one.splits * one.model[PARTS];
+  room[SUMS] = sums_of(one.model, one.splits), room[FIXED] = one.model[LAUNCH] + room[SUMS];
+  return room;
+}
+
+/* As `Model.wanted` of every turn, each rounded down to one of the ascending `numbers`: ascending, none twice. */
+static int splits_of(const double *model, const double *numbers, double m, double n, double k, double batch,
+                     double *found) {
+  int count = 0;
+  for (int turn = 0; turn < TURNS; ++turn) {
+    double most = wanted(model, m, n, k, batch, turn), splits = 0;
+    for (int i = 0; numbers[i] != 0 && numbers[i] <= most; ++i) splits = numbers[i];
+    int place = 0;
+    while (place < count && found[place] < splits) ++place;
+    if (splits == 0 || (place < count && found[place] == splits)) continue;
+    for (int i = count++; i > place; --i) found[i] = found[i - 1];
+    found[place] = splits;
   }
-  *seconds = INFINITY;
+  return count;
+}
+
+/* As cost_model.cheapest, of the models of a list and those of another with K split. Returns the place of the cheapest
+   in both lists, -1 without any, and its splits. */
+int cheapest(const double *const *models, int count, const double *const *split, const double *const *numbers,
+             int split_count, double m, double n, double k, double batch, double close, double *results) {
+  struct candidate candidates[MOST];
+  int places[MOST], all = 0, chosen = -1;
+  double least[MOST], room[FIELDS], found[TURNS], share = 0, seconds = INFINITY;
+  for (int i = 0; i < count; ++i) candidates[all] = (struct candidate){models[i], 0}, places[all++] = i;
+  for (int i = 0; i < split_count; ++i) {
+    int many = splits_of(split[i], numbers[i], m, n, k, batch, found);
+    for (int j = 0; j < many; ++j)
+      candidates[all] = (struct candidate){split[i], found[j]}, places[all++] = count + i;
+  }
+  if (all) share = straddling(candidates[0].model, m, n, k);
+  for (int i = 0; i < all; ++i) least[i] = bound(divided(candidates[i], room), m, n, k, batch, share);
   for (;;) {
     int next = -1;
-    for (int i = 0; i < count + more_count; ++i)
-      if (least[i] < close * *seconds && (next < 0 || least[i] < least[next])) next = i;
-    if (next < 0) return chosen;
+    for (int i = 0; i < all; ++i)
+      if (least[i] < close * seconds && (next < 0 || least[i] < least[next])) next = i;
+    if (next < 0) break;
     least[next] = INFINITY;
-    double taken = values(next < count ? models[next] : more[next - count], m, n, k, batch);
-    if (taken < *seconds) *seconds = taken, chosen = next;
+    double taken = values(divided(candidates[next], room), m, n, k, batch);
+    if (taken < seconds) seconds = taken, chosen = next;
   }
+  results[0] = seconds, results[1] = chosen < 0 ? 0 : candidates[chosen].splits;
+  return chosen < 0 ? -1 : places[chosen];
 }
 """
 
 
 class Group:
-    """Models of one signature, as a choice compares them again and again."""
+    """Models of one signature, as a choice compares them again and again.
 
-    def __init__(self, models: Sequence[Model]) -> None:
+    Args:
+        models: of candidates as they are. split: of those that may have splits of K, here without any. numbers: for
+            each of these the splits that it may have, ascending.
+    """
+
+    def __init__(
+        self, models: Sequence[Model], split: Sequence[Model] = (), numbers: Sequence[Sequence[int]] = ()
+    ) -> None:
         self.models = models
-        self._function = library()
-        self._numbers = _pointers(models) if self._function else None
+        fits = len(models) + TURNS * len(split) <= MOST
+        self._function = library() if fits else None
+        if self._function is not None:
+            self._kept = [(ctypes.c_double * (len(each) + 1))(*each) for each in numbers]  # a 0 ends each
+            lists = (ctypes.c_void_p * len(split))(*map(ctypes.addressof, self._kept))
+            self._given = _pointers(models), len(models), _pointers(split), lists, len(split)
 
-    def cheapest(
-        self, more: Sequence[Model], m: int, n: int, k: int, batch: int, close: float
-    ) -> tuple[float, int | None]:
-        """`cost_model.cheapest` of these models and, behind them, a few more."""
-        count = len(self.models) + len(more)
-        if self._function is None or count > MOST:
-            return cost_model.cheapest([*self.models, *more], m, n, k, batch, close)
-        seconds = ctypes.c_double()
-        others = _pointers(more) if more else None
-        place = self._function(
-            self._numbers, len(self.models), others, len(more), m, n, k, batch, close, ctypes.addressof(seconds)
-        )
-        return seconds.value, None if place < 0 else place
+    def cheapest(self, m: int, n: int, k: int, batch: int, close: float) -> tuple[float, int | None, int] | None:
+        """(seconds, place, splits) of the cheapest: its place among the models and, behind them, those with K split;
+        splits are 0 of the former. (inf, None, 0) without any; None where there is no library.
+
+        Args:
+            close: as of `cost_model.cheapest`.
+        """
+        if self._function is None:
+            return None
+        results = (ctypes.c_double * 2)()
+        place = self._function(*self._given, m, n, k, batch, close, ctypes.addressof(results))
+        return results[0], None if place < 0 else place, int(results[1])
 
 
 def _pointers(models: Sequence[Model]) -> Any:
@@ -101,8 +146,8 @@ def library() -> Any:
         function = ctypes.PyDLL(str(entry.file("cost_model.so"))).cheapest
     except (OSError, LookupError, subprocess.SubprocessError):
         return None
-    pointers = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = *pointers, *pointers, *[ctypes.c_double] * 5, ctypes.c_void_p
+    pointers, count = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = pointers, count, pointers, pointers, count, *[ctypes.c_double] * 5, pointers
     return function
 
 
@@ -121,7 +166,10 @@ def source() -> str:
         for name, value in vars(cost_model).items()
         if isinstance(value, tuple) and all(isinstance(number, float) for number in value)
     )
-    return "\n".join(["#include <math.h>", *tables, *map(_function, TRANSLATED), _DRIVER])
+    sizes = [f"enum {{ FIELDS = {len(FIELDS)}, TURNS = {TURNS} }};"]
+    sizes += [f"enum {{ {name} = {FIELDS.index(field)} }};" for name, field in CHANGED.items()]
+    head = "#include <math.h>", "#include <string.h>"
+    return "\n".join([*head, *tables, *sizes, *map(_function, TRANSLATED), _DRIVER])
 
 
 def _function(function: Callable[..., Any]) -> str:

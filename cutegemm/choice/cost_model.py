@@ -51,6 +51,7 @@ H100 white paper.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import math
@@ -61,6 +62,7 @@ from cutegemm.choice.cost_rates import Rates, rates
 from cutegemm.hardware.arch import LINE, SECTOR
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
+from cutegemm.problem.dtypes import CUDA_CORES
 from cutegemm.problem.work import SKEW, SMALL_SHARE
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -77,6 +79,13 @@ ZIG_REREADS = 0.5
 """Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
 LARGE_GROUP = SKEW * SMALL_SHARE
 """From so many rows (or columns) a group on, its last tile is taken to be half full."""
+LEAST_STEPS = 2
+"""The fewest k steps of a part of K."""
+WAVES = 4
+"""CUDA cores take so long over a tile that parts of K are worth their sums where they fill the last of a few waves: up
+to so many are tried."""
+TURNS = 2 + WAVES
+"""Numbers of parts that `Model.wanted` names at most."""
 COUNTED_HEAT = 0.5
 """`Model.bound` counts the energy from this share of the time on; below, a fourth-power mean gains 1.5 % at most."""
 
@@ -183,13 +192,14 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd",
-    "_early", "_energy_byte", "_energy_step", "_epilogue", "_fixed", "_fold", "_group_rows", "_idle", "_itemsize",
-    "_l2", "_last", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
+    "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_group_rows", "_idle",
+    "_itemsize",
+    "_l2", "_last", "_launch", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
     "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
     "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
-    "_rereads", "_rest", "_sectors", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages",
-    "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_within", "_writes",
-    "_written",
+    "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages",
+    "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within",
+    "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -255,14 +265,15 @@ class Model:
         self._leaves_room, self._early = f.leaves_room, r.early * f.pdl * 1e-6
         self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
         # Each sends what it does not own, then adds as much.
-        self._sums = 0.0
+        self._exchange = 0.0
         if f.parts > 1:
-            self._sums = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
-        self._balanced = f.balanced
+            self._exchange = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
+        self._balanced, self._serial = f.balanced, f.serial
         self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
-        if f.splits > 1:
-            self._sums += self._split_fixed + (f.splits if f.serial else 1) * self._split_part
-        self._fixed = (launch + r.curve * f.curve) * 1e-6 + self._sums
+        self._sums = self.sums_of(f.splits)
+        self._launch = (launch + r.curve * f.curve) * 1e-6
+        self._fixed = self._launch + self._sums
+        self._waves = WAVES if signature.unit == CUDA_CORES else 1
 
         # -- memory and power
         self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1) + r.swapped * f.swapped
@@ -295,6 +306,41 @@ class Model:
     def numbers(self) -> Any:
         """Its `FIELDS` as a C array of doubles."""
         return (ctypes.c_double * len(FIELDS))(*(getattr(self, name) for name in FIELDS))
+
+    def sums_of(self, splits: int) -> float:
+        """Seconds in which the sums of a tile's parts of K meet."""
+        if splits > 1:
+            return self._exchange + (self._split_fixed + (splits if self._serial else 1) * self._split_part)
+        return self._exchange
+
+    def divided(self, splits: int) -> Model:
+        """The model of the same kernel with so many splits of K, where this one has none."""
+        found = copy.copy(self)
+        found.__dict__.clear()
+        found._splits, found._parts = splits, splits * self._parts
+        found._sums = self.sums_of(splits)
+        found._fixed = self._launch + found._sums
+        return found
+
+    def wanted(self, m: int, n: int, k: int, batch: int, turn: int) -> int:
+        """Splits of K worth trying with this kernel, which has none, number `turn` of `TURNS`; 0 where there are none.
+
+        As many as fit the GPU at once, and half as many; on CUDA cores also as many as fill it one to `WAVES` times.
+        """
+        tiles = -(-m // self._tile_m) * -(-n // self._tile_n) * batch
+        fill, most = self._places * self._fold, k // (LEAST_STEPS * self._bk * self._parts)
+        if tiles == 0 or 2 * tiles > self._waves * fill or most < 2:
+            return 0
+        if turn < 2:
+            fitting = self._places // tiles
+            fitting = fitting if fitting < most else most
+            if 2 * tiles > self._places:
+                return 0
+            return (fitting + 1) // 2 if turn else fitting
+        filling = (turn - 1) * fill // tiles
+        if self._waves == 1:
+            return 0
+        return filling if filling < most else most
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of one launch for D (m, n) with a sum over k, `batch` times."""

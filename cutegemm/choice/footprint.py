@@ -116,7 +116,7 @@ def of_warps(
     held = 2 * accumulators + 40 if signature.unit == CUDA_CORES else (wm + wn) // 2 + 40
     registers = min(accumulators + held, arch.registers_per_thread)
     if bounded_for > 1:
-        registers = arch.registers_per_sm // (threads * bounded_for) // 8 * 8
+        registers = min(arch.registers_per_sm // (threads * bounded_for) // 8 * 8, arch.registers_per_thread)
     elif slices > 1:
         # The compiler loads ahead into whatever one CTA may have.
         registers = min(224, arch.registers_per_sm // threads)

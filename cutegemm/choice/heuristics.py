@@ -23,14 +23,12 @@ from typing import TYPE_CHECKING, Any
 from cutegemm import backend as backends
 from cutegemm import winners
 from cutegemm.choice.compiled import Group
-from cutegemm.choice.cost_model import Model, Terms, clusters
+from cutegemm.choice.cost_model import TURNS, Model, Terms, cheapest
 from cutegemm.choice.cost_rates import fitted, fitted_any
-from cutegemm.problem.dtypes import CUDA_CORES
 from cutegemm.winners import neighbours
 
 if TYPE_CHECKING:
     from cutegemm.backend import Backend, SplitConfig
-    from cutegemm.choice.footprint import Footprint
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem, Signature
 
@@ -41,11 +39,6 @@ NEAR = 1.5
 """Distance up to which a winner counts: the sum of |log2| of the ratios of M, N and K."""
 WON = 0.03
 """Bonus of a measured winner at its own shape, as a share of its estimated time."""
-LEAST_STEPS = 2
-"""The fewest k steps of a part of K."""
-WAVES = 4
-"""CUDA cores take so long over a tile that parts of K are worth their sums where they fill the last of a few waves: up
-to so many are tried."""
 CLOSE = 0.99
 """A candidate whose bound is above this share of the best estimate so far is not estimated: the model errs by far more
 than 1 %."""
@@ -178,9 +171,10 @@ class Candidates:
         for config, splits in backend.candidates(signature, arch):
             shape = backend.footprint(config, signature, arch)
             self.fitted = self.fitted and fitted(shape.family)
-            self._entries[str(config)] = Model(shape, signature, arch), config
+            whole = Model(shape, signature, arch)
+            self._entries[str(config)] = whole, config
             if splits:
-                self._splits[str(config)] = SplitCandidates(shape, config, splits, signature, arch)
+                self._splits[str(config)] = SplitCandidates(whole, config, splits, signature, arch)
         self._whole = list(self._entries.values())
         self._shortlists: dict[tuple[int, int, int, int], Shortlist] = {}
         self.learn(neighbours.winners_of(signature, arch, backend.name) if known is None else known)
@@ -211,11 +205,19 @@ class Candidates:
         """(seconds, configuration) of what the model likes best; (inf, None) without candidates."""
         bucket = (m - 1).bit_length(), (n - 1).bit_length(), (k - 1).bit_length(), (batch - 1).bit_length()
         entries, group, splits = self._shortlists.get(bucket) or self._shortlist(bucket)
+        found = group.cheapest(m, n, k, batch, CLOSE)
+        if found is not None:
+            seconds, place, number = found
+            if place is None:
+                return seconds, None
+            pair = splits[place - len(entries)].made(number) if number else entries[place]
+            if pair is not None:
+                return seconds, pair[1]
+        # There is no library, or what it found best cannot have so many splits.
         split = [pair for one in splits for pair in one.worth_trying(m, n, k, batch)]
-        seconds, place = group.cheapest([cost for cost, _ in split], m, n, k, batch, CLOSE)
-        if place is None:
-            return seconds, None
-        return seconds, (entries[place] if place < len(entries) else split[place - len(entries)])[1]
+        both = [*entries, *split]
+        seconds, place = cheapest([cost for cost, _ in both], m, n, k, batch, CLOSE)
+        return seconds, None if place is None else both[place][1]
 
     def _shortlist(self, bucket: tuple[int, int, int, int]) -> Shortlist:
         """The candidates to compare for matrices of up to 2^bucket."""
@@ -223,10 +225,13 @@ class Candidates:
         named = list(self.backend.shortlist(self._signature, self._arch, 1 << m, 1 << n, 1 << k, 1 << batch))
         entries = [self._entries[text] for text, split in named if not split and text in self._entries]
         splits = [self._splits[text] for text, split in named if split and text in self._splits]
-        if not entries:  # it named none, or other kernels
-            entries, splits = self._whole, list(self._splits.values())
-        found = self._shortlists[bucket] = entries, Group([cost for cost, _ in entries]), splits
+        # Where it named none, or other kernels, all are compared.
+        found = self._shortlists[bucket] = _compared(entries, splits) if entries else self._all
         return found
+
+    @functools.cached_property
+    def _all(self) -> Shortlist:
+        return _compared(self._whole, list(self._splits.values()))
 
     def ascending(self, problem: Problem, split: bool = True) -> Iterator[tuple[float, Any, str]]:
         """(seconds, configuration, "") of every candidate that can serve the problem, the cheapest by the model first.
@@ -278,48 +283,42 @@ class Candidates:
 
 
 class SplitCandidates:
-    """One candidate with K split, made when first wanted: `numbers` are the splits that it may have, ascending."""
+    """One candidate with K split, made when first wanted.
+
+    Attributes:
+        whole: its model without splits. numbers: the splits that it may have, ascending.
+    """
 
     def __init__(
-        self, shape: Footprint, config: SplitConfig, numbers: tuple[int, ...], signature: Signature, arch: Arch
+        self, whole: Model, config: SplitConfig, numbers: tuple[int, ...], signature: Signature, arch: Arch
     ) -> None:
-        self._shape, self._config, self._signature, self._arch = shape, config, signature, arch
-        self._numbers, self._least_k = numbers, LEAST_STEPS * shape.bk * shape.parts
-        self._cluster_tile, self._places = shape.cluster_tile, clusters(arch, shape.cluster_ctas)
-        self._fill = self._places * shape.ctas
-        self._waves = WAVES if signature.unit == CUDA_CORES else 1
-        self._made: dict[tuple[int, ...], list[tuple[Model, Any]]] = {}
+        self.whole, self.numbers = whole, numbers
+        self._config, self._signature, self._arch = config, signature, arch
+        self._made: dict[int, tuple[Model, Any] | None] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
-        """As many splits as fit the GPU at once, and half as many; on CUDA cores also as many as fill it some times."""
-        tile_m, tile_n = self._cluster_tile
-        tiles = -(-m // tile_m) * -(-n // tile_n) * batch
-        most = k // self._least_k
-        if not 0 < 2 * tiles <= self._waves * self._fill or most < 2:
-            return []
-        wanted = []
-        if 2 * tiles <= self._places:
-            once = min(self._places // tiles, most)
-            wanted = [once, (once + 1) // 2]
-        if self._waves > 1:
-            wanted += [min(waves * self._fill // tiles, most) for waves in range(1, self._waves + 1)]
-        places = {bisect.bisect_right(self._numbers, number) for number in wanted} - {0}
-        key = tuple(sorted(places))
-        made = self._made.get(key)
-        if made is None:
-            found = (self._make(self._numbers[place - 1]) for place in key)
-            made = self._made[key] = [pair for pair in found if pair is not None]
-        return made
+        """Those of `Model.wanted`, or as many splits fewer as `numbers` have."""
+        wanted = {self.whole.wanted(m, n, k, batch, turn) for turn in range(TURNS)}
+        places = {bisect.bisect_right(self.numbers, number) for number in wanted} - {0}
+        found = (self.made(self.numbers[place - 1]) for place in sorted(places))
+        return [pair for pair in found if pair is not None]
 
-    def _make(self, number: int) -> tuple[Model, Any] | None:
-        config = replace(self._config, splits=number)
-        if config.why_invalid(self._signature, self._arch) is not None:
-            return None
-        return Model(replace(self._shape, splits=number), self._signature, self._arch), config
+    def made(self, number: int) -> tuple[Model, Any] | None:
+        """The model and the configuration with so many splits; None where it cannot have them."""
+        if number not in self._made:
+            config = replace(self._config, splits=number)
+            invalid = config.why_invalid(self._signature, self._arch) is not None
+            self._made[number] = None if invalid else (self.whole.divided(number), config)
+        return self._made[number]
 
 
 Shortlist = tuple[list[tuple[Model, Any]], Group, list[SplitCandidates]]
-"""Candidates with their models, the models alone, and candidates with K split."""
+"""Candidates with their models, the group that compares them, and candidates with K split."""
+
+
+def _compared(entries: list[tuple[Model, Any]], splits: list[SplitCandidates]) -> Shortlist:
+    group = Group([cost for cost, _ in entries], [one.whole for one in splits], [one.numbers for one in splits])
+    return entries, group, splits
 
 
 def _candidates(backend: str, signature: Signature, arch: Arch, state: object) -> Candidates:

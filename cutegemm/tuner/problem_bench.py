@@ -54,7 +54,7 @@ class Bench:
         self._bias = None
         if epilogue.bias_dtype:
             length = p.n if epilogue.bias_axis == "n" else p.m
-            self._bias = self._normal(length).to(torch_dtype(epilogue.bias_dtype))
+            self._bias = self._normal(length, epilogue.bias_dtype == "fp64").to(torch_dtype(epilogue.bias_dtype))
         self._beta = 0.5 if self._c is not None else 0.0
         self._scales = {
             name: _view(self._normal(_span(lies, p.batch)).exp(), lies, p.batch if given.batched else 1)
@@ -222,13 +222,15 @@ class Bench:
         return [partial(scaled, a, b) for a, b in self._inputs]
 
     def _draw(self, matrix: Matrix, dtype: str) -> torch.Tensor:
-        flat = self._normal(_span(matrix, self.problem.batch))
+        flat = self._normal(_span(matrix, self.problem.batch), double=dtype == "fp64")
         if dtype == "int8":
             flat = flat.mul_(INT8_SPREAD).round_().clamp_(-128, 127)
         return _view(flat.to(torch_dtype(dtype)), matrix, self.problem.batch)
 
-    def _normal(self, count: int) -> torch.Tensor:
-        return torch.randn(count, device=self._device, generator=self._generator)
+    def _normal(self, count: int, double: bool = False) -> torch.Tensor:
+        """Normal numbers in fp32, or of all digits that fp64 has."""
+        drawn_as = torch.float64 if double else torch.float32
+        return torch.randn(count, device=self._device, generator=self._generator, dtype=drawn_as)
 
 
 def _span(matrix: Matrix, batch: int) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from cutegemm import backend
+from cutegemm.choice import heuristics
 from cutegemm.cute import FAMILIES
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from tests.problems import MAJORS
 from tests.sass import registers, spilled
 
 CUTE = backend.get("cute")
@@ -45,6 +49,32 @@ def test_no_spills(kind, text):
     kernel = CUTE.build(signature, config, HOPPER)
     assert not spilled(kernel.cubin)
     assert registers(kernel.cubin) * config.threads <= HOPPER.registers_per_sm
+
+
+def _bounded():
+    """Candidates of bounded registers with majors, a size that is a multiple of the alignment, and splits of K."""
+    simt = FAMILIES["simt"]
+    for majors, size in product(MAJORS, (64, 66, 65)):
+        signature = Problem.of(size, size, size, "fp32", majors=majors).signature
+        for text in simt.candidates(signature):
+            if "/r" in text:
+                splits = ("", "/k5", "/k40") if simt.splits(text, signature) else ("",)
+                yield from ((text, majors, size, each) for each in splits)
+
+
+@pytest.mark.parametrize(("text", "majors", "size", "splits"), list(_bounded()))
+@pytest.mark.product(keep=3)
+def test_bounded_registers_suffice(text, majors, size, splits):
+    """In any order of operands, where copies are narrow, and where K is split."""
+    signature = Problem.of(size, size, size, "fp32", majors=majors).signature
+    assert not spilled(CUTE.build(signature, CUTE.parse(text + splits), HOPPER).cubin)
+
+
+def test_what_is_chosen_for_narrow_rows_spills_none():
+    problem = Problem.of(23245, 39, 5695, "fp32")
+    name, config, _ = heuristics.untuned(problem, arch.get("H200"))
+    assert name == "cute"
+    assert not spilled(CUTE.build(problem.signature, config, HOPPER).cubin)
 
 
 def test_every_list_serves_narrow_and_small_operands():

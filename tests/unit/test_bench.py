@@ -122,14 +122,16 @@ def test_integer_results_are_poisoned_too(monkeypatch):
     assert "greater than 16" in found[0].verdict
 
 
-def test_fp64_is_checked_on_rows_spread_over_the_result(monkeypatch):
+@pytest.mark.parametrize("place", range(8))
+def test_fp64_is_checked_on_rows_spread_over_the_result(place, monkeypatch):
+    """Each of the 8 rows that lanes of an instruction share is among them: steps of 8 would check one alone."""
     monkeypatch.setattr(bench, "FP64_ROWS", 8)
     wrong = Fake("wrong")
 
     def prepare(problem, arch, inputs, out):
         def call(a, b):
             out.copy_(a @ b)
-            out[24] += 1e-9
+            out[place::8] += 1e-9
 
         return Prepared([lambda a=a, b=b: call(a, b) for a, b in inputs])
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutegemm import backend
 from cutegemm.choice import compiled, cost_model, heuristics
 from cutegemm.choice.compiled import Group, library, source
 from cutegemm.choice.cost_model import Model
+from cutegemm.cute.simt.config import SimtConfig
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from tests.examples import examples
@@ -42,24 +45,73 @@ def test_machine_code_and_python_find_the_same_to_the_last_bit(m, n, k, batch, g
     assert library() is not None, "this test needs a C compiler"
     some = source.sample(all_ := models(gpu, kind, majors), min(len(all_), 12))
     for alone in some[:3]:
-        assert Group([alone]).cheapest([], m, n, k, batch, close) == (alone.seconds(m, n, k, batch), 0)
-    for first in (len(some), 7, 0):
-        expected = cost_model.cheapest(some, m, n, k, batch, close)
-        assert Group(some[:first]).cheapest(some[first:], m, n, k, batch, close) == expected
+        assert Group([alone]).cheapest(m, n, k, batch, close) == (alone.seconds(m, n, k, batch), 0, 0)
+    assert Group(some).cheapest(m, n, k, batch, close) == (*cost_model.cheapest(some, m, n, k, batch, close), 0)
+    # With K split, from a few candidates without.
+    signature = Problem.of(64, 64, 64, majors=majors, **kind).signature
+    candidates = heuristics._candidates("cute", signature, gpu, "off")
+    splits = source.sample(listed := list(candidates._splits.values()), min(len(listed), 12))
+    for first, last in ((3, len(splits)), (0, len(splits)), (len(some), source.randint(0, len(splits)))):
+        group = Group(some[:first], [one.whole for one in splits[:last]], [one.numbers for one in splits[:last]])
+        pairs = [pair for one in splits[:last] for pair in one.worth_trying(m, n, k, batch)]
+        both = [*some[:first], *(model for model, _ in pairs)]
+        seconds, expected = cost_model.cheapest(both, m, n, k, batch, close)
+        found, place, number = group.cheapest(m, n, k, batch, close)
+        assert found == seconds
+        if expected is None or expected < first:
+            assert (place, number) == (expected, 0)
+        else:
+            assert splits[place - first].made(number)[1] == pairs[expected - first][1]
 
 
 def test_no_candidate_is_no_choice():
-    assert Group([]).cheapest([], 64, 64, 64, 1, 1.0) == (float("inf"), None)
+    assert Group([]).cheapest(64, 64, 64, 1, 1.0) == (float("inf"), None, 0)
 
 
-def test_where_there_is_no_compiler_python_computes(monkeypatch):
-    some, sizes = models(GPUS[0], KINDS[0], "tn")[:20], (4096, 4104, 72, 1)
-    found = Group(some[:15]).cheapest(some[15:], *sizes, 0.99)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_divided_is_that_of_the_footprint_with_splits(kind):
+    signature = Problem.of(64, 64, 64, **kind).signature
+    for one in heuristics._candidates("cute", signature, GPUS[0], "off")._splits.values():
+        for number in (one.numbers[0], one.numbers[-1]):
+            model, config = one.made(number)
+            assert config.splits == number
+            shape = backend.get("cute").footprint(replace(config, splits=1), signature, GPUS[0])
+            assert list(model.numbers) == list(Model(replace(shape, splits=number), signature, GPUS[0]).numbers)
+
+
+@pytest.mark.parametrize("sizes", [(4096, 4104, 72), (256, 256, 65536), (624, 3576, 3768), (0, 8, 8)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_there_is_no_compiler_python_chooses_the_same(kind, sizes, monkeypatch):
+    problem = Problem.of(*sizes, **kind)
+    found = heuristics.untuned(problem, GPUS[0])
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     assert library.__wrapped__() is None
     monkeypatch.setattr(compiled, "library", lambda: None)
     monkeypatch.setattr(compiled, "_pointers", None)
-    assert Group(some[:15]).cheapest(some[15:], *sizes, 0.99) == found
+    assert heuristics.untuned(problem, GPUS[0]) == found
+
+
+def test_of_candidates_with_k_split_a_choice_makes_the_one_that_it_takes(monkeypatch):
+    """Some hundred are compared; to make each in Python, and to ask each what it wants, took most of a choice."""
+    problem = Problem.of(624, 3576, 3768, "fp32")
+    fresh = heuristics.Candidates(backend.get("cute"), problem.signature, GPUS[0], [])
+    monkeypatch.setattr(heuristics.SplitCandidates, "worth_trying", None)
+    taken = fresh.cheapest(problem)[1]
+    assert [config for one in fresh._splits.values() for _, config in one._made.values()] == [taken]
+
+
+def test_splits_that_a_candidate_cannot_have_are_passed_over(monkeypatch):
+    """The library does not know of them."""
+    problem = Problem.of(624, 3576, 3768, "fp32")
+    found = heuristics.untuned(problem, GPUS[0])[1]
+    assert found.splits > 1
+    valid = SimtConfig.why_invalid
+    monkeypatch.setattr(
+        SimtConfig, "why_invalid", lambda self, *of: "no" if self.splits == found.splits else valid(self, *of)
+    )
+    other = heuristics.untuned(problem, GPUS[0])[1]
+    assert other.splits != found.splits
+    assert other.splits > 1
 
 
 @pytest.mark.parametrize("compiler", ["false", "/nonexistent/cc"])

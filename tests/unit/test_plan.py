@@ -45,6 +45,20 @@ def test_splits_of_k_are_offered_where_tiles_leave_sms_idle():
     assert {config.splits for config in CUTE.configs(deep, H200)} >= {1, 2, 4, 32}
 
 
+@pytest.mark.parametrize("shape", [(624, 3576, 3768), (2040, 176, 3616), (632, 2088, 4544), (320, 3648, 536)])
+def test_the_tuner_tries_splits_of_k_that_fill_a_few_waves(shape):
+    """As the heuristic chooses them, with registers bounded for some CTAs on an SM too."""
+    problem = Problem.of(*shape, "fp32")
+    chosen = heuristics.untuned(problem, H200)[1]
+    assert chosen.splits > 1
+    assert chosen in set(CUTE.configs(problem, H200))
+
+
+def test_a_bound_of_registers_that_a_thread_cannot_have_anyway_is_none():
+    signature = Problem.of(4096, 4096, 4096, "fp32").signature
+    assert CUTE.footprint(CUTE.parse("simt/32x64x16/w32x32/s3/g8/r2"), signature, H200).ctas == 4
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [

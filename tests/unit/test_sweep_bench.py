@@ -121,6 +121,21 @@ def test_what_an_earlier_kernel_left_is_not_mistaken_for_a_result(monkeypatch, s
     assert bench.check("cute", "lazy")[0].startswith("wrong:")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp64"])
+def test_integers_and_fp64_are_checked_as_the_others(dtype, monkeypatch, seed):
+    """Integers have no NaN to poison results with; int8 operands use their range, those in fp64 all of its digits."""
+    problem = Problem.of(17, 24, 40, dtype)
+    assert bench_of(problem, monkeypatch, seed).check("cute", "right")[0] == "ok"
+    for spoil in (before, behind):
+        assert "outside D" in bench_of(problem, monkeypatch, seed, spoil).check("cute", "spoilt")[0]
+    bench = bench_of(problem, monkeypatch, seed)
+    lazy = SimpleNamespace(bind=lambda of: lambda *arguments: None)
+    monkeypatch.setattr(backends, "get", lambda name: FakeBackend(lazy))
+    assert bench.check("cute", "lazy")[0].startswith("wrong:")
+    a, _ = bench._inputs[0]
+    assert (a != a.float()).any() if dtype == "fp64" else a.double().std() > 20
+
+
 def test_scales_of_blocks_reach_the_kernel_and_the_reference(monkeypatch, seed):
     """The launch has their addresses behind those of the operands; without them the result is wrong."""
     epilogue = Epilogue(custom=scaling.of_blocks("e4m3", "bf16"))

@@ -29,22 +29,52 @@ _FP32 = (
 )
 _NOT_TT = ("simt/128x256x16/w64x64/s3/g8", "simt/64x128x16/w32x32/s3/g8/r2")
 """Not for two row-major operands (`tt`): there these kernels keep some registers in local memory."""
+_NOT_NARROW = {
+    "simt/128x128x8/w64x32/s4/g8/r2": ("nn",),
+    "simt/64x128x16/w32x64/s3/g8/r3": ("tn",),
+    "simt/128x64x16/w32x32/s3/g8": ("tn",),
+    "simt/64x64x16/w32x32/s2/g8/r4": ("tn",),
+    "simt/64x64x16/w32x32/s3/g8/r4": ("tn",),
+    "simt/64x64x8/w32x32/s4/g8/r4": ("tn",),
+    "simt/64x128x16/w32x32/s3/g8": ("tn",),
+    "simt/64x128x16/w32x32/s3/g8/r2": ("tn",),
+}
+"""Majors with which these kernels keep some registers in local memory where rows of A or B are not aligned to 16 bytes:
+a thread then makes more copies, each with an address. The tiles of 256x128 and 128x256 keep two to six there with `tn`,
+and are taken all the same: no other has as many outputs a thread."""
+_NARROW_TN = ("simt/64x64x16/w32x32/s3/g8/r3", "simt/64x64x8/w32x32/s4/g8/r3")
+"""Take the place of some of those for `tn`."""
 _SPILLS_SPLIT = {
     "simt/64x128x16/w32x64/s3/g8/r3": ("tn", "nn"),
     "simt/64x64x16/w32x64/s3/g8/r6": ("tt", "nn"),
     "simt/128x64x16/w32x32/s3/g8": ("tn",),
+    "simt/64x128x16/w32x32/s3/g8/r2": ("tn",),
 }
 """Majors with which these kernels keep some registers in local memory where K is split."""
+_SPILLS_SPLIT_NARROW = {
+    "simt/64x128x16/w32x64/s3/g8/r3": ("tt",),
+    "simt/64x64x16/w32x64/s3/g8/r6": ("tn",),
+}
+"""Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
 NUMBERS = (*range(2, 34), 36, 44, 54, 66)
 """The numbers of parts that a candidate may split K into."""
 
 
+def _is_narrow(signature: Signature) -> bool:
+    return min(signature.align_a, signature.align_b) < 16
+
+
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    return _FP32 if signature.majors == "tt" else (*_FP32, *_NOT_TT)
+    found: tuple[str, ...] = _FP32 if signature.majors == "tt" else (*_FP32, *_NOT_TT)
+    if _is_narrow(signature):
+        found = tuple(text for text in found if signature.majors not in _NOT_NARROW.get(text, ()))
+        found += _NARROW_TN if signature.majors == "tn" else ()
+    return found
 
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:
     """The splits of K, ascending, that a candidate may have as well as none."""
-    return () if signature.majors in _SPILLS_SPLIT.get(text, ()) else NUMBERS
+    tables = (_SPILLS_SPLIT, _SPILLS_SPLIT_NARROW) if _is_narrow(signature) else (_SPILLS_SPLIT,)
+    return () if any(signature.majors in table.get(text, ()) for table in tables) else NUMBERS

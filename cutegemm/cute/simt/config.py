@@ -28,8 +28,8 @@ RESIDENT: Mapping[tuple[int, ...], int] = {
     (64, 32, 16, 32, 32): 8,
     (64, 64, 8, 32, 32): 4,
 }
-"""The most CTAs of an SM that the registers of a tile (bm, bn, bk, wm, wn) may be bounded for. A
-plain product spills none then, nor does one whose K is split but for `candidates._SPILLS_SPLIT`."""
+"""The most CTAs of an SM that the registers of a tile (bm, bn, bk, wm, wn) may be bounded for. A plain product of
+operands aligned to 16 bytes spills none then; `candidates` has what else spills."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,9 @@ class SimtConfig(TileConfig):
         ):
             one = cls(bm, bn, bk, wm, wn, stages, group)
             yield one
-            if most := RESIDENT.get((bm, bn, bk, wm, wn)):
-                yield replace(one, resident=most)
+            most = RESIDENT.get((bm, bn, bk, wm, wn), 1)
+            for resident in range(max(most - 1, 2), most + 1):
+                yield replace(one, resident=resident)
         tiles = ((16, 32), (32, 32), (32, 64), (64, 32), (64, 64))
         for (bm, bn), bk, (wm, wn), stages, group, slices in product(
             tiles, (32, 64, 128), ((16, 32), (32, 32), (32, 64)), (2, 3, 4), (1, 8), (2, 4, 8)

@@ -90,12 +90,15 @@ class TileConfig(LaunchedConfig):
 
     @classmethod
     def split_space(cls, problem: Problem, arch: Arch) -> Iterator[Self]:
-        """The same as `space` with splits of K, in one tile order: as many as give each SM one, two or four CTAs."""
+        """The same as `space` with splits of K, in one tile order: as many as fill the SMs one to four times, an SM
+        with one CTA, or with as many as registers are bounded for.
+        """
         for one in cls.space(ITEMSIZE[problem.dtype]):
             if one.group != 8:
                 continue
-            fill = arch.sm_count // max(problem.tiles(one.bm, one.bn), 1)
-            for splits in sorted({fill, 2 * fill, 4 * fill}):
+            tiles = max(problem.tiles(one.bm, one.bn), 1)
+            ctas = {waves * on_sm for waves in range(1, 5) for on_sm in (1, one.resident)}
+            for splits in sorted({each * arch.sm_count // tiles for each in ctas}):
                 if 2 <= splits <= cls.MOST_SPLITS:
                     yield replace(one, splits=splits)
 

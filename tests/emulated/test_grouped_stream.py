@@ -99,7 +99,7 @@ def test_the_same_bits_whoever_comes_last(seed, monkeypatch):
     gpu_of(3, monkeypatch)
     case = GroupCase.random(RAGGED_M, [70, 0, 3, 70], 0, 72, 264, seed=seed)
     results = []
-    for number in range(4):
+    for number in range(3):
         monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + number))
         options = {"backend": "cute", "config": ONE, "out_dtype": torch.float32}
         results.append(cutegemm.grouped_gemm(case.a, case.b, case.sizes, **options))

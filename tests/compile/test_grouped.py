@@ -91,7 +91,7 @@ def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, 
         ("192x128x128/coop3/c1x1/s3/g8", "ragged_m"),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_largest_tiles_of_blocks_in_groups_spill_nothing(config, work):
     problem = Problem.of(4096, 4096, 4096, "e4m3", batch=8, work=work, epilogue=scaled(work, "blocks"))
     chosen = CUTE.parse(f"sm90/{config}")

@@ -102,7 +102,7 @@ def test_gate_and_up_of_stacked_weights_with_scales(work, config, kind, seed):
     ],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED, SCATTERED])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, n, seed):
     """Up's columns begin at 80, 72 and 136, in the middle of a block of 128."""
     recipes = ("blocks", "blocks128")

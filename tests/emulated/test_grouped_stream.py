@@ -53,7 +53,7 @@ def timing(seed, monkeypatch):
 
 
 @pytest.mark.parametrize(("work", "config", "majors", "ctas"), CONFIGS)
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_groups_of_any_sizes(work, config, majors, ctas, seed, monkeypatch):
     """A number of clusters that leaves tiles over, and 3 k tiles, so that cuts lie anywhere."""
     rng, config = random.Random(seed), f"sm90/{config}"

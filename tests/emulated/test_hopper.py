@@ -85,7 +85,7 @@ def test_tiles(config, shape, majors, run):
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24), (63, 65, 64)])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c1x1/s4/row", "64x32x64/pp/c2x1/s2/row"])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_small_problems(config, shape, run):
     run(f"sm90/{config}", shape)
 
@@ -113,7 +113,7 @@ def test_nothing_to_sum(config, run):
     ],
     ids=["alpha", "silu", "c", "bias-relu", "c-bias-gelu", "fp32"],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_epilogues(schedule, epilogue, run):
     run(f"sm90/{schedule}", (136, 104, 72), **epilogue)
 
@@ -144,7 +144,7 @@ def test_epilogues(schedule, epilogue, run):
     ],
     ids=["c", "c-bias-gelu", "fp32", "c32", "c32-bias32-fp32", "turned-c", "row-c", "turned"],
 )
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
     """C through the staging buffers (16 bits), as fragments (fp32) or by the slab; a bias along either axis."""
     generator = torch.Generator().manual_seed(seed)
@@ -176,7 +176,7 @@ def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
         "128x64x32/coop2/c1x1/s3/g2/k3",
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_tf32(config, timing, run):
     """Inputs are fp32 numbers that tf32 does not hold: TMA rounds them, the tensor cores alone would truncate."""
     run(f"sm90/{config}", (200, 136, 84), "fp32", timing=timing, precision="tf32")

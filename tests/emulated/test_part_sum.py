@@ -53,6 +53,7 @@ def test_fewer_k_tiles_than_splits(k, seed):
 
 
 @pytest.mark.parametrize("config", [SIMT, SLICED])
+@pytest.mark.product(keep=1)
 def test_results_and_reductions_of_programs(config):
     program = simplified(parse(EVERYTHING))
     generator = torch.Generator().manual_seed(1)

@@ -58,11 +58,11 @@ def test_majors(config, dtype, majors, run):
     run(f"sm90/{config}", (200, 136, 168), dtype, majors=majors)
 
 
+@pytest.mark.parametrize(("option", "shape"), [("", (200, 168, 72)), ("/once", (136, 72, 72))])
 @pytest.mark.parametrize("order", ["row", "col", "g2", "serp3", "hilbert"])
 @pytest.mark.product(keep=2)
-def test_orders(order, run):
-    run(f"sm90/64x16x64/coop1/c1x1/s3/{order}", (200, 168, 72))
-    run(f"sm90/64x16x64/coop1/c1x1/s3/{order}/once", (136, 72, 72))
+def test_orders(order, option, shape, run):
+    run(f"sm90/64x16x64/coop1/c1x1/s3/{order}{option}", shape)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_small_problems(config, shape, run):
 @pytest.mark.parametrize(
     "config", ["64x64x64/coop1/c1x1/s3/g2", "64x32x64/pp/c2x1/s3/g2", "64x32x64/coop1/c1x1/s3/g2/slab"]
 )
+@pytest.mark.parametrize("terms", [{}, {"c": True, "beta": -1.5, "bias": True}], ids=["none", "c-bias"])
 @pytest.mark.product(keep=2)
-def test_nothing_to_sum(config, run):
+def test_nothing_to_sum(config, terms, run):
     """K = 0: rows of a wider matrix, so that TMA can describe them; what lies in them is NaN and must not be read."""
-    run(f"sm90/{config}", (136, 72, 0), pad=8)
-    run(f"sm90/{config}", (136, 72, 0), pad=8, c=True, beta=-1.5, bias=True)
+    run(f"sm90/{config}", (136, 72, 0), pad=8, **terms)
 
 
 @pytest.mark.parametrize("schedule", ["64x32x64/coop1/c1x1/s3/g2", "64x32x64/pp/c2x1/s3/g2"])
@@ -276,10 +276,13 @@ def test_swapped_operands_with_the_whole_epilogue(config, run):
         ("128x96x64/coop1/c1x1/s2/row/k2", (136, 104, 200)),
     ],
 )
+@pytest.mark.parametrize("with_c", [False, True])
 @pytest.mark.product(keep=2)
-def test_split_k(config, shape, timing, run):
-    run(f"sm90/{config}", shape, timing=timing)
-    run(f"sm90/{config}", (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
+def test_split_k(config, shape, with_c, timing, run):
+    if with_c:
+        run(f"sm90/{config}", (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
+    else:
+        run(f"sm90/{config}", shape, timing=timing)
 
 
 @pytest.mark.parametrize("majors", MAJORS)

@@ -58,9 +58,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
+    named: set[str] = set()
+    others = []  # further cases of a test that is skipped anyway: to collect and report them takes seconds
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+            if (name := item.nodeid.split("[")[0]) in named:
+                others.append(item)
+            named.add(name)
+    if others:
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=others)
 
 
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:

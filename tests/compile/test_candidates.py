@@ -42,7 +42,7 @@ def _of_each_tile():
 
 
 @pytest.mark.parametrize(("kind", "text"), _of_each_tile())
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_no_spills(kind, text):
     signature, config = SIGNATURES[kind], CUTE.parse(text)
     assert config.why_invalid(signature, HOPPER) is None

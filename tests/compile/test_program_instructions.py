@@ -58,6 +58,7 @@ def test_functions_have_no_slow_path(function, most, ex2, rcp, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.product(keep=1)
 def test_gelu_of_a_sum_and_a_residual(config):
     assert added(FULL, config)["all"] < 16.0
     assert added(FULL, config, WITHOUT)["all"] < 10.2
@@ -65,6 +66,6 @@ def test_gelu_of_a_sum_and_a_residual(config):
 
 @pytest.mark.parametrize(("text", "most"), [("sqrt(acc)", 1.1), ("acc / (acc + 1.5)", 7.1)])
 def test_roots_and_quotients_call_no_function(text, most):
-    found = added(f"def epilogue(acc): return {text}", next(iter(CONFIGS)))
+    found = added(f"def epilogue(acc): return {text}", "sm90/128x128x64/coop2/c1x1/s4/g8")
     assert found["all"] <= most
     assert found.get("CALL", 0) == 0

@@ -145,7 +145,7 @@ def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, seed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=6)
+@pytest.mark.product(keep=4)
 def test_gate_and_up_behind_scales_of_blocks(config, f, given, whole, seed):
     given = {"m": M, "k": K, "recipes": BLOCKS, "gating": "halves", **given}
     check(given.pop("m"), f, given.pop("k"), whole=whole, seed=seed, backend="cute", config=f"sm90/{config}", **given)

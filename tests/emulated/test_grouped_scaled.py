@@ -71,7 +71,7 @@ def test_every_recipe_on_groups_of_any_sizes(work, config, kinds, recipes, seed)
 
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_N, MASKED, GATHERED, SCATTERED])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_integers_are_exact(work, kind, seed):
     """int8 gives int32; small integers of fp8 have exact sums in fp32."""
     options = {} if kind == "int8" else {"out_dtype": torch.float32}
@@ -107,7 +107,7 @@ def test_gate_and_up_of_stacked_weights_with_scales(work, config, kind, seed):
     ],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED, SCATTERED])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, n, seed):
     """Up's columns begin at 80, 72 and 136, in the middle of a block of 128."""
     recipes = ("blocks", "blocks128")
@@ -142,21 +142,23 @@ def test_scales_in_any_strides_and_what_the_heuristic_takes(seed):
     case.run(backend="cute")
 
 
-def test_a_gathered_row_brings_its_scale(seed):
+@pytest.mark.parametrize("recipes", [("rows", "rows"), ("blocks", "blocks128")])
+@pytest.mark.product(keep=1)
+def test_a_gathered_row_brings_its_scale(recipes, seed):
     """Rows that are asked for twice, or that are none, with scales of rows and of blocks."""
-    for recipes in (("rows", "rows"), ("blocks", "blocks128")):
-        case = GroupCase.random(GATHERED, [20, 0, 30], 0, 72, 144, "e4m3", seed=seed, recipes=recipes)
-        got = case.call(backend="cute", config="sm90/64x64x128/coop1/c1x1/s3/g2")
-        index = case.index.clamp(min=0).long()
-        scales = {**case.scales, "scale_a": case.scales["scale_a"][index]}
-        want = cutegemm.grouped_gemm(
-            case.a[index], case.b, case.sizes, **scales, backend="cute", config="sm90/64x64x128/coop1/c1x1/s3/g2"
-        )  # fmt: skip
-        assert torch.equal(got, torch.where(case.index[:, None] >= 0, want, 0))
+    case = GroupCase.random(GATHERED, [20, 0, 30], 0, 72, 144, "e4m3", seed=seed, recipes=recipes)
+    config = "sm90/64x64x128/coop1/c1x1/s3/g2"
+    got = case.call(backend="cute", config=config)
+    index = case.index.clamp(min=0).long()
+    scales = {**case.scales, "scale_a": case.scales["scale_a"][index]}
+    want = cutegemm.grouped_gemm(case.a[index], case.b, case.sizes, **scales, backend="cute", config=config)
+    assert torch.equal(got, torch.where(case.index[:, None] >= 0, want, 0))
 
 
+@pytest.mark.parametrize("config", ["64x64x128/coop1/c1x1/s3/g2", "64x16x64/coop1/c1x1/s3/g2/swap"])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
-def test_what_lies_behind_a_gathered_row_is_not_read(kind, seed):
+@pytest.mark.product(keep=2)
+def test_what_lies_behind_a_gathered_row_is_not_read(kind, config, seed):
     """Rows of 136 bytes are copied in pieces of 16, the last of which ends within a gap of NaN (of 127)."""
     case = GroupCase.random(GATHERED, [20, 0, 30], 0, 72, 136, kind, seed=seed)
     gapped = torch.full((len(case.a), 144), 0x7F, dtype=torch.uint8).view(case.a.dtype)
@@ -164,8 +166,7 @@ def test_what_lies_behind_a_gathered_row_is_not_read(kind, seed):
     case.a = gapped[:, :136]
     if kind == "int8":
         case.b = torch.full((3, 72, 144), 127, dtype=torch.int8)[..., :136].mT
-    for config in ("64x64x128/coop1/c1x1/s3/g2", "64x16x64/coop1/c1x1/s3/g2/swap"):
-        case.run(exact=kind == "int8", backend="cute", config=f"sm90/{config}")
+    case.run(exact=kind == "int8", backend="cute", config=f"sm90/{config}")
 
 
 def test_what_no_kernel_serves_is_refused_with_the_reason():

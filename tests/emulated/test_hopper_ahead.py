@@ -75,10 +75,10 @@ def test_a_ring_with_fewer_stages_than_a_step_of_the_epilogue_reads(stages):
     check(THREE, f"64x128x32/coop1/c1x1/s{stages}/row", (200, 136, 72))
 
 
-@pytest.mark.parametrize("shape", [(330, 400, 200), (200, 392, 24)], ids=["deep", "one k tile"])
+@pytest.mark.parametrize("shape", [(200, 400, 200), (200, 392, 24)], ids=["deep", "one k tile"])
 @pytest.mark.parametrize("config", PING_PONG)
 @pytest.mark.parametrize("text", [TWO, ROTATED, ROW_SUMS])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_operands_through_the_ring_of_ping_pong(text, config, shape):
     check(text, config, shape)
 

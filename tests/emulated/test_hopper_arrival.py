@@ -44,7 +44,7 @@ def run(seed, monkeypatch):
 
 @pytest.mark.parametrize("timing", range(3))
 @pytest.mark.parametrize(("config", "shape"), CONFIGS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_ragged_shapes(config, shape, timing, run):
     run(config, shape, timing=timing)
     run(config, (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
@@ -54,7 +54,7 @@ def test_ragged_shapes(config, shape, timing, run):
     "config", ["64x64x64/coop1/c1x1/s3/g2/k3/arrival", "64x16x64/coop1/c1x1/s3/g2/k3/swap/arrival"]
 )
 @pytest.mark.parametrize("case", ["whole", "fp32", "turned", "small"])
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_whole_epilogue(config, case, run, seed):
     shape = (136, 72, 264)
     if case == "whole":

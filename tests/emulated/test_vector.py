@@ -62,6 +62,7 @@ def test_little_to_sum_and_the_whole_epilogue(k, seed):
 
 
 @pytest.mark.parametrize("config", [ALONG_K + "/k2", COLUMNS_ALONG_K])
+@pytest.mark.product(keep=1)
 def test_results_and_reductions_of_programs(config):
     program = simplified(parse(REDUCED))
     generator = torch.Generator().manual_seed(1)
@@ -80,6 +81,7 @@ def test_a_column_goes_to_the_kernel_for_a_row(seed, capsys):
 
 
 @pytest.mark.parametrize("majors", ["tn", "nt"])
+@pytest.mark.product(keep=1)
 def test_the_rule_accepts_what_compiles_without_spills_and_runs(majors, seed):
     """A configuration of the space, drawn anew; loads of the matrix are as wide as its alignment."""
     rng, target, cute = random.Random(seed), arch.get("sm_90a"), backend.get("cute")

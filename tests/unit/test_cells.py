@@ -16,6 +16,7 @@ from cutegemm.cute.hopper import shortlists
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from tests.choices import least_seconds, looked_at
+from tests.examples import examples
 from tuning import untuned
 
 H200 = arch.get("H200")
@@ -44,7 +45,9 @@ def part_of_the_gpu(sms):
 ])  # fmt: skip
 @pytest.mark.product(keep=3)
 def test_random_shapes_lose_little(majors, batch, on_average):
-    problems = (dataclasses.replace(problem, batch=batch) for problem in untuned.draw(200, 1, "bf16", majors, H200))
+    problems = (
+        dataclasses.replace(problem, batch=batch) for problem in untuned.draw(examples(200), 1, "bf16", majors, H200)
+    )
     found = [lost(problem) for problem in problems]
     assert max(found) < 0.3
     assert statistics.fmean(found) < on_average
@@ -57,7 +60,7 @@ def test_batches_of_small_matrices_lose_little(largest, batches):
     size = lambda: 8 * source.randint(1, largest // 8)  # noqa: E731
     found = [
         lost(Problem.of(size(), size(), size() * source.choice((1, 8)), "bf16", batch=source.randint(*batches)))
-        for _ in range(100)
+        for _ in range(examples(100))
     ]
     assert max(found) < 0.3
     assert statistics.fmean(found) < 0.01
@@ -66,7 +69,7 @@ def test_batches_of_small_matrices_lose_little(largest, batches):
 @pytest.mark.parametrize("sms", [16, 60, 114])
 def test_smaller_gpus_lose_little(sms):
     where = part_of_the_gpu(sms)
-    found = [lost(problem, where) for problem in untuned.draw(100, sms, "bf16", "tn", H200)]
+    found = [lost(problem, where) for problem in untuned.draw(examples(100), sms, "bf16", "tn", H200)]
     assert max(found) < 0.3
     assert statistics.fmean(found) < 0.02
 

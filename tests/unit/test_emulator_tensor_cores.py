@@ -21,10 +21,8 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], kind: str, spread: 
 
 def exponent(x: Fraction, least: int) -> int:
     """floor(log2 |x|), at least that of the format's smallest normal number."""
-    found = least
-    while abs(x) >= Fraction(2) ** (found + 1):
-        found += 1
-    return found
+    found = x.numerator.bit_length() - x.denominator.bit_length()
+    return max(least, found - (abs(x) < Fraction(2) ** found))
 
 
 def towards_zero(x: Fraction, unit: Fraction) -> Fraction:

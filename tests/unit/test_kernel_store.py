@@ -21,6 +21,7 @@ from cutegemm import winners
 from cutegemm.errors import GemmError
 from cutegemm.run import kernel_store as module
 from cutegemm.run.kernel_store import Artefacts, KernelStore, StoreWarning, default_root, default_store
+from tests.tuning_fakes import LIGHT
 from tests.waiting import PATIENCE, processes, wait_until
 
 ROOT = Path(__file__).parent.parent.parent
@@ -283,15 +284,16 @@ def _no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-_FORKS = """
-import gc, os, sys, warnings
+_FORKS = (
+    LIGHT
+    + """
+import gc, os, warnings
 from pathlib import Path
-from cutegemm.run.kernel_store import KernelStore
-from tests.unit.test_kernel_store import KEY, make
+from cutegemm.run.kernel_store import Artefacts, KernelStore
 
 warnings.simplefilter("ignore", UserWarning)
 store = KernelStore(Path(sys.argv[1]))
-entry = store.get_or_build(KEY, make)
+entry = store.get_or_build({"config": "a"}, lambda: Artefacts({"kernel.o": b"code"}, {}))
 root = store.root
 child = os.fork()
 if child == 0:
@@ -310,6 +312,7 @@ gc.collect()
 assert not root.exists()
 print(root)
 """
+)
 
 
 def test_the_temporary_folder_goes_with_its_store_and_not_with_a_forked_child(tmp_path):

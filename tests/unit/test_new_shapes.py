@@ -24,6 +24,7 @@ from cutegemm.run.environment import variable
 from cutegemm.winners import Measurement, Winners, reader
 from cutegemm.winners.fingerprint import fingerprint
 from tests.fake_backend import uncompiled
+from tests.tuning_fakes import LIGHT
 from tests.waiting import wait_until
 from tuning import host_cost
 
@@ -159,7 +160,7 @@ def test_explain_and_gemm_agree_after_the_sweep_of_another_process(built, capsys
     before = launched(*call)
     assert explained(capsys, *call) == before != WINNER
     write = (
-        "import sys; from cutegemm.winners import Measurement, Winners; "
+        f"{LIGHT}from cutegemm.winners import Measurement, Winners; "
         "Winners().record(Measurement('H200', 132, sys.argv[1], 'cute', sys.argv[2], sys.argv[3], 1e-9, 'ok'))"
     )
     row = measured(128, 128, 128)
@@ -283,7 +284,7 @@ def test_a_signature_goes_to_another_process_without_what_is_remembered_of_it():
     signature = Problem.of(64, 64, 64, "bf16").signature
     assert (hash(signature), str(signature)) == (hash(pickle.loads(pickle.dumps(signature))), str(signature))
     program = (
-        "import pickle, sys; from cutegemm.problem import Problem; found = pickle.load(sys.stdin.buffer); "
+        f"{LIGHT}import pickle; from cutegemm.problem import Problem; found = pickle.load(sys.stdin.buffer); "
         "print({Problem.of(64, 64, 64, 'bf16').signature: 1}.get(found), found)"
     )
     done = subprocess.run(

@@ -14,9 +14,10 @@ from cutegemm.problem import Problem
 from cutegemm.tuner.search import Options, Outcome, Search
 from cutegemm.tuner.space import Candidate, Frontier, enumerate_all
 from cutegemm.winners import Winners
+from tests.examples import examples
 from tests.tuning_fakes import H200, Clock, FakeCompiler, FakeTimer
 
-WORLDS = 2
+WORLDS = examples(4)
 ERRORS = {
     "tile": 0.03, "schedule": 0.02, "cluster": 0.02, "tile, cluster": 0.035, "tile, schedule": 0.035,
     "tile, schedule, cluster": 0.03, "stages": 0.01, "the rest": 0.01, "itself": 0.02,

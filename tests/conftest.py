@@ -57,19 +57,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _sample_products(config, items)
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    named: set[str] = set()
-    others = []  # further cases of a test that is skipped anyway: to collect and report them takes seconds
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if "gpu" in item.keywords:
-            item.add_marker(skip)
-            if (name := item.nodeid.split("[")[0]) in named:
-                others.append(item)
-            named.add(name)
-    if others:
-        left_out = set(others)
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out = set()  # one case stands for all of a test that is skipped: to report the others takes seconds
+    for first, *others in cases.values():
+        count = f" ({1 + len(others)} cases)" if others else ""
+        first.add_marker(pytest.mark.skip(reason=f"needs a CUDA device{count}"))
+        left_out.update(others)
+    if left_out:
         items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=others)
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 def _sample_products(config: pytest.Config, items: list[pytest.Item]) -> None:

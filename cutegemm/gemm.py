@@ -28,6 +28,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, programs, scaled, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.registering import carried
 from cutegemm.run import call, float32, runner
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
@@ -264,8 +265,7 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
 
 def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None):
     """The call as torch's operator; see pytorch/operator.py. torch.compile puts this into its graph."""
-    if config is not None and not isinstance(config, str):
-        config = str(config)
+    config = carried(config)
     if out is None:
         return torch.ops.cutegemm.gemm(
             a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant

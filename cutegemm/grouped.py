@@ -19,6 +19,7 @@ from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, scaled,
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
+from cutegemm.pytorch.registering import carried, few
 from cutegemm.run import grouped
 
 SAVES = (None, "outputs", "recompute")
@@ -239,11 +240,10 @@ def by_operator(
     """The call as torch's operator. torch.compile puts this into its graph."""
     if out is None:
         results = grouped_operator.call(a, b, sizes, text, operands, out_dtype=out_dtype, save=save, **options)
-        return tuple(results) if len(results) > 1 else results[0]
+        return few(results)
     outs = results_given(a, b, operands, out, out_dtype)
-    config = options["config"]
     torch.ops.cutegemm.grouped_gemm_out(
-        a, b, *sizes, *divided(operands), text, options["precision"], options["backend"],
-        config if config is None or isinstance(config, str) else str(config), outs,
+        a, b, *sizes, *divided(operands), text, options["precision"], options["backend"], carried(options["config"]),
+        outs,
     )  # fmt: skip
-    return outs[0] if len(outs) == 1 else tuple(outs)
+    return few(outs)

@@ -43,6 +43,7 @@ from cutegemm.pytorch.program_autograd import (
 )
 from cutegemm.pytorch.program_batches import described
 from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed
+from cutegemm.pytorch.registering import many
 from cutegemm.torch_grouped import gathered, written_places
 
 PRODUCT = Program((), (Node("acc"),), (Output(0),)).text
@@ -94,8 +95,7 @@ class GroupedFunction(torch.autograd.Function):
         # Scattered results lie in another order than the accumulators, which are then computed again.
         save = "recompute" if places is not None else settings.save
         extended, sources, needs = forward_program(program, product, wanted, dtype_name(a.dtype), save)
-        results = settings.run(a, b, sizes, extended, operands, settings.out_dtype)
-        results = [results] if isinstance(results, torch.Tensor) else list(results)
+        results = many(settings.run(a, b, sizes, extended, operands, settings.out_dtype))
         count = len(program.outputs)
         ctx.settings, ctx.numbers, ctx.sources = settings, numbers, sources
         ctx.like, ctx.out_rows = (Like.of(a), Like.of(b), [Like.of(each) for each in tensors]), out_rows

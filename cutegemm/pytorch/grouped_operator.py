@@ -15,26 +15,11 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm.problem import grouped_request, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import grouped_autograd, scaled, sharded, sharding, sharding_programs
+from cutegemm.pytorch import grouped_autograd, registering, scaled, sharded, sharding, sharding_programs
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
 from cutegemm.run import grouped
-
-_library = torch.library.Library("cutegemm", "FRAGMENT")
-_ARGUMENTS = (
-    "Tensor a, Tensor b, Tensor? offsets, Tensor? counts, Tensor? rows, Tensor? places, SymInt? out_rows, "
-    "Tensor[] operands, float[] numbers, SymInt[] integers, str program"
-)
-_library.define(
-    f"grouped_gemm({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
-    "str? config=None, str save='outputs', bool zeros=False) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"grouped_gemm_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _compute(
@@ -44,7 +29,7 @@ def _compute(
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
     given, out = joined(known, operands, numbers, integers), grouped.ZEROS if zeros else None
     results = grouped.compute(a, b, sizes, known, given, out, out_dtype, precision, backend, config)
-    return [results] if isinstance(results, torch.Tensor) else list(results)
+    return registering.many(results)
 
 
 def _compute_out(
@@ -53,11 +38,6 @@ def _compute_out(
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
     given = joined(known, operands, numbers, integers)
     grouped.compute(a, b, sizes, known, given, tuple(out), None, precision, backend, config)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("grouped_gemm", _compute, _device)
-    _library.impl("grouped_gemm_out", _compute_out, _device)
 
 
 def shape_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> tuple[Any, ...]:
@@ -104,11 +84,22 @@ def _fake_out(
             raise ValueError(f"{name}: got shape {tuple(each.shape)}, expected {tuple(shape)}")
 
 
-torch.library.register_fake("cutegemm::grouped_gemm", _fake, lib=_library)
-torch.library.register_fake("cutegemm::grouped_gemm_out", _fake_out, lib=_library)
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor? offsets, Tensor? counts, Tensor? rows, Tensor? places, SymInt? out_rows, "
+    "Tensor[] operands, float[] numbers, SymInt[] integers, str program"
+)
+registering.define(
+    f"grouped_gemm({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
+    "str? config=None, str save='outputs', bool zeros=False) -> Tensor[]",
+    _compute, _fake,
+)  # fmt: skip
+registering.define(
+    f"grouped_gemm_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out) -> ()",
+    _compute_out, _fake_out,
+)  # fmt: skip
+registering.refuse_derivatives("grouped_gemm_out", refuse_tangents, "grouped_gemm")
 
 _redispatch = torch.ops.cutegemm.grouped_gemm.default.redispatch
-_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 
 
 def _recorded(
@@ -116,7 +107,7 @@ def _recorded(
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
 ):  # fmt: skip
     """grouped_gemm for one level of autograd: what is recorded calls the operator below it."""
-    below = keyset & _BELOW_AUTOGRAD
+    below = keyset & registering.BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     refuse_tangents(*tensors)
     if sharded.is_distributed(*tensors):
@@ -150,7 +141,7 @@ def _recorded(
         return list(grouped_autograd.record(a, b, sizes, joined(known, operands, numbers, integers), settings))
 
 
-_library.impl("grouped_gemm", _recorded, "Autograd", with_keyset=True)
+registering.LIBRARY.impl("grouped_gemm", _recorded, "Autograd", with_keyset=True)
 
 
 def _sharded(
@@ -187,28 +178,6 @@ def _sharded(
 sharding.handle("grouped_gemm", _sharded)
 
 
-def _refuse_derivatives(
-    keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, precision, backend,
-    config, out,
-) -> None:  # fmt: skip
-    """grouped_gemm_out below autograd; no derivative is computed of what is written into a tensor."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands, *out)):
-        raise RuntimeError(
-            "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
-            "call grouped_gemm under torch.no_grad(), or leave out away"
-        )
-    refuse_tangents(a, b, *operands, *out)
-    torch.autograd.graph.increment_version(tuple(out))  # also of fake or meta tensors, which nothing below writes
-    with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.cutegemm.grouped_gemm_out.default.redispatch(
-            keyset & _BELOW_AUTOGRAD, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers,
-            program, precision, backend, config, out,
-        )  # fmt: skip
-
-
-_library.impl("grouped_gemm_out", _refuse_derivatives, "Autograd", with_keyset=True)
-
-
 def _autocast(
     a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
@@ -222,8 +191,7 @@ def _autocast(
         )  # fmt: skip
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("grouped_gemm", _autocast, f"Autocast{_device}")
+registering.define_autocast("grouped_gemm", _autocast)
 
 
 def _vmapped(*given: Any, **options: Any) -> None:
@@ -235,8 +203,8 @@ def _vmapped(*given: Any, **options: Any) -> None:
 
 
 for _name in ("grouped_gemm", "grouped_gemm_out"):
-    torch.library.register_vmap(f"cutegemm::{_name}", _vmapped, lib=_library)
-    _library.impl(_name, _vmapped, "Batched")  # autograd's older vmap
+    torch.library.register_vmap(f"cutegemm::{_name}", _vmapped, lib=registering.LIBRARY)
+    registering.LIBRARY.impl(_name, _vmapped, "Batched")  # autograd's older vmap
 
 
 def flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:
@@ -257,7 +225,7 @@ def call(
     tensors, numbers, integers = divided(operands)
     found: list[torch.Tensor] = torch.ops.cutegemm.grouped_gemm(
         a, b, *sizes, tensors, numbers, integers, text, out_dtype, precision, backend,
-        config if config is None or isinstance(config, str) else str(config), save or "outputs", zeros,
+        registering.carried(config), save or "outputs", zeros,
     )  # fmt: skip
     return found
 

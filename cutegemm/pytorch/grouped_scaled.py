@@ -22,6 +22,7 @@ from cutegemm.problem.work import GATHERED
 from cutegemm.pytorch import grouped_operator, scaled
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
+from cutegemm.pytorch.registering import carried, carried_scaling, define, few, many, scaling_of
 from cutegemm.run import grouped
 from cutegemm.torch_grouped import gathered
 
@@ -88,16 +89,6 @@ def _default(a: Any, out_dtype: Any) -> Any:
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
-_library = torch.library.Library("cutegemm", "FRAGMENT")
-_library.define(
-    "scaled_grouped_gemm(Tensor a, Tensor b, Tensor? offsets, Tensor? counts, Tensor? rows, Tensor? places, "
-    "SymInt? out_rows, Tensor? scale_a, Tensor? scale_b, str[]? scaling, Tensor[] operands, float[] numbers, "
-    "SymInt[] integers, str program, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
-    "str? config=None) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
 def by_operator(
     a: Any, b: Any, sizes: Sizes, text: str, operands: Any, given: Scaling, out: Any, out_dtype: Any,
     options: dict[str, Any],
@@ -108,14 +99,11 @@ def by_operator(
             "out: got a tensor with scales under torch.compile, a dispatch mode or torch.func; leave it away"
         )
     refuse_tangents(a, b, *operands, given.scale_a, given.scale_b)
-    recipe, config = given.recipe, options["config"]
-    if recipe is not None:
-        recipe = [each or "" for each in (recipe if isinstance(recipe, (tuple, list)) else (recipe, recipe))]
     results = torch.ops.cutegemm.scaled_grouped_gemm(
-        a, b, *sizes, given.scale_a, given.scale_b, recipe, *divided(operands), text, out_dtype,
-        options["precision"], options["backend"], config if config is None or isinstance(config, str) else str(config),
+        a, b, *sizes, given.scale_a, given.scale_b, carried_scaling(given.recipe), *divided(operands), text, out_dtype,
+        options["precision"], options["backend"], carried(options["config"]),
     )  # fmt: skip
-    return tuple(results) if len(results) > 1 else results[0]
+    return few(results)
 
 
 def _compute(
@@ -123,17 +111,13 @@ def _compute(
     out_dtype=None, precision=None, backend="auto", config=None,
 ):  # fmt: skip
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
-    given = Scaling(scale_a, scale_b, None if scaling is None else tuple(each or None for each in scaling))
+    given = Scaling(scale_a, scale_b, scaling_of(scaling))
     with torch.no_grad():
         results = compute(
             a, b, sizes, known, joined(known, operands, numbers, integers), given, None, out_dtype, precision, backend,
             config,
         )  # fmt: skip
-    return [results] if isinstance(results, torch.Tensor) else list(results)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("scaled_grouped_gemm", _compute, _device)
+    return many(results)
 
 
 def _fake(
@@ -147,5 +131,11 @@ def _fake(
     return [a.new_empty(shape, dtype=torch_dtype(name)) for name in names]
 
 
-torch.library.register_fake("cutegemm::scaled_grouped_gemm", _fake, lib=_library)
+define(
+    "scaled_grouped_gemm(Tensor a, Tensor b, Tensor? offsets, Tensor? counts, Tensor? rows, Tensor? places, "
+    "SymInt? out_rows, Tensor? scale_a, Tensor? scale_b, str[]? scaling, Tensor[] operands, float[] numbers, "
+    "SymInt[] integers, str program, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
+    "str? config=None) -> Tensor[]",
+    _compute, _fake,
+)  # fmt: skip
 register_flop_formula(torch.ops.cutegemm.scaled_grouped_gemm)(grouped_operator.flops)

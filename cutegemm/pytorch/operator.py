@@ -1,7 +1,6 @@
 """torch.ops.cutegemm.gemm and gemm_out: `gemm` as operators that torch.compile, vmap, autocast and opcheck know.
 
-Defined with torch.library's define and impl, which cost less a call than `custom_op`. Eager calls of plain tensors do
-not come here (see gemm.py).
+Eager calls of plain tensors do not come here (see gemm.py).
 """
 
 from __future__ import annotations
@@ -18,23 +17,10 @@ from cutegemm.problem import dtypes, request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.request import check_constant
-from cutegemm.pytorch import autograd, sharding, transforms
+from cutegemm.pytorch import autograd, registering, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run import float32
 from cutegemm.run.call import compute
-
-_library = torch.library.Library("cutegemm", "DEF")
-_library.define(
-    "gemm(Tensor a, Tensor b, Tensor? c=None, float alpha=1.0, float beta=0.0, Tensor? bias=None, "
-    "str? activation=None, ScalarType? out_dtype=None, str? precision=None, str backend='auto', str? config=None, "
-    "str? constant=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "gemm_out(Tensor a, Tensor b, Tensor? c, float alpha, float beta, Tensor? bias, str? activation, "
-    "str? precision, str backend, str? config, Tensor(d!) out, str? constant=None) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _gemm(
@@ -51,11 +37,6 @@ def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config
     if precision is None and float32.in_use:
         precision = float32.default(a, backend)
     compute(a, b, c, alpha, beta, bias, activation, out, None, precision, backend, config, constant)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("gemm", _gemm, _device)
-    _library.impl("gemm_out", _gemm_out, _device)
 
 
 def _fake_gemm(
@@ -136,14 +117,22 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
     return shape
 
 
-torch.library.register_fake("cutegemm::gemm", _fake_gemm, lib=_library)
-torch.library.register_fake("cutegemm::gemm_out", _fake_gemm_out, lib=_library)
-
+registering.define(
+    "gemm(Tensor a, Tensor b, Tensor? c=None, float alpha=1.0, float beta=0.0, Tensor? bias=None, "
+    "str? activation=None, ScalarType? out_dtype=None, str? precision=None, str backend='auto', str? config=None, "
+    "str? constant=None) -> Tensor",
+    _gemm, _fake_gemm,
+)  # fmt: skip
+registering.define(
+    "gemm_out(Tensor a, Tensor b, Tensor? c, float alpha, float beta, Tensor? bias, str? activation, "
+    "str? precision, str backend, str? config, Tensor(d!) out, str? constant=None) -> ()",
+    _gemm_out, _fake_gemm_out,
+)  # fmt: skip
+registering.refuse_derivatives("gemm_out", autograd.refuse_tangents)
 
 _redispatch = torch.ops.cutegemm.gemm.default.redispatch
-_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 _DEVICES = frozenset(
-    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in ("CPU", "CUDA")
+    torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr() for name in registering.DEVICES
 )
 """Key sets of plain tensors, which nothing but a device's kernel handles."""
 
@@ -158,7 +147,7 @@ def _recorded_gemm(
     """
     if precision is None and float32.in_use:
         precision = float32.default(a, backend)
-    below = keyset & _BELOW_AUTOGRAD
+    below = keyset & registering.BELOW_AUTOGRAD
     grad = torch.is_grad_enabled()
     forward = autograd.may_have_tangent(a, b, c, bias)
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
@@ -191,7 +180,7 @@ def _recorded_gemm(
         return autograd.record(a, b, c, bias, settings, with_modes)
 
 
-_library.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
+registering.LIBRARY.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
 
 
 def _recorded_natively(keys: int, *arguments: Any) -> torch.Tensor:
@@ -200,27 +189,6 @@ def _recorded_natively(keys: int, *arguments: Any) -> torch.Tensor:
 
 
 native.in_python["record"] = _recorded_natively
-
-
-def _refuse_derivatives(
-    keyset, a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None
-) -> None:
-    """gemm_out below autograd; no derivative is computed of what is written into a tensor."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias, out)):
-        raise RuntimeError(
-            "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
-            "call gemm under torch.no_grad(), or leave out away"
-        )
-    autograd.refuse_tangents(a, b, c, bias, out)
-    torch.autograd.graph.increment_version(out)  # also of a fake or meta tensor, which nothing below writes
-    with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.cutegemm.gemm_out.default.redispatch(
-            keyset & _BELOW_AUTOGRAD,
-            a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant,
-        )  # fmt: skip
-
-
-_library.impl("gemm_out", _refuse_derivatives, "Autograd", with_keyset=True)
 
 
 def _autocast_gemm(
@@ -236,8 +204,7 @@ def _autocast_gemm(
         )  # fmt: skip
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("gemm", _autocast_gemm, f"Autocast{_device}")
+registering.define_autocast("gemm", _autocast_gemm)
 
 
 def _vmap_gemm(
@@ -252,7 +219,7 @@ def _vmap_gemm(
     return d.view(shape), 0
 
 
-torch.library.register_vmap("cutegemm::gemm", _vmap_gemm, lib=_library)
+torch.library.register_vmap("cutegemm::gemm", _vmap_gemm, lib=registering.LIBRARY)
 
 
 def _batched_gemm(
@@ -268,13 +235,5 @@ def _batched_gemm(
     return torch._add_batch_dim(d.view(shape), 0, level)
 
 
-_library.impl("gemm", _batched_gemm, "Batched")
-
-
-def _flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
-    """2 L M N K, for torch's FlopCounterMode."""
-    la, lb = (shape[0] if len(shape) == 3 else 1 for shape in (a_shape, b_shape))
-    return 2 * (la if lb == 1 else lb) * a_shape[-2] * a_shape[-1] * b_shape[-1]
-
-
-register_flop_formula([torch.ops.cutegemm.gemm, torch.ops.cutegemm.gemm_out])(_flops)
+registering.LIBRARY.impl("gemm", _batched_gemm, "Batched")
+register_flop_formula([torch.ops.cutegemm.gemm, torch.ops.cutegemm.gemm_out])(registering.flops)

@@ -31,6 +31,7 @@ from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_batches import described
 from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed, recording
+from cutegemm.pytorch.registering import many
 from cutegemm.run import float32
 
 FORWARD_MODE = (
@@ -103,8 +104,7 @@ class ProgramFunction(torch.autograd.Function):
         places = tuple(number for number, each in enumerate(numbers) if each is None)
         product, wanted = _asked(ctx, places)
         extended, sources, needs = forward_program(program, product, wanted, dtype_name(a.dtype), settings.save)
-        results = settings.run(a, b, extended, operands, settings.out_dtype)
-        results = [results] if isinstance(results, torch.Tensor) else list(results)
+        results = many(settings.run(a, b, extended, operands, settings.out_dtype))
         count = len(program.outputs)
         ctx.settings, ctx.numbers, ctx.places, ctx.sources = settings, numbers, places, sources
         ctx.like = Like.of(a), Like.of(b), [Like.of(each) for each in tensors]

@@ -21,22 +21,18 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
-from cutegemm.pytorch import program_autograd, program_batches, sharded, sharding, sharding_programs, transforms
+from cutegemm.pytorch import (
+    program_autograd,
+    program_batches,
+    registering,
+    sharded,
+    sharding,
+    sharding_programs,
+    transforms,
+)
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.operator import check as check_product
 from cutegemm.run import fused
-
-_library = torch.library.Library("cutegemm", "FRAGMENT")
-_ARGUMENTS = "Tensor a, Tensor b, Tensor[] operands, float[] numbers, SymInt[] integers, str program"
-_library.define(
-    f"gemm_program({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
-    "str? config=None, str save='outputs') -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"gemm_program_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 @lru_cache(maxsize=4096)
@@ -69,28 +65,19 @@ def divided(operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     return tensors, [each for each in others if not isinstance(each, int | torch.SymInt)], integers
 
 
-def _many(results: Any) -> list[torch.Tensor]:
-    return [results] if isinstance(results, torch.Tensor) else list(results)
-
-
 def _compute(
     a: Any, b: Any, operands: Any, numbers: Any, integers: Any, program: str, out_dtype: Any = None,
     precision: str | None = None, backend: str = "auto", config: str | None = None, save: str = "outputs",
 ) -> list[torch.Tensor]:  # fmt: skip
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
-    return _many(fused.compute(a, b, known, given, None, out_dtype, precision, backend, config))
+    return registering.many(fused.compute(a, b, known, given, None, out_dtype, precision, backend, config))
 
 
 def _compute_out(a, b, operands, numbers, integers, program, precision, backend, config, out) -> None:
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
     fused.compute(a, b, known, given, tuple(out), None, precision, backend, config)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("gemm_program", _compute, _device)
-    _library.impl("gemm_program_out", _compute_out, _device)
 
 
 def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list[tuple[Any, ...]]:
@@ -151,11 +138,19 @@ def _fake_out(a, b, operands, numbers, integers, program, precision, backend, co
             raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.TABLE[wanted].torch_name}")
 
 
-torch.library.register_fake("cutegemm::gemm_program", fake, lib=_library)
-torch.library.register_fake("cutegemm::gemm_program_out", _fake_out, lib=_library)
+_ARGUMENTS = "Tensor a, Tensor b, Tensor[] operands, float[] numbers, SymInt[] integers, str program"
+registering.define(
+    f"gemm_program({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
+    "str? config=None, str save='outputs') -> Tensor[]",
+    _compute, fake,
+)  # fmt: skip
+registering.define(
+    f"gemm_program_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out) -> ()",
+    _compute_out, _fake_out,
+)  # fmt: skip
+registering.refuse_derivatives("gemm_program_out", program_autograd.refuse_tangents)
 
 _redispatch = torch.ops.cutegemm.gemm_program.default.redispatch
-_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
 
 
 def _recorded(
@@ -163,7 +158,7 @@ def _recorded(
     save="outputs",
 ):  # fmt: skip
     """gemm_program for one level of autograd: what is recorded calls the operator below it."""
-    below = keyset & _BELOW_AUTOGRAD
+    below = keyset & registering.BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     program_autograd.refuse_tangents(*tensors)
     if sharded.is_distributed(*tensors):
@@ -190,7 +185,7 @@ def _recorded(
         return list(program_autograd.record(a, b, joined(known, operands, numbers, integers), settings))
 
 
-_library.impl("gemm_program", _recorded, "Autograd", with_keyset=True)
+registering.LIBRARY.impl("gemm_program", _recorded, "Autograd", with_keyset=True)
 
 
 def _sharded(
@@ -225,26 +220,6 @@ def _sharded(
 sharding.handle("gemm_program", _sharded)
 
 
-def _refuse_derivatives(
-    keyset, a, b, operands, numbers, integers, program, precision, backend, config, out
-) -> None:  # fmt: skip
-    """gemm_program_out below autograd; no derivative is computed of what is written into a tensor."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands, *out)):
-        raise RuntimeError(
-            "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
-            "call gemm under torch.no_grad(), or leave out away"
-        )
-    program_autograd.refuse_tangents(a, b, *operands, *out)
-    torch.autograd.graph.increment_version(tuple(out))  # also of fake or meta tensors, which nothing below writes
-    with torch._C._AutoDispatchBelowAutograd():
-        torch.ops.cutegemm.gemm_program_out.default.redispatch(
-            keyset & _BELOW_AUTOGRAD, a, b, operands, numbers, integers, program, precision, backend, config, out
-        )
-
-
-_library.impl("gemm_program_out", _refuse_derivatives, "Autograd", with_keyset=True)
-
-
 def _autocast(
     a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
     save="outputs",
@@ -257,48 +232,34 @@ def _autocast(
         )
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("gemm_program", _autocast, f"Autocast{_device}")
+registering.define_autocast("gemm_program", _autocast)
 
 
-def _vmapped(
-    info, in_dims, a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto",
-    config=None, save="outputs",
-):  # fmt: skip
-    results = program_batches.mapped(
-        info.batch_size, (a, b, *operands), (in_dims[0], in_dims[1], *in_dims[2]), program_of(program),
+def _mapped(size, tensors, dims, numbers, integers, program, options):
+    """The results of the mapped call, with the batch in front. options: what follows the program's text."""
+    return program_batches.mapped(
+        size, tensors, dims, program_of(program),
         lambda a, b, tensors, known: torch.ops.cutegemm.gemm_program(
-            a, b, tensors, numbers, integers, known.text, out_dtype, precision, backend, config, save
+            a, b, tensors, numbers, integers, known.text, *options
         ),
     )  # fmt: skip
+
+
+def _vmapped(info, in_dims, a, b, operands, numbers, integers, program, *options):
+    dims = in_dims[0], in_dims[1], *in_dims[2]
+    results = _mapped(info.batch_size, (a, b, *operands), dims, numbers, integers, program, options)
     return results, [0] * len(results)
 
 
-torch.library.register_vmap("cutegemm::gemm_program", _vmapped, lib=_library)
+torch.library.register_vmap("cutegemm::gemm_program", _vmapped, lib=registering.LIBRARY)
 
 
-def _batched(
-    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
-    save="outputs",
-):  # fmt: skip
+def _batched(a, b, operands, numbers, integers, program, *options):
     """gemm_program of tensors of the older vmap, by which torch.autograd.grad takes a batch of gradients."""
     level, size, tensors, dims = transforms.unwrap((a, b, *operands))
-    results = program_batches.mapped(
-        size, tensors, dims, program_of(program),
-        lambda a, b, tensors, known: torch.ops.cutegemm.gemm_program(
-            a, b, tensors, numbers, integers, known.text, out_dtype, precision, backend, config, save
-        ),
-    )  # fmt: skip
+    results = _mapped(size, tensors, dims, numbers, integers, program, options)
     return [torch._add_batch_dim(each, 0, level) for each in results]
 
 
-_library.impl("gemm_program", _batched, "Batched")
-
-
-def flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
-    """2 L M N K, for torch's FlopCounterMode."""
-    la, lb = (shape[0] if len(shape) == 3 else 1 for shape in (a_shape, b_shape))
-    return 2 * (la if lb == 1 else lb) * a_shape[-2] * a_shape[-1] * b_shape[-1]
-
-
-register_flop_formula([torch.ops.cutegemm.gemm_program, torch.ops.cutegemm.gemm_program_out])(flops)
+registering.LIBRARY.impl("gemm_program", _batched, "Batched")
+register_flop_formula([torch.ops.cutegemm.gemm_program, torch.ops.cutegemm.gemm_program_out])(registering.flops)

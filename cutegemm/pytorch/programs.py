@@ -26,6 +26,7 @@ from cutegemm.pytorch import compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
+from cutegemm.pytorch.registering import carried, few
 from cutegemm.run import call, fused, runner
 
 OPTIONS = ("epilogue", "operands", "save")
@@ -203,19 +204,16 @@ def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
 
 def _by_operator(a, b, text, operands, out, out_dtype, precision, backend, config, save):
     """The call as torch's operator; see program_operator.py. torch.compile puts this into its graph."""
-    if config is not None and not isinstance(config, str):
-        config = str(config)
-    tensors, numbers, integers = divided(operands)
+    config, given = carried(config), divided(operands)
     if out is None:
-        results = torch.ops.cutegemm.gemm_program(
-            a, b, tensors, numbers, integers, text, out_dtype, precision, backend, config, save or "outputs"
-        )
-        return tuple(results) if len(results) > 1 else results[0]
+        return few(
+            torch.ops.cutegemm.gemm_program(
+                a, b, *given, text, out_dtype, precision, backend, config, save or "outputs"
+            )
+        )  # fmt: skip
     outs = results_given(a, b, operands, out, out_dtype)
-    torch.ops.cutegemm.gemm_program_out(
-        a, b, tensors, numbers, integers, text, precision, backend, config, outs
-    )  # fmt: skip
-    return outs[0] if len(outs) == 1 else tuple(outs)
+    torch.ops.cutegemm.gemm_program_out(a, b, *given, text, precision, backend, config, outs)
+    return few(outs)
 
 
 def results_given(a: Any, b: Any, operands: Any, out: Any, out_dtype: Any) -> list[torch.Tensor]:

@@ -12,9 +12,9 @@ import torch
 from cutegemm.problem import quantization_request
 from cutegemm.problem.quantization import new_values
 from cutegemm.pytorch import sharding_quantize  # noqa: F401  how DTensors are quantized
+from cutegemm.pytorch.registering import BELOW_AUTOGRAD, LIBRARY, define
 from cutegemm.run import quantizing
 
-_library = torch.library.Library("cutegemm", "FRAGMENT")
 _SCHEMAS = {
     "quantize": "Tensor x, ScalarType dtype, str scaling='rows', int dim=-1, int[] block=[1, 128], str backend='auto'"
     ") -> (Tensor, Tensor",
@@ -96,10 +96,7 @@ def _check_shape(name: str, tensor: Any, shape: tuple[Any, ...]) -> None:
 
 def _define(name: str) -> None:
     kernel, fake = globals()[f"_{name}"], globals()[f"_fake_{name}"]
-    _library.define(f"{name}({_SCHEMAS[name]})", tags=(torch.Tag.pt2_compliant_tag,))
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, kernel, device)
-    torch.library.register_fake(f"cutegemm::{name}", fake, lib=_library)
+    define(f"{name}({_SCHEMAS[name]})", kernel, fake)
     operator = getattr(torch.ops.cutegemm, name).default
 
     def refuse_gradients(keyset: Any, *arguments: Any, **named: Any) -> Any:
@@ -107,9 +104,9 @@ def _define(name: str) -> None:
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 quantization_request.refuse_gradient(operator._schema.arguments[number].name, tensor)
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments, **named)
+            return operator.redispatch(keyset & BELOW_AUTOGRAD, *arguments, **named)
 
-    _library.impl(name, refuse_gradients, "Autograd", with_keyset=True)
+    LIBRARY.impl(name, refuse_gradients, "Autograd", with_keyset=True)
 
 
 for _name in _SCHEMAS:

@@ -20,6 +20,7 @@ from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.pytorch import compiled, program_operator, programs, sharded
 from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.registering import carried, carried_scaling, few
 
 ACCUMULATIONS = ("promoted", "fast")
 """What `accumulate` may be."""
@@ -88,9 +89,7 @@ def compute(
         if out is not None:
             raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
         refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
-        if scales is not None:
-            scales = [each or "" for each in (scales if isinstance(scales, (tuple, list)) else (scales, scales))]
-        config = config if config is None else str(config)
+        scales, config = carried_scaling(scales), carried(config)
         if epilogue is None:
             return torch.ops.cutegemm.scaled_gemm(
                 a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, scales
@@ -102,7 +101,7 @@ def compute(
             a, b, scale_a, scale_b, scales, *program_operator.divided(operands), compiled.text_of(epilogue, operands),
             out_dtype, precision, backend, config,
         )  # fmt: skip
-        return tuple(results) if len(results) > 1 else results[0]
+        return few(results)
     return compute_eager(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands, save,
         scale_a, scale_b, scales,

@@ -14,14 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import TABLE, dtype_name, output_name, torch_dtype
 from cutegemm.pytorch import operator, program_operator, scaled, sharding
-
-_library = torch.library.Library("cutegemm", "FRAGMENT")
-_library.define(
-    "scaled_gemm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? c=None, float alpha=1.0, "
-    "float beta=0.0, Tensor? bias=None, str? activation=None, ScalarType? out_dtype=None, str? precision=None, "
-    "str backend='auto', str? config=None, str[]? scaling=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+from cutegemm.pytorch.registering import define, flops, many, scaling_of
 
 
 def _scaled_gemm(
@@ -32,19 +25,9 @@ def _scaled_gemm(
     with torch.no_grad():
         found: torch.Tensor = scaled.compute_eager(
             a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, None, (), None,
-            scale_a, scale_b, _recipes(scaling),
+            scale_a, scale_b, scaling_of(scaling),
         )  # fmt: skip
     return found
-
-
-def _recipes(scaling: Any) -> tuple[str | None, ...] | None:
-    """`scaling` of `gemm` from what the operators carry: the empty text for None."""
-    return None if scaling is None else tuple(each or None for each in scaling)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("scaled_gemm", _scaled_gemm, _device)
-sharding.handle("scaled_gemm", _scaled_gemm)  # it calls gemm_program, which has rules
 
 
 def _fake(
@@ -58,27 +41,16 @@ def _fake(
     return a.new_empty(shape, dtype=out_dtype or torch_dtype("bf16" if default == "int32" else default))
 
 
-torch.library.register_fake("cutegemm::scaled_gemm", _fake, lib=_library)
-
-
-@register_flop_formula(torch.ops.cutegemm.scaled_gemm)
-def _flops(a_shape, b_shape, *args, out_shape=None, **kwargs) -> int:
-    """2 M N K for each matrix of the batch."""
-    batch = 1
-    for extent in out_shape[:-2]:
-        batch *= extent
-    return 2 * batch * out_shape[-2] * out_shape[-1] * a_shape[-1]
+define(
+    "scaled_gemm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? c=None, float alpha=1.0, "
+    "float beta=0.0, Tensor? bias=None, str? activation=None, ScalarType? out_dtype=None, str? precision=None, "
+    "str backend='auto', str? config=None, str[]? scaling=None) -> Tensor",
+    _scaled_gemm, _fake,
+)  # fmt: skip
+sharding.handle("scaled_gemm", _scaled_gemm)  # it calls gemm_program, which has rules
 
 
 # -- with an epilogue program ------------------------------------------------------------------------------------------
-_library.define(
-    "scaled_gemm_program(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, str[]? scaling, Tensor[] operands, "
-    "float[] numbers, SymInt[] integers, str program, ScalarType? out_dtype=None, str? precision=None, "
-    "str backend='auto', str? config=None) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
 def _scaled_gemm_program(
     a: Any, b: Any, scale_a: Any, scale_b: Any, scaling: Any, operands: Any, numbers: Any, integers: Any, program: str,
     out_dtype: Any = None, precision: str | None = None, backend: str = "auto", config: str | None = None,
@@ -87,14 +59,9 @@ def _scaled_gemm_program(
     with torch.no_grad():
         found = scaled.compute_eager(
             a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision, backend, config, known,
-            program_operator.joined(known, operands, numbers, integers), None, scale_a, scale_b, _recipes(scaling),
+            program_operator.joined(known, operands, numbers, integers), None, scale_a, scale_b, scaling_of(scaling),
         )  # fmt: skip
-    return [found] if isinstance(found, torch.Tensor) else list(found)
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("scaled_gemm_program", _scaled_gemm_program, _device)
-sharding.handle("scaled_gemm_program", _scaled_gemm_program)
+    return many(found)
 
 
 def _fake_program(
@@ -106,5 +73,11 @@ def _fake_program(
     return program_operator.fake(a, b, operands, numbers, integers, program, out_dtype)
 
 
-torch.library.register_fake("cutegemm::scaled_gemm_program", _fake_program, lib=_library)
-register_flop_formula(torch.ops.cutegemm.scaled_gemm_program)(program_operator.flops)
+define(
+    "scaled_gemm_program(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, str[]? scaling, Tensor[] operands, "
+    "float[] numbers, SymInt[] integers, str program, ScalarType? out_dtype=None, str? precision=None, "
+    "str backend='auto', str? config=None) -> Tensor[]",
+    _scaled_gemm_program, _fake_program,
+)  # fmt: skip
+sharding.handle("scaled_gemm_program", _scaled_gemm_program)
+register_flop_formula([torch.ops.cutegemm.scaled_gemm, torch.ops.cutegemm.scaled_gemm_program])(flops)

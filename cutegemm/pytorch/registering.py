@@ -1,0 +1,91 @@
+"""How the operators torch.ops.cutegemm.* are registered, and what several of them have alike.
+
+They are defined with torch.library's define and impl, which cost less a call than `custom_op`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("cutegemm", "FRAGMENT")
+DEVICES = ("CPU", "CUDA")
+BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+
+
+def define(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Defines an operator; `compute` runs it on CPU and CUDA tensors, `fake` says what fake ones become."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device in DEVICES:
+        LIBRARY.impl(name, compute, device)
+    torch.library.register_fake(f"cutegemm::{name}", fake, lib=LIBRARY)
+
+
+def define_autocast(name: str, function: Callable[..., Any]) -> None:
+    """Has autocast call the function, of the operator's arguments."""
+    for device in DEVICES:
+        LIBRARY.impl(name, function, f"Autocast{device}")
+
+
+def refuse_derivatives(name: str, refuse_tangents: Callable[..., None], call: str = "gemm") -> None:
+    """Has an operator that writes into its argument `out` refuse gradients, which nothing would compute, and tangents.
+
+    call: the function that a message names.
+    """
+    operator = getattr(torch.ops.cutegemm, name).default
+    place = [argument.name for argument in operator._schema.arguments].index("out")
+
+    def below_autograd(keyset: Any, *given: Any) -> None:
+        tensors = [
+            tensor
+            for each in given
+            for tensor in (each if isinstance(each, (tuple, list)) else (each,))
+            if isinstance(tensor, torch.Tensor)
+        ]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(
+                "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "
+                f"call {call} under torch.no_grad(), or leave out away"
+            )
+        refuse_tangents(*tensors)
+        torch.autograd.graph.increment_version(given[place])  # also of fake or meta tensors, which nothing below writes
+        with torch._C._AutoDispatchBelowAutograd():
+            operator.redispatch(keyset & BELOW_AUTOGRAD, *given)
+
+    LIBRARY.impl(name, below_autograd, "Autograd", with_keyset=True)
+
+
+def carried(config: Any) -> str | None:
+    """A configuration as an operator carries it: its text."""
+    return config if config is None or isinstance(config, str) else str(config)
+
+
+def carried_scaling(scaling: Any) -> list[str] | None:
+    """`scaling` of `gemm` as an operator carries it: the empty text for None."""
+    if scaling is None:
+        return None
+    return [each or "" for each in (scaling if isinstance(scaling, (tuple, list)) else (scaling, scaling))]
+
+
+def scaling_of(carried: Any) -> tuple[str | None, ...] | None:
+    """What `carried_scaling` was made of."""
+    return None if carried is None else tuple(each or None for each in carried)
+
+
+def many(results: Any) -> list[torch.Tensor]:
+    """The results of a call as an operator returns them: always a list."""
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def few(results: list[torch.Tensor]) -> Any:
+    """What `many` was made of: a single result stands for itself."""
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+def flops(a_shape, b_shape, *rest, out_shape=None, **options) -> int:
+    """2 L M N K, for torch's FlopCounterMode."""
+    la, lb = (shape[0] if len(shape) == 3 else 1 for shape in (a_shape, b_shape))
+    return 2 * (la if lb == 1 else lb) * a_shape[-2] * a_shape[-1] * b_shape[-1]

@@ -19,31 +19,20 @@ Everything here is deterministic and waits for no size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Extents, Sizes
 from cutegemm.problem.program.derive import Backward, Source
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.graph import Node, Output, Program
 from cutegemm.problem.program.spread import groups_of, spread
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, ROWS, SCATTERED
-from cutegemm.pytorch import autograd, transforms
-from cutegemm.pytorch.dispatch import is_dispatched
-from cutegemm.pytorch.program_autograd import (
-    FORWARD_MODE,
-    Like,
-    _columns,
-    _filled,
-    _joined,
-    _of_operand,
-    forward_program,
-)
+from cutegemm.pytorch import autograd, program_autograd
+from cutegemm.pytorch.program_autograd import FORWARD_MODE, Like, Settings
 from cutegemm.pytorch.program_batches import described
 from cutegemm.pytorch.program_gradients import ACC, Needed, fused, needed
-from cutegemm.pytorch.registering import many
 from cutegemm.torch_grouped import gathered, written_places
 
 PRODUCT = Program((), (Node("acc"),), (Output(0),)).text
@@ -55,18 +44,6 @@ def bind(call: Callable[..., list[torch.Tensor]]) -> None:
     """Tells which function multiplies in backward passes: `grouped_operator.call`, whose gradients these are."""
     global _call
     _call = call
-
-
-class Settings(NamedTuple):
-    """The arguments of one call, besides the tensors, that its gradients depend on; see `grouped_gemm`."""
-
-    program: Program
-    out_dtype: torch.dtype | None
-    precision: str | None
-    backend: str
-    save: str | None
-    run: Callable[[Any, Any, Sizes, Program, Sequence[Any], Any], Any]
-    """run(a, b, sizes, program, operands, out_dtype) -> the results"""
 
 
 def record(a: Any, b: Any, sizes: Sizes, operands: Sequence[Any], settings: Settings) -> tuple[torch.Tensor, ...]:
@@ -88,26 +65,11 @@ class GroupedFunction(torch.autograd.Function):
         ctx: Any, a: Any, b: Any, settings: Settings, numbers: Any, offsets: Any, counts: Any, rows: Any, places: Any,
         out_rows: Any, *tensors: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        sizes = Sizes(offsets, counts, rows, places, out_rows)
-        program, operands = settings.program, _filled(numbers, tensors)
-        ctx.places = tuple(number for number, each in enumerate(numbers) if each is None)
-        product, wanted = _asked(ctx)
+        ctx.out_rows = out_rows
         # Scattered results lie in another order than the accumulators, which are then computed again.
         save = "recompute" if places is not None else settings.save
-        extended, sources, needs = forward_program(program, product, wanted, dtype_name(a.dtype), save)
-        results = many(settings.run(a, b, sizes, extended, operands, settings.out_dtype))
-        count = len(program.outputs)
-        ctx.settings, ctx.numbers, ctx.sources = settings, numbers, sources
-        ctx.like, ctx.out_rows = (Like.of(a), Like.of(b), [Like.of(each) for each in tensors]), out_rows
-        ctx.save_for_backward(
-            a if ctx.needs_input_grad[1] or needs.reads_acc else None,
-            b if ctx.needs_input_grad[0] or needs.reads_acc else None,
-            offsets, counts, rows, places,
-            *(tensor if place in needs.reads else None for tensor, place in zip(tensors, ctx.places, strict=True)),
-            *results[count:],
-        )  # fmt: skip
-        ctx.set_materialize_grads(False)
-        return tuple(results[:count])
+        sizes = Sizes(offsets, counts, rows, places, out_rows)
+        return program_autograd.run_and_save(ctx, a, b, settings, numbers, tensors, save, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -120,12 +82,6 @@ class GroupedFunction(torch.autograd.Function):
 
 # Function.apply would look for transforms of torch.func, which the operator's dispatch has found already.
 _apply: Callable[..., Any] = super(torch.autograd.Function, GroupedFunction).apply
-
-
-def _asked(ctx: Any) -> tuple[bool, tuple[int, ...]]:
-    """Whether a or b needs a gradient, and which operands do."""
-    needs = ctx.needs_input_grad
-    return needs[0] or needs[1], tuple(place for place, own in zip(ctx.places, needs[_FIRST:], strict=True) if own)
 
 
 class _Backward:
@@ -145,7 +101,7 @@ class _Backward:
     def gradients(self, grads: Sequence[Any]) -> tuple[Any, ...]:
         ctx = self.ctx
         live = tuple(number for number, grad in enumerate(grads) if grad is not None)
-        product, wanted = _asked(ctx)
+        product, wanted = program_autograd.asked(ctx)
         found: dict[Source, torch.Tensor] = {}
         needs = needed(self.settings.program, live, product, wanted) if live else None
         if needs is not None and needs.backward is not None:
@@ -166,15 +122,17 @@ class _Backward:
         rest = ctx.saved_tensors[6:]
         count = len(ctx.places)
         values: dict[Source, Any] = {
-            Source("operand", number): each for number, each in enumerate(_filled(ctx.numbers, rest[:count]))
+            Source("operand", number): each
+            for number, each in enumerate(program_autograd.filled(ctx.numbers, rest[:count]))
         }
         values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
         saved = dict(zip(ctx.sources, rest[count:], strict=True))
         found = needs.backward
         assert found is not None
-        by_kernel = self.work in ROWS and self._has_kernels(values)
+        by_kernel = self.work in ROWS and program_autograd.has_kernels(self.settings.backend, values)
         if needs.reads_acc and (torch.is_grad_enabled() or not saved) and not by_kernel:
-            saved = dict(zip(ACC, _columns(self.multiply(torch.float32), program.gating), strict=False))
+            acc = self.multiply(torch.float32)
+            saved = dict(zip(ACC, program_autograd.columns_of(acc, program.gating), strict=False))
         values |= saved
         if by_kernel:
             return self._by_kernel(found, values, needs.reads_acc and not saved)
@@ -209,23 +167,12 @@ class _Backward:
             a, b, sizes, text, operands, out_dtype=dtype, precision=s.precision, backend=s.backend, zeros=True
         )  # fmt: skip
 
-    def _has_kernels(self, values: dict[Source, Any]) -> bool:
-        """Whether a kernel computes the gradients: not where they are differentiated or traced, nor by torch."""
-        backend = self.settings.backend
-        tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
-        if torch.is_grad_enabled() or backend == "torch" or transforms.active(*tensors) or is_dispatched(*tensors):
-            return False
-        return backend != "auto" or any(each.is_cuda for each in tensors)
-
     def _by_kernel(self, found: Backward, values: dict[Source, Any], recompute: bool) -> dict[Source, torch.Tensor]:
         """The gradients as the epilogue of the product, or of one with K = 0, each rounded as it is stored."""
         e, program = self.extents, self.settings.program
         columns = e.n // 2 if program.gating else e.n
-        dtypes = []
-        for source in found.gives:
-            like = self.likes[self.ctx.places.index(source.number)] if source.kind == "operand" else self.like_a
-            dtypes.append(dtype_name(like.dtype if tuple(like.shape) == (e.m, columns) else self.like_a.dtype))
-        form = fused(found, program.gating, tuple(dtypes), recompute)
+        dtypes = program_autograd.stored_as(self.ctx, found, (e.m, columns))
+        form = fused(found, program.gating, dtypes, recompute)
         given = [values[source] for source in form.reads]
         a, b, sizes = self.a, self.b, self.plain._replace(rows=self.sizes.rows)
         if not recompute:
@@ -245,17 +192,9 @@ class _Backward:
         needs = self.ctx.needs_input_grad
         if not (needs[0] or needs[1]):
             return None, None
-        gating = self.settings.program.gating
-        parts = [found.get(Source("acc", number)) for number in range(2 if gating else 1)]
-        known = next((part for part in parts if part is not None), None)
-        if known is None:
-            device = self.sizes.groups.device
-            return tuple(
-                torch.zeros(like.shape, dtype=like.dtype, device=device) if own else None
-                for own, like in zip(needs[:2], (self.like_a, self.like_b), strict=True)
-            )  # type: ignore[return-value]
-        dtype = self.like_a.dtype
-        dacc = _joined([(torch.zeros_like(known) if part is None else part).to(dtype) for part in parts], gating)
+        dacc = program_autograd.of_accumulators(self.ctx, found)
+        if dacc is None:
+            return program_autograd.no_product(self.ctx, self.sizes.groups.device)
         return self.of_a(dacc) if needs[0] else None, self.of_b(dacc) if needs[1] else None
 
     def of_a(self, dacc: torch.Tensor) -> torch.Tensor:
@@ -287,12 +226,12 @@ class _Backward:
     def of_operand(self, gradient: torch.Tensor | None, like: Like, device: Any) -> torch.Tensor:
         """The gradient of an operand: the elements' summed to its shape."""
         if gradient is None or self.work not in (*ROWS, RAGGED_N) or like.dim() < 3 or like.shape[0] == 1:
-            return _of_operand(gradient, like, device)
+            return program_autograd.of_operand(gradient, like, device)
         if self.work == RAGGED_N:
             gradient = gradient.mT
         ones = torch.ones(gradient.shape[0], 8, dtype=gradient.dtype, device=device)
         sums = self.call(ones.mT, gradient, self.plain, PRODUCT, (), torch.float32)[0][:, :1]
-        return _of_operand(sums if self.work in ROWS else sums.mT, like, device)
+        return program_autograd.of_operand(sums if self.work in ROWS else sums.mT, like, device)
 
 
 def _extents(like_a: Like, like_b: Like, sizes: Sizes) -> Extents:

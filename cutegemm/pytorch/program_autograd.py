@@ -24,6 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.problem.dtypes import dtype_name
+from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.graph import Program
@@ -41,15 +42,15 @@ FORWARD_MODE = (
 
 
 class Settings(NamedTuple):
-    """The arguments of one call, besides the tensors, that its gradients depend on; see `gemm`."""
+    """The arguments of one call, besides the tensors, that its gradients depend on; see `gemm` and `grouped_gemm`."""
 
     program: Program
     out_dtype: torch.dtype | None
     precision: str | None
     backend: str
     save: str | None
-    run: Callable[[Any, Any, Program, Sequence[Any], Any], Any]
-    """run(a, b, program, operands, out_dtype) -> the results"""
+    run: Callable[..., Any]
+    """run(a, b, program, operands, out_dtype) -> the results; of products in groups with the sizes behind b"""
 
 
 class Like(NamedTuple):
@@ -99,29 +100,12 @@ class ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, settings: Settings, numbers: Any, *tensors: Any) -> tuple[Any, ...]:
-        program = settings.program
-        operands = _filled(numbers, tensors)
-        places = tuple(number for number, each in enumerate(numbers) if each is None)
-        product, wanted = _asked(ctx, places)
-        extended, sources, needs = forward_program(program, product, wanted, dtype_name(a.dtype), settings.save)
-        results = many(settings.run(a, b, extended, operands, settings.out_dtype))
-        count = len(program.outputs)
-        ctx.settings, ctx.numbers, ctx.places, ctx.sources = settings, numbers, places, sources
-        ctx.like = Like.of(a), Like.of(b), [Like.of(each) for each in tensors]
-        reads = needs.reads
-        ctx.save_for_backward(
-            a if ctx.needs_input_grad[1] or needs.reads_acc else None,
-            b if ctx.needs_input_grad[0] or needs.reads_acc else None,
-            *(tensor if place in reads else None for tensor, place in zip(tensors, places, strict=True)),
-            *results[count:],
-        )
-        ctx.set_materialize_grads(False)
-        return tuple(results[:count])
+        return run_and_save(ctx, a, b, settings, numbers, tensors, settings.save)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         live = tuple(number for number, grad in enumerate(grads) if grad is not None)
-        product, wanted = _asked(ctx, ctx.places)
+        product, wanted = asked(ctx)
         found: dict[Source, torch.Tensor] = {}
         needs = needed(ctx.settings.program, live, product, wanted) if live else None
         if needs is not None and needs.backward is not None:
@@ -130,7 +114,7 @@ class ProgramFunction(torch.autograd.Function):
         da, db = _of_product(ctx, found, device)
         likes = ctx.like[2]
         return da, db, None, None, *(
-            _of_operand(found.get(Source("operand", place)), like, device) if place in wanted else None
+            of_operand(found.get(Source("operand", place)), like, device) if place in wanted else None
             for place, like in zip(ctx.places, likes, strict=True)
         )  # fmt: skip
 
@@ -143,15 +127,44 @@ class ProgramFunction(torch.autograd.Function):
 _apply: Callable[..., Any] = super(torch.autograd.Function, ProgramFunction).apply
 
 
-def _filled(numbers: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+def run_and_save(
+    ctx: Any, a: Any, b: Any, settings: Settings, numbers: Any, tensors: Sequence[Any], save: str | None,
+    sizes: Sizes | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The results of settings.run; `ctx` keeps what the gradients need.
+
+    numbers: the operands, None for each of `tensors`, which are the last arguments of the function. save: as in `gemm`.
+    """
+    program, operands = settings.program, filled(numbers, tensors)
+    ctx.places = tuple(number for number, each in enumerate(numbers) if each is None)
+    extended, sources, needs = forward_program(program, *asked(ctx), dtype_name(a.dtype), save)
+    of_groups, arrays = ((), ()) if sizes is None else ((sizes,), sizes[:4])
+    results = many(settings.run(a, b, *of_groups, extended, operands, settings.out_dtype))
+    count, reads = len(program.outputs), needs.reads
+    ctx.settings, ctx.numbers, ctx.sources = settings, numbers, sources
+    ctx.like = Like.of(a), Like.of(b), [Like.of(each) for each in tensors]
+    ctx.save_for_backward(
+        a if ctx.needs_input_grad[1] or needs.reads_acc else None,
+        b if ctx.needs_input_grad[0] or needs.reads_acc else None,
+        *arrays,
+        *(tensor if place in reads else None for tensor, place in zip(tensors, ctx.places, strict=True)),
+        *results[count:],
+    )
+    ctx.set_materialize_grads(False)
+    return tuple(results[:count])
+
+
+def filled(numbers: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """All operands: the numbers, and in the place of each None the next of the tensors."""
     rest = iter(tensors)
     return [next(rest) if each is None else each for each in numbers]
 
 
-def _asked(ctx: Any, places: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+def asked(ctx: Any) -> tuple[bool, tuple[int, ...]]:
     """Whether a or b needs a gradient, and which operands do."""
-    needs = ctx.needs_input_grad
-    return needs[0] or needs[1], tuple(place for place, own in zip(places, needs[4:], strict=True) if own)
+    needs, places = ctx.needs_input_grad, ctx.places
+    of_operands = needs[len(needs) - len(places) :]
+    return needs[0] or needs[1], tuple(place for place, own in zip(places, of_operands, strict=True) if own)
 
 
 def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
@@ -161,7 +174,7 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
     a, b, *rest = ctx.saved_tensors
     count = len(ctx.places)
     values: dict[Source, Any] = {
-        Source("operand", number): each for number, each in enumerate(_filled(ctx.numbers, rest[:count]))
+        Source("operand", number): each for number, each in enumerate(filled(ctx.numbers, rest[:count]))
     }
     saved = dict(zip(ctx.sources, rest[count:], strict=True))
     like_a, like_b, _ = ctx.like
@@ -172,13 +185,13 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
         if torch.is_grad_enabled() or (not saved and needs.maxima):
             precision = float32.of_gradients(settings.precision)
             whole = autograd._gemm(a, b, out_dtype=wide, precision=precision, backend=settings.backend)
-            saved = dict(zip(ACC, _columns(whole, program.gating), strict=False))
+            saved = dict(zip(ACC, columns_of(whole, program.gating), strict=False))
         recompute = not saved
     values |= saved
     values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
     for maximum in needs.maxima:
         parts = [saved[source] for source in ACC[: 2 if program.gating else 1] if source in saved]
-        acc = _joined(parts, program.gating) if parts else _nothing(grads, shape, wide)
+        acc = joined(parts, program.gating) if parts else _nothing(grads, shape, wide)
         read = [values[Source("operand", place)] for place in maximum.operands]
         source = Source("upstream", maximum.output)
         reduce = str(program.outputs[maximum.output].reduce)
@@ -186,35 +199,38 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
     found = needs.backward
     assert found is not None
     columns = (*shape[:-1], shape[-1] // 2) if program.gating else shape
-    if recompute or _has_kernels(settings, values):
+    if recompute or has_kernels(settings.backend, values):
         return _by_kernel(ctx, found, values, (a, b) if recompute else None, columns)
     read = [values[source] for source in found.reads]
     derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
     return dict(zip(found.gives, evaluate(derived, _nothing(grads, columns, wide), read, dtype=wide), strict=True))
 
 
-def _has_kernels(settings: Settings, values: dict[Source, Any]) -> bool:
+def has_kernels(backend: str, values: dict[Source, Any]) -> bool:
     """Whether a kernel computes the gradients: not where they are differentiated or traced, nor by backend "torch"."""
     tensors = [each for each in values.values() if isinstance(each, torch.Tensor)]
-    if torch.is_grad_enabled() or settings.backend == "torch" or transforms.active(*tensors) or is_dispatched(*tensors):
+    if torch.is_grad_enabled() or backend == "torch" or transforms.active(*tensors) or is_dispatched(*tensors):
         return False
-    return settings.backend != "auto" or any(each.is_cuda for each in tensors)
+    return backend != "auto" or any(each.is_cuda for each in tensors)
+
+
+def stored_as(ctx: Any, found: Backward, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """The dtypes in which a kernel stores the gradients that a program gives, where D has this shape.
+
+    Those of accumulators, and those that are to be summed, are stored in the operands' dtype.
+    """
+    like_a, _, likes = ctx.like
+    own = (likes[ctx.places.index(each.number)] if each.kind == "operand" else like_a for each in found.gives)
+    return tuple(dtype_name(like.dtype if tuple(like.shape) == shape else like_a.dtype) for like in own)
 
 
 def _by_kernel(
     ctx: Any, found: Backward, values: dict[Source, Any], product: tuple[Any, Any] | None, shape: tuple[int, ...]
 ) -> dict[Source, torch.Tensor]:
-    """The gradients as the epilogue of the product, or of one with K = 0, each rounded as it is stored.
-
-    shape: of D. Those of accumulators, and those that are to be summed, are stored in the operands' dtype.
-    """
+    """The gradients as the epilogue of the product, or of one with K = 0, each rounded as it is stored. shape: of D."""
     settings: Settings = ctx.settings
-    like_a, _, likes = ctx.like
-    dtypes = []
-    for source in found.gives:
-        like = likes[ctx.places.index(source.number)] if source.kind == "operand" else like_a
-        dtypes.append(dtype_name(like.dtype if tuple(like.shape) == shape else like_a.dtype))
-    form = fused(found, settings.program.gating, tuple(dtypes), product is not None)
+    like_a = ctx.like[0]
+    form = fused(found, settings.program.gating, stored_as(ctx, found, shape), product is not None)
     read = [values[source] for source in form.reads]
     if product is None:
         device = next(each.device for each in read if isinstance(each, torch.Tensor))
@@ -246,7 +262,7 @@ def _nothing(grads: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _columns(acc: torch.Tensor, gating: str | None) -> tuple[torch.Tensor, ...]:
+def columns_of(acc: torch.Tensor, gating: str | None) -> tuple[torch.Tensor, ...]:
     """The accumulators, those of gate and those of up where a program has them."""
     if gating == "halves":
         half = acc.shape[-1] // 2
@@ -254,8 +270,8 @@ def _columns(acc: torch.Tensor, gating: str | None) -> tuple[torch.Tensor, ...]:
     return (acc[..., 0::2], acc[..., 1::2]) if gating == "pairs" else (acc,)
 
 
-def _joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
-    """What `_columns` has divided."""
+def joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
+    """What `columns_of` has divided."""
     if gating == "halves":
         return torch.cat(tuple(parts), -1)
     return torch.stack(tuple(parts), -1).flatten(-2) if gating == "pairs" else parts[0]
@@ -283,22 +299,35 @@ def _of_product(ctx: Any, found: dict[Source, torch.Tensor], device: Any) -> tup
     needs = ctx.needs_input_grad
     if not (needs[0] or needs[1]):
         return None, None
-    parts = [found.get(Source("acc", number)) for number in range(2 if settings.program.gating else 1)]
-    known = next((part for part in parts if part is not None), None)
-    if known is None:
-        return tuple(
-            torch.zeros(like.shape, dtype=like.dtype, device=device) if own else None
-            for own, like in zip(needs[:2], (like_a, like_b), strict=True)
-        )  # type: ignore[return-value]
-    rounded = [(torch.zeros_like(known) if part is None else part).to(like_a.dtype) for part in parts]
-    dacc = _joined(rounded, settings.program.gating)
+    dacc = of_accumulators(ctx, found)
+    if dacc is None:
+        return no_product(ctx, device)
     s = autograd.Settings(1.0, 0.0, None, settings.precision, settings.backend)
     da = autograd._of_a(dacc, like_a, b, s) if needs[0] else None
     db = autograd._of_b(dacc, a, like_b, s) if needs[1] else None
     return da, db
 
 
-def _of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.Tensor:
+def of_accumulators(ctx: Any, found: dict[Source, torch.Tensor]) -> torch.Tensor | None:
+    """The gradient of the accumulators in the operands' dtype, None where nothing depends on them."""
+    gating = ctx.settings.program.gating
+    parts = [found.get(Source("acc", number)) for number in range(2 if gating else 1)]
+    known = next((part for part in parts if part is not None), None)
+    if known is None:
+        return None
+    return joined([(torch.zeros_like(known) if part is None else part).to(ctx.like[0].dtype) for part in parts], gating)
+
+
+def no_product(ctx: Any, device: Any) -> tuple[Any, Any]:
+    """(dA, dB) where nothing depends on the product: zeros, None where not needed."""
+    da, db = (
+        torch.zeros(like.shape, dtype=like.dtype, device=device) if own else None
+        for own, like in zip(ctx.needs_input_grad[:2], ctx.like[:2], strict=True)
+    )
+    return da, db
+
+
+def of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.Tensor:
     """The gradient of an operand: the elements' summed to its shape."""
     if gradient is None:
         return torch.zeros(like.shape, dtype=like.dtype, device=device)

@@ -222,11 +222,7 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
         "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
     }  # fmt: skip
     if transforms.active(a, b, c, bias, out):
-        transforms.refuse_escaped({"a": a, "b": b, "c": c, "bias": bias, "out": out})
-        if out is not None:
-            raise ValueError(
-                "out: got a tensor under vmap or torch.func, where nothing can be written into it; leave it away"
-            )
+        transforms.refuse({"a": a, "b": b, "c": c, "bias": bias, "out": out}, out)
         return _by_operator(a, b, c, **options)
     if is_dispatched(a, b, c, bias, out) or _is_tracing():
         return _by_operator(a, b, c, **options)
@@ -247,10 +243,7 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
         scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
     if out is not None:
         if records:
-            raise ValueError(
-                "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
-                "call gemm under torch.no_grad(), or leave out away"
-            )
+            raise ValueError(autograd.NO_GRADIENT_INTO)
         if forward_ad._current_level >= 0:
             autograd.refuse_tangents(a, b, c, bias, out)
     elif records or forward_ad._current_level >= 0:

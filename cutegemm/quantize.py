@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from cutegemm.problem import overlap, request
-from cutegemm.pytorch import quantize_operator
+from cutegemm.problem import overlap, quantization_request, request
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import quantizing
 
@@ -96,7 +95,7 @@ def _quantize_by_operator(
     """The call as torch's operators; see pytorch/quantize_operator.py. torch.compile puts these into its graph."""
     operators = torch.ops.cutegemm
     if scale is not None:
-        quantize_operator.refuse_beside_scale(scaling)
+        quantization_request.refuse_beside_scale(scaling)
         if out is None:
             return operators.quantize_given(x, scale, dtype, dim, backend), scale
         overlap.check_identity(out[0], {"x": x, "scale": scale})

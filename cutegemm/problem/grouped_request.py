@@ -10,11 +10,11 @@ import torch
 
 from cutegemm.problem import packing, program_request, request
 from cutegemm.problem.dtypes import ACCEPTED, ITEMSIZE, TABLE, output_name, product_dtype_name, why_not_multiplied
-from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.problem import MAX_EXTENT, Problem
 from cutegemm.problem.program.graph import SCALE_K, Input, Program
-from cutegemm.problem.program.terms import Terms, is_product, terms_of
+from cutegemm.problem.program.terms import is_product
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
 
@@ -92,12 +92,7 @@ def extents(a: Any, b: Any, given: Sizes) -> Extents:
             "dimensions, offsets to all others (gemm computes a batch without either)"
         )
     sizes, name = (offsets, "offsets") if counts is None else (counts, "counts")
-    if not isinstance(sizes, torch.Tensor):
-        raise TypeError(f"{name}: got {type(sizes).__name__}, expected an int32 tensor of one number a group")
-    if sizes.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {sizes.dtype}, accepted is torch.int32")
-    if sizes.dim() != 1:
-        raise ValueError(f"{name}: got {sizes.dim()} dimensions, expected 1: one number a group")
+    _check_array(name, sizes, "group")
     groups = sizes.shape[0]
     for which, tensor in (("a", a), ("b", b)):
         if tensor.dim() == 3 and tensor.shape[0] != groups:
@@ -116,7 +111,9 @@ def extents(a: Any, b: Any, given: Sizes) -> Extents:
             continue
         if work != RAGGED_M:
             raise ValueError(f"{which}: got an index with {work.replace('_', ' ')}; it is for groups of rows")
-        _check_index(which, index, None if own == GATHERED else m)
+        _check_array(which, index, "row")
+        if own == SCATTERED and index.shape[0] != m:
+            raise ValueError(f"{which}: got {index.shape[0]} numbers, and a has {m} rows")
         work, m = own, index.shape[0]
     if given.out_rows is not None:
         if work != SCATTERED:
@@ -129,15 +126,13 @@ def extents(a: Any, b: Any, given: Sizes) -> Extents:
     return Extents(work, m, b.shape[-1], a.shape[-1], groups, results)
 
 
-def _check_index(name: str, index: Any, length: Any) -> None:
-    if not isinstance(index, torch.Tensor):
-        raise TypeError(f"{name}: got {type(index).__name__}, expected an int32 tensor of one number a row")
-    if index.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {index.dtype}, accepted is torch.int32")
-    if index.dim() != 1:
-        raise ValueError(f"{name}: got {index.dim()} dimensions, expected 1: one number a row")
-    if length is not None and index.shape[0] != length:
-        raise ValueError(f"{name}: got {index.shape[0]} numbers, and a has {length} rows")
+def _check_array(name: str, array: Any, of: str) -> None:
+    if not isinstance(array, torch.Tensor):
+        raise TypeError(f"{name}: got {type(array).__name__}, expected an int32 tensor of one number a {of}")
+    if array.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {array.dtype}, accepted is torch.int32")
+    if array.dim() != 1:
+        raise ValueError(f"{name}: got {array.dim()} dimensions, expected 1: one number a {of}")
 
 
 def check_dtypes(a: torch.Tensor, b: torch.Tensor) -> str:
@@ -272,12 +267,11 @@ def describe(
     else:
         matrix_a = request._operand("a", a, a.shape[-2], sizes.k, groups, copies)
         matrix_b = request._operand("b", b, sizes.k, sizes.n, groups, copies)
-    given_tensors = [
-        (own, _own(sizes, program_request._strides(own, operand), own.dtype))
+    matrices = tuple(
+        _own(sizes, program_request._strides(own, operand), own.dtype)
         for own, operand in zip(program.inputs, operands, strict=True)
         if not own.by_value
-    ]
-    matrices = tuple(matrix for _, matrix in given_tensors)
+    )
     results = [
         _own(sizes, matrix, str(output.dtype)) for (matrix, _), output in zip(targets, resolved, strict=True)
     ]  # fmt: skip
@@ -285,18 +279,10 @@ def describe(
         sizes.m, sizes.n, sizes.k, groups, dtype, str(resolved[0].dtype), precision, matrix_a, matrix_b, None,
         results[0], Epilogue(), sizes.work, b_dtype=b_dtype,
     )  # fmt: skip
-    terms = _terms(program, operands, columns)
-    if terms is not None:
-        places = [i for i, own in enumerate(program.inputs) if not own.by_value]
-        c = None if terms.c is None else matrices[places.index(terms.c)]
-        bias = None if terms.bias is None else program.inputs[terms.bias].dtype
-        known = Epilogue(None if terms.c is None else program.inputs[terms.c].dtype, bias, "n", terms.activation)
-        problem = replace(problem, c=c, epilogue=known)
-    else:
-        aligns = [matrix.align if matrix.row_major else 0 for own, matrix in given_tensors if own.varies == "mn"]
-        aligns += [matrix.align for matrix in results[1:]]
-        custom = Epilogue(custom=program, aligns=tuple(aligns))
-        problem = replace(problem, epilogue=custom, operands=matrices, outputs=tuple(results[1:]))
+    terms = program_request.readable_terms(program, operands, columns)
+    if terms is not None and terms.bias is not None and operands[terms.bias].dim() == 3:
+        terms = None
+    problem = program_request.with_epilogue(problem, program, terms, matrices, results[1:])
     temporaries = frozenset(number for number, (_, apart) in enumerate(targets) if apart)
     shapes = (shape,) * len(resolved)
     return ProgramRequest(problem, a.device, tuple(copies), program, shapes, temporaries, terms)
@@ -308,8 +294,7 @@ def check_sizes(a: torch.Tensor, given: Sizes) -> None:
     for name, array in zip(names, given.arrays, strict=False):
         if array.layout != torch.strided or array.is_nested:
             raise TypeError(f"{name}: got layout {array.layout}, expected a dense (strided) tensor")
-        if array.device != a.device:
-            raise ValueError(f"{name}: it is on {array.device}, expected the device of a, {a.device}")
+        request.check_device(name, array, a)
         if array.shape[0] > 1 and array.stride(0) != 1:
             raise ValueError(f"{name}: got stride {array.stride(0)}, expected a contiguous tensor; call .contiguous()")
     groups = given.groups.shape[0]
@@ -331,13 +316,3 @@ def _own(sizes: Extents, matrix: Matrix, dtype: str) -> Matrix:
     if sizes.work != RAGGED_N:
         return matrix
     return matrix._replace(align=min(matrix.align, {**ITEMSIZE, "int32": 4}[dtype]))
-
-
-def _terms(program: Program, operands: Sequence[Any], columns: int) -> Terms | None:
-    """The terms that the program is made of, where kernels that know these can read the operands."""
-    terms = terms_of(program, ACTIVATIONS)
-    if terms is not None and terms.bias is not None:
-        bias = operands[terms.bias]
-        if bias.dim() == 0 or bias.shape[-1] != columns or bias.stride(-1) != 1 or bias.dim() == 3:
-            return None
-    return terms

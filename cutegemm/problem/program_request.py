@@ -114,28 +114,34 @@ def describe(
     matrices = tuple(
         _strides(given, operand) for given, operand in zip(inputs, operands, strict=True) if not given.by_value
     )
-    aligns = [
-        matrix.align if matrix.row_major else 0
-        for given, matrix in zip((each for each in inputs if not each.by_value), matrices, strict=True)
-        if given.varies == "mn"
-    ]
     more = [matrix for (matrix, _), output in zip(targets[1:], resolved[1:], strict=True) if output.reduce is None]
-    aligns += [matrix.align for matrix in more]
-    problem = replace(plain, out_dtype=str(resolved[0].dtype), d=targets[0][0])
-    terms = _terms(program, operands, n)
-    if terms is not None:
-        c = None if terms.c is None else _strides(inputs[terms.c], operands[terms.c])
-        bias = None if terms.bias is None else inputs[terms.bias].dtype
-        known = Epilogue(None if terms.c is None else inputs[terms.c].dtype, bias, "n", terms.activation)
-        problem = replace(problem, c=c, epilogue=known)
-    else:
-        custom = Epilogue(custom=program, aligns=tuple(aligns))
-        problem = replace(problem, epilogue=custom, operands=matrices, outputs=tuple(more))
+    terms = readable_terms(program, operands, n)
+    plain = replace(plain, out_dtype=str(resolved[0].dtype), d=targets[0][0])
+    problem = with_epilogue(plain, program, terms, matrices, more)
     temporaries = (i for i, (_, apart) in enumerate(targets) if apart and resolved[i].reduce is None)
     return ProgramRequest(problem, a.device, asked.copies, program, tuple(shapes), frozenset(temporaries), terms)
 
 
-def _terms(program: Program, operands: Sequence[Any], n: int) -> Terms | None:
+def with_epilogue(
+    problem: Problem, program: Program, terms: Terms | None, matrices: tuple[Matrix, ...], more: Sequence[Matrix]
+) -> Problem:
+    """The problem with the program as its epilogue, or with the terms that it is made of.
+
+    matrices: how the tensor operands lie. more: the matrices among the results behind D.
+    """
+    tensors = {number: own for number, own in enumerate(program.inputs) if not own.by_value}
+    if terms is None:
+        lying = zip(tensors.values(), matrices, strict=True)
+        aligns = [matrix.align if matrix.row_major else 0 for own, matrix in lying if own.varies == "mn"]
+        aligns += [matrix.align for matrix in more]
+        custom = Epilogue(custom=program, aligns=tuple(aligns))
+        return replace(problem, epilogue=custom, operands=matrices, outputs=tuple(more))
+    c, bias = (None if each is None else tensors[each].dtype for each in (terms.c, terms.bias))
+    of_c = None if terms.c is None else matrices[list(tensors).index(terms.c)]
+    return replace(problem, c=of_c, epilogue=Epilogue(c, bias, "n", terms.activation))
+
+
+def readable_terms(program: Program, operands: Sequence[Any], n: int) -> Terms | None:
     """The terms that the program is made of, where kernels that know these can read the operands. n: columns of D."""
     terms = terms_of(program, ACTIVATIONS)
     if terms is None:

@@ -53,8 +53,7 @@ def describe(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, scale: Any)
         raise TypeError(f"dtype: got {request.shown(dtype)}, accepted are {ACCEPTED}")
     turned = _is_turned(dim, x.dim())
     if scale is not None:
-        if scaling is not None:
-            raise ValueError(f"scaling: got {scaling!r} beside scale, whose shape tells; leave one of them away")
+        refuse_beside_scale(scaling)
         check_scale(scale, x, "x")
         return Asked(FORMATS[dtype], None, turned, tuple(scale.shape))
     scaling = "rows" if scaling is None else scaling
@@ -67,6 +66,12 @@ def describe(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, scale: Any)
     if turned and scales:
         scales = (*scales[:-2], scales[-1], scales[-2])
     return Asked(FORMATS[dtype], group, turned, scales)
+
+
+def refuse_beside_scale(scaling: Any) -> None:
+    """Raises ValueError for a scaling beside given scales, whose shape tells."""
+    if scaling is not None:
+        raise ValueError(f"scaling: got {scaling!r} beside scale, whose shape tells; leave one of them away")
 
 
 def _is_turned(dim: Any, dims: int) -> bool:
@@ -86,7 +91,7 @@ def _block(block: Any) -> Group:
 
 def check_scale(scale: Any, of: torch.Tensor, name: str) -> None:
     """Raises unless `scale` has a number for each group of the elements of the tensor `of`, called `name`."""
-    _check_type("scale", scale)
+    request.check_type("scale", scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"scale: got dtype {scale.dtype}, accepted is torch.float32")
     if scale.device != of.device:
@@ -166,12 +171,6 @@ def check_plain(**tensors: Any) -> None:
                 raise ValueError(f"{name}: it is on {tensor.device}, accepted are CUDA and CPU tensors")
 
 
-def _check_type(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
-
-
 def _check_matrix(name: str, tensor: Any) -> None:
-    _check_type(name, tensor)
-    if tensor.dim() not in (2, 3):
-        raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
+    request.check_type(name, tensor)
+    request.check_dims(name, tensor.dim())

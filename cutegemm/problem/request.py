@@ -145,24 +145,44 @@ def _check_operands(a: Any, b: Any) -> tuple[str, str | None]:
     """The dtype of A, and that of B where it is another one."""
     for name, tensor in (("a", a), ("b", b)):
         check_tensor(name, tensor)
-        if tensor.dim() not in (2, 3):
-            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    dtype = product_dtype_name(a.dtype)
+        check_dims(name, tensor.dim())
+    found = operand_dtypes(a, b)
+    check_device("b", b, a)
+    if not (a.is_cuda or a.is_cpu):
+        raise ValueError(f"a: it is on {a.device}, accepted are CUDA and CPU tensors")
+    return found
+
+
+def operand_dtypes(a: torch.Tensor, b: torch.Tensor) -> tuple[str, str | None]:
+    """The dtype of A, and that of B where it is another one. Raises TypeError where no product takes them."""
+    dtype, b_dtype = product_dtype_name(a.dtype), None
     if dtype is None:
         raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
-    b_dtype = None
     if b.dtype != a.dtype:
         b_dtype = product_dtype_name(b.dtype)
         if b_dtype is None:
             raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
         if refused := dtypes.why_not_multiplied(dtype, b_dtype):
             raise TypeError(refused)
-    device = a.device
-    if b.device != device:
-        raise ValueError(f"b: it is on {b.device}, expected the device of a, {device}")
-    if not (a.is_cuda or a.is_cpu):
-        raise ValueError(f"a: it is on {device}, accepted are CUDA and CPU tensors")
     return dtype, b_dtype
+
+
+def check_dims(name: str, dims: int) -> None:
+    """Raises ValueError unless an operand of so many dimensions is a matrix, or a batch of them."""
+    if dims not in (2, 3):
+        raise ValueError(f"{name}: got {dims} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
+
+
+def check_device(name: str, tensor: torch.Tensor, a: torch.Tensor) -> None:
+    """Raises ValueError unless the tensor is where `a` is."""
+    if tensor.device != a.device:
+        raise ValueError(f"{name}: it is on {tensor.device}, expected the device of a, {a.device}")
+
+
+def check_type(name: str, tensor: Any) -> None:
+    """Raises TypeError unless it is a torch.Tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -296,8 +316,7 @@ def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...]
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
-    if out.device != a.device:
-        raise ValueError(f"out: it is on {out.device}, expected the device of a, {a.device}")
+    check_device("out", out, a)
     name = comes_of(out.dtype, of_a)
     if name is None:
         raise TypeError(f"out: got dtype {out.dtype}, {accepted(of_a)}")
@@ -321,33 +340,44 @@ def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> Non
 
 
 def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a: str) -> str | None:
+    check_beta(beta, c)
     if c is None:
-        if beta != 0:
-            raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
         return None
     check_tensor("c", c)
+    check_c_shape(c, shape)
+    check_device("c", c, a)
+    name = check_term("c", c, of_a)
+    return name if beta != 0 else None
+
+
+def check_beta(beta: float, c: Any) -> None:
+    """Raises ValueError for a factor of a C that is not there."""
+    if c is None and beta != 0:
+        raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+
+
+def check_c_shape(c: torch.Tensor, shape: tuple[Any, ...]) -> None:
+    """Raises ValueError unless C broadcasts to the shape of D."""
     try:
         c.expand(shape)
     except RuntimeError:
         raise ValueError(f"c: got shape {tuple(c.shape)}, expected {shape} or one that broadcasts to it") from None
-    if c.device != a.device:
-        raise ValueError(f"c: it is on {c.device}, expected the device of a, {a.device}")
-    name = goes_with(c.dtype, of_a)
-    if name is None:
-        raise TypeError(f"c: got dtype {c.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
-    return name if beta != 0 else None
+
+
+def check_term(name: str, tensor: torch.Tensor, of_a: str) -> str:
+    """The name of the dtype of C or a bias. Raises TypeError where it does not go with A's."""
+    found = goes_with(tensor.dtype, of_a)
+    if found is None:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
+    return found
 
 
 def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
     check_tensor("bias", bias)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
-    if bias.device != a.device:
-        raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
-    name = goes_with(bias.dtype, of_a)
-    if name is None:
-        raise TypeError(f"bias: got dtype {bias.dtype}, {accepted(of_a, dtypes.ACCEPTED_TERMS)}")
-    return name
+    check_device("bias", bias, a)
+    return check_term("bias", bias, of_a)
 
 
 def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:

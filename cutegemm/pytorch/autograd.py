@@ -27,6 +27,10 @@ from cutegemm.problem.epilogue import formula_of
 from cutegemm.pytorch import transforms
 from cutegemm.run import float32
 
+NO_GRADIENT_INTO = (
+    "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
+    "call gemm under torch.no_grad(), or leave out away"
+)
 _unpack_dual = torch._VF._unpack_dual
 _has_transforms = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm import native
-from cutegemm.problem import dtypes, request
+from cutegemm.problem import request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.request import check_constant
@@ -67,16 +67,8 @@ def of_a(a: torch.Tensor) -> str:
 def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None) -> tuple[Any, ...]:
     """The shape of D. Raises what `gemm` would raise, as far as shapes and dtypes tell."""
     for name, tensor in (("a", a), ("b", b)):
-        if tensor.dim() not in (2, 3):
-            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    if product_dtype_name(a.dtype) is None:
-        raise TypeError(f"a: got dtype {a.dtype}, accepted are {dtypes.ACCEPTED_PRODUCTS}")
-    if b.dtype != a.dtype:
-        b_dtype = product_dtype_name(b.dtype)
-        if b_dtype is None:
-            raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
-        if refused := dtypes.why_not_multiplied(of_a(a), b_dtype):
-            raise TypeError(refused)
+        request.check_dims(name, tensor.dim())
+    request.operand_dtypes(a, b)
     torch._check_value(
         a.shape[-1] == b.shape[-2],
         lambda: (
@@ -95,18 +87,12 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
         if la != 1 and lb != 1:
             torch._check_value(la == lb, lambda: f"b: got a batch of {lb}, expected that of a, {la}, or 1")
         shape = (la if lb == 1 else lb, m, n)
-    if c is None and beta != 0:
-        raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+    request.check_beta(beta, c)
     if c is not None:
-        try:
-            c.expand(shape)
-        except RuntimeError:
-            raise ValueError(
-                f"c: got shape {tuple(c.shape)}, expected {tuple(shape)} or one that broadcasts to it"
-            ) from None
+        request.check_c_shape(c, shape)
     for name, tensor in (("c", c), ("bias", bias)):
-        if tensor is not None and request.goes_with(tensor.dtype, of_a(a)) is None:
-            raise TypeError(f"{name}: got dtype {tensor.dtype}, {request.accepted(of_a(a), dtypes.ACCEPTED_TERMS)}")
+        if tensor is not None:
+            request.check_term(name, tensor, of_a(a))
     if bias is not None:
         if bias.dim() != 1:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")

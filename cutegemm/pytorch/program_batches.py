@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cutegemm.problem import request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import I32, Program
 from cutegemm.pytorch import transforms
@@ -34,10 +35,7 @@ def mapped(
     is_mapped = [dim is not None for dim in dims]
     fronted = [each if dim is None else each.movedim(dim, 0) for each, dim in zip(tensors, dims, strict=True)]
     for name, tensor, own in zip(("a", "b"), fronted, is_mapped, strict=False):
-        if tensor.dim() - own not in (2, 3):
-            raise ValueError(
-                f"{name}: got {tensor.dim() - own} dimensions, accepted are 2 (one matrix) and 3 (a batch)"
-            )
+        request.check_dims(name, tensor.dim() - own)
     for number, (tensor, own) in enumerate(zip(fronted[2:], is_mapped[2:], strict=True)):
         if tensor.dim() - own > 3:
             raise ValueError(f"operands[{number}]: got {tensor.dim() - own} dimensions, accepted are 0 to 3")

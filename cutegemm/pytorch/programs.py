@@ -22,7 +22,7 @@ from cutegemm.choice.plan import Memo, Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import compiled, program_autograd, transforms
+from cutegemm.pytorch import autograd, compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
@@ -161,11 +161,7 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
     options = out, out_dtype, precision, backend, config
     under_transform = transforms.active(*everything)
     if under_transform:
-        transforms.refuse_escaped({**tensors, **targets})
-        if out is not None:
-            raise ValueError(
-                "out: got a tensor under vmap or torch.func, where nothing can be written into it; leave it away"
-            )
+        transforms.refuse({**tensors, **targets}, out)
     if under_transform or is_dispatched(*everything) or _is_tracing():
         text = _program(a, b, epilogue, operands).text
         return _by_operator(a, b, text, operands, *options, save)
@@ -177,12 +173,9 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
     if _is_grad_enabled():
         for name, target in targets.items():
             request.check_tensor(name, target)
-        if out is not None and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors.values()):
-            raise ValueError(
-                "out: an operand requires grad, and no gradient is recorded of what is written into a tensor; "
-                "call gemm under torch.no_grad(), or leave out away"
-            )
         if any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors.values()):
+            if out is not None:
+                raise ValueError(autograd.NO_GRADIENT_INTO)
             program = _program(a, b, epilogue, operands)
             if _has_transforms():
                 return _by_operator(a, b, program.text, operands, *options, save)
@@ -197,8 +190,7 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
 def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
     """The program of a call whose tensors may be fake, mapped or of a subclass."""
     for name, tensor in (("a", a), ("b", b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        request.check_type(name, tensor)
     return program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
 
 

@@ -27,12 +27,6 @@ _SCHEMAS = {
 }
 
 
-def refuse_beside_scale(scaling: Any) -> None:
-    """Raises ValueError for a scaling beside given scales, whose shape tells."""
-    if scaling is not None:
-        raise ValueError(f"scaling: got {scaling!r} beside scale, whose shape tells; leave one of them away")
-
-
 def _quantize(x, dtype, scaling="rows", dim=-1, block=(1, 128), backend="auto"):
     return quantizing.quantize(x, dtype, scaling, dim, tuple(block), None, None, backend)
 

@@ -161,8 +161,7 @@ def _terms(
     request.check_number("alpha", alpha)
     request.check_number("beta", beta)
     request.check_activation(activation)
-    if c is None and beta != 0:
-        raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
+    request.check_beta(beta, c)
     reads_c = c is not None and beta != 0
     operands: list[Any] = [float(alpha)] if alpha != 1 else []
     if reads_c:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from cutegemm.problem import request
+
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
@@ -18,8 +20,10 @@ def active(*tensors: Any) -> bool:
     return False
 
 
-def refuse_escaped(tensors: dict[str, Any]) -> None:
-    """Raises ValueError for a tensor whose torch.vmap has ended: no transform at work knows its mapped dimension."""
+def refuse(tensors: dict[str, Any], out: Any) -> None:
+    """Raises ValueError for a tensor whose torch.vmap has ended: no transform at work knows its mapped dimension; and
+    where the result is to go into tensors given.
+    """
     level = torch._C._functorch.maybe_current_level() or 0
     for name, tensor in tensors.items():
         mapped = isinstance(tensor, torch.Tensor) and torch._C._functorch.is_batchedtensor(tensor)
@@ -28,6 +32,10 @@ def refuse_escaped(tensors: dict[str, Any]) -> None:
                 f"{name}: got a tensor that escaped from a function mapped by torch.vmap, which has ended; "
                 "return the tensor from that function and pass what vmap returns"
             )
+    if out is not None:
+        raise ValueError(
+            "out: got a tensor under vmap or torch.func, where nothing can be written into it; leave it away"
+        )
 
 
 def unwrap(tensors: tuple[Any, ...]) -> tuple[int, int, tuple, tuple]:
@@ -84,10 +92,7 @@ def merge(size: int, tensors: tuple[Any, ...], dims: tuple[Any, ...], beta: floa
     """
     mapped = [tensor is not None and dim is not None for tensor, dim in zip(tensors, dims, strict=True)]
     for name, tensor, is_mapped in zip(("a", "b"), tensors, mapped, strict=False):
-        if tensor.dim() - is_mapped not in (2, 3):
-            raise ValueError(
-                f"{name}: got {tensor.dim() - is_mapped} dimensions, accepted are 2 (one matrix) and 3 (a batch)"
-            )
+        request.check_dims(name, tensor.dim() - is_mapped)
     if mapped[3] and tensors[3].dim() != 2:
         raise ValueError(f"bias: got {tensors[3].dim() - 1} dimensions, expected 1, one number a column of the result")
     a, b, c, bias = (

@@ -15,6 +15,12 @@ _ALL = {**DTYPES, "fp64": torch.float64}
 MAJORS = ("tn", "tt", "nn", "nt")
 
 
+def draw(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Standard normal tensors of those shapes, contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
 def matrix(
     rows: int,
     cols: int,

@@ -17,18 +17,13 @@ from tests.problems import MAJORS, Case
 from tests.sass import opcodes, registers, spilled
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("fresh_timing")
 
 CONFIGS = (
     "dmma/64x32x16/w32x16/s3/g8/i16x8", "dmma/32x32x32/w16x16/s2/g1/i8x4", "dmma/32x64x16/w16x32/s4/g8/i16x16",
     "dmma/32x32x16/w16x16/s3/g8/i16x4",
 )  # fmt: skip
 FULL = Epilogue(c_dtype="fp64", bias_dtype="fp64")
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    """A fresh timing for the emulator."""
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
 
 
 @pytest.mark.parametrize("majors", MAJORS)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cutegemm.choice import plan
-from cutegemm.hardware import arch as arch_table
 from legacy_cuda.rungs import RUNGS
 from tests import exact
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
 
 HOPPER = {
     "cooperative": "64x64x64/coop1/c1x1/s4/g8",
@@ -39,14 +37,6 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "simt, sliced": ("simt/32x32x32/w32x32/s4/g1/x8", "fp32", {}),
     "simt, sliced, small tile": ("simt/16x32x64/w16x32/s2/g1/x4", "fp32", {"majors": "nt"}),
 }
-
-
-@pytest.fixture(autouse=True)
-def few_sms(seed, monkeypatch):
-    """Few SMs, so that persistent CTAs get several tiles and stream-K cuts some; a fresh timing."""
-    arch = replace(arch_table.get("sm_90a"), sm_count=4)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2))
 
 
 @pytest.mark.parametrize("name", HOPPER)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import cutegemm
 from cutegemm import ops
-from cutegemm.choice import plan
-from cutegemm.hardware import arch as arch_table
 from tests import scaled
+from tests.emulated.gpus import gpu_of
 from tests.scaled import check
 
 M, N, K = 136, 150, 328
@@ -80,8 +77,7 @@ def test_scaled_products(config, given, seed):
 @pytest.mark.product(keep=8)
 def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatch):
     """Three SMs, so that a CTA has several tiles and walks K both ways. A whole product is exact."""
-    arch = replace(arch_table.get("H200"), sm_count=3)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+    gpu_of(3, monkeypatch, "H200")
     sizes = {"m": 300, "n": given.get("n", N), "k": given.get("k", K)}
     check(**{"whole": whole, **given, **sizes}, seed=seed, backend="cute", config=f"sm90/{config}")
 
@@ -90,8 +86,7 @@ def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatc
 @pytest.mark.parametrize("recipes", [BLOCKS, ROWS])
 def test_halves_give_the_bits_of_whole_tiles(config, recipes, seed, monkeypatch):
     """Whatever the strides of the scales: they are multiplied, and partial sums added, in the same order."""
-    arch = replace(arch_table.get("H200"), sm_count=4)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+    gpu_of(4, monkeypatch, "H200")
     generator = torch.Generator().manual_seed(seed)
     a, b = (scaled.operand(rows, 650, "e4m3", generator) for rows in (300, 150))
     scale_a, scale_b = (
@@ -167,8 +162,7 @@ def test_the_choice_serves_gate_and_up_with_results_of_one_byte(recipes, seed):
 @pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
 def test_a_matrix_operand_beside_scales(recipes, seed, monkeypatch):
     """Several tiles a CTA, so that stages are filled again behind an epilogue."""
-    arch = replace(arch_table.get("H200"), sm_count=2)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+    gpu_of(2, monkeypatch, "H200")
     terms = {"c": torch.ones(200, 264, dtype=torch.bfloat16), "beta": 2.0}
     given = {"recipes": recipes, "out_dtype": torch.bfloat16, "options": terms, "seed": seed}
     check(200, 264, K, backend="cute", config="sm90/128x64x128/coop2/c1x1/s3/g8", **given)

@@ -15,7 +15,6 @@ import torch
 
 import cutegemm
 from cutegemm import backend
-from cutegemm.choice import plan
 from cutegemm.cute import FAMILIES
 from cutegemm.hardware import arch
 from cutegemm.problem import TABLE, Problem, reference
@@ -25,6 +24,7 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.reference import Expected
+from tests.emulated.gpus import gpu_of
 
 pytest.importorskip("llvmlite")
 
@@ -112,7 +112,7 @@ def check_exact(
 @pytest.mark.product(keep=3)
 def test_hopper_is_exact(config, options, seed, monkeypatch):
     """On 4 SMs: persistent CTAs compute several tiles, and stream-K cuts some."""
-    monkeypatch.setattr(plan, "emulated_arch", lambda: replace(arch.get("sm_90a"), sm_count=4))
+    gpu_of(4, monkeypatch)
     check_exact(config, **options, seed=seed)
 
 

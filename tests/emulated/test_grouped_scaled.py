@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
 import cutegemm
 from cutegemm import ops
-from cutegemm.choice import plan
 from cutegemm.errors import UnsupportedError
-from cutegemm.hardware import arch as arch_table
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import SKEWS, GroupCase, sizes_of
 
 pytest.importorskip("llvmlite")
-
-
-@pytest.fixture(autouse=True)
-def few_sms(monkeypatch):
-    """An H200 of 3 SMs, whose persistent CTAs walk over many groups."""
-    arch = replace(arch_table.get("sm_90a"), sm_count=3)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2))
+pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
+SMS = 3
 
 
 CASES = [

@@ -11,16 +11,17 @@ import torch
 
 import cutegemm
 from cutegemm import ops
-from cutegemm.choice import plan
 from cutegemm.cute.compile import CuteKernel
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.work_count import whole_tiles
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_M, RAGGED_N, SCATTERED
+from tests.emulated.gpus import gpu_of
 from tests.groups import SKEWS, GroupCase, sizes_of
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("fresh_timing")
 
 ONE = "sm90/64x64x64/coop1/c1x1/s3/g2/streamk"
 CONFIGS = [
@@ -33,11 +34,6 @@ CONFIGS = [
 ]
 
 
-def gpu_of(sms: int, monkeypatch) -> None:
-    arch = replace(arch_table.get("sm_90a"), sm_count=sms)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
-
-
 def count(config: str, work: str, sizes: list[int], across: int) -> int:
     """Cluster tiles of groups of these sizes."""
     c = HopperConfig.parse(config)
@@ -45,11 +41,6 @@ def count(config: str, work: str, sizes: list[int], across: int) -> int:
     if c.swapped != (work == RAGGED_N):
         along, other = other, along
     return sum(-(-size // along) for size in sizes) * -(-across // other)
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2))
 
 
 @pytest.mark.parametrize(("work", "config", "majors", "ctas"), CONFIGS)

@@ -6,27 +6,17 @@ timing.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import cutegemm
-from cutegemm.choice import plan
 from cutegemm.errors import UnsupportedError
-from cutegemm.hardware import arch as arch_table
 from tests.problems import MAJORS, Case
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("few_sms")
 
 SEEDS = range(3)
-
-
-@pytest.fixture(autouse=True)
-def few_sms(monkeypatch):
-    """An H200 of 4 SMs."""
-    arch = replace(arch_table.get("sm_90a"), sm_count=4)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
 
 
 @pytest.fixture

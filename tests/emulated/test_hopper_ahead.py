@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from cutegemm import backend
-from cutegemm.choice import plan
 from cutegemm.cute.hopper.ahead_plan import plan as ring_plan
-from cutegemm.hardware import arch as arch_table
 from tests.emulated.test_program_outputs import check_exact, integers, run
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("few_sms")
 
 ONE = "def epilogue(acc, x0: bf16[L, M, N]): return acc + x0"
 TWO = "def epilogue(acc, x0: bf16[L, M, N], x1: fp16[M, N]): return acc * x0 - x1"
@@ -39,13 +38,6 @@ PING_PONG = [
     "128x192x32/pp/c2x2/s8/row/pdl",
 ]  # fmt: skip
 SWAPPED = ["64x32x64/coop1/c1x1/s3/row/swap", "128x64x64/coop2/c2x1/s3/row/swap", "128x160x64/pp/c1x2/s4/row/swap"]
-
-
-@pytest.fixture(autouse=True)
-def few_sms(monkeypatch):
-    """An H200 of 4 SMs, so that persistent CTAs compute several tiles."""
-    arch = replace(arch_table.get("sm_90a"), sm_count=4)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
 
 
 def check(text: str, config: str, shape: tuple[int, int, int], out: torch.dtype = torch.bfloat16) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from cutegemm import backend
-from cutegemm.choice import plan
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import LINE
+from tests.emulated.gpus import gpu_of
 from tests.problems import Case
 
 pytest.importorskip("llvmlite")
@@ -41,7 +39,7 @@ def test_rows_of_the_boxes_are_as_wide_as_the_cost_model_thinks(text, dtype, maj
         return found
 
     monkeypatch.setattr(tma, "tensor_map_at", spy)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: replace(arch_table.get("sm_90a"), sm_count=4))
+    gpu_of(4, monkeypatch)
     options = {"precision": "tf32"} if dtype == "fp32" else {}
     case = Case.random(M, N, K, dtype, seed=seed, majors=majors, **options)
     case.run(backend="cute", config=f"sm90/{text}")

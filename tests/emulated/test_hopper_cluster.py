@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import cutegemm
-from cutegemm.choice import plan
 from cutegemm.hardware import arch as arch_table
 from tests.problems import Case
 
 pytest.importorskip("llvmlite")
-
-
-@pytest.fixture(autouse=True)
-def few_sms(monkeypatch):
-    arch = replace(arch_table.get("sm_90a"), sm_count=8)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
+pytestmark = pytest.mark.usefixtures("few_sms")
+SMS = 8
 
 
 @pytest.fixture

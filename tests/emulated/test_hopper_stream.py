@@ -8,19 +8,14 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm.choice import plan
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.work_count import whole_tiles
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
+from tests.emulated.gpus import gpu_of
 from tests.problems import Case
 
 pytest.importorskip("llvmlite")
-
-
-def gpu_of(sms: int, monkeypatch) -> None:
-    arch = replace(arch_table.get("sm_90a"), sm_count=sms)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
 
 
 @pytest.mark.parametrize("sms", [3, 4, 5, 11])

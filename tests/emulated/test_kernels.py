@@ -11,6 +11,7 @@ import torch
 from tests.problems import MAJORS, Case
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("fresh_timing")
 
 # Extents that no tile divides: aligned to 16 bytes, and odd ones whose rows start at any element.
 ALIGNED, ODD = (72, 40, 136), (67, 45, 83)
@@ -21,13 +22,6 @@ CONFIGS = {
     ("fp32", "tf32"): "sm80/64x64x16/w32x32/s4/g4",
     ("fp32", "ieee"): "simt/64x64x8/w32x32/s3/g8",
 }
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    """A fresh timing for the emulator."""
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
-    return seed
 
 
 def options(dtype: str, precision: str) -> dict[str, str]:

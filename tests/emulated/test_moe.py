@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import cutegemm
-from cutegemm.choice import plan
-from cutegemm.hardware import arch as arch_table
 
 pytest.importorskip("llvmlite")
-
-
-@pytest.fixture(autouse=True)
-def few_sms(monkeypatch, seed):
-    """An H200 of 3 SMs, with a timing of its own each run."""
-    arch = replace(arch_table.get("sm_90a"), sm_count=3)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2))
+pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
+SMS = 3
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(21, 2), pytest.param(1, 1, marks=pytest.mark.slow), (0, 2)])

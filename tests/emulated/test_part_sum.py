@@ -16,18 +16,13 @@ from tests import exact
 from tests.problems import Case
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("fresh_timing")
 
 SIMT, SLICED = "simt/64x64x8/w32x32/s3/g8/k3", "simt/32x32x32/w32x32/s3/g1/x2/k2"
 SM80 = "sm80/64x32x32/w32x16/s3/g8/k4"
 EVERYTHING = (
     "def epilogue(acc, x0: fp32[M, N]): t0 = acc + x0; return t0, -acc, row_sum(acc + 3.0), column_max(t0 - 500.0)"
 )
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    """A fresh timing for the emulator."""
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,10 @@ from cutegemm.run import preparing
 from tests.problems import MAJORS, Case, matrix
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("fresh_timing")
 
 CONFIG = "sm90/64x64x64/coop1/c1x1/s3/row"
 SPLIT = "sm90/64x64x64/coop1/c1x1/s3/row/k2"
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    """A fresh timing for the emulator: the order of warps differs from run to run."""
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
-    return seed
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])

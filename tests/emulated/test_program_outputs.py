@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import cutegemm
-from cutegemm.choice import plan
 from cutegemm.errors import UnsupportedError
-from cutegemm.hardware import arch as arch_table
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("few_sms")
 
 MATRICES = "def epilogue(acc): t0 = acc + 3.0; return t0, acc * -2.0, abs(acc)"
 # What lies beyond the edge has acc == 0: it would show in each of these.
@@ -26,13 +23,6 @@ BOTH_WAYS = (
 )
 OTHER_KINDS = "def epilogue(acc): return acc, row_max_abs(acc + 500.0), column_max(acc - 500.0)"
 MIXED = "def epilogue(acc) -> (bf16, fp32, None): t0 = acc + 3.0; return t0, acc, row_sum(t0)"
-
-
-@pytest.fixture(autouse=True)
-def few_sms(monkeypatch):
-    """An H200 of 4 SMs, so that persistent CTAs compute several tiles."""
-    arch = replace(arch_table.get("sm_90a"), sm_count=4)
-    monkeypatch.setattr(plan, "emulated_arch", lambda: arch)
 
 
 def program_of(text: str) -> Program:

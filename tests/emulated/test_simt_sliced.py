@@ -8,16 +8,11 @@ import torch
 from tests.problems import MAJORS, Case
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("fresh_timing")
 
 # Fragments one after the other and double-buffered; one chunk a slice; a tile of 16 rows; several warp tiles.
 DOUBLE, SINGLE = "simt/32x32x64/w32x32/s3/g8/x8", "simt/32x32x32/w32x32/s3/g1/x8"
 LOW, MANY = "simt/16x32x64/w16x32/s2/g1/x4", "simt/64x64x32/w32x32/s2/g4/x2"
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    """A fresh timing for the emulator."""
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
 
 
 @pytest.mark.parametrize("majors", MAJORS)

@@ -20,16 +20,11 @@ from tests.problems import MAJORS, Case
 from tests.sass import opcodes, spilled
 
 pytest.importorskip("llvmlite")
+pytestmark = pytest.mark.usefixtures("fresh_timing")
 
 ALONG_K, ACROSS = "vector/2x32x128/w2x8/s2/g1/x2", "vector/2x128x8/w2x128/s2/g1/x4"
 COLUMNS_ALONG_K, COLUMNS_ACROSS = "vector/32x8x128/w8x8/s1/g1/x2", "vector/128x8x4/w128x8/s3/g1/x2"
 REDUCED = "def epilogue(acc, x0: fp32[M, N]): t0 = acc + x0; return t0, row_sum(acc + 3.0), column_max(t0 - 500.0)"
-
-
-@pytest.fixture(autouse=True)
-def timing(seed, monkeypatch):
-    """A fresh timing for the emulator."""
-    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed))
 
 
 @pytest.mark.parametrize("majors", MAJORS)

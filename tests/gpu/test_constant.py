@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import cutegemm
-from tests import exact, needs
+from tests import exact
 from tuning import decode
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 CONFIGS = (
     None,
@@ -18,11 +18,6 @@ CONFIGS = (
     "sm90/64x64x64/coop1/c2x1/s4/row/k4/pdl",
     "sm90/64x128x64/pp/c1x2/s4/serp8/pdl",
 )
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    needs.hopper()
 
 
 def chain(config: str | None, tokens: int, seed: int, length: int = 12):

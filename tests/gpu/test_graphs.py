@@ -12,11 +12,11 @@ import torch
 
 import cutegemm
 from cutegemm.cute import workspace
-from tests import needs
 from tests.problems import Case
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("hopper"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compilers
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -25,11 +25,6 @@ SPLIT = "sm90/128x128x64/coop2/c1x1/s5/row/k16"
 ARRIVAL = "sm90/128x128x64/coop2/c1x1/s5/row/k16/arrival"
 STREAM = "sm90/128x128x64/coop2/c1x1/s5/serp8/streamk"
 PROBLEMS = {SPLIT: (256, 264, 16392), ARRIVAL: (256, 264, 16392), STREAM: (1600, 2048, 1032)}
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    needs.hopper()
 
 
 def nodes(graph: torch.cuda.CUDAGraph) -> Counter[str]:

@@ -11,15 +11,9 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.problem import reference
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
-from tests import needs
 from tests.groups import RECIPES, SKEWS, WORKS, GroupCase, sizes_of
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    needs.hopper()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 
 STREAM = "sm90/64x16x64/coop1/c1x1/s6/row/swap/streamk/pdl"

@@ -7,17 +7,10 @@ import torch
 
 import cutegemm
 from cutegemm.problem import Problem, reference
-from tests import needs
 from tests.problems import MAJORS, Case
 from tuning.ladder_hopper import STEPS
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    """Skips on any other architecture."""
-    needs.hopper()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 
 CONFIGS = [

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 import cutegemm
-from tests import needs
 from tests.mixtures import agree, drawn, exact, leaves
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    needs.hopper()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,11 +15,10 @@ from cutegemm.cute.hopper import part_candidates
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, reference
 from cutegemm.problem.dtypes import TABLE
-from tests import needs
 from tests.problems import MAJORS, Case
 from tuning.precision import INPUTS, error, inputs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 PRECISIONS = ("tf32x3", "bf16x6", "bf16x9")
 MMA = "sm80/64x64x32/w32x32/s3/g8"
 SHARES = {
@@ -33,12 +32,6 @@ SHARES = {
     ("bf16x6", "uniform", 4096): 0.67,
 }
 """Share of cuBLAS SGEMM's error that is promised, by precision, input and K, where it is not the aim itself."""
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    """Skips on any other architecture."""
-    needs.hopper()
 
 
 @pytest.mark.parametrize("majors", MAJORS)

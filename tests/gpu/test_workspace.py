@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import cutegemm
-from tests import needs
 from tests.problems import Case
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("hopper"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compilers
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -20,11 +20,6 @@ pytestmark = [
 SPLIT = "sm90/128x128x64/coop2/c1x1/s5/row/k16"
 STREAM = "sm90/128x128x64/coop2/c1x1/s5/serp8/streamk"
 PROBLEMS = {SPLIT: (256, 264, 16392), STREAM: (1600, 2048, 1032)}
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    needs.hopper()
 
 
 @pytest.mark.parametrize("config", [SPLIT, STREAM])

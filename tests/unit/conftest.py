@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cutegemm import winners
+from cutegemm import native, winners
 from cutegemm.choice import heuristics
 from cutegemm.winners import table as winners_table
 
@@ -26,3 +26,17 @@ def no_winners(monkeypatch):
     heuristics.forget()
     yield
     heuristics.forget()
+
+
+@pytest.fixture
+def no_native_part(no_winners):
+    """The test leaves the C++ part switched off, as it found it."""
+    yield
+    assert native.gemm is None
+    assert native.linear is None
+
+
+@pytest.fixture
+def store(tmp_path) -> winners.Winners:
+    """An empty winners store."""
+    return winners.Winners(tmp_path / "winners.sqlite3")

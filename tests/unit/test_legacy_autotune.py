@@ -9,7 +9,6 @@ import pytest
 from cutegemm.errors import GemmError
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
-from cutegemm.winners import Winners
 from cutegemm.winners.fingerprint import fingerprint
 from legacy_cuda.config import LegacyConfig, parse
 from tests.tuning_fakes import Clock
@@ -40,11 +39,6 @@ class Bench:
 
     def measure(self, config: LegacyConfig, rounds: int) -> Row:
         return Row(config, PROBLEM, float(self.times[config]), 0.5, "ok")
-
-
-@pytest.fixture
-def store(tmp_path) -> Winners:
-    return Winners(tmp_path / "winners.sqlite3")
 
 
 @pytest.fixture(autouse=True)

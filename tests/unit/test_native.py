@@ -41,12 +41,7 @@ from tests.native_cases import (
 )  # fmt: skip
 from tuning import host_stub
 
-
-@pytest.fixture(autouse=True)
-def alone(no_winners):
-    yield
-    assert native.gemm is None
-    assert native.linear is None
+pytestmark = pytest.mark.usefixtures("no_native_part")
 
 
 PRODUCTS: dict[str, Callable[[], Any]] = {

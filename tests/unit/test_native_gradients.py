@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import native
 from tests.native_cases import (
     BIAS,
     FP32,
@@ -24,12 +23,7 @@ from tests.native_cases import (
     served,
 )  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def alone(no_winners):
-    yield
-    assert native.gemm is None
-    assert native.linear is None
+pytestmark = pytest.mark.usefixtures("no_native_part")
 
 
 def _trained(module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor | None = None) -> list[torch.Tensor]:

@@ -15,14 +15,8 @@ from cutegemm.tuner import run as sweep_run
 from cutegemm.tuner import search as sweep_search
 from cutegemm.tuner.budget import MOST_WAITED
 from cutegemm.tuner.search import STARTING, Options, Outcome, Search
-from cutegemm.winners import Winners
 from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, space
 from tuning import sweep, sweep_dry
-
-
-@pytest.fixture
-def store(tmp_path) -> Winners:
-    return Winners(tmp_path / "winners.sqlite3")
 
 
 @pytest.fixture

@@ -10,15 +10,9 @@ from cutegemm.problem import Problem
 from cutegemm.tuner.search import HEAT_BLOCK_SECONDS, Options, Plan
 from cutegemm.tuner.timer import TORCH, TimerLost
 from cutegemm.tuner.timing import BLOCK_SECONDS
-from cutegemm.winners import Winners
 from tests.tuning_fakes import PROBLEM, Clock, FakeCompiler, FakeTimer, search, space
 
 LARGE = Problem.of(8192, 8192, 8192)
-
-
-@pytest.fixture
-def store(tmp_path) -> Winners:
-    return Winners(tmp_path / "winners.sqlite3")
 
 
 def final_of(timer: FakeTimer) -> tuple[int, int]:

@@ -12,11 +12,6 @@ from cutegemm.winners.fingerprint import fingerprint
 from tests.tuning_fakes import H200, PROBLEM, Clock, FakeCompiler, FakeTimer, candidate, search, space
 
 
-@pytest.fixture
-def store(tmp_path) -> Winners:
-    return Winners(tmp_path / "winners.sqlite3")
-
-
 def best(store: Winners, problem: Problem = PROBLEM) -> Measurement:
     found = store.best(H200.name, H200.sm_count, str(problem))
     assert found is not None

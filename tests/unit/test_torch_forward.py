@@ -11,17 +11,12 @@ from torch.utils import _pytree
 import cutegemm
 from cutegemm.problem import reference
 from tests import gradients
-from tests.problems import DTYPES
+from tests.problems import DTYPES, draw
 
 # torch loads its own scripted formulas when forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 ROUTES = ("gemm", "operator", "linear")
-
-
-def draw(seed, *shapes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def operator(a, b, c=None, *, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, backend="auto"):

@@ -8,14 +8,9 @@ import torch
 import cutegemm
 from cutegemm.problem import reference
 from tests import gradients, opinfo
-from tests.problems import DTYPES, matrix
+from tests.problems import DTYPES, draw, matrix
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
-
-
-def draw(seed, *shapes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def run(a, b, grad, c=None, bias=None, backend="auto", **numbers):

@@ -12,12 +12,7 @@ from torch.nn import functional
 import cutegemm
 from cutegemm.problem import reference
 from tests import gradients
-from tests.problems import DTYPES
-
-
-def draw(seed, *shapes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+from tests.problems import DTYPES, draw
 
 
 def rows(t: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,10 @@ from torch.nn import functional
 
 import cutegemm
 from cutegemm.pytorch import operator
+from tests.problems import draw
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 OP = torch.ops.cutegemm.gemm.default
-
-
-def draw(seed, *shapes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def compiled(function, **options):

@@ -7,14 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cutegemm
+from tests.problems import draw
 
 BACKENDS = ("auto", "torch", "legacy")
 MODIFIED = "modified by an inplace operation"
-
-
-def draw(seed, *shapes):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def by_operator(a, b, out, c=None, beta=0.0, backend="auto"):

@@ -14,15 +14,11 @@ from cutegemm import ops
 from cutegemm.problem import program_request
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.pytorch import autograd, program_autograd
+from tests.problems import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")
 OP = torch.ops.cutegemm.gemm_program.default
 TEXT = "def epilogue(acc, x0: fp32[N], x1: fp32[M, N], x2: fp32): return gelu(acc + x0) * x1 * x2, row_sum(acc)"
-
-
-def draw(seed, *shapes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def leaves(*tensors):

@@ -1,0 +1,19 @@
+"""Fixtures of the tests in the emulator; a module asks for one by `pytestmark`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulated.gpus import gpu_of
+
+
+@pytest.fixture
+def fresh_timing(seed, monkeypatch):
+    """A timing of this test's own: the order of warps differs from one to the next."""
+    monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2))
+
+
+@pytest.fixture
+def few_sms(request, monkeypatch):
+    """An H200 of 4 SMs, or of the module's SMS, so that persistent CTAs compute several tiles."""
+    gpu_of(getattr(request.module, "SMS", 4), monkeypatch)

@@ -62,7 +62,7 @@ def linear(
                     constant=constant,
                 )  # fmt: skip
             if x.dim() > 0:
-                rows = x.reshape(_extent(x), x.shape[-1])
+                rows = x.reshape(leading_extent(x), x.shape[-1])
                 d = gemm(
                     rows, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend,
                     constant=constant,
@@ -75,7 +75,7 @@ def linear(
         raise
 
 
-def _extent(x: torch.Tensor) -> int:
+def leading_extent(x: torch.Tensor) -> int:
     """The product of the leading extents: -1 cannot be inferred of an empty tensor."""
     count = 1
     for extent in x.shape[:-1]:

@@ -4,17 +4,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cutegemm import backend as backends
 from cutegemm import replacing
 from cutegemm.linear import linear
 from cutegemm.moe import DTYPES, moe
-from cutegemm.problem import request
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch.mlp import check_activation, reshape_weight
@@ -45,7 +42,7 @@ class TopKRouter(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the weight as torch.nn.Linear does."""
-        _draw(self.weight)
+        replacing.draw(self.weight)
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
@@ -119,8 +116,7 @@ class MoE(torch.nn.Module):
         precision: str | None, backend: str,
     ) -> None:  # fmt: skip
         check_activation(activation)
-        request.check_precision(precision)
-        backends.check_name(backend)
+        replacing.check_options(precision, backend)
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
@@ -134,8 +130,8 @@ class MoE(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the experts' weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
-        _draw(self.gate_up_proj)
-        _draw(self.down_proj)
+        replacing.draw(self.gate_up_proj)
+        replacing.draw(self.down_proj)
 
     def forward(
         self, input: torch.Tensor, experts: torch.Tensor | None = None, weights: torch.Tensor | None = None
@@ -220,16 +216,7 @@ def replace_moe(
         TypeError: no module, or a `where` that cannot be called.
         ValueError: no such precision or backend; `model` is left as it was.
     """
-    replacing.check(model, where)
-    request.check_precision(precision)
-    backends.check_name(backend)
-    replaced = functools.partial(_replaced, precision=precision, backend=backend)
-    return replacing.replace_gated(model, where, _gated_activation, replaced)
-
-
-def _draw(weight: torch.Tensor) -> None:
-    bound = max(weight.shape[-1], 1) ** -0.5
-    torch.nn.init.uniform_(weight, -bound, bound)
+    return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced)
 
 
 def _fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
@@ -269,21 +256,11 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str)
 @torch.no_grad()
 def _is_like_ours(module: Any, activation: str) -> bool:
     gate_up, down = module.gate_up_proj, module.down_proj
-    generator = torch.Generator(gate_up.device).manual_seed(0)
-    x = torch.randn((2, gate_up.shape[2]), dtype=torch.float32, device=gate_up.device, generator=generator)
+    x = replacing.probe(gate_up[0])
     chosen = torch.tensor([[0, gate_up.shape[0] - 1]] * 2, device=gate_up.device)
     weights = torch.tensor([[0.75, 0.25], [0.5, 0.25]], dtype=gate_up.dtype, device=gate_up.device)
-    # Gates of 64 in the second token: a clamp that belongs to an activation is at 7 to 30 in the models that have one.
-    x[1] *= 64 / (x[1] @ gate_up[0].float().t()).abs().max().clamp(min=1e-3)
-    x = x.to(gate_up.dtype)
     want = torch.zeros(2, down.shape[1], device=x.device)
     for choice, expert in enumerate((0, -1)):
         gate, up = (x.float() @ gate_up[expert].float().t()).chunk(2, -1)
         want += (activate(gate, activation) * up) @ down[expert].float().t() * weights[:, choice : choice + 1].float()
-    try:
-        found = module(x, chosen, weights).float()
-    except Exception:  # whatever it is called with, it is not what was looked for
-        return False
-    # Of results that are rounded on their way, as torch does it.
-    error, size = (found - want).abs(), want.abs()
-    return found.shape == want.shape and bool((error.amax(1) <= 0.02 * size.amax(1)).all())
+    return replacing.gives(want, module, x, chosen, weights)

@@ -5,15 +5,13 @@ from the original.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from cutegemm import backend as backends
 from cutegemm import replacing
-from cutegemm.linear import _extent, linear
+from cutegemm.linear import leading_extent, linear
 from cutegemm.mixture import MoE, TopKRouter, replace_moe
 from cutegemm.moe import DTYPES
 from cutegemm.problem import dtypes, request
@@ -74,7 +72,8 @@ class Linear(torch.nn.Linear):
         self._configure(activation, precision, backend, constant_weight)
 
     def _configure(self, activation: str | None, precision: str | None, backend: str, constant_weight: bool) -> None:
-        _check(activation, precision, backend)
+        request.check_activation(activation)
+        replacing.check_options(precision, backend)
         if not isinstance(constant_weight, bool):
             raise TypeError(f"constant_weight: got {type(constant_weight).__name__}, accepted are True and False")
         self.activation, self.precision, self.backend = activation, precision, backend
@@ -157,7 +156,7 @@ def replace_linears(
         TypeError, ValueError: no module, no such precision, backend, dtype or scaling; `model` is left as it was.
     """
     replacing.check(model, where)
-    _check(None, precision, backend)
+    replacing.check_options(precision, backend)
     if dtype is not None:
         Settings.of(dtype, scaling, None, accumulate, backend)
         if precision is not None:
@@ -258,7 +257,7 @@ class SwiGLU(torch.nn.Module):
         self, gate_up: torch.Tensor, down: torch.Tensor, activation: str, precision: str | None, backend: str
     ) -> None:
         mlp.check_activation(activation)
-        _check(None, precision, backend)
+        replacing.check_options(precision, backend)
         self.gate_up_weight = torch.nn.Parameter(gate_up)
         self.down_weight = torch.nn.Parameter(down)
         self.settings = mlp.Settings(activation, precision, backend)
@@ -266,9 +265,8 @@ class SwiGLU(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws the weights as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
-        for weight in (self.gate_up_weight, self.down_weight):
-            bound = max(weight.shape[-1], 1) ** -0.5
-            torch.nn.init.uniform_(weight, -bound, bound)
+        replacing.draw(self.gate_up_weight)
+        replacing.draw(self.down_weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features). Gradients, autocast and
@@ -284,7 +282,7 @@ class SwiGLU(torch.nn.Module):
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {columns})")
         if input.dtype not in DTYPES:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {', '.join(map(str, DTYPES))}")
-        rows = input.reshape(_extent(input), columns) if input.dim() != 2 else input
+        rows = input.reshape(leading_extent(input), columns) if input.dim() != 2 else input
         result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
         return result.view(*input.shape[:-1], self.down_weight.shape[0])
 
@@ -309,8 +307,7 @@ class SwiGLU(torch.nn.Module):
         Raises TypeError for what is no tensor, ValueError for other shapes, activation, precision or backend.
         """
         for name, each in (("gate", gate), ("up", up), ("down", down)):
-            if not isinstance(each, torch.Tensor):
-                raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.Tensor")
+            request.check_type(name, each)
         if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
             shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
             raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
@@ -362,10 +359,7 @@ def replace_mlps(
         TypeError: no module, or a `where` that cannot be called.
         ValueError: no such precision or backend; `model` is left as it was.
     """
-    replacing.check(model, where)
-    _check(None, precision, backend)
-    replaced = functools.partial(_replaced, precision=precision, backend=backend)
-    return replacing.replace_gated(model, where, _gated_activation, replaced)
+    return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced)
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:
@@ -388,29 +382,13 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str)
     gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
     if not gate.is_meta:
         with torch.no_grad():
-            generator = torch.Generator(gate.device).manual_seed(0)
-            x = torch.randn((2, gate.shape[1]), dtype=torch.float32, device=gate.device, generator=generator)
-            # Gates of 64 in the second row: a clamp of a gate is at 7 to 30 in the models that have one.
-            x[1] *= 64 / (x[1] @ gate.float().t()).abs().amax().clamp(min=1e-3)
-            x = x.to(gate.dtype)
+            x = replacing.probe(gate)
             wide = x.float() @ gate.float().t(), x.float() @ up.float().t()
             want = (activate(wide[0], activation) * wide[1]) @ down.float().t()
-            try:
-                found = module(x).float()
-            except Exception:  # whatever it is called with, it is not what was looked for
-                return module
-            # Of results that are rounded three times on their way, as torch does it.
-            error, size = (found - want).abs(), want.abs()
-            if found.shape != want.shape or not bool((error.amax(1) <= 0.02 * size.amax(1)).all()):
-                return module
+        if not replacing.gives(want, module, x):
+            return module
     made = SwiGLU.from_weights(gate, up, down, activation=activation, precision=precision, backend=backend)
     return made.train(module.training)
-
-
-def _check(activation: Any, precision: Any, backend: Any) -> None:
-    request.check_activation(activation)
-    request.check_precision(precision)
-    backends.check_name(backend)
 
 
 def _why_not(module: Any) -> str | None:

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
 from cutegemm.gemm import gemm
+from cutegemm.linear import leading_extent
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import (
     ACCEPTED,
@@ -154,7 +155,7 @@ class Fp8Linear(torch.nn.Module):
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
         settings = self.settings
-        rows = input.reshape(_extent(input), self.in_features)
+        rows = input.reshape(leading_extent(input), self.in_features)
         # Backends that take no part in quantization leave it to the best one there is.
         by = settings.backend if settings.backend in quantization_request.BACKENDS else "auto"
         if self.input_scale is None:
@@ -282,14 +283,6 @@ def why_not_quantized(module: Any) -> str | None:
             "(torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)"
         )
     return None
-
-
-def _extent(x: torch.Tensor) -> int:
-    """The product of the leading extents: -1 cannot be inferred of an empty tensor."""
-    count = 1
-    for extent in x.shape[:-1]:
-        count *= extent
-    return count
 
 
 def _quantized(weight: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:

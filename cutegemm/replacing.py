@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from cutegemm import backend as backends
+from cutegemm.problem import request
+
 _ACTIVATION_CLASSES = {
     "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu",
 }  # fmt: skip
@@ -20,6 +23,41 @@ def check(model: Any, where: Any) -> None:
         raise TypeError(f"model: got {_kind(model)}, expected a torch.nn.Module")
     if where is not None and not callable(where):
         raise TypeError(f"where: got {_kind(where)}, expected a function of a name and a module, or None")
+
+
+def check_options(precision: Any, backend: Any) -> None:
+    """Raises ValueError for a precision or a backend that there is none of."""
+    request.check_precision(precision)
+    backends.check_name(backend)
+
+
+def draw(weight: torch.Tensor) -> None:
+    """Draws a weight as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
+    bound = max(weight.shape[-1], 1) ** -0.5
+    torch.nn.init.uniform_(weight, -bound, bound)
+
+
+@torch.no_grad()
+def probe(gate: torch.Tensor) -> torch.Tensor:
+    """Two random rows, by which a module with the weight `gate` (columns, inputs) shows what it computes.
+
+    The second has gates of 64: a clamp that belongs to an activation is at 7 to 30 in the models that have one.
+    """
+    generator = torch.Generator(gate.device).manual_seed(0)
+    x = torch.randn((2, gate.shape[1]), dtype=torch.float32, device=gate.device, generator=generator)
+    x[1] *= 64 / (x[1] @ gate.float().t()).abs().amax().clamp(min=1e-3)
+    return x.to(gate.dtype)
+
+
+@torch.no_grad()
+def gives(want: torch.Tensor, module: Any, *inputs: torch.Tensor) -> bool:
+    """Whether a module computes `want` (2, columns), up to the rounding of results on their way, as torch does it."""
+    try:
+        found = module(*inputs).float()
+    except Exception:  # whatever it is called with, it is not what was looked for
+        return False
+    error, size = (found - want).abs(), want.abs()
+    return found.shape == want.shape and bool((error.amax(1) <= 0.02 * size.amax(1)).all())
 
 
 def as_size(name: str, value: Any, least: int = 0, most: int | None = None, what: str = "") -> int:
@@ -57,22 +95,28 @@ def replace_modules(
 def replace_gated(
     model: torch.nn.Module,
     where: Callable[[str, torch.nn.Module], bool] | None,
+    precision: str | None,
+    backend: str,
     activation_in: Callable[[torch.nn.Module], str | None],
-    replaced: Callable[[Any, str], torch.nn.Module],
+    replaced: Callable[[Any, str, str | None, str], torch.nn.Module],
 ) -> torch.nn.Module:
     """`replace_modules` of those with an activation that `where` chooses; each is looked at once.
 
     Args:
         activation_in: the activation of a module that can be replaced, None for any other.
-        replaced: of such a module and its activation, what stands in its place.
+        replaced: of such a module, its activation, precision and backend, what stands in its place.
+
+    Raises TypeError or ValueError for arguments that are none; `model` is left as it was.
     """
+    check(model, where)
+    check_options(precision, backend)
     made: dict[int, torch.nn.Module] = {}
 
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
         if id(module) not in made:
             activation = activation_in(module)
             chosen = activation is not None and (where is None or where(name, module))
-            made[id(module)] = replaced(module, str(activation)) if chosen else module
+            made[id(module)] = replaced(module, str(activation), precision, backend) if chosen else module
         return made[id(module)]
 
     return replace_modules(model, replacement)

@@ -104,7 +104,7 @@ class Provider(Protocol):
     name: str
 
     def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        """(signature, backend, configuration) of the kernels of ours that the problem will run."""
-        ...
+        """(signature, backend, configuration) of the kernels of ours that the problem will run: none by default."""
+        return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,21 +23,18 @@ from tuning import bench_scaled
 from tuning.bench_basis import Inputs, NotServed, Prepared, Provider, tell
 
 
-class Torch:
+class Torch(Provider):
     """torch.mm, which is cuBLAS on a GPU. TF32 follows the problem's precision. Of fp8 `torch._scaled_mm` with one
     scale a matrix and as the problem accumulates, of int8 `torch._int_mm`.
     """
 
     name = "torch"
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        return []
-
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         def call(a: torch.Tensor, b: torch.Tensor) -> Call:
             if a.element_size() == 1:
                 return bench_scaled.torch_call(problem, "tensor", problem.precision == "fast", a, b, out)
-            return lambda: torch.mm(a, b, out=out)
+            return partial(torch.mm, a, b, out=out)
 
         try:
             return Prepared([call(a, b) for a, b in inputs])
@@ -46,7 +44,7 @@ class Torch:
             raise NotServed(f"torch: {why}") from why
 
 
-class Cutegemm:
+class Cutegemm(Provider):
     """`cutegemm.gemm`.
 
     Args:
@@ -78,21 +76,16 @@ class Cutegemm:
         except (GemmError, ValueError) as why:
             raise NotServed(str(why)) from why
 
-        def call(a: torch.Tensor, b: torch.Tensor) -> Call:
-            return lambda: cutegemm.gemm(a, b, **options)
-
         before = [f"copy {name}" for name, _ in asked.copies]
         before += [f"{each.kind} {each.operand}" for each in found.preparations]
-        return Prepared([call(a, b) for a, b in inputs], str(choice.config or ""), choice.backend, ", ".join(before))
+        calls: list[Call] = [partial(cutegemm.gemm, a, b, **options) for a, b in inputs]
+        return Prepared(calls, str(choice.config or ""), choice.backend, ", ".join(before))
 
 
-class Triton:
+class Triton(Provider):
     """The kernel of `tuning.bench_triton`, autotuned."""
 
     name = "triton"
-
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         from tuning import bench_triton
@@ -105,19 +98,13 @@ class Triton:
         except Exception as why:  # whatever its compiler raises
             raise NotServed(f"triton: {type(why).__name__}: {why}") from why
 
-        def call(a: torch.Tensor, b: torch.Tensor) -> Call:
-            return lambda: bench_triton.matmul(a, b, out, precision)
-
-        return Prepared([call(a, b) for a, b in inputs], bench_triton.chosen())
+        return Prepared([partial(bench_triton.matmul, a, b, out, precision) for a, b in inputs], bench_triton.chosen())
 
 
-class Quack:
+class Quack(Provider):
     """quack's `gemm`, autotuned by its own tuner at the first call of a shape."""
 
     name = "quack"
-
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         if problem.dtype not in ("fp16", "bf16"):
@@ -131,22 +118,16 @@ class Quack:
         except Exception as why:
             raise NotServed(f"quack: {type(why).__name__}: {why}") from why
 
-        def call(a: torch.Tensor, b: torch.Tensor) -> Call:
-            return lambda: gemm(a, b, out=out, tuned=True)
-
-        return Prepared([call(a, b) for a, b in inputs])
+        return Prepared([partial(gemm, a, b, out=out, tuned=True) for a, b in inputs])
 
 
-class Operators:
+class Operators(Provider):
     """nvidia-cutlass-operators: the fastest of its operators for the problem, by a short timing of each."""
 
     name = "operators"
 
     def __init__(self) -> None:
         self._compiled: dict[tuple[str, str], Any] = {}
-
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         _one_of(problem, {"ieee": "ieee"})

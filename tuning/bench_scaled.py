@@ -17,9 +17,9 @@ import torch
 import cutegemm
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem, Signature
+from cutegemm.problem import Problem
 from cutegemm.tuner.timing import Call
-from tuning.bench_basis import Inputs, NotServed, Prepared, tell
+from tuning.bench_basis import Inputs, NotServed, Prepared, Provider, tell
 
 RECIPES = ("tensor", "rows", "blocks")
 
@@ -39,26 +39,19 @@ def torch_call(problem: Problem, recipe: str, fast: bool, a: torch.Tensor, b: to
     """torch's product of operands of one byte: `_scaled_mm`, of int8 `_int_mm`. Raises what torch raises."""
     if problem.dtype == "int8":
         torch._int_mm(a, b, out=out)  # refuses 16 rows or fewer, among others
-        return lambda: torch._int_mm(a, b, out=out)
+        return partial(torch._int_mm, a, b, out=out)
     scale_a, scale_b = scales(problem, recipe, a.device, columns=True)
-    options = {"out_dtype": out.dtype, "use_fast_accum": fast, "out": out}
-
-    def call() -> None:
-        torch._scaled_mm(a, b, scale_a, scale_b, **options)
-
+    call = partial(torch._scaled_mm, a, b, scale_a, scale_b, out_dtype=out.dtype, use_fast_accum=fast, out=out)
     call()
     return call
 
 
-class ScaledTorch:
+class ScaledTorch(Provider):
     """`torch._scaled_mm` with scales of a recipe. fast: with fast accumulation."""
 
     def __init__(self, recipe: str, fast: bool = False) -> None:
         self.name = f"torch-{recipe}{'-fast' if fast else ''}"
         self._recipe, self._fast = recipe, fast
-
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         if problem.dtype not in ("e4m3", "e5m2"):
@@ -69,18 +62,15 @@ class ScaledTorch:
             raise NotServed(f"torch._scaled_mm: {why}") from why
 
 
-class ScaledCutegemm:
+class ScaledCutegemm(Provider):
     """`cutegemm.gemm` with scales of a recipe. accumulate: as there."""
 
     def __init__(self, recipe: str, accumulate: str | None = None) -> None:
         self.name = f"cutegemm-{recipe}{'-fast' if accumulate else ''}"
         self._recipe, self._accumulate = recipe, accumulate
 
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        return []
-
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
-        calls = []
+        calls: list[Call] = []
         for a, b in inputs:
             scale_a, scale_b = scales(problem, self._recipe, a.device)
             options = {"out": out, "scale_a": scale_a, "scale_b": scale_b, "accumulate": self._accumulate}
@@ -88,21 +78,14 @@ class ScaledCutegemm:
                 cutegemm.prepare(a, b, **options)
             except (GemmError, ValueError, TypeError) as why:
                 raise NotServed(str(why)) from why
-            calls.append(_call(a, b, options))
+            calls.append(partial(cutegemm.gemm, a, b, **options))
         return Prepared(calls)
 
 
-def _call(a: torch.Tensor, b: torch.Tensor, options: dict[str, Any]) -> Call:
-    return lambda: cutegemm.gemm(a, b, **options)
-
-
-class DeepGemm:
+class DeepGemm(Provider):
     """DeepGEMM as of 7 May 2025, its last version in plain Python: blocks of 1 x 128 of A with 128 x 128 of B."""
 
     name = "deep_gemm"
-
-    def kernels(self, problem: Problem, arch: Arch) -> list[tuple[Signature, str, Any]]:
-        return []
 
     def prepare(self, problem: Problem, arch: Arch, inputs: Inputs, out: torch.Tensor) -> Prepared:
         if (problem.dtype, problem.precision, problem.out_dtype) != ("e4m3", "ieee", "bf16"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from tuning import suites
 
@@ -75,3 +77,58 @@ def shapes(options: argparse.Namespace, majors: Sequence[str]) -> list[suites.La
             found.update(dict.fromkeys(read(given)))
     plain = [suites.Laid(shape, letters) for letters in majors for shape in found]
     return list(dict.fromkeys([*plain, *suites.laid(options.suite or "")]))
+
+
+def time_cases(
+    name: str,
+    description: str,
+    arguments: list[str] | None,
+    cases: Mapping[str, Any],
+    *,
+    wrong: Callable[[Any], str],
+    moved: Callable[[Any], int],
+    time_case: Callable[[Any, int, int, bool], Any],
+    table: Callable[[list[Any]], str],
+    summary: Callable[[list[Any]], str] | None = None,
+) -> int:
+    """The command line of a tool that times cases on a GPU; returns 0 when every case was right.
+
+    Args:
+        cases: by the text that `--only` looks in.
+        wrong: "", or what is wrong with our result for a case, which is then not timed.
+        moved: the bytes that a call of a case moves.
+        time_case: of (case, input sets, rounds, whether torch.compile is timed), the times that a row has.
+        table, summary: texts of the rows, (case, times).
+    """
+    import torch
+
+    from cutegemm.tuner import timing
+
+    made = parser(name, description)
+    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
+    made.add_argument("--only", metavar="TEXT", default="", help="cases whose name or sizes contain this")
+    made.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    options = made.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print(
+            f"tuning.{name}: there is no CUDA device, and the emulator's time says nothing of a GPU's", file=sys.stderr
+        )
+        return 2
+    print(timing.gpu_state())
+    rows: list[Any] = []
+    status = 0
+    for text, case in cases.items():
+        if options.only not in text:
+            continue
+        if message := wrong(case):
+            status = 1
+            print(f"{text}: {message}")
+            continue
+        sets = timing.rotation(moved(case), torch.cuda.get_device_properties(0).L2_cache_size, most=16)
+        rows.append((case, time_case(case, sets, options.rounds, not options.no_compile)))
+        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(table(rows))
+    if summary is not None:
+        print(summary(rows))
+    print(timing.gpu_state())
+    return status

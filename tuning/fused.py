@@ -7,7 +7,6 @@ Every result of ours is checked against the float64 reference first; a wrong one
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -181,32 +180,13 @@ def table(rows: Sequence[tuple[Case, Mapping[str, timing.Timing]]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns 0 when every case was right."""
-    made: argparse.ArgumentParser = cli.parser("fused", "Times epilogue programs beside torch eager and torch.compile.")
-    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
-    made.add_argument("--only", metavar="TEXT", default="", help="cases whose name or sizes contain this")
-    made.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    options = made.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("tuning.fused: there is no CUDA device, and the emulator's time says nothing of a GPU's", file=sys.stderr)
-        return 2
-    print(timing.gpu_state())
-    rows, wrong = [], 0
-    for case in cases():
-        text = f"{case.name} {case.m}x{case.n}x{case.k}"
-        if options.only not in text:
-            continue
-        message = checked(case, draw(case, "cuda", 1000))
-        if message:
-            wrong += 1
-            print(f"{text}: wrong: {message}")
-            continue
-        moved = 2 * (case.m * case.k + case.n * case.k + case.m * case.n)
-        sets = timing.rotation(moved, torch.cuda.get_device_properties(0).L2_cache_size, most=16)
-        rows.append((case, time_case(case, sets, options.rounds, not options.no_compile)))
-        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(rows))
-    print(timing.gpu_state())
-    return 1 if wrong else 0
+    return cli.time_cases(
+        "fused", "Times epilogue programs beside torch eager and torch.compile.", arguments,
+        {f"{case.name} {case.m}x{case.n}x{case.k}": case for case in cases()},
+        wrong=lambda case: (message := checked(case, draw(case, "cuda", 1000))) and f"wrong: {message}",
+        moved=lambda case: 2 * (case.m * case.k + case.n * case.k + case.m * case.n),
+        time_case=time_case, table=table,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ results are compared with the definition in torch, bit by bit, first; a wrong on
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import sys
@@ -154,34 +153,13 @@ def summary(rows: Sequence[Row]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns 0 when every case was right."""
-    made: argparse.ArgumentParser = cli.parser("quantize", "Times quantization beside a copy and torch.compile.")
-    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
-    made.add_argument("--only", metavar="TEXT", default="", help="cases whose name or sizes contain this")
-    made.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    options = made.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print(
-            "tuning.quantize: there is no CUDA device, and the emulator's time says nothing of a GPU's", file=sys.stderr
-        )
-        return 2
-    print(timing.gpu_state())
-    rows, wrong = [], 0
-    for case in cases():
-        text = f"{case} {case.rows}x{case.k}"
-        if options.only not in text:
-            continue
-        if not is_right(case, case.draw("cuda", 1000)):
-            wrong += 1
-            print(f"{text}: wrong")
-            continue
-        moved = case.bytes_moved + case.rows * case.k * DTYPES[case.dtype].itemsize
-        sets = timing.rotation(moved, torch.cuda.get_device_properties(0).L2_cache_size, most=16)
-        rows.append((case, time_case(case, sets, options.rounds, not options.no_compile)))
-        print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(rows))
-    print(summary(rows))
-    print(timing.gpu_state())
-    return 1 if wrong else 0
+    return cli.time_cases(
+        "quantize", "Times quantization beside a copy and torch.compile.", arguments,
+        {f"{case} {case.rows}x{case.k}": case for case in cases()},
+        wrong=lambda case: "" if is_right(case, case.draw("cuda", 1000)) else "wrong",
+        moved=lambda case: case.bytes_moved + case.rows * case.k * DTYPES[case.dtype].itemsize,
+        time_case=time_case, table=table, summary=summary,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

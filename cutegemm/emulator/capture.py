@@ -33,6 +33,7 @@ from cutegemm.emulator.recorder import (
     LaunchConfig,
     current,
     device_attribute,
+    get_device,
     guarded,
     record_launch_ex,
     recording,
@@ -237,10 +238,6 @@ def _library_get_kernel(kernel: Any, library: int, name: bytes) -> None:
     kernel[0] = current().module.register(name.decode())
 
 
-def _get_device(device: Any) -> None:
-    device[0] = 0
-
-
 def _device_attribute(value: Any, attribute: int, device: int) -> None:
     value[0] = device_attribute(current().module.arch, attribute)
 
@@ -249,10 +246,6 @@ def _kernel_attribute(value: Any, attribute: int, kernel: int, device: int) -> N
     if attribute != 1:  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
         raise CaptureError(f"host code asks for CUfunction_attribute {attribute}, which has no answer in the emulator")
     value[0] = current().module.function(kernel).entry.static_smem
-
-
-def _set_attribute(kernel: int, attribute: int, value: int) -> None:
-    set_function_attribute(kernel, attribute, value)
 
 
 def _set_attribute_for_device(kernel: int, attribute: int, value: int, device: int) -> None:
@@ -303,11 +296,11 @@ def _raise_cuda(set_parts: int, code: int) -> None:
 _SIGNATURES: dict[str, tuple[Callable[..., Any], Any, Sequence[Any]]] = {
     "_cudaLibraryLoadData": (_library_load_data, _int, [_ptr_p, *[_ptr] * 7]),
     "_cudaLibraryGetKernel": (_library_get_kernel, _int, [_ptr_p, _ptr, ctypes.c_char_p]),
-    "_cudaGetDevice": (_get_device, _int, [_int_p]),
+    "_cudaGetDevice": (get_device, _int, [_int_p]),
     "_cudaSetDevice": (lambda device: None, _int, [_int]),
     "_cudaDeviceGetAttribute": (_device_attribute, _int, [_int_p, _int, _int]),
     "_cuKernelGetAttribute": (_kernel_attribute, _int, [_int_p, _int, _ptr, _int]),
-    "_cudaFuncSetAttribute": (_set_attribute, _int, [_ptr, _int, _int]),
+    "_cudaFuncSetAttribute": (set_function_attribute, _int, [_ptr, _int, _int]),
     "_cudaKernelSetAttributeForDevice": (_set_attribute_for_device, _int, [_ptr, _int, _int, _int]),
     "_cudaLaunchKernelEx": (_launch, _int, [ctypes.POINTER(LaunchConfig), _ptr, _ptr_p]),
     "cuda_dialect_init_library_once": (_init_once, _int, [ctypes.POINTER(ctypes.c_int64), _ptr, _ptr, _ptr]),

@@ -25,21 +25,19 @@ FORMATS = {
 # -- fp16, bf16: bits <-> fp32 ---------------------------------------------------------------------------------
 def f16_bits(x: np.ndarray) -> np.ndarray:
     """fp32 -> fp16 bits, round to nearest even; a NaN becomes 0x7fff, as PTX's cvt gives it."""
-    out: np.ndarray = x.astype(np.float16).view(U2)
-    nan = x != x
-    if nan.any():
-        out = np.where(nan, U2(0x7FFF), out)
-    return out
+    return _with_nans(x, x.astype(np.float16).view(U2))
 
 
 def bf16_bits(x: np.ndarray) -> np.ndarray:
     """fp32 -> bf16 bits, round to nearest even; a NaN becomes 0x7fff."""
     bits = np.ascontiguousarray(x, F4).view(U4)
-    out = ((bits + ((bits >> 16) & U4(1)) + U4(0x7FFF)) >> 16).astype(U2)
+    return _with_nans(x, ((bits + ((bits >> 16) & U4(1)) + U4(0x7FFF)) >> 16).astype(U2))
+
+
+def _with_nans(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
+    """The bits of x, of a NaN 0x7fff."""
     nan = x != x
-    if nan.any():
-        out = np.where(nan, U2(0x7FFF), out)
-    return out
+    return np.where(nan, U2(0x7FFF), bits) if nan.any() else bits
 
 
 def bf16_values(bits: np.ndarray) -> np.ndarray:

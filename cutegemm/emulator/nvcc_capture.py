@@ -30,6 +30,7 @@ from cutegemm.emulator.recorder import (
     Refusal,
     current,
     device_attribute,
+    get_device,
     guarded,
     record_launch,
     record_launch_ex,
@@ -176,14 +177,6 @@ def _memset(address: int, value: int, count: int, stream: int) -> None:
         current().operations.append(Memset(address or 0, value & 0xFF, count))
 
 
-def _set_attribute(stub: int, attribute: int, value: int) -> None:
-    set_function_attribute(stub, attribute, value)
-
-
-def _get_device(device: Any) -> None:
-    device[0] = 0
-
-
 def _device_count(count: Any) -> None:
     count[0] = 1
 
@@ -227,8 +220,8 @@ _RUNTIME: _Signatures = {
     "__cudaLaunchKernel": (_launch, _int, [_ptr, Dim3, Dim3, _ptr_p, _size, _ptr]),
     "cudaLaunchKernel": (_launch, _int, [_ptr, Dim3, Dim3, _ptr_p, _size, _ptr]),
     "cudaLaunchKernelExC": (_launch_ex, _int, [ctypes.POINTER(LaunchConfig), _ptr, _ptr_p]),
-    "cudaFuncSetAttribute": (_set_attribute, _int, [_ptr, _int, _int]),
-    "cudaGetDevice": (_get_device, _int, [_int_p]),
+    "cudaFuncSetAttribute": (set_function_attribute, _int, [_ptr, _int, _int]),
+    "cudaGetDevice": (get_device, _int, [_int_p]),
     "cudaSetDevice": (lambda device: None, _int, [_int]),
     "cudaGetDeviceCount": (_device_count, _int, [_int_p]),
     "cudaDeviceGetAttribute": (_device_attribute, _int, [_int_p, _int, _int]),

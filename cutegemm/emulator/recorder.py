@@ -288,6 +288,11 @@ def check_launch(
         )
 
 
+def get_device(device: Any) -> None:
+    """``cudaGetDevice``: there is one, 0."""
+    device[0] = 0
+
+
 def set_function_attribute(handle: int | None, attribute: int, value: int) -> None:
     """``cudaFuncSetAttribute`` and its relatives."""
     module = current().module

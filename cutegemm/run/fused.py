@@ -103,10 +103,18 @@ def planned(
 ) -> tuple[Runner, Plan]:  # fmt: skip
     """Checks and plans a call; its runner and plan are remembered."""
     asked = program_request.describe(a, b, epilogue, operands, out, out_dtype, precision)
+    return remembered(memo, key, asked, backend, config, _runner)
+
+
+def remembered(
+    memo: PlanMemo, key: Any, asked: ProgramRequest, backend: str, config: Any,
+    runner_of: Callable[[Plan, ProgramRequest], Callable[..., Results]],
+) -> tuple[Callable[..., Results], Plan]:  # fmt: skip
+    """Plans a checked call; its runner and plan are put into the memo, unless the key is None."""
     with _lock:
         call.keep_up()
         plan = Call(asked, backend, config).plan(memo.keep_up() if not call.is_capturing() else None)
-        run = _runner(plan, asked)
+        run = runner_of(plan, asked)
         if key is not None:
             memo.put(key, run, plan)
     return run, plan
@@ -238,10 +246,6 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
 
 
 def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
-    from cutegemm.emulator.bridge import emulate
-
-    problem, kernel = plan.problem, plan.kernel
-    assert kernel is not None
     reductions = Reductions(plan.problem, plan.choice.config)
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Outs) -> None:
@@ -249,16 +253,29 @@ def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
         results = reductions.partials(outs)
         for number, *_ in reductions.rows:
             results[number].fill_(torch.nan)  # a piece that nobody writes shows
-        named = {"a": a, "b": b, "d": outs[0]}
-        named |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
-        named |= {f"out[{number}]": each for number, each in enumerate(results) if number}
-        launches = kernel.capture(problem, *arguments_of(asked, a, b, operands, results))
-        named |= launches.scratch
-        written = {name for name in named if name == "d" or name.startswith("out[")} | {*launches.scratch}
-        emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
+        emulate(plan, {"a": a, "b": b}, operands, results, arguments_of(asked, a, b, operands, results))
         reductions.finish(results, outs)
 
     return core
+
+
+def emulate(
+    plan: Plan, inputs: dict[str, torch.Tensor], operands: Sequence[Any], results: Sequence[torch.Tensor], given: Any
+) -> None:
+    """Runs the kernel of a plan in the emulator, with the addresses and numbers `given` to its launch.
+
+    inputs: the tensors that it reads besides the operands, by name. results: D and the other ones.
+    """
+    from cutegemm.emulator import bridge
+
+    assert plan.kernel is not None
+    launches = plan.kernel.capture(plan.problem, *given)
+    written = {f"out[{number}]" if number else "d": each for number, each in enumerate(results)} | launches.scratch
+    named = {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
+    bridge.emulate(
+        plan.kernel.ptx, launches, {**inputs, **named, **written}, outputs=set(written), checks=launches.checks,
+        flops=plan.problem.flops,
+    )  # fmt: skip
 
 
 def plan_of(

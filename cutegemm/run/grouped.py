@@ -6,7 +6,6 @@ The sizes of the groups stay on the device: a call is known by its tensors' desc
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.problem.work import Work
 from cutegemm.run import call, fused
-from cutegemm.run.runner import Call, current_device
+from cutegemm.run.runner import current_device
 from cutegemm.torch_grouped import Arrays, Core
 from cutegemm.torch_grouped import core as torch_core
 
@@ -30,7 +29,6 @@ Runner = Callable[..., Results]
 ZEROS = "zeros"
 
 memo = PlanMemo()
-_lock = threading.Lock()
 
 
 def compute(
@@ -66,13 +64,7 @@ def planned(
 ) -> tuple[Runner, Plan]:  # fmt: skip
     """Checks and plans a call; its runner and plan are remembered."""
     asked = grouped_request.describe(a, b, sizes, epilogue, operands, out, out_dtype, precision)
-    with _lock:
-        call.keep_up()
-        plan = Call(asked, backend, config).plan(memo.keep_up() if not call.is_capturing() else None)
-        run = _runner(plan, asked)
-        if key is not None:
-            memo.put(key, run, plan)
-    return run, plan
+    return fused.remembered(memo, key, asked, backend, config, _runner)
 
 
 def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
@@ -174,20 +166,11 @@ def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:
 
 
 def _emulated_core(plan: Plan, asked: ProgramRequest) -> Core:
-    from cutegemm.emulator.bridge import emulate
-
-    problem, kernel = plan.problem, plan.kernel
-    assert kernel is not None
-    names = [array.name for array in WORKS[problem.work].arrays]
+    names = [array.name for array in WORKS[plan.problem.work].arrays]
 
     def core(a: Any, b: Any, operands: Sequence[Any], outs: Any, arrays: Arrays) -> None:
-        named = {"a": a, "b": b, "d": outs[0], **dict(zip(names, arrays, strict=True))}
-        named |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
-        named |= {f"out[{number}]": each for number, each in enumerate(outs) if number}
-        launches = kernel.capture(problem, *_addresses(asked, a, b, operands, outs, arrays))
-        named |= launches.scratch
-        written = {name for name in named if name == "d" or name.startswith("out[")} | {*launches.scratch}
-        emulate(kernel.ptx, launches, named, outputs=written, checks=launches.checks, flops=problem.flops)
+        inputs = {"a": a, "b": b, **dict(zip(names, arrays, strict=True))}
+        fused.emulate(plan, inputs, operands, outs, _addresses(asked, a, b, operands, outs, arrays))
 
     return core
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from cutegemm.errors import GemmError
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.preparation import ALIGNMENT, Preparation
@@ -178,13 +177,7 @@ def build(asked: Preparation, arch: Arch) -> PreparingKernel:
     }  # fmt: skip
 
     def compiled() -> kernel_store.Artefacts:
-        try:
-            operator = getattr(importlib.import_module(row.module), row.operator)(variant)
-        except ImportError as why:
-            raise GemmError(
-                f"backend 'cute' compiles with NVIDIA's CuTe DSL, which cannot be imported ({why}); "
-                "pip install 'nvidia-cutlass-dsl[cu13]==4.8.*'"
-            ) from why
+        operator = compiler._made(lambda: getattr(importlib.import_module(row.module), row.operator)(variant))
         return compiler.compile_operator(operator, arch.target)
 
     return PreparingKernel(arch, kernel_store.default_store().get_or_build(key, compiled))

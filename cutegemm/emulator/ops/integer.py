@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from cutegemm.emulator.ops import floating, half
@@ -15,26 +17,30 @@ def type_of(i: Instr) -> str:
     return i.parts[-1]
 
 
-def _dispatch(g: Gen, i: Instr) -> str | None:
-    """The numpy code for an integer instruction; None once a floating-point family has taken it."""
-    t = type_of(i)
-    if t in ("f32", "f64"):
-        floating.arithmetic(g, i)
-        return None
-    if t in ("f16", "f16x2", "bf16", "bf16x2"):
-        half.arithmetic(g, i)
-        return None
-    code = PTX_CODE.get(t)
-    if code is None or code[0] not in "ui":
-        raise g.unsupported(f"type .{t} does not fit {i.name}")
-    return code
+def emits_integer(*names: str) -> Callable[[Callable[[Gen, Instr, str], None]], Callable[[Gen, Instr], None]]:
+    """`emits` of a function that is given the numpy code too; the floating-point families take their own types."""
+
+    def register(function: Callable[[Gen, Instr, str], None]) -> Callable[[Gen, Instr], None]:
+        @emits(*names)
+        def emit(g: Gen, i: Instr) -> None:
+            t = type_of(i)
+            code = PTX_CODE.get(t)
+            if t in ("f32", "f64"):
+                floating.arithmetic(g, i)
+            elif t in ("f16", "f16x2", "bf16", "bf16x2"):
+                half.arithmetic(g, i)
+            elif code is None or code[0] not in "ui":
+                raise g.unsupported(f"type .{t} does not fit {i.name}")
+            else:
+                function(g, i, code)
+
+        return emit
+
+    return register
 
 
-@emits("add", "sub")
-def add_sub(g: Gen, i: Instr) -> None:
-    code = _dispatch(g, i)
-    if code is None:
-        return
+@emits_integer("add", "sub")
+def add_sub(g: Gen, i: Instr, code: str) -> None:
     d, a, b = i.operands
     if i.has("cc"):
         carry_chain(g, i, code, use=False)
@@ -103,11 +109,8 @@ def _product(g: Gen, i: Instr, code: str, a, b) -> tuple[str, str]:
     return f"np.multiply({g.src(a, code)}, {g.src(b, code)})", code
 
 
-@emits("mul")
-def mul(g: Gen, i: Instr) -> None:
-    code = _dispatch(g, i)
-    if code is None:
-        return
+@emits_integer("mul")
+def mul(g: Gen, i: Instr, code: str) -> None:
     d, a, b = i.operands
     if not (i.has("wide") or i.has("hi")):
         g.ufunc("multiply", d, code, g.src(a, code), g.src(b, code))
@@ -116,17 +119,11 @@ def mul(g: Gen, i: Instr) -> None:
     g.assign(d, expr, out)
 
 
-@emits("mad")
-def mad(g: Gen, i: Instr) -> None:
-    code = _dispatch(g, i)
-    if code is None:
-        return
+@emits_integer("mad")
+def mad(g: Gen, i: Instr, code: str) -> None:
     d, a, b, c = i.operands
     if i.has("cc"):
-        expr, out = _product(g, i, "u" + code[1] if i.has("lo") else code, a, b)
-        t = g.let(f"({expr}).view(np.{numpy_name('u' + out[1])})")
-        r = g.let(f"with_carry(X, {t}, {g.src(c, 'u' + out[1])}, False, False, True, {g.mask})")
-        g.assign(d, r, "u" + out[1])
+        multiply_chain(g, i, code, use=False)
         return
     expr, out = _product(g, i, code, a, b)
     if i.has("sat"):
@@ -137,11 +134,15 @@ def mad(g: Gen, i: Instr) -> None:
 
 @emits("madc")
 def madc(g: Gen, i: Instr) -> None:
-    code = PTX_CODE[type_of(i)]
+    multiply_chain(g, i, PTX_CODE[type_of(i)], use=True)
+
+
+def multiply_chain(g: Gen, i: Instr, code: str, use: bool) -> None:
+    """mad.cc and madc: the product and the sum with its carry."""
     d, a, b, c = i.operands
     expr, out = _product(g, i, "u" + code[1] if i.has("lo") else code, a, b)
     t = g.let(f"({expr}).view(np.{numpy_name('u' + out[1])})")
-    r = g.let(f"with_carry(X, {t}, {g.src(c, 'u' + out[1])}, False, True, {i.has('cc')}, {g.mask})")
+    r = g.let(f"with_carry(X, {t}, {g.src(c, 'u' + out[1])}, False, {use}, {i.has('cc')}, {g.mask})")
     g.assign(d, r, "u" + out[1])
 
 
@@ -173,11 +174,8 @@ def mul_hi64(a, b):
     return high.view(np.int64)
 
 
-@emits("div", "rem")
-def div_rem(g: Gen, i: Instr) -> None:
-    code = _dispatch(g, i)
-    if code is None:
-        return
+@emits_integer("div", "rem")
+def div_rem(g: Gen, i: Instr, code: str) -> None:
     d, a, b = i.operands
     g.assign(d, f"int_{i.name}({g.src(a, code)}, {g.src(b, code)})", code)
 
@@ -212,11 +210,8 @@ def int_rem(a, b):
     return r.astype(a.dtype)
 
 
-@emits("min", "max")
-def min_max(g: Gen, i: Instr) -> None:
-    code = _dispatch(g, i)
-    if code is None:
-        return
+@emits_integer("min", "max")
+def min_max(g: Gen, i: Instr, code: str) -> None:
     d, a, b = i.operands[:3]
     name = "minimum" if i.name == "min" else "maximum"
     if i.has("relu"):
@@ -226,11 +221,9 @@ def min_max(g: Gen, i: Instr) -> None:
         g.ufunc(name, d, code, g.src(a, code), g.src(b, code))
 
 
-@emits("abs", "neg")
-def absolute_or_negative(g: Gen, i: Instr) -> None:
-    code = _dispatch(g, i)
-    if code is not None:
-        g.ufunc("absolute" if i.name == "abs" else "negative", i.operands[0], code, g.src(i.operands[1], code))
+@emits_integer("abs", "neg")
+def absolute_or_negative(g: Gen, i: Instr, code: str) -> None:
+    g.ufunc("absolute" if i.name == "abs" else "negative", i.operands[0], code, g.src(i.operands[1], code))
 
 
 @emits("sad")

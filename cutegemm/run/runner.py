@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,13 +21,12 @@ from cutegemm.problem import Problem, Signature, overlap, packing, request, torc
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
-from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run import preparing
-from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers, Scalars
+from cutegemm.run.arguments import BoundLaunch, Scalars
 from cutegemm.run.environment import variable
 
 Runner = Callable[..., torch.Tensor]
-"""run(a, b, c, alpha, beta, bias, out) -> D; the device arrays of a work that has some come last, as a sequence"""
+"""run(a, b, c, alpha, beta, bias, out) -> D"""
 
 Core = Callable[..., None]
 """core(a, b, c, alpha, beta, bias, d): computes into d, which lies as the plan says"""
@@ -188,7 +186,7 @@ class Call(NamedTuple):
         problem = asked.problem
         if plan.kernel is None or plan.emulated or 0 in (problem.m, problem.n, problem.batch):
             return None
-        if asked.copies or asked.into_temporary or plan.preparations or WORKS[problem.work].arrays:
+        if asked.copies or asked.into_temporary or plan.preparations:
             return None
         if problem.out_dtype == "int32":  # alpha must be looked at
             return None
@@ -213,20 +211,9 @@ class Call(NamedTuple):
             return _empty_runner(asked)
         made = _staged if asked.copies or asked.into_temporary else _direct
         if plan.emulated:
-            core_with: Callable[[Mapping[str, torch.Tensor]], Core] = functools.partial(_emulated_core, plan)
-        else:
-            with current_device(asked.device):
-                core_with = functools.partial(_cuda_core, preparing.bind(plan), asked)
-        needed = WORKS[asked.problem.work].arrays
-        if not needed:
-            return made(core_with({}), asked)
-
-        def run(*operands: Any) -> torch.Tensor:
-            *dense, arrays = operands
-            named = {array.name: tensor for array, tensor in zip(needed, arrays, strict=True)}
-            return made(core_with(named), asked)(*dense)
-
-        return run
+            return made(_emulated_core(plan), asked)
+        with current_device(asked.device):
+            return made(_cuda_core(preparing.bind(plan), asked), asked)
 
 
 def _unscaled(runner: Runner) -> Runner:
@@ -277,9 +264,7 @@ def current_device(device: torch.device) -> contextlib.AbstractContextManager[An
     return torch.cuda.device(device.index)
 
 
-def _cuda_core(launch: BoundLaunch, asked: Request, arrays: Mapping[str, torch.Tensor] | None = None) -> Core:
-    if arrays:
-        launch = _appending(launch, arrays)
+def _cuda_core(launch: BoundLaunch, asked: Request) -> Core:
     index = asked.device.index
     swapped = asked.swapped
     current_stream = torch._C._cuda_getCurrentRawStream
@@ -304,17 +289,7 @@ def _cuda_core(launch: BoundLaunch, asked: Request, arrays: Mapping[str, torch.T
     return core
 
 
-def _appending(launch: BoundLaunch, arrays: Mapping[str, torch.Tensor]) -> BoundLaunch:
-    """The launch with the addresses of device arrays behind the operands."""
-    addresses = tuple(array.data_ptr() for array in arrays.values())
-
-    def launch_with_arrays(operands: Addresses, scalars: Numbers, stream: int) -> None:
-        launch((*operands, *addresses), scalars, stream)
-
-    return launch_with_arrays
-
-
-def _emulated_core(plan: Plan, arrays: Mapping[str, torch.Tensor]) -> Core:
+def _emulated_core(plan: Plan) -> Core:
     from cutegemm.emulator.bridge import emulate
 
     problem, kernel = plan.problem, plan.kernel
@@ -324,11 +299,11 @@ def _emulated_core(plan: Plan, arrays: Mapping[str, torch.Tensor]) -> Core:
         if plan.swapped:
             a, b = b, a
         a, b = preparing.emulate(plan, a, b)
-        named = {"a": a, "b": b, "bias": bias, "d": d, **arrays}
+        named = {"a": a, "b": b, "bias": bias, "d": d}
         if problem.epilogue.c_dtype is not None and c is not d:
             named["c"] = c
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
-        addresses = (0 if t is None else t.data_ptr() for t in (a, b, c, bias, d, *arrays.values()))
+        addresses = (0 if t is None else t.data_ptr() for t in (a, b, c, bias, d))
         launches = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
         tensors.update(launches.scratch)
         outputs = {"d", *launches.scratch}
@@ -368,7 +343,7 @@ def _staged(core: Core, asked: Request) -> Runner:
 
 
 def _empty_runner(asked: Request) -> Runner:
-    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any, arrays: Any = ()) -> torch.Tensor:
+    def run(a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, out: Any) -> torch.Tensor:
         return (
             torch.empty(asked.shape, dtype=torch_dtype(asked.problem.out_dtype), device=a.device)
             if out is None

@@ -47,7 +47,7 @@ def built(tmp_path, monkeypatch) -> list[str]:
 
     found = {name: uncompiled(runner.backends.get(name), build) for name in runner.backends.WITH_KERNELS}
     monkeypatch.setattr(runner.backends, "get", found.__getitem__)
-    monkeypatch.setattr(runner, "_emulated_core", lambda plan, arrays: lambda *of: ran.append(str(plan.choice.config)))
+    monkeypatch.setattr(runner, "_emulated_core", lambda plan: lambda *of: ran.append(str(plan.choice.config)))
     ran.clear()
     MEMO.clear()
     yield names

@@ -19,7 +19,7 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem, text, work
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.work import DENSE, DeviceArray, Work
-from cutegemm.run import arguments, runner
+from cutegemm.run import arguments
 from cutegemm.run.arguments import Operands, Pointer, Scalars
 
 H200 = arch_table.get("H200")
@@ -217,55 +217,3 @@ def test_the_dsl_has_the_type_of_each_device_array():
     made = types.SimpleNamespace(arguments=lambda: arguments.host(signature))
     stand_ins = dict(zip([a.name for a in made.arguments()], Gemm.fake_arguments(made), strict=True))
     assert stand_ins["counts"].dtype is cutlass.Int64
-
-
-def called(problem: Problem, kernel, monkeypatch, **about):
-    """What runs a call of that problem by a kernel; `about`: fields of its request and its plan."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 7, raising=False)
-    about = {"swapped": False, "copies": (), "emulated": False, "preparations": ()} | about
-    device = types.SimpleNamespace(index=7, type="cuda")
-    fields = {"problem": problem, "device": device, "shape": (3, 3), "into_temporary": False, "copied": frozenset()}
-    about |= {"kernel": kernel, "choice": plan.Choice("cute", None, "")} | fields
-    asked = types.SimpleNamespace(**about)
-    return runner.Call(asked, "cute", None).runner(asked)
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize("copies", [(), (("a", "no unit stride"),)])
-def test_a_call_hands_device_arrays_on_behind_the_operands(swapped, copies, monkeypatch):
-    seen: list[tuple] = []
-    kernel = types.SimpleNamespace(bind=lambda problem: lambda *values: seen.append(values))
-    a, b, bias, out, ends, others = (torch.empty(3, 3) for _ in range(6))
-    run = called(of("ragged_m"), kernel, monkeypatch, swapped=swapped, copies=copies)
-    for arrays in ((ends,), [others]):
-        assert run(a, b, None, 1.0, 0.0, bias, out, arrays) is out
-        first, second = (b, a) if swapped else (a, b)
-        addresses = first.data_ptr(), second.data_ptr(), 0, bias.data_ptr(), out.data_ptr(), arrays[0].data_ptr()
-        assert seen.pop() == (addresses, (1.0, 0.0), 77)
-    with pytest.raises(ValueError, match="zip"):
-        run(a, b, None, 1.0, 0.0, bias, out, ())
-    called(of(DENSE), kernel, monkeypatch)(a, b, None, 1.0, 0.0, None, out)
-    assert seen.pop() == ((a.data_ptr(), b.data_ptr(), 0, 0, out.data_ptr()), (1.0, 0.0), 77)
-
-
-def test_an_empty_result_needs_no_launch_whatever_the_work(monkeypatch):
-    out = torch.empty(0, 3)
-    run = called(Problem.of(0, 3, 3, batch=2, work="ragged_m"), "unused", monkeypatch)
-    assert run(None, None, None, 1.0, 0.0, None, out, (out,)) is out
-
-
-def test_the_emulator_gets_device_arrays_by_name(monkeypatch):
-    from cutegemm.emulator import bridge
-    from cutegemm.emulator.launch import Captured
-
-    seen: dict[str, object] = {}
-    monkeypatch.setattr(bridge, "emulate", lambda ptx, launches, tensors, **options: seen.update(tensors))
-    kernel = types.SimpleNamespace(ptx="", capture=lambda *of: seen.update(captured=of) or Captured([]))
-    a, b, d, ends = (torch.empty(3, 3) for _ in range(4))
-    problem = of("ragged_m")
-    assert called(problem, kernel, monkeypatch, emulated=True)(a, b, None, 1.0, 0.0, None, d, (ends,)) is d
-    addresses = (a.data_ptr(), b.data_ptr(), 0, 0, d.data_ptr(), ends.data_ptr())
-    assert seen.pop("captured") == (problem, addresses, Scalars(1.0, 0.0))
-    assert seen.keys() == {"a", "b", "d", "ends"}
-    assert seen["ends"] is ends

@@ -9,7 +9,6 @@ from cutegemm.emulator.ptx import Imm, Instr, Vec
 from cutegemm.emulator.translate import PTX_CODE, Gen, emits, numpy_name, runtime
 
 INTEGERS = {"u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"}
-FLOATS = {"f16", "bf16", "tf32", "f32", "f64"}
 PACKED = {"f16x2", "bf16x2", "e4m3x2", "e5m2x2"}
 F4, F8, U2, U4 = np.float32, np.float64, np.uint16, np.uint32
 

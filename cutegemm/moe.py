@@ -18,11 +18,10 @@ Nothing waits for a size, and nothing is added up in an order that may change.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from cutegemm import backend as backends
 from cutegemm.grouped import by_operator, grouped_gemm
@@ -33,10 +32,8 @@ from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
-from cutegemm.pytorch import sharded, sharding_programs, transforms
-from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch import mlp, sharded, sharding_programs
 from cutegemm.pytorch.grouped_autograd import PRODUCT
-from cutegemm.pytorch.mlp import GATES, check_activation
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
 
@@ -109,8 +106,8 @@ def moe(
     route = routed(known, w_gate_up.shape[0])
     tensors = (tokens, w_gate_up, w_down, scales)
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-    if not recorded or _is_special(*tensors):
-        result = settings.composed(*tensors, route)
+    if not recorded or (not torch.compiler.is_dynamo_compiling() and mlp.is_special(*tensors)):
+        result = settings.composed(route, *tensors)
     else:
         result = Mixture.apply(*tensors, *route, *settings)
     return result.view(*shape, w_down.shape[1])
@@ -151,16 +148,6 @@ def _outside_of_graphs(*given: Any) -> Any:
 
 # What torch.compiler.disable would write; to call it here would import dynamo with the package, which takes a second.
 _outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-def _is_special(*tensors: Any) -> bool:
-    """Whether something other than plain autograd looks at the call, which then is made of differentiable products."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return (
-        transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
-        or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    )  # fmt: skip
 
 
 class Routing(NamedTuple):
@@ -213,7 +200,7 @@ class Settings(NamedTuple):
         slots = self.product(rows, b, route.ends, places=route.places)
         return slots if top_k == 1 else slots.view(slots.shape[0] // top_k, top_k, slots.shape[1]).sum(1)
 
-    def composed(self, x: Any, gate_up: Any, down: Any, weights: Any, route: Routing) -> Any:
+    def composed(self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any) -> Any:
         """The mixture by calls that know every order of derivative."""
         text = _programs(self.activation, weights.dtype, x.dtype, (False, False))[0]
         rows = self.hidden(x, gate_up, _of_rows(weights, route), route, text)
@@ -243,7 +230,7 @@ _programs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo
 def _texts(
     activation: str, weight: torch.dtype, dtype: torch.dtype, wants: tuple[bool, bool]
 ) -> tuple[str, str, tuple[Source, ...]]:
-    gated = GATES[activation]
+    gated = mlp.GATES[activation]
     inputs = (Input("x0", str(dtype_name(weight)), m=True, n=False, batched=False),)
     program = lookup(lambda acc, weight: gated(acc) * weight, inputs)
     if not any(wants):
@@ -286,11 +273,8 @@ class Mixture(torch.autograd.Function):
         settings: Settings = ctx.settings
         route, needs, nothing = Routing(ends, places, rows), ctx.needs_input_grad, (None,) * 6
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-            # Views: where one tensor was made of another, autograd would follow that way too, and count it twice.
-            tensors = x.view_as(x), gate_up.view_as(gate_up), down.view_as(down), weights.view_as(weights)
-            inputs = [each for each, own in zip(tensors, needs[:4], strict=True) if own]
-            found = iter(torch.autograd.grad(settings.composed(*tensors, route), inputs, grad, create_graph=True))
-            return *(next(found) if own else None for own in needs[:4]), *nothing
+            composed = partial(settings.composed, route)
+            return *mlp.recorded_gradients(composed, (x, gate_up, down, weights), needs[:4], grad), *nothing
         dx = dgate_up = ddown = dweights = None
         dy = grad.index_select(0, rows)
         if needs[2]:
@@ -345,7 +329,7 @@ def _check(
         for name in ("w_gate_up", "w_down"):
             if tensors[name].dtype != x.dtype:
                 raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")
-    check_activation(activation)
+    mlp.check_activation(activation)
     request.check_precision(precision)
     backends.check_name(backend)
     _check_shapes(x, experts, weights, w_gate_up, w_down)

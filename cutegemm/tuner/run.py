@@ -155,6 +155,8 @@ def run(
     stop = stop or threading.Event()
     outcomes: dict[int, Outcome] = {}
     failures: list[BaseException] = []
+    ended: list[int] = []
+    told: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def prepare(problem: Problem, arch: Arch) -> Prepared:
         made = Prepared.of(problem, arch, names, pool, ranker)
@@ -164,14 +166,19 @@ def run(
         return made
 
     def work(lane: int, timer: Timer) -> None:
+        try:
+            search(lane, timer)
+        except BaseException as why:
+            failures.append(why)
+            stop.set()
+        finally:
+            ended.append(lane)
+            told.put(lane)
+
+    def search(lane: int, timer: Timer) -> None:
         goes_on = True
         while goes_on and not stop.is_set():
-            try:
-                taken = todo.take(timer, stop.is_set)
-            except BaseException as why:
-                failures.append(why)
-                stop.set()
-                return
+            taken = todo.take(timer, stop.is_set)
             if taken is None:
                 return
             number, problem, prepared = taken
@@ -183,32 +190,13 @@ def run(
             except TimerBroken as why:
                 outcomes[number] = Outcome(problem, 0, ended=f"not timed: {why}")
                 goes_on = claims.failed(number, outcomes[number])
-            except BaseException as why:
-                failures.append(why)
-                stop.set()
-                return
-            try:
-                if outcomes[number].searched:
-                    claims.finished(number, outcomes[number])
-                report(lane, "finished", outcomes[number])
-            except BaseException as why:
-                failures.append(why)
-                stop.set()
-                return
-
-    ended: list[int] = []
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def work_and_tell(lane: int, timer: Timer) -> None:
-        try:
-            work(lane, timer)
-        finally:
-            ended.append(lane)
-            told.put(lane)
+            if outcomes[number].searched:
+                claims.finished(number, outcomes[number])
+            report(lane, "finished", outcomes[number])
 
     with _Todo(problems, prepare, claims) as todo:
         for lane, timer in enumerate(timers):
-            threading.Thread(target=work_and_tell, args=(lane, timer), daemon=True).start()
+            threading.Thread(target=work, args=(lane, timer), daemon=True).start()
         while len(ended) < len(timers):
             # Not Thread.join: interrupted, it takes a running thread for one that has ended (Python 3.10, 3.11). Nor
             # are lanes counted here: Ctrl-C may come between taking one from the queue and counting it.

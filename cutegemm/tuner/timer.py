@@ -91,7 +91,7 @@ class GpuProcess:
         try:
             self._running().call("open", problem, timeout=OPEN_SECONDS)
         except (ChildDied, ChildError) as why:
-            self._replace()
+            self.close()
             raise TimerBroken(f"{problem}: {why}") from why
         self._problem = problem
 
@@ -148,17 +148,12 @@ class GpuProcess:
         try:
             self._arch = child.call("arch", timeout=START_SECONDS)
         except (ChildDied, ChildError) as why:
-            self._replace()
+            self.close()
             raise TimerBroken(f"GPU {self._index} cannot be used: {why}") from why
-
-    def _replace(self) -> None:
-        if self._child is not None:
-            self._child.close()
-            self._child = None
 
     def _recover(self) -> None:
         """A new process with the same problem open."""
         problem = self._problem
-        self._replace()
+        self.close()
         if problem is not None:
             self.open(problem)

@@ -39,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fresh")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """torch's own test helpers, which some tests import, load a profile of theirs with 10 examples."""
+    settings.load_profile("fresh" if item.config.getoption("--exhaustive") else "same")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What collection makes stays to the end: the garbage collector need not look at it again and again."""

@@ -6,12 +6,14 @@ import re
 
 import pytest
 import torch
+from torch.library import opcheck
 
 import cutegemm
 from cutegemm import ops
 from cutegemm.problem import Problem, request, scales, text
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.rounding import rounded
+from cutegemm.pytorch import compiled, program_operator
 from tests.scaled import check
 
 M, N, K = 300, 200, 500
@@ -215,6 +217,24 @@ def test_programs_with_scales_stay_whole_in_a_graph(dtype, seed):
     for got, want in zip(compiled(a, b, residual, 0.5), layer(a, b, residual, 0.5), strict=True):
         assert got.dtype == want.dtype == torch.bfloat16
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
+def test_opcheck(dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(rows, 64, generator=generator).mul(3).to(dtype) for rows in (24, 16))
+    scales = torch.rand(24, 1, generator=generator), torch.rand(1, 16, generator=generator)
+    # torch compares tensors before and after by a function that it does not have for fp8.
+    schema = () if dtype.is_floating_point else ("test_schema",)
+    tests = *schema, "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    residual = torch.ones(24, 8)
+    program = compiled.text_of(_gate_and_residual, (residual, 0.5))
+    operators = torch.ops.cutegemm
+    given = a, b.t(), *scales
+    opcheck(operators.scaled_gemm.default, given, test_utils=tests)
+    for recipes in (None, ["rows", "rows"]):
+        more = recipes, *program_operator.divided((residual, 0.5)), program
+        opcheck(operators.scaled_gemm_program.default, (*given, *more), test_utils=tests)
 
 
 def test_what_a_graph_refuses_of_programs_with_scales():

@@ -19,17 +19,6 @@ pytestmark = pytest.mark.usefixtures("few_sms")
 SEEDS = range(3)
 
 
-@pytest.fixture
-def run(seed, monkeypatch):
-    """Runs a case with fresh operands and timing."""
-
-    def go(config: str, shape: tuple[int, int, int], dtype: str = "bf16", timing: int = 0, **options):
-        monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + timing))
-        Case.random(*shape, dtype, seed=seed + timing, **options).run(backend="cute", config=config)
-
-    return go
-
-
 @pytest.mark.parametrize("timing", SEEDS)
 @pytest.mark.parametrize("cluster", ["1x1", "2x1", "1x2", "2x2", "4x1", "1x4"])
 @pytest.mark.parametrize("schedule", ["coop2", "pp"])

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from cutegemm import backend
-from cutegemm.choice import plan
 from cutegemm.emulator.workload import Workload
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
-from tests.problems import Case
 
 pytest.importorskip("llvmlite")
 
@@ -28,18 +26,6 @@ CONFIGS = [
     ("192x48x64/coop3/c1x1/s3/g2/k5/once/arrival/pdl", (200, 72, 200)),
     ("128x64x64/coop2/c1x1x2/s4/g2/k3/arrival", (136, 72, 520)),
 ]
-
-
-@pytest.fixture
-def run(seed, monkeypatch):
-    """Runs a case with fresh operands and timing."""
-    monkeypatch.setattr(plan, "emulated_arch", lambda: ARCH)
-
-    def go(config: str, shape: tuple[int, int, int], dtype: str = "bf16", timing: int = 0, **options):
-        monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + timing))
-        Case.random(*shape, dtype, seed=seed + timing, **options).run(backend="cute", config=f"sm90/{config}")
-
-    return go
 
 
 @pytest.mark.parametrize("timing", range(3))

@@ -14,17 +14,6 @@ pytestmark = pytest.mark.usefixtures("few_sms")
 SMS = 8
 
 
-@pytest.fixture
-def run(seed, monkeypatch):
-    """Runs a case with fresh operands and timing."""
-
-    def go(config: str, shape: tuple[int, int, int], dtype: str = "bf16", timing: int = 0, **options):
-        monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + timing))
-        Case.random(*shape, dtype, seed=seed + timing, **options).run(backend="cute", config=f"sm90/{config}")
-
-    return go
-
-
 @pytest.mark.parametrize("split", ["", "/k3"])
 @pytest.mark.parametrize(
     "cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2", "1x1x8"]

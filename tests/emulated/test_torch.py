@@ -8,8 +8,9 @@ from torch.library import opcheck
 
 import cutegemm
 from tests import gradients, opinfo, transformer
+from tests.problems import draw
 from tests.unit import test_torch_forward as tangent
-from tests.unit.test_torch_gradients import draw, run
+from tests.unit.test_torch_gradients import run
 
 pytest.importorskip("llvmlite")
 

@@ -15,10 +15,8 @@ derived a second time.
 from __future__ import annotations
 
 import ctypes
-import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ from cutegemm.emulator.recorder import (
 from cutegemm.hardware.arch import Arch
 
 _CUDA_DEVICE = 2  # kDLCUDA
-_NONE, _INT, _BOOL, _FLOAT, _OPAQUE, _TENSOR = 0, 1, 2, 3, 4, 7  # TVMFFITypeIndex
+_NONE, _INT, _BOOL, _FLOAT, _TENSOR = 0, 1, 2, 3, 7  # TVMFFITypeIndex
 
 
 class _DLTensor(ctypes.Structure):
@@ -93,27 +91,6 @@ def _dlpack_types() -> dict[torch.dtype, tuple[int, int]]:
 
 
 _DLPACK_TYPES = _dlpack_types()
-
-
-@dataclass(frozen=True)
-class DeviceTensor:
-    """A tensor as host code sees it: an address in global memory, extents and strides in elements, and a dtype."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        if len(self.shape) != len(self.strides):
-            raise ValueError(f"strides: got {len(self.strides)} for {len(self.shape)} extents")
-
-
-@dataclass(frozen=True)
-class DevicePointer:
-    """A bare pointer argument (also a stream handle)."""
-
-    address: int
 
 
 class HostObject:
@@ -168,24 +145,6 @@ class HostObject:
         return [operation for operation in taken.operations if isinstance(operation, Launch)]
 
 
-def capture(
-    path: str | Path, function: str, arguments: Sequence[Any], arch: Arch | None = None, *, ptx: str | None = None
-) -> list[Launch]:
-    """The launches of one call of the function exported in an object file, as `HostObject.capture` gives them.
-
-    The linked object is kept for later calls. ptx: the kernels' PTX; by default the ``.ptx`` file next to the object.
-    """
-    where = Path(path)
-    status = where.stat()
-    text = where.with_suffix(".ptx").read_text() if ptx is None else ptx
-    return _linked(where, function, arch, text, status.st_mtime_ns, status.st_size).capture(*arguments)
-
-
-@functools.lru_cache(maxsize=64)
-def _linked(path: Path, function: str, arch: Arch | None, ptx: str, modified: int, size: int) -> HostObject:
-    return HostObject.load(path, function, ptx, arch=arch)
-
-
 def _pack(slot: _Any, argument: Any, index: int, keep: list[Any]) -> None:
     if argument is None:
         slot.type_index = _NONE
@@ -195,33 +154,26 @@ def _pack(slot: _Any, argument: Any, index: int, keep: list[Any]) -> None:
         slot.type_index, slot.value.integer = _INT, argument
     elif isinstance(argument, float):
         slot.type_index, slot.value.real = _FLOAT, argument
-    elif isinstance(argument, DevicePointer):
-        slot.type_index, slot.value.pointer = _OPAQUE, argument.address
-    elif isinstance(argument, (torch.Tensor, DeviceTensor)):
-        view = _dltensor(argument if isinstance(argument, DeviceTensor) else _described(argument, index), index)
+    elif isinstance(argument, torch.Tensor):
+        view = _dltensor(argument, index)
         keep.append(view)
         slot.type_index, slot.value.pointer = _TENSOR, ctypes.addressof(view)
     else:
         raise TypeError(
-            f"argument {index}: got {type(argument).__name__}; "
-            "expected a torch CPU tensor, DeviceTensor, DevicePointer, int, float, bool or None"
+            f"argument {index}: got {type(argument).__name__}; expected a torch CPU tensor, int, float, bool or None"
         )
 
 
-def _described(tensor: torch.Tensor, index: int) -> DeviceTensor:
+def _dltensor(tensor: torch.Tensor, index: int) -> _DLTensor:
     if tensor.device.type != "cpu":
         raise TypeError(f"argument {index}: got a tensor on {tensor.device}; the emulator takes CPU tensors")
-    return DeviceTensor(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def _dltensor(tensor: DeviceTensor, index: int) -> _DLTensor:
     if tensor.dtype not in _DLPACK_TYPES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DLPACK_TYPES)
         raise TypeError(f"argument {index}: got a tensor of {tensor.dtype}; the emulator takes {known}")
     code, bits = _DLPACK_TYPES[tensor.dtype]
     extents = ctypes.c_int64 * max(len(tensor.shape), 1)
-    shape, strides = extents(*tensor.shape), extents(*tensor.strides)
-    return _DLTensor(tensor.address, _CUDA_DEVICE, 0, len(tensor.shape), code, bits, 1, shape, strides, 0)
+    shape, strides = extents(*tensor.shape), extents(*tensor.stride())
+    return _DLTensor(tensor.data_ptr(), _CUDA_DEVICE, 0, len(tensor.shape), code, bits, 1, shape, strides, 0)
 
 
 # The stand-ins for the functions that the object imports

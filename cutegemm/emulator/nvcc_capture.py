@@ -1,23 +1,22 @@
 """Launch capture of host code that nvcc compiled: CUTLASS 2.x behind a C function, or any CUDA C++ file.
 
-The object file (``nvcc -c --compress-mode=none``, PTX embedded by ``code=compute_XX``) is linked into this process with
-its CUDA runtime calls bound to the recorder; its static initializers register the kernels just as they do with the CUDA
-runtime. Calling one of its C functions then records what it launches and clears, in order.
+The object file (``nvcc -c``; ``--keep`` leaves its PTX) is linked into this process with its CUDA runtime calls bound
+to the recorder; its static initializers register the kernels just as they do with the CUDA runtime. Calling one of its
+C functions then records what it launches and clears, in order.
 
-    library = NvccObject.load("gemm.o", ["gemm_run"])
+    library = NvccObject.load("gemm.o", ["gemm_run"], ptx)
     status, operations = library.capture("gemm_run", ctypes.c_void_p(a.data_ptr()), ..., ctypes.c_int(m))
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cutegemm.emulator.entries import CaptureError, ptx_arch
+from cutegemm.emulator.entries import CaptureError
 from cutegemm.emulator.host_linker import ObjectFile, callbacks, link, resolve
 from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.emulator.recorder import (
@@ -40,30 +39,23 @@ from cutegemm.emulator.recorder import (
 )
 from cutegemm.hardware.arch import Arch
 
-_FATBIN_MAGIC = 0xBA55ED50
-_FATBIN_PTX = 1
-
 
 class NvccObject:
     """A linked object of nvcc. Calls from several threads are safe and do not mix."""
 
-    def __init__(
-        self, image: bytes, functions: Iterable[str], *, ptx: str | None = None, arch: Arch | None = None
-    ) -> None:
+    def __init__(self, image: bytes, functions: Iterable[str], ptx: str, *, arch: Arch | None = None) -> None:
         """Links ``image`` and runs its static initializers.
 
-        functions: the ``extern "C"`` functions to be called; each returns int. ptx: the PTX text of its kernels; the
-        embedded one when None (of several, the newest that ``arch`` can run). arch: the device to pretend; that of the
-        PTX when None. Raises CaptureError for an object that lacks a function or its PTX, or imports a symbol that has
-        no stand-in here.
+        functions: the ``extern "C"`` functions to be called; each returns int. ptx: the PTX text of its kernels. arch:
+        the device to pretend; that of the PTX when None. Raises CaptureError for an object that lacks a function, or
+        imports a symbol that has no stand-in here.
         """
         object_file = ObjectFile(image)
         names = list(functions)
         missing = sorted(set(names) - object_file.defined)
         if missing:
             raise CaptureError(f"the object defines no C function {', '.join(missing)}")
-        self.ptx = embedded_ptx(image, arch) if ptx is None else ptx
-        self.module = HostModule(self.ptx, arch)
+        self.module = HostModule(ptx, arch)
         initializers = [symbol.name for symbol in object_file.initializers]
         with recording(self.module) as loading:
             imports = resolve(object_file.imported, _stand_ins())
@@ -74,11 +66,9 @@ class NvccObject:
             raise CaptureError(f"static initializers: {'; '.join(loading.problems)}")
 
     @staticmethod
-    def load(
-        path: str | Path, functions: Iterable[str], *, ptx: str | None = None, arch: Arch | None = None
-    ) -> NvccObject:
+    def load(path: str | Path, functions: Iterable[str], ptx: str, *, arch: Arch | None = None) -> NvccObject:
         """`NvccObject` of an object file."""
-        return NvccObject(Path(path).read_bytes(), functions, ptx=ptx, arch=arch)
+        return NvccObject(Path(path).read_bytes(), functions, ptx, arch=arch)
 
     def capture(self, function: str, *arguments: Any) -> tuple[int, list[Launch | Memset]]:
         """Calls ``function`` with ctypes values and returns what it returned, and its launches and memsets in order.
@@ -92,40 +82,6 @@ class NvccObject:
         if taken.problems:
             raise CaptureError(f"host code of {function} (it returned {status}): {'; '.join(taken.problems)}")
         return status, taken.operations
-
-
-def embedded_ptx(image: bytes, arch: Arch | None = None) -> str:
-    """The PTX text in an object's fat binary: of several, the newest that ``arch`` can run (the newest of all when
-    None).
-
-    Raises CaptureError when there is none, or only a compressed one.
-    """
-    data = ObjectFile(image).sections.get(".nv_fatbin", b"")
-    texts: list[str] = []
-    compressed = False
-    place = 0
-    while place + 16 <= len(data):
-        magic, _, header, size = struct.unpack_from("<IHHQ", data, place)
-        if magic != _FATBIN_MAGIC:
-            break
-        item, end = place + header, place + header + size
-        while item + 64 <= end:
-            kind, _, item_header, item_size, packed = struct.unpack_from("<HHIQI", data, item)
-            body = data[item + item_header : item + item_header + item_size]
-            if kind == _FATBIN_PTX and packed:
-                compressed = True
-            elif kind == _FATBIN_PTX:
-                texts.append(body.rstrip(b"\0").decode())
-            item += item_header + item_size
-        place = -(-end // 8) * 8
-    usable = [text for text in texts if arch is None or ptx_arch(text).capability <= arch.capability]
-    if usable:
-        return max(usable, key=lambda text: ptx_arch(text).capability)
-    if compressed:
-        raise CaptureError("the embedded PTX is compressed: compile with nvcc --compress-mode=none, or pass ptx=")
-    if texts and arch is not None:
-        raise CaptureError(f"the embedded PTX is for a newer architecture than {arch.name}")
-    raise CaptureError("the object embeds no PTX: compile with -gencode arch=compute_XX,code=compute_XX, or pass ptx=")
 
 
 # The CUDA runtime as nvcc's host code calls it. A kernel's handle is the address of its host stub.

@@ -73,16 +73,18 @@ def test_clears_are_checked_and_done():
         emulate(ptx, [Memset(tensor[2:].data_ptr(), 0, 100)], {"t": tensor})
 
 
-def nvcc(source: Path, target: Path, *options: str) -> Path:
-    command = ["nvcc", "-std=c++17", "-O2", "-DNDEBUG", "--compress-mode=none", "-Xcompiler", "-fPIC"]
-    command += ["-gencode", "arch=compute_80,code=compute_80", *options, "-c", str(source), "-o", str(target)]
+def nvcc(source: Path, folder: Path, *options: str) -> tuple[NvccObject, str]:
+    """The linked object of a file with a function gemm_run, and its PTX."""
+    command = ["nvcc", "-std=c++17", "-O2", "-DNDEBUG", "--keep", "--keep-dir", str(folder), "-Xcompiler", "-fPIC"]
+    command += ["-gencode", "arch=compute_80,code=compute_80", *options, "-c", str(source), "-o", f"{folder}/gemm.o"]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    return target
+    ptx = (folder / f"{source.stem}.ptx").read_text()
+    return NvccObject.load(folder / "gemm.o", ["gemm_run"], ptx), ptx
 
 
 @needs_nvcc
 def test_a_split_gemm_of_nvcc(tmp_path):
-    library = NvccObject.load(nvcc(UNIT / "capture_gemm.cu", tmp_path / "gemm.o"), ["gemm_run"])
+    library, ptx = nvcc(UNIT / "capture_gemm.cu", tmp_path)
     m, n, k, splits = 5, 70, 50, 3
     a, b, c, partial = torch.randn(m, k), torch.randn(k, n), torch.full((m, n), torch.nan), torch.empty(splits, m, n)
     pointers = [POINTER(t.data_ptr()) for t in (a, b, c, partial)]
@@ -90,7 +92,7 @@ def test_a_split_gemm_of_nvcc(tmp_path):
     status, operations = library.capture("gemm_run", *pointers, *numbers, POINTER(None))
     assert status == 0
     tensors = {"a": a, "b": b, "c": c, "partial": partial}
-    emulate(library.ptx, operations, tensors, outputs={"c", "partial"})
+    emulate(ptx, operations, tensors, outputs={"c", "partial"})
     verdict = reference.check(c, reference.expected(a, b, alpha=2.0))  # the kernel scales by its constant table
     assert verdict.ok, verdict.message
 
@@ -103,12 +105,10 @@ def cutlass(tmp_path_factory):
     headers = Path(spec.origin).parent / "source" / "include"
     options = ["--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden", f"-I{headers}"]
     source = Path(__file__).with_name("cutlass2x_gemm.cu")
-    target = tmp_path_factory.mktemp("cutlass") / "gemm.o"
     try:
-        nvcc(source, target, *options)
+        return nvcc(source, tmp_path_factory.mktemp("cutlass"), *options)
     except subprocess.CalledProcessError as error:
         pytest.fail(f"nvcc: {error.stderr}")
-    return NvccObject.load(target, ["gemm_run"])
 
 
 @pytest.mark.slow  # test_cutlass2x.py runs such launches too, from our own build
@@ -121,13 +121,14 @@ def test_a_cutlass_gemm(cutlass, m, n, k, splits):
     pointers = [POINTER(t.data_ptr()) for t in (a, b, c, d)]
     numbers = [INT(m), INT(n), INT(k), FLOAT(1.5), FLOAT(0.5), INT(splits)]
     where = POINTER(workspace.data_ptr() if splits > 1 else None)
-    status, operations = cutlass.capture("gemm_run", *pointers, *numbers, where, POINTER(None))
+    library, ptx = cutlass
+    status, operations = library.capture("gemm_run", *pointers, *numbers, where, POINTER(None))
     assert status == 0
     assert [type(operation) for operation in operations] == [Memset, Launch][splits == 1 :]
     tensors = {"a": a, "b": b, "c": c, "d": d, "workspace": workspace}
     # Its loop skips the copy of rows beyond M and N and multiplies what the stage held: those outputs are not stored.
     checks = Checks(uninitialized=False)
-    emulate(cutlass.ptx, operations, tensors, outputs={"d", "workspace"}, checks=checks)
+    emulate(ptx, operations, tensors, outputs={"d", "workspace"}, checks=checks)
     want = reference.expected(a, b.T, c, alpha=1.5, beta=0.5)
     # A split adds to the fp16 output of the one before: its rounding, of a value that is at most the sum of magnitudes.
     magnitude = 1.5 * (a.double().abs() @ b.T.double().abs()) + 0.5 * c.double().abs()

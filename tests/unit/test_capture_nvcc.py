@@ -12,7 +12,7 @@ import torch
 
 from cutegemm.emulator.entries import CaptureError
 from cutegemm.emulator.launch import Launch, Memset
-from cutegemm.emulator.nvcc_capture import NvccObject, embedded_ptx
+from cutegemm.emulator.nvcc_capture import NvccObject
 from cutegemm.hardware import arch
 
 pytest.importorskip("llvmlite")
@@ -23,24 +23,21 @@ POINTER, INT = ctypes.c_void_p, ctypes.c_int
 FUNCTIONS = ["gemm_run", "device_facts", "ask_for_the_unknown"]
 
 
-def build(folder: Path, *options: str) -> Path:
-    target = folder / "gemm.o"
-    source = Path(__file__).with_name("capture_gemm.cu")
-    command = ["nvcc", "-std=c++17", "-O2", "-Xcompiler", "-fPIC", *options, "-c", str(source), "-o", str(target)]
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The object's bytes and its PTX."""
+    folder = tmp_path_factory.mktemp("nvcc")
+    source, target = Path(__file__).with_name("capture_gemm.cu"), folder / "gemm.o"
+    command = ["nvcc", "-std=c++17", "-O2", "-Xcompiler", "-fPIC", "-gencode", "arch=compute_80,code=compute_80"]
+    command += ["--keep", "--keep-dir", str(folder), "-c", str(source), "-o", str(target)]
     subprocess.run(command, check=True, capture_output=True, text=True)
-    return target
+    return target.read_bytes(), (folder / "capture_gemm.ptx").read_text()
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory):
-    options = ["--compress-mode=none", "-gencode", "arch=compute_80,code=compute_80"]
-    options += ["-gencode", "arch=compute_90,code=compute_90"]
-    return build(tmp_path_factory.mktemp("nvcc"), *options).read_bytes()
-
-
-@pytest.fixture(scope="module")
-def library(image):
-    return NvccObject(image, FUNCTIONS)
+def library(built):
+    image, ptx = built
+    return NvccObject(image, FUNCTIONS, ptx)
 
 
 def run(library, m, n, k, splits=1, factor=1):
@@ -80,10 +77,10 @@ def test_an_empty_grid_is_refused(library):
 
 
 @pytest.mark.parametrize(("name", "limit"), [("sm_80", 163), ("sm_90", 227)])
-def test_the_device_answers_as_the_architecture_table(image, name, limit):
+def test_the_device_answers_as_the_architecture_table(built, name, limit):
+    image, ptx = built
     target = arch.get(name)
-    library = NvccObject(image, FUNCTIONS, arch=target)
-    assert f".target {name}" in library.ptx
+    library = NvccObject(image, FUNCTIONS, ptx, arch=target)
     facts = (INT * 5)()
     assert library.capture("device_facts", ctypes.cast(facts, POINTER)) == (0, [])
     assert list(facts) == [target.sm_count, target.capability[0], limit * 1024, 4 if limit == 163 else 6, 1]
@@ -92,11 +89,6 @@ def test_the_device_answers_as_the_architecture_table(image, name, limit):
 def test_an_unknown_question_is_named(library):
     with pytest.raises(CaptureError, match="cudaDeviceAttr 33"):
         library.capture("ask_for_the_unknown")
-
-
-def test_the_newest_ptx_that_the_architecture_can_run(image):
-    assert ".target sm_90" in embedded_ptx(image)
-    assert ".target sm_80" in embedded_ptx(image, arch.get("A6000"))
 
 
 def test_captures_of_threads_do_not_mix(library):
@@ -117,14 +109,7 @@ def test_captures_of_threads_do_not_mix(library):
     assert not wrong
 
 
-def test_a_missing_function_is_named(image):
+def test_a_missing_function_is_named(built):
+    image, ptx = built
     with pytest.raises(CaptureError, match="no C function gemm_runs"):
-        NvccObject(image, ["gemm_runs"])
-
-
-def test_compressed_and_missing_ptx_are_told_apart(tmp_path):
-    compressed = build(tmp_path, "-gencode", "arch=compute_80,code=compute_80", "--compress-mode=size").read_bytes()
-    with pytest.raises(CaptureError, match="compress-mode=none"):
-        embedded_ptx(compressed)
-    with pytest.raises(CaptureError, match="embeds no PTX"):
-        embedded_ptx(build(tmp_path, "-gencode", "arch=compute_80,code=sm_80").read_bytes())
+        NvccObject(image, ["gemm_runs"], ptx)

@@ -115,7 +115,7 @@ def _recorded(
     keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
 ):  # fmt: skip
-    """grouped_gemm for one level of autograd: what is recorded calls the operator below it."""
+    """grouped_gemm as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & _BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     refuse_tangents(*tensors)
@@ -191,7 +191,7 @@ def _refuse_derivatives(
     keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, precision, backend,
     config, out,
 ) -> None:  # fmt: skip
-    """grouped_gemm_out below autograd; no derivative is computed of what is written into a tensor."""
+    """grouped_gemm_out under autograd: raises where a derivative is asked for, because `out` records none."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands, *out)):
         raise RuntimeError(
             "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import grouped_request, program_request, torch_dtype
@@ -115,7 +116,7 @@ def _recorded(
     keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
 ):  # fmt: skip
-    """grouped_gemm for one level of autograd: what is recorded calls the operator below it."""
+    """grouped_gemm as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & _BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     refuse_tangents(*tensors)
@@ -124,7 +125,7 @@ def _recorded(
             a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype, precision,
             backend, config, save, zeros,
         )  # fmt: skip
-    grad = torch.is_grad_enabled()
+    grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
     if not (grad and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(
@@ -137,8 +138,13 @@ def _recorded(
         scaled.refuse_gradients(named, "grouped_gemm")
 
     def run(a: Any, b: Any, arrays: Any, epilogue: Any, given: Any, wanted: Any) -> Any:
-        # Recording switches grad mode off, which the next level of torch.func is to find as it was.
-        with torch.set_grad_enabled(grad), torch._C._AutoDispatchBelowAutograd():
+        # Recording switches both modes off. The next level of torch.func must find them as they were: it refuses
+        # tangents, which it would drop otherwise.
+        with (
+            torch.set_grad_enabled(grad),
+            forward_ad._set_fwd_grad_enabled(forward_mode),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
             return _redispatch(
                 below, a, b, *arrays, *divided(given), epilogue.text, wanted, precision, backend, config, save, zeros
             )  # fmt: skip
@@ -191,7 +197,7 @@ def _refuse_derivatives(
     keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, precision, backend,
     config, out,
 ) -> None:  # fmt: skip
-    """grouped_gemm_out below autograd; no derivative is computed of what is written into a tensor."""
+    """grouped_gemm_out under autograd: raises where a derivative is asked for, because `out` records none."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands, *out)):
         raise RuntimeError(
             "out: a tensor requires grad, and no gradient is recorded of what is written into a tensor; "

@@ -142,7 +142,7 @@ def gemm(
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted. A function
-            that is no epilogue raises `cutegemm.errors.EpilogueError`, a TypeError. Products of fp8 and int8 record no
+            that is no epilogue raises `cutegemm.EpilogueError`, a TypeError. Products of fp8 and int8 record no
             gradients: a tensor that requires grad is a bad argument of theirs.
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.

@@ -10,7 +10,7 @@ needed.
 """
 
 from cutegemm import nn, ops
-from cutegemm.errors import GemmError, UnsupportedError
+from cutegemm.errors import EpilogueError, GemmError, UnsupportedError
 from cutegemm.gemm import explain, gemm, prepare, trace_epilogue
 from cutegemm.grouped import grouped_gemm
 from cutegemm.linear import linear
@@ -29,6 +29,7 @@ from cutegemm.tune import tune
 
 __version__ = "0.1.0"
 __all__ = [
+    "EpilogueError",
     "GemmError",
     "Problem",
     "Program",

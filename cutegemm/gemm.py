@@ -1,9 +1,9 @@
 """The public call: takes the short way to a remembered kernel, or finds out what kind of call it is.
 
-A call that was made before, with plain tensors and nothing for autograd or autocast to do, is looked up by its
-description and launched; torch's dispatcher would cost as much again. Every other call goes through `_uncommon`:
+The C++ extension is asked first: it serves the calls whose launches it knows (native/__init__.py). Python looks up a
+call that was made before, with plain tensors and nothing for autograd or autocast to do, by its description, and
+launches it; torch's dispatcher would cost as much again. Every other call goes through `_uncommon`:
 
-    a call whose launch the C++ part has                that, which Python only calls (native/__init__.py)
     torch.compile, torch.jit.trace, a dispatch mode,
     a tensor subclass, vmap, torch.func, batched
     gradients                                           the operator torch.ops.cutegemm.gemm (pytorch/operator.py)
@@ -76,16 +76,17 @@ def gemm(
             activation and epilogue are None.
         b: (K, N) or (L, K, N), dtype and device of `a`; e4m3 and e5m2 may be mixed. A batch of 1, or a 2-D operand,
             broadcasts.
-        c: broadcastable to D; any accepted dtype of 2 or 4 bytes. With beta == 0 it is never read: a NaN in it does not
-            spread.
-        alpha, beta: Python numbers that fp32 can hold. They are used in fp32, and in fp64 with float64 operands.
-        bias: (N,), any accepted dtype of 2 or 4 bytes.
+        c: broadcastable to D; fp16, bf16 or fp32, and float64 with float64 operands. With beta == 0 it is never read: a
+            NaN in it does not spread.
+        alpha, beta: Python numbers of at most fp32's largest magnitude. They are used in fp32, and in fp64 with float64
+            operands.
+        bias: (N,); the dtypes of c.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
         out: D is written here; (M, N) or (L, M, N). It may be `c` itself and must not overlap another input.
             Autograd is told of the write, and an inference tensor is refused outside inference mode, as by torch.mm.
-        out_dtype: dtype of D, any accepted one; by default that of `out`, else `output` in the row of a's dtype (of fp8
-            bfloat16; of int8 int32, which the plain product alone has, and bfloat16 with scales). D in fp8 or int8
-            saturates.
+        out_dtype: dtype of D, any accepted one. By default that of `out`, else that of a; bfloat16 for fp8 operands and
+            for int8 operands with scales, int32 for the plain product of int8. All other products of int8 need an
+            `out_dtype` (or `out`). D in fp8 or int8 saturates.
         precision: for float32: "ieee" (CUDA cores, as exact as torch.mm without TF32), "tf32" (tensor cores, operands
             rounded to 10 mantissa bits), or fp32's accuracy on tensor cores from parts of the operands: "bf16x6",
             "bf16x9" and "tf32x3" (also by backend "cutlass2x", where an infinity gives NaN). Their bounds, the ends of
@@ -103,8 +104,8 @@ def gemm(
         epilogue: a function of the accumulators and of `operands`, written with Python operators and `cutegemm.ops`, or
             a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
             function says them.
-        operands: what the function takes behind the accumulators: tensors that broadcast to D, of an accepted dtype or
-            int32, and Python numbers, which may change from call to call without another kernel.
+        operands: what the function takes after the accumulators: tensors that broadcast to D, of an accepted dtype of 2
+            or 4 bytes or int32, and Python numbers, which may change from call to call without another kernel.
         save: with an epilogue, how the backward pass gets the accumulators where the gradients depend on them.
             "outputs" (None means this): the kernel also stores them, in a's dtype. "recompute": the backward pass
             makes the product again, which needs no memory in between; for fp16 accumulators that overflow, too.
@@ -141,7 +142,9 @@ def gemm(
     not remembered, and by `explain`, `prepare` and `tune`: if so, all that is remembered is dropped and chosen anew.
 
     Raises:
-        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
+        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted. A function
+            that is no epilogue raises `cutegemm.EpilogueError`, a TypeError. Products of fp8 and int8 record no
+            gradients: a tensor that requires grad is a bad argument of theirs.
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given.
@@ -333,7 +336,7 @@ def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -
 
     Raises:
         EpilogueError: a TypeError that names the line of the function, and what to write instead.
-        TypeError, ValueError: an operand is none; the message names it.
+        TypeError, ValueError: something among the operands is neither; the message names it.
     """
     program_request.check_operands(operands)
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]

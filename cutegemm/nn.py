@@ -48,6 +48,7 @@ class Linear(torch.nn.Linear):
 
     Raises:
         ValueError: no such activation, precision or backend.
+        TypeError: constant_weight is not a bool.
     """
 
     activation: str | None = None
@@ -135,10 +136,10 @@ def replace_linears(
 ) -> torch.nn.Module:
     """Replaces every torch.nn.Linear in `model`, in place, by a `Linear` with the same parameters.
 
-    With `dtype` ("fp8", "int8" and what else `Fp8Linear` takes) by an `Fp8Linear`, whose weight is quantized now, with
-    `scaling` and `accumulate` as there; `precision` and `constant_weights` are then refused. The memory of a replaced
-    weight is freed when nothing else holds it: a weight tied to an embedding stays. Layers that must be exact, often
-    the last one, are left out by `where`.
+    With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8Linear`, whose weight
+    is quantized now, with `scaling` and `accumulate` as there; `precision` and `constant_weights` are then refused. The
+    memory of a replaced weight is freed when nothing else holds it: a weight tied to an embedding stays. Layers that
+    must be exact, often the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
     takes, parametrized ones, with `dtype` those whose weight a hook makes (weight_norm, pruning), and those for which
@@ -153,7 +154,9 @@ def replace_linears(
         `model`, or its replacement when it is a torch.nn.Linear itself.
 
     Raises:
-        TypeError, ValueError: no module, no such precision, backend, dtype or scaling; `model` is left as it was.
+        TypeError: `model` is no module, `where` cannot be called, or there is no such dtype.
+        ValueError: no such precision, backend, scaling or accumulate, or arguments that do not go together. After
+            either error `model` is as it was.
     """
     replacing.check(model, where)
     replacing.check_options(precision, backend)

@@ -73,8 +73,8 @@ class Fp8Linear(torch.nn.Module):
 
     Buffers, which are what state_dict has: `weight` (out_features, in_features), fp8 or int8; `weight_scale`, fp32, ()
     or (out_features, 1) or (ceil(out / 128), ceil(in / 128)); `input_scale`, fp32, only where the scale of x is fixed.
-    `bias` is a parameter that needs no gradient. `.to(dtype)`, `.half()` and the like change none of the numbers'
-    types; devices change.
+    `bias` is a parameter that needs no gradient. `.to(dtype)`, `.half()` and the like convert the bias alone: the
+    weight and the scales keep their types.
 
     `load_state_dict` takes such a state, that of a torch.nn.Linear, whose weight it quantizes, and those of other
     libraries: see `from_quantized`.

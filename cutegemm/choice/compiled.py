@@ -1,4 +1,4 @@
-"""The cost model's formula as machine code, made from its Python source: a choice estimates some twenty candidates.
+"""The cost model's formula as machine code, made from its Python source: every choice estimates many candidates.
 
 The functions in `TRANSLATED` are plain arithmetic. `source` translates them to C, statement by statement, so that there
 is one formula; the machine's C compiler makes a library of it once, which is kept beside the kernels. A number is a

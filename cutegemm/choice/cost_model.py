@@ -21,7 +21,8 @@ What the terms count:
               hidden by nothing, and the kernel ends only when its stores have drained
     outside   rows of a tile outside the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
               bytes a clock, over all SMs of an H200 where it was measured)
-    groups    whose sizes lie on the device have half a tile more than their share of rows or columns
+    groups    a group whose size lies on the device counts half a tile more than its share of rows or columns fills,
+              because its end lies within a tile
     lines     rows of A or B that do not begin on a line of 128 bytes: each 128-byte row of a load touches two lines
               (up to 1.6 times as long where loads bound the time: 7712x15616x168 against x192 on an H200, 128x128
               tiles)
@@ -30,14 +31,15 @@ What the terms count:
               it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32
               bytes, 27 with 128x128)
     writes    more for what is written to parts of sectors (32 bytes) and lines
-    program   its matrix operands and further results count as bytes of the epilogue and of memory, its instructions and
-              the operands that it waits for as cycles of the epilogue (`program_cost`)
+    program   the matrix operands and further results of an epilogue program count as bytes of the epilogue and of
+              memory; its instructions, and the operands that it waits for, as cycles of the epilogue (`program_cost`)
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
               round. CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last
               sums
     promoted  sums of fp8 cost energy, and time where no other warpgroup multiplies meanwhile. Scales of blocks of K
               cost each k step some time
-    power     a fourth-power mean joins it to the time at full clock: near the limit the clock gives way by degrees
+    power     the time at the power limit and the time at full clock are joined by a fourth-power mean, because near
+              the limit the clock falls by degrees
     launch    less where the next launch finds room on the SMs early, with programmatic dependent launch: two CTAs fit
               an SM, or half of the SMs are free (0.35 us of 4 on an H200)
 
@@ -179,8 +181,11 @@ def launch_seconds(
 
 
 def tiles_along(extent: int, tile: int, ragged: bool) -> float:
-    """Tiles along rows or columns; of a large group whose end lies on the device, half a tile more than its share. A
-    tile larger than the share holds some groups and not others, by how skewed they are: half of what that adds counts.
+    """Tiles along rows or columns.
+
+    A large group whose size lies on the device counts half a tile more than its share fills. A tile larger than the
+    share holds some groups whole and others not, depending on how unequal they are: half of the excess over one tile
+    counts.
     """
     if ragged and extent >= LARGE_GROUP:
         found = extent / tile + 0.5

@@ -1,8 +1,9 @@
 """Problems whose measured winner may serve a product in groups that nobody measured.
 
-A winner is keyed by totals: the number of groups and the ragged extent, of which a model meets every number. So that of
-the nearest power of two counts, as long as its configuration is valid. Gathered, scattered and masked products, and
-those with a program, take the winners of plain groups of rows; with scales of blocks of K those with such scales.
+A winner is keyed by totals: the number of groups and the ragged extent (the tokens, say), which changes with every call
+of a model. So the winner of the nearest power of two counts, as long as its configuration is valid. Gathered, scattered
+and masked products, and those with a program, take the winners of plain groups of rows; products with scales of blocks
+of K take those with such scales.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cutegemm.problem.work import TABLE as WORKS
 
 
 def kin(problem: Problem) -> Iterator[tuple[Problem, str]]:
-    """(problem, what it is to the one asked for), nearest first; none of a dense one."""
+    """(problem, how it relates to the one asked for), nearest first; none of a dense one."""
     if problem.work == DENSE:
         return
     found, name = problem, "the plain product in groups"

@@ -103,7 +103,7 @@ def ascending(problem: Problem, arch: Arch, backend: str) -> Iterator[Any]:
 
 
 def untuned(problem: Problem, arch: Arch, backend: str | None = None) -> tuple[str, Any, str] | None:
-    """`choose` as it would be if the user had measured nothing and the shipped table lacked this shape: to judge it by.
+    """`choose` as if the user had measured nothing and the shipped table lacked this shape: to judge the heuristic by.
 
     Nothing is remembered, so that it takes milliseconds.
     """
@@ -246,7 +246,7 @@ class Candidates:
                 yield seconds, entries[number][1], ""
 
     def _corrected(self, m: int, n: int, k: int, seconds: float, chosen: Any) -> tuple[float, Any, str]:
-        """The cheapest again, with winners of nearby shapes made cheaper by what the model misjudged there."""
+        """The cheapest candidate after winners of nearby shapes were made cheaper by the model's error there."""
         x, y, z = math.log2(m), math.log2(n), math.log2(k)
         best, why = seconds, ""
         ascending, known = self._neighbours
@@ -297,14 +297,14 @@ class SplitCandidates:
         self._made: dict[int, tuple[Model, Any] | None] = {}
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
-        """Those of `Model.wanted`, or as many splits fewer as `numbers` have."""
+        """The splits of `Model.wanted`, each lowered to a number that `numbers` has."""
         wanted = {self.whole.wanted(m, n, k, batch, turn) for turn in range(TURNS)}
         places = {bisect.bisect_right(self.numbers, number) for number in wanted} - {0}
         found = (self.made(self.numbers[place - 1]) for place in sorted(places))
         return [pair for pair in found if pair is not None]
 
     def made(self, number: int) -> tuple[Model, Any] | None:
-        """The model and the configuration with so many splits; None where it cannot have them."""
+        """The model and the configuration with that number of splits; None where the configuration cannot have it."""
         if number not in self._made:
             config = replace(self._config, splits=number)
             invalid = config.why_invalid(self._signature, self._arch) is not None

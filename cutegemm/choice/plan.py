@@ -48,8 +48,8 @@ class Plan(NamedTuple):
         problem: in the canonical form the kernel sees; `swapped` says that it is the transposed one.
         choice, arch: what was chosen, and for which GPU. kernel: None for torch, and in a plan that is only described.
         copies: for each operand that torch must make contiguous first, its name and why.
-        preparations: what else is made of operands first, by kernels of ours, in this order; `problem` is the one that
-            is left then; with the kernel of each, None in a plan that is only described. See `choice.prepared`.
+        preparations: what kernels of ours make of operands before that, in this order, each with its kernel (None in a
+            plan that is only described). `problem` is the one with prepared operands. See `choice.prepared`.
         constant: "a" or "b" for an operand of `problem` that is promised to be constant, else "".
     """
 
@@ -123,9 +123,9 @@ def choose(
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
 
-    The winner of the plain product may be a poor choice with a program. Where the model says so, its own choice is
-    taken. Where the model prefers that choice without the program too, a measurement has shown that the model errs
-    there, and only what the program adds to both times counts.
+    The winner of the plain product may be a poor choice with a program. Where the model says so, the model's own choice
+    is taken. But where the model prefers its own choice for the plain product too, the measurement has shown that the
+    model errs there. Then only the time that the program adds to either configuration is compared.
     """
     tuned = _tuned(problem, arch, backend, known)
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):
@@ -292,7 +292,7 @@ def _layout(matrix: Any) -> str:
 
 
 class Memo:
-    """A bounded mapping that a reader never waits for: `get` is a dictionary's own.
+    """A bounded mapping whose readers take no lock: `get` is a dictionary's own.
 
     When it is full, a new entry takes the place of some of the oldest, a 64th of all at a time.
     """
@@ -348,14 +348,14 @@ class PlanMemo:
 
 
 class State(NamedTuple):
-    """What a choice depends on beside the call: `winners.state()`, and what `CUTEGEMM_TUNE` says."""
+    """What a choice depends on besides the call: `winners.state()`, and the text of `CUTEGEMM_TUNE`."""
 
     winners: object
     tune: str | None
 
 
 def state() -> State:
-    """What a choice depends on beside the call: a value that differs from the one before when something has changed.
+    """What a choice depends on besides the call: a value that differs from an earlier one when something has changed.
 
     It covers the winners store (whoever writes to it) and the environment variables `CUTEGEMM_WINNERS`,
     `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`.

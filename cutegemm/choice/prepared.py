@@ -1,10 +1,10 @@
 """Whether to prepare operands before a product: the estimate of both ways decides.
 
-TMA, which feeds the fastest kernels, loads rows that begin on multiples of 16 bytes. Rows of odd lengths (a row-major B
-with N = 50257 columns, a column-major A with an odd number of rows) are none. Such a problem is posed twice: as it is,
-for the kernels that load any element (mma.sync, at about a quarter of WGMMA's speed), and with the operands packed into
-aligned rows first (`Backend.prepared`). The second costs the bytes of the copies at the memory's speed, a launch for
-each, and their memory.
+TMA, which feeds the fastest kernels, loads rows that begin on multiples of 16 bytes. Contiguous rows of an odd length
+do not (a row-major B with N = 50257 columns, a column-major A with an odd number of rows). Two ways are estimated for
+such a problem: to compute it as it is with a kernel that loads any element (mma.sync, at about a quarter of WGMMA's
+speed), or to pack the operands into aligned rows first (`Backend.prepared`). The second way costs a launch for each
+copy, the time of the copied bytes at the memory's speed, and memory for the copies.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What an epilogue program costs a tile beside the bytes that it moves: instructions, and operands that are waited for.
+"""The cost of an epilogue program for a tile, besides the bytes that it moves: instructions, and waits for operands.
 
 The instructions of an element were counted in the machine code of Hopper kernels (silu 9.5, gelu(acc + bias) + residual
 15.5, a rotation 10 of which half load operands). Those of the special function unit, which is an eighth as wide as the
 others, weigh 4: half of what they take alone, since other warps compute meanwhile. `WAIT` was read off times on an H200
 at 4096x6144x4096 and 4096^3, at 1.455 GHz: 22 to 25 ns for each accumulator of a thread and each such operand with 128
 accumulators, 23 to 62 with 192. An operand in the ring costs a cooperative kernel its bytes alone, 2 us at 4096^3.
-In ping-pong it takes stages from the other warpgroup's tile, and counts as waited for: a rotation at 4096x6144x4096
-was measured to take 20 us. Not a fit, and of programs only: C, bias and activations stay as they were fitted.
+In ping-pong it takes stages from the other warpgroup's tile, and counts as an operand that is waited for: a rotation at
+4096x6144x4096 was measured to take 20 us. These numbers are no fit. They count for programs only: C, bias and
+activations are part of the fitted constants.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kernels whose epilogue program makes them spill registers: refused where asked for by name, else replaced.
 
-How heavy a program is for a configuration can only be estimated before it is compiled. Afterwards it is known: the
-machine code says how much local memory a thread has. A kernel that spills without its program too is let be, as one
-without a program is.
+How many registers a program needs with a configuration is known once the kernel is compiled: the machine code says how
+much local memory a thread has. A kernel that spills without its program too is accepted, as a kernel without a program
+is.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _gemm: Callable[..., torch.Tensor]
 
 
 def bind(gemm: Callable[..., torch.Tensor]) -> None:
-    """Tells which function multiplies in backward passes and tangents: `cutegemm.gemm`, whose gradients these are."""
+    """Sets the function that multiplies in backward passes and tangents: `cutegemm.gemm`, which imports this module."""
     global _gemm
     _gemm = gemm
 
@@ -126,16 +126,16 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of numbers of a dtype are computed in."""
+    """The dtype in which numbers of `dtype` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def may_have_tangent(*tensors: Any) -> bool:
     """Whether one of the tensors may carry a tangent that forward mode asks for.
 
-    What torch.compile has made enters forward mode without telling `forward_ad._current_level`: once it has been
-    imported, tensors are looked at, which takes as long as all else that an operator does. A dispatch mode would see
-    that, and another look is the price of certainty: such calls count as ones that may.
+    Code that torch.compile has made enters forward mode without a change of `forward_ad._current_level`. So once
+    torch.compile has been imported the tensors themselves are asked, which takes as long as all else that an operator
+    does. A dispatch mode would see these questions: under one every tensor counts as one that may carry a tangent.
     """
     if not torch._C._is_fwd_grad_enabled():
         return False

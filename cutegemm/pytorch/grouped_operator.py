@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import grouped_request, program_request, torch_dtype
@@ -106,7 +107,7 @@ def _recorded(
     keyset, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype=None,
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
 ):  # fmt: skip
-    """grouped_gemm for one level of autograd: what is recorded calls the operator below it."""
+    """grouped_gemm as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & registering.BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     refuse_tangents(*tensors)
@@ -115,7 +116,7 @@ def _recorded(
             a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype, precision,
             backend, config, save, zeros,
         )  # fmt: skip
-    grad = torch.is_grad_enabled()
+    grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
     if not (grad and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(
@@ -128,8 +129,13 @@ def _recorded(
         scaled.refuse_gradients(named, "grouped_gemm")
 
     def run(a: Any, b: Any, arrays: Any, epilogue: Any, given: Any, wanted: Any) -> Any:
-        # Recording switches grad mode off, which the next level of torch.func is to find as it was.
-        with torch.set_grad_enabled(grad), torch._C._AutoDispatchBelowAutograd():
+        # Recording switches both modes off. The next level of torch.func must find them as they were: it refuses
+        # tangents, which it would drop otherwise.
+        with (
+            torch.set_grad_enabled(grad),
+            forward_ad._set_fwd_grad_enabled(forward_mode),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
             return _redispatch(
                 below, a, b, *arrays, *divided(given), epilogue.text, wanted, precision, backend, config, save, zeros
             )  # fmt: skip

@@ -1,8 +1,9 @@
 """`grouped_gemm` with scaled operands: the call becomes one whose epilogue's first factors are the scales.
 
-What `scaled` and `scaled_operator` are for `gemm`, by the same programs (`problem.scaling`): scales of tensors, groups
-and rows are operands of the epilogue, those of blocks of K are read by the kernel as it sums. torch.compile and modes
-see torch.ops.cutegemm.scaled_grouped_gemm. No gradients are recorded.
+This module does for `grouped_gemm` what `scaled` and `scaled_operator` do for `gemm`, with the same programs
+(`problem.scaling`). Scales of tensors, groups and rows are operands of the epilogue; scales of blocks of K are read by
+the kernel while it sums. torch.compile and dispatch modes see torch.ops.cutegemm.scaled_grouped_gemm. No gradients are
+recorded.
 """
 
 from __future__ import annotations

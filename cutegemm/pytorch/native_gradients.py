@@ -1,5 +1,7 @@
-"""Gradients of what `cutegemm.native` has recorded, where it leaves them to Python: those of derivatives that are
-recorded themselves, of activations, of C, of batches, under modes, and of what it meets for the first time.
+"""Gradients of calls that the C++ extension has recorded, where it leaves their computation to Python.
+
+It does so for derivatives of derivatives, for calls with an activation, with C or with a batch, under modes, and for
+products in the backward pass that it meets for the first time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from cutegemm.pytorch.autograd import Settings, gradients
 
 
 class _Saved(NamedTuple):
-    """What `autograd.gradients` reads of the context of a recorded call."""
+    """Stands for the context of a recorded call, as far as `autograd.gradients` reads it."""
 
     settings: Settings
     saved_tensors: tuple[Any, ...]

@@ -170,7 +170,7 @@ registering.LIBRARY.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
 
 
 def _recorded_natively(keys: int, *arguments: Any) -> torch.Tensor:
-    """`_recorded_gemm` of what the C++ part leaves to Python."""
+    """`_recorded_gemm` for calls that the C++ extension leaves to Python."""
     return _recorded_gemm(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
 
 

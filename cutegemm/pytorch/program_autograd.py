@@ -54,7 +54,7 @@ class Settings(NamedTuple):
 
 
 class Like(NamedTuple):
-    """What of a tensor its gradient needs to know."""
+    """The properties of a tensor that its gradient depends on."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -80,8 +80,10 @@ def refuse_tangents(*tensors: Any) -> None:
 def forward_program(
     program: Program, product: bool, operands: tuple[int, ...], dtype: str | None, save: str | None
 ) -> tuple[Program, tuple[Source, ...], Needed]:
-    """What runs where gradients of the product and of these operands are recorded: the program, with accumulators as
-    further outputs in a dtype where `save` says so, what these are, and what the gradients need.
+    """The program that the forward pass runs where gradients of the product and of these operands are recorded.
+
+    Returns the program, with the accumulators as further outputs where `save` says so; which outputs these are; and
+    what the gradients need.
     """
     needs = needed(program, tuple(range(len(program.outputs))), product, operands)
     if needs.reads_acc and save != "recompute":
@@ -263,7 +265,7 @@ def _nothing(grads: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 def columns_of(acc: torch.Tensor, gating: str | None) -> tuple[torch.Tensor, ...]:
-    """The accumulators, those of gate and those of up where a program has them."""
+    """The accumulators as a tuple: one tensor, or those of gate and those of up."""
     if gating == "halves":
         half = acc.shape[-1] // 2
         return acc[..., :half], acc[..., half:]
@@ -271,7 +273,7 @@ def columns_of(acc: torch.Tensor, gating: str | None) -> tuple[torch.Tensor, ...
 
 
 def joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
-    """What `columns_of` has divided."""
+    """The accumulators as one tensor again: the inverse of `columns_of`."""
     if gating == "halves":
         return torch.cat(tuple(parts), -1)
     return torch.stack(tuple(parts), -1).flatten(-2) if gating == "pairs" else parts[0]

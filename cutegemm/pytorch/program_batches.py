@@ -20,7 +20,7 @@ One = Callable[[Any, Any, list[Any], Program], list[torch.Tensor]]
 def mapped(
     size: int, tensors: Sequence[Any], dims: Sequence[int | None], program: Program, one: One
 ) -> list[torch.Tensor]:
-    """`size` calls of `one`, as a batch where that means the same.
+    """The results of `size` calls of `one`, computed as one batch where that gives the same.
 
     Args:
         tensors: a, b and the tensor operands, each with the mapped dimension that `dims` names (None: the same for
@@ -30,7 +30,7 @@ def mapped(
         The results of all, the mapped dimension first.
 
     Raises:
-        ValueError: what `gemm` says of numbers of dimensions and of batches, which the mapped one must not hide.
+        ValueError: a wrong number of dimensions or batches, as `gemm` says it; the mapped dimension must not hide it.
     """
     is_mapped = [dim is not None for dim in dims]
     fronted = [each if dim is None else each.movedim(dim, 0) for each, dim in zip(tensors, dims, strict=True)]

@@ -1,4 +1,4 @@
-"""What a backward pass computes, as programs: derived once for each program and each set of gradients."""
+"""The programs of backward passes: derived once for each program and each set of gradients that is asked for."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import dtypes, program_request, torch_dtype
@@ -165,7 +166,7 @@ def _recorded(
         return _sharded(
             a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
         )  # fmt: skip
-    grad = torch.is_grad_enabled()
+    grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
     if not (grad and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(
@@ -173,8 +174,13 @@ def _recorded(
             )
 
     def run(a: Any, b: Any, epilogue: Program, given: Sequence[Any], wanted: Any) -> Any:
-        # Recording switches grad mode off, which the next level of torch.func is to find as it was.
-        with torch.set_grad_enabled(grad), torch._C._AutoDispatchBelowAutograd():
+        # Recording switches both modes off. The next level of torch.func must find them as they were: it refuses
+        # tangents, which it would drop otherwise.
+        with (
+            torch.set_grad_enabled(grad),
+            forward_ad._set_fwd_grad_enabled(forward_mode),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
             return _redispatch(
                 below, a, b, *divided(given), epilogue.text, wanted, precision, backend, config, save
             )  # fmt: skip

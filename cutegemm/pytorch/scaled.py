@@ -1,7 +1,7 @@
 """`gemm` with scaled operands: the call becomes one with an epilogue program, whose first factors are the scales.
 
-Nothing else knows of scales in the epilogue: what composes with a program composes with them. Scales of blocks of K
-are operands of the program as well, which the kernel reads while it sums (`problem.scaling`).
+Everything that works with an epilogue program therefore works with scales. Scales of blocks of K are operands of the
+program too, but the kernel reads them while it sums (`problem.scaling`).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def is_distributed(*tensors: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> Any:
-    """A meta tensor in place of a DTensor, whose memory nothing may look at; others as they are."""
+    """A meta tensor of a DTensor's shape and dtype, to be checked without its memory; other values as they are."""
     if not is_distributed(tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -55,7 +55,7 @@ def shape_of(tensor: Any) -> Any:
 def compute(
     mesh: Any, tensors: Sequence[Any], rules: Sequence[Rule], call: Call, shapes: Sequence[tuple[int, ...]]
 ) -> list[Any]:
-    """The results of a call with these DTensors, of these shapes, whose mesh is that of all (`mesh_of`).
+    """Computes a call with DTensors of one mesh (`mesh_of`). shapes: of the results.
 
     rules: placements of the tensors, in their order, and of the results. The first is "everything replicated".
     """

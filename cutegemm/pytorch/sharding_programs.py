@@ -9,10 +9,10 @@ The rules, one for each dimension of a mesh; operands that D's rows (columns, ma
     matrices    L            L            L            L            L            L               L
     depth       K            K            whole        Partial(sum) Partial(sum)                 Partial(sum)
 
-depth is for programs that are linear in the accumulators, as scales are. No gradient of a maximum over sharded rows or
-columns is known to one rank, so that where gradients are recorded there is no such rule. With `halves` columns are
-sharded where b's are sharded as halves (`_StridedShard` with split factor 2): then each rank has as many columns of
-gate as of up, which belong together. With `pairs` and `partner` no two columns that belong together are parted.
+"depth" is for programs that are linear in the accumulators, such as scales. Where gradients are recorded there is no
+rule with Partial(max), because no rank knows which elements equal the maximum over all ranks. With `halves` columns are
+sharded only where b's are sharded as halves (`_StridedShard` with split factor 2): then each rank has the columns of
+gate and of up that belong together. With `pairs` and `partner` two columns that belong together stay on one rank.
 
 A program that reads row(), column(), matrix() or random() gets the index of the rank's first element as an operand, and
 so computes what the whole call does.

@@ -1,8 +1,9 @@
 """How quantization is sharded: each rank quantizes its part of x where elements that share a scale are on one rank.
 
-A dimension with a scale for each index is sharded together with its scales, one with a scale for every 128 indices
-where no 128 of them are parted. A dimension that shares a scale is not: its largest element is on one rank, so that x
-is put together first. With given scales it is sharded, and the scales are replicated.
+A dimension with a scale for each index is sharded together with its scales. A dimension with a scale for every 128
+indices is sharded where no block of 128 is divided between ranks. A dimension whose elements share a scale is not
+sharded, because the largest element may be on another rank: x is gathered first. With given scales every dimension may
+be sharded, and scales that are shared are replicated.
 """
 
 from __future__ import annotations

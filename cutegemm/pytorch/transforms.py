@@ -21,9 +21,7 @@ def active(*tensors: Any) -> bool:
 
 
 def refuse(tensors: dict[str, Any], out: Any) -> None:
-    """Raises ValueError for a tensor whose torch.vmap has ended: no transform at work knows its mapped dimension; and
-    where the result is to go into tensors given.
-    """
+    """Raises ValueError for a tensor that is used after its torch.vmap has ended, and for `out` under a transform."""
     level = torch._C._functorch.maybe_current_level() or 0
     for name, tensor in tensors.items():
         mapped = isinstance(tensor, torch.Tensor) and torch._C._functorch.is_batchedtensor(tensor)
@@ -88,7 +86,7 @@ def merge(size: int, tensors: tuple[Any, ...], dims: tuple[Any, ...], beta: floa
         (a, b, c, bias) and beta of the one gemm, and the shape of all results, mapped dimension first.
 
     Raises:
-        ValueError: what `gemm` says of numbers of dimensions, which the mapped one must not hide.
+        ValueError: a wrong number of dimensions, as `gemm` says it; the mapped dimension must not hide it.
     """
     mapped = [tensor is not None and dim is not None for tensor, dim in zip(tensors, dims, strict=True)]
     for name, tensor, is_mapped in zip(("a", "b"), tensors, mapped, strict=False):

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, code compiles and runs where it says so, commands and paths exist."""
+"""The pages: links lead somewhere, code compiles and runs where it says so, commands, paths and variables exist."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from cutegemm.cute.hopper import options
 from tuning import command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,11 @@ def wrong_paths(page: Path) -> list[str]:
     return [path for block in blocks for path in _PATH.findall(block) if not any(ROOT.glob(path.rstrip("./")))]
 
 
+def variables(files: Iterable[Path]) -> set[str]:
+    """The environment variables of ours that files name."""
+    return {found for file in files for found in re.findall(r"CUTEGEMM_[A-Z][A-Z_]*[A-Z]", file.read_text())}
+
+
 def exists(module: str) -> bool:
     """Whether `python -m module` finds something to run."""
     try:
@@ -135,6 +141,21 @@ def test_commands_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_paths_exist(page):
     assert wrong_paths(page) == []
+
+
+def test_every_environment_variable_is_in_the_table_of_trust_and_every_page_names_real_ones():
+    sources = [path for folder in ("cutegemm", "legacy_cuda", "tuning") for path in (ROOT / folder).rglob("*.py")]
+    read = variables([*sources, ROOT / "tests/conftest.py"])
+    table = set(re.findall(r"^\| `(CUTEGEMM_\w+)` \|", (ROOT / "docs/trust.md").read_text(), re.MULTILINE))
+    assert table == read
+    assert variables(PAGES) <= read
+
+
+def test_the_options_of_a_hopper_configuration_are_in_the_table_of_its_page():
+    page = (ROOT / "docs/hopper.md").read_text()
+    _, _, section = page.partition("## A configuration's text\n")
+    rows = re.findall(r"^\| (`.*?`) \| ", section.partition("\n## ")[0], re.MULTILINE)
+    assert set(options.NAMES) <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
 def test_marked_code_runs_without_a_gpu(tmp_path):

@@ -278,6 +278,24 @@ def test_forward_mode_is_refused(seed):
         call(a)
 
 
+def test_forward_mode_over_gradients_is_refused_too(seed):
+    """The tangent is one level of torch.func below the gradient, and would be dropped: wrong second derivatives."""
+    a, b = draw(seed, (4, 6), (6, 8))
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+
+    def program(a):
+        return cutegemm.gemm(a, b, epilogue=ops.silu).square().sum()
+
+    def groups(a):
+        return cutegemm.grouped_gemm(a, b.expand(2, 6, 8), ends, epilogue=ops.silu).square().sum()
+
+    for call in (program, groups):
+        with pytest.raises(NotImplementedError, match="forward-mode tangent"):
+            func.jvp(func.grad(call), (a,), (a,))
+    with pytest.raises(NotImplementedError, match="forward-mode tangent"):
+        func.hessian(program)(a)
+
+
 @pytest.mark.parametrize("save", ["outputs", "recompute"])
 def test_opcheck(save, seed):
     a, b, bias, gate = leaves(*draw(seed, (4, 6), (6, 8), (8,), (4, 8)))

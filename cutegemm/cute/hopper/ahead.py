@@ -29,7 +29,7 @@ from cutegemm.problem import Signature
 
 
 class Ahead:
-    """See the module docstring. store: the TMA store, whose boxes these are."""
+    """Loads and reads the operands in the ring. store: the TMA store of the results, in whose boxes they are loaded."""
 
     def __init__(self, config: HopperConfig, signature: Signature, plan: Plan, store: Any) -> None:
         self.config, self.plan, self.store, self.stages = config, plan, store, plan.stages
@@ -56,7 +56,7 @@ class Ahead:
         return tuple(found)
 
     def start(self, loads: tuple, memory: SharedMemory, ring: Ring, position: Position, args) -> None:
-        """Binds to what `make_atoms` made, to the ring, and to this thread's place."""
+        """Called once by each thread. loads: what `make_atoms` returned. The others are those of the CTA."""
         self.ring, self.lane, self.args = ring, position.lane, args
         self.begins = memory.ring, memory.ring + self.config.stages * self.a_bytes
         self.barriers = cute.recast_ptr(memory.meeting, dtype=Int64)
@@ -161,11 +161,11 @@ class Ahead:
             self.offsets.append(box - buffer)
 
     def address(self, name: str, address):
-        """Where the operand has what D has at this address of a staging buffer."""
+        """The address of the operand's element that belongs to the element of D at `address` of a staging buffer."""
         return address + self.offsets[self.numbers[name]]
 
     def release(self, step: int) -> None:
-        """Gives those stages back whose last unit this step has read."""
+        """Releases the stages of which this step has read the last unit."""
         count = len(self.plan.operands)
         for own in range(self.stages):
             if self.plan.of_stage(own)[-1] in range(step * count, (step + 1) * count):

@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
     @property
     def held(self) -> int:
-        """The most stages that a step of the epilogue reads; it gives none of them back before it has them all."""
+        """The most stages that one step of the epilogue needs at a time."""
         count = len(self.operands)
         steps = ((first, first + count - 1) for first in range(0, self.units, count))
         return max(last // self.per_stage - first // self.per_stage + 1 for first, last in steps)
@@ -74,10 +74,11 @@ class Plan(NamedTuple):
 def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     """How operands travel through the ring where the configuration stores by TMA; None where none does.
 
-    Those do that have rows of 16-byte multiples and elements as wide as D's: as many as the ring can hold. In ping-pong
-    the ring must be deeper than what a tile's operands take: see `pipeline.Turns`. There the other warpgroup multiplies
-    while one waits for its operands, and has to wait itself while they take stages: a single operand, or a small tile,
-    was faster without the ring on an H200. Scales of blocks of K have producers of their own, who know k tiles only.
+    Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's. Of these as many
+    are taken as the ring can hold. In ping-pong the ring must have more stages than a tile's operands take: see
+    `pipeline.Turns`. In ping-pong a stage with operands is also missing to the warpgroup that multiplies: on an H200 a
+    single operand, or a small tile, was faster without the ring. With scales of blocks of K no operand is taken: the
+    warps that copy the scales know k tiles only.
     """
     size, lessons = ITEMSIZE[signature.out_dtype], config.solo or "fat" in config.options
     if config.parts > 1 or config.stream_k or lessons or signature.work != DENSE or size not in (2, 4):

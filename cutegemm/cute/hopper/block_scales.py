@@ -76,8 +76,9 @@ class _Side(ScaleSource):
 
     @cute.jit
     def load(self, first, matrix, k_block, stage, thread):
-        """Copies the scales of a tile that begins at row (column) `first`, for a block of K, to address `stage`. Of a
-        thread it is its part of them.
+        """Copies this thread's share of the scales of a tile to address `stage`.
+
+        first: the tile's first row (column). k_block: the block of 128 of K.
         """
         place = first if cutlass.const_expr(self.each or self.half > 0) else first // SCALE_K
         beyond = Int64(matrix) * self.of_matrix + Int64(k_block) * self.along_k
@@ -190,7 +191,7 @@ class BlockScales(Promotion):
         self.column_in_block = self.scales.column(region) % SCALE_K
 
     def fetch(self, stage) -> tuple:
-        """(scales of this thread's rows, of its runs of columns, the address of those of single columns)"""
+        """(scales of this thread's rows, scales of its runs of columns, address of the scales of single columns)"""
         first = self.base + stage * self.scales.stage
         return self._rows(first), self._columns(first), first
 

@@ -7,9 +7,9 @@ With scales of rows and of blocks the promoted ones were measured on an H200, at
 - Twin sums were faster with one warpgroup wherever both were timed; with two up to 128 x 128, but for 128 x 64 once by
   2 %, and slower at 128 x 144 (`twins_pay`).
 - Ping-pong with twins was slower than the best by a fifth and more: promoted sums have none.
-- With scales of blocks no other large tile of a cluster was faster than 128 x 192, and most lost 5 to 12 %, but for
-  those of option half: 256 x 128 was faster than all others by 10 to 20 % at 4096^3, 8192^3 and 4096x7168x2048, and
-  128 x 256 with stream-K at 2048x7168x16384, where its tiles fill 3.4 waves. No product in groups was timed with half.
+- With scales of blocks and without option half, 128 x 192 was the fastest large tile of a cluster; most others were 5
+  to 12 % slower. Option half is faster: 256 x 128 by 10 to 20 % at 4096^3, 8192^3 and 4096x7168x2048, and 128 x 256
+  with stream-K at 2048x7168x16384, where its tiles fill 3.4 waves. No product in groups was timed with half.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def twins_pay(config: HopperConfig, signature: Signature) -> bool:
 
 
 def tries(config: HopperConfig, signature: Signature) -> bool:
-    """Whether the tuner tries a valid configuration for a signature whose operands have elements of one byte: of
-    promoted sums one of the two that differ in twin sums, and no ping-pong.
+    """Whether the tuner tries a valid configuration for operands of one byte. With promoted sums it tries no ping-pong,
+    and a tile either with twin sums or without them, as `twins_pay` says.
     """
     if signature.promotion is None:
         return True

@@ -2,8 +2,9 @@
 
 There are few of them, so that a choice costs microseconds. They differ in the tile and the cluster, and with these in
 how a small problem fills the SMs. In 16 bits there are more than a choice can compare: `shortlists` lists them, with a
-shortlist for each size. `splits` says which may have K split. Where a program has several results, whose staging
-buffers need more shared memory, a candidate has as many stages fewer as make it fit.
+shortlist for each size. `splits` says which may have K split. Several results of a program need more staging buffers,
+so a candidate then has as many stages as still fit into shared memory.
+
 tests/compile builds one for each tile, schedule and order of operands, without C and bias: none spills.
 """
 
@@ -136,7 +137,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
 
 @functools.lru_cache(maxsize=64)
 def _compensated(signature: Signature) -> list[shortlists.Candidate]:
-    """Candidates for parts whose sums are compensated, and those of them that may also have K split."""
+    """Candidates for fp32 operands in parts whose sums are compensated; each also with K split, where it may be."""
     found = [text for text in listed(signature) if promotion.compensates(HopperConfig.parse(text), signature)]
     return [(text, split) for text in found for split in (False, True) if not split or splits(text, signature)]
 

@@ -44,8 +44,9 @@ def row(row, end):
 
 
 def boxes(tensor: cute.Tensor, box: tuple[int, int], clipped: bool) -> cute.Tensor:
-    """A coordinate tensor of results as boxes: those that lie side by side, or, clipped, those that begin at each
-    element: the modes of a box, then those of `tensor`, which say where it begins.
+    """A coordinate tensor of results, divided into boxes: first the modes of a box, then the modes that choose one.
+
+    Boxes lie side by side. If `clipped`, there is one at each element instead, because groups begin anywhere.
     """
     if not clipped:
         return cute.local_tile(tensor, box, (None, None, None))

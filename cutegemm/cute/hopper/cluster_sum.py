@@ -143,7 +143,7 @@ class ClusterSum:
         return part * self.plane + self.place
 
     def _place_at(self, part: int) -> tuple:
-        """(address in the mailbox, mbarrier) of the CTA that sums `part`, for what this one sends there."""
+        """(address in the mailbox, mbarrier) where this CTA's run goes in the CTA that sums `part`."""
         sender = self.own - cutlass.min(cutlass.max(self.own - part, 0), 1)
         return (
             self._map(self.mailbox + sender * self.run_bytes, part),
@@ -165,7 +165,7 @@ class ClusterSum:
         )
 
     def _arrived(self, sender: int, number: int):
-        """A vector of what the `sender`-th of the others has sent."""
+        """Vector `number` of the run that the `sender`-th of the other CTAs has sent."""
         found = cute.arch.inline_ptx(
             "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
             f"[{{$r0}}+{sender * self.run_bytes + number * WARPGROUP * VECTOR_BYTES}];",

@@ -199,13 +199,13 @@ class HopperConfig(LaunchedConfig):
         return 32 if self.swapped and signature.epilogue.gating else self.slab_columns
 
     def uses_tma_store(self, signature: Signature) -> bool:
-        """Whether D goes through shared memory and TMA: it is aligned, and matrix operands lie in aligned rows. So do
-        all results together, where they are aligned and of one itemsize.
+        """Whether D goes through shared memory and TMA. D must be aligned, matrix operands must lie in aligned rows.
+        Several results go this way together, or none does: all must be aligned and have one itemsize.
 
-        An fp32 result of swapped operands has no such way: stmatrix, which turns it, moves 16-bit elements. Matrix
-        operands need registers, most of all as fragments straight from global memory, which many accumulators leave no
-        room for. So do reduced results, most of all where some go over rows and some over columns. The limits are those
-        up to which ptxas spilled nothing (tests/compile/test_program_outputs.py).
+        An fp32 result of swapped operands cannot go this way: stmatrix, which transposes, moves 16-bit elements. Matrix
+        operands need registers, those that come as fragments straight from global memory the most. Reduced results need
+        registers too, those over rows and over columns together the most. So tiles with many accumulators are left out:
+        the limits are those up to which ptxas spilled nothing (tests/compile/test_program_outputs.py).
         """
         matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}
@@ -269,7 +269,7 @@ class HopperConfig(LaunchedConfig):
         return len(self.matrices(signature)) == 1 and not signature.epilogue.reductions
 
     def loads_ahead(self, signature: Signature) -> bool:
-        """Whether registers allow to load a matrix operand that is not in the ring before it is needed."""
+        """Whether there are registers to load a matrix operand outside of the ring before its values are needed."""
         return self.lone_matrix(signature) and self.accumulators <= 160
 
     def out_columns(self, signature: Signature) -> int:
@@ -335,10 +335,10 @@ class HopperConfig(LaunchedConfig):
         return words, sums + operand_parts.workspace_bytes(problem)
 
     def _sum_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
-        """The same, in whole lines, for what meets where K is divided; (0, 0) where no tile's is.
+        """`workspace_bytes` of the sums alone, in whole lines; (0, 0) where no tile has its K divided among CTAs.
 
-        A warpgroup's part of a divided tile has a state word, which must be 0 and is again 0 after each launch, and
-        room in fp32 for each split, or with stream-K for two; in the order of arrival room for one, which must be 0.
+        Each warpgroup's share of a divided tile has a state word, which is 0 before and after each launch, and room in
+        fp32 for each split, with stream-K for two parts. With `arrival` it has room for one, which is 0 like the word.
         """
         shares, parts = work_count.shares(self, problem, arch)
         if not shares:
@@ -403,7 +403,7 @@ class HopperConfig(LaunchedConfig):
 
     @classmethod
     def split_space(cls, problem: Problem, arch: Arch) -> Iterator[HopperConfig]:
-        """The same with splits of K: as many as fill the GPU once or twice, and in small clusters those of `SPLITS`."""
+        """`space` with splits of K: as many as fill the GPU once or twice, in small clusters also those of `SPLITS`."""
         if (split := problem.signature.parts) is not None:
             yield from part_candidates.space(cls, TILES, RING_BYTES, split.itemsize)
         itemsize = ITEMSIZE[problem.dtype]

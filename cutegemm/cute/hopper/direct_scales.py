@@ -97,7 +97,7 @@ class DirectScales(Promotion):
 
     @cute.jit
     def _turn_if(self, due):
-        """Where four k tiles have been promoted: multiplies what was loaded for the next four, and loads on."""
+        """If `due`, at every fourth k tile: multiplies the scales loaded for the next four, and loads more."""
         if due:
             self._multiply()
             self._load()
@@ -127,7 +127,7 @@ class DirectScales(Promotion):
         return math.gcd(self.config.bn, SCALE_K)
 
     def _of_segment(self, number: int, factors: list[Any]) -> Any:
-        """Which of a row's factors is that of a segment: it lies in one of two blocks, by where the tile begins."""
+        """The factor of a row for a segment, which lies in one of two blocks: where the tile begins decides."""
         begin = number * self.segment
         least, most = (min(place // SCALE_K, len(factors) - 1) for place in (begin, begin + SCALE_K - self.segment))
         if least == most:

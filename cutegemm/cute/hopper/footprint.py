@@ -86,7 +86,7 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
 
 
 def _program(config: HopperConfig, signature: Signature) -> float:
-    """Cycles of a custom program for a tile; see `program_cost` for what operands in the ring cost."""
+    """Cycles of an epilogue program for a tile; `program_cost` explains them."""
     custom = signature.epilogue.custom
     if custom is None:
         return 0.0
@@ -100,9 +100,11 @@ def _program(config: HopperConfig, signature: Signature) -> float:
 
 
 def _promotion(config: HopperConfig, signature: Signature) -> dict[str, Any]:
-    """`Footprint.promoted`, `exposed` and `scaled`. Twins hide a promotion; a warpgroup that takes turns or is alone
-    does not. Of several, the others multiply meanwhile but for `OTHERS_WAIT`. Scales that no stage of the ring has cost
-    no time that was measured: with half, sums with scales of blocks were as fast as with those of rows.
+    """`Footprint.promoted`, `exposed` and `scaled`.
+
+    Twins hide a promotion. Without them nothing hides it where one warpgroup multiplies at a time (a CTA with one, or
+    ping-pong). Else the other warpgroups multiply meanwhile, but for the share `OTHERS_WAIT` (`HALF_WAITS` with half).
+    Scales that the consumers load cost no measurable time: with half, scales of blocks were as fast as those of rows.
     """
     every = promotion.interval(config, signature)
     if not every:
@@ -123,10 +125,11 @@ def order_rows(order: str) -> int:
 
 
 def _narrow(config: HopperConfig, signature: Signature) -> float:
-    """`Footprint.narrow`: a row of a box is what divides both a line and the tile, along the operand's major.
+    """`Footprint.narrow`. A row of a TMA box is as long as the greatest common divisor of a line and the tile's extent
+    along the operand's major.
 
-    What is narrower than a line takes as many times as long as there are CTAs that load it in common (row-major B on an
-    H200; whole lines do not).
+    Rows shorter than a line that n CTAs load in common take n times as long (measured with a row-major B on an H200);
+    whole lines do not.
     """
     size, (cm, cn) = ITEMSIZE[signature.dtype], config.cluster
     majors = (signature.a_major, signature.b_major)[:: -1 if config.swapped else 1]

@@ -41,7 +41,7 @@ class Grouping(NamedTuple):
     masked: bool = False
 
     def of_operand(self, side: Literal["row", "column"]) -> Literal["rows", "k"] | None:
-        """What of the WGMMA's operand that lies along that side the groups divide: its rows, its K, or nothing."""
+        """What the groups divide of the WGMMA's operand along that side: its "rows", its "k", or None for nothing."""
         if self.along == "k":
             return "k"
         return "rows" if self.along == side and not self.masked else None

@@ -54,8 +54,8 @@ class Groups:
 
     @cute.jit
     def find(self, number):
-        """(group, where it begins, where it ends, its first work) of work `number`, which exists and is none before
-        that of the last call.
+        """(group, where it begins, where it ends, its first work) of work `number`. The work must exist, and must not
+        come before that of the last call.
         """
         if cutlass.const_expr(self.lean):
             found = self._find_lean(number)

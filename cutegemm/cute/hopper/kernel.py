@@ -1,7 +1,10 @@
-"""GEMM on Hopper: TMA -> ring of shared tiles -> WGMMA, by warps with roles (fp16, bf16, tf32).
+"""GEMM on Hopper: TMA -> ring of shared tiles -> WGMMA, by warps with roles. Operands have 16 or 8 bits, or are fp32
+numbers taken as tf32 or as sums of parts.
 
-    warpgroup W (last)   one warp of it loads: TMA brings k tiles of A and B into the ring     `producer`
+    warpgroup W (last)   its first warp loads: TMA brings k tiles of A and B into the ring     `producer`
     warpgroups 0 .. W-1  multiply (WGMMA reads shared memory itself) and store their rows      `consumer`
+
+The other warps of warpgroup W end, unless they copy scales of blocks (`block_scales`) or gathered rows (`gather`).
 
 A CTA stays and computes tile after tile. Both roles walk the same works (`work`) in the same order and meet only at the
 barriers of the ring (`pipeline`), so that the loads of the next tile run under the last multiplications and the
@@ -22,7 +25,8 @@ row, and likewise B along the columns (`operand`). So every CTA's full barrier c
 Where K is divided among CTAs, `sums` says how they add up their parts: through a workspace or through distributed
 shared memory. The epilogue adds C and the bias in registers and stores by TMA wherever D allows (`store`).
 
-Edges: TMA writes zeros for what lies beyond the operands; the epilogue stores what lies in D. K = 0: a k tile beyond K.
+Edges: TMA writes zeros for what lies beyond the operands; the epilogue stores what lies in D. With K = 0 a tile has one
+k tile beyond K, which is loaded as zeros.
 
 docs/hopper.md follows a tile from one end to the other: roles, barriers, phases, timeline.
 """
@@ -134,11 +138,11 @@ class HopperGemm(Gemm):
 
     @property
     def _lines(self) -> tuple[str, ...]:
-        """What the host entry of a kernel takes besides whose operands are split."""
+        """The further arguments of the host entry where operands are split into parts."""
         return () if self.splitter is None else ("operand_lines",)
 
     def _load_parts(self, args) -> tuple[tuple, tuple]:
-        """Splits the operands; returns what loads their parts, in the WGMMA's order."""
+        """Splits the operands into parts; returns the TMA atoms and tensors of the parts, in the WGMMA's order."""
         assert self.splitter is not None
         sides = self.splitter.launch(args)
         sides = sides[::-1] if self.config.swapped else sides
@@ -191,10 +195,10 @@ class HopperGemm(Gemm):
             if position.warp == config.consumers * 4:
                 self._producer(position).fetch()
         if cutlass.const_expr("pdl" in config.options):
-            # Nothing before this line reads or writes what an earlier kernel may still be working on; what is fetched
-            # above is promised to be none of it.
+            # Nothing before this line reads or writes what an earlier kernel may still be working on. The one thing
+            # fetched above is an operand of which the call promises that no running kernel writes it.
             cute.arch.griddepcontrol_wait()
-            # The next kernel's CTAs may take this one's places as they fall free; they wait in the same way.
+            # The CTAs of the next kernel may start on an SM as CTAs of this one end; they wait in the same way.
             cute.arch.griddepcontrol_launch_dependents()
         self.work.read()
 
@@ -229,7 +233,7 @@ class HopperGemm(Gemm):
                 Consumer(config, position.group, work, self.turns, self.products, self.sums, self.ahead).run()
 
     def _producer(self, position: Position) -> Any:
-        """What its last warp runs."""
+        """The role of the warp that asks TMA for tiles."""
         load_a, load_b = loaders(self.config, position, self.a, self.b)
         if any(self.constant):
             return EarlyProducer(self.ring, self.work, load_a, load_b, self.ahead, self.constant)
@@ -238,7 +242,7 @@ class HopperGemm(Gemm):
     def _meet(self) -> None:
         """All threads of the cluster see the barriers initialized."""
         if self.config.cluster_ctas > 1:
-            # What a relaxed arrival leaves out, the fence of the initialization has done.
+            # The arrival may be relaxed: the fence behind the initialization has made the barriers visible.
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:

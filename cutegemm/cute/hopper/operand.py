@@ -194,7 +194,7 @@ class Loader:
         )
 
     def place(self, row, tile) -> tuple:
-        """What `load` needs to know of a tile of D: the tiles of this operand, its row of them, what lies behind K."""
+        """(tiles of this operand, the row of tiles, the coordinates behind K) for a tile of D, as `load` takes them."""
         operand = self.operand
         matrix = source_matrix(tile.matrix, operand.batch_stride)
         if operand.groups is None:

@@ -1,4 +1,4 @@
-"""Where the results of the Hopper kernel go, as a launch says it; stores and sums are bound to it."""
+"""What a launch says of the results of the Hopper kernel: addresses, strides, and the atoms of TMA stores."""
 
 from __future__ import annotations
 

@@ -133,10 +133,10 @@ class Ring:
 class Turns:
     """Ping-pong: the two consumer warpgroups multiply in turn.
 
-    Beside keeping the tensor cores for one tile at a time, the turns are what makes waiting by parity right: a
-    warpgroup that skips the other's stages would otherwise look at a barrier two completions too early and take it for
-    complete. Barrier g lets warpgroup g begin; its arrivals come from the other one's warps, when their last stage has
-    arrived.
+    The turns keep the tensor cores for one tile at a time. They also make waiting by parity right: a warpgroup skips
+    the other's stages, and without turns it could look at a barrier two completions too early and take the stage as
+    full. Barrier g lets warpgroup g begin. The warps of the other warpgroup arrive at it when the last stage of their
+    tile is full.
     """
 
     def start(self, memory) -> None:

@@ -22,7 +22,7 @@ class Producer:
 
     @cute.jit
     def run(self):
-        """Loads everything, then waits for whoever still reads what this CTA sent."""
+        """Loads the tiles of all works, then waits until the neighbours have read what this CTA multicast to them."""
         stage, phase, count = Int32(0), Int32(1), Int32(0)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)

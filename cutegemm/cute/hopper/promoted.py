@@ -124,7 +124,7 @@ class PromotedProducts(Products):
             self._release(stage)
 
     def _release(self, stage) -> None:
-        """A lane arrives for its warp, whose other lanes have read scales in that stage."""
+        """One lane arrives for its warp, once all lanes have read their scales in that stage."""
         if self.promotion.reads_stage:
             cute.arch.sync_warp()
         self.ring.release(stage, self.lane)
@@ -180,7 +180,7 @@ class TwinProducts(PromotedProducts):
             self.turns.hand_over(self.group, self.lane)
 
     def _promote(self, stage, turn: int, in_flight: int) -> None:
-        """Promotes a twin, which that stage went into; so many younger k tiles go on being multiplied."""
+        """Promotes the twin with the sums of that stage, while `in_flight` later k tiles are multiplied."""
         fetched = self.promotion.fetch(stage)
         warpgroup.wait_group(in_flight)
         self._add(stage, self.twins[turn], fetched)

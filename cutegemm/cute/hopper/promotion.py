@@ -61,8 +61,9 @@ def registers(config: HopperConfig, signature: Signature) -> tuple[int, int] | N
 
 
 def _copies_much(config: HopperConfig, signature: Signature) -> bool:
-    """Whether the warps that copy need the registers of `WITH_COPIES`: they bring many scales, or any of groups, whose
-    ends each warp keeps, or of gate and up, or gather rows. With half, ptxas spilled those ends.
+    """Whether the warps that copy need the registers of `WITH_COPIES`: where they copy many scales, or any scales of
+    groups (each warp keeps the groups' ends) or of gate and up, or gather rows. With option half the warps copy no
+    scales, but in groups ptxas spilled the groups' ends without these registers.
     """
     if "half" in config.options:
         return signature.work != DENSE
@@ -94,10 +95,10 @@ def lies_in_halves(signature: Signature, given: Input) -> bool:
 
 
 def grain(signature: Signature, given: Input) -> int:
-    """Rows (columns) of a tile that a number in a stage of the ring is for: those that share a scale.
+    """How many rows (columns) of a tile one number in a stage of the ring is for: as many as share a scale.
 
-    Of gate and up in blocks of 128 columns fewer: up's columns of a tile begin anywhere in a block where 128 does not
-    divide F. D, whose rows are F long, is aligned so that 8, 4 or 2 columns divide F. 8 are those of a fragment.
+    With gate and up it is at most 8 columns, those of a fragment: where 128 does not divide F, up's columns of a tile
+    begin anywhere in a block of 128. D has rows of F elements, and its alignment says whether 8, 4 or 2 divides F.
     """
     size = int(given.scales[1:])
     if size == 1 or not lies_in_halves(signature, given):

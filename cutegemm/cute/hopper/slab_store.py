@@ -1,6 +1,7 @@
 """The general epilogue of the Hopper kernel, for what TMA cannot store and for C in any strides.
 
-Results go through the slabs that the other kernels use too. `store` says which accumulators a thread holds.
+A warp copies 16 rows of accumulators at a time into shared memory (a *slab*), and its threads finish them and store
+them in vectors; the kernels without TMA store in the same way. `store` says which accumulators a thread holds.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class SlabStore:
                 self.slabs.store_rows(0)
 
     def _corner(self, number, row, column) -> tuple[Any, Any]:
-        """(row, column) of the first accumulator of strip `number` of a warp whose first row is `row`."""
+        """(row, column) of the first accumulator of strip `number`. row: the warp's first row."""
         block = number // self.strips
         return row + block * self.block_step, column + (number - block * self.strips) * self.step
 

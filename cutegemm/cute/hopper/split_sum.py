@@ -203,7 +203,7 @@ class SplitSum:
 
     @cute.jit
     def _finish(self, share, number, first, count: cutlass.Constexpr, end):
-        """Discards what the warp has read, a line a lane."""
+        """Discards from the L2 cache the lines of the workspace that the warp has read, one line a lane."""
         if cutlass.const_expr(self.discards):
             cute.arch.sync_warp()
             self._discard(share, number, first, count, end)

@@ -250,7 +250,7 @@ class TmaEpilogue:
         return self.staged.fetch(corner) if self.staged is not None and self.staged.ahead else None
 
     def _settle(self, fetched, corner, after, buffer, region):
-        """Brings the staged matrix into this buffer; returns what is fetched for the one `after`."""
+        """Writes the staged matrix of this box to its buffer; returns the pieces fetched for the box `after`."""
         if self.staged is None:
             return None
         if not self.staged.ahead:

@@ -1,4 +1,4 @@
-"""How the sum of a tile over K is settled when one warpgroup has its part of it, and what is then stored.
+"""What a warpgroup does with its accumulators of a tile: adds up the parts of K of several CTAs, and stores.
 
     WholeSum     a CTA has summed all of K                                                       here
     ClusterSum   CTAs of a cluster along K add up in shared memory, each a share of the tile     cluster_sum.py
@@ -26,7 +26,7 @@ from cutegemm.problem import Signature
 
 
 class Sums(Protocol):
-    """What a role knows of all this. A warpgroup calls `start`, then `finish` for each of its tiles, then `end`."""
+    """The interface of these classes. A warpgroup calls `start`, then `finish` for each of its tiles, then `end`."""
 
     def initialize(self, memory: SharedMemory) -> None:
         """By one thread of the CTA, before any other uses the barriers."""
@@ -35,13 +35,14 @@ class Sums(Protocol):
         """Binds to a launch, to the memory and the works of a CTA, and to this thread."""
 
     def finish(self, accumulators: Any, tile: Tile, work: Work) -> None:
-        """Adds up what falls to this warpgroup and stores it.
+        """Adds up this warpgroup's share of the tile and stores it.
 
-        accumulators: its sums over the k tiles of `tile`. work: what says where its rows of the tile lie in D.
+        accumulators: its sums over the k tiles of `tile`. work: the works of this warpgroup, which say where in D its
+            rows lie.
         """
 
     def end(self) -> None:
-        """After the last work: nothing of this warpgroup's is under way in shared memory when it returns."""
+        """After the last work: waits until no copy from this warpgroup's shared memory is under way."""
 
 
 class WholeSum:

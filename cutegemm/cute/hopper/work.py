@@ -15,10 +15,10 @@ says which works there are:
                  (`LateStretches` in groups)
 
 `Work.of_warpgroup` is what one consumer warpgroup has of its CTA's works: some rows of each, or in ping-pong every
-other one. Another kind of work, for example products whose sizes lie on the device, is another class with these
-attributes and methods, and a row of `WORKS`; it finds its device arrays among the kernel's arguments. Only this file
-knows how a work's number becomes a place in the operands and in D. The host's side, how many works and clusters a
-launch has, is `work_count`.
+other one. Products whose sizes lie on the device have another class with these attributes and methods, in
+`grouped_work`, whose `make_work` chooses between the two; it finds its device arrays among the kernel's arguments. Only
+these two files know how a work's number becomes a place in the operands and in D. The host's side, how many works and
+clusters a launch has, is `work_count`.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def grouped_gemm(
     mode is refused. torch.compile puts torch.ops.cutegemm.grouped_gemm into its
     graph; numbers of tokens may change without another compilation. torch.vmap is not supported.
 
-    With the environment variable CUTEGEMM_DEBUG set, offsets, counts, rows and places are looked at on the host, and an
+    With the environment variable CUTEGEMM_DEBUG=1, offsets, counts, rows and places are looked at on the host, and an
     error names the group or row that is wrong.
 
     The Hopper kernels (compute capability 9.0) take operands that TMA can load; groups of K take an M-major a and an

@@ -17,5 +17,10 @@ def variable(name: str) -> str | None:
     return None if value is None else _decoded(value)
 
 
+def is_on(name: str) -> bool:
+    """Whether a switch is set, to anything but 0 or nothing."""
+    return variable(name) not in (None, "", "0")
+
+
 _encoded = functools.cache(getattr(os.environ, "encodekey", os.fsencode))
 _decoded = functools.lru_cache(maxsize=64)(getattr(os.environ, "decodevalue", os.fsdecode))

@@ -5,7 +5,6 @@ The sizes of the groups stay on the device: a call is known by its tensors' desc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.problem.work import Work
 from cutegemm.run import call, fused
+from cutegemm.run.environment import is_on
 from cutegemm.run.runner import current_device
 from cutegemm.torch_grouped import Arrays, Core
 from cutegemm.torch_grouped import core as torch_core
@@ -50,7 +50,7 @@ def key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, 
         found = (
             fused.key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config),
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in sizes[:4]],
-            sizes.out_rows, bool(os.environ.get("CUTEGEMM_DEBUG")),
+            sizes.out_rows, is_on("CUTEGEMM_DEBUG"),
         )  # fmt: skip
         hash(found)
     except (AttributeError, TypeError, RuntimeError):
@@ -79,7 +79,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         core = (_emulated_core if plan.emulated else _cuda_core)(plan, asked)
     dtypes = [torch_dtype(str(output.dtype)) for output in asked.program.outputs]
     copied, temporaries = asked.copied, asked.temporaries
-    checks = bool(os.environ.get("CUTEGEMM_DEBUG"))
+    checks = is_on("CUTEGEMM_DEBUG")
     work = WORKS[problem.work]
     extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
     limit = getattr(problem, work.indexed).rows if work.indexed else 0

@@ -85,6 +85,9 @@ def test_debugging_names_the_group_or_the_row(monkeypatch):
         call([1, 1, 1, 2], rows=torch.tensor([-1, 12], dtype=torch.int32))
     with pytest.raises(ValueError, match="counts: group 1 has -1, accepted are 0 to 12"):
         cutegemm.grouped_gemm(a.expand(2, -1, -1), b[:2], counts=torch.tensor([3, -1], dtype=torch.int32))
+    for off in ("0", ""):
+        monkeypatch.setenv("CUTEGEMM_DEBUG", off)
+        call([3, 3, 1, 12])
 
 
 A, B = torch.empty(12, 8), torch.empty(4, 8, 6)

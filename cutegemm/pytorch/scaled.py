@@ -83,8 +83,9 @@ def compute(
     program_request.check_operands(operands)
     if epilogue is None and (operands != () or save is not None):
         programs.refuse_alone({"operands": operands, "save": save})
-    # Eager calls with an epilogue under a dispatch mode become gemm_program, with the scales among its operands.
-    if _is_dynamo_compiling() or (epilogue is None and (_is_tracing() or is_dispatched(*tensors))):
+    tracing = _is_dynamo_compiling()
+    # With `out` an eager call under a dispatch mode becomes gemm_program_out, with the scales among its operands.
+    if tracing or ((epilogue is None or out is None) and (_is_tracing() or is_dispatched(*tensors))):
         if out is not None:
             raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
         refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
@@ -98,9 +99,11 @@ def compute(
         programs.refuse_terms(c, alpha, beta, bias, activation)
         programs.check_save(save)
         refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
+        text = compiled.text_of(epilogue, operands) if tracing else \
+            program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text  # fmt: skip
         results = torch.ops.cutegemm.scaled_gemm_program(
-            a, b, scale_a, scale_b, scales, *program_operator.divided(operands), compiled.text_of(epilogue, operands),
-            out_dtype, precision, backend, config,
+            a, b, scale_a, scale_b, scales, *program_operator.divided(operands), text, out_dtype, precision, backend,
+            config,
         )  # fmt: skip
         return tuple(results) if len(results) > 1 else results[0]
     return compute_eager(

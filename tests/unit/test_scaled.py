@@ -217,6 +217,37 @@ def test_programs_with_scales_stay_whole_in_a_graph(dtype, seed):
         assert torch.equal(got, want)
 
 
+def test_programs_with_scales_are_exported_and_seen_by_modes(seed):
+    """Non-strict export and FakeTensorMode run the eager path on tensors without memory."""
+    torch.manual_seed(seed)
+    a, b, scale = (
+        torch.randn(8, 32).to(torch.float8_e4m3fn),
+        torch.randn(16, 32).to(torch.float8_e4m3fn).t(),
+        torch.rand(8, 1),
+    )
+    residual = torch.randn(8, 8)
+
+    class Layer(torch.nn.Module):
+        def forward(self, a, b, scale, residual):
+            return cutegemm.gemm(a, b, scale_a=scale, epilogue=_gate_and_residual, operands=(residual, 0.5))
+
+    rows = torch.export.Dim("rows", min=2, max=512)
+    varies = {0: rows}, None, {0: rows}, {0: rows}
+    exported = torch.export.export(Layer(), (a, b, scale, residual), strict=False, dynamic_shapes=varies)
+    assert "cutegemm.scaled_gemm_program" in exported.graph_module.code
+    for given in ((a, b, scale, residual), (a[:5], b, scale[:5], residual[:5])):
+        for got, want in zip(exported.module()(*given), Layer()(*given), strict=True):
+            assert torch.equal(got, want)
+    with torch._subclasses.FakeTensorMode() as mode:
+        gated = cutegemm.gemm(*map(mode.from_tensor, (a, b)), scale_a=mode.from_tensor(scale), epilogue=ops.swiglu)
+    assert (gated.shape, gated.dtype) == ((8, 8), torch.bfloat16)
+    out = torch.empty(8, 8)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        cutegemm.gemm(a, b, scale_a=scale, epilogue=ops.swiglu, out=out)
+    assert counter.get_total_flops() == 2 * 8 * 16 * 32
+    assert torch.equal(out, cutegemm.gemm(a, b, scale_a=scale, epilogue=ops.swiglu, out_dtype=torch.float32))
+
+
 def test_what_a_graph_refuses_of_programs_with_scales():
     a, b, one = torch.ones(8, 32).to(torch.int8), torch.ones(16, 32).to(torch.int8).t(), torch.ones(())
 

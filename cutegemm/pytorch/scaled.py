@@ -14,7 +14,7 @@ import torch
 
 from cutegemm.problem import program_request, request, scaling
 from cutegemm.problem import scales as scale_recipes
-from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, product_dtype_name, term_name
+from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, term_name, torch_dtype
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
@@ -28,6 +28,7 @@ FAST_WITH_BLOCKS = (
 )
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
+_NEVER_PROMOTED = frozenset(torch_dtype(name) for name, row in PRODUCTS.items() if "fast" not in row.units)
 SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
 """What `gemm` takes for operands of fp8 and int8 only."""
 
@@ -41,8 +42,7 @@ def precision_of(a: Any, precision: str | None, accumulate: Any) -> str | None:
     if accumulate != "fast":
         accepted = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulate: got {request.shown(accumulate)}, accepted are None, {accepted}")
-    name = product_dtype_name(a.dtype) if isinstance(a, torch.Tensor) else None
-    if name is not None and "fast" not in PRODUCTS[name].units:
+    if isinstance(a, torch.Tensor) and a.dtype in _NEVER_PROMOTED:
         having = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if "fast" in row.units)
         raise ValueError(f"accumulate: got 'fast' for {a.dtype}, whose sums are never promoted; it applies to {having}")
     if precision not in (None, "ieee", "fast"):

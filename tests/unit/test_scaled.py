@@ -291,3 +291,19 @@ def test_a_bias_of_one_element_is_not_spread_over_columns():
     a, b = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 8).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"bias: got shape \(1,\), expected \(8,\)"):
         cutegemm.gemm(a, b, scale_a=torch.ones(()), bias=torch.ones(1))
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected a call")
+@pytest.mark.parametrize("options", [{"accumulate": "fast"}, {"bias": torch.ones(16)}], ids=["accumulate", "bias"])
+def test_a_graph_gets_no_warning_of_dynamo(options, monkeypatch):
+    """Dynamo warns of every function that it follows whose results are cached."""
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    torch._dynamo.reset()
+    a, b = torch.ones(4, 32).to(torch.float8_e4m3fn), torch.ones(2, 16, 32).to(torch.float8_e4m3fn).mT
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    compiled = torch.compile(
+        lambda a, b: cutegemm.grouped_gemm(a, b, ends, scale_a=torch.ones(()), **options),
+        backend="eager",
+        fullgraph=True,
+    )
+    assert torch.equal(compiled(a, b), cutegemm.grouped_gemm(a, b, ends, scale_a=torch.ones(()), **options))

@@ -9,7 +9,7 @@ import torch
 
 import cutegemm
 from cutegemm import ops
-from cutegemm.problem import Problem, request, scales, text
+from cutegemm.problem import Problem, reference, request, scales, text
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.rounding import rounded
 from tests.scaled import check
@@ -164,6 +164,17 @@ def test_results_of_one_byte_saturate():
     assert rounded(x, "e4m3").float().isnan().tolist() == [False] * 3 + [True] + [False] * 3
     got = cutegemm.gemm(torch.full((1, 1), 30.0), torch.full((1, 1), 30.0), out_dtype=torch.float8_e4m3fn)
     assert got.float().item() == 448.0
+
+
+def test_the_reference_saturates_integers_as_kernels_do():
+    a = torch.tensor([[-3.0], [3.0], [0.25], [float("nan")]]).mul(100)
+    got = cutegemm.gemm(a, torch.ones(1, 1), out_dtype=torch.int8)
+    assert got.flatten().tolist() == [-128, 127, 25, 0]
+    want = reference.expected(a, torch.ones(1, 1), out_dtype=torch.int8)
+    verdict = reference.check(got, want)
+    assert verdict.ok, verdict.message
+    assert not reference.check(got + torch.tensor([[1], [0], [0], [0]], dtype=torch.int8), want).ok
+    assert not reference.check(got + torch.tensor([[0], [0], [0], [1]], dtype=torch.int8), want).ok
 
 
 def test_explain_says_what_runs(capsys, monkeypatch):

@@ -274,6 +274,16 @@ def test_what_a_graph_refuses_of_programs_with_scales():
             torch.compile(call, backend="eager", fullgraph=True)(a, b, **options)
 
 
+def test_an_empty_batch_has_its_scales():
+    a, b = torch.ones(0, 4, 256).to(torch.int8), torch.ones(256, 16).to(torch.int8)
+    for shape in ((), (4, 1), (0, 4, 1), (0, 4, 2)):
+        for options in ({}, {"epilogue": ops.swiglu}):
+            got = cutegemm.gemm(a, b, scale_a=torch.ones(shape), **options)
+            assert got.shape == (0, 4, 8 if options else 16)
+    with pytest.raises(ValueError, match=r"scale_a: got shape \(2, 4, 1\); .* a batch of 0"):
+        cutegemm.gemm(a, b, scale_a=torch.ones(2, 4, 1))
+
+
 def test_autocast_leaves_operands_of_one_byte_alone(seed):
     torch.manual_seed(seed)
     a, b = (torch.randn(4, 32).to(torch.float8_e4m3fn) for _ in range(2))

@@ -23,6 +23,7 @@ from cutegemm.pytorch.registering import carried, few
 from cutegemm.run import grouped
 
 SAVES = (None, "outputs", "recompute")
+_BIASES = frozenset(dtypes.torch_dtype(name) for name in dtypes.TERMS) | {torch.int32}
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -216,7 +217,7 @@ def _check_bias(bias: Any, a: Any, b: Any, sizes: Any) -> None:
         raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor")
     if bias.is_nested or bias.layout != torch.strided:
         raise TypeError(f"bias: got a nested tensor or layout {bias.layout}, expected a dense (strided) one")
-    if dtypes.term_name(bias.dtype) is None and bias.dtype != torch.int32:
+    if bias.dtype not in _BIASES:
         raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
     if bias.device != a.device:
         raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")

@@ -64,6 +64,11 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"accumulate: got {request.shown(accumulate)}, accepted are None, 'promoted' and, for fp8, 'fast'"
             )
+        if accumulate == "fast" and "blocks" in both:
+            raise ValueError(
+                f"accumulate: got 'fast' with scaling {request.shown(scaling)}; scales of blocks are applied where "
+                "sums are promoted; leave it away"
+            )
         backends.check_name(backend)
         return cls(chosen, both, activation, accumulate, backend)
 

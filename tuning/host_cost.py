@@ -196,6 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.new_shapes is not None:
         if options.new_shapes < 1 or options.rounds < 1:
             parser.error("--new-shapes and --rounds must be at least 1")
+        try:
+            arch_table.get(options.arch)
+        except ValueError as error:
+            parser.error(f"--{error}")
         took = new_shapes(options.new_shapes, options.rounds, options.arch)
         where = "a call, launch included" if torch.cuda.is_available() else "without a GPU: up to the launch"
         print(f"a new shape of a known signature takes {statistics.median(took):.1f} us on the host in the median of "

@@ -21,6 +21,7 @@ import torch
 from tabulate import tabulate
 
 import cutegemm
+from cutegemm.errors import UnsupportedError
 from tuning import cli
 
 INPUTS = ("normal", "uniform", "exponents", "cancelling", "powers")
@@ -163,9 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     run = functools.partial(emulated, config=options.config) if options.emulate else measured
     points = []
-    for kind in options.inputs:
-        for m, n, k in options.sizes:
-            points += run(kind, m, n, k, options.seed)
+    try:
+        for kind in options.inputs:
+            for m, n, k in options.sizes:
+                points += run(kind, m, n, k, options.seed)
+    except (ValueError, UnsupportedError) as error:  # of --config
+        parser.error(str(error))
     print(table(points))
     if options.plot:
         plot(points, options.plot)

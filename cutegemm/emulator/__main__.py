@@ -222,6 +222,8 @@ def inspect(path: Path) -> int:
     try:
         text = path.read_text()
         entries = ptx_entries(text)
+        if not entries:
+            raise CaptureError("it has no .entry, so it is no PTX of a kernel")
         module = parse_module(text)
     except (OSError, UnicodeDecodeError, CaptureError, EmulationError) as error:
         print(f"error: {path}: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -50,8 +51,8 @@ def ptx_entries(ptx: str) -> dict[str, Entry]:
     """
     found: dict[str, Entry] = {}
     text = re.sub(r"//[^\n]*", "", ptx)
-    heads = list(_ENTRY.finditer(text))
-    for head, following in zip(heads, [*heads[1:], None], strict=True):
+    for head, following in itertools.pairwise([*_ENTRY.finditer(text), None]):
+        assert head is not None
         name, declared, directives = head.group(1), head.group(2) or "", head.group(3)
         offset, params = 0, []
         for piece in filter(None, (part.strip() for part in declared.split(","))):

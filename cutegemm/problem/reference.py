@@ -182,8 +182,9 @@ def expected(
     out = TYPES[name]
     if name == "int32":
         return Expected(z, torch.zeros_like(z), out_dtype)
-    if out.largest is not None:  # it saturates
-        value = value.clamp(-out.largest, out.largest)
+    if out.largest is not None:  # it saturates, as `rounding.rounded` says
+        value = value.clamp(-out.largest - (1 if out.is_integer else 0), out.largest)
+        value = value.nan_to_num(0.0) if out.is_integer else value
     bound = error + out.roundoff * (value.abs() + error) + out.smallest
     return Expected(value, bound, out_dtype, None if activation in (None, "relu") else z == -math.inf)
 

@@ -44,7 +44,7 @@ def recipes(
         request.check_tensor(name, tensor)
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    batch = max(tensor.shape[0] if tensor.dim() == 3 else 1 for tensor in (a, b))
+    batch = request._batch(a, b)
     k = a.shape[-1]
     found = []
     for name, tensor, scale, rows, wanted in (

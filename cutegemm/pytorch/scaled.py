@@ -14,7 +14,7 @@ import torch
 
 from cutegemm.problem import program_request, request, scaling
 from cutegemm.problem import scales as scale_recipes
-from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, product_dtype_name, term_name
+from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, term_name, torch_dtype
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
@@ -29,6 +29,7 @@ FAST_WITH_BLOCKS = (
 )
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
+_NEVER_PROMOTED = frozenset(torch_dtype(name) for name, row in PRODUCTS.items() if "fast" not in row.units)
 SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
 """What `gemm` takes for operands of fp8 and int8 only."""
 
@@ -42,8 +43,7 @@ def precision_of(a: Any, precision: str | None, accumulate: Any) -> str | None:
     if accumulate != "fast":
         accepted = ", ".join(map(repr, ACCUMULATIONS))
         raise ValueError(f"accumulate: got {request.shown(accumulate)}, accepted are None, {accepted}")
-    name = product_dtype_name(a.dtype) if isinstance(a, torch.Tensor) else None
-    if name is not None and "fast" not in PRODUCTS[name].units:
+    if isinstance(a, torch.Tensor) and a.dtype in _NEVER_PROMOTED:
         having = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if "fast" in row.units)
         raise ValueError(f"accumulate: got 'fast' for {a.dtype}, whose sums are never promoted; it applies to {having}")
     if precision not in (None, "ieee", "fast"):
@@ -84,8 +84,9 @@ def compute(
     program_request.check_operands(operands)
     if epilogue is None and (operands != () or save is not None):
         programs.refuse_alone({"operands": operands, "save": save})
-    # Eager calls with an epilogue under a dispatch mode become gemm_program, with the scales among its operands.
-    if _is_dynamo_compiling() or (epilogue is None and (_is_tracing() or is_dispatched(*tensors))):
+    tracing = _is_dynamo_compiling()
+    # With `out` an eager call under a dispatch mode becomes gemm_program_out, with the scales among its operands.
+    if tracing or ((epilogue is None or out is None) and (_is_tracing() or is_dispatched(*tensors))):
         if out is not None:
             raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
         refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
@@ -97,9 +98,11 @@ def compute(
         programs.refuse_terms(c, alpha, beta, bias, activation)
         programs.check_save(save)
         refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
+        text = compiled.text_of(epilogue, operands) if tracing else \
+            program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text  # fmt: skip
         results = torch.ops.cutegemm.scaled_gemm_program(
-            a, b, scale_a, scale_b, scales, *program_operator.divided(operands), compiled.text_of(epilogue, operands),
-            out_dtype, precision, backend, config,
+            a, b, scale_a, scale_b, scales, *program_operator.divided(operands), text, out_dtype, precision, backend,
+            config,
         )  # fmt: skip
         return few(results)
     return compute_eager(

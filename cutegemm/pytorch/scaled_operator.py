@@ -1,7 +1,7 @@
 """torch.ops.cutegemm.scaled_gemm and scaled_gemm_program: `gemm` with scaled operands as operators of torch.
 
-The first takes the terms of a plain `gemm`, for torch.compile and dispatch modes, the second an epilogue program, as
-its text, for torch.compile. No gradients are recorded.
+The first takes the terms of a plain `gemm`, the second an epilogue program, as its text. torch.compile and dispatch
+modes see them. No gradients are recorded.
 """
 
 from __future__ import annotations

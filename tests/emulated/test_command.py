@@ -75,11 +75,25 @@ def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_ptx_file_that_is_none_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("text", [".visible .entry k(.param .u64 a) { this is not PTX; }", "no kernel", ""])
+def test_a_ptx_file_that_is_none_is_refused(text, tmp_path, capsys):
     wrong = tmp_path / "wrong.ptx"
-    wrong.write_text(".visible .entry k(.param .u64 a) { this is not PTX; }")
+    wrong.write_text(text)
     assert main(["--ptx", str(wrong)]) == 2
     assert "wrong.ptx" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--config", "sm90/64x16x32/coop1/c1x1/s2/row"],
+        ["--config", "sm90/64x16x32/coop1/c1x1/s2/row", "--out-dtype", "int8"],
+        ["--arch", "sm_80", "--config", "sm80/32x32x64/w16x16/s2", "--out-dtype", "bf16"],
+    ],
+)
+def test_products_of_int8_run(options, capsys):
+    assert main(["--dtype", "int8", "--shape", "40x24x48", *options]) == 0
+    assert "right" in capsys.readouterr().out
 
 
 def test_help_names_every_option(capsys):

@@ -38,6 +38,21 @@ def test_each_tool_answers_help(name, capsys):
     assert f"`cutegemm {name}` is the same command as `python -m {module}`" in shown
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["precision", "--emulate", "--sizes", "16", "--config", "foo"], "error: config: got 'foo', accepted"),
+        (["precision", "--emulate", "--sizes", "16", "--config", "simt/64x64x8/w32x32/s3/g8"], "cannot serve"),
+        (["host-cost", "--new-shapes", "2", "--arch", "foo"], "error: --arch: 'foo' is not in the table"),
+    ],
+)
+def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_the_installed_script_is_this_command():
     found = re.search(r'^cutegemm = "([\w.]+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found

@@ -212,6 +212,7 @@ def test_what_cannot_be_is_refused(seed):
         ({"dtype": torch.float16}, TypeError, r"dtype: got torch\.float16"),
         ({"dtype": "fp8", "scaling": "row"}, ValueError, "scaling: got 'row', accepted are 'tensor', 'rows', 'blocks'"),
         ({"dtype": "int8", "accumulate": "fast"}, ValueError, "accumulate: got 'fast'"),
+        ({"dtype": "fp8", "accumulate": "fast", "scaling": ("rows", "blocks")}, ValueError, "'fast' with scaling"),
         ({"dtype": "fp8", "precision": "tf32"}, ValueError, "precision: got 'tf32' beside dtype='fp8'"),
         ({"scaling": "tensor"}, ValueError, "pass dtype='fp8' or 'int8'"),
     ):

@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import cutegemm
 from cutegemm import ops
-from cutegemm.problem import Problem, request, scales, text
+from cutegemm.problem import Problem, reference, request, scales, text
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.rounding import rounded
 from cutegemm.pytorch import compiled, program_operator
@@ -168,6 +168,17 @@ def test_results_of_one_byte_saturate():
     assert got.float().item() == 448.0
 
 
+def test_the_reference_saturates_integers_as_kernels_do():
+    a = torch.tensor([[-3.0], [3.0], [0.25], [float("nan")]]).mul(100)
+    got = cutegemm.gemm(a, torch.ones(1, 1), out_dtype=torch.int8)
+    assert got.flatten().tolist() == [-128, 127, 25, 0]
+    want = reference.expected(a, torch.ones(1, 1), out_dtype=torch.int8)
+    verdict = reference.check(got, want)
+    assert verdict.ok, verdict.message
+    assert not reference.check(got + torch.tensor([[1], [0], [0], [0]], dtype=torch.int8), want).ok
+    assert not reference.check(got + torch.tensor([[0], [0], [0], [1]], dtype=torch.int8), want).ok
+
+
 def test_explain_says_what_runs(capsys, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_ARCH", "H200")
     cutegemm.explain(A[:, :480], B[:480], scale_a=torch.ones(M, 4), scale_b=torch.ones(4, 2), backend="cute")
@@ -237,6 +248,37 @@ def test_opcheck(dtype, seed):
         opcheck(operators.scaled_gemm_program.default, (*given, *more), test_utils=tests)
 
 
+def test_programs_with_scales_are_exported_and_seen_by_modes(seed):
+    """Non-strict export and FakeTensorMode run the eager path on tensors without memory."""
+    torch.manual_seed(seed)
+    a, b, scale = (
+        torch.randn(8, 32).to(torch.float8_e4m3fn),
+        torch.randn(16, 32).to(torch.float8_e4m3fn).t(),
+        torch.rand(8, 1),
+    )
+    residual = torch.randn(8, 8)
+
+    class Layer(torch.nn.Module):
+        def forward(self, a, b, scale, residual):
+            return cutegemm.gemm(a, b, scale_a=scale, epilogue=_gate_and_residual, operands=(residual, 0.5))
+
+    rows = torch.export.Dim("rows", min=2, max=512)
+    varies = {0: rows}, None, {0: rows}, {0: rows}
+    exported = torch.export.export(Layer(), (a, b, scale, residual), strict=False, dynamic_shapes=varies)
+    assert "cutegemm.scaled_gemm_program" in exported.graph_module.code
+    for given in ((a, b, scale, residual), (a[:5], b, scale[:5], residual[:5])):
+        for got, want in zip(exported.module()(*given), Layer()(*given), strict=True):
+            assert torch.equal(got, want)
+    with torch._subclasses.FakeTensorMode() as mode:
+        gated = cutegemm.gemm(*map(mode.from_tensor, (a, b)), scale_a=mode.from_tensor(scale), epilogue=ops.swiglu)
+    assert (gated.shape, gated.dtype) == ((8, 8), torch.bfloat16)
+    out = torch.empty(8, 8)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        cutegemm.gemm(a, b, scale_a=scale, epilogue=ops.swiglu, out=out)
+    assert counter.get_total_flops() == 2 * 8 * 16 * 32
+    assert torch.equal(out, cutegemm.gemm(a, b, scale_a=scale, epilogue=ops.swiglu, out_dtype=torch.float32))
+
+
 def test_what_a_graph_refuses_of_programs_with_scales():
     a, b, one = torch.ones(8, 32).to(torch.int8), torch.ones(16, 32).to(torch.int8).t(), torch.ones(())
 
@@ -250,6 +292,16 @@ def test_what_a_graph_refuses_of_programs_with_scales():
     ):
         with pytest.raises(Exception, match=named):
             torch.compile(call, backend="eager", fullgraph=True)(a, b, **options)
+
+
+def test_an_empty_batch_has_its_scales():
+    a, b = torch.ones(0, 4, 256).to(torch.int8), torch.ones(256, 16).to(torch.int8)
+    for shape in ((), (4, 1), (0, 4, 1), (0, 4, 2)):
+        for options in ({}, {"epilogue": ops.swiglu}):
+            got = cutegemm.gemm(a, b, scale_a=torch.ones(shape), **options)
+            assert got.shape == (0, 4, 8 if options else 16)
+    with pytest.raises(ValueError, match=r"scale_a: got shape \(2, 4, 1\); .* a batch of 0"):
+        cutegemm.gemm(a, b, scale_a=torch.ones(2, 4, 1))
 
 
 def test_autocast_leaves_operands_of_one_byte_alone(seed):
@@ -280,3 +332,19 @@ def test_a_bias_of_one_element_is_not_spread_over_columns():
     a, b = torch.ones(4, 16).to(torch.float8_e4m3fn), torch.ones(16, 8).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"bias: got shape \(1,\), expected \(8,\)"):
         cutegemm.gemm(a, b, scale_a=torch.ones(()), bias=torch.ones(1))
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected a call")
+@pytest.mark.parametrize("options", [{"accumulate": "fast"}, {"bias": torch.ones(16)}], ids=["accumulate", "bias"])
+def test_a_graph_gets_no_warning_of_dynamo(options, monkeypatch):
+    """Dynamo warns of every function that it follows whose results are cached."""
+    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
+    torch._dynamo.reset()
+    a, b = torch.ones(4, 32).to(torch.float8_e4m3fn), torch.ones(2, 16, 32).to(torch.float8_e4m3fn).mT
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    compiled = torch.compile(
+        lambda a, b: cutegemm.grouped_gemm(a, b, ends, scale_a=torch.ones(()), **options),
+        backend="eager",
+        fullgraph=True,
+    )
+    assert torch.equal(compiled(a, b), cutegemm.grouped_gemm(a, b, ends, scale_a=torch.ones(()), **options))

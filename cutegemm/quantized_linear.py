@@ -267,7 +267,7 @@ class Fp8Linear(torch.nn.Module):
         values, scale = _checked(weight, scale)
         if bias is not None:
             _check_bias(bias, values)
-        by_shape = "tensor" if scale.dim() == 0 else "rows" if scale.shape[1] == 1 != values.shape[1] else "blocks"
+        by_shape = _scaling_of(values, scale)
         of_input = by_shape if scaling is None else scaling
         settings = Settings.of(values.dtype, (of_input, by_shape), activation, accumulate, backend)
         made = cls.__new__(cls)
@@ -324,6 +324,11 @@ def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _padded(weight.detach()), scale
 
 
+def _scaling_of(values: torch.Tensor, scale: torch.Tensor) -> str:
+    """Which scales those of `_checked` are."""
+    return "tensor" if scale.dim() == 0 else "rows" if scale.shape[1] == 1 != values.shape[1] else "blocks"
+
+
 def _padded(values: torch.Tensor) -> torch.Tensor:
     """The values in rows as TMA reads them; a copy only where they do not lie so."""
     if values.is_meta or (values.stride(1) == 1 and values.stride(0) % PITCH == 0 and values.data_ptr() % PITCH == 0):
@@ -366,6 +371,9 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         weight, scale = _checked(weight, scale)
     # Torch refuses a weight of another shape, and then the layer must be what it was.
     fits = weight is not None and weight.shape == module.weight.shape
+    if fits and scale is not None:
+        of_input, *others = module.settings[1:]
+        Settings.of(weight.dtype, (of_input[0], _scaling_of(weight, scale)), *others)
     if fits and scale is not None and weight.dtype != module.weight.dtype:
         module.settings = module.settings._replace(dtype=weight.dtype)
         module.weight = torch.empty_like(module.weight, dtype=weight.dtype)

@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
 def emulated_arch() -> Arch:
     """The architecture that CPU tensors are computed for: `CUTEGEMM_ARCH`, by default sm_90a."""
-    name = os.environ.get("CUTEGEMM_ARCH", DEFAULT_EMULATED_ARCH)
+    name = os.environ.get("CUTEGEMM_ARCH") or DEFAULT_EMULATED_ARCH
     try:
         return _arch_named(name)
     except (KeyError, ValueError) as why:

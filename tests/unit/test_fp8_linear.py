@@ -295,6 +295,16 @@ def test_a_state_of_another_shape_leaves_the_layer_as_it_was(other, seed):
         assert torch.equal(layer(x), before)
 
 
+def test_a_layer_of_fast_sums_refuses_a_state_with_scales_of_blocks(seed):
+    layer, x = Fp8Linear.from_linear(model(seed)[0], accumulate="fast"), inputs(seed)
+    blocks = Fp8Linear.from_linear(model(seed)[0], scaling="blocks")
+    with torch.no_grad():
+        before = layer(x)
+        with pytest.raises(ValueError, match=r"accumulate: got 'fast' with scaling \('rows', 'blocks'\)"):
+            layer.load_state_dict(blocks.state_dict())
+        assert torch.equal(layer(x), before)
+
+
 def test_replaced_layers_share_and_choose(seed):
     whole = model(seed)
     whole.append(whole[2])

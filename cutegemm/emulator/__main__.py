@@ -33,6 +33,10 @@ examples:
 """
 
 
+MOST_BYTES = 4 << 30
+"""Of a problem's matrices."""
+
+
 def parser() -> argparse.ArgumentParser:
     from cutegemm import backend, problem
 
@@ -105,6 +109,11 @@ def _emulate(options: argparse.Namespace) -> int:
         out_dtype=options.out_dtype,
         precision=options.precision,
     )
+    if problem.min_bytes > MOST_BYTES:
+        raise ValueError(
+            f"--shape: got {options.shape!r}, whose matrices take {problem.min_bytes / 2**30:.1f} GiB; accepted are "
+            f"{MOST_BYTES / 2**30:.0f}, which the emulator takes hours for"
+        )
     kernel = build(options.backend, problem, arch, options.config)
     if options.dump_ptx:
         Path(options.dump_ptx).write_text(kernel.ptx)

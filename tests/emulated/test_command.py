@@ -64,6 +64,7 @@ def test_json_and_the_dumped_ptx_agree_with_the_tables(capsys, tmp_path):
             "precision",
         ),
         (["--ptx", "/does/not/exist.ptx"], "exist.ptx"),
+        (["--shape", "100000"], "--shape: got '100000', whose matrices take 55.9 GiB; accepted are 4"),
         (["--shape", "0"], "--shape: got '0'; M and N are at least 1"),
         (["--shape", "16x0x16"], "--shape: got '16x0x16'"),
         (["--shape", "16", "--batch", "0"], "--batch: got 0, accepted is 1 or more"),

@@ -447,6 +447,13 @@ def test_compile_only_lists_and_says_that_nothing_was_timed(store_root, capsys):
     assert not (store_root.parent / "winners.sqlite3").exists()
 
 
+@pytest.mark.parametrize("way", ["--compile-only", "--emulate"])
+def test_without_any_configuration_a_dry_run_fails(way, store_root, capsys):
+    arguments = ["--shapes", "64", "--dtype", "fp64", "--backends", "legacy", way, "--arch", "sm_80"]
+    assert sweep.main(arguments) == 1
+    assert "0 valid configurations" in capsys.readouterr().out
+
+
 def test_compile_only_keeps_its_budget_and_tells_failures():
     candidates = space(6)
     compiler = FakeCompiler(fails={candidates[0].key: "ptxas said no"})

@@ -116,11 +116,16 @@ def fake_gpus(monkeypatch, timers: list[FakeTimer], candidates: list[Candidate],
         def __exit__(self, *error) -> None:
             self.timer.close()
 
+    class Lanes(FakeCompiler):
+        def session(self, signature, arch) -> FakeCompiler:
+            """With jobs of its own, as the pool's: searches beside each other must not collect one another's."""
+            return FakeCompiler()
+
     class Pool:
         def __init__(self, jobs) -> None: ...
 
         def __enter__(self):
-            return compiler or FakeCompiler()
+            return compiler or Lanes()
 
         def __exit__(self, *error) -> None: ...
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import TABLE, dtype_name, output_name, torch_dtype
 from cutegemm.pytorch import operator, program_operator, scaled, sharding
-from cutegemm.pytorch.registering import define, flops, many, scaling_of
+from cutegemm.pytorch.registering import LIBRARY, define, flops, many, scaling_of
 
 
 def _scaled_gemm(
@@ -80,4 +80,13 @@ define(
     _scaled_gemm_program, _fake_program,
 )  # fmt: skip
 sharding.handle("scaled_gemm_program", _scaled_gemm_program)
+
+
+def _vmapped(*given: Any, **options: Any) -> None:
+    raise NotImplementedError(
+        "gemm with scales and an epilogue: torch.vmap is not supported; pass a or b as a batch of three dimensions"
+    )
+
+
+torch.library.register_vmap("cutegemm::scaled_gemm_program", _vmapped, lib=LIBRARY)
 register_flop_formula([torch.ops.cutegemm.scaled_gemm, torch.ops.cutegemm.scaled_gemm_program])(flops)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 import cutegemm
 from cutegemm import ops
@@ -273,10 +274,21 @@ def test_programs_with_scales_are_exported_and_seen_by_modes(seed):
         gated = cutegemm.gemm(*map(mode.from_tensor, (a, b)), scale_a=mode.from_tensor(scale), epilogue=ops.swiglu)
     assert (gated.shape, gated.dtype) == ((8, 8), torch.bfloat16)
     out = torch.empty(8, 8)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         cutegemm.gemm(a, b, scale_a=scale, epilogue=ops.swiglu, out=out)
     assert counter.get_total_flops() == 2 * 8 * 16 * 32
     assert torch.equal(out, cutegemm.gemm(a, b, scale_a=scale, epilogue=ops.swiglu, out_dtype=torch.float32))
+
+
+def test_vmap_of_programs_with_scales_is_refused_by_name_under_a_mode():
+    a, b = torch.ones(2, 16, 32).to(torch.float8_e4m3fn), torch.ones(32, 16).to(torch.float8_e4m3fn)
+
+    def layer(a):
+        return cutegemm.gemm(a, b, scale_a=torch.ones(()), epilogue=lambda acc: acc * 2.0)
+
+    message = r"gemm with scales and an epilogue: torch\.vmap is not supported"
+    with FlopCounterMode(display=False), pytest.raises(NotImplementedError, match=message):
+        torch.vmap(layer)(a)
 
 
 def test_what_a_graph_refuses_of_programs_with_scales():

@@ -237,9 +237,13 @@ def test_mlps_that_compute_something_else_or_train_a_part_stay():
         def forward(self, x, scale):
             return scale * super().forward(x)
 
+    class Doubled(MLP):  # its result has another shape, which broadcasts with none
+        def forward(self, x):
+            return torch.cat([super().forward(x)] * 2, -1)
+
     frozen = MLP(torch.nn.SiLU())
     frozen.gate_proj.weight.requires_grad_(False)
-    for module in (Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), frozen):
+    for module in (Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), Doubled(torch.nn.SiLU()), frozen):
         assert replace_mlps(module) is module
 
 

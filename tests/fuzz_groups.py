@@ -11,6 +11,7 @@ ends that descend or leave the array. Exit status 0 when all were right.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -162,10 +163,11 @@ def one(number: int, device: str, arch: Arch) -> tuple[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz_groups", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = parser.parse_args(arguments)
     # Few SMs in the emulator, so that a persistent CTA walks over several groups.
     arch = Arch.of_device() if options.device == "cuda" else replace(arch_table.get("sm_90a"), sm_count=3)
@@ -173,6 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
         planning.emulated_arch = lambda: arch  # type: ignore[assignment]
     begun, counts = time.perf_counter(), Counter[str]()
     for number in range(options.seed, options.seed + options.count):
+        if time.perf_counter() - begun > options.time_limit:
+            break
         kind, text = one(number, options.device, arch)
         counts[kind] += 1
         if kind not in ("right", "by torch"):

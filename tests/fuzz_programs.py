@@ -11,6 +11,7 @@ same, because no candidate had room, counts as wrong. Exit status 0 when all wer
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -136,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--jobs", type=int, default=2, help="processes, in the emulator")
+    made.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = made.parse_args(arguments)
     numbers = range(options.seed, options.seed + options.count)
     began, kinds, families = time.monotonic(), Counter[str](), Counter[str]()
@@ -148,10 +150,13 @@ def main(arguments: list[str] | None = None) -> int:
                 bad += 1
                 if bad <= 20:
                     print(f"{outcome.kind}: seed {outcome.number}, {outcome.config}: {outcome.text}", flush=True)
+            if time.monotonic() - began > options.time_limit:
+                pool.shutdown(wait=False, cancel_futures=True)
+                break
     shown = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     took = time.monotonic() - began
     by_family = ", ".join(f"{name} {count}" for name, count in families.items() if count)
-    print(f"{options.count} programs from seed {options.seed} on {options.device}, {took:.0f} s: {shown} ({by_family})")
+    print(f"{kinds.total()} programs from seed {options.seed} on {options.device}, {took:.0f} s: {shown} ({by_family})")
     return 1 if bad else 0
 
 

@@ -11,9 +11,11 @@ seed + i, which alone repeats it (`--count 1 --seed N`). Exit status 0 when all 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -100,11 +102,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first one (default %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="cpu: in the emulator (default)")
     parser.add_argument("--family", choices=("sm90", "sm80"), default="sm90", help="of kernels (default %(default)s)")
+    parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         os.environ.setdefault("CUTEGEMM_ARCH", "H200")
     found: Counter[str] = Counter()
+    deadline = time.monotonic() + options.time_limit
     for number in range(options.seed, options.seed + options.count):
+        if time.monotonic() > deadline:
+            break
         kind, said = run(number, options.device, options.family)
         found[kind] += 1
         if kind in ("wrong", "failed"):

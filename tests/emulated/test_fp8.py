@@ -49,6 +49,13 @@ def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
 
 
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+def test_a_ring_that_is_no_multiple_of_the_swizzle(dtype, seed):
+    """Three stages of 3584 bytes: TMA read the staging buffers behind them as its swizzle has the next 512 bytes."""
+    config = "sm90/64x48x32/coop1/c1x1/s3/row/swap"
+    check(16, 136, 96, a=dtype, b=dtype, recipes=ROWS, seed=seed, backend="cute", config=config)
+
+
 @pytest.mark.parametrize(
     ("config", "given"),
     [

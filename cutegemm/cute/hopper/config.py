@@ -293,6 +293,12 @@ class HopperConfig(LaunchedConfig):
     def stage_bytes(self, signature: Signature) -> int:
         return (self.bm + self.bn) * self.bk * operand_parts.staged_itemsize(signature)
 
+    def ring_bytes(self, signature: Signature) -> int:
+        """Shared memory of all stages, rounded up to 1024 bytes: the staging buffers lie behind it, and where an element
+        of theirs lies depends on the address modulo 1024, as TMA's swizzle has it.
+        """
+        return -(-self.stages * self.stage_bytes(signature) // 1024) * 1024
+
     def epilogue_bytes(self, signature: Signature) -> int:
         """Shared memory of the epilogue, apart from the ring: the next tile's loads run under the stores.
 
@@ -310,7 +316,7 @@ class HopperConfig(LaunchedConfig):
     def smem_bytes(self, signature: Signature) -> int:
         """Dynamic shared memory of a CTA in bytes."""
         more = BARRIER_BYTES + promotion.shared_bytes(self, signature)
-        return self.stages * self.stage_bytes(signature) + self.epilogue_bytes(signature) + more
+        return self.ring_bytes(signature) + self.epilogue_bytes(signature) + more
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         if self.uses_tma_store(signature):

@@ -1,6 +1,6 @@
 """The dynamic shared memory of a CTA of the Hopper kernel, from its first byte on.
 
-    ring        `stages` tiles of A, then `stages` tiles of B
+    ring        `stages` tiles of A, then `stages` tiles of B, and unused bytes up to a multiple of 1024
     staging     what the epilogue needs for itself: staging buffers and a bias, or slabs
     barriers    two mbarriers a stage (`pipeline.Ring`), then the two of ping-pong (`pipeline.Turns`)
     answers     an int32 a consumer warpgroup: what one of its threads has read of the workspace, for the other 127
@@ -28,7 +28,7 @@ class SharedMemory:
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         size = config.smem_bytes(signature)
         self.ring = cutlass.memory.SmemAllocator().allocate(size, byte_alignment=1024)
-        self.staging = self.ring + config.stages * config.stage_bytes(signature)
+        self.staging = self.ring + config.ring_bytes(signature)
         self.barriers = self.staging + config.epilogue_bytes(signature)
         self.turns = self.barriers + 2 * config.stages * BARRIER
         self.answers = self.turns + 2 * BARRIER

@@ -294,8 +294,8 @@ class HopperConfig(LaunchedConfig):
         return (self.bm + self.bn) * self.bk * operand_parts.staged_itemsize(signature)
 
     def ring_bytes(self, signature: Signature) -> int:
-        """Shared memory of all stages, rounded up to 1024 bytes: the staging buffers lie behind it, and where an element
-        of theirs lies depends on the address modulo 1024, as TMA's swizzle has it.
+        """Shared memory of all stages, rounded up to 1024 bytes: the staging buffers lie behind it, and TMA's swizzle
+        places their elements by the address modulo 1024.
         """
         return -(-self.stages * self.stage_bytes(signature) // 1024) * 1024
 

@@ -20,7 +20,10 @@ def configs() -> tuple[str, ...]:
     old = ("dmma/128x128x16/w64x32/s4/g8/i8x4", "dmma/32x32x32/w16x16/s2/g1/i8x4")
     if torch.cuda.get_device_capability() < (9, 0):
         return old
-    return (*old, *(f"dmma/64x64x16/w32x32/s3/g8/i{name}" for name in ("16x4", "16x8", "16x16")))
+    return (
+        *old,
+        *(f"dmma/64x64x16/{name}" for name in ("w32x32/s3/g8/i16x4", "w32x32/s3/g8/i16x8", "w32x16/s3/g8/i16x16")),
+    )
 
 
 @pytest.mark.parametrize("majors", MAJORS)

@@ -140,10 +140,11 @@ def test_every_recipe_on_groups_of_any_sizes(work, config, seed):
     """K is no multiple of 128, groups end anywhere."""
     if work == GATHERED and config is not None:
         config = config.replace("c2x1", "c1x1") if "swap" in config else config
+    promoted = config is not None and "twin" in config  # a second set of accumulators, which sums of int8 do not need
     rng = random.Random(seed)
     for skew in SKEWS:
         sizes = sizes_of(skew, rng.choice((1, 8, 130)), 3000, rng)
-        kinds = rng.choice(KINDS)
+        kinds = rng.choice(KINDS[:2] if promoted else KINDS)
         for recipes in (("blocks", "blocks128"), (rng.choice(RECIPES), rng.choice(RECIPES))):
             if work == RAGGED_N:
                 recipes = recipes[::-1]
@@ -153,6 +154,8 @@ def test_every_recipe_on_groups_of_any_sizes(work, config, seed):
             )  # fmt: skip
             case.run(backend="cute", config=config)
     for kind, options in (("int8", {}), ("e4m3", {"out_dtype": torch.float32})):
+        if promoted and kind == "int8":
+            continue
         case = GroupCase.random(
             work, [500, 0, 1, 123], 624, 520, 1032, kind, seed=seed, device="cuda", integers=True, **options
         )  # fmt: skip
@@ -168,7 +171,7 @@ def test_sums_promoted_by_halves(work, config, seed):
     rng = random.Random(seed)
     for skew in SKEWS:
         sizes = sizes_of(skew, rng.choice((1, 8, 16)), 3000, rng)
-        kinds, recipes = rng.choice(KINDS), ("blocks", "blocks128")
+        kinds, recipes = rng.choice(KINDS[:2]), ("blocks", "blocks128")
         case = GroupCase.random(
             work, sizes, 3000, 520, 1096, kinds[0], b_dtype=kinds[1], seed=seed, recipes=recipes, device="cuda", tail=5
         )  # fmt: skip

@@ -33,7 +33,10 @@ def test_results_and_gradients(tokens, top_k, count, dtype, seed):
         assert torch.equal(first, second)
         agree(first, right, 2 * torch.finfo(dtype).eps)
     with torch.no_grad():
-        assert torch.equal(cutegemm.moe(*given, backend="cute"), found[0][0])
+        alone = [cutegemm.moe(*given, backend="cute") for _ in range(2)]
+    # Without gradients the first product stores less, so that other configurations are chosen, which round otherwise.
+    assert torch.equal(*alone)
+    agree(alone[0], d, 2 * torch.finfo(dtype).eps)
 
 
 def test_a_step_waits_for_nothing(seed):

@@ -21,11 +21,11 @@ _FP32 = (
     "simt/32x64x16/w16x32/s3/g8",
     "simt/32x32x16/w16x32/s4/g8",
     "simt/32x32x8/w16x32/s4/g8",
-    "simt/64x32x32/w16x32/s4/g8/x2",
     "simt/32x64x32/w16x32/s4/g8/x2",
     "simt/32x32x64/w32x32/s3/g8/x4",
     "simt/32x32x32/w16x32/s3/g8/x2",
     "simt/16x32x64/w16x32/s4/g8/x8",
+    "simt/16x32x128/w16x32/s4/g8/x8",
 )
 _NOT_TT = ("simt/128x256x16/w64x64/s3/g8", "simt/64x128x16/w32x32/s3/g8/r2")
 """Not for two row-major operands (`tt`): there these kernels keep some registers in local memory."""

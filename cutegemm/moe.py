@@ -311,14 +311,12 @@ def _check(
     """Raises TypeError or ValueError naming the argument, what was given and what is accepted."""
     tensors = {"x": x, "experts": experts, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        request.check_type(name, tensor)
         if tensor.layout != torch.strided or tensor.is_nested:
             raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
         if name == "x" and x.device.type not in ("cuda", "cpu"):
             raise ValueError(f"x: it is on {x.device}, accepted are CUDA and CPU tensors")
-        if tensor.device != x.device:
-            raise ValueError(f"{name}: it is on {tensor.device}, expected the device of x, {x.device}")
+        request.check_device(name, tensor, x.device, "x")
         if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
             raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
         if name != "experts" and tensor.dtype not in DTYPES:

@@ -214,7 +214,7 @@ class _Backward:
             inside = written_places(MASKED, self.sizes.groups, a.shape[-2], 1)
             assert inside is not None
             s = autograd.Settings(1.0, 0.0, None, self.settings.precision, self.settings.backend)
-            return autograd._of_b(dacc, torch.where(inside, a, 0), self.like_b, s)
+            return autograd.gradient_of_b(dacc, torch.where(inside, a, 0), self.like_b, s)
         return self.product(a.mT, dacc, self.like_b)
 
     def product(self, x: torch.Tensor, y: torch.Tensor, like: Like) -> torch.Tensor:

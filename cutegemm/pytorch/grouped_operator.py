@@ -80,7 +80,7 @@ def _fake_out(
         raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(known.outputs)} results")
     for number, each in enumerate(out):
         if tuple(each.shape) != tuple(shape):
-            name = program_request._name(number, len(out))
+            name = program_request.target_name(number, len(out))
             raise ValueError(f"{name}: got shape {tuple(each.shape)}, expected {tuple(shape)}")
 
 

@@ -73,7 +73,7 @@ class Like(NamedTuple):
 
 def refuse_tangents(*tensors: Any) -> None:
     """Raises NotImplementedError where a tensor carries a tangent of forward mode."""
-    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and autograd._has_tangent(tensors):
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and autograd.has_tangent(tensors):
         raise NotImplementedError(FORWARD_MODE)
 
 
@@ -305,8 +305,8 @@ def _of_product(ctx: Any, found: dict[Source, torch.Tensor], device: Any) -> tup
     if dacc is None:
         return no_product(ctx, device)
     s = autograd.Settings(1.0, 0.0, None, settings.precision, settings.backend)
-    da = autograd._of_a(dacc, like_a, b, s) if needs[0] else None
-    db = autograd._of_b(dacc, a, like_b, s) if needs[1] else None
+    da = autograd.gradient_of_a(dacc, like_a, b, s) if needs[0] else None
+    db = autograd.gradient_of_b(dacc, a, like_b, s) if needs[1] else None
     return da, db
 
 

@@ -119,7 +119,7 @@ def fake(
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
     results = []
     for number, (output, shape) in enumerate(zip(known.outputs, shapes, strict=True)):
-        name = program_request._dtype(number, output, None, out_dtype, _default(out_dtype, a))
+        name = program_request.output_dtype(number, output, None, out_dtype, _default(out_dtype, a))
         results.append(a.new_empty(shape, dtype=torch_dtype(name)))
     return results
 
@@ -130,10 +130,10 @@ def _fake_out(a, b, operands, numbers, integers, program, precision, backend, co
     if len(out) != len(shapes):
         raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(shapes)} results")
     for number, (output, target, shape) in enumerate(zip(known.outputs, out, shapes, strict=True)):
-        name = program_request._name(number, len(shapes))
+        name = program_request.target_name(number, len(shapes))
         if tuple(target.shape) != tuple(shape):
             raise ValueError(f"{name}: got shape {tuple(target.shape)}, expected {tuple(shape)}")
-        wanted = program_request._dtype(number, output, target, None, "fp32")
+        wanted = program_request.output_dtype(number, output, target, None, "fp32")
         if dtype_name(target.dtype) != wanted:
             raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.TABLE[wanted].torch_name}")
 

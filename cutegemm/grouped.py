@@ -158,7 +158,7 @@ def grouped_gemm(
         or (torch._C._is_any_autocast_enabled() and not given) or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
     ):  # fmt: skip
-        text = program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text
+        text = program_request.program_for(epilogue, operands, a.device).text
         if given:
             return grouped_scaled.by_operator(a, b, sizes, text, operands, given, out, out_dtype, options)
         return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)

@@ -236,7 +236,7 @@ def describe(
     check_sizes(a, given)
     _check_limits(sizes)
     precision = "ieee" if precision is None else request.precision_of(precision, dtype)
-    program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+    program = program_request.program_for(epilogue, operands, a.device)
     columns = check_program(program, sizes)
     for number, (own, operand) in enumerate(zip(program.inputs, operands, strict=True)):
         if isinstance(operand, torch.Tensor):

@@ -81,7 +81,7 @@ def describe(
         raise ValueError("out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
-    program = traced(epilogue, inputs_of(operands, a.device))
+    program = program_for(epilogue, operands, a.device)
     for number, operand in enumerate(operands):
         if isinstance(operand, torch.Tensor):
             request.check_tensor(f"operands[{number}]", operand)
@@ -159,6 +159,11 @@ def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any)
     if output.reduce is None:
         return (*leading, m, columns)
     return (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
+
+
+def program_for(epilogue: Any, operands: Any, device: torch.device) -> Program:
+    """The program of an epilogue with these operands: `traced` of what `inputs_of` describes."""
+    return traced(epilogue, inputs_of(operands, device))
 
 
 def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:

@@ -84,7 +84,7 @@ def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
     try:
         found = description(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
         if found[MEANING] is None:
-            program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+            program = program_request.program_for(epilogue, operands, a.device)
             found = (*found[:MEANING], meaning(epilogue) or program, *found[MEANING + 1 :])
         hash(found)
     except (AttributeError, TypeError, RuntimeError, ValueError):

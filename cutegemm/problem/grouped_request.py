@@ -142,10 +142,11 @@ def check_dtypes(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def default_dtype(dtype: str, program: Program, out_dtype: Any) -> str:
-    """The name of the dtype of results that neither say their own nor are given, for A of `dtype`: `out_dtype`, if a
-    call has one.
+    """The name of the dtype of results for which neither the program nor `out` says one: `out_dtype`, else the default
+    for an A of `dtype`.
 
-    Raises TypeError or ValueError where `out_dtype` is none, or int32 for other results than sums of int8.
+    Raises TypeError where `out_dtype` is no accepted dtype, ValueError where it is int32 and the results are not the
+    plain sums of int8.
     """
     if out_dtype is None:
         return TABLE[dtype].output

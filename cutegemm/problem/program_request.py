@@ -193,9 +193,9 @@ def check_operands(operands: Any) -> None:
 
 
 def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
-    """The inputs that operands are to a program; tensors may be fake or mapped.
+    """The operands of a call as the inputs of a program; tensors may be fake or mapped.
 
-    Raises TypeError or ValueError naming the one that is none.
+    Raises TypeError or ValueError naming an operand that no program takes.
     """
     check_operands(operands)
     return tuple(_input(number, operand, device) for number, operand in enumerate(operands))

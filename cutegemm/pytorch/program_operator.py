@@ -37,7 +37,7 @@ from cutegemm.run import fused
 
 @lru_cache(maxsize=4096)
 def program_of(text: str) -> Program:
-    """The program that an operator carries. Raises ValueError for a text that is none."""
+    """The program that an operator carries. Raises ValueError for a text that is no program."""
     return simplified(parse(text))
 
 

@@ -82,7 +82,7 @@ class _Capture:
 
 
 class GraphMemory:
-    """See the module docstring. Safe for threads."""
+    """Gives captured launches workspaces that live as long as their CUDA graph. Safe for threads."""
 
     def __init__(self) -> None:
         self._captures: dict[int, _Capture] = {}

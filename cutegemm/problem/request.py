@@ -350,7 +350,7 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a:
 
 
 def check_beta(beta: float, c: Any) -> None:
-    """Raises ValueError for a factor of a C that is not there."""
+    """Raises ValueError where beta is not 0 and there is no C."""
     if c is None and beta != 0:
         raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
 

@@ -81,7 +81,7 @@ class _Newer(Exception):
 
 
 class WinnersFile:
-    """See the module docstring. Safe for threads, processes and forks."""
+    """The SQLite file of the winners store. Safe for threads, processes and forks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -119,14 +119,7 @@ class _Backward:
     def elementwise(self, needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
         """The gradients of accumulators and operands, elementwise; 0 where no group is."""
         ctx, program = self.ctx, self.settings.program
-        rest = ctx.saved_tensors[6:]
-        count = len(ctx.places)
-        values: dict[Source, Any] = {
-            Source("operand", number): each
-            for number, each in enumerate(program_autograd.filled(ctx.numbers, rest[:count]))
-        }
-        values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
-        saved = dict(zip(ctx.sources, rest[count:], strict=True))
+        values, saved = program_autograd.known_values(ctx, ctx.saved_tensors[6:], grads)
         found = needs.backward
         assert found is not None
         by_kernel = self.work in ROWS and program_autograd.has_kernels(self.settings.backend, values)

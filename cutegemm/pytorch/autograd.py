@@ -16,7 +16,7 @@ products. A gradient has the memory order of its operand, so that a weight given
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -123,6 +123,15 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
         total = sum(terms, torch.zeros((), device=d.device, dtype=to))
         dz = total.expand(d.shape).to(d.dtype)
     return _times_slope(dz, a, b, c, bias, d, s)
+
+
+def recorded_gradients(composed: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], grad: Any) -> Any:
+    """The gradients of `composed(*tensors)`, themselves recorded; None of tensors that need none."""
+    # Views: where one tensor was made of another, autograd would follow that way too, and count it twice.
+    tensors = [each.view_as(each) for each in tensors]
+    inputs = [each for each, own in zip(tensors, needs, strict=True) if own]
+    found = iter(torch.autograd.grad(composed(*tensors), inputs, grad, create_graph=True))
+    return [next(found) if own else None for own in needs]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

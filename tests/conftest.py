@@ -147,6 +147,15 @@ def _gpu_memory_for_others(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def large_gpu_memory() -> Iterator[None]:
+    """Room for tensors of more than 2^31 elements on the GPU, which other tests of this kind do not take meanwhile."""
+    from tests import needs
+
+    with needs.gpu_memory(40):
+        yield
+
+
+@pytest.fixture
 def store_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of this test's own."""
     monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path / "cache"))

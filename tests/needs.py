@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
+
+LARGE_PATIENCE = 10.0
+"""Seconds for which a test with large tensors waits for the memory of others."""
 
 
 def hopper() -> None:
@@ -29,3 +39,18 @@ def kernel(backend: str, config: str | None) -> None:
         hopper()
     if backend == "cutlass2x":
         cutlass2x()
+
+
+@contextmanager
+def gpu_memory(gib: int) -> Iterator[None]:
+    """So much free memory of the GPU, GiB. Tests that ask for it run one at a time, whichever process they are of."""
+    with (Path(tempfile.gettempdir()) / "cutegemm-tests-gpu-memory.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        torch.cuda.empty_cache()
+        deadline = time.monotonic() + LARGE_PATIENCE
+        while (free := torch.cuda.mem_get_info()[0] / 2**30) < gib:
+            if time.monotonic() > deadline:
+                pytest.skip(f"needs {gib} GiB of free GPU memory; {free:.0f} are free")
+            time.sleep(0.1)
+        yield
+        torch.cuda.empty_cache()

@@ -196,7 +196,7 @@ def test_runs_on_the_current_stream(seed):
     assert torch.equal(got, want)
 
 
-def test_more_than_two_to_the_31_elements():
+def test_more_than_two_to_the_31_elements(large_gpu_memory):
     """Offsets beyond 2^31 elements and 4 GiB, in A, B and D."""
     m, k, n = 2**16 + 8, 2**15 + 64, 64
     a = torch.zeros(m, k, device="cuda", dtype=torch.float16)

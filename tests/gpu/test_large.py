@@ -26,6 +26,8 @@ SQUARE = 46400
 """SQUARE x SQUARE elements are more than 2^31."""
 FAR = LIMIT + 64
 """A stride, in elements, that 32 bits cannot hold."""
+GIB_A_BYTE = 10
+"""GiB that the largest test takes for each byte of an element: five tensors of 2^31 elements."""
 
 KINDS: dict[str, tuple[str, str | None, str, str | None]] = {
     "sm90": ("cute", "sm90/128x256x64/coop2/c2x1/s4/hilbert", "bf16", None),
@@ -41,19 +43,16 @@ KINDS: dict[str, tuple[str, str | None, str, str | None]] = {
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest):
-    """(dtype, call): `call` is gemm by the kernel named in the test's id. Frees the memory afterwards."""
+    """(dtype, call): `call` is gemm by the kernel named in the test's id."""
     backend, config, dtype, precision = KINDS[request.param]
     needs.kernel(backend, config)
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 60 * 2**30:
-        pytest.skip("needs 60 GiB of free GPU memory")
 
     def call(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
         return cutegemm.gemm(*operands, **options, precision=precision, backend=backend, config=config)
 
     call.precision = precision  # type: ignore[attr-defined]
-    yield DTYPES[dtype], call
-    torch.cuda.empty_cache()
+    with needs.gpu_memory(GIB_A_BYTE * DTYPES[dtype].itemsize):
+        yield DTYPES[dtype], call
 
 
 def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -149,9 +148,8 @@ def test_strides_between_matrices(kind, seed):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_what_auto_takes(dtype, seed):
+def test_what_auto_takes(dtype, large_gpu_memory, seed):
     """With a column-major result, so that the transposed problem has the long operand on its other side."""
-    torch.cuda.empty_cache()
     generator = on_device(seed)
     a = normal(generator, DTYPES[dtype], LONG, WIDE)
     b = normal(generator, DTYPES[dtype], SHORT, WIDE).t()

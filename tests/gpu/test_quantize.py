@@ -47,7 +47,7 @@ def test_bits(dtype, name, group, turned, seed):
         assert same(back, quantization.original(want, scales, dtype)), shape
 
 
-def test_more_than_two_to_the_31_elements(seed):
+def test_more_than_two_to_the_31_elements(large_gpu_memory, seed):
     x = torch.randn(70_000, 32_768, device="cuda", dtype=torch.bfloat16)
     values, scale = cutegemm.quantize(x, torch.float8_e4m3fn)
     for rows in (slice(0, 3), slice(-3, None)):

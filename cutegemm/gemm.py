@@ -341,7 +341,7 @@ def trace_epilogue(function: Callable[..., Any], operands: Sequence[Any] = ()) -
     program_request.check_operands(operands)
     tensors = [each for each in operands if isinstance(each, torch.Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    return program_request.traced(function, program_request.inputs_of(operands, device))
+    return program_request.program_for(function, operands, device)
 
 
 autograd.bind(gemm)

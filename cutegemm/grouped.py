@@ -13,7 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.choice.plan import Plan
-from cutegemm.problem import dtypes, program_request
+from cutegemm.problem import dtypes, program_request, request
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, scaled, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
@@ -126,8 +126,7 @@ def grouped_gemm(
     if save not in SAVES:
         raise ValueError(f"save: got {save!r}, accepted are None, 'outputs', 'recompute'")
     for name, each in (("a", a), ("b", b)):
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(f"{name}: got {type(each).__name__}, expected a torch.Tensor")
+        request.check_type(name, each)
         if each.is_nested:
             raise TypeError(f"{name}: got a nested tensor, expected a dense one; pass the rows of all groups")
     program_request.check_operands(operands)
@@ -159,7 +158,7 @@ def grouped_gemm(
         or (torch._C._is_any_autocast_enabled() and not given) or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and any(each.requires_grad for each in tensors))
     ):  # fmt: skip
-        text = program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text
+        text = program_request.program_for(epilogue, operands, a.device).text
         if given:
             return grouped_scaled.by_operator(a, b, sizes, text, operands, given, out, out_dtype, options)
         return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
@@ -213,14 +212,12 @@ def _epilogue(bias: Any, epilogue: Any, operands: Any) -> tuple[Any, Any]:
 
 def _check_bias(bias: Any, a: Any, b: Any, sizes: Any) -> None:
     """Raises TypeError or ValueError in the terms of the call, which knows a bias as an operand from here on."""
-    if not isinstance(bias, torch.Tensor):
-        raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor")
+    request.check_type("bias", bias)
     if bias.is_nested or bias.layout != torch.strided:
         raise TypeError(f"bias: got a nested tensor or layout {bias.layout}, expected a dense (strided) one")
     if bias.dtype not in _BIASES:
         raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {dtypes.ACCEPTED_TERMS}")
-    if bias.device != a.device:
-        raise ValueError(f"bias: it is on {bias.device}, expected the device of a, {a.device}")
+    request.check_device("bias", bias, a.device)
     if bias.dim() not in (1, 2):
         raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are (N,) and (G, N)")
     groups = sizes.shape[0] if isinstance(sizes, torch.Tensor) and sizes.dim() == 1 else bias.shape[0]

@@ -32,7 +32,8 @@ from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
-from cutegemm.pytorch import mlp, sharded, sharding_programs
+from cutegemm.pytorch import autograd, mlp, sharded, sharding_programs
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
@@ -106,7 +107,7 @@ def moe(
     route = routed(known, w_gate_up.shape[0])
     tensors = (tokens, w_gate_up, w_down, scales)
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-    if not recorded or (not torch.compiler.is_dynamo_compiling() and mlp.is_special(*tensors)):
+    if not recorded or (not torch.compiler.is_dynamo_compiling() and is_beyond_autograd(*tensors)):
         result = settings.composed(route, *tensors)
     else:
         result = Mixture.apply(*tensors, *route, *settings)
@@ -274,7 +275,7 @@ class Mixture(torch.autograd.Function):
         route, needs, nothing = Routing(ends, places, rows), ctx.needs_input_grad, (None,) * 6
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             composed = partial(settings.composed, route)
-            return *mlp.recorded_gradients(composed, (x, gate_up, down, weights), needs[:4], grad), *nothing
+            return *autograd.recorded_gradients(composed, (x, gate_up, down, weights), needs[:4], grad), *nothing
         dx = dgate_up = ddown = dweights = None
         dy = grad.index_select(0, rows)
         if needs[2]:
@@ -311,14 +312,12 @@ def _check(
     """Raises TypeError or ValueError naming the argument, what was given and what is accepted."""
     tensors = {"x": x, "experts": experts, "weights": weights, "w_gate_up": w_gate_up, "w_down": w_down}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        request.check_type(name, tensor)
         if tensor.layout != torch.strided or tensor.is_nested:
             raise TypeError(f"{name}: got a nested tensor, or layout {tensor.layout}; expected a dense (strided) one")
         if name == "x" and x.device.type not in ("cuda", "cpu"):
             raise ValueError(f"x: it is on {x.device}, accepted are CUDA and CPU tensors")
-        if tensor.device != x.device:
-            raise ValueError(f"{name}: it is on {tensor.device}, expected the device of x, {x.device}")
+        request.check_device(name, tensor, x.device, "x")
         if not torch.compiler.is_dynamo_compiling() and tensor.is_neg():
             raise ValueError(f"{name}: it is a lazily negated view; call .resolve_neg()")
         if name != "experts" and tensor.dtype not in DTYPES:

@@ -143,8 +143,7 @@ class Fp8Linear(torch.nn.Module):
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
         autocast's.
         """
-        if not isinstance(input, torch.Tensor):
-            raise TypeError(f"input: got {type(input).__name__}, expected a torch.Tensor")
+        request.check_type("input", input)
         if input.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "input: it requires grad, and Fp8Linear passes no gradient on (a straight-through estimate belongs to "
@@ -152,8 +151,7 @@ class Fp8Linear(torch.nn.Module):
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
-        if input.device != self.weight.device:
-            raise ValueError(f"input: it is on {input.device}, expected the device of weight, {self.weight.device}")
+        request.check_device("input", input, self.weight.device, "weight")
         kind = input.device.type
         if kind == "meta":
             raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")

@@ -26,7 +26,7 @@ def check(model: Any, where: Any) -> None:
 
 
 def check_options(precision: Any, backend: Any) -> None:
-    """Raises ValueError for a precision or a backend that there is none of."""
+    """Raises ValueError for an unknown precision or backend."""
     request.check_precision(precision)
     backends.check_name(backend)
 
@@ -106,9 +106,9 @@ def replace_gated(
 
     Args:
         activation_in: the activation of a module that can be replaced, None for any other.
-        replaced: of such a module, its activation, precision and backend, what stands in its place.
+        replaced: makes the replacement of such a module, from the module, its activation, precision and backend.
 
-    Raises TypeError or ValueError for arguments that are none; `model` is left as it was.
+    Raises TypeError or ValueError for a bad argument; `model` is left as it was.
     """
     check(model, where)
     check_options(precision, backend)

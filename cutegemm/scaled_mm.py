@@ -63,8 +63,7 @@ def scaled_mm(
         TypeError, ValueError, UnsupportedError, GemmError: as `gemm`.
     """
     for name, tensor in (("mat_a", mat_a), ("mat_b", mat_b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        request.check_type(name, tensor)
         _check_dense(name, tensor)
         if tensor.dtype not in MULTIPLIED:
             accepted = ", ".join(map(str, MULTIPLIED))

@@ -153,7 +153,7 @@ def write(
 
 
 def read(path: str | Path) -> list[Result]:
-    """The results of a JSON file that `write` made. Raises ValueError when it is none."""
+    """The results of a JSON file that `write` made. Raises ValueError for any other file."""
     try:
         rows = json.loads(Path(path).read_text())["results"]
         return [Result(**{**row, "kernels": tuple(row["kernels"])}) for row in rows]

@@ -110,7 +110,7 @@ class Blocks(torch.nn.Module):
         return x
 
     def remember(self, sequences: int, like: torch.Tensor, seed: int = 0) -> None:
-        """Fills the caches of keys and values for so many sequences; 0 for none."""
+        """Fills the caches of keys and values with random numbers for so many sequences; with 0 there are no caches."""
         size, generator = self.size, torch.Generator(device=like.device).manual_seed(seed)
         shape = (sequences, size.kv_heads, size.context, size.head)
         for block in self.blocks:

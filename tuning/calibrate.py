@@ -59,7 +59,7 @@ SQLITE = b"SQLite format 3\0"
 DISTURBED = 0.08
 """Share by which torch may differ from its median over a sweep, or over a problem's rows of one kind in a store."""
 BURST = 50e-6
-"""Seconds of roofline bound from which on a sweep's times are none of sustained use."""
+"""Roofline bound [s] above which a sweep's quick times are not those of sustained use, in which the GPU is hot."""
 MOST = 40
 """Configurations of a shape that the search looks at."""
 REACH = 6.0

@@ -63,8 +63,8 @@ def add_shapes(group: argparse._ActionsContainer) -> None:
 
 
 def shapes(options: argparse.Namespace, majors: Sequence[str]) -> list[suites.Laid]:
-    """The shapes of all options of `add_shapes` together, each once with each of these majors; those of suites that say
-    how operands lie, as they say. Raises ValueError naming the text that is none.
+    """The shapes of all options of `add_shapes`, each once with each of these majors; where a suite says how the
+    operands of a shape lie, with these alone. Raises ValueError naming a text that is no shape.
     """
     found: dict[suites.Shape, None] = {}
     for given, read in (

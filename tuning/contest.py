@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -187,6 +187,12 @@ def spread_text(spread: Spread | None) -> str:
 def missed_text(missed: Sequence[Missed]) -> str:
     """A line for each problem that was not compared, after a line break; empty when there is none."""
     return "".join(f"\nnot compared: {one.problem.split(' ')[0]}: {one.why}" for one in missed)
+
+
+def left_out(problems: Iterable[Problem], lines: Sequence[Any], why: Mapping[str, str]) -> list[Missed]:
+    """The problems without a line, in their order. why: by the text of a problem; those it lacks were not begun."""
+    compared = {line.problem for line in lines}
+    return [Missed(text, why.get(text) or "not begun") for text in map(str, problems) if text not in compared]
 
 
 def unfit(outcome: Outcome, what: str) -> str:

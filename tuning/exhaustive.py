@@ -164,9 +164,7 @@ def compare(
         )  # fmt: skip
     finally:
         progress.close()
-    compared = {line.problem for line in lines}
-    rest = [text for text in map(str, problems) if text not in compared]
-    return lines, [contest.Missed(text, missed.get(text) or "not begun") for text in rest]
+    return lines, contest.left_out(problems, lines, missed)
 
 
 def _untuned(problem: Problem, arch: Arch) -> list[Candidate]:

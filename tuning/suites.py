@@ -196,7 +196,7 @@ def starts(text: str) -> list[tuple[int, int]]:
     """Elements by which A and B begin behind an aligned address, of a text such as `0,3,a1,b7`: both, or one of them.
 
     `all` is every number up to 7 for both, for A and for B, which in 16 bits is every place. Raises ValueError naming
-    the part that is none.
+    a part that is no such number.
     """
     every = range(MOST_START + 1)
     if text == "all":

@@ -297,7 +297,8 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
                 else:
                     few = min(limit, options.show or limit)
                     entries = sweep_dry.emulate(problem, candidates, arch, few, options.budget, report=tell)
-            bad += sum(entry.outcome.startswith(("failed", "wrong")) for entry in entries) or not entries
+            failures = sum(entry.outcome.startswith(("failed", "wrong")) for entry in entries)
+            bad += failures if entries else 1
             shown = entries if options.emulate else entries[: options.show]
             table = [
                 (number, str(e.candidate), f"{e.candidate.estimate * 1e6:.2f}", e.outcome)

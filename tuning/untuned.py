@@ -148,9 +148,7 @@ def compare(
         sweep_run.run(problems, names, [timer], pool, store, options, report=report, first=chosen, stop=stop)
     finally:
         progress.close()
-    compared = {line.problem for line in lines}
-    left = [text for text in map(str, problems) if text not in compared]
-    return lines, [contest.Missed(text, missed.get(text, "not begun")) for text in left]
+    return lines, contest.left_out(problems, lines, missed)
 
 
 def mean(lines: Sequence[Line]) -> float:

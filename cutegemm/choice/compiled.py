@@ -31,8 +31,8 @@ TRANSLATED: tuple[Callable[..., Any], ...] = (
 )  # fmt: skip
 MOST = 2048
 """Candidates that the library compares at most; a shortlist has some dozens. Each with K split counts as `TURNS`."""
-CHANGED = {"SPLITS": "_splits", "PARTS": "_parts", "SUMS": "_sums", "FIXED": "_fixed", "LAUNCH": "_launch"}
-"""What of a model `Model.divided` changes, and reads."""
+NAMED = {"SPLITS": "_splits", "PARTS": "_parts", "SUMS": "_sums", "FIXED": "_fixed", "LAUNCH": "_launch"}
+"""The fields of a model that the C code below names: those that `Model.divided` reads or changes."""
 FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-DMOST={MOST}")
 """Without fused multiply-adds, which round otherwise than Python does."""
 
@@ -109,8 +109,9 @@ class Group:
         fits = len(models) + TURNS * len(split) <= MOST
         self._function = library() if fits else None
         if self._function is not None:
-            self._kept = [(ctypes.c_double * (len(each) + 1))(*each) for each in numbers]  # a 0 ends each
-            lists = (ctypes.c_void_p * len(split))(*map(ctypes.addressof, self._kept))
+            ended = [(ctypes.c_double * (len(each) + 1))(*each) for each in numbers]  # a 0 ends each
+            self._kept = split, ended  # the library has their addresses alone
+            lists = (ctypes.c_void_p * len(split))(*map(ctypes.addressof, ended))
             self._given = _pointers(models), len(models), _pointers(split), lists, len(split)
 
     def cheapest(self, m: int, n: int, k: int, batch: int, close: float) -> tuple[float, int | None, int] | None:
@@ -167,7 +168,7 @@ def source() -> str:
         if isinstance(value, tuple) and all(isinstance(number, float) for number in value)
     )
     sizes = [f"enum {{ FIELDS = {len(FIELDS)}, TURNS = {TURNS} }};"]
-    sizes += [f"enum {{ {name} = {FIELDS.index(field)} }};" for name, field in CHANGED.items()]
+    sizes += [f"enum {{ {name} = {FIELDS.index(field)} }};" for name, field in NAMED.items()]
     head = "#include <math.h>", "#include <string.h>"
     return "\n".join([*head, *tables, *sizes, *map(_function, TRANSLATED), _DRIVER])
 

@@ -198,13 +198,12 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd",
     "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_group_rows", "_idle",
-    "_itemsize",
-    "_l2", "_last", "_launch", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
-    "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
-    "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
-    "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_fixed", "_split_part", "_splits", "_stages",
-    "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within",
-    "_writes", "_written",
+    "_itemsize", "_l2", "_last", "_launch", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside",
+    "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b",
+    "_load_chip", "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m",
+    "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_fixed", "_split_part",
+    "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port",
+    "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -337,15 +336,15 @@ class Model:
         if tiles == 0 or 2 * tiles > self._waves * fill or most < 2:
             return 0
         if turn < 2:
-            fitting = self._places // tiles
-            fitting = fitting if fitting < most else most
             if 2 * tiles > self._places:
                 return 0
-            return (fitting + 1) // 2 if turn else fitting
-        filling = (turn - 1) * fill // tiles
-        if self._waves == 1:
-            return 0
-        return filling if filling < most else most
+            found = self._places // tiles
+        else:
+            if self._waves == 1:
+                return 0
+            found = (turn - 1) * fill // tiles
+        found = found if found < most else most
+        return (found + 1) // 2 if turn == 1 else found
 
     def seconds(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of one launch for D (m, n) with a sum over k, `batch` times."""

@@ -181,11 +181,7 @@ class Candidates:
 
     def learn(self, known: Iterable[tuple[neighbours.Sizes, str]]) -> None:
         """Takes these for the winners measured, instead of those known before."""
-        about = self._signature, self._arch
-        found = [
-            (*sizes, Model(self.backend.footprint(config, *about), *about), config, preferred)
-            for sizes, config, preferred in self._corrections(known)
-        ]
+        found = list(self._corrections(known))
         self._neighbours = [neighbour[0] for neighbour in found], found  # at once: another thread may be choosing
 
     def cheapest(self, problem: Problem) -> tuple[float, Any, str] | None:
@@ -269,17 +265,17 @@ class Candidates:
 
     def _corrections(
         self, known: Iterable[tuple[neighbours.Sizes, str]]
-    ) -> Iterator[tuple[tuple[float, float, float], Any, float]]:
-        """(log2 of M, N, K), configuration, and how much the model's own choice seemed cheaper there (at most 1)."""
+    ) -> Iterator[tuple[float, float, float, Model, Any, float]]:
+        """log2 of M, N and K; model and configuration; how much the model's own choice seemed cheaper (at most 1)."""
         for (m, n, k), text in sorted(known):
             try:
                 config = self.backend.parse(text)
                 shape = self.backend.footprint(config, self._signature, self._arch)
             except ValueError:  # written by a version with other configurations
                 continue
-            seen = Model(shape, self._signature, self._arch).seconds(m, n, k)
-            own = self._modelled(m, n, k, 1)[0]
-            yield (math.log2(m), math.log2(n), math.log2(k)), config, min(1.0, own / seen)
+            model = Model(shape, self._signature, self._arch)
+            preferred = min(1.0, self._modelled(m, n, k, 1)[0] / model.seconds(m, n, k))
+            yield math.log2(m), math.log2(n), math.log2(k), model, config, preferred
 
 
 class SplitCandidates:

@@ -373,7 +373,7 @@ class CuteBackend(Backend[Any]):
         return _sources(_family(config))
 
     def prepared(self, problem: Problem, arch: Arch) -> tuple[Problem, tuple[Preparation, ...]] | None:
-        """With A and B as TMA can load them, where a family that loads by it is meant for these products."""
+        """The problem with its operands packed for TMA, and the packing; None where that does not help."""
         name = _fastest(problem.signature, arch)
         return prepare.aligned(problem) if name is not None and FAMILIES[name].clips else None
 

@@ -82,7 +82,7 @@ class _Capture:
 
 
 class GraphMemory:
-    """See the module docstring. Safe for threads."""
+    """Gives captured launches workspaces that live as long as their CUDA graph. Safe for threads."""
 
     def __init__(self) -> None:
         self._captures: dict[int, _Capture] = {}
@@ -235,7 +235,7 @@ def _exchange_capture_mode(mode: Any) -> Any:
 
 
 def _done(answer: Any) -> tuple[Any, ...]:
-    """What a driver call returned behind its status. Raises GemmError for a status that is none of success."""
+    """The results of a driver call, without its status. Raises GemmError for any status but success."""
     status, *rest = answer
     if int(status) != 0:
         raise GemmError(f"CUDA driver: {getattr(status, 'name', status)}")

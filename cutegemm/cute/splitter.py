@@ -49,7 +49,7 @@ def matrices(batch: Int32, batch_stride: Int64):
 
 
 class Splitter:
-    """See the module docstring."""
+    """The operator in the DSL that writes the parts of both fp32 operands to memory, where the products read them."""
 
     def __init__(self, signature: Signature, parts: Parts, rounding: str = "rn") -> None:
         """`rounding` to tf32: "rn", which needs compute capability 9.0, or "rna" (ties away from zero)."""

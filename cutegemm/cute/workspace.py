@@ -47,7 +47,7 @@ class _Thread:
 
 
 class Workspaces:
-    """See the module docstring. Safe for threads."""
+    """The workspaces of split-K and stream-K, one for each CUDA stream. Safe for threads."""
 
     def __init__(self) -> None:
         self._of: _Of = {}

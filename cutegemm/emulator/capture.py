@@ -100,8 +100,8 @@ class HostObject:
         """Links ``image`` (an ELF relocatable object), whose function was exported as ``function``, and whose
         kernels are ``ptx``.
 
-        arch: the device to pretend; the generic one of the PTX target when None. Raises CaptureError for an
-        object that is none, lacks the function, or imports a symbol that has no stand-in here.
+        arch: the device to pretend; the generic one of the PTX target when None. Raises CaptureError for bytes
+        that are no such object, and for an object that lacks the function or imports a symbol without a stand-in here.
         """
         self.module = HostModule(ptx, arch)
         self.function = function

@@ -37,7 +37,7 @@ class _Symbol:
 class ObjectFile:
     """The symbols and sections of an ELF64 little-endian relocatable object (System V ABI, AMD64 supplement).
 
-    Raises CaptureError for bytes that are none.
+    Raises CaptureError for other bytes.
     """
 
     image: bytes

@@ -61,6 +61,11 @@ class Vec:
     items: tuple
 
 
+def items_of(operand) -> list:
+    """The items of a vector operand; any other operand alone."""
+    return list(operand.items) if isinstance(operand, Vec) else [operand]
+
+
 @dataclass(frozen=True, slots=True)
 class Addr:
     base: object  # Reg, Symbol or None

@@ -137,7 +137,7 @@ def abs(x: Operand) -> Any:
 
 
 def minimum(x: Operand, y: Operand) -> Any:
-    """The lesser of two, elementwise, broadcast; NaN if one is NaN.
+    """The smaller of two numbers, elementwise with broadcasting; NaN if one of them is NaN.
 
     >>> minimum(torch.tensor([1.0, 5.0]), 3.0)
     tensor([1., 3.])
@@ -146,7 +146,7 @@ def minimum(x: Operand, y: Operand) -> Any:
 
 
 def maximum(x: Operand, y: Operand) -> Any:
-    """The greater of two, elementwise, broadcast; NaN if one is NaN.
+    """The larger of two numbers, elementwise with broadcasting; NaN if one of them is NaN.
 
     >>> maximum(torch.tensor([1.0, 5.0]), 3.0)
     tensor([3., 5.])

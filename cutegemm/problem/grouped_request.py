@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.problem import packing, program_request, request
-from cutegemm.problem.dtypes import ACCEPTED, ITEMSIZE, TABLE, output_name, product_dtype_name, why_not_multiplied
+from cutegemm.problem.dtypes import ACCEPTED, ITEMSIZE, TABLE, output_name, product_dtype_name
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix
 from cutegemm.problem.problem import MAX_EXTENT, Problem
@@ -76,8 +76,7 @@ def extents(a: Any, b: Any, given: Sizes) -> Extents:
     Raises TypeError or ValueError naming the argument, what was given and what is accepted.
     """
     for name, tensor in (("a", a), ("b", b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        request.check_type(name, tensor)
         if tensor.dim() not in (2, 3):
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (rows of all groups) and 3")
     offsets, counts = given.offsets, given.counts
@@ -137,21 +136,17 @@ def _check_array(name: str, array: Any, of: str) -> None:
 
 def check_dtypes(a: torch.Tensor, b: torch.Tensor) -> str:
     """The dtype of A. Raises TypeError where products in groups do not take the operands; they may be fake."""
-    dtype, b_dtype = product_dtype_name(a.dtype), product_dtype_name(b.dtype)
-    if dtype is None or dtype not in TABLE:
+    if product_dtype_name(a.dtype) not in TABLE:
         raise TypeError(f"a: got dtype {a.dtype}, accepted for products in groups are {ACCEPTED}")
-    if b_dtype is None:
-        raise TypeError(f"b: got dtype {b.dtype}, expected that of a, {a.dtype}")
-    if refused := why_not_multiplied(dtype, b_dtype):
-        raise TypeError(refused)
-    return dtype
+    return request.operand_dtypes(a, b)[0]
 
 
 def default_dtype(dtype: str, program: Program, out_dtype: Any) -> str:
-    """The name of the dtype of results that neither say their own nor are given, for A of `dtype`: `out_dtype`, if a
-    call has one.
+    """The name of the dtype of results for which neither the program nor `out` says one: `out_dtype`, else the default
+    for an A of `dtype`.
 
-    Raises TypeError or ValueError where `out_dtype` is none, or int32 for other results than sums of int8.
+    Raises TypeError where `out_dtype` is no accepted dtype, ValueError where it is int32 and the results are not the
+    plain sums of int8.
     """
     if out_dtype is None:
         return TABLE[dtype].output
@@ -159,7 +154,7 @@ def default_dtype(dtype: str, program: Program, out_dtype: Any) -> str:
     if name is None:
         raise TypeError(f"out_dtype: got {request.shown(out_dtype)}, {request.accepted(dtype)}")
     if name == "int32":
-        request._check_whole("out_dtype", dtype, 1.0)
+        request.check_whole("out_dtype", dtype, 1.0)
         if not is_product(program):
             raise ValueError(WHOLE_ALONE)
     return name
@@ -170,7 +165,7 @@ def result_dtype(number: int, output: Any, target: Any, out_dtype: Any, default:
     if default == "int32" and is_product(program):
         given = output_name(target.dtype) if isinstance(target, torch.Tensor) and out_dtype is None else None
         return given or default
-    return program_request._dtype(number, output, target, out_dtype, default)
+    return program_request.output_dtype(number, output, target, out_dtype, default)
 
 
 def check_program(program: Program, sizes: Extents) -> int:
@@ -237,12 +232,12 @@ def describe(
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
     sizes = extents(a, b, given)
-    dtype, b_dtype = request._check_operands(a, b)
+    dtype, b_dtype = request.check_operands(a, b)
     check_dtypes(a, b)
     check_sizes(a, given)
     _check_limits(sizes)
-    precision = "ieee" if precision is None else request._check_precision(precision, dtype)
-    program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+    precision = "ieee" if precision is None else request.precision_of(precision, dtype)
+    program = program_request.program_for(epilogue, operands, a.device)
     columns = check_program(program, sizes)
     for number, (own, operand) in enumerate(zip(program.inputs, operands, strict=True)):
         if isinstance(operand, torch.Tensor):
@@ -250,25 +245,25 @@ def describe(
         check_operand(number, own, operand, sizes, columns)
     shape = sizes.shape(columns)
     default = default_dtype(dtype, program, out_dtype)
-    outs = program_request._given_outputs(out, len(program.outputs))
+    outs = program_request.given_outputs(out, len(program.outputs))
     resolved, targets = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
         name = result_dtype(number, output, target, out_dtype, default, program)
-        program_request._check_output(number, target, shape, name, a.device, len(outs))
+        program_request.check_target(number, target, shape, name, a.device, len(outs))
         resolved.append(output._replace(dtype=name))
-        targets.append(program_request._result(target, shape, name))
+        targets.append(program_request.target_matrix(target, shape, name))
     program = replace(program, outputs=tuple(resolved))
 
     copies: list[tuple[str, str]] = []
     groups = sizes.groups
     if ITEMSIZE[dtype] == 1:
-        seen = request._matrix(a, a.shape[-2], sizes.k), request._matrix(b, sizes.k, sizes.n)
+        seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
     else:
-        matrix_a = request._operand("a", a, a.shape[-2], sizes.k, groups, copies)
-        matrix_b = request._operand("b", b, sizes.k, sizes.n, groups, copies)
+        matrix_a = request.operand_of("a", a, a.shape[-2], sizes.k, groups, copies)
+        matrix_b = request.operand_of("b", b, sizes.k, sizes.n, groups, copies)
     matrices = tuple(
-        _own(sizes, program_request._strides(own, operand), own.dtype)
+        _own(sizes, program_request.matrix_of(own, operand), own.dtype)
         for own, operand in zip(program.inputs, operands, strict=True)
         if not own.by_value
     )
@@ -294,7 +289,7 @@ def check_sizes(a: torch.Tensor, given: Sizes) -> None:
     for name, array in zip(names, given.arrays, strict=False):
         if array.layout != torch.strided or array.is_nested:
             raise TypeError(f"{name}: got layout {array.layout}, expected a dense (strided) tensor")
-        request.check_device(name, array, a)
+        request.check_device(name, array, a.device)
         if array.shape[0] > 1 and array.stride(0) != 1:
             raise ValueError(f"{name}: got stride {array.stride(0)}, expected a contiguous tensor; call .contiguous()")
     groups = given.groups.shape[0]

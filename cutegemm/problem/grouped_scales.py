@@ -114,7 +114,7 @@ def _forms(name: str, stacked: bool, sizes: Extents, rows: Any, k: Any) -> list[
 def _refusal(
     name: str, tensor: torch.Tensor, sizes: Extents, shape: tuple[int, ...], forms: list[_Form], wanted: str | None
 ) -> str:
-    """Why a shape is none of a scale's."""
+    """Why a scale of an operand cannot have this shape."""
     got = f"scale_{name}: got shape {shape}"
     stacked = tensor.dim() == 3
     if sizes.work == RAGGED_K and wanted == "blocks":

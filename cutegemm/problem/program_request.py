@@ -81,7 +81,7 @@ def describe(
         raise ValueError("out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem
-    program = traced(epilogue, inputs_of(operands, a.device))
+    program = program_for(epilogue, operands, a.device)
     for number, operand in enumerate(operands):
         if isinstance(operand, torch.Tensor):
             request.check_tensor(f"operands[{number}]", operand)
@@ -97,22 +97,23 @@ def describe(
     leading = (batch,) if a.dim() == 3 or b.dim() == 3 else ()
     for number, (given, operand) in enumerate(zip(inputs, operands, strict=True)):
         _check_shape(number, given, operand, (batch, m, columns))
-    outs = _given_outputs(out, len(program.outputs))
+    outs = given_outputs(out, len(program.outputs))
     resolved, shapes = [], []
     for number, (output, target) in enumerate(zip(program.outputs, outs, strict=True)):
         shape = result_shape(output, leading, m, columns)
-        dtype = _dtype(number, output, target, out_dtype, plain.out_dtype)
-        _check_output(number, target, shape, dtype, a.device, len(outs))
+        dtype = output_dtype(number, output, target, out_dtype, plain.out_dtype)
+        check_target(number, target, shape, dtype, a.device, len(outs))
         shapes.append(shape)
         resolved.append(output._replace(dtype=dtype))
     if program.outputs[0].reduce is not None:
         raise ValueError("epilogue: its first result is a reduction; return a matrix first, the reductions after it")
     program = replace(program, outputs=tuple(resolved))
     targets = [
-        _result(target, shape, str(output.dtype)) for target, shape, output in zip(outs, shapes, resolved, strict=True)
+        target_matrix(target, shape, str(output.dtype))
+        for target, shape, output in zip(outs, shapes, resolved, strict=True)
     ]
     matrices = tuple(
-        _strides(given, operand) for given, operand in zip(inputs, operands, strict=True) if not given.by_value
+        matrix_of(given, operand) for given, operand in zip(inputs, operands, strict=True) if not given.by_value
     )
     more = [matrix for (matrix, _), output in zip(targets[1:], resolved[1:], strict=True) if output.reduce is None]
     terms = readable_terms(program, operands, n)
@@ -160,6 +161,11 @@ def result_shape(output: Output, leading: tuple[Any, ...], m: Any, columns: Any)
     return (*leading, m, 1) if output.reduce.startswith("row") else (*leading, 1, columns)
 
 
+def program_for(epilogue: Any, operands: Any, device: torch.device) -> Program:
+    """The program of an epilogue with these operands: `traced` of what `inputs_of` describes."""
+    return traced(epilogue, inputs_of(operands, device))
+
+
 def traced(epilogue: Any, inputs: tuple[Input, ...]) -> Program:
     """The program that a caller means: one, or a function of acc and the operands, which is traced."""
     if isinstance(epilogue, Program):
@@ -187,9 +193,9 @@ def check_operands(operands: Any) -> None:
 
 
 def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
-    """The inputs that operands are to a program; tensors may be fake or mapped.
+    """The operands of a call as the inputs of a program; tensors may be fake or mapped.
 
-    Raises TypeError or ValueError naming the one that is none.
+    Raises TypeError or ValueError naming an operand that no program takes.
     """
     check_operands(operands)
     return tuple(_input(number, operand, device) for number, operand in enumerate(operands))
@@ -198,8 +204,7 @@ def inputs_of(operands: Any, device: torch.device) -> tuple[Input, ...]:
 def _input(number: int, operand: Any, device: torch.device) -> Input:
     name = f"x{number}"
     if isinstance(operand, torch.Tensor):
-        if operand.device != device:
-            raise ValueError(f"operands[{number}]: it is on {operand.device}, expected the device of a, {device}")
+        request.check_device(f"operands[{number}]", operand, device)
         if operand.dim() > 3:
             raise ValueError(f"operands[{number}]: got {operand.dim()} dimensions, accepted are 0 to 3")
         dtype = "int32" if operand.dtype == torch.int32 else dtypes.term_name(operand.dtype)
@@ -229,7 +234,7 @@ def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, in
             raise ValueError(f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it")
 
 
-def _strides(given: Input, operand: torch.Tensor) -> Matrix:
+def matrix_of(given: Input, operand: torch.Tensor) -> Matrix:
     """How an operand lies; the stride of an extent of 1 is 0, as is that of one along which the program reads none."""
     shape = (1, 1, 1, *operand.shape)[-3:]
     strides = (0, 0, 0, *operand.stride())[-3:]
@@ -241,7 +246,7 @@ def _strides(given: Input, operand: torch.Tensor) -> Matrix:
     return Matrix(shape[1], shape[2], row, col, batch, align)
 
 
-def _given_outputs(out: Any, count: int) -> tuple[Any, ...]:
+def given_outputs(out: Any, count: int) -> tuple[Any, ...]:
     if out is None:
         return (None,) * count
     if count == 1 and isinstance(out, torch.Tensor):
@@ -252,11 +257,11 @@ def _given_outputs(out: Any, count: int) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def _name(number: int, count: int) -> str:
+def target_name(number: int, count: int) -> str:
     return "out" if count == 1 else f"out[{number}]"
 
 
-def _dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) -> str:
+def output_dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) -> str:
     """The dtype of a result: what the program casts it to, else that of `out`, else `out_dtype`; fp32 if reduced."""
     own = output.dtype or ("fp32" if output.reduce else None)
     if own is not None and number == 0 and out_dtype is not None and dtype_name(out_dtype) != own:
@@ -272,21 +277,20 @@ def _dtype(number: int, output: Any, target: Any, out_dtype: Any, default: str) 
     return given or default
 
 
-def _check_output(number: int, target: Any, shape: tuple[int, ...], dtype: str, device: Any, count: int) -> None:
-    name = _name(number, count)
+def check_target(number: int, target: Any, shape: tuple[int, ...], dtype: str, device: Any, count: int) -> None:
+    name = target_name(number, count)
     if target is None:
         return
     request.check_tensor(name, target)
     overlap.check_self(target)
     if tuple(target.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(target.shape)}, expected {shape}")
-    if target.device != device:
-        raise ValueError(f"{name}: it is on {target.device}, expected the device of a, {device}")
+    request.check_device(name, target, device)
     if dtypes.output_name(target.dtype) != dtype:
         raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.OUTPUTS[dtype].torch_name}")
 
 
-def _result(target: torch.Tensor | None, shape: tuple[int, ...], dtype: str) -> tuple[Matrix, bool]:
+def target_matrix(target: torch.Tensor | None, shape: tuple[int, ...], dtype: str) -> tuple[Matrix, bool]:
     """How a result lies where the kernel writes it, and whether that is apart from the tensor given."""
     batch, rows, cols = (1, 1, 1, *shape)[-3:]
     if target is not None:

@@ -94,8 +94,7 @@ def check_scale(scale: Any, of: torch.Tensor, name: str) -> None:
     request.check_type("scale", scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"scale: got dtype {scale.dtype}, accepted is torch.float32")
-    if scale.device != of.device:
-        raise ValueError(f"scale: it is on {scale.device}, expected the device of {name}, {of.device}")
+    request.check_device("scale", scale, of.device, name)
     if scale.dim() == 0:
         return
     shape = tuple(of.shape)

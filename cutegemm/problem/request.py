@@ -61,7 +61,7 @@ def describe(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
-    dtype, b_dtype = _check_operands(a, b)
+    dtype, b_dtype = check_operands(a, b)
     shape_a, shape_b = a.shape, b.shape
     m, k, n = shape_a[-2], shape_a[-1], shape_b[-1]
     if shape_b[-2] != k:
@@ -69,7 +69,7 @@ def describe(
             f"b: got shape {tuple(b.shape)}; with a of shape {tuple(a.shape)} its second to last extent must be K = {k}"
         )
     batched = len(shape_a) == 3 or len(shape_b) == 3
-    batch = _batch(a, b) if batched else 1
+    batch = batch_of(a, b) if batched else 1
     if max(m, n, k, batch) > MAX_EXTENT:
         sizes = {"M": m, "N": n, "K": k, "the batch": batch}
         name, extent = next((name, extent) for name, extent in sizes.items() if extent > MAX_EXTENT)
@@ -77,31 +77,31 @@ def describe(
     shape = (batch, m, n) if batched else (m, n)
     check_number("alpha", alpha)
     check_number("beta", beta)
-    precision = "ieee" if precision is None else _check_precision(precision, dtype)
+    precision = "ieee" if precision is None else precision_of(precision, dtype)
     if activation is not None:
         check_activation(activation)
     out_name = _check_out(a, out, out_dtype, shape, dtype)
     c_dtype = _check_c(a, c, beta, shape, dtype)
     bias_dtype = None if bias is None else _check_bias(a, bias, n, dtype)
     if out_name == "int32":
-        _check_whole("out_dtype" if out is None else "out", dtype, alpha, c_dtype, bias_dtype, activation)
+        check_whole("out_dtype" if out is None else "out", dtype, alpha, c_dtype, bias_dtype, activation)
 
     copies: list[tuple[str, str]] = []
     if dtypes.ITEMSIZE[dtype] == 1:
-        matrix_a, matrix_b = packing.operands(a, b, _matrix(a, m, k), _matrix(b, k, n), copies)
+        matrix_a, matrix_b = packing.operands(a, b, matrix_of(a, m, k), matrix_of(b, k, n), copies)
     else:
-        matrix_a = _operand("a", a, m, k, batch, copies)
-        matrix_b = _operand("b", b, k, n, batch, copies)
+        matrix_a = operand_of("a", a, m, k, batch, copies)
+        matrix_b = operand_of("b", b, k, n, batch, copies)
     if bias is not None and n > 1 and bias.stride(0) != 1:
         copies.append(("bias", f"stride {bias.stride(0)}: kernels read a contiguous bias"))
     matrix_c = None
     if c_dtype is not None and c is not None:
-        matrix_c = _matrix(c.expand(shape), m, n)
+        matrix_c = matrix_of(c.expand(shape), m, n)
     into_temporary = False
     if out is None:
         matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
     else:
-        matrix_d = _matrix(out, m, n)
+        matrix_d = matrix_of(out, m, n)
         if not _has_unit_stride(matrix_d, m, n):
             into_temporary = True
             matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
@@ -141,13 +141,13 @@ def _epilogue(c_dtype: str | None, bias_dtype: str | None, activation: str | Non
     return Epilogue(c_dtype, bias_dtype, "n", activation)
 
 
-def _check_operands(a: Any, b: Any) -> tuple[str, str | None]:
+def check_operands(a: Any, b: Any) -> tuple[str, str | None]:
     """The dtype of A, and that of B where it is another one."""
     for name, tensor in (("a", a), ("b", b)):
         check_tensor(name, tensor)
         check_dims(name, tensor.dim())
     found = operand_dtypes(a, b)
-    check_device("b", b, a)
+    check_device("b", b, a.device)
     if not (a.is_cuda or a.is_cpu):
         raise ValueError(f"a: it is on {a.device}, accepted are CUDA and CPU tensors")
     return found
@@ -173,10 +173,10 @@ def check_dims(name: str, dims: int) -> None:
         raise ValueError(f"{name}: got {dims} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
 
 
-def check_device(name: str, tensor: torch.Tensor, a: torch.Tensor) -> None:
-    """Raises ValueError unless the tensor is where `a` is."""
-    if tensor.device != a.device:
-        raise ValueError(f"{name}: it is on {tensor.device}, expected the device of a, {a.device}")
+def check_device(name: str, tensor: torch.Tensor, device: torch.device, of: str = "a") -> None:
+    """Raises ValueError unless the tensor is on the device, which is that of the argument `of`."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: it is on {tensor.device}, expected the device of {of}, {device}")
 
 
 def check_type(name: str, tensor: Any) -> None:
@@ -186,8 +186,7 @@ def check_type(name: str, tensor: Any) -> None:
 
 
 def check_tensor(name: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    check_type(name, tensor)
     if tensor.layout != torch.strided:
         raise TypeError(f"{name}: got layout {tensor.layout}, expected a dense (strided) tensor; call .to_dense()")
     known = product_dtype_name(tensor.dtype) is not None  # then it is neither quantized nor complex
@@ -236,7 +235,7 @@ def _check_address(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _batch(a: torch.Tensor, b: torch.Tensor) -> int:
+def batch_of(a: torch.Tensor, b: torch.Tensor) -> int:
     la = a.shape[0] if a.dim() == 3 else 1
     lb = b.shape[0] if b.dim() == 3 else 1
     if la != lb and 1 not in (la, lb):
@@ -277,7 +276,7 @@ def check_precision(precision: Any) -> None:
         raise ValueError(f"precision: got {shown(precision)}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
 
 
-def _check_precision(precision: str, dtype: str) -> str:
+def precision_of(precision: str, dtype: str) -> str:
     check_precision(precision)
     if refused := dtypes.why_precision_refused(dtype, precision):
         raise ValueError(refused)
@@ -316,7 +315,7 @@ def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...]
     overlap.check_self(out)
     if tuple(out.shape) != shape:
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {shape}")
-    check_device("out", out, a)
+    check_device("out", out, a.device)
     name = comes_of(out.dtype, of_a)
     if name is None:
         raise TypeError(f"out: got dtype {out.dtype}, {accepted(of_a)}")
@@ -325,7 +324,7 @@ def _check_out(a: torch.Tensor, out: Any, out_dtype: Any, shape: tuple[int, ...]
     return name
 
 
-def _check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> None:
+def check_whole(name: str, dtype: str, alpha: float, *terms: str | None) -> None:
     """Raises TypeError or ValueError unless D in int32 is a plain product of int8: such sums are exact."""
     if not dtypes.PRODUCTS[dtype].is_integer:
         raise TypeError(
@@ -345,13 +344,13 @@ def _check_c(a: torch.Tensor, c: Any, beta: float, shape: tuple[int, ...], of_a:
         return None
     check_tensor("c", c)
     check_c_shape(c, shape)
-    check_device("c", c, a)
+    check_device("c", c, a.device)
     name = check_term("c", c, of_a)
     return name if beta != 0 else None
 
 
 def check_beta(beta: float, c: Any) -> None:
-    """Raises ValueError for a factor of a C that is not there."""
+    """Raises ValueError where beta is not 0 and there is no C."""
     if c is None and beta != 0:
         raise ValueError(f"beta: got {beta!r} without c; pass c, or beta=0")
 
@@ -376,11 +375,11 @@ def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
     check_tensor("bias", bias)
     if tuple(bias.shape) != (n,):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({n},), one number a column of the result")
-    check_device("bias", bias, a)
+    check_device("bias", bias, a.device)
     return check_term("bias", bias, of_a)
 
 
-def _matrix(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
+def matrix_of(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     """The `Matrix` of a tensor as it lies; the stride of an extent of 1 is free and set to what helps."""
     itemsize, all_strides = tensor.element_size(), tensor.stride()
     stride_row, stride_col = all_strides[-2:]
@@ -409,10 +408,10 @@ def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:
     return (row_major or matrix.stride_row == 1) and (outer == 1 or leading >= 0)
 
 
-def _operand(
+def operand_of(
     name: str, tensor: torch.Tensor, rows: int, cols: int, batch: int, copies: list[tuple[str, str]]
 ) -> Matrix:
-    matrix = _matrix(tensor, rows, cols)
+    matrix = matrix_of(tensor, rows, cols)
     if _has_unit_stride(matrix, rows, cols):
         return matrix
     copies.append((name, f"strides {tuple(tensor.stride())}: no kernel reads a matrix without a unit stride"))

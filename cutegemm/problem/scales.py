@@ -42,9 +42,8 @@ def recipes(
     wanted_of = asked(scaling, scale_a, scale_b)
     for name, tensor in (("a", a), ("b", b)):
         request.check_tensor(name, tensor)
-        if tensor.dim() not in (2, 3):
-            raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2 (one matrix) and 3 (a batch)")
-    batch = request._batch(a, b)
+        request.check_dims(name, tensor.dim())
+    batch = request.batch_of(a, b)
     k = a.shape[-1]
     found = []
     for name, tensor, scale, rows, wanted in (
@@ -78,8 +77,7 @@ def check_scale(name: str, tensor: torch.Tensor, scale: Any) -> None:
     request.check_tensor(argument, scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"{argument}: got dtype {scale.dtype}, accepted is torch.float32")
-    if scale.device != tensor.device:
-        raise ValueError(f"{argument}: it is on {scale.device}, expected the device of {name}, {tensor.device}")
+    request.check_device(argument, scale, tensor.device, name)
 
 
 def _recipe(

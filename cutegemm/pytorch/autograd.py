@@ -16,7 +16,7 @@ products. A gradient has the memory order of its operand, so that a weight given
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -125,6 +125,15 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
     return _times_slope(dz, a, b, c, bias, d, s)
 
 
+def recorded_gradients(composed: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], grad: Any) -> Any:
+    """The gradients of `composed(*tensors)`, themselves recorded; None of tensors that need none."""
+    # Views: where one tensor was made of another, autograd would follow that way too, and count it twice.
+    tensors = [each.view_as(each) for each in tensors]
+    inputs = [each for each, own in zip(tensors, needs, strict=True) if own]
+    found = iter(torch.autograd.grad(composed(*tensors), inputs, grad, create_graph=True))
+    return [next(found) if own else None for own in needs]
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which numbers of `dtype` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -141,17 +150,17 @@ def may_have_tangent(*tensors: Any) -> bool:
         return False
     if forward_ad._current_level >= 0 or _dispatch_modes() > 0 or _has_transforms():
         return True
-    return "torch._dynamo" in sys.modules and _has_tangent(tensors)
+    return "torch._dynamo" in sys.modules and has_tangent(tensors)
 
 
-def _has_tangent(tensors: tuple[Any, ...]) -> bool:
+def has_tangent(tensors: tuple[Any, ...]) -> bool:
     # Torch has one level of forward mode, of number 0.
     return any(tensor is not None and _unpack_dual(tensor, 0)[1] is not None for tensor in tensors)
 
 
 def refuse_tangents(*tensors: Any) -> None:
     """Raises NotImplementedError, as torch.mm(out=) does, where the result must go into a tensor given."""
-    if torch._C._is_fwd_grad_enabled() and _has_tangent(tensors):
+    if torch._C._is_fwd_grad_enabled() and has_tangent(tensors):
         raise NotImplementedError(
             "out: a tensor carries a forward-mode tangent, and no tangent is computed of what is written into a "
             "tensor; leave out away, or pass forward_ad.unpack_dual(tensor).primal"
@@ -167,9 +176,9 @@ def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[to
     if needs[0] or needs[1]:
         rounded = dz if dz.dtype == a.dtype else dz.to(a.dtype)
         if needs[0]:
-            da = _of_a(rounded, a, b, s)
+            da = gradient_of_a(rounded, a, b, s)
         if needs[1]:
-            db = _of_b(rounded, a, b, s)
+            db = gradient_of_b(rounded, a, b, s)
     if needs[2]:
         shape, dtype = ctx.c_like
         if s.beta == 0:
@@ -217,7 +226,7 @@ _TIMES_SLOPE: dict[str | None, Callable[[torch.Tensor, torch.Tensor], torch.Tens
 """(grad, Z) -> grad * act'(Z), in D's dtype, of the activations whose slope is not read off D."""
 
 
-def _of_a(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
+def gradient_of_a(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
     if dz.dim() == 3 and b.dim() == 3 and (a.dim() == 2 or a.shape[0] != dz.shape[0]):
         # A serves the whole batch: [dZ_1 dZ_2 ...] @ [B_1 B_2 ...]^T
         wide = dz.transpose(0, 1).reshape(dz.shape[1], dz.shape[0] * dz.shape[2])
@@ -226,7 +235,7 @@ def _of_a(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> to
     return _shaped(_product(dz, b, a, s, turn_y=True), a)
 
 
-def _of_b(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
+def gradient_of_b(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
     if dz.dim() == 3 and a.dim() == 3 and (b.dim() == 2 or b.shape[0] != dz.shape[0]):
         # B serves the whole batch: [A_1; A_2; ...]^T @ [dZ_1; dZ_2; ...]
         return _product(transforms.rows(a).mT, transforms.rows(dz), b, s).reshape(b.shape)

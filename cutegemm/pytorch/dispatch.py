@@ -1,12 +1,13 @@
-"""Whether a call is for torch's dispatcher to see."""
+"""Whether a call is for torch's dispatcher, or for more of torch than its autograd, to see."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from cutegemm.pytorch import sharding
+from cutegemm.pytorch import sharding, transforms
 from cutegemm.run.call import PLAIN
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -31,3 +32,11 @@ def is_dispatched(*tensors: Any) -> bool:
     return torch.overrides.has_torch_function(special) or any(
         type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in special
     )
+
+
+def is_beyond_autograd(*tensors: Any) -> bool:
+    """Whether something other than plain autograd looks at the call, which then is made of differentiable products."""
+    return (
+        transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
+        or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    )  # fmt: skip

@@ -119,14 +119,7 @@ class _Backward:
     def elementwise(self, needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
         """The gradients of accumulators and operands, elementwise; 0 where no group is."""
         ctx, program = self.ctx, self.settings.program
-        rest = ctx.saved_tensors[6:]
-        count = len(ctx.places)
-        values: dict[Source, Any] = {
-            Source("operand", number): each
-            for number, each in enumerate(program_autograd.filled(ctx.numbers, rest[:count]))
-        }
-        values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
-        saved = dict(zip(ctx.sources, rest[count:], strict=True))
+        values, saved = program_autograd.known_values(ctx, ctx.saved_tensors[6:], grads)
         found = needs.backward
         assert found is not None
         by_kernel = self.work in ROWS and program_autograd.has_kernels(self.settings.backend, values)
@@ -214,7 +207,7 @@ class _Backward:
             inside = written_places(MASKED, self.sizes.groups, a.shape[-2], 1)
             assert inside is not None
             s = autograd.Settings(1.0, 0.0, None, self.settings.precision, self.settings.backend)
-            return autograd._of_b(dacc, torch.where(inside, a, 0), self.like_b, s)
+            return autograd.gradient_of_b(dacc, torch.where(inside, a, 0), self.like_b, s)
         return self.product(a.mT, dacc, self.like_b)
 
     def product(self, x: torch.Tensor, y: torch.Tensor, like: Like) -> torch.Tensor:

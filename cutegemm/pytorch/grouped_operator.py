@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import grouped_request, program_request, torch_dtype
@@ -81,7 +80,7 @@ def _fake_out(
         raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(known.outputs)} results")
     for number, each in enumerate(out):
         if tuple(each.shape) != tuple(shape):
-            name = program_request._name(number, len(out))
+            name = program_request.target_name(number, len(out))
             raise ValueError(f"{name}: got shape {tuple(each.shape)}, expected {tuple(shape)}")
 
 
@@ -116,8 +115,7 @@ def _recorded(
             a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype, precision,
             backend, config, save, zeros,
         )  # fmt: skip
-    grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-    if not (grad and torch._C._any_requires_grad(*tensors)):
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(
                 below, a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype,
@@ -128,18 +126,11 @@ def _recorded(
         named = {"a": a, "b": b, **{f"operands[{i}]": each for i, each in enumerate(operands)}}
         scaled.refuse_gradients(named, "grouped_gemm")
 
-    def run(a: Any, b: Any, arrays: Any, epilogue: Any, given: Any, wanted: Any) -> Any:
-        # Recording switches both modes off. The next level of torch.func must find them as they were: it refuses
-        # tangents, which it would drop otherwise.
-        with (
-            torch.set_grad_enabled(grad),
-            forward_ad._set_fwd_grad_enabled(forward_mode),
-            torch._C._AutoDispatchBelowAutograd(),
-        ):
-            return _redispatch(
-                below, a, b, *arrays, *divided(given), epilogue.text, wanted, precision, backend, config, save, zeros
-            )  # fmt: skip
-
+    run = registering.below_autograd(
+        lambda a, b, arrays, epilogue, given, wanted: _redispatch(
+            below, a, b, *arrays, *divided(given), epilogue.text, wanted, precision, backend, config, save, zeros
+        )
+    )
     known = program_of(program)
     settings = grouped_autograd.Settings(known, out_dtype, precision, backend, save, run)
     with enable_single_level_autograd_function():

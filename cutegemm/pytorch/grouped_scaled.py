@@ -58,7 +58,7 @@ def arguments(
     """
     extents = grouped_request.extents(a, b, sizes)
     grouped_request.check_dtypes(a, b)
-    program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+    program = program_request.program_for(epilogue, operands, a.device)
     of_a, of_b = grouped_scales.recipes(a, b, extents, *given)
     if extents.work == GATHERED and of_a is not None:
         grouped_request.check_sizes(a, sizes)

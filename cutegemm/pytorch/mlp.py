@@ -8,12 +8,10 @@ applies the derivative of the gating and gives [dgate, dup], next to each other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from cutegemm import ops
 from cutegemm.problem import request
@@ -21,9 +19,9 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import autograd, sharded, transforms
+from cutegemm.pytorch import autograd, sharded
 from cutegemm.pytorch.autocast import cast_operands
-from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_gradients import needed, recording
 
 GATES = {"silu": ops.swiglu, "gelu": ops.geglu, "gelu_tanh": ops.geglu_tanh, "relu": ops.reglu}
@@ -59,31 +57,12 @@ class Settings(NamedTuple):
         return self.product(self.product(x, gate_up.t(), epilogue=GATES[self.activation]), down.t())
 
 
-def is_special(*tensors: Any) -> bool:
-    """Whether something other than plain autograd looks at the call, which then is made of differentiable products."""
-    return (
-        transforms.active(*tensors) or is_dispatched(*tensors) or torch._C._is_tracing()
-        or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    )  # fmt: skip
-
-
-def recorded_gradients(composed: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], grad: Any) -> Any:
-    """The gradients of `composed(*tensors)`, themselves recorded; None of tensors that need none."""
-    # Views: where one tensor was made of another, autograd would follow that way too, and count it twice.
-    tensors = [each.view_as(each) for each in tensors]
-    inputs = [each for each, own in zip(tensors, needs, strict=True) if own]
-    found = iter(torch.autograd.grad(composed(*tensors), inputs, grad, create_graph=True))
-    return [next(found) if own else None for own in needs]
-
-
 def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
     """(M, out) from x (M, in), gate_up (2 * hidden, in) or (2, hidden, in), and down (out, hidden)."""
     if sharded.is_distributed(x, gate_up, down) and not torch.compiler.is_dynamo_compiling():
         return _of_parts(x, gate_up, down, settings)
     gate_up = gate_up.flatten(0, 1) if gate_up.dim() == 3 else gate_up
-    if torch.compiler.is_dynamo_compiling():
-        return settings.composed(x, gate_up, down)
-    if is_special(x, gate_up, down):
+    if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up, down):
         return settings.composed(x, gate_up, down)
     if torch._C._is_any_autocast_enabled():
         x, gate_up, down, cast = cast_operands(
@@ -149,7 +128,7 @@ class GatedMLP(torch.autograd.Function):
         settings: Settings = ctx.settings
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return *recorded_gradients(settings.composed, (x, gate_up, down), needs[:3], grad), None
+            return *autograd.recorded_gradients(settings.composed, (x, gate_up, down), needs[:3], grad), None
         dx = dgate_up = ddown = None
         if needs[2]:
             ddown = settings.product(grad.t(), h)

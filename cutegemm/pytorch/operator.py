@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm import native
@@ -148,22 +147,14 @@ def _recorded_gemm(
             )
 
     sharding.needed()
-    forward_mode = torch._C._is_fwd_grad_enabled()
-
-    def with_modes(a, b, c, alpha, beta, bias, out):
-        # Recording switches both modes off, which the next level of torch.func is to find as they were.
-        with (
-            torch.set_grad_enabled(grad),
-            forward_ad._set_fwd_grad_enabled(forward_mode),
-            torch._C._AutoDispatchBelowAutograd(),
-        ):
-            return _redispatch(
-                below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
-            )
-
+    run = registering.below_autograd(
+        lambda a, b, c, alpha, beta, bias, out: _redispatch(
+            below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+        )
+    )
     settings = autograd.Settings(alpha, beta, activation, precision, backend, forward)
     with enable_single_level_autograd_function():
-        return autograd.record(a, b, c, bias, settings, with_modes)
+        return autograd.record(a, b, c, bias, settings, run)
 
 
 registering.LIBRARY.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)

@@ -73,7 +73,7 @@ class Like(NamedTuple):
 
 def refuse_tangents(*tensors: Any) -> None:
     """Raises NotImplementedError where a tensor carries a tangent of forward mode."""
-    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and autograd._has_tangent(tensors):
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and autograd.has_tangent(tensors):
         raise NotImplementedError(FORWARD_MODE)
 
 
@@ -174,13 +174,9 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
     settings: Settings = ctx.settings
     program = settings.program
     a, b, *rest = ctx.saved_tensors
-    count = len(ctx.places)
-    values: dict[Source, Any] = {
-        Source("operand", number): each for number, each in enumerate(filled(ctx.numbers, rest[:count]))
-    }
-    saved = dict(zip(ctx.sources, rest[count:], strict=True))
+    values, saved = known_values(ctx, rest, grads)
     like_a, like_b, _ = ctx.like
-    wide = torch.float64 if like_a.dtype == torch.float64 else torch.float32
+    wide = autograd.wide(like_a.dtype)
     shape = _shape(like_a, like_b)
     recompute = False
     if needs.reads_acc:
@@ -190,7 +186,6 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
             saved = dict(zip(ACC, columns_of(whole, program.gating), strict=False))
         recompute = not saved
     values |= saved
-    values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
     for maximum in needs.maxima:
         parts = [saved[source] for source in ACC[: 2 if program.gating else 1] if source in saved]
         acc = joined(parts, program.gating) if parts else _nothing(grads, shape, wide)
@@ -206,6 +201,19 @@ def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, 
     read = [values[source] for source in found.reads]
     derived = described(found.program, [each for each in read if isinstance(each, torch.Tensor)])
     return dict(zip(found.gives, evaluate(derived, _nothing(grads, columns, wide), read, dtype=wide), strict=True))
+
+
+def known_values(
+    ctx: Any, rest: Sequence[Any], grads: Sequence[Any]
+) -> tuple[dict[Source, Any], dict[Source, torch.Tensor]]:
+    """The operands and upstream gradients by what they are to a backward pass; and the accumulators that were stored.
+
+    rest: the saved tensors behind those of the product.
+    """
+    count = len(ctx.places)
+    values = {Source("operand", number): each for number, each in enumerate(filled(ctx.numbers, rest[:count]))}
+    values |= {Source("upstream", number): grad for number, grad in enumerate(grads)}
+    return values, dict(zip(ctx.sources, rest[count:], strict=True))
 
 
 def has_kernels(backend: str, values: dict[Source, Any]) -> bool:
@@ -242,10 +250,7 @@ def _by_kernel(
         a, b = product
     program = described(form.program, [each for each in read if isinstance(each, torch.Tensor)])
     precision = float32.of_gradients(settings.precision)
-    results = autograd._gemm(
-        a, b, epilogue=program, operands=read, precision=precision, backend=settings.backend
-    )  # fmt: skip
-    results = results if isinstance(results, tuple) else (results,)
+    results = many(autograd._gemm(a, b, epilogue=program, operands=read, precision=precision, backend=settings.backend))
     return {source: results[place] for source, place in zip(found.gives, form.outputs, strict=True)}
 
 
@@ -305,8 +310,8 @@ def _of_product(ctx: Any, found: dict[Source, torch.Tensor], device: Any) -> tup
     if dacc is None:
         return no_product(ctx, device)
     s = autograd.Settings(1.0, 0.0, None, settings.precision, settings.backend)
-    da = autograd._of_a(dacc, like_a, b, s) if needs[0] else None
-    db = autograd._of_b(dacc, a, like_b, s) if needs[1] else None
+    da = autograd.gradient_of_a(dacc, like_a, b, s) if needs[0] else None
+    db = autograd.gradient_of_b(dacc, a, like_b, s) if needs[1] else None
     return da, db
 
 

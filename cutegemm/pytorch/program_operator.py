@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import dtypes, program_request, torch_dtype
@@ -38,7 +37,7 @@ from cutegemm.run import fused
 
 @lru_cache(maxsize=4096)
 def program_of(text: str) -> Program:
-    """The program that an operator carries. Raises ValueError for a text that is none."""
+    """The program that an operator carries. Raises ValueError for a text that is no program."""
     return simplified(parse(text))
 
 
@@ -120,7 +119,7 @@ def fake(
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
     results = []
     for number, (output, shape) in enumerate(zip(known.outputs, shapes, strict=True)):
-        name = program_request._dtype(number, output, None, out_dtype, _default(out_dtype, a))
+        name = program_request.output_dtype(number, output, None, out_dtype, _default(out_dtype, a))
         results.append(a.new_empty(shape, dtype=torch_dtype(name)))
     return results
 
@@ -131,10 +130,10 @@ def _fake_out(a, b, operands, numbers, integers, program, precision, backend, co
     if len(out) != len(shapes):
         raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(shapes)} results")
     for number, (output, target, shape) in enumerate(zip(known.outputs, out, shapes, strict=True)):
-        name = program_request._name(number, len(shapes))
+        name = program_request.target_name(number, len(shapes))
         if tuple(target.shape) != tuple(shape):
             raise ValueError(f"{name}: got shape {tuple(target.shape)}, expected {tuple(shape)}")
-        wanted = program_request._dtype(number, output, target, None, "fp32")
+        wanted = program_request.output_dtype(number, output, target, None, "fp32")
         if dtype_name(target.dtype) != wanted:
             raise TypeError(f"{name}: got dtype {target.dtype}, expected {dtypes.TABLE[wanted].torch_name}")
 
@@ -158,7 +157,7 @@ def _recorded(
     keyset, a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
     save="outputs",
 ):  # fmt: skip
-    """gemm_program for one level of autograd: what is recorded calls the operator below it."""
+    """gemm_program as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & registering.BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     program_autograd.refuse_tangents(*tensors)
@@ -166,25 +165,17 @@ def _recorded(
         return _sharded(
             a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
         )  # fmt: skip
-    grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-    if not (grad and torch._C._any_requires_grad(*tensors)):
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(
                 below, a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
             )
 
-    def run(a: Any, b: Any, epilogue: Program, given: Sequence[Any], wanted: Any) -> Any:
-        # Recording switches both modes off. The next level of torch.func must find them as they were: it refuses
-        # tangents, which it would drop otherwise.
-        with (
-            torch.set_grad_enabled(grad),
-            forward_ad._set_fwd_grad_enabled(forward_mode),
-            torch._C._AutoDispatchBelowAutograd(),
-        ):
-            return _redispatch(
-                below, a, b, *divided(given), epilogue.text, wanted, precision, backend, config, save
-            )  # fmt: skip
-
+    run = registering.below_autograd(
+        lambda a, b, epilogue, given, wanted: _redispatch(
+            below, a, b, *divided(given), epilogue.text, wanted, precision, backend, config, save
+        )
+    )
     known = program_of(program)
     settings = program_autograd.Settings(known, out_dtype, precision, backend, save, run)
     with enable_single_level_autograd_function():

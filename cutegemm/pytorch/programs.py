@@ -191,7 +191,7 @@ def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
     """The program of a call whose tensors may be fake, mapped or of a subclass."""
     for name, tensor in (("a", a), ("b", b)):
         request.check_type(name, tensor)
-    return program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+    return program_request.program_for(epilogue, operands, a.device)
 
 
 def _by_operator(a, b, text, operands, out, out_dtype, precision, backend, config, save):

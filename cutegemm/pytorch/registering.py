@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 LIBRARY = torch.library.Library("cutegemm", "FRAGMENT")
 DEVICES = ("CPU", "CUDA")
@@ -30,6 +31,25 @@ def define_autocast(name: str, function: Callable[..., Any]) -> None:
         LIBRARY.impl(name, function, f"Autocast{device}")
 
 
+def below_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a forward pass runs: `call` below autograd, with the modes as they are now.
+
+    Recording switches grad mode and forward mode off. The next level of torch.func must find them as they were: there
+    a gradient is recorded, and a tangent is computed or refused, which would be dropped otherwise.
+    """
+    grad, forward_mode = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+    def run(*given: Any) -> Any:
+        with (
+            torch.set_grad_enabled(grad),
+            forward_ad._set_fwd_grad_enabled(forward_mode),
+            torch._C._AutoDispatchBelowAutograd(),
+        ):
+            return call(*given)
+
+    return run
+
+
 def refuse_derivatives(name: str, refuse_tangents: Callable[..., None], call: str = "gemm") -> None:
     """Has an operator that writes into its argument `out` refuse gradients, which nothing would compute, and tangents.
 
@@ -38,7 +58,7 @@ def refuse_derivatives(name: str, refuse_tangents: Callable[..., None], call: st
     operator = getattr(torch.ops.cutegemm, name).default
     place = [argument.name for argument in operator._schema.arguments].index("out")
 
-    def below_autograd(keyset: Any, *given: Any) -> None:
+    def refused_or_run(keyset: Any, *given: Any) -> None:
         tensors = [
             tensor
             for each in given
@@ -55,7 +75,7 @@ def refuse_derivatives(name: str, refuse_tangents: Callable[..., None], call: st
         with torch._C._AutoDispatchBelowAutograd():
             operator.redispatch(keyset & BELOW_AUTOGRAD, *given)
 
-    LIBRARY.impl(name, below_autograd, "Autograd", with_keyset=True)
+    LIBRARY.impl(name, refused_or_run, "Autograd", with_keyset=True)
 
 
 def carried(config: Any) -> str | None:

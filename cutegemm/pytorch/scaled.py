@@ -67,7 +67,7 @@ def arguments(
         program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])
     else:
         programs.refuse_terms(c, alpha, beta, bias, activation)
-        program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+        program = program_request.program_for(epilogue, operands, a.device)
     made = scaling.scaled(program, of_a and of_a.input, of_b and of_b.input)
     if out is None and out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
         out_dtype = torch.bfloat16
@@ -98,8 +98,10 @@ def compute(
         programs.refuse_terms(c, alpha, beta, bias, activation)
         programs.check_save(save)
         refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
-        text = compiled.text_of(epilogue, operands) if tracing else \
-            program_request.traced(epilogue, program_request.inputs_of(operands, a.device)).text  # fmt: skip
+        if tracing:
+            text = compiled.text_of(epilogue, operands)
+        else:
+            text = program_request.program_for(epilogue, operands, a.device).text
         results = torch.ops.cutegemm.scaled_gemm_program(
             a, b, scale_a, scale_b, scales, *program_operator.divided(operands), text, out_dtype, precision, backend,
             config,

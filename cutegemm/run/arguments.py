@@ -201,7 +201,7 @@ def named(names: Iterable[str], values: Iterable[Any]) -> Any:
 def device(arguments: Any, host_only: Collection[str], **computed: Any) -> Any:
     """What the kernel on the GPU takes: the host's arguments without `host_only`, and what the host entry computed.
 
-    Raises ValueError for a name that is none of the host's, or has no place among a kernel's parameters.
+    Raises ValueError for a name that the host's arguments lack, or that has no place among a kernel's parameters.
     """
     values = arguments._asdict() | computed
     arrays = dict.fromkeys(array.name for work in WORKS.values() for array in work.arrays)

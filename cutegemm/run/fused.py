@@ -84,7 +84,7 @@ def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
     try:
         found = description(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
         if found[MEANING] is None:
-            program = program_request.traced(epilogue, program_request.inputs_of(operands, a.device))
+            program = program_request.program_for(epilogue, operands, a.device)
             found = (*found[:MEANING], meaning(epilogue) or program, *found[MEANING + 1 :])
         hash(found)
     except (AttributeError, TypeError, RuntimeError, ValueError):
@@ -139,7 +139,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
             b = packing.copied("b", b)
         given = (None,) * len(dtypes) if out is None else (out,) if isinstance(out, torch.Tensor) else out
         if out is not None:
-            _check_writable(given, a, b, operands)
+            check_writable(given, a, b, operands)
         outs = tuple(
             torch.empty(shape, dtype=dtype, device=asked.device) if own is None or number in temporaries else own
             for number, (own, shape, dtype) in enumerate(zip(given, asked.shapes, dtypes, strict=True))
@@ -153,7 +153,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     return run
 
 
-def _check_writable(given: Sequence[Any], a: Any, b: Any, operands: Sequence[Any]) -> None:
+def check_writable(given: Sequence[Any], a: Any, b: Any, operands: Sequence[Any]) -> None:
     """Raises ValueError where a result overlaps an input or another result; tells autograd of the writes."""
     from cutegemm.problem.request import check_inference
 

@@ -95,7 +95,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
         make = torch.zeros if out is ZEROS else torch.empty
         if not new:
-            fused._check_writable(given, a, b, (*operands, *arrays))
+            fused.check_writable(given, a, b, (*operands, *arrays))
         outs = tuple(
             make(shape, dtype=dtype, device=asked.device) if own is None
             else torch.empty(shape, dtype=dtype, device=asked.device).copy_(own) if number in temporaries

@@ -91,7 +91,7 @@ def lookups_only() -> Iterator[None]:
 
 
 class KernelStore:
-    """See the module docstring. Safe for threads and processes.
+    """A store of compiled kernels on disk. Safe for threads and processes.
 
     Args:
         root: the folder; by default `CUTEGEMM_CACHE_DIR`/kernels, else the user's cache directory.

@@ -39,7 +39,7 @@ def ends_of(problem: Problem, generator: torch.Generator, device: str) -> torch.
 
 
 class GroupedBench(Bench):
-    """See the module docstring."""
+    """Checks and times configurations for a problem of products in groups."""
 
     def __init__(self, problem: Problem, arch: Arch, seed: int | None = None, device: str = "cuda") -> None:
         program = problem.epilogue.custom

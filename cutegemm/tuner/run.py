@@ -214,7 +214,7 @@ def run(
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a search needs beside the GPU; `session` compiles some of it ahead."""
+    """What a search needs besides the GPU. `session` compiles the first candidates ahead."""
 
     frontier: Frontier
     session: CompileSession

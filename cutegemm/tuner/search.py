@@ -184,7 +184,7 @@ class Outcome:
 
 
 class Search:
-    """See the module docstring.
+    """A search for the fastest configuration of one problem.
 
     Args:
         candidates: every valid configuration, `enumerate_all`'s order, or a `Frontier` of them that nothing was taken

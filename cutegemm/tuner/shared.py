@@ -295,7 +295,7 @@ def gathered(
 ) -> list[Outcome]:
     """The outcomes of all processes, in the order of the problems; adds the rows of others to this process's store.
 
-    Raises ValueError for a message that is none of `message_of`.
+    Raises ValueError for a message that `message_of` did not make.
     """
     mine = {str(outcome.problem): outcome for outcome in own if outcome.searched}
     found = []

@@ -81,7 +81,7 @@ class _Newer(Exception):
 
 
 class WinnersFile:
-    """See the module docstring. Safe for threads, processes and forks."""
+    """The SQLite file of the winners store. Safe for threads, processes and forks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -241,7 +241,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _prepared(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """The connection with this version's table in it; sqlite3.DatabaseError for a file that is none of ours."""
+    """The connection with this version's table in it; raises sqlite3.DatabaseError for another program's file."""
     version = _version(connection)
     if version < SCHEMA:
         script = {1: _FROM_1 + _FROM_2, 2: _FROM_2}.get(version, _CREATE)

@@ -80,7 +80,7 @@ def _judged(gpu: str, sm_count: int, problem: str, backend: str, config: str) ->
 
 @lru_cache(maxsize=4096)
 def _problem(text: str) -> Problem | str:
-    """The problem of a text, or why it is none."""
+    """The problem that a text describes, or why it describes none."""
     try:
         return problem_text.parse(text)
     except ValueError as why:

@@ -22,11 +22,10 @@ def few_sms(request, monkeypatch):
 
 @pytest.fixture
 def run(seed, monkeypatch, few_sms):
-    """Runs a case on the Hopper kernel of a configuration, with fresh operands and timing."""
+    """Runs a case on the Hopper kernel of a configuration, named without `sm90/`, with fresh operands and timing."""
 
     def go(config: str, shape: tuple[int, int, int], dtype: str = "bf16", timing: int = 0, **options):
         monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + timing))
-        named = f"sm90/{config.removeprefix('sm90/')}"
-        Case.random(*shape, dtype, seed=seed + timing, **options).run(backend="cute", config=named)
+        Case.random(*shape, dtype, seed=seed + timing, **options).run(backend="cute", config=f"sm90/{config}")
 
     return go

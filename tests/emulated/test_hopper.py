@@ -26,7 +26,7 @@ SEEDS = range(3)
 def test_schedules_and_clusters(schedule, cluster, timing, run):
     """Ragged on every side, several tiles a CTA, k tiles that do not divide the ring."""
     bm = 128 if schedule == "coop2" else 64
-    run(f"sm90/{bm}x64x64/{schedule}/c{cluster}/s3/serp2", (392, 200, 264), timing=timing)
+    run(f"{bm}x64x64/{schedule}/c{cluster}/s3/serp2", (392, 200, 264), timing=timing)
 
 
 @pytest.mark.parametrize("majors", MAJORS)
@@ -34,14 +34,14 @@ def test_schedules_and_clusters(schedule, cluster, timing, run):
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c4x1/s3/hilbert", "64x32x32/pp/c1x1/s4/g2"])
 @pytest.mark.product(keep=3)
 def test_majors(config, dtype, majors, run):
-    run(f"sm90/{config}", (200, 136, 168), dtype, majors=majors)
+    run(config, (200, 136, 168), dtype, majors=majors)
 
 
 @pytest.mark.parametrize(("option", "shape"), [("", (200, 168, 72)), ("/once", (136, 72, 72))])
 @pytest.mark.parametrize("order", ["row", "col", "g2", "serp3", "hilbert"])
 @pytest.mark.product(keep=2)
 def test_orders(order, option, shape, run):
-    run(f"sm90/64x16x64/coop1/c1x1/s3/{order}{option}", shape)
+    run(f"64x16x64/coop1/c1x1/s3/{order}{option}", shape)
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def test_orders(order, option, shape, run):
 @pytest.mark.product(keep=2)
 def test_tiles(config, shape, majors, run):
     """Blocks of rows a warpgroup, every width of a swizzle, ring depths."""
-    run(f"sm90/{config}", shape, majors=majors)
+    run(config, shape, majors=majors)
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24), (63, 65, 64)])
 @pytest.mark.parametrize("config", ["64x64x64/coop1/c1x1/s4/row", "64x32x64/pp/c2x1/s2/row"])
 @pytest.mark.product(keep=3)
 def test_small_problems(config, shape, run):
-    run(f"sm90/{config}", shape)
+    run(config, shape)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_small_problems(config, shape, run):
 @pytest.mark.product(keep=2)
 def test_nothing_to_sum(config, terms, run):
     """K = 0: rows of a wider matrix, so that TMA can describe them; what lies in them is NaN and must not be read."""
-    run(f"sm90/{config}", (136, 72, 0), pad=8, **terms)
+    run(config, (136, 72, 0), pad=8, **terms)
 
 
 @pytest.mark.parametrize("schedule", ["64x32x64/coop1/c1x1/s3/g2", "64x32x64/pp/c2x1/s3/g2"])
@@ -94,7 +94,7 @@ def test_nothing_to_sum(config, terms, run):
 )
 @pytest.mark.product(keep=2)
 def test_epilogues(schedule, epilogue, run):
-    run(f"sm90/{schedule}", (136, 104, 72), **epilogue)
+    run(schedule, (136, 104, 72), **epilogue)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
         options["out_dtype"] = torch.float32
     elif out:
         options["out"] = torch.empty(136, 264, dtype=torch.bfloat16).t()
-    run(f"sm90/{config}", (264, 136, 72), **options)
+    run(config, (264, 136, 72), **options)
 
 
 @pytest.mark.parametrize("timing", SEEDS)
@@ -158,9 +158,9 @@ def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
 @pytest.mark.product(keep=1)
 def test_tf32(config, timing, run):
     """Inputs are fp32 numbers that tf32 does not hold: TMA rounds them, the tensor cores alone would truncate."""
-    run(f"sm90/{config}", (200, 136, 84), "fp32", timing=timing, precision="tf32")
-    run(f"sm90/{config}", (72, 40, 4), "fp32", timing=timing, precision="tf32", batch=2, c=True, beta=0.5, bias=True)
-    run(f"sm90/{config}", (72, 40, 36), "fp32", timing=timing, precision="tf32", out_dtype=torch.bfloat16)
+    run(config, (200, 136, 84), "fp32", timing=timing, precision="tf32")
+    run(config, (72, 40, 4), "fp32", timing=timing, precision="tf32", batch=2, c=True, beta=0.5, bias=True)
+    run(config, (72, 40, 36), "fp32", timing=timing, precision="tf32", out_dtype=torch.bfloat16)
 
 
 def test_tf32_operands_are_rounded_not_truncated(monkeypatch):
@@ -175,15 +175,15 @@ def test_tf32_operands_are_rounded_not_truncated(monkeypatch):
 def test_tf32_of_other_majors_is_refused_with_the_reason(run):
     for majors, name in (("nt", "A is M-major"), ("tt", "B is N-major"), ("nn", "A is M-major")):
         with pytest.raises(UnsupportedError, match=f"K-major only; {name}"):
-            run("sm90/64x64x32/coop1/c1x1/s3/g2", (72, 72, 72), "fp32", precision="tf32", majors=majors)
+            run("64x64x32/coop1/c1x1/s3/g2", (72, 72, 72), "fp32", precision="tf32", majors=majors)
     with pytest.raises(UnsupportedError, match=r"fp32 as tf32, .*; these operands are fp32"):
-        run("sm90/64x64x32/coop1/c1x1/s3/g2", (72, 72, 72), "fp32")
+        run("64x64x32/coop1/c1x1/s3/g2", (72, 72, 72), "fp32")
 
 
 def test_any_result_alignment(run):
     """D's rows start at any element: no TMA store."""
     for out in (torch.empty(136, 77, dtype=torch.bfloat16)[:, 2:75], torch.empty(136, 73, dtype=torch.float16)):
-        run("sm90/64x32x64/coop1/c1x1/s3/g2", (136, 73, 72), majors="tn", out=out)
+        run("64x32x64/coop1/c1x1/s3/g2", (136, 73, 72), majors="tn", out=out)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +200,18 @@ def test_any_result_alignment(run):
 def test_strips_that_share_their_code(config, result, run):
     """More of them in a slab epilogue than are unrolled; results at any element, C in any strides."""
     if result == "with C":
-        run(f"sm90/{config}", (264, 216, 72), c=True, beta=-0.5, bias=True, activation="gelu")
+        run(config, (264, 216, 72), c=True, beta=-0.5, bias=True, activation="gelu")
     elif result == "at any element":
         out = torch.empty(200, 233, dtype=torch.bfloat16)[:, 2:231]
-        run(f"sm90/{config}", (200, 229, 72), majors="tn", out=out, c=torch.randn(229).bfloat16(), beta=1.0)
+        run(config, (200, 229, 72), majors="tn", out=out, c=torch.randn(229).bfloat16(), beta=1.0)
     else:
-        run(f"sm90/{config}", (136, 264, 72), out_dtype=torch.float32, batch=2, activation="silu")
+        run(config, (136, 264, 72), out_dtype=torch.float32, batch=2, activation="silu")
 
 
 @pytest.mark.parametrize("schedule", ["64x64x64/coop1/c1x2/s3/g2", "64x32x64/pp/c1x1/s3/hilbert/slab"])
 @pytest.mark.product(keep=1)
 def test_batches(schedule, run, seed):
-    run(f"sm90/{schedule}", (72, 136, 88), batch=5, pad=8)
+    run(schedule, (72, 136, 88), batch=5, pad=8)
     case = Case.random(72, 136, 88, "fp16", seed=seed, batch=3, majors="nt")
     Case(case.a, case.b[1]).run(backend="cute", config=f"sm90/{schedule}")
     Case(case.a[1:2].expand(3, -1, -1), case.b).run(backend="cute", config=f"sm90/{schedule}")
@@ -229,15 +229,15 @@ def test_batches(schedule, run, seed):
 )
 @pytest.mark.product(keep=3)
 def test_swapped_operands(config, shape, majors, store, run):
-    run(f"sm90/{config}{store}", shape, majors=majors)
+    run(f"{config}{store}", shape, majors=majors)
 
 
 @pytest.mark.parametrize("config", ["64x16x64/coop1/c1x1/s3/g2/swap", "64x32x64/pp/c1x1/s3/g2/swap"])
 @pytest.mark.product(keep=1)
 def test_swapped_operands_with_the_whole_epilogue(config, run):
-    run(f"sm90/{config}", (40, 200, 136), batch=2, c=True, beta=-1.5)
-    run(f"sm90/{config}", (7, 136, 72), c=True, beta=0.5, bias=True, activation="gelu", out_dtype=torch.float32)
-    run(f"sm90/{config}", (1, 136, 72))
+    run(config, (40, 200, 136), batch=2, c=True, beta=-1.5)
+    run(config, (7, 136, 72), c=True, beta=0.5, bias=True, activation="gelu", out_dtype=torch.float32)
+    run(config, (1, 136, 72))
 
 
 @pytest.mark.parametrize("timing", SEEDS)
@@ -259,9 +259,9 @@ def test_swapped_operands_with_the_whole_epilogue(config, run):
 @pytest.mark.product(keep=2)
 def test_split_k(config, shape, with_c, timing, run):
     if with_c:
-        run(f"sm90/{config}", (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
+        run(config, (72, 40, 72), timing=timing, batch=2, c=True, beta=0.5)
     else:
-        run(f"sm90/{config}", shape, timing=timing)
+        run(config, shape, timing=timing)
 
 
 @pytest.mark.parametrize("majors", MAJORS)
@@ -271,12 +271,12 @@ def test_split_k(config, shape, with_c, timing, run):
 @pytest.mark.product(keep=2)
 def test_tiles_begin_at_different_k_tiles(options, majors, run):
     for k in (328, 40):
-        run(f"sm90/64x16x64/coop1/c2x1/s3/{options}", (200, 136, k), majors=majors)
+        run(f"64x16x64/coop1/c2x1/s3/{options}", (200, 136, k), majors=majors)
 
 
 def test_more_splits_than_k_tiles(run):
     for k in (0, 8, 136):
-        run("sm90/64x64x64/coop1/c1x1/s3/g2/k4", (136, 72, k), pad=8, bias=True, alpha=2.0)
+        run("64x64x64/coop1/c1x1/s3/g2/k4", (136, 72, k), pad=8, bias=True, alpha=2.0)
 
 
 def test_split_k_gives_the_same_bits_whoever_comes_last(seed, monkeypatch):
@@ -290,9 +290,9 @@ def test_split_k_gives_the_same_bits_whoever_comes_last(seed, monkeypatch):
 
 
 def test_programmatic_dependent_launch(run):
-    run("sm90/64x64x64/coop1/c2x1/s3/row/pdl", (200, 136, 168))
+    run("64x64x64/coop1/c2x1/s3/row/pdl", (200, 136, 168))
 
 
 def test_operands_that_tma_cannot_take_are_packed_first(run):
     for options in ({"pad": 1}, {"offset": 4}, {"majors": "nt", "pad": 3}):
-        run("sm90/64x64x64/coop1/c1x1/s3/g2", (72, 72, 72), **options)
+        run("64x64x64/coop1/c1x1/s3/g2", (72, 72, 72), **options)

@@ -1,9 +1,32 @@
-"""What the sweep tries next."""
+"""What a sweep may try: every valid configuration; and what it tries next."""
 
 from __future__ import annotations
 
-from cutegemm.tuner.space import Frontier
-from tests.tuning_fakes import candidate, space
+import pytest
+
+from cutegemm import backend as backends
+from cutegemm.problem import Problem
+from cutegemm.tuner.space import Frontier, enumerate_all
+from tests.tuning_fakes import H200, candidate, space
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [("bf16", "ieee"), ("fp16", "ieee"), ("fp32", "ieee"), ("fp32", "tf32")]
+)
+@pytest.mark.product(keep=2)
+def test_at_least_two_hundred_valid_configurations(dtype, precision):
+    problem = Problem.of(4096, 4096, 4096, dtype, precision=precision)
+    found = enumerate_all(problem, H200, ["cute"])
+    assert len(found) >= 200
+    assert len({c.key for c in found}) == len(found)
+    assert [c.estimate for c in found] == sorted(c.estimate for c in found)
+    backend = backends.get("cute")
+    assert all(backend.check(c.config, problem, H200) is None for c in found[::50])
+
+
+def test_configurations_of_two_backends():
+    both = enumerate_all(Problem.of(512, 512, 512, "fp32", majors="tt"), H200, ["cute", "legacy"])
+    assert {c.backend for c in both} == {"cute", "legacy"}
 
 
 def test_the_frontier_gives_each_once():

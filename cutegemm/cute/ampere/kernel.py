@@ -69,7 +69,7 @@ def place_of(stage: Any, part: int, count: int) -> Any:
 
 
 class AmpereGemm(Gemm):
-    """See the module docstring."""
+    """The kernel for the tensor cores of compute capability 8.0 on: a ring filled by cp.async, ldmatrix, mma.sync."""
 
     def __init__(self, config: AmpereConfig, signature: Signature) -> None:
         # What multiplies sees operands as it reads them: parts are K-major whatever the operand's major.

@@ -101,7 +101,7 @@ class Fragments:
 
 
 class DmmaGemm(Gemm):
-    """See the module docstring."""
+    """The fp64 kernel on the tensor cores: a ring filled by cp.async, fragments element by element, mma.sync."""
 
     def __init__(self, config: DmmaConfig, signature: Signature) -> None:
         super().__init__(config, signature)

@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
     @property
     def barriers(self) -> int:
-        """Barriers of all rounds; in ping-pong each warpgroup has as many."""
+        """The number of barriers of all rounds; in ping-pong each warpgroup has so many of its own."""
         return self.rounds * self.stages
 
     def of_stage(self, stage: int) -> range:

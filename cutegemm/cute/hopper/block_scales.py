@@ -154,7 +154,7 @@ class ScaleProducer:
                 k_tile = self.work.k_next(tile, k_tile, k_step)
 
     def copy(self, region, k_tile, last, stage) -> None:
-        """Copies this thread's part of the scales of a k tile, of which `last` is the last one, into a stage."""
+        """Copies this thread's part of the scales of a k tile into a stage. last: number of the last k tile."""
         k_block = cutlass.max(cutlass.min(k_tile, last), 0)
         place = self.base + stage * (self.scales.stage * NUMBER)
         if self.scales.down is not None:
@@ -164,7 +164,7 @@ class ScaleProducer:
 
 
 class BlockScales(Promotion):
-    """See the module docstring: what a warpgroup that multiplies does with the scales."""
+    """What a warpgroup that multiplies does with scales of blocks of K in the ring."""
 
     reads_stage = True
 

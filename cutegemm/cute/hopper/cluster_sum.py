@@ -55,7 +55,7 @@ VECTOR_BYTES = 16
 
 
 class ClusterSum:
-    """See the module docstring; `fragments` takes the sums. add: the sum of two vectors."""
+    """Adds up the parts of the CTAs along K of a cluster; `fragments` takes the sums. add: the sum of two vectors."""
 
     def __init__(self, config: HopperConfig, fragments: FragmentStore, add: Adder) -> None:
         self.parts = config.cluster_k

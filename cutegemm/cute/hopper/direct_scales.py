@@ -40,7 +40,7 @@ IN_QUADS = 0x1C03
 
 
 class DirectScales(Promotion):
-    """See the module docstring. Each row of A has scales of its own, 128 columns of B share theirs; or one has none.
+    """Promotes with scales that each thread loads: of each row of A, of each 128 columns of B, or of one of the two.
 
     rows, columns: how many scales a thread loads of A and of B for a k tile.
     """

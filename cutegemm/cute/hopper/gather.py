@@ -114,7 +114,7 @@ class GatherProducer:
 
     @cute.jit
     def run(self):
-        """Loads everything; `first` says whether this is the warp that asks TMA."""
+        """Loads the tiles of all works. The first of the warps also issues the TMA loads."""
         stage, phase = Int32(0), Int32(1)
         last = None if self.scales is None else cute.ceil_div(self.gathered.args.k, self.gathered.operand.bk) - 1
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):

@@ -30,7 +30,7 @@ from cutegemm.problem.work import DENSE, TABLE
 
 
 class GroupedWork(Work):
-    """See the module docstring; as `work.Work`."""
+    """Works of products in groups, whose sizes lie on the device; as `work.Work`."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)

@@ -65,7 +65,7 @@ from cutegemm.run import arguments
 
 
 class HopperGemm(Gemm):
-    """See the module docstring."""
+    """The Hopper kernel in the DSL: the host entry, and what a CTA sets up before its warps take roles."""
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         self.config = config

@@ -75,7 +75,7 @@ def _pin(accumulators, first: int, count: int) -> None:
 
 
 class PromotedProducts(Products):
-    """See the module docstring. tiles: k tiles of an interval."""
+    """Products whose partial sums are added to the accumulators after each interval. tiles: k tiles of an interval."""
 
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns, tiles: int, promotion: Promotion) -> None:
         super().__init__(config, ring, turns)

@@ -54,7 +54,7 @@ class _Reduction:
 
 
 class Across(_Reduction):
-    """See the module docstring."""
+    """Reduces each row of the accumulators; four lanes share a row."""
 
     def _bind(self, args) -> None:
         self.partial.start(args, self.region.matrix, cute.ceil_div(self.columns, self.width), self.rows)
@@ -91,7 +91,7 @@ class Across(_Reduction):
 
 
 class Down(_Reduction):
-    """See the module docstring."""
+    """Reduces each column of the accumulators; eight lanes have two rows each of the same columns."""
 
     def _bind(self, args) -> None:
         self.partial.start(args, self.region.matrix, cute.ceil_div(self.rows, WARP_ROWS), self.columns)

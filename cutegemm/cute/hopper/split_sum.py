@@ -54,7 +54,7 @@ MOST_UNROLLED = 8
 
 
 class SplitSum:
-    """See the module docstring. `vectors` x 4 accumulators a thread make up a part.
+    """Adds up the parts of a tile's splits of K. `vectors` x 4 accumulators a thread make up a part.
 
     owner: gives the vectors that this CTA owns of a warpgroup's accumulators, and stores them when they are summed.
     add: the sum of two vectors. stored: parts of a share in the workspace, one for each split by default.

@@ -30,7 +30,7 @@ BATCH = 4
 
 
 class StreamSum:
-    """See the module docstring; `store` takes whole sums. add: the sum of two vectors."""
+    """Puts the two parts of a cut tile together; `store` takes whole sums. add: the sum of two vectors."""
 
     def __init__(self, config: HopperConfig, store: Any, add: Adder) -> None:
         self.vectors = config.accumulators // 4

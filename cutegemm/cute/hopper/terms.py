@@ -59,7 +59,7 @@ def make_matrices(config: HopperConfig, signature: Signature) -> dict[str, Any]:
 
 
 class AcrossBias:
-    """See the module docstring."""
+    """An operand with one number for each column of the accumulators, in shared memory."""
 
     def __init__(self, config: HopperConfig, given: Input, number: int, columns: int) -> None:
         """`number`: of the operand among those that lie across, each of which has rows of its own of `columns`."""
@@ -100,7 +100,7 @@ class AcrossBias:
 
 
 class DownBias:
-    """See the module docstring."""
+    """An operand with one number for each row of the accumulators, in registers."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
@@ -149,7 +149,7 @@ class _C:
 
 
 class PairedC(_C):
-    """See the module docstring."""
+    """A matrix operand in fragments straight from global memory, up to two neighbouring columns at a time."""
 
     def fragment(self, corner, first: int, count: int, per_box: int):
         """C for `count` blocks of 8 columns from block `first` of a box that has `per_box`.
@@ -182,7 +182,7 @@ class PairedC(_C):
 
 
 class StagedC(_C):
-    """See the module docstring. One warp moves 16 rows x `columns` accumulators; only it touches their places."""
+    """A 16-bit matrix operand, by the staging buffer. A warp moves its own 16 rows x `columns` accumulators."""
 
     staged = True
 
@@ -250,7 +250,7 @@ class StagedC(_C):
 
 
 class RingC(_C):
-    """See the module docstring."""
+    """A matrix operand that the producer has loaded into the ring."""
 
     ringed = True
 

@@ -43,7 +43,7 @@ def place_of_lane(lane):
 
 
 class SimtGemm(Gemm):
-    """See the module docstring."""
+    """The fp32 kernel on CUDA cores: a ring of stages filled by cp.async, fragments in registers, FFMA."""
 
     def __init__(self, config: SimtConfig, signature: Signature) -> None:
         super().__init__(config, signature)

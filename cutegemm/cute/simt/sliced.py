@@ -147,7 +147,7 @@ class SlicedEpilogue(SlabEpilogue):
 
 
 class SlicedSimtGemm(Gemm):
-    """See the module docstring."""
+    """The fp32 kernel for small products: slices of warps share a tile and divide each stage's depth among them."""
 
     epilogue: SlicedEpilogue
 

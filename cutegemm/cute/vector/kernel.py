@@ -124,7 +124,7 @@ def load_instruction(vector: int, cached: bool) -> str:
 
 
 class VectorGemm(Gemm):
-    """See the module docstring."""
+    """The fp32 kernel for results of one to eight rows or columns: it streams the other operand through registers."""
 
     def __init__(self, config: VectorConfig, signature: Signature) -> None:
         super().__init__(config.in_slabs(), signature)

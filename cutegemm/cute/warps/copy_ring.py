@@ -20,7 +20,7 @@ from cutegemm.cute.warps.tile_load import TileLoader
 
 
 class CopyRing:
-    """See the module docstring. Beside the prologue, what a main loop does to a stage: both operands at once."""
+    """The ring of stages that a CTA's threads fill: the prologue, and what a main loop does to a stage of A and B."""
 
     def __init__(self, a: TileLoader, b: TileLoader, stages: int) -> None:
         self.a, self.b, self.stages = a, b, stages

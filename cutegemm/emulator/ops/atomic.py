@@ -23,7 +23,7 @@ from cutegemm.emulator.ops.loadstore import (
     shared_bytes,
     space_of,
 )
-from cutegemm.emulator.ptx import TYPE_BYTES, Instr, Sink, Vec
+from cutegemm.emulator.ptx import TYPE_BYTES, Instr, Sink, Vec, items_of
 from cutegemm.emulator.translate import PTX_CODE, Gen, emits, runtime
 
 OPS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
@@ -48,7 +48,7 @@ def atom(g: Gen, i: Instr) -> None:
     code = "u2" if t in ("f16", "bf16") else code
     addr = g.let(g.address(ops[0], address_code(space)))
     g.program.env.note_access(g, i, space, size)
-    values = list(ops[1].items) if isinstance(ops[1], Vec) else [ops[1]]
+    values = items_of(ops[1])
     if len(values) > 1:
         g.line(f"vector_align(X, {g.me}, {addr}, {g.mask}, {size * len(values)})")
     other = g.src(ops[2], code) if len(ops) > 2 else "None"

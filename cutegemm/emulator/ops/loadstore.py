@@ -16,7 +16,7 @@ from cutegemm.emulator.memory import (
     SHARED_WINDOW,
     WINDOW_MASK,
 )
-from cutegemm.emulator.ptx import TYPE_BYTES, Addr, Imm, Instr, Symbol, Vec
+from cutegemm.emulator.ptx import TYPE_BYTES, Addr, Imm, Instr, Symbol, items_of
 from cutegemm.emulator.translate import PTX_CODE, Gen, emits, numpy_name, runtime
 
 SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4, 32: 5}
@@ -42,8 +42,7 @@ def _shape(g: Gen, i: Instr, value) -> tuple[list, str, int]:
     t = i.parts[-1]
     if t not in PTX_CODE:
         raise g.unsupported(f"type .{t} is not implemented here")
-    items = list(value.items) if isinstance(value, Vec) else [value]
-    return items, PTX_CODE[t], TYPE_BYTES[t]
+    return items_of(value), PTX_CODE[t], TYPE_BYTES[t]
 
 
 @emits("ld", "ldu")
@@ -204,14 +203,8 @@ def load_shared(X, I, addr, mask, size, count):
     lanes, (a,) = active(X, mask, addr)
     if not len(a):
         return [np.zeros(X.shape, UNSIGNED[size])] * count
-    total = size * count
-    wave = X.wave
-    offset = shared_bytes(X, I, a, lanes, total, "read")
-    if wave.env.hb is not None:
-        wave.env.hb.read(X, I, offset, total, lanes)
-    if wave.env.profile is not None:
-        wave.env.profile.shared(X, I, offset, total, lanes, "read")
-    return _columns(X, lanes, _gather(wave.smem, offset, size, count), count)
+    offset = _shared_access(X, I, a, lanes, size * count, "read")
+    return _columns(X, lanes, _gather(X.wave.smem, offset, size, count), count)
 
 
 @runtime
@@ -219,15 +212,19 @@ def store_shared(X, I, addr, mask, size, values):
     lanes, (a,) = active(X, mask, addr)
     if not len(a):
         return
-    total = size * len(values)
-    wave = X.wave
-    offset = shared_bytes(X, I, a, lanes, total, "write")
-    if wave.env.hb is not None:
-        wave.env.hb.write(X, I, offset, total, lanes)
-    if wave.env.profile is not None:
-        wave.env.profile.shared(X, I, offset, total, lanes, "write")
-    _scatter(wave.smem, offset, size, _rows(X, lanes, values, size))
-    wave.env.progressed = True
+    offset = _shared_access(X, I, a, lanes, size * len(values), "write")
+    _scatter(X.wave.smem, offset, size, _rows(X, lanes, values, size))
+    X.wave.env.progressed = True
+
+
+def _shared_access(X, I, addr, lanes, size: int, what: str) -> np.ndarray:
+    """`shared_bytes` of a "read" or a "write", which the checks and the profile are told of."""
+    env, offset = X.wave.env, shared_bytes(X, I, addr, lanes, size, what)
+    if env.hb is not None:
+        (env.hb.read if what == "read" else env.hb.write)(X, I, offset, size, lanes)
+    if env.profile is not None:
+        env.profile.shared(X, I, offset, size, lanes, what)
+    return offset
 
 
 def global_parts(X, I, a, lanes, size: int, *, write: bool, align: bool = True):

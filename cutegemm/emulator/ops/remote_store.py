@@ -12,7 +12,7 @@ from cutegemm.emulator.errors import LaunchError, MbarrierMisuse, MisalignedAcce
 from cutegemm.emulator.ops.loadstore import _rows, _scatter, active, fail, shared_bytes
 from cutegemm.emulator.ops.mbarrier import MBARRIERS
 from cutegemm.emulator.ops.tma import _issue
-from cutegemm.emulator.ptx import TYPE_BYTES, Instr, Vec
+from cutegemm.emulator.ptx import TYPE_BYTES, Instr, items_of
 from cutegemm.emulator.translate import PTX_CODE, Gen, emits, runtime
 
 QUALIFIERS = ("weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4")
@@ -28,7 +28,7 @@ def st_async(g: Gen, i: Instr) -> None:
     if kind not in TYPES or "mbarrier::complete_tx::bytes" not in qualifiers:
         raise g.unsupported("st.async stores words of 4 or 8 bytes and completes on an mbarrier")
     addr, value, bar = i.operands
-    items = list(value.items) if isinstance(value, Vec) else [value]
+    items = items_of(value)
     size = TYPE_BYTES[kind]
     g.program.env.uses.update(("mbarrier", "remote store"))
     g.program.env.note_access(g, i, "shared", size * len(items))

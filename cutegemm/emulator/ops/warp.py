@@ -10,15 +10,20 @@ from cutegemm.emulator.translate import Gen, emits, runtime
 U4 = np.uint32
 
 
+def _assign(g: Gen, d, t: str) -> None:
+    """Assigns `t`, a value and a predicate, to the destination: a register, or a pair `value|predicate`."""
+    value, predicate = (d.first, d.second) if isinstance(d, Pair) else (d, None)
+    g.assign(value, f"{t}[0]", "u4")
+    if predicate is not None:
+        g.assign(predicate, f"{t}[1]", "p")
+
+
 @emits("shfl")
 def shfl(g: Gen, i: Instr) -> None:
     mode = next(p for p in i.parts if p in ("up", "down", "bfly", "idx"))
     d, a, b, c = i.operands[:4]
-    out, pred = (d.first, d.second) if isinstance(d, Pair) else (d, None)
     t = g.let(f"shuffle(X, {g.src(a, 'u4')}, {g.src(b, 'u4')}, {g.src(c, 'u4')}, {mode!r}, {g.mask})")
-    g.assign(out, f"{t}[0]", "u4")
-    if pred is not None:
-        g.assign(pred, f"{t}[1]", "p")
+    _assign(g, d, t)
 
 
 @runtime
@@ -119,11 +124,8 @@ def leader(X, members, mask):
 def match(g: Gen, i: Instr) -> None:
     d, a, members = i.operands
     code = "u8" if i.parts[-1] == "b64" else "u4"
-    out, pred = (d.first, d.second) if isinstance(d, Pair) else (d, None)
     t = g.let(f"matching(X, {g.src(a, code)}, {g.src(members, 'u4')}, {i.has('all')}, {g.mask})")
-    g.assign(out, f"{t}[0]", "u4")
-    if pred is not None:
-        g.assign(pred, f"{t}[1]", "p")
+    _assign(g, d, t)
 
 
 @runtime

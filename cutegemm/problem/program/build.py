@@ -90,7 +90,7 @@ class Builder:
         return self.add("const", attribute=value)
 
     def value(self, number: int) -> float | int | None:
-        """The constant that a node is (None where it is none), minus zero among them."""
+        """The constant that a node stands for, minus zero included; None for any other node."""
         node = self.nodes[number]
         if node.op == "neg" and self.nodes[node.args[0]] == Node("const", (), 0.0):
             return -0.0

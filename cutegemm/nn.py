@@ -154,12 +154,15 @@ def replace_linears(
         `model`, or its replacement when it is a torch.nn.Linear itself.
 
     Raises:
-        TypeError: `model` is no module, `where` cannot be called, or there is no such dtype.
+        TypeError: `model` is no module, `where` cannot be called, `constant_weights` is no bool, or there is no such
+            dtype.
         ValueError: no such precision, backend, scaling or accumulate, or arguments that do not go together. After
             either error `model` is as it was.
     """
     replacing.check(model, where)
     replacing.check_options(precision, backend)
+    if not isinstance(constant_weights, bool):
+        raise TypeError(f"constant_weights: got {type(constant_weights).__name__}, accepted are True and False")
     if dtype is not None:
         Settings.of(dtype, scaling, None, accumulate, backend)
         if precision is not None:
@@ -168,7 +171,7 @@ def replace_linears(
             raise ValueError(
                 "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
             )
-    elif scaling != "rows" or accumulate is not None:
+    elif not request.is_one_of(scaling, ("rows",)) or accumulate is not None:
         raise ValueError("scaling, accumulate: they are for quantized layers; pass dtype='fp8' or 'int8'")
     made: dict[int, torch.nn.Module] = {}
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
+from cutegemm import replacing
 from cutegemm.gemm import gemm
 from cutegemm.linear import leading_extent
 from cutegemm.problem import quantization_request, request
@@ -54,13 +55,14 @@ class Settings(NamedTuple):
             names = ", ".join(map(repr, DTYPES))
             raise TypeError(f"dtype: got {request.shown(dtype)}, accepted are {names} and {ACCEPTED}")
         both = (scaling, scaling) if isinstance(scaling, str) else scaling
-        if not isinstance(both, tuple) or len(both) != 2 or any(each not in SCALINGS for each in both):
+        if not isinstance(both, tuple) or len(both) != 2 or not all(request.is_one_of(each, SCALINGS) for each in both):
             accepted = ", ".join(map(repr, SCALINGS))
             raise ValueError(
                 f"scaling: got {request.shown(scaling)}, accepted are {accepted} and a pair, for inputs and weights"
             )
         request.check_activation(activation)
-        if accumulate not in (None, "promoted", "fast") or (accumulate == "fast" and chosen == torch.int8):
+        known = accumulate is None or request.is_one_of(accumulate, ("promoted", "fast"))
+        if not known or (accumulate == "fast" and chosen == torch.int8):
             raise ValueError(
                 f"accumulate: got {request.shown(accumulate)}, accepted are None, 'promoted' and, for fp8, 'fast'"
             )
@@ -118,6 +120,10 @@ class Fp8Linear(torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         settings = Settings.of(dtype, scaling, activation, accumulate, backend)
+        if bias_dtype is not None and not isinstance(bias_dtype, torch.dtype):
+            raise TypeError(f"bias_dtype: got {request.shown(bias_dtype)}, expected a torch.dtype or None")
+        in_features = replacing.as_size("in_features", in_features)
+        out_features = replacing.as_size("out_features", out_features)
         linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype)
         super().__init__()
         self._fill(linear.weight, linear.bias, settings)

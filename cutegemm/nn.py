@@ -280,14 +280,14 @@ class SwiGLU(torch.nn.Module):
 
         Raises TypeError or ValueError for an input that is no such tensor.
         """
-        if not isinstance(input, torch.Tensor) or input.is_nested:
-            what = "a nested tensor" if isinstance(input, torch.Tensor) else type(input).__name__
-            raise TypeError(f"input: got {what}, expected a dense torch.Tensor")
+        replacing.check_input(input, self.gate_up_weight)
         columns = self.gate_up_weight.shape[-1]
         if input.dim() == 0 or input.shape[-1] != columns:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {columns})")
         if input.dtype not in DTYPES:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {', '.join(map(str, DTYPES))}")
+        if input.dtype != (own := self.gate_up_weight.dtype) and not torch.is_autocast_enabled(input.device.type):
+            raise TypeError(f"input: got dtype {input.dtype}, expected that of gate_up_weight, {own}")
         rows = input.reshape(leading_extent(input), columns) if input.dim() != 2 else input
         result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
         return result.view(*input.shape[:-1], self.down_weight.shape[0])

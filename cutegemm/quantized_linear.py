@@ -15,8 +15,10 @@ from cutegemm.linear import leading_extent
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import (
     ACCEPTED,
+    ACCEPTED_INPUTS,
     BLOCK,
     FORMATS,
+    INPUTS,
     NAMED,
     PITCH,
     new_values,
@@ -149,8 +151,7 @@ class Fp8Linear(torch.nn.Module):
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
         autocast's.
         """
-        if not isinstance(input, torch.Tensor):
-            raise TypeError(f"input: got {type(input).__name__}, expected a torch.Tensor")
+        replacing.check_input(input, self.weight)
         if input.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "input: it requires grad, and Fp8Linear passes no gradient on (a straight-through estimate belongs to "
@@ -158,13 +159,11 @@ class Fp8Linear(torch.nn.Module):
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
-        if input.device != self.weight.device:
-            raise ValueError(f"input: it is on {input.device}, expected the device of weight, {self.weight.device}")
         kind = input.device.type
-        if kind == "meta":
-            raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
+        if input.dtype not in INPUTS:
+            raise TypeError(f"input: got dtype {input.dtype}, accepted are {ACCEPTED_INPUTS}")
         settings = self.settings
         rows = input.reshape(leading_extent(input), self.in_features)
         # Backends that take no part in quantization leave it to the best one there is.

@@ -31,6 +31,19 @@ def check_options(precision: Any, backend: Any) -> None:
     backends.check_name(backend)
 
 
+def check_input(input: Any, weight: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless a layer's input is a dense tensor with memory, where its weight is."""
+    if not isinstance(input, torch.Tensor):
+        raise TypeError(f"input: got {type(input).__name__}, expected a torch.Tensor")
+    if input.is_nested or input.layout != torch.strided:
+        what = "a nested tensor" if input.is_nested else f"layout {input.layout}"
+        raise TypeError(f"input: got {what}, expected a dense (strided) torch.Tensor")
+    if input.device != weight.device:
+        raise ValueError(f"input: it is on {input.device}, expected the device of the weight, {weight.device}")
+    if input.is_meta:
+        raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
+
+
 def draw(weight: torch.Tensor) -> None:
     """Draws a weight as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
     bound = max(weight.shape[-1], 1) ** -0.5

@@ -206,6 +206,12 @@ def test_what_cannot_be_is_refused(seed):
         layer(torch.ones(()))
     with pytest.raises(TypeError, match=r"input: got list, expected a torch\.Tensor"):
         layer([1.0])
+    with pytest.raises(TypeError, match=r"input: got a nested tensor, expected a dense"):
+        layer(torch.nested.nested_tensor([torch.ones(4, 200)] * 2, layout=torch.jagged))
+    with pytest.raises(TypeError, match=r"input: got layout torch\.sparse_coo, expected a dense"):
+        layer(torch.ones(4, 200).to_sparse())
+    with pytest.raises(TypeError, match=r"input: got dtype torch\.float64, accepted are torch\.float16"):
+        layer(torch.ones(4, 200, dtype=torch.float64))
     for options, error, message in (
         ({"dtype": ["fp8"]}, TypeError, r"dtype: got \['fp8'\], accepted are"),
         ({"dtype": "fp4"}, TypeError, "dtype: got 'fp4', accepted are 'fp8', 'e4m3', 'e5m2', 'int8' and torch"),

@@ -431,21 +431,26 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
             where there are such).
 
     Raises:
-        TypeError: no tensor in what a model returns.
+        TypeError: no module, or no tensor in what a model returns.
+        ValueError: the models return tensors of different shapes.
     """
+    replacing.check(model, None)
+    replacing.check(quantized, None, "quantized")
     layers: list[LayerError] = []
     replaced = {name: each for name, each in quantized.named_modules() if isinstance(each, Fp8Linear)}
 
     def watch(name: str) -> Callable[..., None]:
-        def look(module: torch.nn.Module, given: tuple[Any, ...], result: torch.Tensor) -> None:
-            error, worst, _ = _distance(replaced[name].forward(given[0]), result)
+        def look(module: Any, given: tuple[Any, ...], named: dict[str, Any], result: torch.Tensor) -> None:
+            error, worst, _ = _distance(replaced[name].forward(*given, **named), result)
             layers.append(LayerError(name, error, worst))
 
         return look
 
     originals = {name: each for name, each in model.named_modules() if name in replaced}
     handles = [
-        each.register_forward_hook(watch(name)) for name, each in originals.items() if not isinstance(each, Fp8Linear)
+        each.register_forward_hook(watch(name), with_kwargs=True)
+        for name, each in originals.items()
+        if not isinstance(each, Fp8Linear)
     ]
     with torch.no_grad():
         try:
@@ -453,7 +458,13 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
         finally:
             for handle in handles:
                 handle.remove()
-        error, _, cosine = _distance(_output(quantized(*inputs, **options)), want)
+        got = _output(quantized(*inputs, **options))
+        if got.shape != want.shape:
+            shapes = tuple(got.shape), tuple(want.shape)
+            raise ValueError(
+                f"quantized: it returned a tensor of shape {shapes[0]}, expected that of model, {shapes[1]}"
+            )
+        error, _, cosine = _distance(got, want)
     return Comparison(error, cosine, tuple(sorted(layers, key=lambda layer: -layer.error)))
 
 

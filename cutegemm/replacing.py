@@ -17,10 +17,10 @@ _ACTIVATION_CLASSES = {
 """Names of classes in transformers, which need not be installed; what they compute is tried."""
 
 
-def check(model: Any, where: Any) -> None:
-    """Raises TypeError unless `model` is a module, and `where` None or callable."""
+def check(model: Any, where: Any, name: str = "model") -> None:
+    """Raises TypeError unless the model called `name` is a module, and `where` None or callable."""
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: got {_kind(model)}, expected a torch.nn.Module")
+        raise TypeError(f"{name}: got {_kind(model)}, expected a torch.nn.Module")
     if where is not None and not callable(where):
         raise TypeError(f"where: got {_kind(where)}, expected a function of a name and a module, or None")
 

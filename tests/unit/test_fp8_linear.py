@@ -402,3 +402,29 @@ def test_scaled_mm_refuses_what_it_does_not_serve():
     ):
         with pytest.raises(error, match=message):
             call(**changes)
+
+
+class ByKeyword(torch.nn.Module):
+    def __init__(self, columns: int = 6):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, columns)
+
+    def forward(self, x):
+        return self.layer(input=x)
+
+
+def test_compare_sees_layers_that_are_called_by_keyword():
+    reference, x = ByKeyword(), torch.randn(5, 16)
+    found = cutegemm.nn.compare(reference, cutegemm.nn.replace_linears(copy.deepcopy(reference), dtype="fp8"), x)
+    assert [each.name for each in found.layers] == ["layer"]
+    assert 0 < found.error < 0.1
+
+
+def test_compare_names_what_it_cannot_compare():
+    reference, x = ByKeyword(), torch.randn(5, 16)
+    with pytest.raises(TypeError, match=r"^model: got int, expected a torch\.nn\.Module"):
+        cutegemm.nn.compare(1, reference, x)
+    with pytest.raises(TypeError, match=r"^quantized: got NoneType, expected a torch\.nn\.Module"):
+        cutegemm.nn.compare(reference, None, x)
+    with pytest.raises(ValueError, match=r"^quantized: .* shape \(5, 3\), expected that of model, \(5, 6\)"):
+        cutegemm.nn.compare(reference, ByKeyword(3), x)

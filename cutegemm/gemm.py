@@ -165,7 +165,7 @@ def gemm(
         if constant is not None:
             programs.refuse_constant(constant)
         return programs.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
-    if operands != () or save is not None:
+    if operands.__class__ is not tuple or operands or save is not None:
         programs.refuse_alone({"operands": operands, "save": save})
     if _is_dynamo_compiling():
         request.check_number("alpha", alpha)

@@ -15,14 +15,13 @@ from torch.autograd import forward_ad
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import dtypes, program_request, request
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, scaled, transforms
+from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, programs, scaled, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
 from cutegemm.pytorch.registering import carried, few
 from cutegemm.run import grouped
 
-SAVES = (None, "outputs", "recompute")
 _BIASES = frozenset(dtypes.torch_dtype(name) for name in dtypes.TERMS) | {torch.int32}
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -123,8 +122,7 @@ def grouped_gemm(
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         NotImplementedError: a tensor carries a tangent of forward mode.
     """
-    if save not in SAVES:
-        raise ValueError(f"save: got {save!r}, accepted are None, 'outputs', 'recompute'")
+    programs.check_save(save)
     for name, each in (("a", a), ("b", b)):
         request.check_type(name, each)
         if each.is_nested:

@@ -116,7 +116,7 @@ class MoE(torch.nn.Module):
         precision: str | None, backend: str,
     ) -> None:  # fmt: skip
         check_activation(activation)
-        replacing.check_options(precision, backend)
+        _check_options(precision, backend)
         if router is not None and not isinstance(router, torch.nn.Module):
             raise TypeError(f"router: got {type(router).__name__}, expected a torch.nn.Module or None")
         self.gate_up_proj, self.down_proj, self.router = gate_up, down, router
@@ -216,7 +216,16 @@ def replace_moe(
         TypeError: no module, or a `where` that cannot be called.
         ValueError: no such precision or backend; `model` is left as it was.
     """
+    replacing.check(model, where)
+    _check_options(precision, backend)
     return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced)
+
+
+def _check_options(precision: Any, backend: Any) -> None:
+    """Raises ValueError for a precision that products in groups have not, with which every call would fail."""
+    replacing.check_options(precision, backend)
+    if precision not in (None, "ieee", "tf32"):
+        raise ValueError(f"precision: got {precision!r}; products in groups accept None, 'ieee' and 'tf32'")
 
 
 def _fit(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:

@@ -154,12 +154,15 @@ def replace_linears(
         `model`, or its replacement when it is a torch.nn.Linear itself.
 
     Raises:
-        TypeError: `model` is no module, `where` cannot be called, or there is no such dtype.
+        TypeError: `model` is no module, `where` cannot be called, `constant_weights` is no bool, or there is no such
+            dtype.
         ValueError: no such precision, backend, scaling or accumulate, or arguments that do not go together. After
             either error `model` is as it was.
     """
     replacing.check(model, where)
     replacing.check_options(precision, backend)
+    if not isinstance(constant_weights, bool):
+        raise TypeError(f"constant_weights: got {type(constant_weights).__name__}, accepted are True and False")
     if dtype is not None:
         Settings.of(dtype, scaling, None, accumulate, backend)
         if precision is not None:
@@ -168,7 +171,7 @@ def replace_linears(
             raise ValueError(
                 "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
             )
-    elif scaling != "rows" or accumulate is not None:
+    elif not request.is_one_of(scaling, ("rows",)) or accumulate is not None:
         raise ValueError("scaling, accumulate: they are for quantized layers; pass dtype='fp8' or 'int8'")
     made: dict[int, torch.nn.Module] = {}
 
@@ -277,14 +280,14 @@ class SwiGLU(torch.nn.Module):
 
         Raises TypeError or ValueError for an input that is no such tensor.
         """
-        if not isinstance(input, torch.Tensor) or input.is_nested:
-            what = "a nested tensor" if isinstance(input, torch.Tensor) else type(input).__name__
-            raise TypeError(f"input: got {what}, expected a dense torch.Tensor")
+        replacing.check_input(input, self.gate_up_weight)
         columns = self.gate_up_weight.shape[-1]
         if input.dim() == 0 or input.shape[-1] != columns:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {columns})")
         if input.dtype not in DTYPES:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {', '.join(map(str, DTYPES))}")
+        if input.dtype != (own := self.gate_up_weight.dtype) and not torch.is_autocast_enabled(input.device.type):
+            raise TypeError(f"input: got dtype {input.dtype}, expected that of gate_up_weight, {own}")
         rows = input.reshape(leading_extent(input), columns) if input.dim() != 2 else input
         result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
         return result.view(*input.shape[:-1], self.down_weight.shape[0])

@@ -9,13 +9,16 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
+from cutegemm import replacing
 from cutegemm.gemm import gemm
 from cutegemm.linear import leading_extent
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import (
     ACCEPTED,
+    ACCEPTED_INPUTS,
     BLOCK,
     FORMATS,
+    INPUTS,
     NAMED,
     PITCH,
     new_values,
@@ -54,13 +57,14 @@ class Settings(NamedTuple):
             names = ", ".join(map(repr, DTYPES))
             raise TypeError(f"dtype: got {request.shown(dtype)}, accepted are {names} and {ACCEPTED}")
         both = (scaling, scaling) if isinstance(scaling, str) else scaling
-        if not isinstance(both, tuple) or len(both) != 2 or any(each not in SCALINGS for each in both):
+        if not isinstance(both, tuple) or len(both) != 2 or not all(request.is_one_of(each, SCALINGS) for each in both):
             accepted = ", ".join(map(repr, SCALINGS))
             raise ValueError(
                 f"scaling: got {request.shown(scaling)}, accepted are {accepted} and a pair, for inputs and weights"
             )
         request.check_activation(activation)
-        if accumulate not in (None, "promoted", "fast") or (accumulate == "fast" and chosen == torch.int8):
+        known = accumulate is None or request.is_one_of(accumulate, ("promoted", "fast"))
+        if not known or (accumulate == "fast" and chosen == torch.int8):
             raise ValueError(
                 f"accumulate: got {request.shown(accumulate)}, accepted are None, 'promoted' and, for fp8, 'fast'"
             )
@@ -118,6 +122,10 @@ class Fp8Linear(torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         settings = Settings.of(dtype, scaling, activation, accumulate, backend)
+        if bias_dtype is not None and not isinstance(bias_dtype, torch.dtype):
+            raise TypeError(f"bias_dtype: got {request.shown(bias_dtype)}, expected a torch.dtype or None")
+        in_features = replacing.as_size("in_features", in_features)
+        out_features = replacing.as_size("out_features", out_features)
         linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype)
         super().__init__()
         self._fill(linear.weight, linear.bias, settings)
@@ -143,7 +151,7 @@ class Fp8Linear(torch.nn.Module):
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
         autocast's.
         """
-        request.check_type("input", input)
+        replacing.check_input(input, self.weight)
         if input.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "input: it requires grad, and Fp8Linear passes no gradient on (a straight-through estimate belongs to "
@@ -151,12 +159,11 @@ class Fp8Linear(torch.nn.Module):
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
-        request.check_device("input", input, self.weight.device, "weight")
         kind = input.device.type
-        if kind == "meta":
-            raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
+        if input.dtype not in INPUTS:
+            raise TypeError(f"input: got dtype {input.dtype}, accepted are {ACCEPTED_INPUTS}")
         settings = self.settings
         rows = input.reshape(leading_extent(input), self.in_features)
         # Backends that take no part in quantization leave it to the best one there is.
@@ -424,21 +431,26 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
             where there are such).
 
     Raises:
-        TypeError: no tensor in what a model returns.
+        TypeError: no module, or no tensor in what a model returns.
+        ValueError: the models return tensors of different shapes.
     """
+    replacing.check(model, None)
+    replacing.check(quantized, None, "quantized")
     layers: list[LayerError] = []
     replaced = {name: each for name, each in quantized.named_modules() if isinstance(each, Fp8Linear)}
 
     def watch(name: str) -> Callable[..., None]:
-        def look(module: torch.nn.Module, given: tuple[Any, ...], result: torch.Tensor) -> None:
-            error, worst, _ = _distance(replaced[name].forward(given[0]), result)
+        def look(module: Any, given: tuple[Any, ...], named: dict[str, Any], result: torch.Tensor) -> None:
+            error, worst, _ = _distance(replaced[name].forward(*given, **named), result)
             layers.append(LayerError(name, error, worst))
 
         return look
 
     originals = {name: each for name, each in model.named_modules() if name in replaced}
     handles = [
-        each.register_forward_hook(watch(name)) for name, each in originals.items() if not isinstance(each, Fp8Linear)
+        each.register_forward_hook(watch(name), with_kwargs=True)
+        for name, each in originals.items()
+        if not isinstance(each, Fp8Linear)
     ]
     with torch.no_grad():
         try:
@@ -446,7 +458,13 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
         finally:
             for handle in handles:
                 handle.remove()
-        error, _, cosine = _distance(_output(quantized(*inputs, **options)), want)
+        got = _output(quantized(*inputs, **options))
+        if got.shape != want.shape:
+            shapes = tuple(got.shape), tuple(want.shape)
+            raise ValueError(
+                f"quantized: it returned a tensor of shape {shapes[0]}, expected that of model, {shapes[1]}"
+            )
+        error, _, cosine = _distance(got, want)
     return Comparison(error, cosine, tuple(sorted(layers, key=lambda layer: -layer.error)))
 
 

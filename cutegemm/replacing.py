@@ -17,10 +17,10 @@ _ACTIVATION_CLASSES = {
 """Names of classes in transformers, which need not be installed; what they compute is tried."""
 
 
-def check(model: Any, where: Any) -> None:
-    """Raises TypeError unless `model` is a module, and `where` None or callable."""
+def check(model: Any, where: Any, name: str = "model") -> None:
+    """Raises TypeError unless the model called `name` is a module, and `where` None or callable."""
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model: got {_kind(model)}, expected a torch.nn.Module")
+        raise TypeError(f"{name}: got {_kind(model)}, expected a torch.nn.Module")
     if where is not None and not callable(where):
         raise TypeError(f"where: got {_kind(where)}, expected a function of a name and a module, or None")
 
@@ -29,6 +29,17 @@ def check_options(precision: Any, backend: Any) -> None:
     """Raises ValueError for an unknown precision or backend."""
     request.check_precision(precision)
     backends.check_name(backend)
+
+
+def check_input(input: Any, weight: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless a layer's input is a dense tensor with memory, where its weight is."""
+    request.check_type("input", input)
+    if input.is_nested or input.layout != torch.strided:
+        what = "a nested tensor" if input.is_nested else f"layout {input.layout}"
+        raise TypeError(f"input: got {what}, expected a dense (strided) torch.Tensor")
+    request.check_device("input", input, weight.device, "the weight")
+    if input.is_meta:
+        raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
 
 
 def draw(weight: torch.Tensor) -> None:

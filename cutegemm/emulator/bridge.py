@@ -114,7 +114,7 @@ def emulate(
 
 
 def _environment_seed() -> int:
-    text = os.environ.get("CUTEGEMM_EMULATOR_SEED", "0")
+    text = os.environ.get("CUTEGEMM_EMULATOR_SEED") or "0"
     if not text.isdecimal():
         raise ValueError(f"CUTEGEMM_EMULATOR_SEED: got {text!r}, accepted is a number of at least 0")
     return int(text)

@@ -77,7 +77,7 @@ def describe(
         TypeError, ValueError: naming the argument, what was given and what is accepted.
     """
     refuse_products(a)
-    if out_dtype == torch.int32:
+    if out_dtype is torch.int32:
         raise ValueError("out_dtype: got torch.int32 with an epilogue or scales; it is for the plain product of int8")
     asked = request.describe(a, b, None, 1.0, 0.0, None, None, None, out_dtype, precision)
     plain = asked.problem.transposed() if asked.swapped else asked.problem

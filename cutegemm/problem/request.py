@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +133,7 @@ def with_constant(asked: Request, constant: Any) -> Request:
 
 def check_constant(constant: Any) -> None:
     """Raises ValueError unless it names an operand, or none."""
-    if constant is not None and constant not in CONSTANTS:
+    if constant is not None and not is_one_of(constant, CONSTANTS):
         raise ValueError(f"constant: got {shown(constant)}, accepted are None, 'a' and 'b'")
 
 
@@ -264,15 +265,20 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def is_one_of(value: Any, names: Collection[str]) -> bool:
+    """Whether it is one of the names; an array or a tensor, which compares element by element, is none."""
+    return isinstance(value, str) and value in names
+
+
 def check_activation(activation: Any) -> None:
     """Raises ValueError unless it is None or one of `ACTIVATIONS`."""
-    if activation is not None and not (isinstance(activation, str) and activation in ACTIVATIONS):
+    if activation is not None and not is_one_of(activation, ACTIVATIONS):
         raise ValueError(f"activation: got {shown(activation)}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
 
 
 def check_precision(precision: Any) -> None:
     """Raises ValueError unless it is None or one of `PRECISIONS`."""
-    if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
+    if precision is not None and not is_one_of(precision, PRECISIONS):
         raise ValueError(f"precision: got {shown(precision)}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
 
 

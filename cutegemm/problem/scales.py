@@ -56,7 +56,7 @@ def recipes(
 def asked(scaling: Any, scale_a: Any, scale_b: Any) -> tuple[str | None, str | None]:
     """The recipes that a call names for A and B. Raises ValueError where `scaling` names none, or there is no scale."""
     both = scaling if isinstance(scaling, (tuple, list)) else (scaling, scaling)
-    if len(both) != 2 or any(each is not None and each not in RECIPES for each in both):
+    if len(both) != 2 or any(each is not None and not request.is_one_of(each, RECIPES) for each in both):
         accepted = ", ".join(map(repr, RECIPES))
         raise ValueError(f"scaling: got {request.shown(scaling)}, accepted are None, {accepted}, and a pair of these")
     if scaling is not None and scale_a is None and scale_b is None:

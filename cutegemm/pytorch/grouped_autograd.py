@@ -211,8 +211,9 @@ class _Backward:
         return self.product(a.mT, dacc, self.like_b)
 
     def product(self, x: torch.Tensor, y: torch.Tensor, like: Like) -> torch.Tensor:
-        """x @ y in groups, in the dtype and memory order of `like`."""
-        if like.stride(-2) == 1 and like.stride(-1) != 1:
+        """x @ y in groups, in the dtype and, but for masked products, memory order of `like`."""
+        # Counts are of rows: those of the transpose are others.
+        if self.work != MASKED and like.stride(-2) == 1 and like.stride(-1) != 1:
             return self.call(y.mT, x.mT, self.plain, PRODUCT, (), like.dtype)[0].mT
         return self.call(x, y, self.plain, PRODUCT, (), like.dtype)[0]
 

@@ -23,6 +23,7 @@ from cutegemm.pytorch import autograd, sharded
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_gradients import needed, recording
+from cutegemm.run import float32
 
 GATES = {"silu": ops.swiglu, "gelu": ops.geglu, "gelu_tanh": ops.geglu_tanh, "relu": ops.reglu}
 """Activation -> the epilogue on [gate; up]."""
@@ -71,6 +72,8 @@ def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tens
         with torch._C._DisableAutocast():
             return gated_mlp(x, gate_up, down, settings._replace(precision=cast["precision"]))
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, gate_up, down)):
+        if settings.precision is None and float32.in_use:  # gradients have the precision of now
+            settings = settings._replace(precision=float32.default(x, settings.backend))
         return _record(x, gate_up, down, settings)
     return settings.composed(x, gate_up, down)
 
@@ -125,7 +128,7 @@ class GatedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, gate_up, down, h, gate, up = ctx.saved_tensors
-        settings: Settings = ctx.settings
+        settings: Settings = ctx.settings._replace(precision=float32.of_gradients(ctx.settings.precision))
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return *autograd.recorded_gradients(settings.composed, (x, gate_up, down), needs[:3], grad), None

@@ -47,7 +47,9 @@ _has_transforms = torch._C._are_functorch_transforms_active
 
 
 def refuse_terms(c: Any, alpha: Any, beta: Any, bias: Any, activation: Any) -> None:
-    """Raises ValueError for terms of the fixed epilogue next to a program."""
+    """Raises ValueError for terms of the fixed epilogue next to a program, TypeError for what is no number."""
+    request.check_number("alpha", alpha)
+    request.check_number("beta", beta)
     if c is not None or bias is not None or activation is not None or alpha != 1 or beta != 0:
         raise ValueError(
             "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
@@ -63,14 +65,15 @@ def refuse_constant(constant: Any) -> None:
 
 def check_save(save: Any) -> None:
     """Raises ValueError for a `save` that `gemm` does not take."""
-    if save is not None and save not in SAVES:
-        raise ValueError(f"save: got {save!r}, accepted are None, {', '.join(map(repr, SAVES))}")
+    if save is not None and not request.is_one_of(save, SAVES):
+        raise ValueError(f"save: got {request.shown(save)}, accepted are None, {', '.join(map(repr, SAVES))}")
 
 
 def refuse_alone(options: dict[str, Any]) -> None:
     """Raises ValueError for what goes with an epilogue only."""
     for name in ("operands", "save"):
-        if options.get(name, ()) not in ((), None):
+        value = options.get(name)
+        if value is not None and not (isinstance(value, (tuple, list)) and len(value) == 0):
             raise ValueError(
                 f"{name}: it is given without an epilogue, which it is for; pass epilogue=, or leave {name} away"
             )

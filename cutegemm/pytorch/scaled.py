@@ -36,13 +36,14 @@ SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
 
 def precision_of(a: Any, precision: str | None, accumulate: Any) -> str | None:
     """The precision that says how sums are accumulated. Raises ValueError for what a's dtype does not have."""
-    if accumulate is None or accumulate == "promoted":
+    if accumulate is not None and not request.is_one_of(accumulate, ACCUMULATIONS):
+        accepted = ", ".join(map(repr, ACCUMULATIONS))
+        raise ValueError(f"accumulate: got {request.shown(accumulate)}, accepted are None, {accepted}")
+    request.check_precision(precision)
+    if accumulate != "fast":
         if accumulate and precision == "fast":
             raise ValueError("accumulate: got 'promoted' with precision 'fast'; leave precision away")
         return precision
-    if accumulate != "fast":
-        accepted = ", ".join(map(repr, ACCUMULATIONS))
-        raise ValueError(f"accumulate: got {request.shown(accumulate)}, accepted are None, {accepted}")
     if isinstance(a, torch.Tensor) and a.dtype in _NEVER_PROMOTED:
         having = ", ".join(f"torch.{row.torch_name}" for row in TABLE.values() if "fast" in row.units)
         raise ValueError(f"accumulate: got 'fast' for {a.dtype}, whose sums are never promoted; it applies to {having}")
@@ -82,7 +83,7 @@ def compute(
     """`gemm` with a scale or two; see there."""
     tensors = a, b, c, bias, scale_a, scale_b
     program_request.check_operands(operands)
-    if epilogue is None and (operands != () or save is not None):
+    if epilogue is None:
         programs.refuse_alone({"operands": operands, "save": save})
     tracing = _is_dynamo_compiling()
     # With `out` an eager call under a dispatch mode becomes gemm_program_out, with the scales among its operands.

@@ -36,10 +36,11 @@ def set_float32_precision(precision: str) -> None:
         precision: "ieee" (the state at the start), "tf32", "tf32x3", "bf16x6" or "bf16x9"; see `gemm` and
             docs/precision.md.
 
-    It concerns `gemm`, `linear`, the modules of `cutegemm.nn` and torch.ops.cutegemm.gemm, with backend "auto" on CUDA
-    tensors and with backend "cute"; other backends, and torch on CPU tensors, stay with IEEE. Gradients of a product
-    have the precision that the product had. Calls that torch.compile has compiled are compiled anew. A GPU without such
-    kernels raises UnsupportedError, as if the call had named the precision.
+    It concerns `gemm`, `linear`, the modules of `cutegemm.nn` (of `MoE` the router alone) and torch.ops.cutegemm.gemm,
+    with backend "auto" on CUDA tensors and with backend "cute"; other backends, products in groups, and torch on CPU
+    tensors, stay with IEEE. Gradients of a product have the precision that the product had. Calls that torch.compile
+    has compiled are compiled anew. A GPU without such kernels raises UnsupportedError, as if the call had named the
+    precision.
 
     Raises:
         ValueError: no such precision.

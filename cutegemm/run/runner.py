@@ -83,6 +83,7 @@ class Call(NamedTuple):
 
     def _plan(self, state: planning.State | None) -> Plan:
         asked, known = self.request, state and state.winners
+        backends.check_name(self.backend)
         on_cpu = asked.device == _CPU
         arch: Arch | None = None
         if not on_cpu:

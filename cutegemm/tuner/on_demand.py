@@ -116,7 +116,7 @@ def wanted() -> bool:
 
 def _budget() -> float:
     """Seconds of a search under `CUTEGEMM_TUNE=1`. Raises ValueError unless `CUTEGEMM_TUNE_BUDGET` is positive."""
-    text = os.environ.get("CUTEGEMM_TUNE_BUDGET", str(BUDGET))
+    text = os.environ.get("CUTEGEMM_TUNE_BUDGET") or str(BUDGET)
     try:
         budget = float(text)
     except ValueError:

@@ -189,7 +189,8 @@ class WinnersFile:
                     source.backup(memory)
             if memory.execute("PRAGMA quick_check").fetchone() != ("ok",):
                 raise sqlite3.DatabaseError("damaged")
-            self._memory = _prepared(memory)
+            _prepared(memory).execute(f"SELECT {', '.join(COLUMNS)} FROM measurement LIMIT 0")  # is it one of ours?
+            self._memory = memory
         if self._memory is None:
             memory.close()
             self._memory = _prepared(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))

@@ -13,6 +13,7 @@ from cutegemm.emulator.bridge import Progress, estimate, map_tensors, span
 from cutegemm.emulator.errors import OutOfBounds, ReadOnlyWrite
 from cutegemm.emulator.memory import Memory
 from cutegemm.run import progress
+from cutegemm.tuner import on_demand
 from tests.terminal import terminal
 from tests.waiting import wait_until
 
@@ -112,3 +113,10 @@ def test_progress_that_is_wanted_goes_to_a_log_too(monkeypatch):
     with Progress("launch 1 of 2", True, expected=80.0):
         wait_until(lambda: "launch 1 of 2: about 80 s (0 s)\n" in log.getvalue())
     assert log.getvalue().endswith("launch 1 of 2: ended after 0 s\n")
+
+
+def test_variables_that_are_set_to_nothing_are_not_set(monkeypatch):
+    for name in ("CUTEGEMM_EMULATOR_SEED", "CUTEGEMM_TUNE_BUDGET"):
+        monkeypatch.setenv(name, "")
+    assert bridge._environment_seed() == 0
+    assert on_demand._budget() == on_demand.BUDGET

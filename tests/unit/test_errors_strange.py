@@ -185,7 +185,7 @@ def test_choices(value):
         call(out_dtype=value)
 
 
-@pytest.mark.parametrize("value", [None, 1, ["cute"], np.array(["cute"]), torch.ones(2), "CUTE", ""], ids=str)
+@pytest.mark.parametrize("value", [None, 1, ["cute"], np.array(["cute", "torch"]), torch.ones(2), "CUTE", ""], ids=str)
 def test_backends(value):
     with pytest.raises(
         ValueError, match=r"^backend: got .*accepted are 'auto', 'cute', 'cutlass2x', 'legacy', 'torch'"
@@ -284,3 +284,51 @@ def test_configurations_that_no_kernel_can_have():
     for text in ("cutlass2x/0x0x0/w0x0x0/s0/i1x1x1/id1", "cutlass2x/64x64x8/w32x32x8/s2/i1x1x1/id1/k0"):
         with pytest.raises(cutegemm.UnsupportedError, match="cannot serve"):
             call(backend="cutlass2x", config=text)
+
+
+ARRAYS = [np.array(["rows", "fast"]), np.ones(0), np.ones((2, 3)), torch.ones(3)]
+"""What compares element by element, so that no comparison tells whether it is one of some names, or is 1."""
+
+
+@pytest.mark.parametrize("value", ARRAYS, ids=["texts", "empty", "numbers", "tensor"])
+def test_arrays_in_the_place_of_names_and_numbers(value):
+    one = torch.ones(())
+    bytes_ = {"a": torch.ones(4, 8).to(torch.float8_e4m3fn), "b": torch.ones(8, 6).to(torch.float8_e4m3fn)}
+    program = {"epilogue": cutegemm.ops.silu}
+    groups = {"a": torch.ones(4, 8), "b": torch.ones(2, 8, 6), "offsets": torch.tensor([1, 4], dtype=torch.int32)}
+    for function, argument, given in (
+        (call, "operands", {}),
+        (call, "save", {}),
+        (call, "constant", {}),
+        (call, "backend", {}),
+        (call, "accumulate", {}),
+        (call, "scaling", {}),
+        (call, "save", program),
+        (call, "alpha", program),
+        (call, "beta", program),
+        (call, "out_dtype", program),
+        (call, "backend", program),
+        (call, "precision", {**bytes_, "scale_a": one}),
+        (call, "scaling", {**bytes_, "scale_a": one}),
+        (call, "accumulate", {**bytes_, "scale_a": one}),
+        (cutegemm.grouped_gemm, "save", groups),
+        (cutegemm.grouped_gemm, "backend", groups),
+        (cutegemm.nn.Fp8Linear, "accumulate", {"in_features": 4, "out_features": 3}),
+        (cutegemm.nn.Fp8Linear, "scaling", {"in_features": 4, "out_features": 3}),
+        (cutegemm.nn.Fp8Linear, "bias_dtype", {"in_features": 4, "out_features": 3}),
+        (cutegemm.nn.Fp8Linear, "in_features", {"out_features": 3}),
+        (cutegemm.nn.replace_linears, "scaling", {"model": torch.nn.Linear(3, 3)}),
+        (cutegemm.nn.replace_linears, "constant_weights", {"model": torch.nn.ReLU()}),
+    ):
+        with pytest.raises((TypeError, ValueError), match=rf"^{argument}\b.*: (got|it is given|they are)"):
+            function(**{**given, argument: value})
+
+
+@pytest.mark.parametrize("operands", [None, [], ()])
+def test_no_operands_are_none_in_any_form(operands):
+    assert call(operands=operands).shape == (M, N)
+
+
+def test_a_bool_is_no_alpha_of_an_epilogue():
+    with pytest.raises(TypeError, match=r"^alpha: got bool"):
+        call(epilogue=cutegemm.ops.silu, alpha=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm.pytorch import autograd
 from cutegemm.run import call, float32
 
 A, B = torch.ones(8, 8), torch.ones(8, 8)
@@ -76,6 +77,34 @@ def test_gradients_have_the_precision_of_their_product(planned, monkeypatch):
     planned.clear()
     d.sum().backward()
     assert planned == ["bf16x6"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "again"), [("bf16x6", False), ("ieee", False), (None, False), ("ieee", True), (None, True)]
+)
+def test_gradients_of_a_gated_mlp_have_the_precision_of_its_products(monkeypatch, forward, again):
+    """First and second ones, whatever the default is by then. None: nobody has asked for a precision yet."""
+    torch.manual_seed(0)
+    layer = cutegemm.nn.SwiGLU(8, 16, backend="cute")
+    seen = []
+
+    def product(a, b, **options):
+        seen.append(options["precision"] or (cutegemm.get_float32_precision() if float32.in_use else "ieee"))
+        return gemm(a, b, **{**options, "backend": "auto", "precision": None})
+
+    gemm = autograd._gemm
+    monkeypatch.setattr(autograd, "_gemm", product)
+    x = torch.randn(4, 8, requires_grad=True)
+    if forward is not None:
+        with cutegemm.float32_precision("tf32"), cutegemm.float32_precision(forward):
+            y = layer(x)
+    else:
+        y = layer(x)
+    with cutegemm.float32_precision("tf32"):
+        gradient = torch.autograd.grad(y.square().sum(), x, create_graph=again)[0]
+        if again:
+            gradient.square().sum().backward()
+    assert set(seen) == {forward or "ieee"}
 
 
 def test_threads_have_their_own_and_an_error_ends_a_context():

@@ -206,6 +206,12 @@ def test_what_cannot_be_is_refused(seed):
         layer(torch.ones(()))
     with pytest.raises(TypeError, match=r"input: got list, expected a torch\.Tensor"):
         layer([1.0])
+    with pytest.raises(TypeError, match=r"input: got a nested tensor, expected a dense"):
+        layer(torch.nested.nested_tensor([torch.ones(4, 200)] * 2, layout=torch.jagged))
+    with pytest.raises(TypeError, match=r"input: got layout torch\.sparse_coo, expected a dense"):
+        layer(torch.ones(4, 200).to_sparse())
+    with pytest.raises(TypeError, match=r"input: got dtype torch\.float64, accepted are torch\.float16"):
+        layer(torch.ones(4, 200, dtype=torch.float64))
     for options, error, message in (
         ({"dtype": ["fp8"]}, TypeError, r"dtype: got \['fp8'\], accepted are"),
         ({"dtype": "fp4"}, TypeError, "dtype: got 'fp4', accepted are 'fp8', 'e4m3', 'e5m2', 'int8' and torch"),
@@ -396,3 +402,29 @@ def test_scaled_mm_refuses_what_it_does_not_serve():
     ):
         with pytest.raises(error, match=message):
             call(**changes)
+
+
+class ByKeyword(torch.nn.Module):
+    def __init__(self, columns: int = 6):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, columns)
+
+    def forward(self, x):
+        return self.layer(input=x)
+
+
+def test_compare_sees_layers_that_are_called_by_keyword():
+    reference, x = ByKeyword(), torch.randn(5, 16)
+    found = cutegemm.nn.compare(reference, cutegemm.nn.replace_linears(copy.deepcopy(reference), dtype="fp8"), x)
+    assert [each.name for each in found.layers] == ["layer"]
+    assert 0 < found.error < 0.1
+
+
+def test_compare_names_what_it_cannot_compare():
+    reference, x = ByKeyword(), torch.randn(5, 16)
+    with pytest.raises(TypeError, match=r"^model: got int, expected a torch\.nn\.Module"):
+        cutegemm.nn.compare(1, reference, x)
+    with pytest.raises(TypeError, match=r"^quantized: got NoneType, expected a torch\.nn\.Module"):
+        cutegemm.nn.compare(reference, None, x)
+    with pytest.raises(ValueError, match=r"^quantized: .* shape \(5, 3\), expected that of model, \(5, 6\)"):
+        cutegemm.nn.compare(reference, ByKeyword(3), x)

@@ -172,9 +172,10 @@ def weighted(acc, row, group):
 
 @pytest.mark.parametrize("work", WORKS)
 @pytest.mark.parametrize("save", [None, "recompute"])
-def test_gradients_are_those_of_torch(work, save, seed):
-    """First and second ones; operands too: a number a row and a row a group."""
-    case = GroupCase.random(work, [3, 0, 7, 2], 12, 6, 5, "fp32", seed=seed)
+@pytest.mark.parametrize("majors", ["tt", "nn"])
+def test_gradients_are_those_of_torch(work, save, majors, seed):
+    """First and second ones; operands too: a number a row and a row a group. Gradients lie as their operands do."""
+    case = GroupCase.random(work, [3, 0, 7, 2], 12, 6, 5, "fp32", seed=seed, majors=majors)
     torch.manual_seed(seed)
     a, b = (torch.randn_like(each).requires_grad_() for each in (case.a, case.b))
     operands, options = [], {}

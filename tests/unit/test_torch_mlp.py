@@ -213,7 +213,7 @@ def test_extents_of_zero(sizes, shape):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (None, TypeError, "input: got NoneType, expected a dense torch.Tensor"),
+        (None, TypeError, "input: got NoneType, expected a torch.Tensor"),
         (torch.ones(()), ValueError, "input: got shape (), expected (..., 8)"),
         (torch.ones(5), ValueError, "input: got shape (5,), expected (..., 8)"),
         (
@@ -221,6 +221,9 @@ def test_extents_of_zero(sizes, shape):
             TypeError,
             "input: got dtype torch.float64, accepted are",
         ),
+        (torch.ones(2, 8).half(), TypeError, "input: got dtype torch.float16, expected that of gate_up_weight, torch."),
+        (torch.ones(2, 8).to_sparse(), TypeError, "input: got layout torch.sparse_coo, expected a dense (strided)"),
+        (torch.ones(2, 8, device="meta"), ValueError, "input: it is on meta, expected the device of the weight, cpu"),
     ],
 )
 def test_an_input_that_is_none_is_named(given, error, message):

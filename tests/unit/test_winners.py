@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import subprocess
@@ -124,6 +125,19 @@ def test_damaged_file_is_set_aside(store):
         store.record(row())
     assert store.best("H200", 132, "p") is not None
     assert [p.name for p in store.path.parent.glob("*.damaged-*")]
+
+
+@pytest.mark.parametrize("script", ["DROP TABLE measurement", "ALTER TABLE measurement RENAME COLUMN gpu TO card"])
+def test_a_file_of_another_shape_is_not_used(store, script):
+    """Its number of the schema is ours: somebody else has changed it. gemm raised SQLite's "no such column"."""
+    store.record(row())
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute(script)
+    for each in (store, Winners(store.path)):
+        with pytest.warns(WinnersWarning, match="cannot be used .*no such"):
+            assert each.rows() == []
+        each.record(row())
+        assert len(each.rows()) == 1
 
 
 def test_what_can_be_read_of_a_damaged_file_is_kept(store):

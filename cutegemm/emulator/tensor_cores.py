@@ -93,13 +93,15 @@ def multiplied_as_halves(kind: str, target: str) -> bool:
     return kind in ("e4m3", "e5m2") and target_number(target) // 10 == 9
 
 
-def add_products(a: np.ndarray, b: np.ndarray, c: np.ndarray, rule: Rule, kind: str, half: bool = False) -> np.ndarray:
+def add_products(
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, rule: Rule, kind: str, half: bool = False, kind_b: str | None = None
+) -> np.ndarray:
     """a @ b + c as tensor cores compute it, step by step along K.
 
     Args:
         a, b: fp32 values of the operand type, (batch, rows, k) and (batch, k, columns).
         c: accumulators in fp32, (batch, rows, columns).
-        rule: how a step adds. kind: the operand type, a key of `numerics.FORMATS`.
+        rule: how a step adds. kind: the operand type, a key of `numerics.FORMATS`; kind_b: b's, where it is another.
         half: the accumulators are fp16: each step's sum is rounded to nearest even.
 
     Returns:
@@ -108,7 +110,7 @@ def add_products(a: np.ndarray, b: np.ndarray, c: np.ndarray, rule: Rule, kind: 
     if _exact(a, b, c, 1 << (11 if half else rule.significand)):
         return np.matmul(a, b) + c
     batch, rows, columns = c.shape
-    ea, eb = _exponents(a, kind), _exponents(b, kind)
+    ea, eb = _exponents(a, kind), _exponents(b, kind_b or kind)
     out = np.empty(c.shape, F4)
     if columns <= 16 and batch > 1:  # small matrices: the batch lies innermost
         part = max(_BLOCK // (rows * columns), 1)

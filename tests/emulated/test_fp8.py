@@ -187,6 +187,23 @@ def test_sums_of_int8_are_exact(config, seed):
     check(M, N, K, a="int8", recipes=WHOLE, seed=seed, backend="cute", config=f"sm90/{config}")
 
 
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    [("H200", "sm90/64x16x128/coop1/c1x1/s3/row"), ("sm_89", "sm80/16x16x128/w16x16/s2/g1")],
+)
+def test_each_type_keeps_its_smallest_exponent(arch, config, monkeypatch):
+    """18 2^-16 - 7 2^-16: cut off where 2^-16 of e5m2 is aligned as e4m3's least numbers are."""
+    monkeypatch.setenv("CUTEGEMM_ARCH", arch)
+    a = torch.zeros(16, 32).index_put((torch.tensor([3, 3]), torch.tensor([0, 1])), torch.tensor([-18.0, -(2.0**-9)]))
+    b = torch.zeros(16, 32).index_put(
+        (torch.tensor([5, 5]), torch.tensor([0, 1])), torch.tensor([-(2.0**-16), 0.0546875])
+    )
+    d = cutegemm.gemm(
+        a.to(torch.float8_e4m3fn), b.to(torch.float8_e5m2).mT, out_dtype=torch.float32, backend="cute", config=config
+    )
+    assert d[3, 5] == 11 * 2.0**-16
+
+
 def test_odd_operands_are_packed(seed):
     """Rows of 35 bytes, and a B that is not K-major; the plan says it."""
     generator = torch.Generator().manual_seed(seed)

@@ -63,6 +63,15 @@ def test_every_rule_is_what_it_says(key, spread):
             assert got[n, r, j] == one(a[n, r], b[n, :, j], c[n, r, j], rule, kind)
 
 
+def test_a_subnormal_keeps_the_smallest_exponent_of_its_own_type():
+    """18 2^-16 - 7 2^-16: aligned to 2^-10 in e4m3 times e5m2, and to 2^-2, which cuts off bits, in e4m3 twice."""
+    a = np.array([[[-18.0, -(2.0**-9)]]], np.float32)
+    b, c = np.array([[[-(2.0**-16)], [7 * 2.0**-7]]], np.float32), np.zeros((1, 1, 1), np.float32)
+    rule = RULES["wgmma", "e4m3", "hopper"]
+    assert add_products(a, b, c, rule, "e4m3", kind_b="e5m2").item() == 11 * 2.0**-16
+    assert add_products(a, b, c, rule, "e4m3").item() == 12 * 2.0**-16
+
+
 def test_bits_are_lost_where_the_sources_say():
     """1 + 2^-24 + 2^-24 in one step: Hopper keeps two bits below fp32's and adds them, Ampere one, fp8 none."""
     a, c = np.array([[[1.0, 2.0**-12, 2.0**-12, 0]]], np.float32), np.zeros((1, 1, 1), np.float32)

@@ -69,14 +69,14 @@ def mma(g: Gen, i: Instr) -> None:
         return
     if dt == "f32" and k == 32 and tensor_cores.multiplied_as_halves(at, g.program.env.module.target):
         rule = g.keep(rule_of(g, "mma", "f16"))
-        call = f"mma_sums({fa}[:, :, AS_HALVES], {fb}[:, AS_HALVES], (np.uint32(0),) * 4, X.shape, {rule}, 'f16')"
-        t = g.let(call)
+        halves = f"{fa}[:, :, AS_HALVES], {fb}[:, AS_HALVES]"
+        t = g.let(f"mma_sums({halves}, (np.uint32(0),) * 4, X.shape, {rule}, 'f16', 'f16')")
         for n, (o, s) in enumerate(zip(d, c, strict=True)):
             g.ufunc("add", o, "f4", f"{t}[{n}].view(np.float32)", g.src(s, "f4"))
         return
     cs = ", ".join(g.src(o, "u4") for o in c)
     rule = g.keep(rule_of(g, "mma", at))
-    t = g.let(f"mma_sums({fa}, {fb}, ({cs},), X.shape, {rule}, {at!r})")
+    t = g.let(f"mma_sums({fa}, {fb}, ({cs},), X.shape, {rule}, {at!r}, {bt!r})")
     for n, o in enumerate(d):
         g.assign(o, f"{t}[{n}]", "u4")
 
@@ -127,13 +127,13 @@ def saturating_sum(x, y):
 
 
 @runtime
-def mma_sums(a, b, c, shape, rule, kind):
+def mma_sums(a, b, c, shape, rule, kind, kind_b):
     """Accumulators (registers of 32 bits: four fp32, or two of fp16 pairs) after the products of one instruction."""
     half = len(c) == 2
     words = np.stack([np.broadcast_to(x, shape) for x in c], -1)  # [C, W, 32, registers]
     values = words.view(np.float16).astype(np.float32) if half else words.view(np.float32)
     old = values.reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)  # lane: row, column pair
-    sums = tensor_cores.add_products(a, b, old, rule, kind, half)
+    sums = tensor_cores.add_products(a, b, old, rule, kind, half, kind_b)
     lanes = sums.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(*shape, 4)
     if half:
         bits = np.ascontiguousarray(numerics.f16_bits(lanes)).view(np.uint32)

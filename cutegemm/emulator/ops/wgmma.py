@@ -158,7 +158,7 @@ class Warpgroups(Groups):
         if first.spec[2] == "s8":
             table[c, w] = _whole_sums(left, right, which, old, first.instr.has("satfinite"))
         else:
-            table[c, w] = _sums(left, right, which, old, first.spec[2], acc.half)
+            table[c, w] = _sums(left, right, which, old, first.spec[2:4], acc.half)
         inside[c, w] = True
         self.fresh[acc.index][c, w] = True
         if acc.overlapping:
@@ -190,20 +190,23 @@ def _joins(one: Operation, two: Operation) -> bool:
     return bool(two.keep.all() and (one.c == two.c).all() and (one.w == two.w).all())
 
 
-def _sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, kind: str, half: bool) -> np.ndarray:
+def _sums(
+    left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, kinds: tuple[str, str], half: bool
+) -> np.ndarray:
     """left [warps, 16, k], right [groups, k, n], which [warps], old [warps, 16, n] -> new accumulators.
 
     Warps of one group come together.
     """
+    kind, kind_b = kinds
     rule = tensor_cores.RULES["wgmma", kind, "hopper"]
     groups = len(right)
     if len(which) % groups == 0 and (which == np.repeat(np.arange(groups), len(which) // groups)).all():
         k, n = right.shape[1:]
         shared = tensor_cores.add_products(
-            left.reshape(groups, -1, k), right, old.reshape(groups, -1, n), rule, kind, half
+            left.reshape(groups, -1, k), right, old.reshape(groups, -1, n), rule, kind, half, kind_b
         )
         return shared.reshape(-1, 16, n)
-    return tensor_cores.add_products(left, right[which], old, rule, kind, half)
+    return tensor_cores.add_products(left, right[which], old, rule, kind, half, kind_b)
 
 
 def _whole_sums(left: np.ndarray, right: np.ndarray, which: np.ndarray, old: np.ndarray, saturates: bool) -> np.ndarray:

@@ -365,6 +365,8 @@ def replace_mlps(
         TypeError: no module, or a `where` that cannot be called.
         ValueError: no such precision or backend; `model` is left as it was.
     """
+    replacing.check(model, where)
+    replacing.check_options(precision, backend)
     return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced)
 
 

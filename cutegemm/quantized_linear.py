@@ -23,6 +23,7 @@ from cutegemm.problem.quantization import (
     PITCH,
     new_values,
 )  # fmt: skip
+from cutegemm.pytorch.scaled import ACCUMULATIONS
 from cutegemm.quantize import dequantize, quantize
 
 SCALINGS = quantization_request.SCALINGS
@@ -63,7 +64,7 @@ class Settings(NamedTuple):
                 f"scaling: got {request.shown(scaling)}, accepted are {accepted} and a pair, for inputs and weights"
             )
         request.check_activation(activation)
-        known = accumulate is None or request.is_one_of(accumulate, ("promoted", "fast"))
+        known = accumulate is None or request.is_one_of(accumulate, ACCUMULATIONS)
         if not known or (accumulate == "fast" and chosen == torch.int8):
             raise ValueError(
                 f"accumulate: got {request.shown(accumulate)}, accepted are None, 'promoted' and, for fp8, 'fast'"

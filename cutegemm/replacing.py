@@ -119,10 +119,8 @@ def replace_gated(
         activation_in: the activation of a module that can be replaced, None for any other.
         replaced: makes the replacement of such a module, from the module, its activation, precision and backend.
 
-    Raises TypeError or ValueError for a bad argument; `model` is left as it was.
+    The caller has checked the arguments: `check`, and `check_options` or more.
     """
-    check(model, where)
-    check_options(precision, backend)
     made: dict[int, torch.nn.Module] = {}
 
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:

@@ -266,7 +266,7 @@ def shown(value: Any) -> str:
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:
-    """Whether it is one of the names; an array or a tensor, which compares element by element, is none."""
+    """Whether it is one of the names. Arrays and tensors, which compare element by element, never are."""
     return isinstance(value, str) and value in names
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from cutegemm import backend
 from cutegemm.choice import heuristics, plan
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem import text as problem_text
 from cutegemm.winners import table as winners_table
 from tests.unit.conftest import SHIPPED
 
@@ -18,11 +17,8 @@ ROWS = [row for path in TABLES for row in winners_table.load(path.read_text())]
 
 
 def problem_of(text: str) -> Problem:
-    """The problem of a row; the tables hold plain products of compact matrices."""
-    found = re.match(r"(\d+)x(\d+)x(\d+) (\w+)->.*/a([km])\d+/b([kn])\d+/", text)
-    assert found
-    majors = {"k": "t", "m": "n"}[found[5]] + {"k": "n", "n": "t"}[found[6]]
-    problem = Problem.of(int(found[1]), int(found[2]), int(found[3]), found[4], majors=majors)
+    """The problem of a row."""
+    problem = problem_text.parse(text)
     assert str(problem) == text
     return problem
 
@@ -52,19 +48,18 @@ def test_each_table_is_named_for_its_gpu():
         assert {winners_table.table_name(row.gpu) for row in winners_table.load(path.read_text())} == {path.name}
 
 
-def test_the_choice_follows_the_table(shipped):
-    for majors in ("tn", "tt"):
-        problem = Problem.of(4096, 4096, 4096, "bf16", majors=majors)
-        choice = plan.choose(problem, arch.get("H200"))
-        best = max((row for row in ROWS if row.problem == str(problem)), key=lambda row: row.ratio or 0.0)
-        assert str(choice.config) == best.config
-        assert "shipped" in choice.why
+@pytest.mark.parametrize(("gpu", "majors"), [("H200", "tn"), ("H200", "tt"), ("H100 SXM", "tn")])
+def test_the_choice_follows_the_table(shipped, gpu, majors):
+    problem = Problem.of(4096, 4096, 4096, "bf16", majors=majors)
+    choice = plan.choose(problem, arch.get(gpu))
+    best = max((row for row in ROWS if (row.gpu, row.problem) == (gpu, str(problem))), key=lambda row: row.ratio or 0.0)
+    assert str(choice.config) == best.config
+    assert "shipped" in choice.why
 
 
 def test_fp16_takes_what_is_fast_in_bf16(shipped):
-    problems = [problem_of(text) for text in dict.fromkeys(row.problem for row in ROWS) if " bf16->" in text]
-    assert len(problems) > 20
-    for problem in problems:
-        other = problem_of(str(problem).replace("bf16", "fp16"))
-        chosen = [plan.choose(each, arch.get("H200")).config for each in (problem, other)]
-        assert chosen[0] == chosen[1], problem
+    pairs = {(row.gpu, row.problem) for row in ROWS if " bf16->" in row.problem}
+    assert len(pairs) > 120
+    for gpu, text in sorted(pairs):
+        chosen = [plan.choose(problem_of(each), arch.get(gpu)).config for each in (text, text.replace("bf16", "fp16"))]
+        assert chosen[0] == chosen[1], (gpu, text)

@@ -17,7 +17,8 @@ What the terms count:
 
     step      the slowest of: multiplying, reading and writing shared memory, loading (an SM's own port; all SMs' share
               of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
-    epilogue  ping-pong hides it under the other tile, as far as that takes long enough. The last tile's epilogue is
+    epilogue  its fixed cost counts once for CTAs side by side on an SM, as do their meetings over parts of K. Ping-pong
+              hides it under the other tile, as far as that takes long enough. The last tile's epilogue is
               hidden by nothing, and the kernel ends only when its stores have drained
     outside   rows of a tile outside the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
               bytes a clock, over all SMs of an H200 where it was measured)
@@ -196,14 +197,14 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 
 FIELDS = (
-    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_bk", "_busiest", "_busy", "_crowd",
-    "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_group_rows", "_idle",
-    "_itemsize", "_l2", "_last", "_launch", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside",
-    "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b",
-    "_load_chip", "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m",
-    "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_fixed", "_split_part",
-    "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port",
-    "_waves", "_within", "_writes", "_written",
+    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_busiest", "_busy",
+    "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_group_rows",
+    "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency", "_least_latency_lines",
+    "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room",
+    "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply", "_out_size", "_outside", "_overlap", "_parts",
+    "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_slower",
+    "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m",
+    "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -261,6 +262,8 @@ class Model:
         moved = f.bm * f.bn * (out + read + c)
         epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment + f.program) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
+        # Of CTAs side by side on an SM, one stores while others begin to: what does not move bytes counts once.
+        self._beside = r.tile / clock * (r.hidden if f.overlapped else 1.0)
         self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
         self._last = epilogue - self._epilogue + r.drains * f.bm * f.bn * out / (r.store * clock)
 
@@ -296,7 +299,7 @@ class Model:
         slowest = max(self._busiest, port)
         self._least_step = slowest + r.within * (self._busy + port - slowest) + self._step_fixed
         self._least_load = self._least_outside = self._least_latency = self._least_latency_lines = 0.0
-        self._least_tail = 0.0
+        self._least_tail, self._least_epilogue = 0.0, self._epilogue - (self._beside if f.ctas > 1 else 0.0)
         if f.ctas == 1:  # CTAs that share an SM hide more
             one = 1 + self._crowd
             self._least_step *= one
@@ -395,9 +398,9 @@ class Model:
             if rest:
                 narrow = step * (rest + self._crowd)
                 partial = steps * (narrow if narrow > waits else waits) + rest * self._epilogue
-            busy_rounds = tiles_seconds(
-                full, steps, wave, waits, self._stages, self._fold * self._epilogue, partial
-            ) + rounds * tail  # fmt: skip
+                partial -= (rest - 1) * self._beside
+            epilogues = self._fold * self._epilogue - (self._fold - 1) * self._beside
+            busy_rounds = tiles_seconds(full, steps, wave, waits, self._stages, epilogues, partial) + rounds * tail
             if rounds > 1:
                 late = self._alternate - 0.5 * steps * (wave if wave > waits else waits)
                 if late > 0:  # of two warpgroups that take turns, each is busy with its tile, epilogue and all
@@ -406,7 +409,7 @@ class Model:
             if self._balanced and works > places and works % places:
                 busy_rounds *= works / (places * rounds) * self._uneven
                 busy_rounds += self._split_fixed + self._split_part
-            busy_rounds += (rounds - 1) * self._sums + self._last
+            busy_rounds += (-(-rounds // self._fold) - 1) * self._sums + self._last
 
         a, b = m * k * batch * size, n * k * batch * size
         elements = m * n * batch
@@ -461,7 +464,7 @@ class Model:
         load *= works if works < places else places
         step = load if load > self._least_step else self._least_step
         rounds = works / places if self._balanced and works > places else -(-works // places)
-        busy = tiles_seconds(rounds, steps, step, latency, self._stages, self._epilogue)
+        busy = tiles_seconds(rounds, steps, step, latency, self._stages, self._least_epilogue)
         busy += self._last
         if self._least_tail and k % self._bk:
             busy += rounds * self._least_tail * (tiles if tiles < places else places)

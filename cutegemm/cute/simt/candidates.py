@@ -12,15 +12,19 @@ _FP32 = (
     "simt/128x128x8/w64x32/s4/g8/r2",
     "simt/64x128x16/w32x64/s3/g8/r3",
     "simt/64x64x16/w32x64/s3/g8/r6",
+    "simt/64x64x16/w32x64/s2/g8/r5",
     "simt/128x64x16/w32x32/s3/g8",
+    "simt/128x64x8/w32x64/s3/g8",
     "simt/64x128x16/w32x32/s3/g8",
     "simt/64x64x16/w32x32/s2/g8/r4",
     "simt/64x64x16/w32x32/s3/g8/r4",
     "simt/64x64x8/w32x32/s4/g8/r4",
+    "simt/32x128x8/w32x64/s3/g8",
     "simt/64x32x16/w16x32/s3/g8",
     "simt/32x64x16/w16x32/s3/g8",
     "simt/32x32x16/w16x32/s4/g8",
     "simt/32x32x8/w16x32/s4/g8",
+    "simt/64x32x32/w32x32/s4/g8/x2",
     "simt/32x64x32/w16x32/s4/g8/x2",
     "simt/32x32x64/w32x32/s3/g8/x4",
     "simt/32x32x32/w16x32/s3/g8/x2",
@@ -47,6 +51,7 @@ _NARROW_TN = ("simt/64x64x16/w32x32/s3/g8/r3", "simt/64x64x8/w32x32/s4/g8/r3")
 _SPILLS_SPLIT = {
     "simt/64x128x16/w32x64/s3/g8/r3": ("tn", "nn"),
     "simt/64x64x16/w32x64/s3/g8/r6": ("tt", "nn"),
+    "simt/64x64x16/w32x64/s2/g8/r5": ("tt", "nn"),
     "simt/128x64x16/w32x32/s3/g8": ("tn",),
 }
 """Majors with which these kernels keep some registers in local memory where K is split. So does, by two registers and
@@ -55,6 +60,8 @@ without the bound at 300x1000x3000, so it is taken all the same."""
 _SPILLS_SPLIT_NARROW = {
     "simt/64x128x16/w32x64/s3/g8/r3": ("tt",),
     "simt/64x64x16/w32x64/s3/g8/r6": ("tn",),
+    "simt/64x64x16/w32x64/s2/g8/r5": ("tn",),
+    "simt/32x128x8/w32x64/s3/g8": ("tn", "nn"),
 }
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 

@@ -109,10 +109,12 @@ class HappensBefore(Knowledge, Findings):
             g = (g[:, None] + np.arange(n)).reshape(-1)
         return g, n
 
+    def of_chunks(self, chunks: np.ndarray) -> np.ndarray:
+        """The granules of chunks of 16 bytes, chunk by chunk."""
+        return self._granules(chunks * 16, 16)[0]
+
     def _warps(self, X: Any, lanes: np.ndarray | None, n: int) -> np.ndarray:
-        warps = X.warp_of_lane.reshape(-1)
-        if lanes is not None:
-            warps = warps[lanes]
+        warps = X.warps_of(lanes)
         return np.repeat(warps, n) if n > 1 else warps
 
     def read(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None) -> None:
@@ -247,12 +249,8 @@ class HappensBefore(Knowledge, Findings):
         late = self.read_last.take(g) > self.floor.reshape(-1).take(warps)
         if late.any():
             at = np.flatnonzero(late)
-            if len(at) > 4096:  # in pieces, so that the table below stays small
-                pieces = [at[k : k + 4096] for k in range(0, len(at), 4096)]
-            else:
-                pieces = [at]
             used, rows = self.rows
-            for piece in pieces:
+            for piece in (at[k : k + 4096] for k in range(0, len(at), 4096)):  # so that the table below stays small
                 reads = self.read_at[used[:, None], g[piece]]
                 known = self.know.reshape(-1, self.AA)[warps[piece]][:, rows].T
                 bad = reads > known

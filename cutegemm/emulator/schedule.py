@@ -142,11 +142,7 @@ class Scheduler:
         if block.sync is not None:
             self.synchronize(block, box, mask, chosen, any_split)
             return
-        taken = (
-            block.code[mask is not None](box)
-            if (mask is not None) in block.code
-            else self.program.function(block, mask is not None)(box)
-        )
+        taken = self.program.function(block, mask is not None)(box)
         if block.target < 0:
             self.go(box, mask, chosen, any_split, block.fall)
         elif taken is None:

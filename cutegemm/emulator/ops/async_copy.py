@@ -114,13 +114,12 @@ def cp_async(g: Gen, i: Instr) -> None:
     elif part in ("ca", "cg"):
         if "ignore-src" in i.op:
             raise g.unsupported()
-        policy = any("cache_hint" in p for p in i.parts)
-        ops = list(i.operands[:-1] if policy else i.operands)
+        ops = i.addressed
         size = ops[2].value if isinstance(ops[2], Imm) else 0
         if size not in ((4, 8, 16) if part == "ca" else (16,)):
             raise g.unsupported(f"cp.async.{part} of {size} bytes")
         dst, src = g.address(ops[0], "u4"), g.address(ops[1], "u8")
-        env.note_access(g, i, "shared", size)
+        env.note_access("shared", size)
         count = "None"
         if len(ops) > 3 and getattr(ops[3], "cls", "") == "p":  # ignore-src: where it holds, zeros are written
             count = f"np.where({g.src(ops[3], 'p')}, np.uint32(0), np.uint32({size}))"

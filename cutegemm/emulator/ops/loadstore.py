@@ -61,7 +61,7 @@ def ld(g: Gen, i: Instr) -> None:
     if len(items) * size > 32:
         raise g.unsupported()
     a = g.let(g.address(addr, address_code(space)))
-    g.program.env.note_access(g, i, space, size * len(items))
+    g.program.env.note_access(space, size * len(items))
     t = g.let(f"load_{space or 'generic'}(X, {g.me}, {a}, {g.mask}, {size}, {len(items)})")
     plain = f"u{code[1]}"
     for k, item in enumerate(items):
@@ -91,7 +91,7 @@ def st(g: Gen, i: Instr) -> None:
         raise g.unsupported(f"a store to .{space}")
     code = "u" + code[1] if code[0] != "f" or not any(hasattr(o, "kind") for o in items) else code
     a = g.let(g.address(addr, address_code(space)))
-    g.program.env.note_access(g, i, space, size * len(items))
+    g.program.env.note_access(space, size * len(items))
     values = ", ".join(g.src(o, code) for o in items)
     g.line(f"store_{space or 'generic'}(X, {g.me}, {a}, {g.mask}, {size}, ({values},))")
 

@@ -20,7 +20,7 @@ def _registers(g: Gen, i: Instr, operand) -> list:
     items = items_of(operand)
     if len(items) != n:
         raise g.unsupported(f"{len(items)} registers for .x{n}")
-    g.program.env.note_access(g, i, "shared", 16)
+    g.program.env.note_access("shared", 16)
     return items
 
 

@@ -219,7 +219,7 @@ def wmma(g: Gen, i: Instr) -> None:
 
 
 def note_wmma(g: Gen, i: Instr, space: str, t: str) -> None:
-    g.program.env.note_access(g, i, space, 2 if t in ("f16", "bf16") else 4)
+    g.program.env.note_access(space, 2 if t in ("f16", "bf16") else 4)
 
 
 def _elements(X, rows: int, cols: int, count: int):

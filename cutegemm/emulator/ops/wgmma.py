@@ -314,7 +314,7 @@ def mma_async(g: Gen, i: Instr) -> None:
 
 
 def _granule(g: Gen, i: Instr) -> None:
-    g.program.env.note_access(g, i, "shared", 16)
+    g.program.env.note_access("shared", 16)
 
 
 @runtime

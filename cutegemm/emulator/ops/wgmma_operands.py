@@ -205,8 +205,5 @@ def note_reads(wave: Any, op: Operation) -> None:
     first, _ = _groups(op)
     for values, rows, mn in sides:
         for at, table in _chunk_rows(op, wave, values[first], rows, mn):
-            g = table.reshape(-1)
-            per = 16 // hb.g
-            if per > 1:
-                g = (g[:, None] * per + np.arange(per)).reshape(-1)
+            g = hb.of_chunks(table.reshape(-1))
             hb.proxy_read_groups(op.box, op.instr, op.c[first][at], op.w[first][at], g)

@@ -35,7 +35,7 @@ def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
     builder = Builder(inputs)
     new: list[int] = []
     for node in program.nodes:
-        number = builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute)
+        number = builder.copy(node, new)
         if node.op == "acc":
             for factor in factors:
                 part = factor[int(node.attribute or 0) % len(factor)]

@@ -171,19 +171,19 @@ class Env:
         flat.fill(0xFF)
 
     # -- asynchronous work ------------------------------------------------------------------------------------
-    def pending(self, wave) -> bool:
+    def pending(self) -> bool:
         return BulkCopies in self.parts and bool(self.tma.loads)
 
-    def advance_async(self, wave, everything: bool) -> bool:
+    def advance_async(self, everything: bool) -> bool:
         """Complete some pending bulk copy; False when there was none."""
         return BulkCopies in self.parts and self.tma.complete_some(everything)
 
-    def finish_async(self, wave) -> None:
+    def finish_async(self) -> None:
         """What is still pending when all threads have exited completes now: only global memory can still see it."""
         if BulkCopies in self.parts:
             self.tma.finish()
 
-    def wake(self, wave) -> bool:
+    def wake(self) -> bool:
         self.events = False
         return Mbarriers in self.parts and self.mbarriers.wake()
 
@@ -211,7 +211,7 @@ class Env:
         t = w * 32 + lane
         return f"CTA {self.cta_name(wave, c)}, thread ({t % bx},{t // bx % by},{t // (bx * by)}), warp {w} lane {lane}"
 
-    def waits_for(self, wave, c: int, w: int, pc: int) -> str:
+    def waits_for(self, wave, c: int, w: int) -> str:
         for kind in (Mbarriers, register_pool.RegisterPool):
             told = kind in self.parts and self.parts[kind].describe_wait(c, w)
             if told:

@@ -60,7 +60,7 @@ class Knowledge:
         np.maximum(view, know, out=view)
 
     # -- CTA barriers -----------------------------------------------------------------------------------------
-    def barrier_arrive(self, X: Any, warps: np.ndarray, ids: np.ndarray, sync: bool) -> None:
+    def barrier_arrive(self, X: Any, warps: np.ndarray, ids: np.ndarray) -> None:
         for ident in np.unique(ids[warps]):
             here = warps & (ids == ident)
             know, fenced = self.released(*X.at)

@@ -283,7 +283,7 @@ class ModuleParser:
         else:
             raise self.fail(f"the body of {kernel.name} does not end", kernel.line)
         kernel.register_counts = counts
-        kernel.instrs = [self.instruction(kernel, *item) for item in raw]
+        kernel.instrs = [self.instruction(*item) for item in raw]
 
     def declare_registers(self, head, scope, counts, kernel, line) -> None:
         found = re.fullmatch(r"\.reg\s*(?:\.v[24]\s*)?\.(\w+)\s+(.*)", head, re.S)
@@ -301,7 +301,7 @@ class ModuleParser:
                 kernel.register_names[name if scope.parent is None else f"{name}#{scope.serial}"] = reg
 
     # -- instructions -----------------------------------------------------------------------------------------
-    def instruction(self, kernel: Kernel, scope: _Scope, head: str, line: int) -> Instr:
+    def instruction(self, scope: _Scope, head: str, line: int) -> Instr:
         text = " ".join(head.split())
         guard, negated = None, False
         rest = text

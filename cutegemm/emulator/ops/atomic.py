@@ -37,7 +37,7 @@ def atom(g: Gen, i: Instr) -> None:
     t = i.parts[-1]
     if op is None or t not in PTX_CODE:
         raise g.unsupported()
-    space = space_of(g, i)
+    space = space_of(i)
     ops = i.addressed
     dst = ops.pop(0) if i.name == "atom" else Sink()
     if isinstance(dst, Vec):

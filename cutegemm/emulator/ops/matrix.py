@@ -58,7 +58,7 @@ def _rows(X, I, addr, mask, n: int, what: str):
     if env.hb is not None:
         (env.hb.read if what == "read" else env.hb.write)(X, I, offset, 16, lanes)
     if env.profile is not None:
-        env.profile.matrix(X, I, offset, lanes, what)
+        env.profile.matrix(I, offset, what)
     return warps, offset
 
 

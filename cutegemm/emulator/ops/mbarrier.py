@@ -149,7 +149,7 @@ class Mbarriers:
             self.wave.env.events = True
         self.wave.env.progressed = True
 
-    def release(self, X, warp: np.ndarray, cta: np.ndarray, slot: np.ndarray) -> None:
+    def release(self, warp: np.ndarray, cta: np.ndarray, slot: np.ndarray) -> None:
         """Warps pass what they know to mbarriers."""
         hb = self.hb
         if hb is None:
@@ -297,7 +297,7 @@ def mbar_arrive(X, I, mask, addr, count, tx, drop):
     else:
         state.reshape(-1)[lanes] = phase
     if not I.has("relaxed"):
-        m.release(X, X.warps_of(lanes), cta, slot)
+        m.release(X.warps_of(lanes), cta, slot)
     if drop:
         np.subtract.at(m.expected, (cta, slot), n.astype(np.int64))
     m.apply(cta, slot, n.astype(np.int64), t.astype(np.int64), 0, _who(X, I, lanes))

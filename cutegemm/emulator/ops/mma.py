@@ -168,7 +168,7 @@ def wmma(g: Gen, i: Instr) -> None:
         major = "row" if i.has("row") else "col"
         default = cols if major == "row" else rows
         stride = g.src(i.operands[2], "u4") if len(i.operands) > 2 else default
-        space = space_of(g, i)
+        space = space_of(i)
         g.program.env.note_access(space, _size(t))
         addr = g.let(g.address(address, address_code(space)))
         given = f"X, {g.me}, {addr}, {g.mask}, {stride}, {rows}, {cols}, {major!r}, {t!r}, {space!r}"

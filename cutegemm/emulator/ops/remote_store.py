@@ -65,7 +65,7 @@ def remote_store(X, I, mask, addr, bar, size, values):
             here = offset[(warp == of) & (cta == to) & (slot == at)] - to * wave.smem_row
             granules, _ = hb._granules(here, total)
             c, w = divmod(int(of), wave.W)
-            hb.proxy_write(X, I, c, w, to, granules, at, "remote store")
+            hb.proxy_write(I, c, w, to, granules, at, "remote store")
     started = wave.now
     wave.now += 1
 

@@ -45,7 +45,7 @@ def bulk(g: Gen, i: Instr) -> None:
         return
     if part == "wait_group":
         uses.add("bulk")
-        g.line(f"bulk_wait(X, {g.me}, {g.mask}, {i.operands[0].value})")
+        g.line(f"bulk_wait(X, {g.mask}, {i.operands[0].value})")
         return
     tensor = part == "tensor"
     if "im2col" in i.op or any(p.startswith("tile::") for p in i.parts):
@@ -75,7 +75,7 @@ def bulk(g: Gen, i: Instr) -> None:
             )
     elif spaces[0] == "global":
         uses.add("bulk")
-        store(g, i, ops, tensor, "None")
+        store(g, ops, tensor, "None")
     else:  # shared memory of another CTA
         uses.add("mbarrier")
         dst, src, size, bar = ops
@@ -94,10 +94,10 @@ def reduce(g: Gen, i: Instr) -> None:
     g.program.env.uses.add("bulk")
     g.program.env.note_access("shared", 16)
     t = i.parts[-1] if i.parts[-1] in ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64") else ""
-    store(g, i, i.addressed, "tensor" in i.parts, f"({op!r}, {t!r})")
+    store(g, i.addressed, "tensor" in i.parts, f"({op!r}, {t!r})")
 
 
-def store(g: Gen, i: Instr, ops, tensor: bool, reduction: str) -> None:
+def store(g: Gen, ops, tensor: bool, reduction: str) -> None:
     if tensor:
         dst, src = ops
         coords = ", ".join(g.src(o, "i4") for o in dst.coords)
@@ -233,11 +233,11 @@ def _land(by: Asker, ctas, nbytes: int, swizzle: int, fetch) -> Callable[[], Non
     table = chunk_table(ctas[0][1], nbytes, swizzle)
     if hb is not None:
         for cta, _, slot in ctas:
-            hb.proxy_write(by.X, by.I, by.c, by.w, cta, hb.of_chunks(table), slot)
+            hb.proxy_write(by.I, by.c, by.w, cta, hb.of_chunks(table), slot)
     started = wave.now
     wave.now += 1
     if wave.env.profile is not None:
-        wave.env.profile.bulk(by.I, "load", nbytes * len(ctas))
+        wave.env.profile.bulk("load", nbytes * len(ctas))
 
     def complete() -> None:
         data = fetch().view(np.complex128)
@@ -275,7 +275,7 @@ def _store(by: Asker, cta: int, table: np.ndarray, nbytes: int, write) -> None:
     if hb is not None:
         hb.proxy_read(by.X, by.I, by.c, slice(by.w, by.w + 1), cta, hb.of_chunks(table), "bulk", by.lane)
     if env.profile is not None:
-        env.profile.bulk(by.I, "store", nbytes)
+        env.profile.bulk("store", nbytes)
 
     def action() -> None:
         write(wave.smem[16][table + cta * (wave.smem_row >> 4)].view(np.uint8))
@@ -333,7 +333,7 @@ def bulk_store(X, I, mask, dst, src, size, reduction):
 
 
 @runtime
-def bulk_wait(X, I, mask, allowed):
+def bulk_wait(X, mask, allowed):
     """wait_group and wait_group.read: the stores of all but the last ``allowed`` groups are done."""
     tma = X.wave.env.tma
     c, w = warps_of(X, mask)

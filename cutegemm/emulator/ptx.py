@@ -178,7 +178,6 @@ class Kernel:
 @dataclass
 class Module:
     text: str
-    version: str
     target: str
     kernels: dict[str, Kernel]
     variables: dict[str, Variable]

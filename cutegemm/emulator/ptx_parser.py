@@ -80,7 +80,7 @@ class ModuleParser:
         self.pos = 0
         self.line = 1
         self.line_pos = 0
-        self.module = Module(text, "", "", {}, {})
+        self.module = Module(text, "", {}, {})
         self.parse_module()
         if not self.module.kernels:
             raise PtxError("this PTX holds no .entry")
@@ -153,9 +153,7 @@ class ModuleParser:
 
     def module_statement(self, head: str, line: int) -> None:
         word = head.split(None, 1)[0] if head else ""
-        if word == ".version":
-            self.module.version = head.split()[1]
-        elif word == ".target":
+        if word == ".target":
             self.module.target = head.split(None, 1)[1].split(",")[0].strip()
         elif re.search(r"\.(global|const|shared)\b", head) and ".func" not in head:
             for var in self.variable(head, line):

@@ -106,12 +106,9 @@ def active(X, mask, *arrays):
     return lanes, [a[lanes] for a in flat]
 
 
-def lane_name(X, lanes, element: int) -> str:
-    return X.where(int(element if lanes is None else lanes[element]))
-
-
 def fail(X, I, kind, lanes, element: int, message: str):
-    raise kind(f"{message}\n  {lane_name(X, lanes, element)}\n  {I.where()}", line=I.line)
+    lane = int(element if lanes is None else lanes[element])
+    raise kind(f"{message}\n  {X.where(lane)}\n  {I.where()}", line=I.line)
 
 
 def align_check(X, I, addr, size, lanes, what: str) -> None:

@@ -8,17 +8,17 @@ CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cutegemm.errors import GemmError
 from cutegemm.problem import rounding
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.problem.grouped_reference import parts, scales_of
+from cutegemm.problem.grouped_reference import as_one, layout, parts, scales_of
 from cutegemm.problem.program.evaluate import evaluate
-from cutegemm.problem.program.spread import ascending, groups_of, spread
-from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+from cutegemm.problem.program.spread import ascending, groups_of
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, ROWS, SCATTERED
 from cutegemm.torch_backend import check_tf32, product, wrapped
 
 if TYPE_CHECKING:
@@ -49,12 +49,13 @@ def core(asked: ProgramRequest) -> Core:
             ends = ascending(sizes, (problem.m, problem.n, problem.k)["mnk".index(own[-1])]).int()
             values = (torch._grouped_mm(a, b, offs=ends),)
         else:
-            given = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
+            given: Sequence[Any] = [each.detach() if isinstance(each, torch.Tensor) else each for each in operands]
             acc = accumulators(own, a, b, sizes, program, given)
             if problem.out_dtype == "int32":
                 values = (wrapped(acc),)
             else:
-                found = elements(own, program, acc.float(), given, sizes, torch.float32)
+                whole, given = as_one(own, program, given, sizes, acc.shape)
+                found = evaluate(whole, acc.float(), given, dtype=torch.float32)
                 values = [rounding.rounded(*each) for each in zip(found, dtypes, strict=True)]
         for out, value in zip(outs, values, strict=True):
             if work == SCATTERED:
@@ -100,50 +101,23 @@ def written_places(work: str, sizes: torch.Tensor, m: int, n: int) -> torch.Tens
     return inside[:, None] if work == RAGGED_M else inside[None]
 
 
-def bounds_of(work: str, sizes: torch.Tensor, extent: int) -> list[tuple[int, int]]:
-    """(begin, end) of each group, on the host; it waits for the GPU."""
-    if sizes.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise GemmError(
-            "backend 'torch' reads the groups' sizes on the host, which breaks the CUDA graph capture under way; use "
-            "operands that a kernel serves (cutegemm.explain names the reason)"
-        )
-    if work == MASKED:
-        return [(0, each) for each in sizes.long().clamp(0, extent).tolist()]
-    ends = ascending(sizes, extent).tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
 def accumulators(
     work: str, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, program: Program, operands: Sequence[Any]
 ) -> torch.Tensor:
     """The products as `torch_backend.product` has them, of D's shape; 0 where no group is. Of the program's operands
     the scales of blocks of K count.
     """
-    m, n, groups = a.shape[-2], b.shape[-1], len(sizes)
-    extent = {RAGGED_M: m, RAGGED_N: n, RAGGED_K: a.shape[-1], MASKED: m}[work]
-    shape = (m, n) if work in (RAGGED_M, RAGGED_N) else (groups, m, n)
+    if sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise GemmError(
+            "backend 'torch' reads the groups' sizes on the host, which breaks the CUDA graph capture under way; use "
+            "operands that a kernel serves (cutegemm.explain names the reason)"
+        )
+    shape, groups = layout(work, a, b, sizes)
     wide = torch.float64 if a.dtype == torch.int8 and not program.block_scales else torch.float32
     acc = torch.zeros(shape, dtype=wide, device=a.device)
-    for group, (begin, end) in enumerate(bounds_of(work, sizes, extent)):
+    for group, (begin, end) in enumerate(groups):
         if begin == end:
             continue
         left, right, place = parts(work, a, b, group, begin, end)
         acc[place] = product(left, right, **scales_of(work, program, operands, group, begin, end))
     return acc
-
-
-def elements(
-    work: str, program: Program, acc: torch.Tensor, operands: Sequence[Any], sizes: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
-    """The program's outputs on these accumulators, in `dtype`."""
-    return evaluate(*_as_one(work, program, acc, operands, sizes), dtype=dtype)
-
-
-def _as_one(work: str, program: Program, acc: torch.Tensor, operands: Sequence[Any], sizes: torch.Tensor) -> Any:
-    """(program, accumulators, operands) of one call of `evaluate` that computes all groups."""
-    if work not in (RAGGED_M, RAGGED_N):
-        return program, acc, operands
-    axis: Literal["m", "n"] = "m" if work == RAGGED_M else "n"
-    groups = groups_of(sizes, acc.shape[0 if axis == "m" else 1])
-    program, operands = spread(program, operands, groups, len(sizes), axis)
-    return program, acc, operands

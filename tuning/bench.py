@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -177,18 +177,15 @@ def eager_cost(calls: int = 100, rounds: int = 50) -> dict[str, float]:
     return timing.host_us(todo, calls, rounds)
 
 
-class _tf32:
+@contextlib.contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
     """torch's TF32 switch for matmul, set within the block."""
-
-    def __init__(self, allowed: bool) -> None:
-        self._allowed = allowed
-
-    def __enter__(self) -> None:
-        self._before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self._allowed
-
-    def __exit__(self, *error: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self._before
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def run(

@@ -109,7 +109,7 @@ Row = tuple[int, str, str, timing.Timing | None, float, str]
 """(tokens, way, verdict, time of a layer, TB/s, the ratio to cuBLAS with its spread)"""
 
 
-def measure(tokens: int, chain: Chain, layers: int, products: Mapping[str, Product], rounds: int) -> list[Row]:
+def measure(tokens: int, chain: Chain, products: Mapping[str, Product], rounds: int) -> list[Row]:
     """A row for each way."""
     verdicts = {name: chain.check(product) for name, product in products.items()}
     calls = {name: [chain.call(product)] for name, product in products.items() if verdicts[name] == "ok"}
@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = []
     for m in tokens:
         chain = Chain.draw(m, torch_dtype(options.dtype), options.layers)
-        rows += measure(m, chain, options.layers, ways(), options.rounds)
+        rows += measure(m, chain, ways(), options.rounds)
         print(f"M = {m} done", file=sys.stderr, flush=True)
         del chain
     print(table(rows, options.layers))

@@ -129,15 +129,20 @@ def ours(
     return Way(partial(cutegemm.grouped_gemm, a, b, ends, **options), out, parts, config)
 
 
+def of_rows(
+    draw: Draw, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, reference.Expected]]:
+    """The parts of the product of rows sorted by expert."""
+    for rows, weight in zip(draw.parts(), b, strict=True):
+        yield out[rows], reference.expected(a[rows], weight)
+
+
 def forward(draw: Draw, dtype: str = "bf16", majors: str = "tn") -> Ways:
     """Against torch's grouped_mm, quack (its tuner chooses at the first call) and a loop of torch.mm."""
     entry, kind = draw.entry, torch_dtype(dtype)
     a, b = draw.normal(entry.rows, entry.k).to(kind), draw.weights(kind, majors)
     out = a.new_empty(entry.rows, entry.n)
-
-    def parts() -> Iterator[tuple[torch.Tensor, reference.Expected]]:
-        for rows, weight in zip(draw.parts(), b, strict=True):
-            yield out[rows], reference.expected(a[rows], weight)
+    parts = partial(of_rows, draw, a, b, out)
 
     def loop() -> None:
         for rows, weight in zip(draw.parts(), b, strict=True):
@@ -180,10 +185,7 @@ def gathered(draw: Draw, dtype: str = "bf16", majors: str = "tn") -> Ways:
     entry, kind = draw.entry, torch_dtype(dtype)
     tokens, b, index = draw.normal(entry.rows, entry.k).to(kind), draw.weights(kind, majors), draw.permutation()
     a, out = tokens[index], tokens.new_empty(entry.rows, entry.n)
-
-    def parts() -> Iterator[tuple[torch.Tensor, reference.Expected]]:
-        for rows, weight in zip(draw.parts(), b, strict=True):
-            yield out[rows], reference.expected(a[rows], weight)
+    parts = partial(of_rows, draw, a, b, out)
 
     def first() -> torch.Tensor:
         found: torch.Tensor = cutegemm.grouped_gemm(tokens[index], b, draw.ends, out=out)

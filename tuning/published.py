@@ -87,11 +87,11 @@ def wrong(config: Cutlass2xConfig, dtype: str, precision: str, majors: str = "tn
 
     import cutegemm
     from cutegemm.problem import reference
+    from tuning.bench_basis import Case
 
-    generator = torch.Generator(device="cuda").manual_seed(seed)
     for m, n, k in RAGGED:
         m = m if majors[0] == "t" else -(-m // 8) * 8  # M-major A: M too keeps them
-        a, b = _operands(m, n, k, dtype, majors, generator)
+        a, b = Case(Problem.of(m, n, k, dtype, majors=majors)).operands(seed)
         out = torch.full((m, n), float("nan"), device="cuda", dtype=a.dtype)
         try:
             cutegemm.gemm(a, b, out=out, backend="cutlass2x", config=config, precision=precision)
@@ -108,7 +108,6 @@ def measure(
     configs: Sequence[Cutlass2xConfig],
     dtype: str,
     precision: str,
-    arch: Arch,
     rounds: int,
     top: int,
     majors: str = "tn",
@@ -116,32 +115,26 @@ def measure(
     """Times cuBLAS and the configurations at a square size; fastest first."""
     flops = 2.0 * size**3
     names = {str(config): config for config in configs}
-    short = _time(size, names, dtype, precision, arch, min(flops, SUSTAINED_FLOPS), rounds, majors)
+    short = _time(size, names, dtype, precision, min(flops, SUSTAINED_FLOPS), rounds, majors)
     if flops <= SUSTAINED_FLOPS:
         return short
     best = {row.config: names[row.config] for row in short[:top]}
-    return _time(size, best, dtype, precision, arch, flops, rounds, majors) + short
+    return _time(size, best, dtype, precision, flops, rounds, majors) + short
 
 
 def _time(
-    size: int,
-    configs: dict[str, Any],
-    dtype: str,
-    precision: str,
-    arch: Arch,
-    flops: float,
-    rounds: int,
-    majors: str,
+    size: int, configs: dict[str, Any], dtype: str, precision: str, flops: float, rounds: int, majors: str
 ) -> list[Row]:
     import torch
 
     import cutegemm
+    from tuning.bench_basis import Case
 
     torch.backends.cuda.matmul.allow_tf32 = precision != "ieee"
-    generator = torch.Generator(device="cuda").manual_seed(size)
+    case = Case(Problem.of(size, size, size, dtype, majors=majors))
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     count = rotation(3 * size * size * ITEMSIZE[dtype], l2)
-    sets = [_operands(size, size, size, dtype, majors, generator) for _ in range(count)]
+    sets = [case.operands(seed) for seed in range(count)]
     outs = [torch.empty(size, size, device="cuda", dtype=torch_dtype(dtype)) for _ in range(count)]
     calls: dict[str, list[Any]] = {
         CUBLAS: [lambda a=a, b=b, d=d: torch.mm(a, b, out=d) for (a, b), d in zip(sets, outs, strict=True)]
@@ -158,18 +151,6 @@ def _time(
     rows = [Row(size, name, timing, cublas.us / timing.us, sustained) for name, timing in found.items()]
     print(f"{size:6d} {CUBLAS:55s} {cublas.us:10.2f} us {cublas.tflops(2.0 * size**3):8.2f} TFLOP/s", flush=True)
     return sorted(rows, key=lambda row: row.timing.us)
-
-
-def _operands(m: int, n: int, k: int, dtype: str, majors: str, generator: Any) -> tuple[Any, Any]:
-    """Normal random A and B; "t" A and "n" B are K-major, see `Problem.of`."""
-    import torch
-
-    def draw(rows: int, cols: int, row_major: bool) -> Any:
-        shape = (rows, cols) if row_major else (cols, rows)
-        values = torch.randn(shape, device="cuda", generator=generator).to(torch_dtype(dtype))
-        return values if row_major else values.t()
-
-    return draw(m, k, majors[0] == "t"), draw(k, n, majors[1] == "t")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -196,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(right)} of {len(configs)} right on {len(RAGGED)} ragged shapes", flush=True)
     best = []
     for size in options.size:
-        rows = measure(size, right, options.dtype, options.precision, arch, options.rounds, options.top, options.majors)
+        rows = measure(size, right, options.dtype, options.precision, options.rounds, options.top, options.majors)
         for row in rows if options.all else rows[:3]:
             print(row, flush=True)
         best.append(rows[0])

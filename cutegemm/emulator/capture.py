@@ -15,7 +15,7 @@ derived a second time.
 from __future__ import annotations
 
 import ctypes
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,10 +204,6 @@ def _set_attribute_for_device(kernel: int, attribute: int, value: int, device: i
     set_function_attribute(kernel, attribute, value)
 
 
-def _launch(config: Any, kernel: int, arguments: Any) -> None:
-    record_launch_ex(config[0], kernel, arguments)
-
-
 def _init_once(state: Any, initialize: int, load: int, set_error: int) -> int:
     """The runtime's one-time loading of the kernels, kept per linked object by the word at ``state``."""
     module = current().module
@@ -254,7 +250,7 @@ _SIGNATURES: dict[str, tuple[Callable[..., Any], Any, Sequence[Any]]] = {
     "_cuKernelGetAttribute": (_kernel_attribute, _int, [_int_p, _int, _ptr, _int]),
     "_cudaFuncSetAttribute": (set_function_attribute, _int, [_ptr, _int, _int]),
     "_cudaKernelSetAttributeForDevice": (_set_attribute_for_device, _int, [_ptr, _int, _int, _int]),
-    "_cudaLaunchKernelEx": (_launch, _int, [ctypes.POINTER(LaunchConfig), _ptr, _ptr_p]),
+    "_cudaLaunchKernelEx": (record_launch_ex, _int, [ctypes.POINTER(LaunchConfig), _ptr, _ptr_p]),
     "cuda_dialect_init_library_once": (_init_once, _int, [ctypes.POINTER(ctypes.c_int64), _ptr, _ptr, _ptr]),
     "TVMFFIEnvGetStream": (_no_stream, _ptr, [ctypes.c_int32, ctypes.c_int32]),
     "TVMFFIErrorSetRaisedFromCStr": (_raise_text, _int, [ctypes.c_char_p, ctypes.c_char_p]),
@@ -265,14 +261,10 @@ _SIGNATURES: dict[str, tuple[Callable[..., Any], Any, Sequence[Any]]] = {
     ),
     "CuteDSLRT_TVMFFISetRaisedCudaError": (_raise_cuda, _int, [_ptr, _int]),
 }
-_made: list[tuple[list[Any], dict[str, int]]] = []  # once; native code keeps the addresses
-_made_lock = threading.Lock()
 
 
+@functools.cache
 def _stand_ins() -> dict[str, int]:
-    with _made_lock:
-        if not _made:
-            _made.append(callbacks({name: (guarded(action), *rest) for name, (action, *rest) in _SIGNATURES.items()}))
-            # A destructor of the object, perhaps run as late as interpreter shutdown: native and harmless.
-            _made[0][1]["cuda_dialect_unload_library_once"] = process_symbol("getpid") or 0
-        return _made[0][1]
+    found = callbacks({name: (guarded(action), *rest) for name, (action, *rest) in _SIGNATURES.items()})
+    # A destructor of the object, perhaps run as late as interpreter shutdown: native and harmless.
+    return {**found, "cuda_dialect_unload_library_once": process_symbol("getpid") or 0}

@@ -20,7 +20,7 @@ from cutegemm.emulator.ops.async_copy import Copies
 from cutegemm.emulator.ops.barrier import CtaBarriers, after_exit
 from cutegemm.emulator.ops.bulk import BulkCopies
 from cutegemm.emulator.ops.mbarrier import Mbarriers
-from cutegemm.emulator.ptx import Instr, Kernel, Module
+from cutegemm.emulator.ptx import Kernel, Module
 from cutegemm.emulator.report import Checks, Report
 from cutegemm.emulator.schedule import Scheduler
 from cutegemm.emulator.translate import Program
@@ -47,7 +47,7 @@ _SPECIAL = frozenset(
 class Translation:
     """What translating a kernel needs to know: shared by every run of it that has the same checks."""
 
-    def __init__(self, module: Module, kernel: Kernel, checks: Checks, profile: bool) -> None:
+    def __init__(self, module: Module, kernel: Kernel, checks: Checks) -> None:
         self.special_names = _SPECIAL
         self.module, self.checks = module, checks
         self.before_instr: Callable | None = None
@@ -84,18 +84,17 @@ class Translation:
         array = self.variable_arrays.get(name)
         return None if array is None else array.ctypes.data
 
-    def note_access(self, gen: Any, instr: Instr, space: str, size: int) -> None:
+    def note_access(self, space: str, size: int) -> None:
         """Remember the smallest shared-memory access: the unit in which accesses are tracked."""
         if space in ("shared", ""):
             self.granule = min(self.granule, size)
 
 
-def translation_of(module: Module, name: str, checks: Checks, profile: bool) -> Translation:
+def translation_of(module: Module, name: str, checks: Checks) -> Translation:
     table = module.__dict__.setdefault("_translations", {})
-    key = (name, checks, profile)
-    found = table.get(key)
+    found = table.get((name, checks))
     if found is None:
-        found = table[key] = Translation(module, module.kernel(name), checks, profile)
+        found = table[name, checks] = Translation(module, module.kernel(name), checks)
     return found
 
 
@@ -160,7 +159,7 @@ class Env:
     def param(self, offset: int, code: str):
         return np.frombuffer(self.params, DTYPES[code], 1, offset)[0]
 
-    def clock(self, name: str, shape) -> np.ndarray:
+    def clock(self, name: str) -> np.ndarray:
         self.ticks += 1000
         value = self.ticks
         if name.endswith("_hi"):
@@ -172,19 +171,19 @@ class Env:
         flat.fill(0xFF)
 
     # -- asynchronous work ------------------------------------------------------------------------------------
-    def pending(self, wave) -> bool:
+    def pending(self) -> bool:
         return BulkCopies in self.parts and bool(self.tma.loads)
 
-    def advance_async(self, wave, everything: bool) -> bool:
+    def advance_async(self, everything: bool) -> bool:
         """Complete some pending bulk copy; False when there was none."""
         return BulkCopies in self.parts and self.tma.complete_some(everything)
 
-    def finish_async(self, wave) -> None:
+    def finish_async(self) -> None:
         """What is still pending when all threads have exited completes now: only global memory can still see it."""
         if BulkCopies in self.parts:
             self.tma.finish()
 
-    def wake(self, wave) -> bool:
+    def wake(self) -> bool:
         self.events = False
         return Mbarriers in self.parts and self.mbarriers.wake()
 
@@ -212,7 +211,7 @@ class Env:
         t = w * 32 + lane
         return f"CTA {self.cta_name(wave, c)}, thread ({t % bx},{t // bx % by},{t // (bx * by)}), warp {w} lane {lane}"
 
-    def waits_for(self, wave, c: int, w: int, pc: int) -> str:
+    def waits_for(self, wave, c: int, w: int) -> str:
         for kind in (Mbarriers, register_pool.RegisterPool):
             told = kind in self.parts and self.parts[kind].describe_wait(c, w)
             if told:
@@ -240,9 +239,6 @@ def _check_launch(kernel: Kernel, launch: Launch) -> None:
         raise LaunchError(f"block {block}: a CTA has at most 1024 threads")
     if len(launch.params) < kernel.param_bytes:
         raise LaunchError(f"params: {kernel.name} takes {kernel.param_bytes} bytes, got {len(launch.params)}")
-    for g, c in zip(launch.grid, launch.cluster, strict=True):
-        if g % c:
-            raise LaunchError(f"grid {launch.grid} is no multiple of the cluster {launch.cluster}")
 
 
 def _waves(translation: Translation, launch: Launch, wave_ctas: int | None) -> list[np.ndarray]:
@@ -294,7 +290,7 @@ def run(
     began = time.perf_counter()
     kernel = module.kernel(launch.kernel)
     _check_launch(kernel, launch)
-    translation = translation_of(module, launch.kernel, checks, profile)
+    translation = translation_of(module, launch.kernel, checks)
     translation.reset_variables()
     for name, array in translation.variable_arrays.items():
         if memory.find(array.ctypes.data) is None:

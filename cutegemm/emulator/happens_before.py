@@ -109,10 +109,12 @@ class HappensBefore(Knowledge, Findings):
             g = (g[:, None] + np.arange(n)).reshape(-1)
         return g, n
 
+    def of_chunks(self, chunks: np.ndarray) -> np.ndarray:
+        """The granules of chunks of 16 bytes, chunk by chunk."""
+        return self._granules(chunks * 16, 16)[0]
+
     def _warps(self, X: Any, lanes: np.ndarray | None, n: int) -> np.ndarray:
-        warps = X.warp_of_lane.reshape(-1)
-        if lanes is not None:
-            warps = warps[lanes]
+        warps = X.warps_of(lanes)
         return np.repeat(warps, n) if n > 1 else warps
 
     def read(self, X: Any, I: Any, offset: np.ndarray, size: int, lanes: np.ndarray | None) -> None:
@@ -173,7 +175,7 @@ class HappensBefore(Knowledge, Findings):
         by = self.wrote_by.take(g)
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
-            self.report_read(X, I, g, n, warps, when, by, ok, lanes)
+            self.report_read(X, I, g, n, when, by, ok, lanes)
         if self.lanes is not None:
             self.lanes.check_read(X, I, g, n, warps, lanes)
 
@@ -207,22 +209,20 @@ class HappensBefore(Knowledge, Findings):
         warps = self._warps(X, lanes, n)
         plain = ~self.atomic_write[g]
         if plain.any():
-            self.report_read_if_needed(
-                X, I, g[plain], n, warps[plain], None if n > 1 and lanes is None else lanes, plain, n
-            )
+            self.report_read_if_needed(X, I, g[plain], warps[plain], lanes, plain, n)
         self.wrote(g, self.self_agent.reshape(-1).take(warps).astype(np.int16), I)
         self.atomic_write[g] = True
         if self.lanes is not None:
             self.lanes.note_write(X, I, g, n, lanes)
 
-    def report_read_if_needed(self, X, I, g, n, warps, lanes, chosen, per) -> None:
+    def report_read_if_needed(self, X, I, g, warps, lanes, chosen, per) -> None:
         """Check ``g`` (the accesses ``chosen`` of an instruction) as reads and as writes."""
         element = np.flatnonzero(chosen) // per
         lanes = element if lanes is None else lanes[element]
         when, by = self.wrote_at.take(g), self.wrote_by.take(g)
         ok = self.know.reshape(-1).take(warps * self.AA + by) >= when
         if not ok.all() or not when.all():
-            self.report_read(X, I, g, 1, warps, when, by, ok, lanes)
+            self.report_read(X, I, g, 1, when, by, ok, lanes)
         self.check_write(X, I, g, 1, warps, lanes)
 
     def wrote(self, g: np.ndarray, agent: Any, I: Any) -> None:
@@ -247,12 +247,8 @@ class HappensBefore(Knowledge, Findings):
         late = self.read_last.take(g) > self.floor.reshape(-1).take(warps)
         if late.any():
             at = np.flatnonzero(late)
-            if len(at) > 4096:  # in pieces, so that the table below stays small
-                pieces = [at[k : k + 4096] for k in range(0, len(at), 4096)]
-            else:
-                pieces = [at]
             used, rows = self.rows
-            for piece in pieces:
+            for piece in (at[k : k + 4096] for k in range(0, len(at), 4096)):  # so that the table below stays small
                 reads = self.read_at[used[:, None], g[piece]]
                 known = self.know.reshape(-1, self.AA)[warps[piece]][:, rows].T
                 bad = reads > known
@@ -295,7 +291,7 @@ class HappensBefore(Knowledge, Findings):
         self.read_at[row, g] = self.wave.now
         self.row_used[row] = True
 
-    def proxy_read_groups(self, X: Any, I: Any, c: np.ndarray, w: np.ndarray, g: np.ndarray) -> None:
+    def proxy_read_groups(self, I: Any, c: np.ndarray, w: np.ndarray, g: np.ndarray) -> None:
         """wgmma of warpgroups, named by a warp (c, w) of each, reads granules ``g`` of their own CTAs.
 
         The other warps of a group wait for its operands too, so one warp's knowledge stands for the group's.
@@ -319,9 +315,7 @@ class HappensBefore(Knowledge, Findings):
         self.read_at[agent[:, None], where] = self.wave.now
         self.row_used[agent] = True
 
-    def proxy_write(
-        self, X: Any, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int, kind: str = "mbarrier"
-    ) -> None:
+    def proxy_write(self, I: Any, c: int, w: int, cta: int, g: np.ndarray, slot: int, kind: str = "mbarrier") -> None:
         """A bulk load that warp (c, w) starts, or its st.async (kind remote store), writes granules ``g`` of CTA
         ``cta`` and completes on its mbarrier ``slot``.
         """

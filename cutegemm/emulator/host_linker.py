@@ -175,11 +175,11 @@ def link(image: bytes, symbols: Iterable[str], imports: Mapping[str, int]) -> An
             raise CaptureError(f"the object could not be linked: {error}") from error
 
 
-def callbacks(signatures: Mapping[str, tuple[Any, Any, Iterable[Any]]]) -> tuple[list[Any], dict[str, int]]:
-    """C functions for Python ones, given as name -> (function, result type, argument types): the objects to keep alive,
-    and their addresses by name.
-    """
+_callbacks: list[Any] = []  # for good: native code keeps their addresses
+
+
+def callbacks(signatures: Mapping[str, tuple[Any, Any, Iterable[Any]]]) -> dict[str, int]:
+    """Addresses of C functions for Python ones, given as name -> (function, result type, argument types)."""
     functions = {name: ctypes.CFUNCTYPE(result, *kinds)(action) for name, (action, result, kinds) in signatures.items()}
-    return list(functions.values()), {
-        name: int(ctypes.cast(function, ctypes.c_void_p).value or 0) for name, function in functions.items()
-    }
+    _callbacks.extend(functions.values())
+    return {name: int(ctypes.cast(function, ctypes.c_void_p).value or 0) for name, function in functions.items()}

@@ -53,16 +53,14 @@ class Knowledge:
 
     def proxy_fence(self, X: Any, mask: np.ndarray | None) -> None:
         """fence.proxy.async: what these warps know of is from now on visible to the asynchronous proxy."""
-        know = self.know[X.at].copy()
-        np.put_along_axis(know, self.self_agent[X.at][..., None], self.wave.now, -1)
-        self.wave.now += 1
+        know, _ = self.released(*X.at)
         if mask is not None:
             know[~mask.any(-1)] = 0
         view = self.fenced[X.at]
         np.maximum(view, know, out=view)
 
     # -- CTA barriers -----------------------------------------------------------------------------------------
-    def barrier_arrive(self, X: Any, warps: np.ndarray, ids: np.ndarray, sync: bool) -> None:
+    def barrier_arrive(self, X: Any, warps: np.ndarray, ids: np.ndarray) -> None:
         for ident in np.unique(ids[warps]):
             here = warps & (ids == ident)
             know, fenced = self.released(*X.at)

@@ -73,7 +73,8 @@ class LaneOrder:
         if on is None and every:
             copies = now
             if "copy" in hb.offset:
-                copies = np.take_along_axis(hb.know[X.at], self._copy_agent(X)[..., None], -1)[..., 0]
+                agents = hb.self_agent[X.at] + hb.offset["copy"]
+                copies = np.take_along_axis(hb.know[X.at], agents[..., None], -1)[..., 0]
             known = self.known[X.at]
             known[..., 0] = now
             np.maximum(known[..., 1], copies, out=known[..., 1])
@@ -96,10 +97,6 @@ class LaneOrder:
                 self.learn(c, w, now, copies)
             else:
                 self._learn_pairs(c, w, np.flatnonzero(wanted), now)
-
-    def _copy_agent(self, X: Any) -> np.ndarray:
-        agents: np.ndarray = self.hb.self_agent[X.at] + self.hb.offset["copy"]
-        return agents
 
     def _learn_pairs(self, c: int, w: int, lanes: np.ndarray, now: int) -> None:
         if self.pairs is None:

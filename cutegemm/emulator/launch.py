@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Launch:
     programmatic: launched with programmatic stream serialization, so that the kernel may start before the one
     in front of it has
         finished and has to ask for its results with ``griddepcontrol.wait``.
-    attributes: other launch attributes as (name, value) pairs, for display only.
     """
 
     kernel: str
@@ -46,7 +45,6 @@ class Launch:
     dynamic_smem: int = 0
     params: bytes = b""
     programmatic: bool = False
-    attributes: tuple[tuple[str, object], ...] = field(default=())
 
     def __post_init__(self) -> None:
         for name in ("grid", "block", "cluster"):

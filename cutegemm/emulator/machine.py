@@ -22,19 +22,9 @@ DTYPES = {
     "u8": np.dtype(np.uint64), "i8": np.dtype(np.int64), "f8": np.dtype(np.float64),
     "u1": np.dtype(np.uint8), "i1": np.dtype(np.int8), "p": np.dtype(np.bool_),
 }  # fmt: skip
-CLASS_OF = {
-    "u2": "16",
-    "i2": "16",
-    "f2": "16",
-    "u4": "32",
-    "i4": "32",
-    "f4": "32",
-    "u8": "64",
-    "i8": "64",
-    "f8": "64",
-    "p": "p",
-}
 BASE_CODE = {"16": "u2", "32": "u4", "64": "u8", "p": "p"}
+#: register class of each code: that of the code of its size
+CLASS_OF = {code: cls for cls, base in BASE_CODE.items() for code in DTYPES if code[-1] == base[-1]}
 #: a program counter larger than any block: the warp has nothing to run
 IDLE = 1 << 30
 
@@ -204,6 +194,11 @@ class Box:
         return found
 
     # -- indices of lanes and warps, flat over the wave ---------------------------------------------------------
+    def warps_of(self, lanes: np.ndarray | None) -> np.ndarray:
+        """`warp_of_lane` of flat lanes of the box; None for all."""
+        warps = self.warp_of_lane.reshape(-1)
+        return warps if lanes is None else warps[lanes]
+
     @property
     def cta_of_lane(self) -> np.ndarray:
         """Position in the wave of each lane's CTA, shape of the box, int64."""

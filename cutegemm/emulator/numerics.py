@@ -121,9 +121,9 @@ def round_to(x: np.ndarray, man: int, emin: int, mode: str, residue: np.ndarray 
     return np.where(finite, result, x)
 
 
-def to_f32(x: np.ndarray, mode: str, residue: np.ndarray | None = None) -> np.ndarray:
-    """float64 (+ residue) -> float32 in the given rounding mode, overflow as IEEE 754 has it."""
-    man, emin, top = FORMATS["f32"]
+def rounded(x: np.ndarray, kind: str, mode: str, residue: np.ndarray | None = None) -> np.ndarray:
+    """float64 (+ residue) -> values of a format, in fp32, with one rounding; overflow as IEEE 754 has it."""
+    man, emin, top = FORMATS[kind]
     return overflow(round_to(x, man, emin, mode, residue), top, mode, x).astype(F4)
 
 
@@ -142,12 +142,6 @@ def overflow(rounded: np.ndarray, top: float, mode: str, x: np.ndarray) -> np.nd
     return np.where(over, huge, rounded)
 
 
-def round_half(x: np.ndarray) -> np.ndarray:
-    """float64 -> fp16 values in fp32 with one rounding, to nearest even; overflow gives an infinity."""
-    man, emin, top = FORMATS["f16"]
-    return overflow(round_to(x, man, emin, "rn"), top, "rn", x).astype(F4)
-
-
 def tf32_bits(x: np.ndarray, mode: str) -> np.ndarray:
     """fp32 -> tf32 held in the upper 19 bits of 32 (mode rna or rn or rz); the low 13 bits are zero."""
     bits = np.ascontiguousarray(x, F4).view(U4)
@@ -162,14 +156,11 @@ def tf32_bits(x: np.ndarray, mode: str) -> np.ndarray:
     return np.where(nan, U4(0x7FFFFFFF), np.where(special, bits, out))
 
 
-def from_f32(x: np.ndarray, kind: str, mode: str) -> np.ndarray:
-    """fp32 -> bits of f16 or bf16 in any rounding mode."""
-    if mode == "rn":
-        return f16_bits(x) if kind == "f16" else bf16_bits(x)
-    man, emin, top = FORMATS[kind]
-    wide: np.ndarray = x.astype(F8)
-    value: np.ndarray = overflow(round_to(wide, man, emin, mode), top, mode, wide).astype(F4)
-    return f16_bits(value) if kind == "f16" else bf16_bits(value)
+def half_bits(x: np.ndarray, kind: str, mode: str, residue: np.ndarray | None = None) -> np.ndarray:
+    """fp32 or float64 (+ residue) -> bits of f16 or bf16 with one rounding."""
+    if mode != "rn" or x.dtype != F4:
+        x = rounded(x.astype(F8), kind, mode, residue)
+    return f16_bits(x) if kind == "f16" else bf16_bits(x)
 
 
 # -- exact sums and products -----------------------------------------------------------------------------------
@@ -213,7 +204,7 @@ def fma_f32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         at = np.nonzero(doubtful)
         s, e = two_sum(prod[at], np.broadcast_to(c, out.shape)[at].astype(F8))
         e = np.where(np.isfinite(s), e, 0.0)
-        out[at] = to_f32(s, "rn", e)
+        out[at] = rounded(s, "f32", "rn", e)
     return out
 
 
@@ -224,7 +215,7 @@ def fma_f32_mode(a, b, c, mode: str) -> np.ndarray:
     prod = np.multiply(a, b, dtype=F8)
     s, e = two_sum(prod, np.broadcast_to(c, prod.shape).astype(F8))
     e = np.where(np.isfinite(s), e, 0.0)
-    out = to_f32(s, mode, e)
+    out = rounded(s, "f32", mode, e)
     if mode == "rm":  # an exact zero from opposite signs is -0 when rounding down
         zero = (s == 0) & (e == 0) & ~((prod == 0) & (np.signbit(prod) == np.signbit(c)))
         out = np.where(zero, F4(-0.0), out)
@@ -248,6 +239,12 @@ def flush(x: np.ndarray) -> np.ndarray:
     """.ftz: subnormal fp32 becomes a zero of the same sign."""
     small = (np.abs(x) < F4(1.17549435e-38)) & (x != 0)
     return np.where(small, np.copysign(F4(0), x), x) if small.any() else x
+
+
+def saturate(x: np.ndarray) -> np.ndarray:
+    """.sat: into 0..1; a NaN and -0 become +0."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    return np.where(x != x, zero, np.clip(x, zero, one) + zero)
 
 
 def select(a, b, c, nan, xorsign, smaller):

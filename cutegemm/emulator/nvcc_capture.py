@@ -11,7 +11,7 @@ C functions then records what it launches and clears, in order.
 from __future__ import annotations
 
 import ctypes
-import threading
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -124,10 +124,6 @@ def _launch(stub: int, grid: Dim3, block: Dim3, arguments: Any, dynamic_smem: in
     record_launch(stub, grid.triple(), block.triple(), dynamic_smem, arguments)
 
 
-def _launch_ex(config: Any, stub: int, arguments: Any) -> None:
-    record_launch_ex(config[0], stub, arguments)
-
-
 def _memset(address: int, value: int, count: int, stream: int) -> None:
     if count:
         current().operations.append(Memset(address or 0, value & 0xFF, count))
@@ -175,7 +171,7 @@ _RUNTIME: _Signatures = {
     "__cudaGetKernel": (_get_kernel, _int, [_ptr_p, _ptr]),
     "__cudaLaunchKernel": (_launch, _int, [_ptr, Dim3, Dim3, _ptr_p, _size, _ptr]),
     "cudaLaunchKernel": (_launch, _int, [_ptr, Dim3, Dim3, _ptr_p, _size, _ptr]),
-    "cudaLaunchKernelExC": (_launch_ex, _int, [ctypes.POINTER(LaunchConfig), _ptr, _ptr_p]),
+    "cudaLaunchKernelExC": (record_launch_ex, _int, [ctypes.POINTER(LaunchConfig), _ptr, _ptr_p]),
     "cudaFuncSetAttribute": (set_function_attribute, _int, [_ptr, _int, _int]),
     "cudaGetDevice": (get_device, _int, [_int_p]),
     "cudaSetDevice": (lambda device: None, _int, [_int]),
@@ -208,13 +204,8 @@ _PLAIN: _Signatures = {
     "cudaGetErrorString": (_error_text, _ptr, [_int]),
     "cudaGetErrorName": (_error_text, _ptr, [_int]),
 }
-_made: list[tuple[list[Any], dict[str, int]]] = []
-_made_lock = threading.Lock()
 
 
+@functools.cache
 def _stand_ins() -> dict[str, int]:
-    with _made_lock:
-        if not _made:
-            runtime = {name: (guarded(action), *rest) for name, (action, *rest) in _RUNTIME.items()}
-            _made.append(callbacks({**runtime, **_PLAIN}))
-        return _made[0][1]
+    return callbacks({**{name: (guarded(action), *rest) for name, (action, *rest) in _RUNTIME.items()}, **_PLAIN})

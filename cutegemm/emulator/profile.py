@@ -63,12 +63,13 @@ class Profile:
     # -- shared memory ----------------------------------------------------------------------------------------
     def shared(self, X: Any, I: Instr, offset: np.ndarray, size: int, lanes: np.ndarray | None, what: str) -> None:
         self._add(f"shared {what}", len(offset) * size)
-        lane = np.arange(X.lanes) if lanes is None else lanes
-        per = max(1, min(4, size // 4))  # requests of a warp
-        group = (lane // 32) * per + (lane % 32) // (32 // per)
-        self._passes(I, offset, size, group)
+        self._in_requests(I, np.arange(X.lanes) if lanes is None else lanes, offset, size)
 
-    def matrix(self, X: Any, I: Instr, offset: np.ndarray, lanes: np.ndarray, what: str) -> None:
+    def _in_requests(self, I: Instr, lane: np.ndarray, offset: np.ndarray, size: int) -> None:
+        per = max(1, min(4, size // 4))  # requests of a warp
+        self._passes(I, offset, size, (lane // 32) * per + (lane % 32) // (32 // per))
+
+    def matrix(self, I: Instr, offset: np.ndarray, what: str) -> None:
         self._add(f"shared {what}", len(offset) * 16)
         self._passes(I, offset, 16, np.arange(len(offset)) // 8)
 
@@ -101,17 +102,16 @@ class Profile:
         row.sectors += pairs.shape[1]
         row.sectors_ideal += int((-(-np.bincount(asked[0]) * size // 32)).sum())
 
-    def copy(self, X: Any, I: Instr, source: np.ndarray, offset: np.ndarray, size: int, lanes, copied) -> None:
+    def copy(self, X: Any, I: Instr, source: np.ndarray, offset: np.ndarray, size: int, lanes) -> None:
         self._add("cp.async", len(source) * size)
         lane = np.arange(X.lanes) if lanes is None else lanes
         self._sectors(I, lane // 32, source.view(np.int64), size)
-        per = max(1, min(4, size // 4))
-        self._passes(I, offset, size, (lane // 32) * per + (lane % 32) // (32 // per))
+        self._in_requests(I, lane, offset, size)
 
-    def bulk(self, I: Instr, what: str, nbytes: int) -> None:
+    def bulk(self, what: str, nbytes: int) -> None:
         self._add(f"bulk {what}", nbytes)
 
-    def wgmma(self, I: Instr, op: Any) -> None:
+    def wgmma(self, op: Any) -> None:
         n = op.spec[0]
         self._add("wgmma operands", len(op.c) // 4 * (64 * (op.a.ndim == 1) + n) * 32)
 

@@ -7,6 +7,7 @@ operands and labels. Scopes ``{ }`` inside a body have registers and labels of t
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -61,6 +62,12 @@ class Vec:
     items: tuple
 
 
+def narrowed(bits: int) -> int:
+    """The bits of an fp64 number, as those of the nearest fp32 number."""
+    (number,) = struct.unpack("<d", struct.pack("<Q", bits))
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
 def items_of(operand) -> list:
     """The items of a vector operand; any other operand alone."""
     return list(operand.items) if isinstance(operand, Vec) else [operand]
@@ -106,6 +113,11 @@ class Instr:
 
     def has(self, part: str) -> bool:
         return part in self.parts
+
+    @property
+    def addressed(self) -> list:
+        """The operands without a cache policy behind them, which has no effect here."""
+        return list(self.operands[:-1] if any("cache_hint" in part for part in self.parts) else self.operands)
 
     def where(self) -> str:
         text = self.text if len(self.text) <= 180 else f"{self.text[:100]} ... {self.text[-60:]}"
@@ -166,7 +178,6 @@ class Kernel:
 @dataclass
 class Module:
     text: str
-    version: str
     target: str
     kernels: dict[str, Kernel]
     variables: dict[str, Variable]

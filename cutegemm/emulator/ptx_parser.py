@@ -28,11 +28,12 @@ from cutegemm.emulator.ptx import (
     Symbol,
     Variable,
     Vec,
+    narrowed,
 )
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:[^\"\\]|\\.)*\"", re.S)
 _STOP = re.compile(r"[;{}]|(?<!:):(?!:)")
-_ARRAY_DECL = re.compile(r"^(?P<name>[\w$.%]+)\s*(?P<dims>(?:\[\s*\d*\s*\])*)\s*(?:=\s*(?P<init>.*))?$", re.S)
+_ARRAY_DECL = re.compile(r"^(?P<name>[\w$.%]+)\s*(?P<dims>(?:\[\s*\d*\s*\])*)\s*$", re.S)
 _NUMBER = re.compile(r"^[-+~]?\s*(0[xX][0-9a-fA-F]+|0[bB][01]+|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|"
                      r"\d+\.\d*(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\d+)[uU]?$")  # fmt: skip
 
@@ -61,12 +62,7 @@ class _Scope:
         return None
 
     def find_label(self, name: str) -> str | None:
-        scope: _Scope | None = self
-        while scope is not None:
-            if name in scope.labels:
-                return scope.labels[name]
-            scope = scope.parent
-        return None
+        return self.labels.get(name) or (self.parent.find_label(name) if self.parent else None)
 
 
 def parse_module(ptx_text: str | bytes) -> Module:
@@ -84,7 +80,7 @@ class ModuleParser:
         self.pos = 0
         self.line = 1
         self.line_pos = 0
-        self.module = Module(text, "", "", {}, {})
+        self.module = Module(text, "", {}, {})
         self.parse_module()
         if not self.module.kernels:
             raise PtxError("this PTX holds no .entry")
@@ -119,21 +115,11 @@ class ModuleParser:
                     return
                 ch, at = found.group(), found.start()
                 head = text[start:at].strip()
-                if ch == ":" and depth == 0 and re.fullmatch(r"[\w$%]+", head):
+                is_label = ch == ":" and re.fullmatch(r"[\w$%]+", head)
+                opens = ch == "{" and (not head or self.opens_body(head))
+                if depth == 0 and (ch in "};" or is_label or opens):
                     self.pos = at + 1
-                    yield ":", head, self.line_at(start)
-                    break
-                if ch == "{" and depth == 0 and (not head or self.opens_body(head)):
-                    self.pos = at + 1
-                    yield "{", head, self.line_at(start)
-                    break
-                if ch == "}" and depth == 0:
-                    self.pos = at + 1
-                    yield "}", head, self.line_at(start)
-                    break
-                if ch == ";" and depth == 0:
-                    self.pos = at + 1
-                    yield ";", head, self.line_at(start)
+                    yield ch, head, self.line_at(start)
                     break
                 depth += {"{": 1, "}": -1}.get(ch, 0)
                 scan = at + 1
@@ -167,9 +153,7 @@ class ModuleParser:
 
     def module_statement(self, head: str, line: int) -> None:
         word = head.split(None, 1)[0] if head else ""
-        if word == ".version":
-            self.module.version = head.split()[1]
-        elif word == ".target":
+        if word == ".target":
             self.module.target = head.split(None, 1)[1].split(",")[0].strip()
         elif re.search(r"\.(global|const|shared)\b", head) and ".func" not in head:
             for var in self.variable(head, line):
@@ -234,10 +218,8 @@ class ModuleParser:
             imm = self.number(item)
             if imm is not None:
                 value = imm.value
-                if elem in ("f32", "f64") and imm.kind == "f64" and elem == "f32":
-                    value = int.from_bytes(
-                        struct.pack("<f", struct.unpack("<d", value.to_bytes(8, "little"))[0]), "little"
-                    )
+                if elem == "f32" and imm.kind == "f64":
+                    value = narrowed(value)
                 out += (value & ((1 << (8 * width)) - 1)).to_bytes(width, "little")
                 continue
             found = re.fullmatch(r"(?:generic\(\s*)?([\w$]+)\s*\)?\s*(?:\+\s*(\d+))?", item)
@@ -299,7 +281,7 @@ class ModuleParser:
         else:
             raise self.fail(f"the body of {kernel.name} does not end", kernel.line)
         kernel.register_counts = counts
-        kernel.instrs = [self.instruction(kernel, *item) for item in raw]
+        kernel.instrs = [self.instruction(*item) for item in raw]
 
     def declare_registers(self, head, scope, counts, kernel, line) -> None:
         found = re.fullmatch(r"\.reg\s*(?:\.v[24]\s*)?\.(\w+)\s+(.*)", head, re.S)
@@ -317,7 +299,7 @@ class ModuleParser:
                 kernel.register_names[name if scope.parent is None else f"{name}#{scope.serial}"] = reg
 
     # -- instructions -----------------------------------------------------------------------------------------
-    def instruction(self, kernel: Kernel, scope: _Scope, head: str, line: int) -> Instr:
+    def instruction(self, scope: _Scope, head: str, line: int) -> Instr:
         text = " ".join(head.split())
         guard, negated = None, False
         rest = text

@@ -44,7 +44,7 @@ class Findings:
             return f"an st.async that completes on mbarrier {local - at} of CTA {cta}"
         return f"a bulk load that completes on mbarrier {local - self.offset['mbarrier']} of CTA {cta}"
 
-    def report_read(self, X, I, g, n, warps, when, by, ok, lanes) -> None:
+    def report_read(self, X, I, g, n, when, by, ok, lanes) -> None:
         if self.checks.uninitialized and not when.all():
             e = int(np.argmin(when != 0))
             what = "a read of shared memory that nothing has written"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,23 +41,7 @@ ERROR_NAMES = {
     UNKNOWN: "cudaErrorUnknown",
 }
 
-# cudaLaunchAttributeID
-_ATTRIBUTE_NAMES = {
-    1: "access_policy_window",
-    2: "cooperative",
-    3: "synchronization_policy",
-    4: "cluster",
-    5: "cluster_scheduling_policy",
-    6: "programmatic_stream_serialization",
-    7: "programmatic_event",
-    8: "priority",
-    9: "mem_sync_domain_map",
-    10: "mem_sync_domain",
-    11: "preferred_cluster",
-    12: "launch_completion_event",
-    13: "device_updatable_kernel_node",
-    14: "preferred_shared_memory_carveout",
-}
+# cudaLaunchAttributeID; the others change nothing here
 _CLUSTER, _PROGRAMMATIC = 4, 6
 
 # cudaFuncAttribute
@@ -196,20 +181,17 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
-def record_launch_ex(config: LaunchConfig, handle: int | None, arguments: Any) -> None:
-    """``cudaLaunchKernelExC``: decodes the configuration and its attributes, then records the launch."""
+def record_launch_ex(configuration: Any, handle: int | None, arguments: Any) -> None:
+    """``cudaLaunchKernelExC``: decodes the `LaunchConfig` pointed to and its attributes, then records the launch."""
+    config: LaunchConfig = configuration[0]
     cluster: tuple[int, int, int] | None = None
-    programmatic, others = False, []
+    programmatic = False
     for attribute in config.attributes[: config.attribute_count]:
-        raw = bytes(attribute.value)
-        word = int.from_bytes(raw[:4], "little")
+        sizes = struct.unpack_from("<3I", bytes(attribute.value))
         if attribute.id == _CLUSTER:
-            sizes = tuple(int.from_bytes(raw[4 * i : 4 * i + 4], "little") for i in range(3))
-            cluster = sizes if any(sizes) else None  # type: ignore[assignment]
+            cluster = sizes if any(sizes) else None
         elif attribute.id == _PROGRAMMATIC:
-            programmatic = word != 0
-        elif word:
-            others.append((_ATTRIBUTE_NAMES.get(attribute.id, f"attribute_{attribute.id}"), word))
+            programmatic = sizes[0] != 0
     record_launch(
         handle,
         config.grid.triple(),
@@ -218,7 +200,6 @@ def record_launch_ex(config: LaunchConfig, handle: int | None, arguments: Any) -
         arguments,
         cluster=cluster,
         programmatic=programmatic,
-        attributes=tuple(others),
     )
 
 
@@ -231,7 +212,6 @@ def record_launch(
     *,
     cluster: tuple[int, int, int] | None = None,
     programmatic: bool = False,
-    attributes: tuple[tuple[str, object], ...] = (),
 ) -> None:
     """Records one launch with the bytes that ``arguments`` (``void **``) point to. Raises Refusal where the
     driver would.
@@ -244,9 +224,7 @@ def record_launch(
     for index, (offset, size) in enumerate(entry.params):
         params[offset : offset + size] = ctypes.string_at(arguments[index], size)
     shape = cluster or entry.required_cluster or (1, 1, 1)
-    running.operations.append(
-        Launch(entry.name, grid, block, shape, dynamic_smem, bytes(params), programmatic, attributes)
-    )
+    running.operations.append(Launch(entry.name, grid, block, shape, dynamic_smem, bytes(params), programmatic))
 
 
 def check_launch(

@@ -56,7 +56,7 @@ class Scheduler:
             if pc < 0:
                 if not wave.live.any():
                     break
-                if env.advance_async(wave, everything=False) or env.wake(wave):
+                if env.advance_async(everything=False) or env.wake():
                     continue
                 if env.in_front is not None and env.in_front.finish():
                     continue
@@ -65,7 +65,7 @@ class Scheduler:
             env.progressed = False
             self.step(blocks[pc], self.ready == pc)
             if env.events:
-                env.wake(wave)
+                env.wake()
             if env.progressed:
                 self.idle_steps = 0
             else:
@@ -73,8 +73,8 @@ class Scheduler:
                 if self.idle_steps > SPIN_LIMIT:
                     raise NoProgress(self.stuck(f"{SPIN_LIMIT} blocks ran without any store or synchronization"))
                 if self.idle_steps % 64 == 0:
-                    env.advance_async(wave, everything=False)
-        env.finish_async(wave)
+                    env.advance_async(everything=False)
+        env.finish_async()
 
     # -- choice -----------------------------------------------------------------------------------------------
     def choose(self) -> int:
@@ -98,8 +98,8 @@ class Scheduler:
             return int(pcs[(self.idle_steps // 4) % len(pcs)])
         if fair or rng.random() < 0.15:
             pcs = np.unique(wpc[wpc < EXIT])
-            if self.env.pending(self.wave) and rng.random() < 0.1:
-                self.env.advance_async(self.wave, everything=False)
+            if self.env.pending() and rng.random() < 0.1:
+                self.env.advance_async(everything=False)
             return int(pcs[rng.randrange(len(pcs))])
         return low
 
@@ -142,11 +142,7 @@ class Scheduler:
         if block.sync is not None:
             self.synchronize(block, box, mask, chosen, any_split)
             return
-        taken = (
-            block.code[mask is not None](box)
-            if (mask is not None) in block.code
-            else self.program.function(block, mask is not None)(box)
-        )
+        taken = self.program.function(block, mask is not None)(box)
         if block.target < 0:
             self.go(box, mask, chosen, any_split, block.fall)
         elif taken is None:
@@ -256,7 +252,7 @@ class Scheduler:
                 else:
                     groups = {(int(wave.wpc[c, w]), False)}
                 for pc, waiting in sorted(groups):
-                    what = self.env.waits_for(wave, c, w, pc) if waiting else f"runs {self.place(pc)}"
+                    what = self.env.waits_for(wave, c, w) if waiting else f"runs {self.place(pc)}"
                     rows.setdefault(what, []).append(f"CTA {wave.env.cta_name(wave, c)} warp {w}")
         lines = [why]
         for what, who in list(rows.items())[:24]:

@@ -192,7 +192,7 @@ def _step(a, b, ea, eb, c, rule: Rule, half: bool) -> np.ndarray:
     total += integer
     total *= np.ldexp(1.0, largest.astype(np.int32) - rule.fraction)
     if half:
-        return numerics.round_half(total)
+        return numerics.rounded(total, "f16", "rn")
     if narrow:  # no sum other than 0 is subnormal or beyond fp32: the fraction's last bits are cut off
         return (total.view(np.uint64) & ~np.uint64((1 << (53 - rule.significand)) - 1)).view(F8).astype(F4)
     return _overflowing(numerics.round_to(total, rule.significand - 1, -126, "rz"))

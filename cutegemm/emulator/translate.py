@@ -33,6 +33,7 @@ from cutegemm.emulator.ptx import (
     Symbol,
     Variable,
     Vec,
+    narrowed,
 )
 
 EMITTERS: dict[str, Callable[[Gen, Instr], None]] = {}
@@ -223,12 +224,9 @@ class Gen:
         self.lines.append(text)
         self.owner.append(self.instr)
 
-    def temp(self) -> str:
-        self.serial += 1
-        return f"t{self.serial}"
-
     def let(self, expr: str) -> str:
-        name = self.temp()
+        self.serial += 1
+        name = f"t{self.serial}"
         self.line(f"{name} = {expr}")
         return name
 
@@ -303,7 +301,7 @@ class Gen:
                 return self.keep(np.array(o.value, np.uint32).view(np.float32).reshape(()))
             return self.constant(value, code)
         if o.kind == "f64" and bits == 32:
-            value = struct.unpack("<I", struct.pack("<f", struct.unpack("<d", struct.pack("<Q", value))[0]))[0]
+            value = narrowed(value)
         value &= (1 << bits) - 1
         if kind == "i" and value >> (bits - 1):
             value -= 1 << bits
@@ -334,7 +332,7 @@ class Gen:
     def special(self, o: Special, code: str) -> str:
         name = o.name
         if name in ("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo", "globaltimer_hi"):
-            return f"X.wave.env.clock({name!r}, X.shape)"
+            return f"X.wave.env.clock({name!r})"
         if name in ("tid", "ntid", "ctaid", "nctaid"):
             name += ".x"
         if name not in self.program.env.special_names and not name.startswith(("envreg", "reserved_smem")):

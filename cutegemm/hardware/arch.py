@@ -91,16 +91,15 @@ class Arch:
         major, minor = self.capability
         return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
-    @property
-    def peak_tflops(self) -> Mapping[str, float]:
-        """Dense peak in TFLOP/s by dtype: `float32` (CUDA cores), `tfloat32`, `float16`, `bfloat16`, `float8`, ..."""
-        return MappingProxyType(dict(self.peaks))
-
     def peak(self, dtype: str) -> float:
-        """Dense peak of `dtype` in TFLOP/s. Raises ValueError for a dtype this architecture has no unit for."""
-        rate = self.peak_tflops.get(dtype)
+        """Dense peak in TFLOP/s of `float32` (CUDA cores), `tfloat32`, `float16`, `bfloat16`, `float8`, ...
+
+        Raises ValueError for a dtype this architecture has no unit for.
+        """
+        rates = dict(self.peaks)
+        rate = rates.get(dtype)
         if rate is None:
-            known = ", ".join(name for name, _ in self.peaks)
+            known = ", ".join(rates)
             raise ValueError(f"dtype: {dtype!r} has no peak rate on {self.name}; known here: {known}")
         return rate
 

@@ -18,13 +18,12 @@ class Roofline:
     """Lower bounds of one problem on one architecture.
 
     flop_s: seconds of the arithmetic at the peak rate. byte_s: seconds of the compulsory bytes at full bandwidth.
-    intensity: flop per compulsory byte. ridge: the intensity at which both times are equal on this architecture.
+    intensity: flop per compulsory byte.
     """
 
     flop_s: float
     byte_s: float
     intensity: float
-    ridge: float
 
     @property
     def bound_s(self) -> float:
@@ -47,9 +46,7 @@ def roofline(problem: Problem, arch: Arch) -> Roofline:
     parts = problem.signature.parts
     peak = arch.peak(problem.signature.unit) * 1e12 / (1 if parts is None else len(parts.terms))
     intensity = problem.flops / problem.min_bytes if problem.min_bytes else 0.0
-    return Roofline(
-        problem.flops / peak, problem.min_bytes / arch.hbm_bytes_per_s, intensity, peak / arch.hbm_bytes_per_s
-    )
+    return Roofline(problem.flops / peak, problem.min_bytes / arch.hbm_bytes_per_s, intensity)
 
 
 @dataclass(frozen=True)

@@ -33,24 +33,41 @@ def expected(
         work: a name of `problem.work.TABLE`. a, b, operands: as `grouped_gemm` takes them, on the CPU or a GPU.
         sizes: the groups' ends, or the counts of a masked product.
     """
-    m, n, groups = a.shape[-2], b.shape[-1], len(sizes)
-    shape = (m, n) if work in (RAGGED_M, RAGGED_N) else (groups, m, n)
+    shape, groups = layout(work, a, b, sizes)
     acc, error = (torch.zeros(shape, dtype=torch.float64, device=a.device) for _ in range(2))
     known = torch.zeros(shape, dtype=torch.bool, device=a.device)
-    extent = {RAGGED_M: m, RAGGED_N: n, RAGGED_K: a.shape[-1], MASKED: m}[work]
-    ends = (sizes.long().clamp(0, extent) if work == MASKED else ascending(sizes, extent)).tolist()
-    for group, end in enumerate(ends):
-        begin = 0 if work == MASKED or group == 0 else ends[group - 1]
+    for group, (begin, end) in enumerate(groups):
         left, right, place = parts(work, a, b, group, begin, end)
         of_blocks = scales_of(work, program, operands, group, begin, end)
         acc[place], _, error[place] = reference.accumulators(left, right, precision, **of_blocks)
         known[place] = True
-    if work in (RAGGED_M, RAGGED_N):
-        axis: Any = "m" if work == RAGGED_M else "n"
-        program, operands = spread(program, operands, groups_of(sizes, extent), groups, axis)
+    program, operands = as_one(work, program, operands, sizes, shape)
     if program.gating:
-        known = known[..., : n // 2]
+        known = known[..., : shape[-1] // 2]
     return bounds(program, acc, error, operands), known
+
+
+def layout(
+    work: str, a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor
+) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """(shape of the accumulators, where each group begins and ends); the host waits for the groups' sizes."""
+    m, n = a.shape[-2], b.shape[-1]
+    extent = {RAGGED_M: m, RAGGED_N: n, RAGGED_K: a.shape[-1], MASKED: m}[work]
+    if work == MASKED:
+        return (len(sizes), m, n), [(0, each) for each in sizes.long().clamp(0, extent).tolist()]
+    ends = ascending(sizes, extent).tolist()
+    shape = (len(sizes), m, n) if work == RAGGED_K else (m, n)
+    return shape, list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def as_one(
+    work: str, program: Program, operands: Sequence[Any], sizes: torch.Tensor, shape: Sequence[int]
+) -> tuple[Program, Sequence[Any]]:
+    """The program and its operands for accumulators of that shape, with which one evaluation computes all groups."""
+    if work not in (RAGGED_M, RAGGED_N):
+        return program, operands
+    groups = groups_of(sizes, shape[0 if work == RAGGED_M else 1])
+    return spread(program, operands, groups, len(sizes), "m" if work == RAGGED_M else "n")
 
 
 def parts(work: str, a: torch.Tensor, b: torch.Tensor, group: int, begin: int, end: int) -> tuple[Any, Any, Any]:

@@ -260,8 +260,8 @@ def describe(
         seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
     else:
-        matrix_a = request.operand_of("a", a, a.shape[-2], sizes.k, groups, copies)
-        matrix_b = request.operand_of("b", b, sizes.k, sizes.n, groups, copies)
+        matrix_a = request.operand_of("a", a, a.shape[-2], sizes.k, copies)
+        matrix_b = request.operand_of("b", b, sizes.k, sizes.n, copies)
     matrices = tuple(
         _own(sizes, program_request.matrix_of(own, operand), own.dtype)
         for own, operand in zip(program.inputs, operands, strict=True)

@@ -91,8 +91,8 @@ def describe(
     if dtypes.ITEMSIZE[dtype] == 1:
         matrix_a, matrix_b = packing.operands(a, b, matrix_of(a, m, k), matrix_of(b, k, n), copies)
     else:
-        matrix_a = operand_of("a", a, m, k, batch, copies)
-        matrix_b = operand_of("b", b, k, n, batch, copies)
+        matrix_a = operand_of("a", a, m, k, copies)
+        matrix_b = operand_of("b", b, k, n, copies)
     if bias is not None and n > 1 and bias.stride(0) != 1:
         copies.append(("bias", f"stride {bias.stride(0)}: kernels read a contiguous bias"))
     matrix_c = None
@@ -414,9 +414,7 @@ def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:
     return (row_major or matrix.stride_row == 1) and (outer == 1 or leading >= 0)
 
 
-def operand_of(
-    name: str, tensor: torch.Tensor, rows: int, cols: int, batch: int, copies: list[tuple[str, str]]
-) -> Matrix:
+def operand_of(name: str, tensor: torch.Tensor, rows: int, cols: int, copies: list[tuple[str, str]]) -> Matrix:
     matrix = matrix_of(tensor, rows, cols)
     if _has_unit_stride(matrix, rows, cols):
         return matrix

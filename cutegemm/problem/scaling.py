@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from cutegemm.problem.program.build import Builder
+from cutegemm.problem.program.evaluate import columns_of
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.scales import SCALED, Recipe
@@ -35,7 +36,7 @@ def scaled(program: Program, a: Input | None, b: Input | None) -> Program:
     builder = Builder(inputs)
     new: list[int] = []
     for node in program.nodes:
-        number = builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute)
+        number = builder.copy(node, new)
         if node.op == "acc":
             for factor in factors:
                 part = factor[int(node.attribute or 0) % len(factor)]
@@ -82,8 +83,4 @@ def operands_of(program: Program, scale_a: Any, scale_b: Any, a: Recipe | None, 
         return tuple(found)
     if not program.gating or not b.input.n:
         return (*found, scale_b)
-    half = scale_b.shape[-1] // 2
-    parts = (scale_b[..., :half], scale_b[..., half:]) if program.gating == "halves" else (
-        scale_b[..., 0::2], scale_b[..., 1::2]
-    )  # fmt: skip
-    return (*found, *parts)
+    return (*found, *columns_of(scale_b, program.gating))

@@ -25,7 +25,7 @@ import torch
 
 from cutegemm.problem.grouped_request import Extents, Sizes
 from cutegemm.problem.program.derive import Backward, Source
-from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.program.evaluate import columns_of, evaluate
 from cutegemm.problem.program.graph import Node, Output, Program
 from cutegemm.problem.program.spread import groups_of, spread
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_N, ROWS, SCATTERED
@@ -125,7 +125,7 @@ class _Backward:
         by_kernel = self.work in ROWS and program_autograd.has_kernels(self.settings.backend, values)
         if needs.reads_acc and (torch.is_grad_enabled() or not saved) and not by_kernel:
             acc = self.multiply(torch.float32)
-            saved = dict(zip(ACC, program_autograd.columns_of(acc, program.gating), strict=False))
+            saved = dict(zip(ACC, columns_of(acc, program.gating), strict=False))
         values |= saved
         if by_kernel:
             return self._by_kernel(found, values, needs.reads_acc and not saved)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm import native
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
-from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import autograd, registering, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
@@ -75,8 +75,7 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
             f"must be K = {a.shape[-1]}"
         ),
     )
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: got {activation!r}, accepted are None, {', '.join(map(repr, ACTIVATIONS))}")
+    request.check_activation(activation)
     if refused := Epilogue(activation=activation).why_refused_for(of_a(a)):
         raise ValueError(refused)
     m, n = a.shape[-2], b.shape[-1]

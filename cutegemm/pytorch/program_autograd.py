@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
-from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.program.evaluate import columns_of, evaluate
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
@@ -267,14 +267,6 @@ def _nothing(grads: Sequence[Any], shape: tuple[int, ...], dtype: torch.dtype) -
     """Accumulators that nobody reads: they have a shape."""
     device = next(grad.device for grad in grads if grad is not None)
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-
-def columns_of(acc: torch.Tensor, gating: str | None) -> tuple[torch.Tensor, ...]:
-    """The accumulators as a tuple: one tensor, or those of gate and those of up."""
-    if gating == "halves":
-        half = acc.shape[-1] // 2
-        return acc[..., :half], acc[..., half:]
-    return (acc[..., 0::2], acc[..., 1::2]) if gating == "pairs" else (acc,)
 
 
 def joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:

@@ -268,7 +268,7 @@ def with_begins(program: Program) -> tuple[Program, tuple[str, ...]]:
     builder = Builder((*program.inputs, *(Input(f"x{count + i}", "int32", by_value=True) for i in range(len(read)))))
     new: list[int] = []
     for node in program.nodes:
-        number = builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute)
+        number = builder.copy(node, new)
         if node.op in read:
             first = builder.add("input", attribute=count + read.index(node.op))
             number = builder.add("iadd", number, first)

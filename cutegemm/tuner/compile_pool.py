@@ -265,14 +265,15 @@ class CompileSession:
         self._pool, self._signature, self._arch = pool, signature, arch
         self._done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._ahead: queue.SimpleQueue[Done] = queue.SimpleQueue()  # nobody reads it
-        self._outstanding = 0
+        self.outstanding = 0
+        """Submitted and not collected yet."""
 
     def stored(self, candidate: Candidate) -> bool:
         """Whether the kernel is compiled already. May say no where finding out is as dear as asking a worker."""
         return is_stored(candidate, self._signature, self._arch)
 
     def submit(self, candidate: Candidate) -> None:
-        self._outstanding += 1
+        self.outstanding += 1
         self._pool._submit(_Job(candidate, self._signature, self._arch, [self._done]))
 
     def ahead(self, candidates: Iterable[Candidate]) -> None:
@@ -280,11 +281,6 @@ class CompileSession:
         for candidate in candidates:
             if not self.stored(candidate):
                 self._pool._submit(_Job(candidate, self._signature, self._arch, [self._ahead]), later=True)
-
-    @property
-    def outstanding(self) -> int:
-        """Submitted and not collected yet."""
-        return self._outstanding
 
     @property
     def standing(self) -> bool:
@@ -299,23 +295,23 @@ class CompileSession:
     @property
     def room(self) -> int:
         """How many more keep every worker busy, and no more: a later choice is a better informed one."""
-        return max(0, self._pool.jobs + 2 - self._outstanding)
+        return max(0, self._pool.jobs + 2 - self.outstanding)
 
     def collect(self, timeout: float) -> list[Done]:
         """What is done by now; waits for the first up to `timeout` seconds."""
         found: list[Done] = []
-        if self._outstanding == 0:
+        if self.outstanding == 0:
             return found
         with contextlib.suppress(queue.Empty):
             found.append(self._done.get(timeout=max(timeout, 0.0)) if timeout > 0 else self._done.get_nowait())
             while True:
                 found.append(self._done.get_nowait())
-        self._outstanding -= len(found)
+        self.outstanding -= len(found)
         return found
 
     def cancel(self) -> None:
         """Takes back what no worker has begun."""
-        self._outstanding -= self._pool._cancel(self._done)
+        self.outstanding -= self._pool._cancel(self._done)
         self._pool._cancel(self._ahead)
 
 

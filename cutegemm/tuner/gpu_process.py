@@ -19,11 +19,6 @@ from cutegemm.tuner.problem_bench import Bench, survive
 from cutegemm.tuner.timing import gpu_state
 
 
-def _bench_of(problem: Problem) -> type[Bench]:
-    """What measures problems of that work."""
-    return Bench if problem.work == DENSE else GroupedBench
-
-
 class Server:
     """The calls that `timer.GpuProcess` makes."""
 
@@ -52,7 +47,9 @@ class Server:
             torch.cuda.set_device(self._index)
             torch.cuda.empty_cache()
             begun = time.perf_counter()
-            self._bench = _bench_of(arguments[0])(arguments[0], Arch.of_device(self._index))
+            problem: Problem = arguments[0]
+            bench = Bench if problem.work == DENSE else GroupedBench
+            self._bench = bench(problem, Arch.of_device(self._index))
             return time.perf_counter() - begun
         if self._bench is None:
             raise RuntimeError("no problem is open")

@@ -49,10 +49,6 @@ class Winners:
         query = f"SELECT {', '.join(COLUMNS)} FROM measurement {where} ORDER BY id"
         return [_read(row) for row in self._file.read(lambda connection: fetch(connection, query, arguments))]
 
-    def all(self) -> list[Measurement]:
-        """All rows, oldest first."""
-        return self.rows()
-
     def best(
         self, gpu: str, sm_count: int, problem: str, *, backend: str | None = None, fingerprint: str | None = None
     ) -> Measurement | None:

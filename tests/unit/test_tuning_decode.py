@@ -54,7 +54,7 @@ def test_the_table_of_chains(monkeypatch):
     monkeypatch.setattr(decode.timing, "interleaved", timed)
     made = chain()
     ways = decode.ways() | {"ours": lambda x, weight, out: out.zero_()}
-    text = decode.table(decode.measure(3, made, 2, ways, 3), 2)
+    text = decode.table(decode.measure(3, made, ways, 3), 2)
     assert "2.000 (2.000..2.000)" in text
     assert "wrong" not in text.splitlines()[2]
     assert "product 0, 3x48x32" in text

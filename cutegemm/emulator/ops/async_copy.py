@@ -104,9 +104,9 @@ def cp_async(g: Gen, i: Instr) -> None:
     if part == "commit_group":
         g.line(f"X.wave.env.copies.commit(X, {g.mask})")
     elif part == "wait_group":
-        g.line(f"copy_wait(X, {g.me}, {g.mask}, {i.operands[0].value})")
+        g.line(f"copy_wait(X, {g.mask}, {i.operands[0].value})")
     elif part == "wait_all":
-        g.line(f"copy_wait(X, {g.me}, {g.mask}, -1)")
+        g.line(f"copy_wait(X, {g.mask}, -1)")
     elif part == "mbarrier":
         from cutegemm.emulator.ops import mbarrier
 
@@ -114,13 +114,12 @@ def cp_async(g: Gen, i: Instr) -> None:
     elif part in ("ca", "cg"):
         if "ignore-src" in i.op:
             raise g.unsupported()
-        policy = any("cache_hint" in p for p in i.parts)
-        ops = list(i.operands[:-1] if policy else i.operands)
+        ops = i.addressed
         size = ops[2].value if isinstance(ops[2], Imm) else 0
         if size not in ((4, 8, 16) if part == "ca" else (16,)):
             raise g.unsupported(f"cp.async.{part} of {size} bytes")
         dst, src = g.address(ops[0], "u4"), g.address(ops[1], "u8")
-        env.note_access(g, i, "shared", size)
+        env.note_access("shared", size)
         count = "None"
         if len(ops) > 3 and getattr(ops[3], "cls", "") == "p":  # ignore-src: where it holds, zeros are written
             count = f"np.where({g.src(ops[3], 'p')}, np.uint32(0), np.uint32({size}))"
@@ -178,7 +177,7 @@ def copy_async(X, I, mask, dst, src, size, count):
     if env.hb is not None:
         env.hb.write(X, I, offset, size, lanes, kind="copy")
     if env.profile is not None:
-        env.profile.copy(X, I, s, offset, size, lanes, copied)
+        env.profile.copy(X, I, s, offset, size, lanes)
     env.progressed = True
     if env.rng is None:
         land(wave, offset, size, source, copied)
@@ -203,7 +202,7 @@ def _spread(source: list, n: int) -> list:
 
 
 @runtime
-def copy_wait(X, I, mask, allowed):
+def copy_wait(X, mask, allowed):
     """Wait until at most ``allowed`` groups are pending; -1 waits for every cp.async, committed or not."""
     wave = X.wave
     copies = wave.env.copies

@@ -37,9 +37,8 @@ def atom(g: Gen, i: Instr) -> None:
     t = i.parts[-1]
     if op is None or t not in PTX_CODE:
         raise g.unsupported()
-    space = space_of(g, i)
-    policy = any("cache_hint" in p for p in i.parts)
-    ops = list(i.operands[:-1] if policy else i.operands)
+    space = space_of(i)
+    ops = i.addressed
     dst = ops.pop(0) if i.name == "atom" else Sink()
     if isinstance(dst, Vec):
         raise g.unsupported("a vector atom with results")
@@ -47,7 +46,7 @@ def atom(g: Gen, i: Instr) -> None:
     code = PTX_CODE[t]
     code = "u2" if t in ("f16", "bf16") else code
     addr = g.let(g.address(ops[0], address_code(space)))
-    g.program.env.note_access(g, i, space, size)
+    g.program.env.note_access(space, size)
     values = items_of(ops[1])
     if len(values) > 1:
         g.line(f"vector_align(X, {g.me}, {addr}, {g.mask}, {size * len(values)})")

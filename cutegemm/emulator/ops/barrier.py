@@ -96,7 +96,7 @@ def bar(wave, X, I: Instr, mask, fall: int):
         np.copyto(b.waits[X.at], id_grid, where=warps)
         b.line.update(((X.c0 + int(c), X.w0 + int(w)), I) for c, w in zip(*np.nonzero(warps), strict=True))
     if wave.env.hb is not None:
-        wave.env.hb.barrier_arrive(X, whole, id_grid, sync=not arrive)
+        wave.env.hb.barrier_arrive(X, whole, id_grid)
     if red:
         for c, w in zip(*np.nonzero(warps), strict=True):
             b.red_out[X.c0 + int(c), X.w0 + int(w)] = I

@@ -11,6 +11,8 @@ from cutegemm.emulator.translate import PTX_CODE, Gen, emits, numpy_name, runtim
 INTEGERS = {"u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64"}
 PACKED = {"f16x2", "bf16x2", "e4m3x2", "e5m2x2"}
 F4, F8, U2, U4 = np.float32, np.float64, np.uint16, np.uint32
+#: rounding mode (rni is rn to an integer value) -> what rounds to integer values
+TO_INTEGER = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil}
 
 
 @emits("cvt")
@@ -72,9 +74,7 @@ def float_to_int(x, dtype, mode):
     """Out-of-range values saturate; a NaN becomes 0, or, into 64 bits and from fp64 into 32, the upper bit alone."""
     x = np.asarray(x)
     wide = x.astype(F8) if x.dtype != F8 else x
-    rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[
-        mode if mode.endswith("i") else mode + "i"
-    ](wide)
+    rounded = TO_INTEGER[mode[:2]](wide)
     info = np.iinfo(dtype)
     low, high = float(info.min), float(info.max)
     clipped = np.clip(rounded, low, high)
@@ -102,18 +102,13 @@ def int_to_float(x, to, mode):
         high = (x >> x.dtype.type(32)).astype(F8) * 4294967296.0
         s, e = numerics.two_sum(high, low)
     else:
-        s, e = x.astype(F8), None
+        s, e = x.astype(F8), np.zeros(x.shape)
     if to == "f64":
-        if mode == "rz":
-            return np.where((e * s) < 0, np.nextafter(s, 0), s) if e is not None else s
-        if mode == "rm":
-            return np.where(e < 0, np.nextafter(s, -np.inf), s) if e is not None else s
-        return np.where(e > 0, np.nextafter(s, np.inf), s) if e is not None else s
+        beyond, towards = {"rz": (e * s < 0, 0.0), "rm": (e < 0, -np.inf), "rp": (e > 0, np.inf)}[mode]
+        return np.where(beyond, np.nextafter(s, towards), s)
     if to == "f32":
-        return numerics.to_f32(s, mode, e)
-    man, emin, top = numerics.FORMATS[to]
-    value: np.ndarray = numerics.overflow(numerics.round_to(s, man, emin, mode, e), top, mode, s).astype(F4)
-    return numerics.f16_bits(value) if to == "f16" else numerics.bf16_bits(value)
+        return numerics.rounded(s, "f32", mode, e)
+    return numerics.half_bits(s, to, mode, e)
 
 
 @runtime
@@ -121,12 +116,12 @@ def float_to_float(x, to, mode, flags):
     """fp -> fp; ``mode`` may round to an integer value (rni, rzi, ...). Returns the bits, unsigned."""
     x = np.asarray(x)
     if mode.endswith("i"):
-        x = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](x)
+        x = TO_INTEGER[mode[:2]](x)
         mode = "rn"
     if "relu" in flags:
         x = np.where(x > 0, x, np.where(x != x, x, x.dtype.type(0)))
     if "sat" in flags:
-        x = np.where(x != x, x.dtype.type(0), np.clip(x, x.dtype.type(0), x.dtype.type(1)) + x.dtype.type(0))
+        x = numerics.saturate(x)
     if "satfinite" in flags:
         top = numerics.FORMATS[to][2]
         x = np.clip(x, x.dtype.type(-top), x.dtype.type(top))
@@ -135,17 +130,13 @@ def float_to_float(x, to, mode, flags):
     if to == "tf32":
         return numerics.tf32_bits(x, mode or "rna")
     if to == "f32":
-        out = x.astype(F4) if mode in ("", "rn") else numerics.to_f32(x.astype(F8), mode)
+        out = x.astype(F4) if mode in ("", "rn") else numerics.rounded(x.astype(F8), "f32", mode)
         if "ftz" in flags:
             out = numerics.flush(out)
         if x.dtype != F4 and (x != x).any():
             return np.where(x != x, U4(0x7FFFFFFF), np.ascontiguousarray(out).view(U4))
         return np.ascontiguousarray(out).view(U4)
-    if x.dtype == F8:  # one rounding only
-        man, emin, top = numerics.FORMATS[to]
-        x = numerics.overflow(numerics.round_to(x, man, emin, mode or "rn"), top, mode or "rn", x).astype(F4)
-        mode = "rn"
-    return numerics.from_f32(x, to, mode or "rn")
+    return numerics.half_bits(x, to, mode or "rn")
 
 
 def packed(g: Gen, i: Instr, to: str, source: str, mode: str) -> None:
@@ -180,8 +171,8 @@ def pack_two(hi, lo, to, mode, flags):
         top = F4(numerics.FORMATS[kind][2])
         hi, lo = np.clip(hi, -top, top), np.clip(lo, -top, top)
     out = np.empty((*hi.shape, 2), U2)
-    out[..., 0] = numerics.from_f32(lo, kind, mode)
-    out[..., 1] = numerics.from_f32(hi, kind, mode)
+    out[..., 0] = numerics.half_bits(lo, kind, mode)
+    out[..., 1] = numerics.half_bits(hi, kind, mode)
     return out.view(U4)[..., 0]
 
 

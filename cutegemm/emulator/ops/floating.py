@@ -16,7 +16,7 @@ from cutegemm.emulator.ptx import Instr, Reg
 from cutegemm.emulator.translate import RUNTIME, Gen, emits, runtime
 
 RUNTIME.update(flush=numerics.flush, fma_f64=numerics.fma_f64, fma_f32_mode=numerics.fma_f32_mode,
-               bf16_values=numerics.bf16_values)  # fmt: skip
+               bf16_values=numerics.bf16_values, saturate=numerics.saturate, select=numerics.select)  # fmt: skip
 F4, F8, U4 = np.float32, np.float64, np.uint32
 
 
@@ -40,11 +40,6 @@ def finish(g: Gen, i: Instr, expr: str, code: str) -> None:
     g.assign(i.operands[0], expr, code)
 
 
-@runtime
-def saturate(x):
-    return np.where(x != x, x.dtype.type(0), np.clip(x, x.dtype.type(0), x.dtype.type(1)) + x.dtype.type(0))  # -0 is +0
-
-
 def arithmetic(g: Gen, i: Instr) -> None:
     """The instructions that share their name with an integer one."""
     code = "f4" if i.parts[-1] == "f32" else "f8"
@@ -64,7 +59,8 @@ def arithmetic(g: Gen, i: Instr) -> None:
             finish(g, i, f"{'-' if i.name == 'neg' else 'abs'}({args[0]})", code)
         return
     if i.name in ("min", "max"):
-        finish(g, i, f"float_{i.name}({', '.join(args)}, nan={i.has('NaN')}, by_magnitude={i.has('xorsign')})", code)
+        a, b, c = (*args, "None")[:3]
+        finish(g, i, f"select({a}, {b}, {c}, {i.has('NaN')}, {i.has('xorsign')}, {i.name == 'min'})", code)
         return
     name = {"add": "add", "sub": "subtract", "mul": "multiply"}.get(i.name)
     if name is None:
@@ -83,7 +79,7 @@ def arithmetic(g: Gen, i: Instr) -> None:
 def directed_add(a, b, mode):
     s, e = numerics.two_sum(np.asarray(a, F8), np.asarray(b, F8))
     e = np.where(np.isfinite(s), e, 0.0)
-    out = numerics.to_f32(s, mode, e)
+    out = numerics.rounded(s, "f32", mode, e)
     if mode == "rm":  # x + (-x) is -0 when rounding down, unless both are +0
         cancels = (s == 0) & (e == 0) & ~((np.asarray(a) == 0) & (np.asarray(b) == 0) & ~np.signbit(a) & ~np.signbit(b))
         out = np.where(cancels, F4(-0.0), out)
@@ -97,17 +93,7 @@ def directed_subtract(a, b, mode):
 
 @runtime
 def directed_multiply(a, b, mode):
-    return numerics.to_f32(np.multiply(a, b, dtype=F8), mode)
-
-
-@runtime
-def float_min(a, b, c=None, *, nan=False, by_magnitude=False):
-    return numerics.select(a, b, c, nan, by_magnitude, smaller=True)
-
-
-@runtime
-def float_max(a, b, c=None, *, nan=False, by_magnitude=False):
-    return numerics.select(a, b, c, nan, by_magnitude, smaller=False)
+    return numerics.rounded(np.multiply(a, b, dtype=F8), "f32", mode)
 
 
 @emits("fma")
@@ -164,7 +150,7 @@ def directed_divide(a, b, mode):
     q = a / b
     p, e = numerics.two_prod(q, b)
     rest = (a - p) - e
-    return numerics.to_f32(q, mode, np.where(np.isfinite(q) & np.isfinite(b), rest * np.sign(b), 0.0))
+    return numerics.rounded(q, "f32", mode, np.where(np.isfinite(q) & np.isfinite(b), rest * np.sign(b), 0.0))
 
 
 def _unary(g: Gen, i: Instr, expr: str) -> None:
@@ -196,7 +182,7 @@ def directed_sqrt(a, mode):
     a = np.asarray(a, F8)
     r = np.sqrt(a)
     p, e = numerics.two_prod(r, r)
-    return numerics.to_f32(r, mode, np.where(np.isfinite(r), (a - p) - e, 0.0))
+    return numerics.rounded(r, "f32", mode, np.where(np.isfinite(r), (a - p) - e, 0.0))
 
 
 @emits("rsqrt")
@@ -211,7 +197,7 @@ _APPROXIMATE = {"ex2": "np.exp2", "lg2": "np.log2", "sin": "np.sin", "cos": "np.
 def approximate(g: Gen, i: Instr) -> None:
     function = _APPROXIMATE[i.name]
     if i.parts[-1] in ("f16", "f16x2", "bf16", "bf16x2"):
-        half.unary(g, i, function)
+        half.run(g, i, function)
     else:
         _unary(g, i, f"via_f64({function}, {{a}})")
 

@@ -14,17 +14,13 @@ from cutegemm.emulator import numerics
 from cutegemm.emulator.ptx import Instr
 from cutegemm.emulator.translate import Gen, runtime
 
-U2, U4, F4, F8 = np.uint16, np.uint32, np.float32, np.float64
+U2, U4, F8 = np.uint16, np.uint32, np.float64
 
 
 def arithmetic(g: Gen, i: Instr) -> None:
     if i.name not in ("add", "sub", "mul", "fma", "min", "max", "neg", "abs"):
         raise g.unsupported()
     run(g, i, i.name)
-
-
-def unary(g: Gen, i: Instr, function: str) -> None:
-    run(g, i, function)
 
 
 def run(g: Gen, i: Instr, name: str) -> None:
@@ -37,18 +33,8 @@ def run(g: Gen, i: Instr, name: str) -> None:
 
 
 def values(bits: np.ndarray, kind: str) -> np.ndarray:
-    return (
-        np.ascontiguousarray(bits).view(np.float16).astype(F8)
-        if kind == "f16"
-        else numerics.bf16_values(bits).astype(F8)
-    )
-
-
-def to_bits(x: np.ndarray, kind: str, residue=None) -> np.ndarray:
-    """float64 -> fp16 or bf16 bits with a single rounding to nearest even."""
-    man, emin, top = numerics.FORMATS[kind]
-    narrow: np.ndarray = numerics.overflow(numerics.round_to(x, man, emin, "rn", residue), top, "rn", x).astype(F4)
-    return numerics.f16_bits(narrow) if kind == "f16" else numerics.bf16_bits(narrow)
+    narrow = np.ascontiguousarray(bits).view(np.float16) if kind == "f16" else numerics.bf16_values(bits)
+    return narrow.astype(F8)
 
 
 @runtime
@@ -70,17 +56,14 @@ def half_op(name, kind, flags, *args):
     elif name == "fma":
         out, residue = numerics.two_sum(x[0] * x[1], x[2])
     elif name in ("min", "max"):
-        out = numerics.select(
-            x[0], x[1], x[2] if len(x) > 2 else None, "NaN" in flags, "xorsign" in flags, name == "min"
-        )
+        a, b, c = (*x, None)[:3]
+        out = numerics.select(a, b, c, "NaN" in flags, "xorsign" in flags, name == "min")
     else:
-        out = {"np.exp2": np.exp2, "np.tanh": np.tanh, "np.log2": np.log2, "np.sin": np.sin, "np.cos": np.cos}[name](
-            x[0]
-        )
+        out = getattr(np, name.removeprefix("np."))(x[0])
     if residue is not None:
         residue = np.where(np.isfinite(out), residue, 0.0)
     if "sat" in flags:
-        out = np.where(out != out, 0.0, np.clip(out, 0.0, 1.0) + 0.0)
+        out = numerics.saturate(out)
     if "relu" in flags:
         out = np.where(out <= 0, 0.0, out)
-    return to_bits(out, kind, residue)
+    return numerics.half_bits(out, kind, "rn", residue)

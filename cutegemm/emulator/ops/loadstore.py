@@ -24,7 +24,7 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.comple
 SPACES = ("shared", "global", "local", "param", "const")
 
 
-def space_of(g: Gen, i: Instr) -> str:
+def space_of(i: Instr) -> str:
     """The state space named in the opcode, or '' for a generic address."""
     for p in i.parts[1:]:
         base = p.partition("::")[0]
@@ -48,7 +48,7 @@ def _shape(g: Gen, i: Instr, value) -> tuple[list, str, int]:
 @emits("ld", "ldu")
 def ld(g: Gen, i: Instr) -> None:
     items, code, size = _shape(g, i, i.operands[0])
-    space = space_of(g, i)
+    space = space_of(i)
     addr = i.operands[1]
     if space == "param" or (space == "" and isinstance(addr, Addr) and isinstance(addr.base, Symbol)
                             and g.space_of(addr.base.name) == "param"):  # fmt: skip
@@ -61,7 +61,7 @@ def ld(g: Gen, i: Instr) -> None:
     if len(items) * size > 32:
         raise g.unsupported()
     a = g.let(g.address(addr, address_code(space)))
-    g.program.env.note_access(g, i, space, size * len(items))
+    g.program.env.note_access(space, size * len(items))
     t = g.let(f"load_{space or 'generic'}(X, {g.me}, {a}, {g.mask}, {size}, {len(items)})")
     plain = f"u{code[1]}"
     for k, item in enumerate(items):
@@ -86,12 +86,12 @@ def known_param(g: Gen, items, code: str, size: int, addr: Any) -> None:
 def st(g: Gen, i: Instr) -> None:
     addr, value = i.operands
     items, code, size = _shape(g, i, value)
-    space = space_of(g, i)
+    space = space_of(i)
     if space in ("param", "const"):
         raise g.unsupported(f"a store to .{space}")
     code = "u" + code[1] if code[0] != "f" or not any(hasattr(o, "kind") for o in items) else code
     a = g.let(g.address(addr, address_code(space)))
-    g.program.env.note_access(g, i, space, size * len(items))
+    g.program.env.note_access(space, size * len(items))
     values = ", ".join(g.src(o, code) for o in items)
     g.line(f"store_{space or 'generic'}(X, {g.me}, {a}, {g.mask}, {size}, ({values},))")
 
@@ -106,12 +106,9 @@ def active(X, mask, *arrays):
     return lanes, [a[lanes] for a in flat]
 
 
-def lane_name(X, lanes, element: int) -> str:
-    return X.where(int(element if lanes is None else lanes[element]))
-
-
 def fail(X, I, kind, lanes, element: int, message: str):
-    raise kind(f"{message}\n  {lane_name(X, lanes, element)}\n  {I.where()}", line=I.line)
+    lane = int(element if lanes is None else lanes[element])
+    raise kind(f"{message}\n  {X.where(lane)}\n  {I.where()}", line=I.line)
 
 
 def align_check(X, I, addr, size, lanes, what: str) -> None:
@@ -369,7 +366,7 @@ _BASE = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW, "param": PARAM_WINDOW, 
 
 @emits("cvta")
 def cvta(g: Gen, i: Instr) -> None:
-    space = space_of(g, i)
+    space = space_of(i)
     d, a = i.operands
     if i.parts[-1] == "u32":
         raise g.unsupported("32-bit generic addresses are not supported")
@@ -385,7 +382,7 @@ def cvta(g: Gen, i: Instr) -> None:
 
 @emits("isspacep")
 def isspacep(g: Gen, i: Instr) -> None:
-    space = space_of(g, i)
+    space = space_of(i)
     d, a = i.operands
     top = f"({g.src(a, 'u8')} & {g.constant(WINDOW_MASK, 'u8')})"
     if space == "shared" and not i.parts[-1].endswith("cluster"):
@@ -426,7 +423,7 @@ def getctarank(g: Gen, i: Instr) -> None:
 def discard(g: Gen, i: Instr) -> None:
     """Leaves a line of global memory with values that nobody may rely on: here, all bits set (NaN)."""
     size = i.operands[1]
-    if space_of(g, i) not in ("", "global") or not isinstance(size, Imm) or size.value != 128:
+    if space_of(i) not in ("", "global") or not isinstance(size, Imm) or size.value != 128:
         raise g.unsupported()
     a = g.let(g.address(i.operands[0], "u8"))
     ones = g.constant((1 << 64) - 1, "u8")

@@ -20,7 +20,7 @@ def _registers(g: Gen, i: Instr, operand) -> list:
     items = items_of(operand)
     if len(items) != n:
         raise g.unsupported(f"{len(items)} registers for .x{n}")
-    g.program.env.note_access(g, i, "shared", 16)
+    g.program.env.note_access("shared", 16)
     return items
 
 
@@ -58,7 +58,7 @@ def _rows(X, I, addr, mask, n: int, what: str):
     if env.hb is not None:
         (env.hb.read if what == "read" else env.hb.write)(X, I, offset, 16, lanes)
     if env.profile is not None:
-        env.profile.matrix(X, I, offset, lanes, what)
+        env.profile.matrix(I, offset, what)
     return warps, offset
 
 

@@ -88,8 +88,7 @@ class Mbarriers:
         hb = self.hb
         if hb is None or not hb.checks.races:
             return
-        warp = X.warp_of_lane.reshape(-1)
-        warp = warp if lanes is None else warp[lanes]
+        warp = X.warps_of(lanes)
         by, when = self.init_by[cta, slot], self.init_at[cta, slot]
         ok = (hb.know.reshape(-1, hb.AA)[warp, by] >= when) | (self.init_know.reshape(-1, hb.AA)[warp, by] >= when)
         if not ok.all():
@@ -150,7 +149,7 @@ class Mbarriers:
             self.wave.env.events = True
         self.wave.env.progressed = True
 
-    def release(self, X, warp: np.ndarray, cta: np.ndarray, slot: np.ndarray) -> None:
+    def release(self, warp: np.ndarray, cta: np.ndarray, slot: np.ndarray) -> None:
         """Warps pass what they know to mbarriers."""
         hb = self.hb
         if hb is None:
@@ -245,11 +244,6 @@ def _who(X, I, lanes):
     return lambda e, message: fail(X, I, MbarrierMisuse, lanes, e, message)
 
 
-def _warp(X, lanes) -> np.ndarray:
-    warp = X.warp_of_lane.reshape(-1)
-    return warp if lanes is None else warp[lanes]
-
-
 @runtime
 def mbar_init(X, I, mask, addr, count):
     lanes, (a, n) = active(X, mask, addr, count)
@@ -267,11 +261,11 @@ def mbar_init(X, I, mask, addr, count):
     m.expected[cta, slot] = m.pending[cta, slot] = n
     m.tx[cta, slot] = 0
     m.phase[cta, slot] = 0
-    m.init_warp[cta, slot] = _warp(X, lanes)
+    m.init_warp[cta, slot] = X.warps_of(lanes)
     m.fenced_for_tma[cta, slot] = False
     X.wave.env.progressed = True
     if m.hb is not None:
-        warp = _warp(X, lanes)
+        warp = X.warps_of(lanes)
         m.init_at[cta, slot] = X.wave.now
         m.init_by[cta, slot] = m.hb.self_agent.reshape(-1)[warp]
 
@@ -303,7 +297,7 @@ def mbar_arrive(X, I, mask, addr, count, tx, drop):
     else:
         state.reshape(-1)[lanes] = phase
     if not I.has("relaxed"):
-        m.release(X, _warp(X, lanes), cta, slot)
+        m.release(X.warps_of(lanes), cta, slot)
     if drop:
         np.subtract.at(m.expected, (cta, slot), n.astype(np.int64))
     m.apply(cta, slot, n.astype(np.int64), t.astype(np.int64), 0, _who(X, I, lanes))
@@ -340,7 +334,7 @@ def mbar_copy_arrive(X, I, mask, addr, noinc):
     on = np.ones(X.shape[:2], bool) if mask is None else mask.any(-1)
     if copies.pending:  # the copies complete, and the arrival with them, at this moment: a legal one
         copies.land(X.c0, X.c1, X.w0, X.w1, np.where(on, copies.committed[X.at] + 1, 0))
-    warp = _warp(X, lanes)
+    warp = X.warps_of(lanes)
     if m.hb is not None:
         first = np.unique(warp)
         c, w = first // wave.W, first % wave.W
@@ -372,7 +366,7 @@ def wait(wave, X, I: Instr, mask, fall: int):
     cta, slot = m.locate(X, I, a, lanes)
     par = par.astype(np.int64)
     ready = m.ready(cta, slot, par)
-    warp = _warp(X, lanes)
+    warp = X.warps_of(lanes)
     m.acquire(warp[ready], cta[ready], slot[ready])
     give_up = I.parts[1] == "test_wait" or (env.rng is not None and not ready.all() and env.rng.random() < 0.2)
     out = X.p[pred.index]

@@ -135,10 +135,7 @@ def mma_sums(a, b, c, shape, rule, kind, kind_b):
     old = values.reshape(-1, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4).reshape(-1, 16, 8)  # lane: row, column pair
     sums = tensor_cores.add_products(a, b, old, rule, kind, half, kind_b)
     lanes = sums.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(*shape, 4)
-    if half:
-        bits = np.ascontiguousarray(numerics.f16_bits(lanes)).view(np.uint32)
-    else:
-        bits = np.ascontiguousarray(lanes).view(np.uint32)
+    bits = np.ascontiguousarray(numerics.f16_bits(lanes) if half else lanes).view(np.uint32)
     return [bits[..., n] for n in range(len(c))]
 
 
@@ -150,54 +147,38 @@ def mma_sums(a, b, c, shape, rule, kind, kind_b):
 # elements of A and B two go into a register. A and B hold each element once; hardware replicates some.
 
 
-def _tile(shape: str) -> tuple[int, int, int]:
-    m, rest = shape[1:].split("n")
-    n, k = rest.split("k")
-    return int(m), int(n), int(k)
+WMMA_SHAPES = {"m16n16k16": (16, 16, 16), "m32n8k16": (32, 8, 16), "m8n32k16": (8, 32, 16), "m16n16k8": (16, 16, 8)}
 
 
 def _wmma_shape(g: Gen, i: Instr) -> tuple[int, int, int]:
     shape = next((p for p in i.parts if p[0] == "m" and "n" in p and "k" in p and p[1].isdigit()), None)
-    if shape not in ("m16n16k16", "m32n8k16", "m8n32k16", "m16n16k8"):
+    if shape not in WMMA_SHAPES:
         raise g.unsupported(f"shape {shape}")
-    return _tile(shape)
+    return WMMA_SHAPES[shape]
 
 
 @emits("wmma")
 def wmma(g: Gen, i: Instr) -> None:
     what = i.parts[1]
     m, n, k = _wmma_shape(g, i)
-    if what == "load":
-        operand = i.parts[2]
+    if what in ("load", "store"):
+        registers, address = i.operands[:2] if what == "load" else i.operands[1::-1]
         t = i.parts[-1]
-        rows, cols = {"a": (m, k), "b": (k, n), "c": (m, n)}[operand]
-        items = list(i.operands[0].items)
-        stride = g.src(i.operands[2], "u4") if len(i.operands) > 2 else None
+        rows, cols = {"a": (m, k), "b": (k, n), "c": (m, n), "d": (m, n)}[i.parts[2]]
         major = "row" if i.has("row") else "col"
         default = cols if major == "row" else rows
-        space = space_of(g, i)
-        note_wmma(g, i, space, t)
-        addr = g.let(g.address(i.operands[1], address_code(space)))
-        call = (
-            f"wmma_load(X, {g.me}, {addr}, {g.mask}, {stride or default}, "
-            f"{rows}, {cols}, {major!r}, {t!r}, {space!r}, {len(items)})"
-        )
-        name = g.let(call)
-        for e, o in enumerate(items):
-            g.assign(o, f"{name}[{e}]", "u4")
-    elif what == "store":
-        t = i.parts[-1]
-        items = list(i.operands[1].items)
-        stride = g.src(i.operands[2], "u4") if len(i.operands) > 2 else None
-        major = "row" if i.has("row") else "col"
-        space = space_of(g, i)
-        note_wmma(g, i, space, t)
-        addr = g.let(g.address(i.operands[0], address_code(space)))
-        values = ", ".join(g.src(o, "u4") for o in items)
-        g.line(
-            f"wmma_store(X, {g.me}, {addr}, {g.mask}, {stride or (n if major == 'row' else m)}, "
-            f"{m}, {n}, {major!r}, {t!r}, {space!r}, ({values},))"
-        )
+        stride = g.src(i.operands[2], "u4") if len(i.operands) > 2 else default
+        space = space_of(i)
+        g.program.env.note_access(space, _size(t))
+        addr = g.let(g.address(address, address_code(space)))
+        given = f"X, {g.me}, {addr}, {g.mask}, {stride}, {rows}, {cols}, {major!r}, {t!r}, {space!r}"
+        if what == "load":
+            name = g.let(f"wmma_load({given}, {len(registers.items)})")
+            for e, o in enumerate(registers.items):
+                g.assign(o, f"{name}[{e}]", "u4")
+        else:
+            values = ", ".join(g.src(o, "u4") for o in registers.items)
+            g.line(f"wmma_store({given}, ({values},))")
     elif what == "mma":
         d, a, b, c = (o.items for o in i.operands)
         tail = [p for p in i.parts[2:] if p in ("f16", "bf16", "f32", "tf32", "s8", "u8", "s32")]
@@ -216,10 +197,6 @@ def wmma(g: Gen, i: Instr) -> None:
             g.assign(o, f"{name}[{e}]", "u4")
     else:
         raise g.unsupported()
-
-
-def note_wmma(g: Gen, i: Instr, space: str, t: str) -> None:
-    g.program.env.note_access(g, i, space, 2 if t in ("f16", "bf16") else 4)
 
 
 def _elements(X, rows: int, cols: int, count: int):
@@ -275,8 +252,7 @@ def wmma_store(X, I, addr, mask, stride, rows, cols, major, t, space, values):
 
 def _matrix(words, rows: int, cols: int, t: str) -> np.ndarray:
     """Registers -> fp32 matrices (..., rows, cols)."""
-    per = 2 if t in ("f16", "bf16") else 1
-    used = rows * cols // 32 // per
+    used = rows * cols // 32 // PER_WORD.get(t, 1)
     stack = np.stack(words[:used], -1)  # [C, W, 32, words]
     values = stack.view(np.float32)[..., None] if t == "f32" else unpack(stack, t)
     return values.reshape(*stack.shape[:2], rows, cols)
@@ -289,7 +265,5 @@ def wmma_multiply(a, b, c, m, n, k, t, dt, ct, registers, rule):
         left.reshape(-1, m, k), right.reshape(-1, k, n), old.reshape(-1, m, n), rule, t, dt == "f16"
     )
     lanes = d.reshape(*old.shape[:2], 32, -1)
-    if dt == "f32":
-        return [lanes[..., e].view(np.uint32) for e in range(registers)]
-    bits = np.ascontiguousarray(numerics.f16_bits(lanes)).view(np.uint32)
+    bits = np.ascontiguousarray(lanes if dt == "f32" else numerics.f16_bits(lanes)).view(np.uint32)
     return [bits[..., e] for e in range(registers)]

@@ -31,7 +31,7 @@ def st_async(g: Gen, i: Instr) -> None:
     items = items_of(value)
     size = TYPE_BYTES[kind]
     g.program.env.uses.update(("mbarrier", "remote store"))
-    g.program.env.note_access(g, i, "shared", size * len(items))
+    g.program.env.note_access("shared", size * len(items))
     values = ", ".join(g.src(o, PTX_CODE[kind]) for o in items)
     g.line(f"remote_store(X, {g.me}, {g.mask}, {g.address(addr, 'u4')}, {g.address(bar, 'u4')}, {size}, ({values},))")
 
@@ -57,8 +57,7 @@ def remote_store(X, I, mask, addr, bar, size, values):
     if profile is not None:
         profile.shared(X, I, offset, total, lanes, "remote write")
     rows = _rows(X, lanes, values, size)
-    warp = X.warp_of_lane.reshape(-1)
-    warp = warp if lanes is None else warp[lanes]
+    warp = X.warps_of(lanes)
     if hb is not None:
         for key in np.unique((warp * wave.C + cta) * MBARRIERS + slot):
             of, target = np.divmod(key, wave.C * MBARRIERS)
@@ -66,7 +65,7 @@ def remote_store(X, I, mask, addr, bar, size, values):
             here = offset[(warp == of) & (cta == to) & (slot == at)] - to * wave.smem_row
             granules, _ = hb._granules(here, total)
             c, w = divmod(int(of), wave.W)
-            hb.proxy_write(X, I, c, w, to, granules, at, "remote store")
+            hb.proxy_write(I, c, w, to, granules, at, "remote store")
     started = wave.now
     wave.now += 1
 

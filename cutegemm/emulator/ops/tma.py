@@ -35,10 +35,6 @@ REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 # -- emitters --------------------------------------------------------------------------------------------------
-def _note(g: Gen, i: Instr) -> None:
-    g.program.env.note_access(g, i, "shared", 16)
-
-
 @emits("cp.async.bulk")
 def bulk(g: Gen, i: Instr) -> None:
     uses = g.program.env.uses
@@ -49,18 +45,16 @@ def bulk(g: Gen, i: Instr) -> None:
         return
     if part == "wait_group":
         uses.add("bulk")
-        g.line(f"bulk_wait(X, {g.me}, {g.mask}, {i.operands[0].value})")
+        g.line(f"bulk_wait(X, {g.mask}, {i.operands[0].value})")
         return
     tensor = part == "tensor"
     if "im2col" in i.op or any(p.startswith("tile::") for p in i.parts):
         raise g.unsupported("only the tiled mode is implemented")
     spaces = [p for p in i.parts if p.partition("::")[0] in ("shared", "global")]
-    _note(g, i)
+    g.program.env.note_access("shared", 16)
     if len(spaces) != 2:
         raise g.unsupported("destination and source spaces are expected")
-    ops = list(i.operands)
-    if any("cache_hint" in p for p in i.parts):
-        ops.pop()
+    ops = i.addressed
     if spaces[1] == "global":  # a load
         uses.add("mbarrier")
         mcast = "None"
@@ -81,7 +75,7 @@ def bulk(g: Gen, i: Instr) -> None:
             )
     elif spaces[0] == "global":
         uses.add("bulk")
-        store(g, i, ops, tensor, "None")
+        store(g, ops, tensor, "None")
     else:  # shared memory of another CTA
         uses.add("mbarrier")
         dst, src, size, bar = ops
@@ -98,15 +92,12 @@ def reduce(g: Gen, i: Instr) -> None:
     if op is None or spaces[0] != "global":
         raise g.unsupported("only reductions into global memory are implemented")
     g.program.env.uses.add("bulk")
-    _note(g, i)
-    ops = list(i.operands)
-    if any("cache_hint" in p for p in i.parts):
-        ops.pop()
+    g.program.env.note_access("shared", 16)
     t = i.parts[-1] if i.parts[-1] in ("f16", "bf16", "f32", "f64", "u32", "s32", "u64", "s64", "b32", "b64") else ""
-    store(g, i, ops, "tensor" in i.parts, f"({op!r}, {t!r})")
+    store(g, i.addressed, "tensor" in i.parts, f"({op!r}, {t!r})")
 
 
-def store(g: Gen, i: Instr, ops, tensor: bool, reduction: str) -> None:
+def store(g: Gen, ops, tensor: bool, reduction: str) -> None:
     if tensor:
         dst, src = ops
         coords = ", ".join(g.src(o, "i4") for o in dst.coords)
@@ -242,11 +233,11 @@ def _land(by: Asker, ctas, nbytes: int, swizzle: int, fetch) -> Callable[[], Non
     table = chunk_table(ctas[0][1], nbytes, swizzle)
     if hb is not None:
         for cta, _, slot in ctas:
-            hb.proxy_write(by.X, by.I, by.c, by.w, cta, _granules(hb, table), slot)
+            hb.proxy_write(by.I, by.c, by.w, cta, hb.of_chunks(table), slot)
     started = wave.now
     wave.now += 1
     if wave.env.profile is not None:
-        wave.env.profile.bulk(by.I, "load", nbytes * len(ctas))
+        wave.env.profile.bulk("load", nbytes * len(ctas))
 
     def complete() -> None:
         data = fetch().view(np.complex128)
@@ -261,12 +252,6 @@ def _land(by: Asker, ctas, nbytes: int, swizzle: int, fetch) -> Callable[[], Non
             m.apply(np.array([cta]), np.array([slot]), zero, zero, np.array([nbytes]), who)
 
     return complete
-
-
-def _granules(hb, table: np.ndarray) -> np.ndarray:
-    """The units in which accesses are tracked of a table of 16-byte chunks."""
-    per = 16 // hb.g
-    return table if per == 1 else (table[:, None] * per + np.arange(per)).reshape(-1)
 
 
 def _issue(X, actions) -> None:
@@ -288,9 +273,9 @@ def _store(by: Asker, cta: int, table: np.ndarray, nbytes: int, write) -> None:
     env = wave.env
     hb = env.hb
     if hb is not None:
-        hb.proxy_read(by.X, by.I, by.c, slice(by.w, by.w + 1), cta, _granules(hb, table), "bulk", by.lane)
+        hb.proxy_read(by.X, by.I, by.c, slice(by.w, by.w + 1), cta, hb.of_chunks(table), "bulk", by.lane)
     if env.profile is not None:
-        env.profile.bulk(by.I, "store", nbytes)
+        env.profile.bulk("store", nbytes)
 
     def action() -> None:
         write(wave.smem[16][table + cta * (wave.smem_row >> 4)].view(np.uint8))
@@ -309,8 +294,7 @@ def _distinct(X, lanes, flat, reduction):
     n = len(flat[0])
     if n < 2 or reduction is not None:
         return range(n)
-    warp = X.warp_of_lane.reshape(-1)
-    keys = np.stack([warp if lanes is None else warp[lanes], *(np.asarray(f).astype(np.int64) for f in flat)])
+    keys = np.stack([X.warps_of(lanes), *(np.asarray(f).astype(np.int64) for f in flat)])
     return np.sort(np.unique(keys, axis=1, return_index=True)[1])
 
 
@@ -349,7 +333,7 @@ def bulk_store(X, I, mask, dst, src, size, reduction):
 
 
 @runtime
-def bulk_wait(X, I, mask, allowed):
+def bulk_wait(X, mask, allowed):
     """wait_group and wait_group.read: the stores of all but the last ``allowed`` groups are done."""
     tma = X.wave.env.tma
     c, w = warps_of(X, mask)

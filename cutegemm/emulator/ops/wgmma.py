@@ -299,7 +299,7 @@ def mma_async(g: Gen, i: Instr) -> None:
         raise g.unsupported(f"{len(regs)} accumulator registers for {shape}.{dt}")
     for r in registers(d):
         g.written(r)
-    _granule(g, i)
+    g.program.env.note_access("shared", 16)
     spec = (n, k, at, bt, int(trans_a), int(trans_b), scale_a < 0, scale_b < 0)
     if from_regs:
         a_regs = tuple(r.index for r in registers(a))
@@ -311,10 +311,6 @@ def mma_async(g: Gen, i: Instr) -> None:
         f"wgmma_issue(X, {g.me}, {g.mask}, {g.keep(acc)}, {spec!r}, "
         f"{first}, {a_acc}, {g.src(b, 'u8')}, {g.src(scale_d, 'p')})"
     )
-
-
-def _granule(g: Gen, i: Instr) -> None:
-    g.program.env.note_access(g, i, "shared", 16)
 
 
 @runtime
@@ -360,7 +356,7 @@ def wgmma_issue(X, I, mask, acc, spec, a, a_acc, b, scale_d):
     if env.hb is not None:
         note_reads(wave, op)
     if env.profile is not None:
-        env.profile.wgmma(I, op)
+        env.profile.wgmma(op)
     g.pending.append(op)
     if env.rng is None:
         g.execute(lambda o: np.ones(len(o.c), bool))

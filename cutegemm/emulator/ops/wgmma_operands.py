@@ -149,7 +149,7 @@ def _chunk_rows(op: Operation, wave: Any, values: np.ndarray, rows: int, mn: boo
         yield at, table
 
 
-def _values(wave: Any, ctas: np.ndarray, table: np.ndarray, kind: str, mn: bool) -> np.ndarray:
+def _values(wave: Any, ctas: np.ndarray, table: np.ndarray, kind: str) -> np.ndarray:
     """Operand chunks of several CTAs -> fp32 [ctas, rows, k] (K-major) or [ctas, k, rows] (MN-major)."""
     row = wave.smem_row >> 4
     raw = wave.smem[16].reshape(-1, row)[ctas[:, None], table.reshape(1, -1)]
@@ -174,7 +174,7 @@ def load_a(wave: Any, op: Operation) -> np.ndarray:
     mn = bool(op.spec[4])
     for at, table in _chunk_rows(op, wave, op.a, 64, mn):
         ctas, inverse = np.unique(op.c[at], return_inverse=True)
-        values = _values(wave, ctas, table, op.spec[2], mn)
+        values = _values(wave, ctas, table, op.spec[2])
         if mn:
             values = values.transpose(0, 2, 1)
         out[at] = values.reshape(len(ctas), 4, 16, k)[inverse, op.w[at] % 4]
@@ -190,7 +190,7 @@ def load_b(wave: Any, op: Operation) -> tuple[np.ndarray, np.ndarray]:
     ctas, values = keys[0].astype(np.int64), keys[1]
     out = np.empty((len(ctas), k, n), np.float32)
     for at, table in _chunk_rows(op, wave, values, n, mn):
-        got = _values(wave, ctas[at], table, op.spec[3], mn)
+        got = _values(wave, ctas[at], table, op.spec[3])
         out[at] = got if mn else got.transpose(0, 2, 1)
     return out, which
 
@@ -205,8 +205,5 @@ def note_reads(wave: Any, op: Operation) -> None:
     first, _ = _groups(op)
     for values, rows, mn in sides:
         for at, table in _chunk_rows(op, wave, values[first], rows, mn):
-            g = table.reshape(-1)
-            per = 16 // hb.g
-            if per > 1:
-                g = (g[:, None] * per + np.arange(per)).reshape(-1)
-            hb.proxy_read_groups(op.box, op.instr, op.c[first][at], op.w[first][at], g)
+            g = hb.of_chunks(table.reshape(-1))
+            hb.proxy_read_groups(op.instr, op.c[first][at], op.w[first][at], g)

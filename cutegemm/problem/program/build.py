@@ -89,6 +89,12 @@ class Builder:
             return self.add("neg", self.add("const", attribute=0.0))
         return self.add("const", attribute=value)
 
+    def copy(self, node: Node, new: Sequence[int]) -> int:
+        """The number here of a node of another program, whose earlier nodes are `new` here."""
+        if node.op == "const" and isinstance(node.attribute, (int, float)):
+            return self.const(node.attribute)
+        return self.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute)
+
     def value(self, number: int) -> float | int | None:
         """The constant that a node stands for, minus zero included; None for any other node."""
         node = self.nodes[number]
@@ -143,8 +149,5 @@ def numbered(program: Program) -> Program:
     for node in program.nodes:
         if any(not 0 <= arg < len(new) for arg in node.args):
             raise ValueError(f"node {len(new)} takes nodes {node.args}, accepted are earlier ones")
-        if node.op == "const" and not isinstance(node.attribute, (str, type(None))):
-            new.append(builder.const(node.attribute))
-        else:
-            new.append(builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute))
+        new.append(builder.copy(node, new))
     return builder.program((out._replace(node=new[out.node]) for out in program.outputs), program.gating)

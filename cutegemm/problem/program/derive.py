@@ -59,7 +59,7 @@ class Backward:
         number = self.reads.index(source)
         if self.program.inputs[number].varies != "mn" or self.program.uses("acc"):
             raise ValueError(f"{source.kind} {source.number} is no matrix, or there are accumulators already")
-        builder, new = _copied(self.program, self.program.inputs, {number: None})
+        builder, new = _copied(self.program, self.program.inputs, to_acc=number)
         outputs = [out._replace(node=new[out.node]) for out in self.program.outputs]
         program, kept = pruned(builder.program(outputs))
         return Backward(program, tuple(self.reads[each] for each in kept), self.gives)
@@ -95,7 +95,7 @@ def backward(
         inputs.append(Input("", dtype, not column, not row, batched))
     inputs = [given._replace(name=f"x{i}") for i, given in enumerate(inputs)]
 
-    builder, new = _copied(program, inputs, {}, first_acc=len(program.inputs))
+    builder, new = _copied(program, inputs, first_acc=len(program.inputs))
     tape = _Tape(builder, program, new)
     for number, out in enumerate(program.outputs):
         tape.add(out.node, builder.add("input", attribute=len(program.inputs) + len(accumulators) + number))
@@ -109,10 +109,10 @@ def backward(
 
 
 def _copied(
-    program: Program, inputs: Sequence[Input], as_acc: dict[int, None], first_acc: int = 0
+    program: Program, inputs: Sequence[Input], to_acc: int | None = None, first_acc: int = 0
 ) -> tuple[Builder, list[int]]:
     """A builder with the program's nodes, and their numbers in it. Accumulators become inputs from `first_acc` on, and
-    the inputs in `as_acc` become the accumulators. Activations become products with their factor, which their
+    the input `to_acc` becomes the accumulators. Activations become products with their factor, which their
     derivative needs too.
     """
     builder = Builder(inputs)
@@ -121,16 +121,13 @@ def _copied(
     for node in program.nodes:
         if node.op == "acc":
             new.append(builder.add("input", attribute=first_acc + int(node.attribute or 0)))
-        elif node.op == "input" and node.attribute in as_acc:
+        elif node.op == "input" and node.attribute == to_acc:
             new.append(builder.add("acc"))
-        elif node.op == "const":
-            assert isinstance(node.attribute, (int, float))
-            new.append(builder.const(node.attribute))
         elif node.op in ("gelu", "gelu_tanh", "silu"):
             argument = new[node.args[0]]
             new.append(formulas("mul", argument, formulas.factor(node.op, argument)))
         else:
-            new.append(builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute))
+            new.append(builder.copy(node, new))
     return builder, new
 
 
@@ -275,11 +272,7 @@ def saving(program: Program, needed: Backward, dtype: str | None) -> tuple[Progr
     builder = Builder(program.inputs)
     new: list[int] = []
     for node in program.nodes:
-        if node.op == "const":
-            assert isinstance(node.attribute, (int, float))
-            new.append(builder.const(node.attribute))
-        else:
-            new.append(builder.add(node.op, *(new[arg] for arg in node.args), attribute=node.attribute))
+        new.append(builder.copy(node, new))
     outputs = [out._replace(node=new[out.node]) for out in program.outputs]
     for source in wanted:
         attribute = source.number if program.gating else None

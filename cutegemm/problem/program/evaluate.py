@@ -56,6 +56,14 @@ def rounded(x: Tensor, dtype: str) -> Tensor:
     return rounding.rounded(x, dtype).to(x.dtype)
 
 
+def columns_of(acc: Tensor, gating: str | None) -> tuple[Tensor, ...]:
+    """The accumulators as a tuple: one tensor, or those of gate and those of up."""
+    if gating == "halves":
+        half = acc.shape[-1] // 2
+        return acc[..., :half], acc[..., half:]
+    return (acc[..., 0::2], acc[..., 1::2]) if gating == "pairs" else (acc,)
+
+
 class Place:
     """Where the elements are: the shape of D and of its operands, and the indices.
 
@@ -76,11 +84,7 @@ class Place:
 
     def accumulators(self, acc: Tensor, gating: str | None) -> tuple[Tensor, ...]:
         """(L, M, N) for each accumulator that the program reads."""
-        acc = acc if acc.dim() == 3 else acc[None]
-        if gating is None:
-            return (acc,)
-        gate, up = acc.chunk(2, -1) if gating == "halves" else (acc[..., 0::2], acc[..., 1::2])
-        return gate, up
+        return columns_of(acc if acc.dim() == 3 else acc[None], gating)
 
     def index(self, op: str) -> Tensor:
         """The index of that name, as int32 that broadcasts to (L, M, N)."""

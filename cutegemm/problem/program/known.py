@@ -214,7 +214,7 @@ def _function(function: types.FunctionType, reads: _Reads) -> Hashable:
     reads.active.append(function)
     reads.functions.append(function)
     code = function.__code__
-    names = _names(code)
+    names = _names_by_identity(_Code(code))
     if names is None:
         raise _Unknown
     keywords = function.__kwdefaults__ or {}
@@ -285,7 +285,3 @@ def _names_by_identity(code: _Code) -> tuple[tuple[str, tuple[str | None, ...]],
                 taken = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
                 names.setdefault(step.argval, []).append(after.argval if taken and after is not None else None)
     return tuple((name, tuple(dict.fromkeys(taken))) for name, taken in names.items())
-
-
-def _names(code: types.CodeType) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
-    return _names_by_identity(_Code(code))

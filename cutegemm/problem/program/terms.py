@@ -42,7 +42,7 @@ def terms_of(program: Program, activations: tuple[str, ...]) -> Terms | None:
     if (both := found.sum_with(node, found.vector)) is not None:
         node, bias = both
     c, beta = None, 0.0
-    if (both := found.sum_with(node, found.scaled_matrix)) is not None:
+    if (both := found.sum_with(node, lambda term: found.scaled(term, found.matrix))) is not None:
         node, (c, beta) = both
     alpha = found.scaled(node, found.accumulators)
     return None if alpha is None else Terms(alpha[1], beta, c, bias, activation)
@@ -70,9 +70,6 @@ class _Reader:
     def matrix(self, node: int) -> int | None:
         found = self.input(node)
         return found[0] if found is not None and found[1].varies == "mn" and found[1].dtype in TABLE else None
-
-    def scaled_matrix(self, node: int) -> tuple[int, Factor] | None:
-        return self.scaled(node, self.matrix)
 
     def factor(self, node: int) -> Factor | None:
         """A constant, or the number of the operand that is an fp32 number passed by value."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import cutegemm
 
@@ -38,3 +39,21 @@ def test_vmap_names_the_operand_whose_batch_does_not_fit(batch):
     )
     with pytest.raises(ValueError, match=r"operands\[0\]: got shape \(3, 1, 8\), expected a batch of 1"):
         mapped(a, torch.ones(4, 3, 1, 8))
+
+
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["gemm", "grouped"])
+def test_saved_tensors_are_read_once(grouped, save):
+    """torch.utils.checkpoint refuses a second time, and save_on_cpu copies again each time."""
+    a, x = torch.randn(8, 16, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    b = torch.randn(*([2] if grouped else []), 16, 8, requires_grad=True)
+    ends = [torch.tensor([3, 8], dtype=torch.int32)] if grouped else []
+    call = cutegemm.grouped_gemm if grouped else cutegemm.gemm
+
+    def product(a, b, x):
+        return call(a, b, *ends, epilogue=lambda acc, x: cutegemm.ops.gelu(acc) * x, operands=(x,), save=save)
+
+    want = torch.autograd.grad(product(a, b, x).sum(), (a, b, x))
+    result = torch.utils.checkpoint.checkpoint(product, a, b, x, use_reentrant=False)
+    for got, each in zip(torch.autograd.grad(result.sum(), (a, b, x)), want, strict=True):
+        assert torch.equal(got, each)

@@ -117,6 +117,9 @@ class Linear(torch.nn.Linear):
         made = cls.__new__(cls)
         made.__dict__.update({name: _own(value) for name, value in module.__dict__.items()})
         made._configure(activation, precision, backend, constant_weight)
+        for number, hook in made._load_state_dict_pre_hooks.items():
+            if getattr(hook, "with_module", False):  # it would be called with the old module, or find that one gone
+                made._load_state_dict_pre_hooks[number] = type(hook)(hook.hook, made)
         return made
 
 

@@ -168,6 +168,19 @@ def test_from_linear_shares_parameters_hooks_and_mode(seed):
     assert theirs.bias is not None, "the registries are not shared"
 
 
+def test_a_hook_of_load_state_dict_is_called_with_the_new_module():
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5))
+    seen = []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    state = model.state_dict()
+    cutegemm.nn.replace_linears(model)
+    model.load_state_dict(state)  # torch's wrapper of a hook holds the module weakly, and the old one is gone
+    assert seen == [model[0]]
+    copy.deepcopy(model).load_state_dict(state)
+    assert len(seen) == 2
+    assert seen[1] is not model[0]
+
+
 def test_from_linear_refuses_what_computes_something_else():
     class Doubled(torch.nn.Linear):
         pass

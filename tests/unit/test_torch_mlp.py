@@ -244,10 +244,27 @@ def test_mlps_that_compute_something_else_or_train_a_part_stay():
         def forward(self, x):
             return torch.cat([super().forward(x)] * 2, -1)
 
-    frozen = MLP(torch.nn.SiLU())
+    frozen, tied, sparse, hooked = (MLP(torch.nn.SiLU()) for _ in range(4))
     frozen.gate_proj.weight.requires_grad_(False)
-    for module in (Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), Doubled(torch.nn.SiLU()), frozen):
+    tied.up_proj.weight = tied.gate_proj.weight
+    sparse.gate_proj.weight = torch.nn.Parameter(sparse.gate_proj.weight.detach().to_sparse_csr(), requires_grad=False)
+    hooked.act_fn.register_forward_hook(lambda *_: None)
+    others = Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), Doubled(torch.nn.SiLU())
+    for module in (*others, frozen, tied, sparse, hooked):
         assert replace_mlps(module) is module
+
+
+def test_mlps_that_share_a_weight_with_another_module_stay_so():
+    """A copy of gate and up in each of them would learn something else in each."""
+    model = torch.nn.ModuleList(MLP(torch.nn.SiLU()) for _ in range(6))
+    model[1].gate_proj.weight = model[0].gate_proj.weight
+    model[3].up_proj = model[2].up_proj
+    model[5].down_proj = model[4].down_proj  # which is not copied
+    model.append(model[4])
+    replaced = replace_mlps(model)
+    assert [type(each) for each in replaced] == [MLP] * 4 + [SwiGLU] * 3
+    assert model[6] is model[4]
+    assert model[5].down_weight is model[4].down_weight
 
 
 @pytest.mark.parametrize("shape", [(7, 8), (5, 9)])

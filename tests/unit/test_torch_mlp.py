@@ -199,6 +199,17 @@ def test_arguments():
     assert "hidden_features=16, out_features=8, activation='silu'" in repr(cutegemm.nn.SwiGLU(8, 16))
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "create_graph"])
+def test_batches_of_gradients(again, seed):
+    torch.manual_seed(seed)
+    module, x, grads = SwiGLU(8, 5, 6), torch.randn(4, 8, requires_grad=True), torch.randn(3, 4, 6)
+    leaves, d = [x, *module.parameters()], module(x)
+    got = torch.autograd.grad(d, leaves, grads, retain_graph=True, is_grads_batched=True, create_graph=again)
+    for number, grad in enumerate(grads):
+        each = [found[number] for found in got]
+        torch.testing.assert_close(each, list(torch.autograd.grad(d, leaves, grad, retain_graph=True)))
+
+
 @pytest.mark.parametrize(("sizes", "shape"), [((0, 4, 3), (2, 3, 0)), ((4, 0), (5, 4)), ((4, 4), (2, 0, 4))])
 def test_extents_of_zero(sizes, shape):
     layer, x = SwiGLU(*sizes), torch.randn(shape, requires_grad=True)

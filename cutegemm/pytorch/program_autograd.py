@@ -282,7 +282,10 @@ def joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
     """The accumulators as one tensor again: the inverse of `columns_of`."""
     if gating == "halves":
         return torch.cat(tuple(parts), -1)
-    return torch.stack(tuple(parts), -1).flatten(-2) if gating == "pairs" else parts[0]
+    if gating == "pairs":
+        *rows, columns = parts[0].shape
+        return torch.stack(tuple(parts), -1).reshape(*rows, 2 * columns)  # batches of gradients have no flatten
+    return parts[0]
 
 
 def _spread(

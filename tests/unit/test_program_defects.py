@@ -57,3 +57,18 @@ def test_saved_tensors_are_read_once(grouped, save):
     result = torch.utils.checkpoint.checkpoint(product, a, b, x, use_reentrant=False)
     for got, each in zip(torch.autograd.grad(result.sum(), (a, b, x)), want, strict=True):
         assert torch.equal(got, each)
+
+
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+@pytest.mark.parametrize("name", ["swiglu_pairs", "rope"])
+def test_neighbouring_columns_take_batches_of_gradients(name, save, seed):
+    """Autograd's own vmap knows fewer operators than torch.vmap."""
+    torch.manual_seed(seed)
+    a, b, angle = (torch.randn(shape, requires_grad=True) for shape in ((4, 6), (6, 8), (4, 8)))
+    operands = (angle.cos(), angle.sin()) if name == "rope" else ()
+    d = cutegemm.gemm(a, b, epilogue=getattr(cutegemm.ops, name), operands=operands, save=save)
+    leaves, grads = (a, b, angle)[: 3 if operands else 2], torch.randn(3, *d.shape)
+    got = torch.autograd.grad(d, leaves, grads, is_grads_batched=True, retain_graph=True)
+    for number, grad in enumerate(grads):
+        want = torch.autograd.grad(d, leaves, grad, retain_graph=True)
+        torch.testing.assert_close([each[number] for each in got], list(want))

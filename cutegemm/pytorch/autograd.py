@@ -167,6 +167,18 @@ def refuse_tangents(*tensors: Any) -> None:
         )
 
 
+def refuse_gradients(tensors: dict[str, Any], call: str = "gemm") -> None:
+    """Raises ValueError for a tensor that requires grad: products of quantized operands record none."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call {call} "
+                "under torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
+            )
+
+
 def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """(dA, dB, dC, dbias), None where not needed. `grad`: of D. `needs`: whether a, b, c, bias need theirs."""
     s: Settings = ctx.settings

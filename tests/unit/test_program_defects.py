@@ -72,3 +72,25 @@ def test_neighbouring_columns_take_batches_of_gradients(name, save, seed):
     for number, grad in enumerate(grads):
         want = torch.autograd.grad(d, leaves, grad, retain_graph=True)
         torch.testing.assert_close([each[number] for each in got], list(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("way", ["eager", "compiled", "torch.func", "operator"])
+def test_a_gradient_of_an_operand_is_refused_where_a_and_b_are_of_8_bits(way, dtype):
+    """The accumulators were saved in the dtype of a, and the gradient was wrong."""
+    a, b, x = A.to(dtype), B.to(dtype), torch.ones(8, requires_grad=True)
+
+    def product(x):
+        return cutegemm.gemm(a, b, epilogue=lambda acc, x: acc * x, operands=(x,), out_dtype=torch.float32)
+
+    def plain(x):
+        return torch.ops.cutegemm.gemm(a, b, bias=x, out_dtype=torch.float32)
+
+    calls = {
+        "eager": product, "compiled": torch.compile(product, backend="aot_eager"), "operator": plain,
+        "torch.func": torch.func.grad(lambda x: product(x).sum()),
+    }  # fmt: skip
+    with pytest.raises(Exception, match="it requires grad, and products of fp8 or int8 operands record no gradients"):
+        calls[way](x)
+    with torch.no_grad():
+        assert torch.equal(product(x), A.float() @ B.float())

@@ -121,6 +121,7 @@ def grouped_gemm(
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         NotImplementedError: a tensor carries a tangent of forward mode.
+        RuntimeError: a tensor requires grad under autograd, and `out` is given.
     """
     programs.check_save(save)
     for name, each in (("a", a), ("b", b)):

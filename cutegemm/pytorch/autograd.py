@@ -179,10 +179,16 @@ def refuse_gradients(tensors: dict[str, Any], call: str = "gemm") -> None:
             )
 
 
+def readable(x: Any) -> Any:
+    """x, or None; of 8 bits, with which neither torch nor an epilogue computes, in fp32."""
+    return x.float() if x is not None and x.element_size() == 1 else x
+
+
 def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """(dA, dB, dC, dbias), None where not needed. `grad`: of D. `needs`: whether a, b, c, bias need theirs."""
     s: Settings = ctx.settings
     a, b, c, bias, d = ctx.saved_tensors
+    grad, d = readable(grad), readable(d)
     dz = _times_slope(grad, a, b, c, bias, d, s)
     da = db = dc = dbias = None
     if needs[0] or needs[1]:

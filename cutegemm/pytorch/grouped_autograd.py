@@ -99,7 +99,7 @@ class _Backward:
         self.plain = Sizes(self.sizes.offsets, self.sizes.counts)
 
     def gradients(self, grads: Sequence[Any]) -> tuple[Any, ...]:
-        ctx = self.ctx
+        ctx, grads = self.ctx, [*map(autograd.readable, grads)]
         live = tuple(number for number, grad in enumerate(grads) if grad is not None)
         product, wanted = program_autograd.asked(ctx)
         found: dict[Source, torch.Tensor] = {}

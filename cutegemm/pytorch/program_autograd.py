@@ -106,6 +106,7 @@ class ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grads = tuple(map(autograd.readable, grads))
         kept = ctx.saved_tensors  # read once: torch.utils.checkpoint refuses a second time, save_on_cpu copies again
         live = tuple(number for number, grad in enumerate(grads) if grad is not None)
         product, wanted = asked(ctx)

@@ -38,8 +38,15 @@ def check_activation(activation: Any) -> None:
 def reshape_weight(state: dict[str, Any], name: str, own: torch.Tensor) -> None:
     """Gives an entry of a state_dict the shape of a weight: gate and up stacked in one dimension, or in one of 2."""
     given = state.get(name)
-    if isinstance(given, torch.Tensor) and given.dim() != own.dim() and given.numel() == own.numel():
-        state[name] = given.reshape(own.shape)
+    if isinstance(given, torch.Tensor):
+        shapes = tuple(given.shape), tuple(own.shape)
+        if _stacked(shapes[0]) == shapes[1] or _stacked(shapes[1]) == shapes[0]:
+            state[name] = given.reshape(own.shape)
+
+
+def _stacked(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """(..., 2 F, H) of (..., 2, F, H), None of another shape."""
+    return (*shape[:-3], 2 * shape[-2], shape[-1]) if len(shape) > 2 and shape[-3] == 2 else None
 
 
 class Settings(NamedTuple):

@@ -278,6 +278,18 @@ def test_mlps_that_share_a_weight_with_another_module_stay_so():
     assert model[5].down_weight is model[4].down_weight
 
 
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(SwiGLU(8, 4), (4, 2, 8)), (SwiGLU(8, 4), (64,)), (MoE(8, 4, 3), (3, 4, 2, 8)), (MoE(8, 4, 3), (24, 8))],
+)
+def test_a_weight_that_is_stacked_otherwise_is_not_reshaped(module, shape):
+    """Rows of gate and up in turns, as (F, 2, H) has them, would load, and compute something else."""
+    state = module.state_dict()
+    name = next(iter(state))
+    with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+        module.load_state_dict({**state, name: torch.ones(shape)})
+
+
 @pytest.mark.parametrize("shape", [(7, 8), (5, 9)])
 def test_a_gate_and_an_up_of_different_shapes_are_not_stacked(shape):
     state = {"gate_proj.weight": torch.ones(5, 8), "up_proj.weight": torch.ones(shape)}

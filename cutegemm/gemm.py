@@ -204,7 +204,7 @@ def gemm(
         )
     if records:
         if a.element_size() == 1:
-            scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
+            autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
         if _has_transforms():
             return _by_operator(
                 a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=None, out_dtype=out_dtype,
@@ -243,7 +243,7 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
         run = call.plan_of(key, a, b, c, options)
     records = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias))
     if records and a.element_size() == 1:
-        scaled.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
+        autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
     if out is not None:
         if records:
             raise ValueError(autograd.NO_GRADIENT_INTO)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import dtypes, program_request, request
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import compiled, grouped_operator, grouped_scaled, programs, scaled, transforms
+from cutegemm.pytorch import autograd, compiled, grouped_operator, grouped_scaled, programs, scaled, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
@@ -121,6 +121,7 @@ def grouped_gemm(
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         NotImplementedError: a tensor carries a tangent of forward mode.
+        RuntimeError: a tensor requires grad under autograd, and `out` is given.
     """
     programs.check_save(save)
     for name, each in (("a", a), ("b", b)):
@@ -135,7 +136,7 @@ def grouped_gemm(
         precision = scaled.precision_of(a, precision, accumulate)
     if a.element_size() == 1:
         named = {f"operands[{i}]": each for i, each in enumerate(operands)} if bias is None else {"bias": bias}
-        scaled.refuse_gradients({"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, **named}, "grouped_gemm")
+        autograd.refuse_gradients({"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, **named}, "grouped_gemm")
     if places is not None and out_rows is None and isinstance(out, torch.Tensor) and out.dim() == 2:
         out_rows = out.shape[0]
     sizes = Sizes(offsets, counts, rows, places, out_rows)

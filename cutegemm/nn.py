@@ -117,6 +117,9 @@ class Linear(torch.nn.Linear):
         made = cls.__new__(cls)
         made.__dict__.update({name: _own(value) for name, value in module.__dict__.items()})
         made._configure(activation, precision, backend, constant_weight)
+        for number, hook in made._load_state_dict_pre_hooks.items():
+            if getattr(hook, "with_module", False):  # it would be called with the old module, or find that one gone
+                made._load_state_dict_pre_hooks[number] = type(hook)(hook.hook, made)
         return made
 
 
@@ -142,9 +145,10 @@ def replace_linears(
     must be exact, often the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
-    takes, parametrized ones, with `dtype` those whose weight a hook makes (weight_norm, pruning), and those for which
-    `where(name, module)` is false. Tied parameters stay tied, and a module that stands in several places is replaced by
-    one.
+    takes, those whose weight is sparse or of a subclass of Tensor that computes itself (torchao's quantized weights;
+    DTensors are taken), parametrized ones, with `dtype` those whose weight a hook makes (weight_norm, pruning), and
+    those for which `where(name, module)` is false. Tied parameters stay tied, and a module that stands in several
+    places is replaced by one.
 
     constant_weights=True promises that no running kernel writes a weight when its layer is called, so that a layer may
     fetch its weight while the kernel in front still runs: for inference with weights that stay as they are. Not for
@@ -355,8 +359,8 @@ def replace_mlps(
     gate which is clamped is found, unless its weights are on the meta device. Its gate and up are copied once, into one
     parameter: an optimizer made before holds the old ones, so make it afterwards. state_dict then has the names of
     `SwiGLU`, which loads both these and the old ones. Other modules, those with a hook or a dtype that no kernel takes,
-    those of whose gate and up one alone requires grad, and those for which `where(name, module)` is false, are left as
-    they are.
+    sharded or sparse weights, those of whose gate and up one alone requires grad or is tied to another weight, and
+    those for which `where(name, module)` is false, are left as they are.
 
     Returns:
         `model`, or its replacement when it is such an MLP itself.
@@ -367,7 +371,14 @@ def replace_mlps(
     """
     replacing.check(model, where)
     replacing.check_options(precision, backend)
-    return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced)
+    tied = replacing.tied(model)
+
+    def activation_in(module: torch.nn.Module) -> str | None:
+        found = _gated_activation(module)
+        copied = () if found is None else (module.gate_proj, module.up_proj)
+        return None if any(id(each.weight) in tied for each in copied) else found
+
+    return replacing.replace_gated(model, where, precision, backend, activation_in, _replaced)
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:
@@ -378,7 +389,9 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     linears = [getattr(module, name) for name in names]
     if any(_why_not(each) is not None or each.bias is not None for each in linears):
         return None
-    if any(replacing.is_altered(each) for each in (module, *linears)):
+    if any(type(each.weight) is not torch.nn.Parameter for each in linears):
+        return None
+    if any(replacing.is_altered(each) for each in (module, *module._modules.values())):
         return None
     if module.gate_proj.weight.requires_grad != module.up_proj.weight.requires_grad:
         return None
@@ -407,6 +420,10 @@ def _why_not(module: Any) -> str | None:
         )
     if "forward" in module.__dict__:
         return "got a torch.nn.Linear whose forward was replaced"
+    if module.weight.layout != torch.strided:
+        return f"got a weight of layout {module.weight.layout}, expected a dense (strided) one"
+    if replacing.computes_itself(module.weight):
+        return f"got a weight of {type(module.weight).__name__}, which has products of its own"
     if dtypes.dtype_name(module.weight.dtype) is None:
         return f"got a weight of {module.weight.dtype}, accepted are {dtypes.ACCEPTED}"
     if module.weight.dtype.itemsize == 1:

@@ -61,14 +61,14 @@ def quantize(
     strided rows, it is two launches, which read x twice, of which the L2 cache holds a part. Bytes of one launch for
     16-bit x: 2 read and 1 written an element, and the scales; a copy of x moves 4. docs/quantization.md has times.
 
-    No gradient is recorded: x that requires grad is refused under autograd. torch.compile sees the operators
+    No gradient is recorded: x or scale that requires grad is refused under autograd. torch.compile sees the operators
     torch.ops.cutegemm.quantize and quantize_given. Call once before capturing a CUDA graph.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError: fp8 on a GPU of compute capability below 8.9, any kernel below 8.0.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
-        RuntimeError: x requires grad.
+        RuntimeError: x or scale requires grad.
     """
     pair = _pair(out, scale)
     if _is_dynamo_compiling() or _is_tracing() or is_dispatched(x, scale, *(pair or ())):

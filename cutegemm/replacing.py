@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from cutegemm import backend as backends
 from cutegemm.problem import request
+from cutegemm.pytorch.sharded import is_distributed
 
 _ACTIVATION_CLASSES = {
     "SiLUActivation": "silu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu",
@@ -137,6 +139,23 @@ def is_altered(module: torch.nn.Module) -> bool:
     """Whether somebody's hook, or somebody's own forward on the instance, would be lost with the module."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, name) for name in hooks) or "forward" in module.__dict__
+
+
+def computes_itself(weight: torch.Tensor) -> bool:
+    """Whether a weight's class handles operators in a way of its own. Ours know that of DTensors and fake tensors."""
+    if type(weight).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    return not (is_distributed(weight) or isinstance(weight, FakeTensor))
+
+
+def tied(model: torch.nn.Module) -> set[int]:
+    """The ids of the parameters that a model holds in several places; one module in several places counts once."""
+    places: dict[int, set[tuple[int, int]]] = {}
+    for parent in model.modules():
+        for child in parent._modules.values():
+            for each in () if child is None else child._parameters.values():
+                places.setdefault(id(each), set()).add((id(parent), id(child)))
+    return {number for number, found in places.items() if len(found) > 1}
 
 
 def activation_of(act: Any) -> str | None:

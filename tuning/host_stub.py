@@ -114,6 +114,7 @@ def on_cpu(
         finally:
             if module is not None:
                 module.unregister_operator()
+                torch.ops.cutegemm.gemm.default._dispatch_cache.clear()  # of keys that had a kernel
                 native.take_back()
             call.memo.clear()  # and what the C++ part knows of it
             native.serve(None)

@@ -160,9 +160,15 @@ def parse(text: str) -> list[Shape]:
 
 
 def read(path: str | Path) -> list[Shape]:
-    """The shapes of a file: `parse`'s texts, one a line; `#` begins a comment. Raises ValueError with the line."""
+    """The shapes of a file: `parse`'s texts, one a line; `#` begins a comment. Raises ValueError with the line, or
+    where the file cannot be read.
+    """
     shapes: list[Shape] = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as why:
+        raise ValueError(f"{path}: it cannot be read as text: {why}") from None
+    for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

@@ -73,7 +73,7 @@ class GemmFunction(torch.autograd.Function):
         return *gradients(ctx, grad, ctx.needs_input_grad[:4]), None, None
 
     @staticmethod
-    def jvp(ctx: Any, a: Any, b: Any, c: Any, bias: Any, settings: Settings, run: Any) -> torch.Tensor:
+    def jvp(ctx: Any, a: Any, b: Any, c: Any, bias: Any, settings: Settings, run: Any) -> torch.Tensor | None:
         # Switched off here by torch, forward mode is still on for the outer levels of torch.func.
         with forward_ad._set_fwd_grad_enabled(True):
             return tangent(ctx, a, b, c, bias)
@@ -101,11 +101,13 @@ def save(ctx: Any, a: Any, b: Any, c: Any, bias: Any, d: torch.Tensor, settings:
         ctx.set_materialize_grads(False)
 
 
-def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
-    """dD, from the tangents of a, b, c and bias: None stands for zeros."""
+def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor | None:
+    """dD, from the tangents of a, b, c and bias: None stands for zeros. None where D is of integers."""
     s: Settings = ctx.settings
     a, b, c, bias = (None if t is None else _unpack_dual(t, 0)[0] for t in ctx.saved_tensors[:4])
-    d = ctx.saved_tensors[4]
+    dtype, d = ctx.saved_tensors[4].dtype, readable(ctx.saved_tensors[4])
+    if not dtype.is_floating_point:
+        return None
     options: dict[str, Any] = {"alpha": s.alpha, "precision": float32.of_gradients(s.precision), "backend": s.backend}
     if s.beta == 0:
         dc = None
@@ -122,7 +124,7 @@ def tangent(ctx: Any, da: Any, db: Any, dc: Any, dbias: Any) -> torch.Tensor:
         terms = [term.to(to) for term in (None if dc is None else dc.to(to) * beta, dbias) if term is not None]
         total = sum(terms, torch.zeros((), device=d.device, dtype=to))
         dz = total.expand(d.shape).to(d.dtype)
-    return _times_slope(dz, a, b, c, bias, d, s)
+    return _times_slope(dz, a, b, c, bias, d, s).to(dtype)
 
 
 def recorded_gradients(composed: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], grad: Any) -> Any:
@@ -167,10 +169,28 @@ def refuse_tangents(*tensors: Any) -> None:
         )
 
 
+def refuse_gradients(tensors: dict[str, Any], call: str = "gemm") -> None:
+    """Raises ValueError for a tensor that requires grad: products of quantized operands record none."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call {call} "
+                "under torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
+            )
+
+
+def readable(x: Any) -> Any:
+    """x, or None; of 8 bits, with which neither torch nor an epilogue computes, in fp32."""
+    return x.float() if x is not None and x.element_size() == 1 else x
+
+
 def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:
     """(dA, dB, dC, dbias), None where not needed. `grad`: of D. `needs`: whether a, b, c, bias need theirs."""
     s: Settings = ctx.settings
     a, b, c, bias, d = ctx.saved_tensors
+    grad, d = readable(grad), readable(d)
     dz = _times_slope(grad, a, b, c, bias, d, s)
     da = db = dc = dbias = None
     if needs[0] or needs[1]:

@@ -90,7 +90,7 @@ class _Backward:
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx
         self.settings: Settings = ctx.settings
-        self.a, self.b, offsets, counts, rows, places = ctx.saved_tensors[:6]
+        self.a, self.b, offsets, counts, rows, places, *self.rest = ctx.saved_tensors
         self.sizes = Sizes(offsets, counts, rows, places, ctx.out_rows)
         self.like_a, self.like_b, self.likes = ctx.like
         self.extents = _extents(self.like_a, self.like_b, self.sizes)
@@ -99,7 +99,7 @@ class _Backward:
         self.plain = Sizes(self.sizes.offsets, self.sizes.counts)
 
     def gradients(self, grads: Sequence[Any]) -> tuple[Any, ...]:
-        ctx = self.ctx
+        ctx, grads = self.ctx, [*map(autograd.readable, grads)]
         live = tuple(number for number, grad in enumerate(grads) if grad is not None)
         product, wanted = program_autograd.asked(ctx)
         found: dict[Source, torch.Tensor] = {}
@@ -119,7 +119,7 @@ class _Backward:
     def elementwise(self, needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
         """The gradients of accumulators and operands, elementwise; 0 where no group is."""
         ctx, program = self.ctx, self.settings.program
-        values, saved = program_autograd.known_values(ctx, ctx.saved_tensors[6:], grads)
+        values, saved = program_autograd.known_values(ctx, self.rest, grads)
         found = needs.backward
         assert found is not None
         by_kernel = self.work in ROWS and program_autograd.has_kernels(self.settings.backend, values)

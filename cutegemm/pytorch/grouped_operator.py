@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cutegemm.problem import grouped_request, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import grouped_autograd, registering, scaled, sharded, sharding, sharding_programs
+from cutegemm.pytorch import autograd, grouped_autograd, registering, sharded, sharding, sharding_programs
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
@@ -124,7 +124,7 @@ def _recorded(
 
     if a.element_size() == 1:
         named = {"a": a, "b": b, **{f"operands[{i}]": each for i, each in enumerate(operands)}}
-        scaled.refuse_gradients(named, "grouped_gemm")
+        autograd.refuse_gradients(named, "grouped_gemm")
 
     run = registering.below_autograd(
         lambda a, b, arrays, epilogue, given, wanted: _redispatch(

@@ -19,7 +19,7 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import autograd, sharded
+from cutegemm.pytorch import autograd, sharded, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_gradients import needed, recording
@@ -38,8 +38,15 @@ def check_activation(activation: Any) -> None:
 def reshape_weight(state: dict[str, Any], name: str, own: torch.Tensor) -> None:
     """Gives an entry of a state_dict the shape of a weight: gate and up stacked in one dimension, or in one of 2."""
     given = state.get(name)
-    if isinstance(given, torch.Tensor) and given.dim() != own.dim() and given.numel() == own.numel():
-        state[name] = given.reshape(own.shape)
+    if isinstance(given, torch.Tensor):
+        shapes = tuple(given.shape), tuple(own.shape)
+        if _stacked(shapes[0]) == shapes[1] or _stacked(shapes[1]) == shapes[0]:
+            state[name] = given.reshape(own.shape)
+
+
+def _stacked(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """(..., 2 F, H) of (..., 2, F, H), None of another shape."""
+    return (*shape[:-3], 2 * shape[-2], shape[-1]) if len(shape) > 2 and shape[-3] == 2 else None
 
 
 class Settings(NamedTuple):
@@ -137,11 +144,13 @@ class GatedMLP(torch.autograd.Function):
             ddown = settings.product(grad.t(), h)
         if needs[0] or needs[1]:
             hidden = gate.shape[1]
-            both = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
             _, derived = _programs(settings.activation, str(dtype_name(x.dtype)))
-            settings.product(
-                grad, down, epilogue=derived, operands=(gate, up), out=(both[:, :hidden], both[:, hidden:])
-            )
+            given = {"epilogue": derived, "operands": (gate, up)}
+            if transforms.active(grad):  # a batch of gradients, which cannot be written into a tensor
+                both = torch.cat(settings.product(grad, down, **given), -1)
+            else:
+                both = torch.empty((x.shape[0], 2 * hidden), dtype=x.dtype, device=x.device)
+                settings.product(grad, down, **given, out=(both[:, :hidden], both[:, hidden:]))
             dx = settings.product(both, gate_up) if needs[0] else None
             dgate_up = settings.product(both.t(), x) if needs[1] else None
         return dx, dgate_up, ddown, None

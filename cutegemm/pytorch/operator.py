@@ -145,6 +145,8 @@ def _recorded_gemm(
                 below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
             )
 
+    if a.element_size() == 1:
+        autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
     sharding.needed()
     run = registering.below_autograd(
         lambda a, b, c, alpha, beta, bias, out: _redispatch(

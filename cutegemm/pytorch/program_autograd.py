@@ -106,14 +106,16 @@ class ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        grads = tuple(map(autograd.readable, grads))
+        kept = ctx.saved_tensors  # read once: torch.utils.checkpoint refuses a second time, save_on_cpu copies again
         live = tuple(number for number, grad in enumerate(grads) if grad is not None)
         product, wanted = asked(ctx)
         found: dict[Source, torch.Tensor] = {}
         needs = needed(ctx.settings.program, live, product, wanted) if live else None
         if needs is not None and needs.backward is not None:
-            found = _elementwise(ctx, needs, grads)
-        device = next((each.device for each in (*grads, *ctx.saved_tensors) if each is not None), None)
-        da, db = _of_product(ctx, found, device)
+            found = _elementwise(ctx, kept, needs, grads)
+        device = next((each.device for each in (*grads, *kept) if each is not None), None)
+        da, db = _of_product(ctx, kept, found, device)
         likes = ctx.like[2]
         return da, db, None, None, *(
             of_operand(found.get(Source("operand", place)), like, device) if place in wanted else None
@@ -169,11 +171,11 @@ def asked(ctx: Any) -> tuple[bool, tuple[int, ...]]:
     return needs[0] or needs[1], tuple(place for place, own in zip(places, of_operands, strict=True) if own)
 
 
-def _elementwise(ctx: Any, needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
-    """The gradients of accumulators and operands, elementwise, each of D's shape."""
+def _elementwise(ctx: Any, kept: Sequence[Any], needs: Needed, grads: Sequence[Any]) -> dict[Source, torch.Tensor]:
+    """The gradients of accumulators and operands, elementwise, each of D's shape. kept: the saved tensors."""
     settings: Settings = ctx.settings
     program = settings.program
-    a, b, *rest = ctx.saved_tensors
+    a, b, *rest = kept
     values, saved = known_values(ctx, rest, grads)
     like_a, like_b, _ = ctx.like
     wide = autograd.wide(like_a.dtype)
@@ -273,7 +275,10 @@ def joined(parts: Sequence[torch.Tensor], gating: str | None) -> torch.Tensor:
     """The accumulators as one tensor again: the inverse of `columns_of`."""
     if gating == "halves":
         return torch.cat(tuple(parts), -1)
-    return torch.stack(tuple(parts), -1).flatten(-2) if gating == "pairs" else parts[0]
+    if gating == "pairs":
+        *rows, columns = parts[0].shape
+        return torch.stack(tuple(parts), -1).reshape(*rows, 2 * columns)  # batches of gradients have no flatten
+    return parts[0]
 
 
 def _spread(
@@ -290,10 +295,10 @@ def _spread(
     return grad.to(wide) * share
 
 
-def _of_product(ctx: Any, found: dict[Source, torch.Tensor], device: Any) -> tuple[Any, Any]:
+def _of_product(ctx: Any, kept: Sequence[Any], found: dict[Source, torch.Tensor], device: Any) -> tuple[Any, Any]:
     """(dA, dB), None where not needed."""
     settings: Settings = ctx.settings
-    a, b = ctx.saved_tensors[:2]
+    a, b = kept[:2]
     like_a, like_b, _ = ctx.like
     needs = ctx.needs_input_grad
     if not (needs[0] or needs[1]):

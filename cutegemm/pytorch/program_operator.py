@@ -22,6 +22,7 @@ from cutegemm.problem.program.graph import Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from cutegemm.pytorch import (
+    autograd,
     program_autograd,
     program_batches,
     registering,
@@ -171,6 +172,8 @@ def _recorded(
                 below, a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
             )
 
+    if a.element_size() == 1:
+        autograd.refuse_gradients({"a": a, "b": b, **{f"operands[{i}]": each for i, each in enumerate(operands)}})
     run = registering.below_autograd(
         lambda a, b, epilogue, given, wanted: _redispatch(
             below, a, b, *divided(given), epilogue.text, wanted, precision, backend, config, save

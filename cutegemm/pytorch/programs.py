@@ -182,6 +182,8 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
         if any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors.values()):
             if out is not None:
                 raise ValueError(autograd.NO_GRADIENT_INTO)
+            if a.element_size() == 1:
+                autograd.refuse_gradients(tensors)
             program = _program(a, b, epilogue, operands)
             if _has_transforms():
                 return _by_operator(a, b, program.text, operands, *options, save)

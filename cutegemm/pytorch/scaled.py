@@ -18,7 +18,7 @@ from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, term_name, torc
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
-from cutegemm.pytorch import compiled, program_operator, programs, sharded
+from cutegemm.pytorch import autograd, compiled, program_operator, programs, sharded
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.registering import carried, carried_scaling, few
 
@@ -63,7 +63,7 @@ def arguments(
         sharded.mesh_of("cutegemm.gemm with scales", {name: each for name, each in given.items() if each is not None})
         like = [sharded.shape_of(each) for each in like]
     of_a, of_b = scale_recipes.recipes(like[0], like[1], like[2], like[3], scales)
-    refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
+    autograd.refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
         program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])
     else:
@@ -90,7 +90,7 @@ def compute(
     if tracing or ((epilogue is None or out is None) and (_is_tracing() or is_dispatched(*tensors))):
         if out is not None:
             raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
-        refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
+        autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
         scales, config = carried_scaling(scales), carried(config)
         if epilogue is None:
             return torch.ops.cutegemm.scaled_gemm(
@@ -98,7 +98,7 @@ def compute(
             )
         programs.refuse_terms(c, alpha, beta, bias, activation)
         programs.check_save(save)
-        refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
+        autograd.refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
         if tracing:
             text = compiled.text_of(epilogue, operands)
         else:
@@ -120,7 +120,9 @@ def compute_eager(
     scale_b: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """The same, with no regard to tracing."""
-    refuse_gradients({"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)})
+    autograd.refuse_gradients(
+        {"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)}
+    )
     program, given, out_dtype = arguments(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
     )
@@ -146,18 +148,6 @@ def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any,
         scales=scales, **terms,
     )  # fmt: skip
     return a, b, None, {**known, "epilogue": program, "operands": operands, "out_dtype": out_dtype}
-
-
-def refuse_gradients(tensors: dict[str, Any], call: str = "gemm") -> None:
-    """Raises ValueError for a tensor that requires grad: products of quantized operands record none."""
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: it requires grad, and products of fp8 or int8 operands record no gradients; call {call} "
-                "under torch.no_grad() or pass detached tensors (a straight-through estimator belongs to the trainer)"
-            )
 
 
 def _terms(

@@ -34,6 +34,8 @@ def quantize(
     quantization_request.check_plain(x=x, scale=scale)
     asked = quantization_request.describe(x, dtype, scaling, dim, block, scale)
     quantization_request.refuse_gradient("x", x)
+    if scale is not None:
+        quantization_request.refuse_gradient("scale", scale)
     if out is None:
         values = new_values(tuple(x.shape), asked.turned, dtype, x.device)
         scales = scale if scale is not None else torch.empty(asked.scales, dtype=torch.float32, device=x.device)

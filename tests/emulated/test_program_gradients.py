@@ -67,3 +67,19 @@ def test_backward_passes_run_kernels(arch, function, shapes, save, seed, monkeyp
         assert (x.dtype, x.shape) == (like.dtype, like.shape)
         # Each is a sum of at most 64 terms rounded to bf16, 2^-9, at different places of the two ways.
         torch.testing.assert_close(x.float(), y.float(), rtol=2.0**-6, atol=2.0**-6 * float(y.abs().max()))
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["gemm", "grouped"])
+def test_a_gradient_in_fp8_is_read_by_a_kernel(grouped, seed, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_ARCH", "sm90")
+    torch.manual_seed(seed)
+    a, b = torch.randn(M, K).bfloat16().requires_grad_(), torch.randn(2, N, K).bfloat16()
+    found = []
+    for backend in ("cute", "torch"):
+        if grouped:
+            given = a, b.mT, torch.tensor([M // 4, M], dtype=torch.int32)
+            d = cutegemm.grouped_gemm(*given, epilogue=ops.gelu, out_dtype=torch.float8_e4m3fn, backend=backend)
+        else:
+            d = cutegemm.gemm(a, b[0].t(), epilogue=ops.gelu, out_dtype=torch.float8_e4m3fn, backend=backend)
+        found += torch.autograd.grad(d, a, torch.ones_like(d))
+    torch.testing.assert_close(*found, rtol=2.0**-6, atol=2.0**-6 * float(found[1].abs().max()))

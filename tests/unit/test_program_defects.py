@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import cutegemm
 
@@ -38,3 +39,58 @@ def test_vmap_names_the_operand_whose_batch_does_not_fit(batch):
     )
     with pytest.raises(ValueError, match=r"operands\[0\]: got shape \(3, 1, 8\), expected a batch of 1"):
         mapped(a, torch.ones(4, 3, 1, 8))
+
+
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["gemm", "grouped"])
+def test_saved_tensors_are_read_once(grouped, save):
+    """torch.utils.checkpoint refuses a second time, and save_on_cpu copies again each time."""
+    a, x = torch.randn(8, 16, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    b = torch.randn(*([2] if grouped else []), 16, 8, requires_grad=True)
+    ends = [torch.tensor([3, 8], dtype=torch.int32)] if grouped else []
+    call = cutegemm.grouped_gemm if grouped else cutegemm.gemm
+
+    def product(a, b, x):
+        return call(a, b, *ends, epilogue=lambda acc, x: cutegemm.ops.gelu(acc) * x, operands=(x,), save=save)
+
+    want = torch.autograd.grad(product(a, b, x).sum(), (a, b, x))
+    result = torch.utils.checkpoint.checkpoint(product, a, b, x, use_reentrant=False)
+    for got, each in zip(torch.autograd.grad(result.sum(), (a, b, x)), want, strict=True):
+        assert torch.equal(got, each)
+
+
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+@pytest.mark.parametrize("name", ["swiglu_pairs", "rope"])
+def test_neighbouring_columns_take_batches_of_gradients(name, save, seed):
+    """Autograd's own vmap knows fewer operators than torch.vmap."""
+    torch.manual_seed(seed)
+    a, b, angle = (torch.randn(shape, requires_grad=True) for shape in ((4, 6), (6, 8), (4, 8)))
+    operands = (angle.cos(), angle.sin()) if name == "rope" else ()
+    d = cutegemm.gemm(a, b, epilogue=getattr(cutegemm.ops, name), operands=operands, save=save)
+    leaves, grads = (a, b, angle)[: 3 if operands else 2], torch.randn(3, *d.shape)
+    got = torch.autograd.grad(d, leaves, grads, is_grads_batched=True, retain_graph=True)
+    for number, grad in enumerate(grads):
+        want = torch.autograd.grad(d, leaves, grad, retain_graph=True)
+        torch.testing.assert_close([each[number] for each in got], list(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("way", ["eager", "compiled", "torch.func", "operator"])
+def test_a_gradient_of_an_operand_is_refused_where_a_and_b_are_of_8_bits(way, dtype):
+    """The accumulators were saved in the dtype of a, and the gradient was wrong."""
+    a, b, x = A.to(dtype), B.to(dtype), torch.ones(8, requires_grad=True)
+
+    def product(x):
+        return cutegemm.gemm(a, b, epilogue=lambda acc, x: acc * x, operands=(x,), out_dtype=torch.float32)
+
+    def plain(x):
+        return torch.ops.cutegemm.gemm(a, b, bias=x, out_dtype=torch.float32)
+
+    calls = {
+        "eager": product, "compiled": torch.compile(product, backend="aot_eager"), "operator": plain,
+        "torch.func": torch.func.grad(lambda x: product(x).sum()),
+    }  # fmt: skip
+    with pytest.raises(Exception, match="it requires grad, and products of fp8 or int8 operands record no gradients"):
+        calls[way](x)
+    with torch.no_grad():
+        assert torch.equal(product(x), A.float() @ B.float())

@@ -168,6 +168,11 @@ VALUES = torch.ones(4, 256).to(torch.float8_e4m3fn)
         ({"out": (VALUES.view(torch.int8), X[:, :1])}, TypeError, r"out: got dtype torch\.int8, expected"),
         ({"out": (X.view(torch.float8_e4m3fn)[:, :256], X[:, :1].clone())}, ValueError, "out: it overlaps x"),
         ({"x": X.clone().requires_grad_()}, RuntimeError, "x: it requires grad, and no gradient passes"),
+        (
+            {"scale": torch.ones((), requires_grad=True)},
+            RuntimeError,
+            "scale: it requires grad, and no gradient passes",
+        ),
     ],
 )
 def test_bad_arguments_are_named(options, error, message):

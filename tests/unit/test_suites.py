@@ -71,3 +71,6 @@ def test_file(tmp_path):
     file.write_text("# nothing\n")
     with pytest.raises(ValueError, match="no shapes"):
         suites.read(file)
+    for path in (tmp_path, tmp_path / "missing"):  # a ValueError is what a command turns into its own error
+        with pytest.raises(ValueError, match="cannot be read as text"):
+            suites.read(path)

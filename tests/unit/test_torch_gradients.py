@@ -146,3 +146,29 @@ def test_torchs_own_samples(name, dtype, seed):
     print(name, passed, others)
     assert passed > 0
     assert not others, f"samples of a supported dtype left out: {others}"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("way", ["terms", "outputs", "recompute", "grouped"])
+def test_a_result_in_fp8_has_gradients(way, activation, seed):
+    """Torch computes nothing with fp8, in which the gradient of such a result comes, and no epilogue reads it."""
+    a, b, c = draw(seed, (9, 16), (2, 16, 8) if way == "grouped" else (16, 8), (9, 8), dtype=torch.bfloat16)
+    function = getattr(cutegemm.ops, activation or "abs")
+
+    def product(a, b, c, dtype):
+        if way == "terms":
+            return cutegemm.gemm(a, b, c, beta=0.5, activation=activation, out_dtype=dtype)
+        call = cutegemm.grouped_gemm if way == "grouped" else cutegemm.gemm
+        ends = (torch.tensor([4, 9], dtype=torch.int32),) if way == "grouped" else ()
+        epilogue = lambda acc, c: function(acc + 0.5 * c)  # noqa: E731
+        save = "outputs" if way == "grouped" else way
+        return call(a, b, *ends, epilogue=epilogue, operands=(c,), out_dtype=dtype, save=save)
+
+    found = []
+    for dtype in (torch.float8_e4m3fn, torch.float32):
+        leaves = [each.clone().requires_grad_() for each in (a, b, c)]
+        product(*leaves, dtype).float().sum().backward()
+        found.append([each.grad for each in leaves])
+    if activation == "relu" and way == "terms":  # whose slope is read off D, and fp8 rounds small numbers to 0
+        found = [each[:0] for each in found]
+    torch.testing.assert_close(*found, atol=2e-2, rtol=2e-2)

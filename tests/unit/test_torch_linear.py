@@ -168,6 +168,19 @@ def test_from_linear_shares_parameters_hooks_and_mode(seed):
     assert theirs.bias is not None, "the registries are not shared"
 
 
+def test_a_hook_of_load_state_dict_is_called_with_the_new_module():
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5))
+    seen = []
+    model[0].register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    state = model.state_dict()
+    cutegemm.nn.replace_linears(model)
+    model.load_state_dict(state)  # torch's wrapper of a hook holds the module weakly, and the old one is gone
+    assert seen == [model[0]]
+    copy.deepcopy(model).load_state_dict(state)
+    assert len(seen) == 2
+    assert seen[1] is not model[0]
+
+
 def test_from_linear_refuses_what_computes_something_else():
     class Doubled(torch.nn.Linear):
         pass
@@ -183,6 +196,47 @@ def test_from_linear_refuses_what_computes_something_else():
     ):
         with pytest.raises(TypeError, match=f"module: .*{why}"):
             cutegemm.nn.Linear.from_linear(module)
+
+
+class Packed(torch.Tensor):
+    """A quantized weight that passes for one of floating point, as torchao's do: torch's linear alone takes it."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values):
+        self.values_ = values
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is functional.linear:
+            return functional.linear(args[0], args[1].values_.float(), *args[2:])
+        return super().__torch_function__(function, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten.detach.default:
+            raise NotImplementedError(function)
+        return cls(args[0].values_)
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("kind", ["packed", "sparse"])
+def test_weights_that_compute_themselves_are_left(kind, dtype):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    old = model[1].weight.detach()
+    weight = Packed((16 * old).round().to(torch.int8)) if kind == "packed" else old.to_sparse_csr()
+    model[1].weight = torch.nn.Parameter(weight, requires_grad=False)
+    theirs, x = model[1], torch.ones(2, 8)
+    want = theirs(x)
+    cutegemm.nn.replace_linears(model, dtype=dtype)
+    assert model[1] is theirs
+    assert type(model[0]) is (cutegemm.nn.Linear if dtype is None else cutegemm.nn.Fp8Linear)
+    assert torch.equal(model[1](x), want)
+    what = "layout torch.sparse_csr" if kind == "sparse" else "Packed, which has products of its own"
+    with pytest.raises(TypeError, match=f"module: got a weight of {what}"):
+        cutegemm.nn.Linear.from_linear(theirs)
 
 
 def test_replace_linears():

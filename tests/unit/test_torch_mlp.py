@@ -199,6 +199,17 @@ def test_arguments():
     assert "hidden_features=16, out_features=8, activation='silu'" in repr(cutegemm.nn.SwiGLU(8, 16))
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "create_graph"])
+def test_batches_of_gradients(again, seed):
+    torch.manual_seed(seed)
+    module, x, grads = SwiGLU(8, 5, 6), torch.randn(4, 8, requires_grad=True), torch.randn(3, 4, 6)
+    leaves, d = [x, *module.parameters()], module(x)
+    got = torch.autograd.grad(d, leaves, grads, retain_graph=True, is_grads_batched=True, create_graph=again)
+    for number, grad in enumerate(grads):
+        each = [found[number] for found in got]
+        torch.testing.assert_close(each, list(torch.autograd.grad(d, leaves, grad, retain_graph=True)))
+
+
 @pytest.mark.parametrize(("sizes", "shape"), [((0, 4, 3), (2, 3, 0)), ((4, 0), (5, 4)), ((4, 4), (2, 0, 4))])
 def test_extents_of_zero(sizes, shape):
     layer, x = SwiGLU(*sizes), torch.randn(shape, requires_grad=True)
@@ -244,10 +255,39 @@ def test_mlps_that_compute_something_else_or_train_a_part_stay():
         def forward(self, x):
             return torch.cat([super().forward(x)] * 2, -1)
 
-    frozen = MLP(torch.nn.SiLU())
+    frozen, tied, sparse, hooked = (MLP(torch.nn.SiLU()) for _ in range(4))
     frozen.gate_proj.weight.requires_grad_(False)
-    for module in (Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), Doubled(torch.nn.SiLU()), frozen):
+    tied.up_proj.weight = tied.gate_proj.weight
+    sparse.gate_proj.weight = torch.nn.Parameter(sparse.gate_proj.weight.detach().to_sparse_csr(), requires_grad=False)
+    hooked.act_fn.register_forward_hook(lambda *_: None)
+    others = Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), Doubled(torch.nn.SiLU())
+    for module in (*others, frozen, tied, sparse, hooked):
         assert replace_mlps(module) is module
+
+
+def test_mlps_that_share_a_weight_with_another_module_stay_so():
+    """A copy of gate and up in each of them would learn something else in each."""
+    model = torch.nn.ModuleList(MLP(torch.nn.SiLU()) for _ in range(6))
+    model[1].gate_proj.weight = model[0].gate_proj.weight
+    model[3].up_proj = model[2].up_proj
+    model[5].down_proj = model[4].down_proj  # which is not copied
+    model.append(model[4])
+    replaced = replace_mlps(model)
+    assert [type(each) for each in replaced] == [MLP] * 4 + [SwiGLU] * 3
+    assert model[6] is model[4]
+    assert model[5].down_weight is model[4].down_weight
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [(SwiGLU(8, 4), (4, 2, 8)), (SwiGLU(8, 4), (64,)), (MoE(8, 4, 3), (3, 4, 2, 8)), (MoE(8, 4, 3), (24, 8))],
+)
+def test_a_weight_that_is_stacked_otherwise_is_not_reshaped(module, shape):
+    """Rows of gate and up in turns, as (F, 2, H) has them, would load, and compute something else."""
+    state = module.state_dict()
+    name = next(iter(state))
+    with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+        module.load_state_dict({**state, name: torch.ones(shape)})
 
 
 @pytest.mark.parametrize("shape", [(7, 8), (5, 9)])

@@ -114,7 +114,9 @@ class Place:
 
     def exchanged(self, x: Tensor) -> Tensor:
         """x with columns 2j and 2j + 1 exchanged."""
-        return x if x.shape[-1] == 1 and self.n > 1 else x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        if x.shape[-1] == 1 and self.n > 1:
+            return x
+        return torch.stack((x[..., 1::2], x[..., 0::2]), -1).reshape(x.shape)  # batches of gradients have no unflatten
 
     def result(self, x: Tensor, reduce: str | None) -> Tensor:
         """As the caller sees it: (M, N), or (M, 1) or (1, N) of what is to be reduced, with the batch if acc has it."""

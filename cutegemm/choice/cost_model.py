@@ -203,8 +203,8 @@ FIELDS = (
     "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room",
     "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply", "_out_size", "_outside", "_overlap", "_parts",
     "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_slower",
-    "_smem", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m",
-    "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
+    "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
+    "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -260,7 +260,8 @@ class Model:
         # -- an epilogue
         c = ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0
         moved = f.bm * f.bn * (out + read + c)
-        epilogue = (r.tile + moved / r.store + r.rows * f.bm * f.bn * out / f.segment + f.program) / clock
+        stores = moved / r.store + r.rows * f.bm * f.bn * out / f.segment + r.thread * f.outputs
+        epilogue = (r.tile + stores + f.program) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         # Of CTAs side by side on an SM, one stores while others begin to: what does not move bytes counts once.
         self._beside = r.tile / clock * (r.hidden if f.overlapped else 1.0)
@@ -276,6 +277,7 @@ class Model:
         if f.parts > 1:
             self._exchange = r.exchange * 1e-6 + 8 * (f.parts - 1) * f.bm * f.bn / f.parts / (r.peers * clock)
         self._balanced, self._serial = f.balanced, f.serial
+        self._split_each = r.each * 1e-6
         self._split_fixed = r.split * 1e-6 + self._split_part  # each writes its part
         self._sums = self.sums_of(f.splits)
         self._launch = (launch + r.curve * f.curve) * 1e-6
@@ -317,7 +319,8 @@ class Model:
     def sums_of(self, splits: int) -> float:
         """Seconds in which the sums of a tile's parts of K meet."""
         if splits > 1:
-            return self._exchange + (self._split_fixed + (splits if self._serial else 1) * self._split_part)
+            sums = self._split_fixed + (splits if self._serial else 1) * self._split_part
+            return self._exchange + sums + splits * self._split_each
         return self._exchange
 
     def divided(self, splits: int) -> Model:

@@ -40,6 +40,7 @@ class Rates:
     seams: further extra cost for each store after the first that a line of D takes [share]
     swapped: further extra cost with swapped operands [share]
     rows: time of an epilogue for each row of a store [clocks]
+    thread: time of an epilogue for each element that a thread stores [clocks]
     latency: from the request of a load until its data may be multiplied, without the time of its bytes [us]
     held: stages of the ring that the multiplications hold while loads are under way [stages]
     burst: latency that a load's bytes add on their way through the port [multiple of their time]
@@ -51,6 +52,7 @@ class Rates:
     drains: time until the last stores have drained, which only the end of the kernel awaits [multiple of their time]
     hidden: part of an epilogue that costs time even under the next tile's multiplications [share]
     split: meeting of the CTAs that sum parts of K [us]
+    each: time by which each of the parts of K lengthens their sum [us]
     parts: bandwidth at which one CTA adds parts of K up [bytes/clock]
     stream: time that stream-K's uneven tiles add [share]
     hbm: bandwidth of memory over the data sheet's [share]
@@ -89,6 +91,7 @@ class Rates:
     seams: float = 0.0
     swapped: float = 0.0
     rows: float = 0.0
+    thread: float = 0.0
     latency: float = 0.9
     held: float = 1.0
     burst: float = 1.0
@@ -100,6 +103,7 @@ class Rates:
     drains: float = 0.0
     hidden: float = 0.15
     split: float = 2.5
+    each: float = 0.0
     parts: float = 64.0
     stream: float = 0.05
     hbm: float = 0.9

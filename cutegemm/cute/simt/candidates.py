@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cutegemm.cute.simt.config import SimtConfig
+
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
@@ -22,8 +24,9 @@ _FP32 = (
     "simt/32x128x8/w32x64/s3/g8",
     "simt/64x32x16/w16x32/s3/g8",
     "simt/32x64x16/w16x32/s3/g8",
-    "simt/32x32x16/w16x32/s4/g8",
-    "simt/32x32x8/w16x32/s4/g8",
+    "simt/64x32x16/w32x32/s2/g8/r7",
+    "simt/32x64x16/w32x32/s2/g8/r7",
+    "simt/32x32x8/w16x32/s4/g8/r8",
     "simt/64x32x32/w32x32/s4/g8/x2",
     "simt/32x64x32/w16x32/s4/g8/x2",
     "simt/32x32x64/w32x32/s3/g8/x4",
@@ -42,6 +45,8 @@ _NOT_NARROW = {
     "simt/64x64x8/w32x32/s4/g8/r4": ("tn",),
     "simt/64x128x16/w32x32/s3/g8": ("tn",),
     "simt/64x128x16/w32x32/s3/g8/r2": ("tn",),
+    "simt/64x32x16/w32x32/s2/g8/r7": ("tn",),
+    "simt/32x64x16/w32x32/s2/g8/r7": ("tn",),
 }
 """Majors with which these kernels keep some registers in local memory where rows of A or B are not aligned to 16 bytes:
 a thread then makes more copies, each with an address. The tiles of 256x128 and 128x256 keep two to six there with `tn`,
@@ -62,11 +67,19 @@ _SPILLS_SPLIT_NARROW = {
     "simt/64x64x16/w32x64/s3/g8/r6": ("tn",),
     "simt/64x64x16/w32x64/s2/g8/r5": ("tn",),
     "simt/32x128x8/w32x64/s3/g8": ("tn", "nn"),
+    "simt/64x32x16/w32x32/s2/g8/r7": ("tn", "tt"),
+    "simt/32x64x16/w32x32/s2/g8/r7": ("tn", "nn"),
 }
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
-NUMBERS = (*range(2, 34), 36, 44, 54, 66)
-"""The numbers of parts that a candidate may split K into."""
+_UNSPLIT = ("simt/64x32x16/w16x32/s3/g8",)
+"""Need more registers where K is split, so that fewer CTAs fit an SM than the cost model counts: an H200 took 106 us
+with seven parts for 5648x24x6392, and 75 with ten of `64x32x16/w32x32/s2/g8/r7`."""
+
+_FEW = tuple(range(2, 34))
+NUMBERS = (*_FEW, 36, 44, 54, 66)
+"""The numbers of parts that a candidate may split K into; one of fewer than 8 warps takes none above 33. Its last CTA
+adds up what the others left: with 44 parts an H200 took 122 us for 944x48x23056, where 26 parts took 78."""
 
 
 def _is_narrow(signature: Signature) -> bool:
@@ -84,5 +97,9 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:
     """The splits of K, ascending, that a candidate may have as well as none."""
+    if text in _UNSPLIT:
+        return ()
     tables = (_SPILLS_SPLIT, _SPILLS_SPLIT_NARROW) if _is_narrow(signature) else (_SPILLS_SPLIT,)
-    return () if any(signature.majors in table.get(text, ()) for table in tables) else NUMBERS
+    if any(signature.majors in table.get(text, ()) for table in tables):
+        return ()
+    return NUMBERS if SimtConfig.parse(text).threads >= 256 else _FEW

@@ -4,7 +4,7 @@ A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The 
 `tiles_seconds` and `launch_seconds`:
 
     tiles     rounds = ceil(tiles / places) tiles follow one another on the busiest SM (a part-filled last round costs a
-              whole one). Each takes its k steps and what is not hidden of its epilogue
+              whole one, and more where CTAs side by side end together). Each takes its k steps and what is not hidden of its epilogue
     memory    the bytes that must be read and written, and what the tile order reads again, over the bandwidth
     fixed     launch, pipeline fill, and the last sums of parts of K
     power     the energy of multiply-adds and of bytes moved, over what the card may draw for long
@@ -197,14 +197,15 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 
 FIELDS = (
-    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_busiest", "_busy",
-    "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_group_rows",
-    "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency", "_least_latency_lines",
-    "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room",
-    "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply", "_out_size", "_outside", "_overlap", "_parts",
-    "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_slower",
-    "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_step_fixed", "_sums", "_tail",
-    "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
+    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_bunch", "_busiest",
+    "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold",
+    "_group_rows", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency",
+    "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail",
+    "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply", "_out_size",
+    "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest",
+    "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages",
+    "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within",
+    "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -255,7 +256,7 @@ class Model:
         self._stages, ahead = f.stages, max(f.stages - r.held, 0.5)
         self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
-        self._fold, self._crowd = f.ctas, r.warps / (f.threads / 32)
+        self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32), r.bunch
 
         # -- an epilogue
         c = ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0
@@ -399,6 +400,8 @@ class Model:
             full, rest = rounds // self._fold, rounds % self._fold
             partial, wave = 0.0, step * (self._fold + self._crowd)
             if rest:
+                if full:  # CTAs side by side end together: the first SMs to be done take more than their share
+                    rest += self._bunch * (self._fold - rest)
                 narrow = step * (rest + self._crowd)
                 partial = steps * (narrow if narrow > waits else waits) + rest * self._epilogue
                 partial -= (rest - 1) * self._beside

@@ -60,6 +60,7 @@ class Rates:
     idle: how much longer memory takes by the share of SMs that have no tile in the last round [share]
     overlap: part of the lesser of tiles and memory traffic that the greater does not hide [share]
     within: the same within a k step [share]
+    bunch: share of an SM's places that the last round fills beyond its even share [share]
     warps: warps of an SM whose latency nothing hides [warps]
     flop_pj: energy of a flop [pJ]
     load_pj: energy of a byte from the L2 [pJ]
@@ -111,6 +112,7 @@ class Rates:
     idle: float = 0.5
     overlap: float = 0.1
     within: float = 0.1
+    bunch: float = 0.0
     warps: float = 0.5
     flop_pj: float = 0.75
     load_pj: float = 6.0

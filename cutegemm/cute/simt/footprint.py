@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
 SIMT = CostFamily(
-    "simt", "cute", Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, thread=10.0, each=0.1, flop_pj=6.0)
+    "simt",
+    "cute",
+    Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, thread=10.0, each=0.1, bunch=0.7, flop_pj=6.0),
 )
 
 

@@ -4,7 +4,7 @@ A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The 
 `tiles_seconds` and `launch_seconds`:
 
     tiles     rounds = ceil(tiles / places) tiles follow one another on the busiest SM (a part-filled last round costs a
-              whole one, and more where CTAs side by side end together). Each takes its k steps and what is not hidden of its epilogue
+              whole one, or more where CTAs side by side end together), each with its k steps and its epilogue
     memory    the bytes that must be read and written, and what the tile order reads again, over the bandwidth
     fixed     launch, pipeline fill, and the last sums of parts of K
     power     the energy of multiply-adds and of bytes moved, over what the card may draw for long
@@ -17,9 +17,8 @@ What the terms count:
 
     step      the slowest of: multiplying, reading and writing shared memory, loading (an SM's own port; all SMs' share
               of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
-    epilogue  its fixed cost counts once for CTAs side by side on an SM, as do their meetings over parts of K. Ping-pong
-              hides it under the other tile, as far as that takes long enough. The last tile's epilogue is
-              hidden by nothing, and the kernel ends only when its stores have drained
+    epilogue  ping-pong hides it under the other tile, as far as that takes long enough, and CTAs side by side on an SM
+              its fixed cost. The last tile's is hidden by nothing, and the kernel ends when its stores have drained
     outside   rows of a tile outside the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
               bytes a clock, over all SMs of an H200 where it was measured)
     groups    a group whose size lies on the device counts half a tile more than its share of rows or columns fills,
@@ -29,8 +28,7 @@ What the terms count:
               tiles)
     narrow    rows of TMA boxes narrower than a line: of operands along M or N whose tile is no multiple of 64 elements
               of 16 bits, and of k steps of 32. Each takes an SM's port as long as a line, once for each CTA that loads
-              it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles shared by two, rows of 32
-              bytes, 27 with 128x128)
+              it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles, rows of 32 bytes, not 27)
     writes    more for what is written to parts of sectors (32 bytes) and lines
     program   the matrix operands and further results of an epilogue program count as bytes of the epilogue and of
               memory; its instructions, and the operands that it waits for, as cycles of the epilogue (`program_cost`)
@@ -199,7 +197,7 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_bunch", "_busiest",
     "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold",
-    "_group_rows", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency",
+    "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency",
     "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail",
     "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply", "_out_size",
     "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest",
@@ -264,8 +262,8 @@ class Model:
         stores = moved / r.store + r.rows * f.bm * f.bn * out / f.segment + r.thread * f.outputs
         epilogue = (r.tile + stores + f.program) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
-        # Of CTAs side by side on an SM, one stores while others begin to: what does not move bytes counts once.
-        self._beside = r.tile / clock * (r.hidden if f.overlapped else 1.0)
+        self._hides = min(r.beside, 1.0)
+        self._beside = self._hides * r.tile / clock * (r.hidden if f.overlapped else 1.0)
         self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
         self._last = epilogue - self._epilogue + r.drains * f.bm * f.bn * out / (r.store * clock)
 
@@ -415,7 +413,7 @@ class Model:
             if self._balanced and works > places and works % places:
                 busy_rounds *= works / (places * rounds) * self._uneven
                 busy_rounds += self._split_fixed + self._split_part
-            busy_rounds += (-(-rounds // self._fold) - 1) * self._sums + self._last
+            busy_rounds += (rounds - 1 - self._hides * (rounds + -rounds // self._fold)) * self._sums + self._last
 
         a, b = m * k * batch * size, n * k * batch * size
         elements = m * n * batch

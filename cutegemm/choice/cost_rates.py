@@ -60,6 +60,7 @@ class Rates:
     idle: how much longer memory takes by the share of SMs that have no tile in the last round [share]
     overlap: part of the lesser of tiles and memory traffic that the greater does not hide [share]
     within: the same within a k step [share]
+    beside: what CTAs side by side hide of an epilogue's fixed cost and of meetings over parts of K, at most 1 [share]
     bunch: share of an SM's places that the last round fills beyond its even share [share]
     warps: warps of an SM whose latency nothing hides [warps]
     flop_pj: energy of a flop [pJ]
@@ -112,6 +113,7 @@ class Rates:
     idle: float = 0.5
     overlap: float = 0.1
     within: float = 0.1
+    beside: float = 0.0
     bunch: float = 0.0
     warps: float = 0.5
     flop_pj: float = 0.75

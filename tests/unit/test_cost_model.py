@@ -373,7 +373,8 @@ SIZES = st.one_of(st.sampled_from([0, 1, 2, 64, 65, 128, 129, 4096, 4104, 28672]
     st.sampled_from([1.0, 48.0]),
 )  # fmt: skip
 def test_the_bound_holds_for_any_constants(m, n, k, batch, text, majors, out_dtype, rate, burst, l2):
-    extra = dict.fromkeys(("crew", "tail", "lines", "writes", "sectors", "seams", "swapped", "drains"), rate)
+    names = "crew tail lines writes sectors seams swapped drains thread each beside bunch"
+    extra = dict.fromkeys(names.split(), rate)
     assert model(FOLDED)._fold > 1  # CTAs that share an SM are among them
     cost = model(
         text, majors, out_dtype, outside=11.0, l2=l2, burst=burst, latency=0.1 + burst / 10, early=0.3, **extra
@@ -411,6 +412,8 @@ def test_every_constant_counts_somewhere():
     for field in dataclasses.fields(Rates):
         changed = {**dataclasses.asdict(rates), field.name: getattr(rates, field.name) * 1.5 + 0.1}
         models = [(model(text, **changed), model(text, **dataclasses.asdict(rates))) for text in texts]
+        threads_store = Problem.of(64, 64, 64, "fp32"), "simt/64x64x16/w32x32/s3/g8/r4/k5"
+        models.append((model_of(*threads_store, **changed), model_of(*threads_store, **dataclasses.asdict(rates))))
         models.append((model_of(SCALED, ALONE, **changed), model_of(SCALED, ALONE, **dataclasses.asdict(rates))))
         assert any(
             one.seconds(*sizes) != other.seconds(*sizes) for (one, other), sizes in itertools.product(models, shapes)

@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Signature
 
-SIMT = CostFamily(
-    "simt",
-    "cute",
-    Rates(math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, thread=10.0, each=0.1, bunch=0.7, flop_pj=6.0),
-)
+_FIRST = Rates(
+    math=0.84, l2=40.0, latency=0.9, step=40.0, tile=900.0, thread=10.0, each=0.1, beside=0.8, bunch=0.7, flop_pj=6.0
+)  # fmt: skip
+SIMT = CostFamily("simt", "cute", _FIRST)
 
 
 def of(config: SimtConfig, signature: Signature, arch: Arch) -> Footprint:
@@ -30,6 +29,5 @@ def of(config: SimtConfig, signature: Signature, arch: Arch) -> Footprint:
     """
     found = footprint.of(SIMT, config, signature, arch, config.slices)
     warps = found.threads // (32 * config.slices)
-    return replace(
-        found, smem_step=warps * (2 * config.wm + config.wn) * config.bk * 4, outputs=config.wm * config.wn // 32
-    )
+    read = warps * (2 * config.wm + config.wn) * config.bk * 4
+    return replace(found, smem_step=read, outputs=config.wm * config.wn // 32)

@@ -39,7 +39,8 @@ def quantize(
         dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
         scaling: "rows" (the default): a scale for each row of K elements; "tensor": one; "blocks": see `block`.
         dim: the dimension of K: -1, or -2 for a second operand (K, N), whose scales are then for columns.
-        block: extents of a block, the latter along K: (1, 128) for activations, (128, 128) for weights.
+        block: extents of a block, the latter along K: (1, 128) for activations, (128, 128) for weights. Only
+            scaling="blocks" takes the latter.
         scale: given scales, fp32, positive, of x's dimensions or (): of each extent 1, that of x, or one for every 128
             elements. x is then read once, whatever the scaling. A scale that is 0, negative or NaN is not refused.
         out: (values, scales) to write into; with `scale`, the values alone. Values must be contiguous along K.

@@ -298,12 +298,13 @@ def why_not_quantized(module: Any) -> str | None:
 
 def _quantized(weight: torch.Tensor, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, scale) of a weight (N, K) in a floating dtype."""
-    weight = weight.detach()
+    weight, scaling = weight.detach(), settings.scaling[1]
+    block = (BLOCK if scaling == "blocks" else 1, BLOCK)
     if weight.is_meta:
-        asked = quantization_request.describe(weight, settings.dtype, settings.scaling[1], -1, (BLOCK, BLOCK), None)
+        asked = quantization_request.describe(weight, settings.dtype, scaling, -1, block, None)
         scale = torch.empty(asked.scales, dtype=torch.float32, device="meta")
         return new_values(tuple(weight.shape), False, settings.dtype, weight.device), scale
-    return quantize(weight, settings.dtype, settings.scaling[1], block=(BLOCK, BLOCK))
+    return quantize(weight, settings.dtype, scaling, block=block)
 
 
 def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:

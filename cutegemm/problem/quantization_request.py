@@ -23,6 +23,7 @@ from cutegemm.problem.quantization import (
 )  # fmt: skip
 
 SCALINGS = ("tensor", "rows", "blocks")
+DEFAULT_BLOCK = (1, 128)
 BACKENDS = ("auto", "cute", "torch")
 
 
@@ -54,13 +55,15 @@ def describe(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, scale: Any)
     turned = _is_turned(dim, x.dim())
     if scale is not None:
         refuse_beside_scale(scaling)
+        if block is not None:
+            _block(block, scaling)
         check_scale(scale, x, "x")
         return Asked(FORMATS[dtype], None, turned, tuple(scale.shape))
     scaling = "rows" if scaling is None else scaling
     if not isinstance(scaling, str) or scaling not in SCALINGS:
         accepted = ", ".join(map(repr, SCALINGS))
         raise ValueError(f"scaling: got {request.shown(scaling)}, accepted are {accepted}")
-    group = _block(block) if scaling == "blocks" else {"tensor": TENSOR, "rows": ROWS}[scaling]
+    group = {"tensor": TENSOR, "rows": ROWS, "blocks": _block(block, scaling)}[scaling]
     shape = tuple(x.shape)
     scales = group.scales((*shape[:-2], shape[-1], shape[-2]) if turned else shape)
     if turned and scales:
@@ -82,10 +85,13 @@ def _is_turned(dim: Any, dims: int) -> bool:
     return dim in (-2, dims - 2)
 
 
-def _block(block: Any) -> Group:
+def _block(block: Any, scaling: Any) -> Group:
+    """The blocks of these extents. Raises ValueError for others, and where the scaling has no blocks to have them."""
     if not isinstance(block, Sequence) or tuple(block) not in BLOCKS:
         accepted = " and ".join(map(str, BLOCKS))
         raise ValueError(f"block: got {request.shown(block)}, accepted are {accepted}, the latter extent along K")
+    if scaling != "blocks" and tuple(block) != DEFAULT_BLOCK:
+        raise ValueError(f"block: got {tuple(block)} without scaling='blocks', which alone has blocks")
     return BLOCKS[tuple(block)]
 
 

@@ -114,7 +114,8 @@ def test_rows_of_strange_numbers():
 def test_layouts_and_given_scales(scaling, dim, seed):
     """Values lie along K in rows of whole 16 bytes; the second operand is the transposed first; scales can be given."""
     x = draw((2, 130, 33), torch.bfloat16, seed)
-    values, scale = cutegemm.quantize(x, torch.float8_e4m3fn, scaling, dim=dim, block=(128, 128))
+    block = (128, 128) if scaling == "blocks" else (1, 128)
+    values, scale = cutegemm.quantize(x, torch.float8_e4m3fn, scaling, dim=dim, block=block)
     assert (values.shape, values.stride(dim)) == (x.shape, 1)
     assert values.stride(-3 - dim) % 16 == 0
     rows, k = (1, 1) if scaling == "tensor" else (130, 1) if scaling == "rows" else (2, 1)
@@ -122,7 +123,7 @@ def test_layouts_and_given_scales(scaling, dim, seed):
         rows, k = {"rows": (33, 1), "blocks": (1, 2), "tensor": (1, 1)}[scaling]
     assert scale.shape == (() if scaling == "tensor" else (2, rows, k) if dim == -1 else (2, k, rows))
     assert scale.is_contiguous()
-    other, turned = cutegemm.quantize(x.mT, torch.float8_e4m3fn, scaling, dim=-3 - dim, block=(128, 128))
+    other, turned = cutegemm.quantize(x.mT, torch.float8_e4m3fn, scaling, dim=-3 - dim, block=block)
     assert same(other.mT, values)
     assert same(turned.mT if turned.dim() else turned, scale)
     again, passed = cutegemm.quantize(x, torch.float8_e4m3fn, dim=dim, scale=scale)
@@ -157,6 +158,7 @@ VALUES = torch.ones(4, 256).to(torch.float8_e4m3fn)
         ({"scaling": "row"}, ValueError, "scaling: got 'row', accepted are 'tensor', 'rows', 'blocks'"),
         ({"scaling": np.zeros(2)}, ValueError, "scaling: got a ndarray, accepted are 'tensor', 'rows', 'blocks'"),
         ({"dim": 2}, ValueError, "dim: got 2, accepted are -1"),
+        ({"block": (128, 128)}, ValueError, r"block: got \(128, 128\) without scaling='blocks'"),
         ({"scaling": "blocks", "block": (64, 64)}, ValueError, r"block: got \(64, 64\), accepted are \(1, 128\)"),
         ({"scale": torch.ones(1, 3)}, ValueError, r"scale: got shape \(1, 3\) for x .* \(1, 4 or 1; 1, 256 or 2\)"),
         ({"scale": torch.ones(()).half()}, TypeError, r"scale: got dtype torch\.float16"),

@@ -10,6 +10,7 @@ python -m tuning.winners restamp TABLE.json --before CHECKOUT rows whose machine
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -42,8 +43,9 @@ def show(store: Winners, options: argparse.Namespace) -> int:
     """Prints the winner of each problem, or every row."""
     from tabulate import tabulate
 
-    own = _selected(store.rows(), options)
-    shipped = [] if options.no_shipped else _selected(winners_table.all_shipped(), options)
+    own, shipped = store.rows(), [] if options.no_shipped else winners_table.all_shipped()
+    _known_gpu([*own, *shipped], options)
+    own, shipped = _selected(own, options), _selected(shipped, options)
     rows = _in_order([*own, *shipped]) if options.all else winners([*shipped, *own])
     table = [
         (
@@ -73,7 +75,9 @@ def show(store: Winners, options: argparse.Namespace) -> int:
 
 def export(store: Winners, options: argparse.Namespace) -> int:
     """Writes a table of the fresh winners, or of every row."""
-    rows = _selected(store.rows(), options)
+    rows = store.rows()
+    _known_gpu(rows, options)
+    rows = _selected(rows, options)
     if not options.all:
         rows = winners(row for row in rows if is_fresh(row) and why_passed_over(row) is None)
     if not rows:
@@ -114,6 +118,7 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
     if not (options.stale or options.wrong or options.superseded or options.older is not None or options.everything):
         raise ValueError("name what to delete: --stale, --wrong, --superseded, --older DAYS or --everything")
     rows = store.rows()
+    _known_gpu(rows, options)
     kept = {_identity(row) for group in _by_problem(rows) for row in standing(group)}
     try:
         limit = datetime.now(timezone.utc) - timedelta(days=options.older or 0)
@@ -194,6 +199,19 @@ def trust(row: Measurement) -> str:
     return whence if why is None else f"{whence}; {NEVER}{why}"
 
 
+def _shape(text: str) -> str:
+    if not re.fullmatch(r"[0-9]+(x[0-9]+){2,3}", text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected MxNxK or LxMxNxK")
+    return text
+
+
+def _known_gpu(rows: Iterable[Measurement], options: argparse.Namespace) -> None:
+    """Raises ValueError for a GPU model that none of the rows is of, where there are rows."""
+    models = sorted({row.gpu for row in rows})
+    if options.gpu is not None and models and options.gpu not in models:
+        raise ValueError(f"--gpu: got {options.gpu!r}, there are rows of {', '.join(models)}")
+
+
 def _selected(rows: Iterable[Measurement], options: argparse.Namespace) -> list[Measurement]:
     return [
         row
@@ -245,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--store", help="the file; by default the user's")
         command.add_argument("--gpu", help="of this GPU model only, for example H200")
         command.add_argument("--backend", help="of this backend only")
-        command.add_argument("--shape", help="of this shape only: MxNxK, or LxMxNxK")
+        command.add_argument("--shape", type=_shape, help="of this shape only: MxNxK, or LxMxNxK")
         if name in ("list", "export"):
             command.add_argument("--all", action="store_true", help="every row, not the winners alone")
         if name == "list":

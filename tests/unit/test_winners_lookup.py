@@ -307,7 +307,11 @@ def test_list(store, data, capsys):
     text = said(capsys, "list", "--all", "--shape", "512x512x512")
     assert text.count("512x512x512") == 3
     assert "wrong: xxx" in text
-    assert "0 rows" in said(capsys, "list", "--gpu", "A100")
+    assert command.main(["list", "--gpu", "A100"]) == 2
+    assert "--gpu: got 'A100', there are rows of H200" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main(["list", "--shape", "512"])
+    assert "--shape: got '512', expected MxNxK or LxMxNxK" in capsys.readouterr().err
     assert "2 rows" in said(capsys, "list", "--no-shipped")
 
 

@@ -26,7 +26,6 @@ _FP32 = (
     "simt/32x64x16/w16x32/s3/g8",
     "simt/64x32x16/w32x32/s2/g8/r7",
     "simt/32x64x16/w32x32/s2/g8/r7",
-    "simt/32x32x8/w16x32/s4/g8/r8",
     "simt/64x32x32/w32x32/s4/g8/x2",
     "simt/32x64x32/w16x32/s4/g8/x2",
     "simt/32x32x64/w32x32/s3/g8/x4",

@@ -242,7 +242,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     shapes = tuple(gate_up.shape), tuple(down.shape)
     if not _fit(*shapes) or shapes[0][2] != shapes[1][1] or not 1 <= shapes[0][0] <= MOST_GROUPS:
         return None
-    if module._buffers or any(replacing.is_altered(each) for each in (module, *module._modules.values())):
+    if module._buffers or any(replacing.is_altered(each) for each in (module, *module.children())):
         return None
     gating = getattr(module, "_apply_gate", None)  # transformers sets a default where a class has none of its own
     if getattr(gating, "__name__", "_default_apply_gate") != "_default_apply_gate":

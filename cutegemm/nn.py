@@ -108,7 +108,7 @@ class Linear(torch.nn.Linear):
 
         Raises:
             TypeError: `module` is no torch.nn.Linear, is of a subclass that may compute something else, or has a
-                dtype that no kernel takes.
+                weight that no kernel takes: by its dtype, sparse, or of a subclass of Tensor that computes itself.
             ValueError: no such activation, precision or backend.
         """
         reason = _why_not(module)
@@ -391,7 +391,7 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
         return None
     if any(type(each.weight) is not torch.nn.Parameter for each in linears):
         return None
-    if any(replacing.is_altered(each) for each in (module, *module._modules.values())):
+    if any(replacing.is_altered(each) for each in (module, *module.children())):
         return None
     if module.gate_proj.weight.requires_grad != module.up_proj.weight.requires_grad:
         return None

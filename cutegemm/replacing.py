@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -149,13 +150,13 @@ def computes_itself(weight: torch.Tensor) -> bool:
 
 
 def tied(model: torch.nn.Module) -> set[int]:
-    """The ids of the parameters that a model holds in several places; one module in several places counts once."""
-    places: dict[int, set[tuple[int, int]]] = {}
-    for parent in model.modules():
-        for child in parent._modules.values():
-            for each in () if child is None else child._parameters.values():
-                places.setdefault(id(each), set()).add((id(parent), id(child)))
-    return {number for number, found in places.items() if len(found) > 1}
+    """The ids of the parameters that a model holds under several names, whether or not of one and the same module.
+
+    The names of modules below a module that stands in several places count once.
+    """
+    children = (child for parent in model.modules() for child in parent._modules.values() if child is not None)
+    places = Counter(id(each) for module in (model, *children) for each in module._parameters.values())
+    return {number for number, count in places.items() if count > 1}
 
 
 def activation_of(act: Any) -> str | None:

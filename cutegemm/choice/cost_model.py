@@ -28,13 +28,13 @@ What the terms count:
               tiles)
     narrow    rows of TMA boxes narrower than a line: of operands along M or N whose tile is no multiple of 64 elements
               of 16 bits, and of k steps of 32. Each takes an SM's port as long as a line, once for each CTA that loads
-              it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles, rows of 32 bytes, not 27)
+              it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles, 27 with 128x128)
     writes    more for what is written to parts of sectors (32 bytes) and lines
     program   the matrix operands and further results of an epilogue program count as bytes of the epilogue and of
               memory; its instructions, and the operands that it waits for, as cycles of the epilogue (`program_cost`)
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
-              round. CTAs of a cluster that share out K exchange their parts between SMs first. Nothing hides the last
-              sums
+              round. CTAs of a cluster that share out K exchange their parts between SMs first. CTAs side by side on an
+              SM hide each other's sums, but for the last
     promoted  sums of fp8 cost energy, and time where no other warpgroup multiplies meanwhile. Scales of blocks of K
               cost each k step some time
     power     the time at the power limit and the time at full clock are joined by a fourth-power mean, because near

@@ -37,7 +37,7 @@ class Footprint:
     pdl: programmatic dependent launch. leaves_room: a CTA of the next launch, which may start early, fits the SM too.
     copies: load instructions relative to loads of 16 bytes; 1.0 means none narrower.
     narrow: slowdown of a stage's TMA loads relative to boxes with rows of whole lines; 1.0 means none.
-    outputs: elements of D that a thread stores itself, where threads do.
+    outputs: accumulators of a thread, in families whose epilogues `Rates.thread` counts by them; else 0.
     segment: part of a row of D that the epilogue stores as one, at most a line [bytes].
     swapped: the kernel multiplies D^T = B^T A^T and stores D transposed.
     terms: products for each pair of elements, and itemsize: bytes that a stage holds of an element, where operands are

@@ -417,14 +417,16 @@ def test_experts_are_replaced(act, activation, dtype, seed):
 
 
 def test_other_modules_stay():
-    hooked, biased, parallel = (Experts(torch.nn.SiLU()) for _ in range(3))
+    hooked, inside, without, biased, parallel = (Experts(torch.nn.SiLU()) for _ in range(5))
     hooked.register_forward_hook(lambda *_: None)
+    inside.act_fn.register_forward_hook(lambda *_: None)
+    without.act_fn = None
     biased.down_proj_bias = torch.nn.Parameter(torch.zeros(5, 8))
     parallel._is_expert_parallel = True
     kept = {
         "clamped": Clamped(torch.nn.SiLU()), "named": Named(torch.nn.SiLU()), "other": Other(torch.nn.SiLU()),
-        "tanh": Experts(torch.nn.Tanh()), "wide": Experts(torch.nn.SiLU()).double(), "hooked": hooked,
-        "biased": biased, "parallel": parallel, "chosen": Experts(torch.nn.SiLU()),
+        "tanh": Experts(torch.nn.Tanh()), "wide": Experts(torch.nn.SiLU()).double(), "hooked": hooked, "inside": inside,
+        "without": without, "biased": biased, "parallel": parallel, "chosen": Experts(torch.nn.SiLU()),
         "many": Experts(torch.nn.SiLU(), 1025),
     }  # fmt: skip
     kept["transposed"] = Experts(torch.nn.SiLU())

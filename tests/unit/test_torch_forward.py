@@ -326,8 +326,11 @@ def test_tangents_of_results_in_8_bits(activation, seed):
 
     for dtype, tolerance in ((torch.float8_e4m3fn, 0.07), (torch.int8, None)):
         tangent = func.jvp(lambda a, dtype=dtype: product(a, dtype).float(), (a,), (da,))[1]
-        want = func.jvp(lambda a: product(a, torch.float32), (a,), (da,))[1]
+        d, want = func.jvp(lambda a: product(a, torch.float32), (a,), (da,))
         if tolerance is None:
             assert not tangent.any()
-        elif activation != "relu":  # whose slope is read off D, and fp8 rounds small numbers to 0
-            torch.testing.assert_close(tangent, want, atol=0.01, rtol=tolerance)
+            continue
+        if activation == "relu":  # whose slope is read off D, and fp8 rounds small numbers to 0
+            same = (d == 0) | (d > 2.0**-9)
+            tangent, want = tangent[same], want[same]
+        torch.testing.assert_close(tangent, want, atol=0.01, rtol=tolerance)

@@ -167,8 +167,10 @@ def test_a_result_in_fp8_has_gradients(way, activation, seed):
     found = []
     for dtype in (torch.float8_e4m3fn, torch.float32):
         leaves = [each.clone().requires_grad_() for each in (a, b, c)]
-        product(*leaves, dtype).float().sum().backward()
+        d = product(*leaves, dtype).float()
+        d.sum().backward()
         found.append([each.grad for each in leaves])
     if activation == "relu" and way == "terms":  # whose slope is read off D, and fp8 rounds small numbers to 0
-        found = [each[:0] for each in found]
+        same = (d == 0) | (d > 2.0**-9)
+        found = [[each[2][same]] for each in found]
     torch.testing.assert_close(*found, atol=2e-2, rtol=2e-2)

@@ -255,13 +255,15 @@ def test_mlps_that_compute_something_else_or_train_a_part_stay():
         def forward(self, x):
             return torch.cat([super().forward(x)] * 2, -1)
 
-    frozen, tied, sparse, hooked = (MLP(torch.nn.SiLU()) for _ in range(4))
+    frozen, tied, twice, sparse, hooked, without = (MLP(torch.nn.SiLU()) for _ in range(6))
     frozen.gate_proj.weight.requires_grad_(False)
     tied.up_proj.weight = tied.gate_proj.weight
+    twice.up_proj = twice.gate_proj
     sparse.gate_proj.weight = torch.nn.Parameter(sparse.gate_proj.weight.detach().to_sparse_csr(), requires_grad=False)
     hooked.act_fn.register_forward_hook(lambda *_: None)
+    without.act_fn = None
     others = Clamped(torch.nn.SiLU()), Called(torch.nn.SiLU()), Doubled(torch.nn.SiLU())
-    for module in (*others, frozen, tied, sparse, hooked):
+    for module in (*others, frozen, tied, twice, sparse, hooked, without):
         assert replace_mlps(module) is module
 
 
@@ -276,6 +278,9 @@ def test_mlps_that_share_a_weight_with_another_module_stay_so():
     assert [type(each) for each in replaced] == [MLP] * 4 + [SwiGLU] * 3
     assert model[6] is model[4]
     assert model[5].down_weight is model[4].down_weight
+    model = torch.nn.Sequential(MLP(torch.nn.SiLU()))
+    model.weight = model[0].gate_proj.weight
+    assert type(replace_mlps(model)[0]) is MLP
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ _SPILLS_SPLIT = {
     "simt/64x64x16/w32x64/s3/g8/r6": ("tt", "nn"),
     "simt/64x64x16/w32x64/s2/g8/r5": ("tt", "nn"),
     "simt/128x64x16/w32x32/s3/g8": ("tn",),
+    "simt/64x128x16/w32x32/s3/g8": ("tn",),
 }
 """Majors with which these kernels keep some registers in local memory where K is split. So does, by two registers and
 for some numbers of parts, `64x128x16/w32x32/s3/g8/r2` with `tn`; an H200 took 56 us with it (and three parts) and 66

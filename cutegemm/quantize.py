@@ -21,7 +21,7 @@ def quantize(
     scaling: str | None = None,
     *,
     dim: int = -1,
-    block: Sequence[int] = (1, 128),
+    block: Sequence[int] = quantization_request.DEFAULT_BLOCK,
     scale: torch.Tensor | None = None,
     out: Any = None,
     backend: str = "auto",
@@ -95,7 +95,7 @@ def _quantize_by_operator(
     """The call as torch's operators; see pytorch/quantize_operator.py. torch.compile puts these into its graph."""
     operators = torch.ops.cutegemm
     if scale is not None:
-        quantization_request.refuse_beside_scale(scaling)
+        quantization_request.refuse_beside_scale(scaling, block)
         if out is None:
             return operators.quantize_given(x, scale, dtype, dim, backend), scale
         overlap.check_identity(out[0], {"x": x, "scale": scale})

@@ -210,7 +210,11 @@ def _statement(node: ast.stmt) -> list[str]:
         return [f"if ({_value(node.test)}) {{", *then, "} else {", *other, "}"] if other else [
             f"if ({_value(node.test)}) {{", *then, "}"
         ]  # fmt: skip
-    raise NotImplementedError(f"no translation of {ast.unparse(node)}")
+    raise _untranslated(node)
+
+
+def _untranslated(node: ast.AST) -> TypeError:
+    return TypeError(f"cost_model: {ast.unparse(node)!r} is none of the forms that are translated to C")
 
 
 _OPERATORS: dict[type[ast.AST], str] = {
@@ -254,4 +258,4 @@ def _value(node: ast.expr) -> str:
         case ast.Call(func=ast.Name(id=name), args=args):
             parameters = list(inspect.signature(getattr(cost_model, name)).parameters.values())[len(args) :]
             return f"{name}({', '.join([*map(_value, args), *(repr(float(p.default)) for p in parameters)])})"
-    raise NotImplementedError(f"no translation of {ast.unparse(node)}")
+    raise _untranslated(node)

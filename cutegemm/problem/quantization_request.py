@@ -54,16 +54,15 @@ def describe(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, scale: Any)
         raise TypeError(f"dtype: got {request.shown(dtype)}, accepted are {ACCEPTED}")
     turned = _is_turned(dim, x.dim())
     if scale is not None:
-        refuse_beside_scale(scaling)
-        if block is not None:
-            _block(block, scaling)
+        refuse_beside_scale(scaling, block)
         check_scale(scale, x, "x")
         return Asked(FORMATS[dtype], None, turned, tuple(scale.shape))
     scaling = "rows" if scaling is None else scaling
     if not isinstance(scaling, str) or scaling not in SCALINGS:
         accepted = ", ".join(map(repr, SCALINGS))
         raise ValueError(f"scaling: got {request.shown(scaling)}, accepted are {accepted}")
-    group = {"tensor": TENSOR, "rows": ROWS, "blocks": _block(block, scaling)}[scaling]
+    blocks = _block(block, scaling)
+    group = {"tensor": TENSOR, "rows": ROWS, "blocks": blocks}[scaling]
     shape = tuple(x.shape)
     scales = group.scales((*shape[:-2], shape[-1], shape[-2]) if turned else shape)
     if turned and scales:
@@ -71,10 +70,12 @@ def describe(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, scale: Any)
     return Asked(FORMATS[dtype], group, turned, scales)
 
 
-def refuse_beside_scale(scaling: Any) -> None:
-    """Raises ValueError for a scaling beside given scales, whose shape tells."""
+def refuse_beside_scale(scaling: Any, block: Any) -> None:
+    """Raises ValueError for a scaling, or extents of blocks, beside given scales: their shape says what is meant."""
     if scaling is not None:
         raise ValueError(f"scaling: got {scaling!r} beside scale, whose shape tells; leave one of them away")
+    if block is not None:
+        _block(block, scaling)
 
 
 def _is_turned(dim: Any, dims: int) -> bool:

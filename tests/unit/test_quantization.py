@@ -159,6 +159,7 @@ VALUES = torch.ones(4, 256).to(torch.float8_e4m3fn)
         ({"scaling": np.zeros(2)}, ValueError, "scaling: got a ndarray, accepted are 'tensor', 'rows', 'blocks'"),
         ({"dim": 2}, ValueError, "dim: got 2, accepted are -1"),
         ({"block": (128, 128)}, ValueError, r"block: got \(128, 128\) without scaling='blocks'"),
+        ({"block": (128, 128), "scale": torch.tensor(1.0)}, ValueError, r"block: got \(128, 128\) without"),
         ({"scaling": "blocks", "block": (64, 64)}, ValueError, r"block: got \(64, 64\), accepted are \(1, 128\)"),
         ({"scale": torch.ones(1, 3)}, ValueError, r"scale: got shape \(1, 3\) for x .* \(1, 4 or 1; 1, 256 or 2\)"),
         ({"scale": torch.ones(()).half()}, TypeError, r"scale: got dtype torch\.float16"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from cutegemm.cute.simt.config import SimtConfig
@@ -102,4 +103,9 @@ def splits(text: str, signature: Signature) -> tuple[int, ...]:
     tables = (_SPILLS_SPLIT, _SPILLS_SPLIT_NARROW) if _is_narrow(signature) else (_SPILLS_SPLIT,)
     if any(signature.majors in table.get(text, ()) for table in tables):
         return ()
+    return _numbers(text)
+
+
+@functools.cache
+def _numbers(text: str) -> tuple[int, ...]:
     return NUMBERS if SimtConfig.parse(text).threads >= 256 else _FEW

@@ -213,8 +213,8 @@ def _statement(node: ast.stmt) -> list[str]:
     raise _untranslated(node)
 
 
-def _untranslated(node: ast.AST) -> TypeError:
-    return TypeError(f"cost_model: {ast.unparse(node)!r} is none of the forms that are translated to C")
+def _untranslated(node: ast.AST) -> NotImplementedError:
+    return NotImplementedError(f"cost_model: {ast.unparse(node)!r} is none of the forms that are translated to C")
 
 
 _OPERATORS: dict[type[ast.AST], str] = {

@@ -37,6 +37,8 @@ BLOCKS = ((64, "coop1"), (64, "pp"), (128, "coop2"), (128, "coop1"), (128, "pp")
 WIDTHS = (16, 32, 48, 64, 96, 128, 144, 192, 256)
 CLUSTERS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))
 TRIES = 40
+ELEMENTS = 2**26
+"""Of all matrices of an operand or of D together, at most; references in float64 take 8 bytes for each."""
 BYTES = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("int8", "int8"), ("int8", "int8"))
 
 
@@ -46,11 +48,12 @@ def draw(number: int, device: str) -> GroupCase:
     work = r.choice(WORKS)
     most = 200 if device == "cpu" else 6000
     groups = r.choice((1, 2, 3, 5, 8, 33) if device == "cpu" else (1, 2, 8, 33, 128, 700, 1024))
-    sizes = sizes_of(r.choice(SKEWS), groups, r.randint(0, most), r)
+    wide = min(most, math.isqrt(ELEMENTS // groups))  # each group may have a matrix of so many rows and columns
+    sizes = sizes_of(r.choice(SKEWS), groups, r.randint(0, wide if work == MASKED else most), r)
     aligned = r.random() < 0.9
     step = 8 if aligned else 1
-    n, k = (r.randint(1, most // 8) * step for _ in range(2))
-    m = max(*sizes, r.randint(1, most // 8) * step) if work == MASKED else r.randint(1, most // 8) * step
+    n, k = (r.randint(1, wide // 8) * step for _ in range(2))
+    m = max(*sizes, r.randint(1, wide // 8) * step) if work == MASKED else r.randint(1, wide // 8) * step
     tail = r.choice((0, 8)) + (-sum(sizes) % step if work != MASKED else 0)
     majors = r.choice(("tn", "tn", "tt", "nn", "nt")) if work != RAGGED_K else r.choice(("nt", "nt", "nt", "tn"))
     dtypes = r.choice((("bf16", "bf16"), ("fp16", "fp16")) if work == RAGGED_K or r.random() < 0.4 else BYTES)

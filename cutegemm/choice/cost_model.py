@@ -17,8 +17,9 @@ What the terms count:
 
     step      the slowest of: multiplying, reading and writing shared memory, loading (an SM's own port; all SMs' share
               of the L2), and one load's latency over the stages in flight; plus a fixed cost of the step
-    epilogue  ping-pong hides it under the other tile, as far as that takes long enough, and CTAs side by side on an SM
-              its fixed cost. The last tile's is hidden by nothing, and the kernel ends when its stores have drained
+    epilogue  ping-pong hides it under the other tile, as far as that takes long enough. CTAs side by side on an SM hide
+              each other's under multiplications, but in the last round, where they hide the fixed cost alone. The last
+              tile's is hidden by nothing, and the kernel ends when its stores have drained
     outside   rows of a tile outside the matrix: TMA fills them with zeros, slower than it loads (about 11 lines of 128
               bytes a clock, over all SMs of an H200 where it was measured)
     groups    a group whose size lies on the device counts half a tile more than its share of rows or columns fills,
@@ -197,13 +198,13 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_bunch", "_busiest",
     "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold",
-    "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency",
-    "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail",
-    "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply", "_out_size",
-    "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest",
-    "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages",
-    "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_uneven", "_waits", "_waits_port", "_waves", "_within",
-    "_writes", "_written",
+    "_full", "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue",
+    "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step",
+    "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply",
+    "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
+    "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part",
+    "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven", "_waits",
+    "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -255,15 +256,18 @@ class Model:
         self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
         self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32), r.bunch
+        self._full = f.ctas + r.crowded * self._crowd
 
         # -- an epilogue
         c = ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0
         moved = f.bm * f.bn * (out + read + c)
         stores = moved / r.store + r.rows * f.bm * f.bn * out / f.segment + r.thread * f.outputs
-        epilogue = (r.tile + stores + f.program) / clock
+        fill = f.stages * stage / r.fill if r.fill else 0.0
+        epilogue = (r.tile + fill + stores + f.program) / clock
         self._epilogue = r.hidden * epilogue if f.overlapped else epilogue
         self._hides = min(r.beside, 1.0)
-        self._beside = self._hides * r.tile / clock * (r.hidden if f.overlapped else 1.0)
+        shown = self._hides * (r.hidden if f.overlapped else 1.0) / clock
+        self._beside, self._under = shown * r.tile, shown * stores
         self._alternate = (0.5 - r.hidden) * epilogue if f.overlapped else 0.0
         self._last = epilogue - self._epilogue + r.drains * f.bm * f.bn * out / (r.store * clock)
 
@@ -300,13 +304,14 @@ class Model:
         slowest = max(self._busiest, port)
         self._least_step = slowest + r.within * (self._busy + port - slowest) + self._step_fixed
         self._least_load = self._least_outside = self._least_latency = self._least_latency_lines = 0.0
-        self._least_tail, self._least_epilogue = 0.0, self._epilogue - (self._beside if f.ctas > 1 else 0.0)
+        self._least_tail, self._least_epilogue = 0.0, self._epilogue
         if f.ctas == 1:  # CTAs that share an SM hide more
-            one = 1 + self._crowd
-            self._least_step *= one
-            self._least_load, self._least_outside = self._load_chip * one, self._outside * one
+            self._least_step *= self._full
+            self._least_load, self._least_outside = self._load_chip * self._full, self._outside * self._full
             self._least_latency, self._least_latency_lines = self._waits, self._waits_port * r.lines
             self._least_tail = self._tail
+        else:
+            self._least_epilogue -= self._beside + self._under
         self._least_read = size / self._bandwidth
         self._least_written = (out * (1 + self._writes) + read) / self._bandwidth
 
@@ -396,7 +401,7 @@ class Model:
         busy_rounds = 0.0
         if rounds:
             full, rest = rounds // self._fold, rounds % self._fold
-            partial, wave = 0.0, step * (self._fold + self._crowd)
+            partial, wave = 0.0, step * self._full
             if rest:
                 if full:  # CTAs side by side end together: the first SMs to be done take more than their share
                     rest += self._bunch * (self._fold - rest)
@@ -405,6 +410,7 @@ class Model:
                 partial -= (rest - 1) * self._beside
             epilogues = self._fold * self._epilogue - (self._fold - 1) * self._beside
             busy_rounds = tiles_seconds(full, steps, wave, waits, self._stages, epilogues, partial) + rounds * tail
+            busy_rounds -= (full if rest else full - 1) * (self._fold - 1) * self._under  # of rounds that one follows
             if rounds > 1:
                 late = self._alternate - 0.5 * steps * (wave if wave > waits else waits)
                 if late > 0:  # of two warpgroups that take turns, each is busy with its tile, epilogue and all

@@ -47,6 +47,7 @@ class Rates:
     step: fixed cost of a k step, besides moving and multiplying [clocks]
     promote: rate at which sums are promoted where nothing hides it; 0 is no limit [sums/clock]
     scales: extra cost of a k step with scales of blocks of K [clocks]
+    fill: bandwidth at which a tile's first stages arrive, before it multiplies; 0 is no limit [bytes/clock]
     tile: cost of an epilogue without its bytes [clocks]
     store: bandwidth of an epilogue [bytes/clock]
     drains: time until the last stores have drained, which only the end of the kernel awaits [multiple of their time]
@@ -60,9 +61,10 @@ class Rates:
     idle: how much longer memory takes by the share of SMs that have no tile in the last round [share]
     overlap: part of the lesser of tiles and memory traffic that the greater does not hide [share]
     within: the same within a k step [share]
-    beside: what CTAs side by side hide of an epilogue's fixed cost and of meetings over parts of K, at most 1 [share]
+    beside: what CTAs side by side hide of meetings over parts of K and of epilogues (`cost_model`), at most 1 [share]
     bunch: of the places that a part-filled last round leaves free on an SM, those that the first SMs done fill [share]
     warps: warps of an SM whose latency nothing hides [warps]
+    crowded: part of that which remains where an SM holds as many CTAs as it can [share]
     flop_pj: energy of a flop [pJ]
     load_pj: energy of a byte from the L2 [pJ]
     smem_pj: energy of a byte read from shared memory [pJ]
@@ -100,6 +102,7 @@ class Rates:
     step: float = 30.0
     promote: float = 0.0
     scales: float = 0.0
+    fill: float = 0.0
     tile: float = 600.0
     store: float = 64.0
     drains: float = 0.0
@@ -116,6 +119,7 @@ class Rates:
     beside: float = 0.0
     bunch: float = 0.0
     warps: float = 0.5
+    crowded: float = 1.0
     flop_pj: float = 0.75
     load_pj: float = 6.0
     smem_pj: float = 1.0

@@ -14,14 +14,15 @@ _FP32 = (
     "simt/256x128x16/w64x64/s3/g8",
     "simt/128x128x8/w64x32/s4/g8/r2",
     "simt/64x128x16/w32x64/s3/g8/r3",
-    "simt/64x64x16/w32x64/s3/g8/r6",
-    "simt/64x64x16/w32x64/s2/g8/r5",
+    "simt/64x64x16/w32x64/s2/g8/r6",
     "simt/128x64x16/w32x32/s3/g8",
     "simt/128x64x8/w32x64/s3/g8",
     "simt/64x128x16/w32x32/s3/g8",
     "simt/64x64x16/w32x32/s2/g8/r4",
     "simt/64x64x16/w32x32/s3/g8/r4",
-    "simt/64x64x8/w32x32/s4/g8/r4",
+    "simt/64x64x8/w32x32/s2/g8/r4",
+    "simt/64x64x8/w32x32/s3/g8/r4",
+    "simt/128x64x8/w64x64/s2/g8",
     "simt/32x128x8/w32x64/s3/g8",
     "simt/64x32x16/w16x32/s3/g8",
     "simt/32x64x16/w16x32/s3/g8",
@@ -42,7 +43,8 @@ _NOT_NARROW = {
     "simt/128x64x16/w32x32/s3/g8": ("tn",),
     "simt/64x64x16/w32x32/s2/g8/r4": ("tn",),
     "simt/64x64x16/w32x32/s3/g8/r4": ("tn",),
-    "simt/64x64x8/w32x32/s4/g8/r4": ("tn",),
+    "simt/64x64x8/w32x32/s2/g8/r4": ("tn",),
+    "simt/64x64x8/w32x32/s3/g8/r4": ("tn",),
     "simt/64x128x16/w32x32/s3/g8": ("tn",),
     "simt/64x128x16/w32x32/s3/g8/r2": ("tn",),
     "simt/64x32x16/w32x32/s2/g8/r7": ("tn",),
@@ -51,12 +53,11 @@ _NOT_NARROW = {
 """Majors with which these kernels keep some registers in local memory where rows of A or B are not aligned to 16 bytes:
 a thread then makes more copies, each with an address. The tiles of 256x128 and 128x256 keep two to six there with `tn`,
 and are taken all the same: no other has as many outputs a thread."""
-_NARROW_TN = ("simt/64x64x16/w32x32/s3/g8/r3", "simt/64x64x8/w32x32/s4/g8/r3")
+_NARROW_TN = ("simt/64x64x16/w32x32/s3/g8/r3", "simt/64x64x8/w32x32/s2/g8/r3")
 """Take the place of some of those for `tn`."""
 _SPILLS_SPLIT = {
     "simt/64x128x16/w32x64/s3/g8/r3": ("tn", "nn"),
-    "simt/64x64x16/w32x64/s3/g8/r6": ("tt", "nn"),
-    "simt/64x64x16/w32x64/s2/g8/r5": ("tt", "nn"),
+    "simt/64x64x16/w32x64/s2/g8/r6": ("tt", "nn"),
     "simt/128x64x16/w32x32/s3/g8": ("tn",),
     "simt/64x128x16/w32x32/s3/g8": ("tn",),
 }
@@ -65,22 +66,29 @@ for some numbers of parts, `64x128x16/w32x32/s3/g8/r2` with `tn`; an H200 took 5
 without the bound at 300x1000x3000, so it is taken all the same."""
 _SPILLS_SPLIT_NARROW = {
     "simt/64x128x16/w32x64/s3/g8/r3": ("tt",),
-    "simt/64x64x16/w32x64/s3/g8/r6": ("tn",),
-    "simt/64x64x16/w32x64/s2/g8/r5": ("tn",),
+    "simt/64x64x16/w32x64/s2/g8/r6": ("tn",),
+    "simt/64x64x8/w32x32/s2/g8/r4": ("tt", "nt", "nn"),
+    "simt/64x64x8/w32x32/s3/g8/r4": ("tt", "nn"),
     "simt/32x128x8/w32x64/s3/g8": ("tn", "nn"),
     "simt/64x32x16/w32x32/s2/g8/r7": ("tn", "tt"),
     "simt/32x64x16/w32x32/s2/g8/r7": ("tn", "nn"),
 }
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
-_UNSPLIT = ("simt/64x32x16/w16x32/s3/g8",)
-"""Need more registers where K is split, so that fewer CTAs fit an SM than the cost model counts: an H200 took 106 us
-with seven parts for 5648x24x6392, and 75 with ten of `64x32x16/w32x32/s2/g8/r7`."""
+_UNSPLIT = ("simt/64x32x16/w16x32/s3/g8", "simt/128x64x8/w64x64/s2/g8")
+"""The first needs more registers where K is split, so that fewer CTAs fit an SM than the cost model counts: an H200
+took 106 us with seven parts for 5648x24x6392, and 75 with ten of `64x32x16/w32x32/s2/g8/r7`. The other has no room for
+a part's place beside its accumulators."""
 
 _FEW = tuple(range(2, 34))
 NUMBERS = (*_FEW, 36, 44, 54, 66)
 """The numbers of parts that a candidate may split K into; one of fewer than 8 warps takes none above 33. Its last CTA
 adds up what the others left: with 44 parts an H200 took 122 us for 944x48x23056, where 26 parts took 78."""
+
+
+_UNBOUNDED = ("simt/64x32x16/w16x32/s3/g8", "simt/32x64x16/w16x32/s3/g8")
+"""For two K-major operands aligned to 16 bytes alone: with others they need 188 to 240 registers a thread, and an SM
+holds two such CTAs where the cost model counts five (18048x40x264, both row-major: 39 us on an H200, cuBLAS 24)."""
 
 
 def _is_narrow(signature: Signature) -> bool:
@@ -90,6 +98,8 @@ def _is_narrow(signature: Signature) -> bool:
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     found: tuple[str, ...] = _FP32 if signature.majors == "tt" else (*_FP32, *_NOT_TT)
+    if _is_narrow(signature) or signature.majors != "tn":
+        found = tuple(text for text in found if text not in _UNBOUNDED)
     if _is_narrow(signature):
         found = tuple(text for text in found if signature.majors not in _NOT_NARROW.get(text, ()))
         found += _NARROW_TN if signature.majors == "tn" else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import cutegemm
 from cutegemm import ops
@@ -114,12 +115,56 @@ def test_compiled_under_autocast_and_with_out(seed):
         (lambda acc, x: ops.row_sum(acc * x) * 2.0, "is a result of its own"),
         (lambda acc, x: acc if acc > x else x, "cannot depend on a value of an epilogue|Data-dependent"),
         (lambda acc, x: str(acc), "returns something else than values"),
+        (lambda acc, x: (ops.halves(acc)[0] * x, acc), "returns acc, which ops.halves"),
     ],
 )
 def test_compiled_errors_say_what_is_wrong(function, message, seed):
     a, b, x = draw(seed, (4, 6), (6, 8), (8,))
     with pytest.raises(Exception, match=message):
         compiled(lambda a: cutegemm.gemm(a, b, epilogue=function, operands=(x,)))(a)
+
+
+def test_compiled_refuses_a_condition_for_a_number(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+    with pytest.raises(Exception, match=r"operands\[0\]: got bool"):
+        compiled(lambda a: cutegemm.gemm(a, b, epilogue=lambda acc, x: acc * x, operands=(True,)))(a)
+
+
+def in_a_checkpoint(call):
+    return lambda *tensors: torch.utils.checkpoint.checkpoint(call, *tensors, use_reentrant=False)
+
+
+def in_a_branch(call):
+    return lambda *tensors: torch.cond(tensors[0].sum() > -1e9, call, lambda a, b, x: a @ b, tensors)
+
+
+@pytest.mark.parametrize("within", [in_a_checkpoint, in_a_branch])
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        lambda acc, x: ops.gelu(acc) * x,
+        lambda acc, x: ops.where((ops.row() * 2 - 1) // 2 >= ops.column(), acc, x + ops.random(ops.row() + 3)),
+        lambda acc, x: ops.cast(ops.row() * ops.column() + ops.matrix(), torch.float32) + ops.maximum(acc, x),
+    ],
+)
+def test_compiled_in_regions_that_write_nothing_outside(within, epilogue, seed):
+    """What dynamo gives a region of its own must not change an object that was there before."""
+
+    def call(a, b, x):
+        return cutegemm.gemm(a, b, epilogue=epilogue, operands=(x,))
+
+    tensors = draw(seed, (6, 6), (6, 8), (8,))
+    torch.testing.assert_close(compiled(within(call))(*tensors), call(*tensors))
+
+
+def test_compiled_results_of_places_alone(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    def call(a, b):
+        return cutegemm.gemm(a, b, epilogue=lambda acc: (acc, ops.column(), ops.row_sum(ops.row() + 1)))
+
+    for got, want in zip(compiled(call)(a, b), call(a, b), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_exported_and_traced(seed):

@@ -24,15 +24,15 @@ def _unary(op: str, x: Operand) -> Any:
     if isinstance(x, torch.Tensor):
         return UNARY[op](x)
     if isinstance(x, numbers.Real):
-        return float(UNARY[op](torch.tensor(float(x), dtype=torch.float64)))
+        return float(UNARY[op](torch.tensor(float(x), dtype=torch.float64, device="cpu")))
     return value.function(op, x)
 
 
 def _binary(op: str, x: Operand, y: Operand) -> Any:
     if not any(isinstance(each, value.Value) for each in (x, y)):
         tensors = [each for each in (x, y) if isinstance(each, torch.Tensor)]
-        dtype = tensors[0].dtype if tensors else torch.float64
-        result = getattr(torch, op)(torch.as_tensor(x, dtype=dtype), torch.as_tensor(y, dtype=dtype))
+        dtype, device = (tensors[0].dtype, tensors[0].device) if tensors else (torch.float64, "cpu")
+        result = getattr(torch, op)(*(torch.as_tensor(each, dtype=dtype, device=device) for each in (x, y)))
         return result if tensors else float(result)
     return value.function(op, x, y)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.config
 import torch.utils.checkpoint
 
 import cutegemm
@@ -116,6 +117,7 @@ def test_compiled_under_autocast_and_with_out(seed):
         (lambda acc, x: acc if acc > x else x, "cannot depend on a value of an epilogue|Data-dependent"),
         (lambda acc, x: str(acc), "returns something else than values"),
         (lambda acc, x: (ops.halves(acc)[0] * x, acc), "returns acc, which ops.halves"),
+        (lambda acc, x: acc**x, r"\*\* .*: accepted are 1 to 8"),
     ],
 )
 def test_compiled_errors_say_what_is_wrong(function, message, seed):
@@ -128,6 +130,65 @@ def test_compiled_refuses_a_condition_for_a_number(seed):
     a, b = draw(seed, (4, 6), (6, 8))
     with pytest.raises(Exception, match=r"operands\[0\]: got bool"):
         compiled(lambda a: cutegemm.gemm(a, b, epilogue=lambda acc, x: acc * x, operands=(True,)))(a)
+
+
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        lambda acc, x, rows, share: ops.exp(share) * acc + ops.rsqrt(rows) + x,
+        lambda acc, x, rows, share: ops.maximum(share, 0.5) * acc + x,
+        lambda acc, x, rows, share: acc**rows + x,
+    ],
+)
+def test_compiled_functions_of_numbers_that_change(epilogue, seed):
+    """What dynamo takes for a symbol was made a tensor, or compared with a constant, and raised an error."""
+
+    def call(a, b, x, share):
+        return cutegemm.gemm(a, b, epilogue=lambda acc, x: epilogue(acc, x, a.shape[0], share), operands=(x,))
+
+    step = compiled(call)
+    for rows, share in ((3, 0.25), (5, 1.5), (6, 0.75)):
+        inputs = draw(seed, (rows, 6), (6, 8), (8,))
+        torch.testing.assert_close(step(*inputs, share), call(*inputs, share))
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_compiled_comparisons_with_sizes_that_change_are_refused(differs, seed):
+    """Dynamo takes a value for different from every symbol, so that the last row was masked no more."""
+
+    def call(a, b):
+        rows = a.shape[0] - 1
+        return cutegemm.gemm(
+            a, b, epilogue=lambda acc: ops.where(ops.row() != rows if differs else ops.row() == rows, acc, acc * 0.0)
+        )
+
+    def with_operand(a, b):
+        return cutegemm.gemm(
+            a, b, epilogue=lambda acc, rows: ops.where(ops.row() == rows - 1, acc, 0.0), operands=(a.shape[0],)
+        )
+
+    step, other = compiled(call), compiled(with_operand)
+    for rows in (3, 5, 6):
+        a, b = draw(seed, (rows, 6), (6, 8))
+        torch.testing.assert_close(other(a, b), with_operand(a, b))
+        if rows == 3:
+            torch.testing.assert_close(step(a, b), call(a, b))
+            continue
+        with pytest.raises(Exception, match="pass such a number by operands"):
+            step(a, b)
+
+
+def test_compiled_mixture_of_tokens_whose_number_is_known_to_no_one(seed):
+    x, weights, gate_up, down = draw(seed, (6, 8), (6, 1), (2, 8, 8), (2, 8, 4))
+
+    def call(chosen):
+        return cutegemm.moe(x[chosen], chosen[chosen][:, None].int() - 1, weights[chosen], gate_up, down)
+
+    step = compiled(call)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for chosen in ([1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0], [0] * 6, [1] * 6):
+            rows = torch.tensor(chosen, dtype=torch.bool)
+            torch.testing.assert_close(step(rows), call(rows))
 
 
 def in_a_checkpoint(call):

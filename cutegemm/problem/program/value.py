@@ -303,6 +303,8 @@ def condition(op: str, symbol: str, *given: Any) -> Value:
 
 def power(base: Value, exponent: Any) -> Value:
     """A value to the power of a Python number that products and roots make."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(exponent, numbers.Real):
+        exponent = _constant(slice(exponent))
     size = float(exponent) if isinstance(exponent, numbers.Real) else 0.0
     if size in (0.5, -0.5, -1.0):
         return function({0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}[size], base)
@@ -317,9 +319,23 @@ def power(base: Value, exponent: Any) -> Value:
     fail(f"** {exponent!r}: accepted are 1 to 8, 0.5, -0.5 and -1; else write ops.exp2(y * ops.log2(x))")
 
 
+def _constant(given: slice) -> Any:
+    """What the slice holds: torch.compile, which calls this, makes a constant of a number in it, and guards it."""
+    return given.stop
+
+
+_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def where(chosen: Any, x: Any, y: Any) -> Value:
     """x where the condition holds, else y."""
     if isinstance(chosen, bool):
+        if torch.compiler.is_dynamo_compiling():
+            # Of a value and a number that may change dynamo takes x == n for False and x != n for True, without a word.
+            fail(
+                f"where: the first argument is {chosen}: torch.compile makes that of a comparison with a number that "
+                "may change, such as a size; pass such a number by operands=, or write Python's `if` for a flag"
+            )
         return x if chosen else y
     first, *rest = values_of(chosen, x, y, what="where")
     if first.type != BOOL:

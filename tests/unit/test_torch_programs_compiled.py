@@ -240,3 +240,38 @@ def test_exported_and_traced(seed):
     want = cutegemm.gemm(a + 1, b, epilogue=ops.swiglu)
     assert torch.equal(program.module()(a + 1), want)
     assert torch.equal(torch.jit.trace(Module(), (a,))(a + 1), want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_exported_with_a_size_among_the_operands(grouped, strict, seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    def last_row(acc, rows):
+        return ops.where(ops.row() == rows - 1, acc, 0.0)
+
+    class Module(torch.nn.Module):
+        def forward(self, a):
+            options = {"epilogue": last_row, "operands": (a.shape[0],)}
+            if grouped:
+                return cutegemm.grouped_gemm(a, b[None], torch.full((1,), a.shape[0], dtype=torch.int32), **options)
+            return cutegemm.gemm(a, b, **options)
+
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(Module(), (a,), dynamic_shapes=({0: rows},), strict=strict)
+    for count in (4, 7, 3):
+        (a,) = draw(seed, (count, 6))
+        torch.testing.assert_close(program.module()(a), Module()(a))
+        assert (program.module()(a)[:-1] == 0).all()
+
+
+def test_exported_with_a_size_in_the_function_says_where_it_belongs(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    class Module(torch.nn.Module):
+        def forward(self, a):
+            return cutegemm.gemm(a, b, epilogue=lambda acc: acc * a.shape[0])
+
+    rows = torch.export.Dim("rows", min=2, max=64)
+    with pytest.raises(cutegemm.EpilogueError, match="a size that may change: pass it by operands="):
+        torch.export.export(Module(), (a,), dynamic_shapes=({0: rows},), strict=False)

@@ -245,6 +245,8 @@ def value_of(given: Any, trace: Trace, what: str = "an epilogue") -> Value:
         return trace.const(float(given))
     if isinstance(given, torch.Tensor):
         fail(f"{what} got a tensor: pass it by operands=, and name a parameter of the function for it")
+    if isinstance(given, torch.SymInt):
+        fail(f"{what} got a size that may change: pass it by operands=, and name a parameter of the function for it")
     if isinstance(given, Reduction):
         given._no_value()
     fail(f"{what} got {type(given).__name__}: accepted are values of the epilogue and Python numbers")

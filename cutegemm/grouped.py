@@ -220,7 +220,7 @@ def _check_bias(bias: Any, a: Any, b: Any, sizes: Any) -> None:
     if bias.dim() not in (1, 2):
         raise ValueError(f"bias: got {bias.dim()} dimensions, accepted are (N,) and (G, N)")
     groups = sizes.shape[0] if isinstance(sizes, torch.Tensor) and sizes.dim() == 1 else bias.shape[0]
-    if (b.dim() and bias.shape[-1] not in (1, b.shape[-1])) or (bias.dim() == 2 and bias.shape[0] not in (1, groups)):
+    if (b.dim() and bias.shape[-1] not in (b.shape[-1], 1)) or (bias.dim() == 2 and bias.shape[0] not in (groups, 1)):
         raise ValueError(
             f"bias: got shape {tuple(bias.shape)}, expected (N,) or (G, N) with b of shape {tuple(b.shape)} and "
             f"{groups} groups"

@@ -55,7 +55,7 @@ class TorchBackend(OnTensors):
             # torch.matmul picks its way, and with it the rounding, by what requires grad.
             a, b = a.detach(), b.detach()
             if plain and alpha == 1:
-                d = torch.matmul(a, b)
+                d = multiplied(a, b)
             else:
                 acc = product(a, b)
                 if problem.out_dtype == "int32":
@@ -91,7 +91,13 @@ def product(a: torch.Tensor, b: torch.Tensor, scale_a: Any = None, scale_b: Any 
     """a @ b in fp32; in float64 of float64, and of int8, whose sums it holds exactly. Scales: of blocks of K."""
     a, b = (scales.unscaled(x, scale, rows) for x, scale, rows in ((a, scale_a, True), (b, scale_b, False)))
     wide = torch.float64 if a.dtype == b.dtype and a.dtype in (torch.int8, torch.float64) else torch.float32
-    return torch.matmul(a.to(wide), b.to(wide))
+    return multiplied(a.to(wide), b.to(wide))
+
+
+def multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """torch.matmul of these dtypes: what autocast casts is cast by now, and neither `out` nor scales let it."""
+    with torch._C._DisableAutocast():
+        return torch.matmul(a, b)
 
 
 def wrapped(sums: torch.Tensor) -> torch.Tensor:

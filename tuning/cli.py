@@ -12,6 +12,7 @@ from tuning import suites
 
 BACKENDS = ("cute", "cutlass2x", "legacy")
 """The backends that a sweep looks in."""
+_SQLITE = b"SQLite format 3\0"
 
 
 def parser(
@@ -35,6 +36,20 @@ def seconds(text: str) -> float:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a time such as 60s, 2m or 1h")
     return value
+
+
+def store(text: str) -> str:
+    """The path of a winners store. Raises ArgumentTypeError for another file, which would be moved aside as damaged."""
+    try:
+        with open(text, "rb") as file:
+            begin = file.read(len(_SQLITE))
+    except OSError:
+        return text  # it is made, or the store says why it cannot be
+    if begin and begin != _SQLITE:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, which is no winners store (a SQLite file); `winners import` reads tables"
+        )
+    return text
 
 
 def add_backends(group: argparse._ActionsContainer) -> None:

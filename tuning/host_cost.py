@@ -11,8 +11,9 @@ whose dispatch, allocation and bookkeeping are those of its CUDA operator, with 
 choice and launch; that of "K split" has the time of a large product instead, and says nothing. Backward passes run in
 the calling thread there.
 
-`--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met: random problems
-of `tuning.untuned`, the fastest of some rounds each, after one that worked out what problems of a magnitude share.
+`--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met on the GPU that
+`--arch` names: random problems of `tuning.untuned`, the fastest of some rounds each, after one that worked out what
+problems of a magnitude share.
 
 `--new-shapes` times what `gemm` takes on the host for a shape that it has not met, of a known signature (bf16, B
 K-major) and with a loaded kernel: the checks, the winners, the heuristic's choice, and binding the kernel to the sizes.
@@ -39,6 +40,7 @@ import cutegemm
 from cutegemm import native
 from cutegemm.choice import heuristics
 from cutegemm.hardware import arch as arch_table
+from cutegemm.hardware.arch import Arch
 from cutegemm.run import call as call_module
 from cutegemm.run.progress import Bars
 from cutegemm.tuner import timing
@@ -109,9 +111,8 @@ def stubbed(calls: int, rounds: int) -> list[tuple[str, float, float, float]]:
     ]
 
 
-def choices(count: int, rounds: int) -> list[float]:
-    """Host microseconds that each of `count` random bf16 problems takes to choose for on an H200, ascending."""
-    arch = arch_table.get("H200")
+def choices(count: int, rounds: int, arch: Arch) -> list[float]:
+    """Host microseconds that each of `count` random bf16 problems takes to choose for on that GPU, ascending."""
     problems = untuned.draw(count, 0, "bf16", "tn", arch)
     best = [float("inf")] * count
     for turn in range(rounds + 1):
@@ -184,22 +185,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stub", action="store_true", help="without a GPU: all but the launch itself")
     parser.add_argument("--choice", type=int, metavar="COUNT", help="time the heuristic's choice for COUNT problems")
     parser.add_argument("--new-shapes", type=int, metavar="COUNT", help="time COUNT new shapes of a known signature")
-    parser.add_argument("--arch", default="H200", help="the GPU that --new-shapes plans for where there is none")
+    parser.add_argument("--arch", default="H200", help="the GPU of --choice, and of --new-shapes where there is none")
     options = parser.parse_args(arguments)
+    try:
+        arch = arch_table.get(options.arch)
+    except ValueError as error:
+        parser.error(f"--{error}")
     if options.choice is not None:
         if options.choice < 1 or options.rounds < 1:
             parser.error("--choice and --rounds must be at least 1")
-        took = choices(options.choice, options.rounds)
+        took = choices(options.choice, options.rounds, arch)
         print(f"a choice of the heuristic takes {statistics.median(took):.1f} us in the median of {len(took)} random "
               f"problems, {statistics.fmean(took):.1f} on average, {took[-1]:.1f} at most")  # fmt: skip
         return 0
     if options.new_shapes is not None:
         if options.new_shapes < 1 or options.rounds < 1:
             parser.error("--new-shapes and --rounds must be at least 1")
-        try:
-            arch_table.get(options.arch)
-        except ValueError as error:
-            parser.error(f"--{error}")
         took = new_shapes(options.new_shapes, options.rounds, options.arch)
         where = "a call, launch included" if torch.cuda.is_available() else "without a GPU: up to the launch"
         print(f"a new shape of a known signature takes {statistics.median(took):.1f} us on the host in the median of "

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem import DTYPES, PRECISIONS
-from cutegemm.problem.dtypes import PRODUCTS
+from cutegemm.problem.dtypes import ITEMSIZE, PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.timer import GpuProcess, TimerBroken
@@ -83,13 +83,14 @@ def parser() -> argparse.ArgumentParser:
         "--gpus", help="all, or indices such as 0,2; a process each, sharing the shapes (default 0; where torchrun "
         "starts several processes a host, that of LOCAL_RANK)"
     )  # fmt: skip
-    search.add_argument("--store", help="the winners file; by default the user's, which gemm reads")
+    search.add_argument("--store", type=cli.store, help="the winners file; by default the user's, which gemm reads")
     output = made.add_argument_group("output")
     output.add_argument("--json", help="also write every measurement to this file")
     output.add_argument("--plot", help="also draw winners and cuBLAS into this file (needs matplotlib)")
     dry = made.add_argument_group("without a GPU (nothing is timed)")
-    dry.add_argument("--compile-only", action="store_true", help="compile the candidates and list them")
-    dry.add_argument("--emulate", action="store_true", help="check the candidates' numbers in the emulator")
+    way = dry.add_mutually_exclusive_group()
+    way.add_argument("--compile-only", action="store_true", help="compile the candidates and list them")
+    way.add_argument("--emulate", action="store_true", help="check the candidates' numbers in the emulator")
     dry.add_argument("--arch", default="sm_90a", help="the GPU to compile for: H200, sm_90a (the default), A100, ...")
     dry.add_argument("--show", type=int, default=20, help="lines of the list to print")
     return made
@@ -99,20 +100,27 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     """What is to be tuned. Raises ValueError naming what is wrong."""
     from cutegemm.problem import Problem
 
+    epilogue = Epilogue(options.c, options.bias, "n", options.activation)
     if options.moe:
+        _refuse_beside_moe(options)
         return [
-            Problem.of(each.rows, each.n, each.k, dtype, majors=majors, batch=each.experts, work="ragged_m")
+            Problem.of(
+                each.rows, each.n, each.k, dtype, majors=majors, batch=each.experts, out_dtype=options.out_dtype,
+                precision=options.precision, epilogue=epilogue, work="ragged_m",
+            )
             for dtype, majors, each in itertools.product(
                 options.dtype.split(","), options.majors.split(","), suites.MOE
             )
-        ]
+        ]  # fmt: skip
     shapes = cli.shapes(options, options.majors.split(","))
     if not shapes:
         raise ValueError("name the shapes: --shapes 4096x4096x4096, --shapes-file F, --square 64..8192 or --suite llm")
     if options.batch < 1:
         raise ValueError(f"--batch: got {options.batch}, expected at least 1")
     dtypes = options.dtype.split(",")
-    epilogue = Epilogue(options.c, options.bias, "n", options.activation)
+    unscaled = [dtype for dtype in dtypes if dtype in PRODUCTS and ITEMSIZE[dtype] != 1]
+    if options.scaling and unscaled:
+        raise ValueError(f"--scaling: got {options.scaling} with {unscaled[0]}; scales are of fp8 and int8 operands")
     kinds = itertools.product(dtypes, shapes)
     if options.scaling == "blocks":
         return [_with_scales(options, dtype, majors, shape) for dtype, (shape, majors) in kinds]
@@ -123,6 +131,17 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         )
         for dtype, ((m, n, k), majors) in kinds
     ]  # fmt: skip
+
+
+def _refuse_beside_moe(options: argparse.Namespace) -> None:
+    """Raises ValueError for an option that says what the suite of experts says, which would be dropped."""
+    given = {
+        "--shapes": options.shapes, "--shapes-file": options.shapes_file, "--square": options.square,
+        "--suite": options.suite, "--batch": options.batch != 1, "--work": options.work != "dense",
+        "--scaling": options.scaling,
+    }  # fmt: skip
+    if refused := [name for name, value in given.items() if value]:
+        raise ValueError(f"--moe: got it with {refused[0]}; its suite has shapes, groups and no scales")
 
 
 def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: suites.Shape) -> Problem:
@@ -153,6 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
             or (options.jobs is not None and options.jobs < 1)
         ):
             raise ValueError("--candidates and --jobs must be at least 1, --show at least 0")
+        if dry and (options.json or options.plot):
+            raise ValueError("--json, --plot: they are for what is timed; --compile-only and --emulate time nothing")
         with ExitStack() as stack:
             # The GPU's process imports torch while this one does.
             options.gpus = options.gpus or _own_gpu()

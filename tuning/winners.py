@@ -260,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in commands:
         command = under.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument("--store", help="the file; by default the user's")
+        command.add_argument("--store", type=cli.store, help="the file; by default the user's")
         command.add_argument("--gpu", help="of this GPU model only, for example H200")
         command.add_argument("--backend", help="of this backend only")
         command.add_argument("--shape", type=_shape, help="of this shape only: MxNxK, or LxMxNxK")

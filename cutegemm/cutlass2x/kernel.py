@@ -126,7 +126,7 @@ class Cutlass2xKernel:
         pointer = ctypes.c_void_p(ctypes.addressof(call))
         status, _ = self._host.capture(self.function, pointer, ctypes.c_int(1))
         self._check(status, problem)
-        workspace = torch.full((call.workspace_bytes + 16,), -1, dtype=torch.int8)
+        workspace = torch.full((call.workspace_bytes + 16,), -1, dtype=torch.int8, device="cpu")
         _fill(call, operands, scalars, self.signature.epilogue.bias_dtype is not None)
         call.workspace = workspace.data_ptr() if call.workspace_bytes else None
         status, operations = self._host.capture(self.function, pointer, ctypes.c_int(0))

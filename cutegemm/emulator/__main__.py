@@ -100,6 +100,8 @@ def _emulate(options: argparse.Namespace) -> int:
     for name, least in (("batch", 1), ("lines", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name}: got {getattr(options, name)}, accepted is {least} or more")
+    if not -(2**63) <= options.seed < 2**63:
+        raise ValueError(f"--seed: got {options.seed}, accepted are integers of 64 bits")
     arch = arch_table.get(options.arch) if options.arch else plan.emulated_arch()
     problem = Problem.of(
         *shape,
@@ -116,7 +118,10 @@ def _emulate(options: argparse.Namespace) -> int:
         )
     kernel = build(options.backend, problem, arch, options.config)
     if options.dump_ptx:
-        Path(options.dump_ptx).write_text(kernel.ptx)
+        try:
+            Path(options.dump_ptx).write_text(kernel.ptx)
+        except OSError as why:
+            raise ValueError(f"--dump-ptx: {why}") from None
     work = Workload.of(problem, kernel, seed=options.seed)
     checks = Checks.none() if options.no_checks else None
     verdict, reports = work.run(seed=options.seed, checks=checks, profile=True)

@@ -24,17 +24,30 @@ def _unary(op: str, x: Operand) -> Any:
     if isinstance(x, torch.Tensor):
         return UNARY[op](x)
     if isinstance(x, numbers.Real):
-        return float(UNARY[op](torch.tensor(float(x), dtype=torch.float64)))
+        return _of_numbers(op, slice(x, None))
     return value.function(op, x)
 
 
 def _binary(op: str, x: Operand, y: Operand) -> Any:
-    if not any(isinstance(each, value.Value) for each in (x, y)):
-        tensors = [each for each in (x, y) if isinstance(each, torch.Tensor)]
-        dtype = tensors[0].dtype if tensors else torch.float64
-        result = getattr(torch, op)(torch.as_tensor(x, dtype=dtype), torch.as_tensor(y, dtype=dtype))
-        return result if tensors else float(result)
+    if isinstance(x, numbers.Real) and isinstance(y, numbers.Real):
+        return _of_numbers(op, slice(x, y))
+    tensors = [each for each in (x, y) if isinstance(each, torch.Tensor)]
+    if tensors and not any(isinstance(each, value.Value) for each in (x, y)):
+        dtype, device = tensors[0].dtype, tensors[0].device
+        return getattr(torch, op)(*(torch.as_tensor(each, dtype=dtype, device=device) for each in (x, y)))
     return value.function(op, x, y)
+
+
+def _of_numbers(op: str, given: slice) -> float:
+    """A function of one number or two. torch.compile calls it, and makes constants of numbers in a slice, which it
+    guards.
+    """
+    known = [float(each) for each in (given.start, given.stop) if each is not None]
+    function: Any = UNARY[op] if len(known) == 1 else getattr(torch, op)
+    return float(function(*(torch.tensor(each, dtype=torch.float64, device="cpu") for each in known)))
+
+
+_of_numbers._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def exp(x: Operand) -> Any:

@@ -194,7 +194,7 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
         _check_scales(number, given, shape, sizes)
         return
     for own, extent in zip(reversed(shape), (columns, sizes.m, sizes.groups), strict=False):
-        if own not in (1, extent):
+        if own not in (extent, 1):  # in this order: of an extent that is known to no one only the first can be told
             wanted = sizes._replace(results=sizes.m).shape(columns)
             raise ValueError(f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it")
     axis = "m" if sizes.work in ROWS else "n" if sizes.work == RAGGED_N else None

@@ -214,6 +214,8 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
             )
         batched, m, n = (bool(extent != 1) for extent in (1, 1, 1, *operand.shape)[-3:])
         return Input(name, dtype, m=m, n=n, batched=batched)
+    if isinstance(operand, torch.SymInt):  # a size while torch.export traces; the call itself checks its range
+        return Input(name, "int32", by_value=True)
     if isinstance(operand, bool) or not isinstance(operand, int | float):
         raise TypeError(f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number")
     if isinstance(operand, int):
@@ -229,7 +231,7 @@ def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, in
     if given.by_value or given.scales:  # of scales `scaling` has checked the shape
         return
     for own, extent in zip(reversed(operand.shape), reversed(extents), strict=False):
-        if own not in (1, extent):
+        if own not in (extent, 1):
             shape, wanted = tuple(operand.shape), extents[1:] if extents[0] == 1 else extents
             raise ValueError(f"operands[{number}]: got shape {shape}, expected {wanted} or one that broadcasts to it")
 

@@ -343,7 +343,7 @@ def check(got: torch.Tensor, want: Expected) -> Verdict:
 
 def _fp32(value: float) -> float:
     """The number as the kernels take it."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu"))
 
 
 def _gamma(n: int, u: float) -> float:

@@ -19,7 +19,7 @@ from cutegemm.problem.dtypes import TABLE, dtype_name
 from cutegemm.problem.program.graph import F32, I32, OPS, Input, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.trace import output_of
-from cutegemm.problem.program.value import RUNNING, Reduction, Trace, Value
+from cutegemm.problem.program.value import Reduction, Trace, Value, bind, fail, value_of
 
 F = TypeVar("F")
 Described = tuple[torch.dtype | str, bool, bool, bool]
@@ -39,7 +39,9 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
     has.
     """
     described = []
-    for operand in operands:
+    for number, operand in enumerate(operands):
+        if isinstance(operand, bool):
+            raise TypeError(f"operands[{number}]: got bool, expected a torch.Tensor or a Python number")
         described.append(_described(operand))
     if isinstance(epilogue, Program):
         return _text_of_program(epilogue, tuple(described))
@@ -47,17 +49,13 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
     arguments = []
     for number in range(len(described)):
         arguments.append(Value(recorded, recorded.builder.add("input", attribute=number)))
-    RUNNING.traces.append(recorded)
-    try:
-        result = epilogue(Value(recorded, recorded.acc), *arguments)
-    finally:
-        RUNNING.traces.pop()
+    result = epilogue(Value(recorded, recorded.acc), *arguments)
     outputs: list[tuple[int, str | None, str | None]] = []
     for each in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(each, Reduction):
-            outputs.append((each.value._number, each.dtype, each.kind))
+            outputs.append((value_of(each.value, recorded)._number, each.dtype, each.kind))
         elif isinstance(each, Value):
-            outputs.append((each._number, None, None))
+            outputs.append((value_of(each, recorded)._number, None, None))
         else:
             raise EpilogueError("epilogue: it returns something else than values, reductions and tuples of them")
     return _text(tuple(recorded.recorder.written), tuple(outputs), recorded.gating, tuple(described))
@@ -103,7 +101,7 @@ class _Recorder:
 class _Recorded(Trace):
     """A trace that dynamo follows."""
 
-    def __init__(self, described: tuple[Described, ...]) -> None:
+    def __init__(self, described: tuple[Described, ...] = (), apart: bool = False) -> None:
         types = []
         for dtype, *_ in described:
             types.append(I32 if dtype == "int" or dtype == torch.int32 else F32)
@@ -113,9 +111,27 @@ class _Recorded(Trace):
         self.acc = self.builder.add("acc")
         self.acc_is_read = False
         self.finished = False
+        self.apart = apart
 
     def const(self, value: float | int) -> Value:
         return Value(self, self.builder.add("const", attribute=value))
+
+    def taken(self, given: Value) -> Value:
+        theirs = given._trace
+        if not isinstance(theirs, _Recorded) or not theirs.apart:
+            fail("values of two epilogues in one expression")
+        numbers = [self.acc]
+        for op, args, attribute in theirs.recorder.written[1:]:
+            own = [numbers[arg] for arg in args]
+            numbers.append(self.builder.add(op, *own, attribute=attribute.stop if op == "const" else attribute))
+        return Value(self, numbers[given._number])
+
+
+def _apart() -> _Recorded:
+    return _Recorded(apart=True)
+
+
+bind(_apart)
 
 
 def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:

@@ -269,7 +269,8 @@ def emulate(
     from cutegemm.emulator import bridge
 
     assert plan.kernel is not None
-    launches = plan.kernel.capture(plan.problem, *given)
+    with torch.device("cpu"):  # a workspace is made there, whatever the default device
+        launches = plan.kernel.capture(plan.problem, *given)
     written = {f"out[{number}]" if number else "d": each for number, each in enumerate(results)} | launches.scratch
     named = {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
     bridge.emulate(

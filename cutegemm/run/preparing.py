@@ -67,7 +67,7 @@ def _emulated(asked: Preparation, preparer: Preparer, source: torch.Tensor) -> t
     from cutegemm.emulator import bridge
     from cutegemm.problem.preparation import ALIGNMENT
 
-    room = torch.full((asked.nbytes + ALIGNMENT,), -1, dtype=torch.int8)
+    room = torch.full((asked.nbytes + ALIGNMENT,), -1, dtype=torch.int8, device="cpu")
     begin = -room.data_ptr() % ALIGNMENT
     target = room[begin : begin + asked.nbytes]
     launches = preparer.capture(asked, source.data_ptr(), target.data_ptr())

@@ -305,7 +305,8 @@ def _emulated_core(plan: Plan) -> Core:
             named["c"] = c
         tensors = {name: tensor for name, tensor in named.items() if tensor is not None}
         addresses = (0 if t is None else t.data_ptr() for t in (a, b, c, bias, d))
-        launches = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
+        with torch.device("cpu"):  # a workspace is made there, whatever the default device
+            launches = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
         tensors.update(launches.scratch)
         outputs = {"d", *launches.scratch}
         emulate(kernel.ptx, launches, tensors, outputs=outputs, checks=launches.checks, flops=problem.flops)

@@ -98,3 +98,20 @@ def test_programs_and_gradients(seed):
     ones = torch.ones_like(plain)
     plain.backward(ones)
     torch.testing.assert_close(a.grad.double(), ones.double() @ b.double().t(), rtol=2**-8, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"),
+    [
+        (129, {"config": CONFIG}),  # packed
+        (128, {"config": SPLIT}),
+        (128, {"config": SPLIT, "epilogue": ops.relu}),
+    ],
+    ids=["packed", "split", "program"],
+)
+def test_workspaces_are_in_memory_whatever_the_default_device(columns, options):
+    """With torch.set_default_device("meta") they had no memory."""
+    a, b = torch.ones(64, columns, dtype=torch.bfloat16), torch.ones(64, columns, dtype=torch.bfloat16).t()
+    with torch.device("meta"):
+        got = cutegemm.gemm(a, b, backend="cute", out_dtype=torch.float32, **options)
+    assert torch.equal(got, torch.full((64, 64), float(columns)))

@@ -44,6 +44,7 @@ def test_each_tool_answers_help(name, capsys):
         (["precision", "--emulate", "--sizes", "16", "--config", "foo"], "error: config: got 'foo', accepted"),
         (["precision", "--emulate", "--sizes", "16", "--config", "simt/64x64x8/w32x32/s3/g8"], "cannot serve"),
         (["host-cost", "--new-shapes", "2", "--arch", "foo"], "error: --arch: 'foo' is not in the table"),
+        (["host-cost", "--choice", "2", "--arch", "foo"], "error: --arch: 'foo' is not in the table"),
     ],
 )
 def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):
@@ -51,6 +52,18 @@ def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):
         command.main(arguments)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["winners", "list"], ["sweep", "--shapes", "64"]])
+def test_a_file_that_is_no_store_is_left_alone(arguments, tmp_path, capsys):
+    """A table that `winners export` wrote was moved aside as a damaged store."""
+    table = tmp_path / "table.json"
+    table.write_text("{}")
+    with pytest.raises(SystemExit):
+        command.main([*arguments, "--store", str(table)])
+    assert "which is no winners store" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["table.json"]
+    assert command.main(["winners", "list", "--no-shipped", "--store", str(tmp_path / "new")]) == 0
 
 
 def test_the_installed_script_is_this_command():

@@ -94,3 +94,21 @@ def test_a_gradient_of_an_operand_is_refused_where_a_and_b_are_of_8_bits(way, dt
         calls[way](x)
     with torch.no_grad():
         assert torch.equal(product(x), A.float() @ B.float())
+
+
+def test_numbers_are_folded_whatever_the_default_device():
+    """They were made on the default device: "meta" tensors have no value, and a GPU's would wait for its stream."""
+    ops = cutegemm.ops
+
+    def scaled(acc):
+        return acc * ops.exp(0.5) + ops.minimum(3.0, 4.0)
+
+    def folded(acc):
+        return acc + ops.cast(ops.exp(ops.where(ops.row() * 0 == 0, 0.3, 0.5)), "bf16")
+
+    with torch.device("meta"):
+        got = [cutegemm.gemm(A, B, epilogue=each, out_dtype=torch.float32) for each in (scaled, folded)]
+        assert ops.maximum(torch.zeros(2, device="cpu"), 3.0).tolist() == [3.0, 3.0]
+    product = A.float() @ B.float()
+    torch.testing.assert_close(got[0], product * 1.6487212707 + 3)
+    torch.testing.assert_close(got[1], product + torch.tensor(0.3).exp().bfloat16())

@@ -360,3 +360,24 @@ def test_a_graph_gets_no_warning_of_dynamo(options, monkeypatch):
         fullgraph=True,
     )
     assert torch.equal(compiled(a, b), cutegemm.grouped_gemm(a, b, ends, scale_a=torch.ones(()), **options))
+
+
+def test_torch_products_whose_dtypes_are_decided_are_not_cast_by_autocast(seed):
+    """torch.matmul within backend "torch" was cast once more: of groups with scales or `out`, and of `gemm_out`."""
+    torch.manual_seed(seed)
+    a, b, ends = torch.randn(20, 64), torch.randn(2, 64, 8), torch.tensor([7, 20], dtype=torch.int32)
+    (va, sa), (vb, sb) = cutegemm.quantize(a, torch.float8_e4m3fn), cutegemm.quantize(b, torch.float8_e4m3fn, dim=-2)
+    scales = {"scale_a": sa, "scale_b": sb, "out_dtype": torch.float32}
+
+    def calls():
+        yield cutegemm.grouped_gemm(va, vb, ends, **scales)
+        yield cutegemm.grouped_gemm(a, b, ends, out=torch.empty(20, 8))
+        yield cutegemm.gemm(va, vb[0], **{**scales, "scale_b": sb[0]})
+        out = torch.empty(20, 8)
+        torch.ops.cutegemm.gemm_out(a, b[0], None, 1.0, 0.0, None, None, None, "torch", None, out)
+        yield out
+
+    want = list(calls())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for got, each in zip(calls(), want, strict=True):
+            assert torch.equal(got, each)

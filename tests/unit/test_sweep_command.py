@@ -45,6 +45,8 @@ def test_what_is_asked():
     assert own[2] == Problem.of(6144, 4096, 1024, majors="nt")
     (fused,) = sweep.problems(options("--shapes", "64", "--activation", "relu", "--bias", "fp32", "--c", "bf16"))
     assert fused.epilogue == Epilogue("bf16", "fp32", "n", "relu")
+    experts = sweep.problems(options("--moe", "--out-dtype", "fp32"))
+    assert {p.out_dtype for p in experts} == {"fp32"}
     for text, value in (("60s", 60), ("90", 90), ("2m", 120), ("0.5h", 1800)):
         assert cli.seconds(text) == value
 
@@ -65,6 +67,12 @@ def test_what_is_asked():
         (("--shapes", "64", "--precision", "tf32"), "fp32"),
         (("--suite", "large"), "'large'"),
         (("--shapes", "64", "--arch", "sm_70", "--compile-only"), "sm_70"),
+        (("--shapes", "64", "--dtype", "e4m3,fp16", "--scaling", "rows"), "--scaling: got rows with fp16"),
+        (("--shapes", "64", "--compile-only", "--emulate"), "not allowed with"),
+        (("--shapes", "64", "--compile-only", "--json", "x"), "--json, --plot"),
+        (("--moe", "--suite", "llm"), "--moe: got it with --suite"),
+        (("--moe", "--batch", "2"), "--moe: got it with --batch"),
+        (("--moe", "--precision", "tf32"), "fp32"),
     ],
 )
 def test_bad_arguments_are_named(arguments, complaint, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.config
+import torch.utils.checkpoint
 
 import cutegemm
 from cutegemm import ops
@@ -114,12 +116,116 @@ def test_compiled_under_autocast_and_with_out(seed):
         (lambda acc, x: ops.row_sum(acc * x) * 2.0, "is a result of its own"),
         (lambda acc, x: acc if acc > x else x, "cannot depend on a value of an epilogue|Data-dependent"),
         (lambda acc, x: str(acc), "returns something else than values"),
+        (lambda acc, x: (ops.halves(acc)[0] * x, acc), "returns acc, which ops.halves"),
+        (lambda acc, x: acc**x, r"\*\* .*: accepted are 1 to 8"),
     ],
 )
 def test_compiled_errors_say_what_is_wrong(function, message, seed):
     a, b, x = draw(seed, (4, 6), (6, 8), (8,))
     with pytest.raises(Exception, match=message):
         compiled(lambda a: cutegemm.gemm(a, b, epilogue=function, operands=(x,)))(a)
+
+
+def test_compiled_refuses_a_condition_for_a_number(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+    with pytest.raises(Exception, match=r"operands\[0\]: got bool"):
+        compiled(lambda a: cutegemm.gemm(a, b, epilogue=lambda acc, x: acc * x, operands=(True,)))(a)
+
+
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        lambda acc, x, rows, share: ops.exp(share) * acc + ops.rsqrt(rows) + x,
+        lambda acc, x, rows, share: ops.maximum(share, 0.5) * acc + x,
+        lambda acc, x, rows, share: acc**rows + x,
+    ],
+)
+def test_compiled_functions_of_numbers_that_change(epilogue, seed):
+    """What dynamo takes for a symbol was made a tensor, or compared with a constant, and raised an error."""
+
+    def call(a, b, x, share):
+        return cutegemm.gemm(a, b, epilogue=lambda acc, x: epilogue(acc, x, a.shape[0], share), operands=(x,))
+
+    step = compiled(call)
+    for rows, share in ((3, 0.25), (5, 1.5), (6, 0.75)):
+        inputs = draw(seed, (rows, 6), (6, 8), (8,))
+        torch.testing.assert_close(step(*inputs, share), call(*inputs, share))
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_compiled_comparisons_with_sizes_that_change_are_refused(differs, seed):
+    """Dynamo takes a value for different from every symbol, so that the last row was masked no more."""
+
+    def call(a, b):
+        rows = a.shape[0] - 1
+        return cutegemm.gemm(
+            a, b, epilogue=lambda acc: ops.where(ops.row() != rows if differs else ops.row() == rows, acc, acc * 0.0)
+        )
+
+    def with_operand(a, b):
+        return cutegemm.gemm(
+            a, b, epilogue=lambda acc, rows: ops.where(ops.row() == rows - 1, acc, 0.0), operands=(a.shape[0],)
+        )
+
+    step, other = compiled(call), compiled(with_operand)
+    for rows in (3, 5, 6):
+        a, b = draw(seed, (rows, 6), (6, 8))
+        torch.testing.assert_close(other(a, b), with_operand(a, b))
+        if rows == 3:
+            torch.testing.assert_close(step(a, b), call(a, b))
+            continue
+        with pytest.raises(Exception, match="pass such a number by operands"):
+            step(a, b)
+
+
+def test_compiled_mixture_of_tokens_whose_number_is_known_to_no_one(seed):
+    x, weights, gate_up, down = draw(seed, (6, 8), (6, 1), (2, 8, 8), (2, 8, 4))
+
+    def call(chosen):
+        return cutegemm.moe(x[chosen], chosen[chosen][:, None].int() - 1, weights[chosen], gate_up, down)
+
+    step = compiled(call)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for chosen in ([1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0], [0] * 6, [1] * 6):
+            rows = torch.tensor(chosen, dtype=torch.bool)
+            torch.testing.assert_close(step(rows), call(rows))
+
+
+def in_a_checkpoint(call):
+    return lambda *tensors: torch.utils.checkpoint.checkpoint(call, *tensors, use_reentrant=False)
+
+
+def in_a_branch(call):
+    return lambda *tensors: torch.cond(tensors[0].sum() > -1e9, call, lambda a, b, x: a @ b, tensors)
+
+
+@pytest.mark.parametrize("within", [in_a_checkpoint, in_a_branch])
+@pytest.mark.parametrize(
+    "epilogue",
+    [
+        lambda acc, x: ops.gelu(acc) * x,
+        lambda acc, x: ops.where((ops.row() * 2 - 1) // 2 >= ops.column(), acc, x + ops.random(ops.row() + 3)),
+        lambda acc, x: ops.cast(ops.row() * ops.column() + ops.matrix(), torch.float32) + ops.maximum(acc, x),
+    ],
+)
+def test_compiled_in_regions_that_write_nothing_outside(within, epilogue, seed):
+    """What dynamo gives a region of its own must not change an object that was there before."""
+
+    def call(a, b, x):
+        return cutegemm.gemm(a, b, epilogue=epilogue, operands=(x,))
+
+    tensors = draw(seed, (6, 6), (6, 8), (8,))
+    torch.testing.assert_close(compiled(within(call))(*tensors), call(*tensors))
+
+
+def test_compiled_results_of_places_alone(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    def call(a, b):
+        return cutegemm.gemm(a, b, epilogue=lambda acc: (acc, ops.column(), ops.row_sum(ops.row() + 1)))
+
+    for got, want in zip(compiled(call)(a, b), call(a, b), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_exported_and_traced(seed):
@@ -134,3 +240,38 @@ def test_exported_and_traced(seed):
     want = cutegemm.gemm(a + 1, b, epilogue=ops.swiglu)
     assert torch.equal(program.module()(a + 1), want)
     assert torch.equal(torch.jit.trace(Module(), (a,))(a + 1), want)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_exported_with_a_size_among_the_operands(grouped, strict, seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    def last_row(acc, rows):
+        return ops.where(ops.row() == rows - 1, acc, 0.0)
+
+    class Module(torch.nn.Module):
+        def forward(self, a):
+            options = {"epilogue": last_row, "operands": (a.shape[0],)}
+            if grouped:
+                return cutegemm.grouped_gemm(a, b[None], torch.full((1,), a.shape[0], dtype=torch.int32), **options)
+            return cutegemm.gemm(a, b, **options)
+
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(Module(), (a,), dynamic_shapes=({0: rows},), strict=strict)
+    for count in (4, 7, 3):
+        (a,) = draw(seed, (count, 6))
+        torch.testing.assert_close(program.module()(a), Module()(a))
+        assert (program.module()(a)[:-1] == 0).all()
+
+
+def test_exported_with_a_size_in_the_function_says_where_it_belongs(seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    class Module(torch.nn.Module):
+        def forward(self, a):
+            return cutegemm.gemm(a, b, epilogue=lambda acc: acc * a.shape[0])
+
+    rows = torch.export.Dim("rows", min=2, max=64)
+    with pytest.raises(cutegemm.EpilogueError, match="a size that may change: pass it by operands="):
+        torch.export.export(Module(), (a,), dynamic_shapes=({0: rows},), strict=False)

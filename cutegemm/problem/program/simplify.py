@@ -73,7 +73,7 @@ class _Rules(Builder):
         if op == "where":
             return known[1] if known[0] else known[2]
         if op in ("cast", *UNARY):
-            value = torch.tensor(float(known[0]), dtype=torch.float32)
+            value = torch.tensor(float(known[0]), dtype=torch.float32, device="cpu")
             return float(rounded(value, str(attribute)) if op == "cast" else UNARY[op](value.double()))
         if op in _FOLDED:
             numbers = [np.float32(value) if isinstance(value, float) else value for value in known]

@@ -40,8 +40,6 @@ def trace(function: Callable[..., Any], inputs: Sequence[Input]) -> Program:
     if not results:
         raise EpilogueError(f"{where_is}: the epilogue returns no result")
     outputs = [output_of(each, running, where_is) for each in results]
-    if running.gating and any(out.node == running.acc for out in outputs):
-        raise EpilogueError(f"{where_is}: the epilogue returns acc, which ops.{running.gating}(acc) has divided")
     program = builder.program(outputs, running.gating)
     read = {node.attribute for node in program.nodes if node.op == "input"}
     unused = [f"{i} ({name})" for i, name in enumerate(names) if i not in read]
@@ -67,6 +65,8 @@ def output_of(result: Any, running: Trace, where_is: str) -> Output:
         raise EpilogueError(f"{where_is}: the epilogue returns a value of another call")
     if value.type == BOOL:
         raise EpilogueError(f"{where_is}: the epilogue returns a condition: write ops.where(condition, 1.0, 0.0)")
+    if running.gating and value._number == running.acc:
+        raise EpilogueError(f"{where_is}: the epilogue returns acc, which ops.{running.gating}(acc) has divided")
     builder = running.builder
     number = value._number if value.type == F32 else builder.add("float", value._number)
     node = builder.nodes[number]

@@ -42,7 +42,12 @@ def fail(message: str) -> NoReturn:
 
 
 class Trace:
-    """One call of a user's function."""
+    """One call of a user's function.
+
+    apart: it is of no call yet: torch.compile met a value that is made of no other, and `taken` brings it into a call.
+    """
+
+    apart = False
 
     def __init__(self, inputs: Sequence[Input]) -> None:
         self.builder = Builder(inputs)
@@ -71,6 +76,10 @@ class Trace:
             fail(f"ops.{gating}(acc) after another use of acc: use the two values that it gives")
         self.gating = gating
         return self.add("acc", attribute=0), self.add("acc", attribute=1)
+
+    def taken(self, given: Value) -> Value:
+        """A value of another trace as one of this one. Raises EpilogueError where that is of another call."""
+        fail("values of two epilogues in one expression")
 
     def const(self, value: Number) -> Value:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -227,9 +236,7 @@ class Reduction:
 def value_of(given: Any, trace: Trace, what: str = "an epilogue") -> Value:
     """A value or Python number as a value of this trace. Raises EpilogueError for anything else."""
     if isinstance(given, Value):
-        if given._trace is not trace:
-            fail("values of two epilogues in one expression")
-        return given
+        return given if given._trace is trace else trace.taken(given)
     if isinstance(given, bool):
         fail(f"{what} got {given}: a condition is made by comparing values")
     if isinstance(given, numbers.Integral):
@@ -238,6 +245,8 @@ def value_of(given: Any, trace: Trace, what: str = "an epilogue") -> Value:
         return trace.const(float(given))
     if isinstance(given, torch.Tensor):
         fail(f"{what} got a tensor: pass it by operands=, and name a parameter of the function for it")
+    if isinstance(given, torch.SymInt):
+        fail(f"{what} got a size that may change: pass it by operands=, and name a parameter of the function for it")
     if isinstance(given, Reduction):
         given._no_value()
     fail(f"{what} got {type(given).__name__}: accepted are values of the epilogue and Python numbers")
@@ -245,7 +254,9 @@ def value_of(given: Any, trace: Trace, what: str = "an epilogue") -> Value:
 
 def values_of(*given: Any, what: str) -> list[Value]:
     """Values of the same trace, for arguments one of which is a value."""
-    trace = next((each._trace for each in given if isinstance(each, Value)), None) or _running(f"ops.{what}")
+    traces = [each._trace for each in given if isinstance(each, Value)]
+    bound = [each for each in traces if not each.apart] or traces
+    trace = bound[0] if bound else _running(f"ops.{what}")
     return [value_of(each, trace, what) for each in given]
 
 
@@ -294,6 +305,8 @@ def condition(op: str, symbol: str, *given: Any) -> Value:
 
 def power(base: Value, exponent: Any) -> Value:
     """A value to the power of a Python number that products and roots make."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(exponent, numbers.Real):
+        exponent = _constant(slice(exponent))
     size = float(exponent) if isinstance(exponent, numbers.Real) else 0.0
     if size in (0.5, -0.5, -1.0):
         return function({0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}[size], base)
@@ -308,9 +321,23 @@ def power(base: Value, exponent: Any) -> Value:
     fail(f"** {exponent!r}: accepted are 1 to 8, 0.5, -0.5 and -1; else write ops.exp2(y * ops.log2(x))")
 
 
+def _constant(given: slice) -> Any:
+    """What the slice holds: torch.compile, which calls this, makes a constant of a number in it, and guards it."""
+    return given.stop
+
+
+_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def where(chosen: Any, x: Any, y: Any) -> Value:
     """x where the condition holds, else y."""
     if isinstance(chosen, bool):
+        if torch.compiler.is_dynamo_compiling():
+            # Of a value and a number that may change dynamo takes x == n for False and x != n for True, without a word.
+            fail(
+                f"where: the first argument is {chosen}: torch.compile makes that of a comparison with a number that "
+                "may change, such as a size; pass such a number by operands=, or write Python's `if` for a flag"
+            )
         return x if chosen else y
     first, *rest = values_of(chosen, x, y, what="where")
     if first.type != BOOL:
@@ -350,7 +377,7 @@ def leaf(op: str) -> Value:
 
 def random(seed: Any) -> Value:
     """Random numbers of the elements; see `program.random`."""
-    trace = _running("ops.random(seed)")
+    trace = seed._trace if isinstance(seed, Value) else _running("ops.random(seed)")
     value = value_of(seed, trace, "random")
     if value.type != I32:
         fail("random: the seed is a Python int or an int32 operand")
@@ -366,9 +393,19 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
+_apart: Callable[[], Trace]
+
+
+def bind(apart: Callable[[], Trace]) -> None:
+    """Sets what makes a trace of no call: a class of pytorch/compiled.py, which imports this module."""
+    global _apart
+    _apart = apart
 
 
 def _running(what: str) -> Trace:
+    if torch.compiler.is_dynamo_compiling():
+        # Nothing that says which trace runs can be written: not in a checkpointed region, nor in torch.cond's branches.
+        return _apart()
     if not RUNNING.traces:
         fail(f"{what} has a meaning only within an epilogue")
     return RUNNING.traces[-1]

@@ -44,7 +44,7 @@ def hopper(monkeypatch):
         ("64x64x128/coop1/c1x1/s3/g8/swap", {"recipes": ROWS, "out_dtype": torch.float8_e4m3fn, **FAST}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
 
@@ -146,7 +146,7 @@ def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, whole, 
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_gate_and_up_behind_scales_of_blocks(config, f, given, whole, seed):
     given = {"m": M, "k": K, "recipes": BLOCKS, "gating": "halves", **given}
     check(given.pop("m"), f, given.pop("k"), whole=whole, seed=seed, backend="cute", config=f"sm90/{config}", **given)

@@ -160,6 +160,7 @@ def test_the_choice_serves_gate_and_up_behind_scales_of_blocks(m, gating, seed):
 
 
 @pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
+@pytest.mark.product(keep=1)
 def test_the_choice_serves_gate_and_up_with_results_of_one_byte(recipes, seed):
     """Among its candidates are tiles of 8 columns of D."""
     check(16, 64, 200, recipes=recipes, gating="halves", out_dtype=torch.float8_e4m3fn, seed=seed, backend="cute")

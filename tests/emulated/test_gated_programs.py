@@ -109,7 +109,7 @@ def check_exact(
         ("sm90/128x48x64/coop2/c1x1/s3/row", {"gating": "pairs", "m": 70, "f": 36, "majors": "tt", "batch": 2}),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_hopper_is_exact(config, options, seed, monkeypatch):
     """On 4 SMs: persistent CTAs compute several tiles, and stream-K cuts some."""
     gpu_of(4, monkeypatch)
@@ -128,7 +128,7 @@ def test_hopper_is_exact(config, options, seed, monkeypatch):
         ("simt/32x32x64/w32x32/s3/g8/x4", {"m": 40, "f": 34}),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_other_families_are_exact(config, options, seed):
     simt = {"dtype": FP32, "out_dtype": FP32, "precision": "ieee"} if config.startswith("simt") else {}
     check_exact(config, **options, **simt, seed=seed)

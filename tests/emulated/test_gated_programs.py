@@ -109,7 +109,7 @@ def check_exact(
         ("sm90/128x48x64/coop2/c1x1/s3/row", {"gating": "pairs", "m": 70, "f": 36, "majors": "tt", "batch": 2}),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=3)
 def test_hopper_is_exact(config, options, seed, monkeypatch):
     """On 4 SMs: persistent CTAs compute several tiles, and stream-K cuts some."""
     gpu_of(4, monkeypatch)

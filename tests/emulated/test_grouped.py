@@ -38,7 +38,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize(("work", "config", "majors"), CONFIGS)
 @pytest.mark.parametrize("integers", [False, True])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=6)
 def test_groups_of_any_sizes(work, config, majors, integers, seed):
     """The contiguous extents of operands are multiples of 8."""
     rng = random.Random(seed)

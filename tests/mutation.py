@@ -204,14 +204,17 @@ def score_spec(
     part: tuple[int, int] = (0, 1),
     checks: Checks | None = None,
 ) -> list[Outcome]:
-    """The outcomes of a spec's chosen mutations, or of every ``part[1]``-th of them from ``part[0]`` on."""
+    """The outcomes of a spec's chosen mutations, or of every ``part[1]``-th of them from ``part[0]`` on.
+
+    Raises RuntimeError when the unchanged kernel is wrong under a seed that killed a mutation.
+    """
     case, reached = spec.case(checks)
-    check_case(case, seeds)
     chosen = [mutation for mutation in mutations(case.ptx) if choose(mutation)]
     outcomes = []
     for mutation in chosen[part[0] :: part[1]]:
         outcomes.append(judge(case, mutation, seeds, reached))
         report(outcomes[-1])
+    check_case(case, sorted({outcome.seed for outcome in outcomes if outcome.seed is not None}))
     return outcomes
 
 

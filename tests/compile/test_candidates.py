@@ -63,7 +63,7 @@ def _bounded():
 
 
 @pytest.mark.parametrize(("text", "majors", "size", "splits"), list(_bounded()))
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_bounded_registers_suffice(text, majors, size, splits):
     """In any order of operands, where copies are narrow, and where K is split; `simt.candidates` says of one kernel why
     it may spill a little."""

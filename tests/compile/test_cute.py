@@ -95,7 +95,7 @@ PROBES = [
 
 
 @pytest.mark.parametrize("text", PROBES)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_what_the_validity_rule_accepts_compiles_and_fits(text):
     """The rule's shared memory is what the kernel asks for; its registers fit the CTA."""
     dtype = "fp32" if text.startswith("simt") else "fp16"
@@ -112,7 +112,7 @@ def test_what_the_validity_rule_accepts_compiles_and_fits(text):
 @pytest.mark.parametrize(
     "text", ["simt/32x32x64/w32x32/s4/g8/x8", "simt/64x64x64/w32x64/s3/g1/x4", "simt/64x32x64/w16x32/s3/g8/x4"]
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_time(text, majors):
     problem = Problem.of(512, 512, 512, "fp32", majors=majors, epilogue=FULL)
     kernel = build(problem, text, "sm_90a")
@@ -139,7 +139,7 @@ def test_sliced_k_multiplies_in_registers_and_reads_shared_memory_16_bytes_at_a_
         ("simt/64x64x16/w32x32/s3/g8/k128", "nt"),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_splits_of_k_and_thin_results_spill_nothing(text, majors):
     """With the whole epilogue; parts are left and read 16 bytes (mma.sync: 8) at a time."""
     problem = Problem.of(512, 512, 512, "fp16" if text.startswith("sm80") else "fp32", majors=majors, epilogue=FULL)

@@ -141,7 +141,7 @@ def test_what_the_rule_refuses(config, epilogue, reason):
         ("128x64x128/coop2/c1x1/s7/serp8/pdl/twin", "pairs", 1),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_behind_scales_of_blocks_spill_nothing(config, gating, across, f):
     """An odd F has a scale for each column, and results that no TMA stores."""
     problem = Problem.of(4096, 2 * f, 4096, "e4m3", epilogue=gated(gating, across))
@@ -168,7 +168,7 @@ def test_how_many_columns_of_gate_and_up_share_a_number_of_a_stage(f, out_dtype,
 )
 @pytest.mark.parametrize("work", ["ragged_m", "ragged_n", "gathered_m", "scattered_m", "masked"])
 @pytest.mark.parametrize("epilogue", [blocks(), gated("pairs")], ids=["blocks", "pairs"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_halves_in_groups_spill_nothing(config, work, epilogue):
     if (work, epilogue.gating) == ("ragged_n", "pairs"):
         return  # groups of columns have no gate and up
@@ -181,6 +181,7 @@ def test_halves_in_groups_spill_nothing(config, work, epilogue):
 
 
 @pytest.mark.parametrize("config", ["256x128x128/coop2/c1x2/s4/serp8/zig/pdl", "128x256x128/coop2/c2x1/s3/serp8/pdl"])
+@pytest.mark.product(keep=1)
 def test_halves_with_neighbouring_gate_and_up_spill_nothing(config):
     assert not spilled(build(f"{config}/half", epilogue=gated("pairs")).cubin)
 

@@ -39,7 +39,7 @@ def gated() -> Epilogue:
         ("128x256x64/coop2/c1x2/s4/hilbert/zig/streamk/pdl", "scattered_m", "tt", None),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_is_spilled(config, work, majors, epilogue):
     problem = Problem.of(4096, 4096, 4096, majors=majors, batch=8, work=work, epilogue=epilogue)
     chosen = CUTE.parse(f"sm90/{config}")
@@ -91,7 +91,7 @@ def test_what_the_heuristic_takes_for_scaled_groups_spills_nothing(work, dtype, 
         ("192x128x128/coop3/c1x1/s3/g8", "ragged_m"),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_largest_tiles_of_blocks_in_groups_spill_nothing(config, work):
     problem = Problem.of(4096, 4096, 4096, "e4m3", batch=8, work=work, epilogue=scaled(work, "blocks"))
     chosen = CUTE.parse(f"sm90/{config}")
@@ -109,7 +109,7 @@ def test_the_largest_tiles_of_blocks_in_groups_spill_nothing(config, work):
         ("64x128x128/coop1/c1x1/s6/serp8/pdl/twin", "masked", "halves"),
     ],
 )
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_gate_and_up_behind_blocks_in_groups_spill_nothing(config, work, gating):
     given = scaled(work, "blocks").program.text.partition("(acc, ")[2].partition(")")[0]
     text = f"def epilogue(gate: {gating}[0], up: {gating}[1], {given}) -> bf16: return silu(gate) * up"

@@ -220,7 +220,7 @@ def test_wide_results_and_their_c():
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step.backend == "cute"], ids=lambda step: step.idea)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_the_ladder(step):
     """Every step compiles to what it teaches; none is in the tuner's space."""
     kernel = build(step.config)

@@ -18,7 +18,7 @@ PRECISIONS = ("tf32x3", "bf16x6", "bf16x9")
 
 @pytest.mark.parametrize(("place", "splits"), [(0, 1), (2, 1), (3, 1), (4, 1), (6, 1), (9, 1), (4, 4), (10, 3)])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 def test_nothing_spills_and_every_term_is_multiplied(precision, place, splits):
     """Two kernels in one module: what splits the operands, and what multiplies their parts."""
     problem = Problem.of(4096, 4096, 4096, "fp32", majors="nn", precision=precision, epilogue=FULL)

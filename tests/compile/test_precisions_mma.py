@@ -62,17 +62,17 @@ def test_loads_are_reused():
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("splits", ["", "/k3"])
 @pytest.mark.product(keep=1)
-def test_candidates_do_not_spill(precision, target, part):
+def test_candidates_do_not_spill(precision, target, part, splits):
     """Those that the heuristic may choose on that GPU, a fifth of them; whole and with K split."""
     built = 0
     for text in FAMILIES["sm80"].candidates(Problem.of(8, 8, 8, "fp32", precision=precision).signature)[part::5]:
-        for splits in ("", "/k3"):
-            kernel = build(text + splits, target, precision)
-            if not isinstance(kernel, str):
-                built += 1
-                assert not spilled(kernel.cubin), text + splits
-    assert built >= 2
+        kernel = build(text + splits, target, precision)
+        if not isinstance(kernel, str):
+            built += 1
+            assert not spilled(kernel.cubin), text + splits
+    assert built
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -89,7 +89,7 @@ def test_candidates_do_not_spill(precision, target, part):
     ],
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 def test_the_largest_tiles_do_not_spill(precision, config, target):
     """The largest of each number of threads that the rule allows, those of 512 threads with tf32."""
     kernel = build(f"sm80/{config}", target, precision, "nt")

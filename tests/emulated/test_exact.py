@@ -56,7 +56,7 @@ def test_other_families(name, seed):
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_ladder(rung, seed):
     problem = exact.case(36, 40, 500 + seed % 100, RUNGS[rung].dtypes[0], seed=seed, majors="tt")
     exact.run(problem, backend="legacy", config=rung)

@@ -31,12 +31,13 @@ def test_without_tma(m, n, k, config, dtype, majors, seed):
     ("m", "n", "k", "majors"),
     [(72, 1, 64, "tt"), (72, 1, 64, "nt"), (72, 80, 1, "tt"), (72, 80, 1, "nn"), (1, 72, 64, "tt"), (72, 1, 8, "tt")],
 )
+@pytest.mark.parametrize(
+    "options", [{"c": True, "beta": 0.5, "bias": True, "activation": "relu"}, {"batch": 3}], ids=str
+)
 @pytest.mark.product(keep=3)
-def test_tma_loads_what_is_contiguous(m, n, k, majors, seed):
+def test_tma_loads_what_is_contiguous(m, n, k, majors, options, seed):
     """Before, a column counted as rows of one element, which TMA cannot load."""
-    epilogue = {"c": True, "beta": 0.5, "bias": True, "activation": "relu"}
-    Case.random(m, n, k, "bf16", seed=seed, majors=majors, **epilogue).run(backend="cute", config=SM90)
-    Case.random(m, n, k, "bf16", seed=seed, majors=majors, batch=3).run(backend="cute", config=SM90)
+    Case.random(m, n, k, "bf16", seed=seed, majors=majors, **options).run(backend="cute", config=SM90)
 
 
 @pytest.mark.parametrize(("config", "dtype"), [(SM80, "bf16"), (SIMT, "fp32")])
@@ -44,7 +45,7 @@ def test_tma_loads_what_is_contiguous(m, n, k, majors, seed):
 @pytest.mark.parametrize(
     "layout", [{"pad": 8}, {"pad": 3, "offset": 1}, {"batch": 2, "pad": 8}, {"batch": 2, "offset": 8}], ids=str
 )
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=3)
 def test_columns_of_wider_matrices(m, n, k, config, dtype, layout, seed):
     Case.random(m, n, k, dtype, seed=seed, majors="tt", **layout).run(backend="cute", config=config)
 

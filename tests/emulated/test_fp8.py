@@ -44,7 +44,7 @@ def hopper(monkeypatch):
         ("64x64x128/coop1/c1x1/s3/g8/swap", {"recipes": ROWS, "out_dtype": torch.float8_e4m3fn, **FAST}),
     ],
 )  # fmt: skip
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_scaled_products(config, given, seed):
     check(M, N, K, seed=seed, backend="cute", config=f"sm90/{config}", **given)
 
@@ -81,7 +81,7 @@ def test_a_ring_that_is_no_multiple_of_the_swizzle(dtype, seed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=5)
 def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatch):
     """Three SMs, so that a CTA has several tiles and walks K both ways. A whole product is exact."""
     gpu_of(3, monkeypatch, "H200")
@@ -91,6 +91,7 @@ def test_sums_that_are_promoted_by_halves(config, given, whole, seed, monkeypatc
 
 @pytest.mark.parametrize("config", ["128x96x128/coop2/c1x1/s3/g8/zig", "256x64x128/coop2/c2x1/s3/serp8/streamk/pdl"])
 @pytest.mark.parametrize("recipes", [BLOCKS, ROWS])
+@pytest.mark.product(keep=2)
 def test_halves_give_the_bits_of_whole_tiles(config, recipes, seed, monkeypatch):
     """Whatever the strides of the scales: they are multiplied, and partial sums added, in the same order."""
     gpu_of(4, monkeypatch, "H200")
@@ -109,12 +110,10 @@ def test_halves_give_the_bits_of_whole_tiles(config, recipes, seed, monkeypatch)
 
 @pytest.mark.parametrize("config", ["256x64x128/coop2/c1x1/s3/g8/half", "128x96x128/coop2/c2x1/s3/g8/zig/streamk/half"])
 @pytest.mark.parametrize(("gating", "recipes"), [("pairs", BLOCKS), ("pairs", ROWS), ("halves", ROWS)])
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.product(keep=3)
-def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, seed):
-    for whole in (True, False):
-        check(
-            M, 204, 700, whole=whole, recipes=recipes, gating=gating, seed=seed, backend="cute", config=f"sm90/{config}"
-        )
+def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, whole, seed):
+    check(M, 204, 700, whole=whole, recipes=recipes, gating=gating, seed=seed, backend="cute", config=f"sm90/{config}")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ def test_gate_and_up_of_sums_promoted_by_halves(config, gating, recipes, seed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=3)
 def test_gate_and_up_behind_scales_of_blocks(config, f, given, whole, seed):
     given = {"m": M, "k": K, "recipes": BLOCKS, "gating": "halves", **given}
     check(given.pop("m"), f, given.pop("k"), whole=whole, seed=seed, backend="cute", config=f"sm90/{config}", **given)
@@ -161,6 +160,7 @@ def test_the_choice_serves_gate_and_up_behind_scales_of_blocks(m, gating, seed):
 
 
 @pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
+@pytest.mark.product(keep=1)
 def test_the_choice_serves_gate_and_up_with_results_of_one_byte(recipes, seed):
     """Among its candidates are tiles of 8 columns of D."""
     check(16, 64, 200, recipes=recipes, gating="halves", out_dtype=torch.float8_e4m3fn, seed=seed, backend="cute")

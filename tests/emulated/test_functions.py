@@ -120,6 +120,7 @@ SWAPPED, SPLIT = (f"sm90/64x64x32/coop1/c1x1/s2/row/{more}" for more in ("swap",
     ("config", "out"),
     [(each, torch.bfloat16) for each in (*CONFIGS, SWAPPED, SPLIT)] + [(CONFIGS[0], torch.float32)],
 )
+@pytest.mark.product(keep=4)
 def test_no_bit_of_a_row_depends_on_other_rows(config, out, monkeypatch):
     """Not even the last ones of fp32: results of 16 bits show what two roundings leave of them."""
     x = torch.linspace(-3.0, 3.0, 64 * 64).view(64, 64)

@@ -128,7 +128,7 @@ def test_hopper_is_exact(config, options, seed, monkeypatch):
         ("simt/32x32x64/w32x32/s3/g8/x4", {"m": 40, "f": 34}),
     ],
 )
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_the_other_families_are_exact(config, options, seed):
     simt = {"dtype": FP32, "out_dtype": FP32, "precision": "ieee"} if config.startswith("simt") else {}
     check_exact(config, **options, **simt, seed=seed)
@@ -141,7 +141,8 @@ def test_the_other_families_are_exact(config, options, seed):
         {"m": 5, "f": 1, "k": 40},
         {"m": 16, "f": 4, "majors": "tt"},
         {"m": 70, "f": 40, "k": 0},
-        {"m": 40, "f": 0},
+        # No kernel runs, but that for large results is compiled.
+        pytest.param({"m": 40, "f": 0}, marks=pytest.mark.slow),
         {"m": 9, "f": 3, "k": 7},
         {"m": 5, "f": 20, "batch": (2, 0), "majors": "tt", "gating": "pairs"},
     ],

@@ -44,66 +44,68 @@ CASES = [
 
 
 @pytest.mark.parametrize(("work", "config", "kinds", "recipes"), CASES)
+@pytest.mark.parametrize("sizes", [(70, 0, 1, 56), "drawn"], ids=str)
 @pytest.mark.product(keep=5)
-def test_every_recipe_on_groups_of_any_sizes(work, config, kinds, recipes, seed):
-    """The same kernel on two divisions. K is no multiple of 128, groups end anywhere, one is empty, one has one row."""
+def test_every_recipe_on_groups_of_any_sizes(work, config, kinds, recipes, sizes, seed):
+    """K is no multiple of 128, groups end anywhere, one is empty, one has one row."""
     rng = random.Random(seed)
-    kernel = {"backend": "cute", "config": f"sm90/{config}"}
-    for sizes in ([70, 0, 1, 56], sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 150, rng)):
-        case = GroupCase.random(
-            work, sizes, 150, 152, 272, kinds[0], b_dtype=kinds[1], recipes=recipes, seed=seed, tail=3
-        )  # fmt: skip
-        case.run(**kernel)
+    if sizes == "drawn":
+        sizes = sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 150, rng)
+    case = GroupCase.random(
+        work, list(sizes), 150, 152, 272, kinds[0], b_dtype=kinds[1], recipes=recipes, seed=seed, tail=3
+    )  # fmt: skip
+    case.run(backend="cute", config=f"sm90/{config}")
 
 
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_N, MASKED, GATHERED, SCATTERED])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("config", ["128x64x128/coop2/c1x1/s3/g2", "64x16x128/coop1/c1x1/s3/g2/swap"])
 @pytest.mark.product(keep=2)
-def test_integers_are_exact(work, kind, seed):
+def test_integers_are_exact(work, kind, config, seed):
     """int8 gives int32; small integers of fp8 have exact sums in fp32."""
     options = {} if kind == "int8" else {"out_dtype": torch.float32}
     case = GroupCase.random(work, [9, 0, 70, 1], 80, 40, 300, kind, integers=True, seed=seed, tail=5, **options)
-    for config in ("128x64x128/coop2/c1x1/s3/g2", "64x16x128/coop1/c1x1/s3/g2/swap"):
-        case.run(exact=True, backend="cute", config=f"sm90/{config}")
+    case.run(exact=True, backend="cute", config=f"sm90/{config}")
     assert case.call().dtype == (torch.int32 if kind == "int8" else torch.float32)
 
 
 @pytest.mark.parametrize("config", ["128x64x128/coop2/c1x1/s3/g2", "128x32x128/coop1/c1x1/s3/g2/swap"])
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED])
 @pytest.mark.parametrize("kind", ["e4m3", "int8"])
+@pytest.mark.parametrize("scales", ["of rows", "of groups and of all"])
 @pytest.mark.product(keep=2)
-def test_gate_and_up_of_stacked_weights_with_scales(work, config, kind, seed):
+def test_gate_and_up_of_stacked_weights_with_scales(work, config, kind, scales, seed):
     generator = torch.Generator().manual_seed(seed)
     case = GroupCase.random(
         work, [70, 0, 3, 55], 0, 160, 144, kind, seed=seed, recipes=("rows", "rows"), out_dtype=torch.bfloat16
     )  # fmt: skip
     case.epilogue, case.operands = lambda acc, row: ops.swiglu(acc) * row, (torch.randn(128, 1, generator=generator),)
-    case.run(backend="cute", config=f"sm90/{config}")
-    case.scales = {"scale_a": torch.rand(4, generator=generator), "scale_b": torch.rand((), generator=generator)}
+    if scales != "of rows":
+        case.scales = {"scale_a": torch.rand(4, generator=generator), "scale_b": torch.rand((), generator=generator)}
     case.run(backend="cute", config=f"sm90/{config}")
 
 
 @pytest.mark.parametrize("n", [160, 144, 272])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "gating"),
     [
-        "128x64x128/coop2/c1x1/s3/g2",
-        "128x32x128/coop1/c1x1/s3/g2/swap",
-        "64x64x128/coop1/c1x1/s3/g2/twin",
-        "64x128x128/coop1/c2x1/s3/g2/streamk",
+        ("128x64x128/coop2/c1x1/s3/g2", "swiglu"),
+        ("128x64x128/coop2/c1x1/s3/g2", "swiglu_pairs"),
+        ("128x32x128/coop1/c1x1/s3/g2/swap", "swiglu"),
+        ("64x64x128/coop1/c1x1/s3/g2/twin", "swiglu"),
+        ("64x64x128/coop1/c1x1/s3/g2/twin", "swiglu_pairs"),
+        ("64x128x128/coop1/c2x1/s3/g2/streamk", "swiglu"),
+        ("64x128x128/coop1/c2x1/s3/g2/streamk", "swiglu_pairs"),
     ],
 )
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED, MASKED, SCATTERED])
 @pytest.mark.product(keep=2)
-def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, n, seed):
+def test_gate_and_up_of_stacked_weights_behind_scales_of_blocks(work, config, gating, n, seed):
     """Up's columns begin at 80, 72 and 136, in the middle of a block of 128."""
     recipes = ("blocks", "blocks128")
     case = GroupCase.random(work, [70, 0, 3, 55], 0, n, 272, "e4m3", seed=seed, recipes=recipes)
-    case.epilogue = ops.swiglu
+    case.epilogue = getattr(ops, gating)
     case.run(backend="cute", config=f"sm90/{config}")
-    if "swap" not in config:
-        case.epilogue = ops.swiglu_pairs
-        case.run(backend="cute", config=f"sm90/{config}")
 
 
 @pytest.mark.parametrize("recipes", [("blocks", "blocks128"), ("rows", "rows")])

@@ -44,8 +44,9 @@ def count(config: str, work: str, sizes: list[int], across: int) -> int:
 
 
 @pytest.mark.parametrize(("work", "config", "majors", "ctas"), CONFIGS)
+@pytest.mark.parametrize("integers", [True, False])
 @pytest.mark.product(keep=3)
-def test_groups_of_any_sizes(work, config, majors, ctas, seed, monkeypatch):
+def test_groups_of_any_sizes(work, config, majors, ctas, integers, seed, monkeypatch):
     """A number of clusters that leaves tiles over, and 3 k tiles, so that cuts lie anywhere."""
     rng, config = random.Random(seed), f"sm90/{config}"
     sizes = [90, 0, 70, 1, 129]
@@ -53,12 +54,14 @@ def test_groups_of_any_sizes(work, config, majors, ctas, seed, monkeypatch):
     clusters = next(c for c in (3, 4, 5) if (tiles := count(config, work, sizes, 144)) > c and tiles % c)
     assert whole_tiles(tiles, clusters) < tiles
     gpu_of(clusters * ctas, monkeypatch)
-    kernel = {"backend": "cute", "config": config}
+    if integers:
+        m = 136 if work == MASKED else 144
+        extents = m, 144, 136
+    else:
+        sizes, extents = sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 160, rng), (160, 72, 200)
     tail = -sum(sizes) % 8 + 8
-    m = 136 if work == MASKED else 144
-    GroupCase.random(work, sizes, m, 144, 136, seed=seed, tail=tail, majors=majors, integers=True).run(True, **kernel)
-    drawn = sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 160, rng)
-    GroupCase.random(work, drawn, 160, 72, 200, seed=seed, tail=-sum(drawn) % 8 + 8, majors=majors).run(**kernel)
+    case = GroupCase.random(work, sizes, *extents, seed=seed, tail=tail, majors=majors, integers=integers)
+    case.run(integers, backend="cute", config=config)
 
 
 def test_replays_with_other_sizes_share_a_workspace(seed, monkeypatch):

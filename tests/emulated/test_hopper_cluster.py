@@ -18,11 +18,11 @@ SMS = 8
 @pytest.mark.parametrize(
     "cluster", ["1x1x2", "2x1x2", "1x2x2", "1x1x4", "2x1x4", "1x2x4", "2x2x2", "4x1x2", "1x4x2", "1x1x8"]
 )
+@pytest.mark.parametrize("timing", range(2))
 @pytest.mark.product(keep=2)
-def test_clusters(cluster, split, run):
+def test_clusters(cluster, split, timing, run):
     """Ragged on every side, parts of different lengths, rings that go round."""
-    for timing in range(2):
-        run(f"64x32x64/coop1/c{cluster}/s2/serp2{split}", (136, 72, 712), timing=timing)
+    run(f"64x32x64/coop1/c{cluster}/s2/serp2{split}", (136, 72, 712), timing=timing)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_clusters(cluster, split, run):
         "64x48x64/coop1/c1x1x8/s3/row/k2/arrival",
     ],
 )
+@pytest.mark.parametrize("majors", ["tn", "tt"])
 @pytest.mark.product(keep=1)
-def test_tiles(config, run):
+def test_tiles(config, majors, run):
     """Blocks of rows, runs of accumulators that differ by one or are empty, a ring that is just large enough."""
-    for timing in range(2):
-        run(config, (136, 264, 456), timing=timing, majors="tt" if timing else "tn")
+    run(config, (136, 264, 456), majors=majors)
 
 
 @pytest.mark.parametrize("k", [0, 8, 72, 200])
@@ -56,7 +56,7 @@ def test_more_parts_than_k_tiles(config, k, run):
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (8, 1, 8), (1, 1, 8), (65, 8, 56), (7, 264, 24)])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_small_problems(shape, run):
     run("64x64x64/coop1/c1x2x2/s4/row", shape)
 
@@ -71,7 +71,7 @@ def test_small_problems(shape, run):
     ],
 )
 @pytest.mark.parametrize("case", ["whole", "fp32", "turned", "ragged"])
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=2)
 def test_epilogues(config, case, run, seed):
     """C in any strides, a bias along either axis, every way to store D."""
     shape = (136, 104, 200)
@@ -94,10 +94,13 @@ def test_epilogues(config, case, run, seed):
         "64x16x64/coop1/c1x1x4/s3/g2/swap",
     ],
 )
+@pytest.mark.parametrize("terms", [False, True])
 @pytest.mark.product(keep=1)
-def test_tf32(config, run):
-    run(config, (200, 136, 148), "fp32", precision="tf32")
-    run(config, (72, 40, 36), "fp32", precision="tf32", batch=2, c=True, beta=0.5, bias=True)
+def test_tf32(config, terms, run):
+    if terms:
+        run(config, (72, 40, 36), "fp32", precision="tf32", batch=2, c=True, beta=0.5, bias=True)
+    else:
+        run(config, (200, 136, 148), "fp32", precision="tf32")
 
 
 @pytest.mark.parametrize("split", ["", "/k2"])

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.usefixtures("few_sms", "fresh_timing")
 SMS = 3
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(21, 2), pytest.param(1, 1, marks=pytest.mark.slow), (0, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k"), [(21, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 1), (0, 2)))]
+)
 def test_forward_and_backward_by_the_kernels(tokens, top_k, seed):
     """Small integers and relu: sums are exact, so that the kernels and torch round the same numbers."""
     generator = torch.Generator().manual_seed(seed)

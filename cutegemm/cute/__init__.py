@@ -215,10 +215,21 @@ def _work_refused(family: str, asked: str) -> str | None:
     return None if asked in takes else work.why_not_taken(f"{family} computes", takes, asked)
 
 
+def _division_refused(signature: Signature) -> str | None:
+    """None, or why TMA cannot load the operand that groups divide: a box begins at a multiple of 16 bytes of its
+    contiguous rows, and a group anywhere. Calls copy such operands first (`problem.packing`).
+    """
+    divided = work.TABLE[signature.work].divided
+    major = signature.b_major if divided == "b" else signature.a_major
+    if divided is None or major == "k":
+        return None
+    return f"{divided.upper()} is {major.upper()}-major: TMA cannot begin at any of its rows; accepted is a K-major one"
+
+
 @functools.lru_cache(maxsize=4096)
 def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
     """The validity rule's answer, remembered: a choice within microseconds has no time to ask again."""
-    if refused := _work_refused(config.family, signature.work):
+    if refused := _work_refused(config.family, signature.work) or _division_refused(signature):
         return refused
     if arch.capability < _OLDEST:
         return _too_old(arch)
@@ -387,7 +398,7 @@ class CuteBackend(Backend[Any]):
         from cutegemm.cute import compile as compiler
 
         family = FAMILIES[config.family]
-        if refused := _work_refused(config.family, signature.work):
+        if refused := _work_refused(config.family, signature.work) or _division_refused(signature):
             raise ValueError(f"config: {config} cannot serve {signature}: {refused}")
         return compiler.build(signature, config, arch, lambda: family.make_operator(config, signature))
 

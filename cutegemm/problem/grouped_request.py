@@ -17,6 +17,7 @@ from cutegemm.problem.program.graph import SCALE_K, Input, Program
 from cutegemm.problem.program.terms import is_product
 from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, ROWS, SCATTERED
+from cutegemm.problem.work import TABLE as WORKS
 
 MOST_GROUPS = 1024
 MOST_ROWS = 1 << 30
@@ -260,8 +261,12 @@ def describe(
         seen = request.matrix_of(a, a.shape[-2], sizes.k), request.matrix_of(b, sizes.k, sizes.n)
         matrix_a, matrix_b = packing.operands(a, b, *seen, copies)
     else:
-        matrix_a = request.operand_of("a", a, a.shape[-2], sizes.k, copies)
-        matrix_b = request.operand_of("b", b, sizes.k, sizes.n, copies)
+        matrix_a, matrix_b = (
+            packing.divided(name, tensor, request.matrix_of(tensor, rows, cols), copies)
+            if name == WORKS[sizes.work].divided
+            else request.operand_of(name, tensor, rows, cols, copies)
+            for name, tensor, rows, cols in (("a", a, a.shape[-2], sizes.k), ("b", b, sizes.k, sizes.n))
+        )
     matrices = tuple(
         _own(sizes, program_request.matrix_of(own, operand), own.dtype)
         for own, operand in zip(program.inputs, operands, strict=True)

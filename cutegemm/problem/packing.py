@@ -1,8 +1,12 @@
-"""Operands of one byte: tensor cores read them along K, in rows that begin at multiples of 16 bytes.
+"""Operands that kernels read along K, in rows that begin at multiples of 16 bytes, and are copied into such rows.
 
-Instructions that transpose shared tiles move elements of 16 bits. So an operand of fp8 or int8 whose K is not
-contiguous, or whose rows begin elsewhere, is copied into rows that are padded to whole 16 bytes. TMA ends at K, so that
-nothing reads what lies behind it.
+Of one byte: instructions that transpose shared tiles move elements of 16 bits. So an operand of fp8 or int8 whose K is
+not contiguous, or whose rows begin elsewhere, is copied into rows that are padded to whole 16 bytes. TMA ends at K, so
+that nothing reads what lies behind it.
+
+Divided by groups: a box of TMA begins at a multiple of 16 bytes of a contiguous row, elsewhere the GPU stops with an
+illegal instruction; and a group begins anywhere. So an operand whose rows (or B's columns) groups divide is copied
+where these are contiguous in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from cutegemm.problem.operand import Matrix
 
 STEP = 16
 """Bytes that the distance of packed rows is a multiple of."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def operands(
@@ -25,7 +30,7 @@ def operands(
 def _seen(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]]) -> Matrix:
     """The operand as (rows, K)."""
     rows, k = matrix.rows, matrix.cols
-    padded = -(-max(k, 1) // STEP) * STEP
+    padded = _padded(k, 1)
     if rows == 0 or k == 0:
         return Matrix(rows, k, padded, 1, 0, 16)
     along_k = matrix.stride_col == 1 and (rows == 1 or matrix.stride_row >= k)
@@ -38,20 +43,49 @@ def _seen(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[st
     else:
         why = f"strides {strides}: tensor cores read elements of one byte along K"
     copies.append((name, why))
-    matrices = tensor.shape[0] if tensor.dim() == 3 else 1
-    return Matrix(rows, k, padded, 1, rows * padded if matrices > 1 else 0, 16)
+    return _rows(tensor, rows, k)
+
+
+def _rows(tensor: torch.Tensor, rows: int, k: int) -> Matrix:
+    """The copy of a tensor as (rows, K)."""
+    padded = _padded(k, tensor.element_size())
+    batched = tensor.dim() == 3 and tensor.shape[0] > 1
+    return Matrix(rows, k, padded, 1, rows * padded if batched else 0, 16)
+
+
+def _padded(k: int, itemsize: int) -> int:
+    """Elements from one row of so many to the next."""
+    step = STEP // itemsize
+    return -(-max(k, 1) // step) * step
+
+
+def divided(name: str, tensor: torch.Tensor, matrix: Matrix, copies: list[tuple[str, str]]) -> Matrix:
+    """How kernels see operand "a" or "b" of more than a byte whose rows, of B columns, groups divide; names in `copies`
+    what must be packed for that. `matrix` is how it lies.
+    """
+    seen = matrix if name == "a" else matrix.transposed()
+    if seen.stride_col == 1:
+        return matrix
+    why = f"strides {tuple(tensor.stride())}: groups begin anywhere, TMA at multiples of 16 bytes of contiguous rows"
+    copies.append((name, why))
+    found = _rows(tensor, seen.rows, seen.cols)
+    return found if name == "a" else found.transposed()
 
 
 def packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of operand "a" or "b" as `operands` describes it: K contiguous, rows padded to a multiple of `STEP`."""
-    bits = tensor.detach().view(torch.uint8)
+    """A copy of operand "a" or "b" as `operands` and `divided` describe it: K contiguous, rows padded to a multiple of
+    `STEP` bytes.
+    """
+    bits = tensor.detach().view(_BITS[tensor.element_size()])
     bits = bits if name == "a" else bits.transpose(-1, -2)
     k = bits.shape[-1]
-    made = torch.empty((*bits.shape[:-1], -(-k // STEP) * STEP), dtype=torch.uint8, device=bits.device)[..., :k]
-    found = made.copy_(bits).view(tensor.dtype)
+    made = torch.empty((*bits.shape[:-1], _padded(k, bits.element_size())), dtype=bits.dtype, device=bits.device)
+    found = made[..., :k].copy_(bits).view(tensor.dtype)
     return found if name == "a" else found.transpose(-1, -2)
 
 
-def copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The copy of operand "a" or "b" that a request with it among its copies stands for."""
-    return packed(name, tensor) if tensor.element_size() == 1 else tensor.contiguous()
+def copied(name: str, tensor: torch.Tensor, *, along_k: bool = False) -> torch.Tensor:
+    """The copy of operand "a" or "b" that a request with it among its copies stands for. along_k: it is one that
+    `divided` describes.
+    """
+    return packed(name, tensor) if along_k or tensor.element_size() == 1 else tensor.contiguous()

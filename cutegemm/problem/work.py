@@ -53,6 +53,11 @@ class Work:
     masked: bool = False
     indexed: Literal["a", "d"] | None = None
 
+    @property
+    def divided(self) -> Literal["a", "b"] | None:
+        """The operand whose rows, of B columns, the groups divide."""
+        return {"m": "a", "n": "b"}.get(self.ragged or "")  # type: ignore[return-value]
+
     def matrices(self, operand: str, batch: int) -> int:
         """How many matrices "a", "b", "c" or "d" consists of: one where the products are parts of the same."""
         return 1 if self.ragged is not None and self.ragged in _AXES[operand] else batch

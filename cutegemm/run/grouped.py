@@ -88,9 +88,9 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         if checks:
             check_arrays(arrays, extent, work, limit)
         if "a" in copied:
-            a = packing.copied("a", a)
+            a = packing.copied("a", a, along_k=work.divided == "a")
         if "b" in copied:
-            b = packing.copied("b", b)
+            b = packing.copied("b", b, along_k=work.divided == "b")
         new = out is None or out is ZEROS
         given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
         make = torch.zeros if out is ZEROS else torch.empty

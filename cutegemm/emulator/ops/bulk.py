@@ -195,6 +195,12 @@ def check_map(by: Asker, t: TensorMap, coords) -> None:
         by.fail(EmulationError, f"a box of {inner} inner bytes with a {t.swizzle} B swizzle")
     if inner % 16:
         by.fail(EmulationError, f"a box of {inner} inner bytes, which is no multiple of 16")
+    if coords[0] * t.element_bytes % 16:
+        by.fail(
+            EmulationError,
+            f"a box that begins at element {coords[0]} of {t.element_bytes} bytes in its rows, no multiple of 16 "
+            "bytes; a GPU takes that for an illegal instruction",
+        )
 
 
 def write_box(by: Asker, t: TensorMap, coords, reduction, data: np.ndarray) -> None:

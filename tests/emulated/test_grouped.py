@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import ops
+from cutegemm import cute, ops
+from cutegemm.emulator.errors import EmulationError
 from cutegemm.errors import UnsupportedError
+from cutegemm.problem import packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import SKEWS, GroupCase, sizes_of
 
@@ -49,6 +51,33 @@ def test_groups_of_any_sizes(work, config, majors, integers, seed):
         tail = -sum(sizes) % 8 + 8
         case = GroupCase.random(work, sizes, 160, 72, 136, seed=seed, tail=tail, majors=majors)
     case.run(exact=integers, backend="cute", config=f"sm90/{config}")
+
+
+@pytest.mark.parametrize(
+    ("work", "majors", "config"),
+    [
+        (RAGGED_M, "nt", "64x16x64/coop1/c2x2/s2/row/zig/streamk/pdl"),
+        (SCATTERED, "nn", "128x48x64/coop1/c2x1/s3/g2/swap"),
+        (GATHERED, "nt", "64x32x64/coop1/c1x1/s3/g2/swap"),
+        (RAGGED_N, "nt", "128x96x32/coop2/c1x2/s2/hilbert/slab/pdl"),
+    ],
+)
+@pytest.mark.product(keep=2)
+def test_groups_within_contiguous_rows(work, majors, config, seed):
+    """TMA cannot begin at any element of a contiguous row, so the operand that groups divide is copied along K."""
+    case = GroupCase.random(work, [1, 2, 17, 0, 5], 40, 72, 40, majors=majors, seed=seed)
+    case.run(backend="cute", config=f"sm90/{config}")
+
+
+def test_a_box_begins_at_16_bytes(monkeypatch):
+    """An H200 stopped with an illegal instruction where groups divided an M-major A that was not copied."""
+    monkeypatch.setattr(packing, "divided", lambda name, tensor, matrix, copies: matrix)
+    monkeypatch.setattr(cute, "_division_refused", lambda signature: None)
+    case = GroupCase.random(RAGGED_M, [8, 9], 0, 72, 40, majors="nt", tail=7)
+    case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s2/row")
+    case.sizes.copy_(torch.tensor([9, 17]))
+    with pytest.raises(EmulationError, match="begins at element 9 of 2 bytes in its rows, no multiple of 16 bytes"):
+        case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s2/row")
 
 
 @pytest.mark.parametrize("work", [RAGGED_M, RAGGED_K, MASKED])

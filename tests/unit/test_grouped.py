@@ -11,11 +11,45 @@ import torch
 import torch._dynamo.testing
 
 import cutegemm
-from cutegemm import ops
+from cutegemm import backend, ops
+from cutegemm.hardware import arch as arch_table
+from cutegemm.problem import Problem, grouped_request, packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
 from tests.groups import SKEWS, WORKS, GroupCase, sizes_of
 
 ENDS = torch.tensor([3, 3, 10, 12], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("work", "name"), [(RAGGED_M, "a"), (SCATTERED, "a"), (GATHERED, "a"), (RAGGED_N, "b")])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_operands_that_groups_divide_are_seen_along_k(work, name, dtype):
+    """Whatever their strides; a copy has rows at multiples of 16 bytes and the same elements."""
+    for majors, k in itertools.product(("tn", "tt", "nn", "nt"), (1, 5, 16)):
+        case = GroupCase.random(work, [3, 0, 4], 7, 6, k, dtype, majors=majors)
+        a, b = case.a, case.b
+        asked = grouped_request.describe(
+            a, b, grouped_request.Sizes(**case.given), case.program(), (), None, None, None
+        )
+        signature = asked.problem.signature
+        assert (signature.a_major if name == "a" else signature.b_major) == "k"
+        along_k = {"a": majors[0] == "t", "b": majors[1] == "n"}[name]
+        if k > 1:
+            assert (name in asked.copied) == (not along_k)
+        if name in asked.copied:
+            given, matrix = (a, asked.problem.a) if name == "a" else (b, asked.problem.b)
+            copy = packing.copied(name, given, along_k=True)
+            assert torch.equal(copy.nan_to_num(7), given.nan_to_num(7))
+            assert copy.stride()[-2:] == (matrix.stride_row, matrix.stride_col)
+            assert matrix.leading * copy.element_size() % 16 == 0
+
+
+def test_kernels_refuse_groups_within_contiguous_rows():
+    config, arch = "sm90/128x64x64/coop2/c1x1/s3/row", arch_table.get("H200")
+    for work, majors, said in ((RAGGED_M, "nt", "A is M-major"), (RAGGED_N, "tt", "B is N-major")):
+        problem = Problem.of(64, 64, 64, "bf16", majors=majors, batch=4, work=work)
+        assert said in backend.get("cute").check(backend.get("cute").parse(config), problem, arch)
+        with pytest.raises(ValueError, match=said):
+            backend.get("cute").build(problem.signature, backend.get("cute").parse(config), arch)
 
 
 def test_sizes_of_every_skew_fit():

@@ -12,7 +12,7 @@ import torch
 
 import cutegemm
 from cutegemm import cute, ops
-from cutegemm.emulator.errors import EmulationError
+from cutegemm.emulator.errors import MisalignedAccess
 from cutegemm.errors import UnsupportedError
 from cutegemm.problem import packing
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_K, RAGGED_M, RAGGED_N, SCATTERED
@@ -76,7 +76,7 @@ def test_a_box_begins_at_16_bytes(monkeypatch):
     case = GroupCase.random(RAGGED_M, [8, 9], 0, 72, 40, majors="nt", tail=7)
     case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s2/row")
     case.sizes.copy_(torch.tensor([9, 17]))
-    with pytest.raises(EmulationError, match="begins at element 9 of 2 bytes in its rows, no multiple of 16 bytes"):
+    with pytest.raises(MisalignedAccess, match="begins at element 9 of 2 bytes in its rows, no multiple of 16 bytes"):
         case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s2/row")
 
 

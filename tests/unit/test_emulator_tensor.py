@@ -145,11 +145,11 @@ DUMP = ("mov.u32 %r3, tid; L: setp.ge.u32 %p3, %r3, {words}; @%p3 bra X; shl.b32
     "%r5, %r2, %r4; ld.shared.u32 %r6, [%r5]; cvt.u64.u32 %d5, %r4; add.s64 %d5, %d5, %d0; "
         "st.global.u32 [%d5], %r6; add.u32 %r3, %r3, 64; bra L; X: ")  # fmt: skip
 CASES = [
-    ((300,), (64,), 0, (0,)), ((300,), (64,), 0, (270,)), ((40, 64), (64, 16), 128, (0, 8)), ((40, 72), (32, 16),
+    ((300,), (64,), 0, (0,)), ((300,), (64,), 0, (272,)), ((40, 64), (64, 16), 128, (0, 8)), ((40, 72), (32, 16),
     64, (48, 32)),
     ((40, 72), (16, 16), 32, (-8, -3)), ((7, 9, 64), (64, 4, 2), 128, (0, 7, 6)), ((3, 4, 5, 32), (32, 2, 2, 2), 0,
     (16, 1, 3, 2)),
-    ((2, 3, 4, 5, 32), (32, 2, 2, 2, 1), 64, (0, 4, 0, 2, 1)), ((8, 8), (8, 8), 0, (100, 100)),
+    ((2, 3, 4, 5, 32), (32, 2, 2, 2, 1), 64, (0, 4, 0, 2, 1)), ((8, 8), (8, 8), 0, (112, 100)),
 ]  # fmt: skip
 
 
@@ -174,6 +174,15 @@ def test_bulk_tensor_load(shape, box, swizzle, coords):
         text = map_kernel(load(array.ndim, want.nbytes) + DUMP.format(words=len(out)), 3)
         launch(text, out, where, array, extra=padded(3, tensor_map(array, box, swizzle)), seed=seed)
         assert (out.view(np.uint8) == swizzled(want, swizzle)).all(), seed
+
+
+@pytest.mark.parametrize("first", [4, -1, 69])
+def test_a_box_begins_at_16_bytes_of_its_rows(first):
+    array, where = RNG.integers(1, 99, (40, 64)).astype(np.uint16), np.array([first, 3], np.int32)
+    extra = padded(3, tensor_map(array, (64, 16), 128))
+    for body in (load(2, 2048) + DUMP.format(words=512), FILL.format(words=512, fence=FENCE) + store(2)):
+        with pytest.raises(e.MisalignedAccess, match=f"begins at element {first} of 2 bytes in its rows, no multiple"):
+            launch(map_kernel(body, 3), np.zeros(512, np.uint32), where, array, extra=extra)
 
 
 def test_bulk_load_without_its_wait_or_with_wrong_bytes():

@@ -89,7 +89,7 @@ def test_recipes_take_the_winner_that_was_measured_for_them(tmp_path, monkeypatc
         (["--scaling", "blocks", "--bias", "bf16"], "--scaling: got blocks with --bias"),
         (["--scaling", "blocks", "--precision", "tf32"], "--scaling: got blocks with --precision tf32"),
         (["--scaling", "blocks", "--work", "ragged_k"], "scaling: got blocks for groups of K, which end within blocks"),
-        (["--scaling", "blocks", "--dtype", "bf16"], "scaling: got operands of bf16"),
+        (["--scaling", "blocks", "--dtype", "bf16"], "--scaling: got blocks with bf16; scales are of fp8"),
     ],
 )
 def test_what_scales_of_blocks_are_not_measured_with(options, complaint):

@@ -56,6 +56,20 @@ def test_configurations_on_groups_of_any_sizes(work, config, seed):
     case.run(exact=True, backend="cute", config=config)
 
 
+@pytest.mark.parametrize("majors", ["tt", "nn", "nt"])
+@pytest.mark.parametrize("work", [RAGGED_M, RAGGED_N, GATHERED, SCATTERED])
+def test_other_majors(work, majors, seed):
+    """Groups that begin anywhere within contiguous rows, where TMA cannot, and on operands that begin there."""
+    rng = random.Random(seed)
+    for skew in SKEWS:
+        sizes = sizes_of(skew, 33, 1000, rng)
+        for config in (None, "sm90/64x16x64/coop1/c1x1/s6/row/swap/pdl", "sm90/128x96x32/coop2/c1x1/s4/hilbert/slab"):
+            case = GroupCase.random(
+                work, sizes, 1000, 264, 136, seed=seed, device="cuda", tail=-sum(sizes) % 8 + 8, majors=majors
+            )  # fmt: skip
+            case.run(backend="cute", config=config)
+
+
 @pytest.mark.parametrize(
     ("work", "config"), [(RAGGED_M, None), (RAGGED_K, None), (MASKED, None), (RAGGED_M, STREAM), (MASKED, STREAM)]
 )

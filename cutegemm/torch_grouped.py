@@ -31,6 +31,10 @@ Core = Callable[[Any, Any, Sequence[Any], tuple[torch.Tensor, ...], Arrays], Non
 """core(a, b, operands, outs, arrays): computes into outs."""
 
 
+MOST = 1023
+"""Groups that torch's grouped_mm takes at most; with 1024 it raises an error."""
+
+
 def core(asked: ProgramRequest) -> Core:
     """What computes calls of this description."""
     problem, program = asked.problem, asked.program
@@ -45,7 +49,8 @@ def core(asked: ProgramRequest) -> Core:
         own = RAGGED_M if work in ROWS else work
         written = written_places(own, sizes, problem.m, problem.columns)
         values: Sequence[torch.Tensor]
-        if plain and a.is_cuda and hasattr(torch, "_grouped_mm") and _aligned(a) and _aligned(b):
+        of_torch = plain and a.is_cuda and hasattr(torch, "_grouped_mm") and len(sizes) <= MOST
+        if of_torch and _aligned(a) and _aligned(b):
             ends = ascending(sizes, (problem.m, problem.n, problem.k)["mnk".index(own[-1])]).int()
             values = (torch._grouped_mm(a, b, offs=ends),)
         else:

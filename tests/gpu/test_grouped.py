@@ -70,6 +70,11 @@ def test_other_majors(work, majors, seed):
             case.run(backend="cute", config=config)
 
 
+def test_backend_torch_takes_as_many_groups(seed):
+    """1024, one more than torch's grouped_mm."""
+    GroupCase.random(RAGGED_M, [2] * 1024, 0, 64, 64, seed=seed, device="cuda").run(backend="torch")
+
+
 @pytest.mark.parametrize(
     ("work", "config"), [(RAGGED_M, None), (RAGGED_K, None), (MASKED, None), (RAGGED_M, STREAM), (MASKED, STREAM)]
 )

@@ -55,7 +55,6 @@ from tuning import cli
 if TYPE_CHECKING:
     from cutegemm.winners import Measurement
 
-SQLITE = b"SQLite format 3\0"
 DISTURBED = 0.08
 """Share by which torch may differ from its median over a sweep, or over a problem's rows of one kind in a store."""
 BURST = 50e-6
@@ -95,7 +94,7 @@ def read(path: Path, arch: Arch) -> list[Sample]:
         from cutegemm.winners import Winners
 
         with path.open("rb") as file:
-            if file.read(len(SQLITE)) != SQLITE:
+            if file.read(len(cli.SQLITE)) != cli.SQLITE:
                 raise ValueError(f"{path}: not an SQLite file")
         return from_measurements(Winners(path).rows(), arch)
     text = path.read_text()

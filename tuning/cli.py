@@ -12,7 +12,8 @@ from tuning import suites
 
 BACKENDS = ("cute", "cutlass2x", "legacy")
 """The backends that a sweep looks in."""
-_SQLITE = b"SQLite format 3\0"
+SQLITE = b"SQLite format 3\0"
+"""How a file of SQLite begins."""
 
 
 def parser(
@@ -42,10 +43,10 @@ def store(text: str) -> str:
     """The path of a winners store. Raises ArgumentTypeError for another file, which would be moved aside as damaged."""
     try:
         with open(text, "rb") as file:
-            begin = file.read(len(_SQLITE))
+            begin = file.read(len(SQLITE))
     except OSError:
         return text  # it is made, or the store says why it cannot be
-    if begin and begin != _SQLITE:
+    if begin and begin != SQLITE:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, which is no winners store (a SQLite file); `winners import` reads tables"
         )

@@ -58,9 +58,10 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice.cost_rates import Rates, rates
+from cutegemm.choice.cost_terms import Terms
 from cutegemm.hardware.arch import LINE, SECTOR
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
@@ -96,56 +97,6 @@ COUNTED_HEAT = 0.5
 def clusters(arch: Arch, size: int) -> int:
     """Clusters of `size` CTAs that the GPU holds, at least 1, an SM a CTA."""
     return resident_clusters(arch, size)
-
-
-class Terms(NamedTuple):
-    """An estimate and what it is made of, see `MEANINGS`. Times in seconds; those of a step and an epilogue are of one
-    CTA. The estimate is `launch_seconds` of `tiles`, `memory`, `fixed` and `power`.
-    """
-
-    seconds: float
-    tiles: float
-    memory: float
-    fixed: float
-    power: float
-    rounds: int
-    steps: int
-    step: float
-    port: float
-    l2: float
-    latency: float
-    multiply: float
-    shared: float
-    epilogue: float
-    end: float
-
-    def table(self) -> str:
-        """A line for each term: its name, microseconds (or a count), and what it is."""
-        lines = []
-        for name, value in zip(self._fields, self, strict=True):
-            number = f"{value}" if isinstance(value, int) else f"{value * 1e6:.3f} us"
-            lines.append(f"{name:<10}{number:>14}  {MEANINGS[name]}")
-        return "\n".join(lines)
-
-
-MEANINGS = {
-    "seconds": "the estimate, of the next four",
-    "tiles": "all rounds of tiles",
-    "memory": "bytes from and to memory",
-    "fixed": "launch, pipeline fill and last sums",
-    "power": "energy at the power limit, less what the card saved before; counts above 0",
-    "rounds": "tiles one after another on the busiest SM",
-    "steps": "k steps of a tile",
-    "step": "a k step: the slowest of its parts, some of the others, and a fixed cost",
-    "port": "a k step's loads through the SM's port",
-    "l2": "a k step's loads from the L2, all SMs loading",
-    "latency": "a k step's wait for its loads, over the stages in flight",
-    "multiply": "a k step's multiplications",
-    "shared": "a k step's reads and writes of shared memory",
-    "epilogue": "what is not hidden of a tile's epilogue",
-    "end": "the rest of the last epilogue, until its stores have drained",
-}
-"""What each of `Terms` is."""
 
 
 def tiles_seconds(

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 from cutegemm import backend as backends
 from cutegemm import winners
 from cutegemm.choice.compiled import Group
-from cutegemm.choice.cost_model import TURNS, Model, Terms, cheapest
+from cutegemm.choice.cost_model import TURNS, Model, cheapest
 from cutegemm.choice.cost_rates import fitted, fitted_any
+from cutegemm.choice.cost_terms import Terms
 from cutegemm.winners import neighbours
 
 if TYPE_CHECKING:

@@ -210,9 +210,10 @@ FAMILIES: dict[str, Family] = {
 _OLDEST = min(family.capability for family in FAMILIES.values())
 
 
-def _work_refused(family: str, asked: str) -> str | None:
+def _work_refused(family: str, signature: Signature) -> str | None:
+    """None, or why no kernel of the family computes the work of these operands."""
     takes = FAMILIES[family].works
-    return None if asked in takes else work.why_not_taken(f"{family} computes", takes, asked)
+    return work.why_not_taken(f"{family} computes", takes, signature.work) or _division_refused(signature)
 
 
 def _division_refused(signature: Signature) -> str | None:
@@ -229,7 +230,7 @@ def _division_refused(signature: Signature) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
     """The validity rule's answer, remembered: a choice within microseconds has no time to ask again."""
-    if refused := _work_refused(config.family, signature.work) or _division_refused(signature):
+    if refused := _work_refused(config.family, signature):
         return refused
     if arch.capability < _OLDEST:
         return _too_old(arch)
@@ -398,7 +399,7 @@ class CuteBackend(Backend[Any]):
         from cutegemm.cute import compile as compiler
 
         family = FAMILIES[config.family]
-        if refused := _work_refused(config.family, signature.work) or _division_refused(signature):
+        if refused := _work_refused(config.family, signature):
             raise ValueError(f"config: {config} cannot serve {signature}: {refused}")
         return compiler.build(signature, config, arch, lambda: family.make_operator(config, signature))
 

@@ -361,7 +361,7 @@ class Model:
                 partial -= (rest - 1) * self._beside
             epilogues = self._fold * self._epilogue - (self._fold - 1) * self._beside
             busy_rounds = tiles_seconds(full, steps, wave, waits, self._stages, epilogues, partial) + rounds * tail
-            busy_rounds -= (full if rest else full - 1) * (self._fold - 1) * self._under  # of rounds that one follows
+            busy_rounds -= (full if rest else full - 1) * (self._fold - 1) * self._under  # not in the last round
             if rounds > 1:
                 late = self._alternate - 0.5 * steps * (wave if wave > waits else waits)
                 if late > 0:  # of two warpgroups that take turns, each is busy with its tile, epilogue and all

@@ -31,6 +31,7 @@ def gated() -> Epilogue:
         ("128x208x64/pp/c1x1/s4/g8/pdl", "ragged_m", "tt", None),
         ("256x64x64/coop2/c1x1/s4/g8/swap/pdl", "ragged_m", "tt", gated()),
         ("256x192x64/coop2/c1x2/s3/serp8/zig", "ragged_k", "nt", FULL),
+        ("128x192x64/pp/c2x1/s4/serp8/zig/pdl", "ragged_k", "nt", None),
         ("128x256x64/coop2/c2x1/s4/g8", "gathered_m", "tn", gated()),
         ("256x192x64/coop2/c1x1/s3/g8", "scattered_m", "tn", FULL),
         ("256x192x64/coop2/c1x2/s3/serp8/zig/streamk/pdl", "ragged_m", "tn", None),

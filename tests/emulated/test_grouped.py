@@ -30,6 +30,8 @@ CONFIGS = [
     (RAGGED_N, "128x16x64/coop2/c1x1/s3/hilbert/swap", "tt"),
     (RAGGED_K, "128x64x64/coop2/c1x2/s3/g2/zig", "nt"),
     (RAGGED_K, "64x32x32/coop1/c2x1/s3/g2/swap", "nt"),
+    (RAGGED_K, "64x64x64/pp/c1x2/s3/g2/zig/pdl", "nt"),
+    (RAGGED_K, "64x32x32/pp/c1x1/s2/g2/swap", "nt"),
     (MASKED, "64x16x64/pp/c1x1/s3/g2/swap/once", "tt"),
     (GATHERED, "128x64x64/coop2/c2x1/s3/g2", "tn"),
     (GATHERED, "64x64x128/pp/c1x1/s2/serp2/pdl", "tt"),
@@ -180,7 +182,6 @@ def test_what_no_kernel_serves_is_refused_with_the_reason():
         case.run(backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2/streamk")
     for config, work, reason in (
         ("64x64x64/coop1/c1x1/s3/g2/k2", RAGGED_M, "no splits or clusters along K"),
-        ("64x64x64/pp/c1x1/s3/g2", RAGGED_K, "with a ragged K they differ from tile to tile"),
         ("64x64x64/coop1/c1x2/s3/g2", GATHERED, "each CTA gathers its rows of A by itself"),
         ("256x64x128/coop2/c1x1/s2/g2", GATHERED, "would gather 32 rows of a tile"),
         ("64x64x64/solo/c1x1/s3/g2", SCATTERED, "solo is a lesson in dense products"),

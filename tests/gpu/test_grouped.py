@@ -33,8 +33,6 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("work", WORKS)
 def test_configurations_on_groups_of_any_sizes(work, config, seed):
-    if work == RAGGED_K and "/pp/" in config:
-        config = config.replace("/pp/", "/coop1/")
     if work == RAGGED_K and "/streamk" in config:
         pytest.skip("stream-K cuts tiles of one K; refused by the configuration's rule")
     if work == GATHERED:

@@ -67,7 +67,7 @@ class GroupedWork(Work):
     def of_warpgroup(self, group) -> GroupedWork:
         own = copy.copy(self)
         if self.config.ping_pong:
-            own.first, own.step = self.first + group * self.step, 2 * self.step
+            own.first, own.step, own.between = self.first + group * self.step, 2 * self.step, self.step
         else:
             own.first_row = group * BLOCK_ROWS
         return own
@@ -135,8 +135,23 @@ class GroupedWork(Work):
         return self.region(tile).row < tile.end
 
     def k_tiles_before(self, group):
-        """As `Work.k_tiles_before`; in ping-pong all tiles have all of K."""
+        """As `Work.k_tiles_before`."""
+        if self.along == "k":
+            return group * self._k_tiles_of(self.first - group * self.between)
         return group * cutlass.max(cute.ceil_div(self.k, self.config.bk), Int32(1))
+
+    def k_tiles_after(self, tile: Tile):
+        """As `Work.k_tiles_after`; with a ragged K those of the other warpgroup's next work."""
+        return self._k_tiles_of(tile.work + self.between) if self.along == "k" else tile.k_tiles
+
+    @cute.jit
+    def _k_tiles_of(self, number):
+        """Ragged K: the k tiles of a work; none behind the last one."""
+        count = Int32(0)
+        if number < self.end:
+            _, begin, end, _ = self.groups.find(number)
+            count = cutlass.max(cute.ceil_div(end - begin, self.config.bk), Int32(1))
+        return count
 
 
 def make_work(config: HopperConfig, signature: Signature) -> Work:

@@ -91,10 +91,6 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
                 )
         if config.stream_k:
             return "streamk cuts tiles that all have the same K; with a ragged K they differ from group to group"
-        if config.ping_pong:
-            return (
-                "in ping-pong both warpgroups know each other's k tiles; with a ragged K they differ from tile to tile"
-            )
     return _why_not_gathered(config, signature) if work == GATHERED else None
 
 

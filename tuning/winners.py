@@ -26,6 +26,8 @@ from tuning import cli, machine_code
 
 STALE = "stale"
 NEVER = "never chosen: "
+MOST_DAYS = 700_000
+"""Before today; Python's calendar begins about 739,000 days ago."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,10 +122,10 @@ def prune(store: Winners, options: argparse.Namespace) -> int:
     rows = store.rows()
     _known_gpu(rows, options)
     kept = {_identity(row) for group in _by_problem(rows) for row in standing(group)}
-    try:
-        limit = datetime.now(timezone.utc) - timedelta(days=options.older or 0)
-    except (ValueError, OverflowError):
-        raise ValueError(f"--older: got {options.older:g}, expected a number of days, not more than 700000") from None
+    older = 0.0 if options.older is None else options.older
+    if not 0 <= older <= MOST_DAYS:  # a negative number would delete every row
+        raise ValueError(f"--older: got {older:g}, expected a number of days from 0 to {MOST_DAYS}")
+    limit = datetime.now(timezone.utc) - timedelta(days=older)
 
     def unwanted(row: Measurement) -> bool:
         if not _selected([row], options):
@@ -150,6 +152,8 @@ def restamp(store: Winners, options: argparse.Namespace) -> int:
     """
     everything = winners_table.load(Path(options.file).read_text())
     rows = _selected(everything, options)
+    if not rows:
+        raise ValueError(f"{options.file}: no row of it is of that GPU, backend and shape")
     requests = [(row.gpu, row.backend, row.config, row.problem) for row in rows]
     before = machine_code.answers(Path(options.before), requests)
     same = {}

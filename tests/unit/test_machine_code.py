@@ -91,6 +91,13 @@ def test_a_checkout_without_the_tool_is_an_error(tmp_path, capsys):
     assert "expected a checkout of the sources" in capsys.readouterr().err
 
 
+def test_a_selection_of_no_row_is_an_error(tmp_path, capsys):
+    table = tmp_path / "table.json"
+    table.write_text(winners_table.dump([row()]))
+    assert winners.main(["restamp", str(table), "--before", str(tmp_path), "--shape", "1x1x1"]) == 2
+    assert "no row of it is of that GPU, backend and shape" in capsys.readouterr().err
+
+
 def test_a_request_that_cannot_be_compiled_is_answered(tmp_path):
     lines = "".join(
         json.dumps(each) + "\n" for each in [("H200", "cute", "sm90/x", str(PROBLEM)), ("H200", "torch", "", "")]

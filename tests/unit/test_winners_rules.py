@@ -303,6 +303,14 @@ def test_whatever_stands_in_a_row_of_the_store_a_choice_goes_on(store, data, cap
     assert Winners().path is not None
 
 
+@pytest.mark.parametrize("days", ["-1", "nan", "1e9", "inf"])
+def test_rows_older_than_no_number_of_days_are_not_deleted(store, days, capsys):
+    store.record(row(GOOD, 2e-6, measured_at="2026-11-23T00:00:00+00:00"))
+    assert command.main(["prune", "--older", days]) == 2
+    assert f"--older: got {float(days):g}, expected" in capsys.readouterr().err
+    assert len(store.rows()) == 1
+
+
 def test_text_that_is_not_unicode_is_read(store):
     store.record(row(GOOD, 2e-6))
     values = {**good_row(store.path), "config": b"sm90/\xff\xfe", "seconds": 1e-6}

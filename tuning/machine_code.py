@@ -53,12 +53,12 @@ def answer(gpu: str, backend: str, config: str, problem: str) -> dict[str, str]:
     from cutegemm.errors import GemmError
     from cutegemm.hardware import arch as arch_table
     from cutegemm.hardware.cubin import code_digest
+    from cutegemm.problem import text
     from cutegemm.winners.fingerprint import fingerprint
-    from tuning.calibrate import parse_problem
 
     try:
         kernels = backends.get(backend)
-        signature = parse_problem(problem).signature
+        signature = text.parse(problem).signature
         kernel = kernels.build(signature, kernels.parse(config), arch_table.get(gpu))
         return {"fingerprint": fingerprint(backend, config), "code": code_digest(kernel.cubin)}
     except (ValueError, KeyError, GemmError) as why:

@@ -46,6 +46,14 @@ def row(**changes) -> Measurement:
     return Measurement(**{**known, **changes})
 
 
+def test_any_problem_that_a_row_names_has_machine_code():
+    """Rows of groups, of odd operands and of epilogues: only the fit of the cost model leaves these out."""
+    groups = Problem.of(512, 256, 64, "bf16", batch=4, work="ragged_m")
+    answer = machine_code.answer("H200", "cute", "sm90/64x16x64/coop1/c1x1/s4/row/swap", str(groups))
+    assert answer.keys() == {"fingerprint", "code"}
+    assert "error" in machine_code.answer("H200", "cute", "sm90/64x16x64/coop1/c1x1/s4/row/swap", "512 rows")
+
+
 def test_digest_of_a_damaged_cubin_is_refused():
     with pytest.raises(ValueError, match="no 64-bit ELF"):
         code_digest(b"no cubin")

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", required=True, help="MxNxK, or one number for a square product; several by commas")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", choices=tuple(PRODUCTS), default="bf16")
-    parser.add_argument("--out-dtype", choices=DTYPES, help="by default that of the operands")
+    parser.add_argument("--out-dtype", choices=DTYPES, help="by default as gemm has it: of fp8 bf16, of int8 int32")
     parser.add_argument("--precision", choices=PRECISIONS, default="ieee")
     parser.add_argument("--majors", default="tn", help="BLAS letters of A and B: tn has both along K (default: tn)")
     parser.add_argument("--c", action="store_true", help="add beta * C, of D's dtype")
@@ -37,8 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", choices=NAMES, default="auto")
     parser.add_argument("--config", help="a configuration; by default gemm's choice")
     options = parser.parse_args(arguments)
-    out = options.out_dtype or options.dtype
+    out = options.out_dtype or PRODUCTS[options.dtype].output
     epilogue = Epilogue(out if options.c else None, out if options.bias else None, "n", options.activation)
+    if epilogue != Epilogue() and out == "int32":
+        parser.error(f"argument --out-dtype: got none; int32, that of {options.dtype}, is for the plain product")
+    if (options.c or options.bias) and PRODUCTS[out].itemsize == 1:
+        parser.error(f"argument --out-dtype: got {out} with --c or --bias, which have 2 or 4 bytes an element")
     try:
         arch = arch_table.get(options.gpu)
         for number, shape in enumerate(suites.parse(options.shapes)):

@@ -90,6 +90,26 @@ def test_explain_shows_row_major_fp8_as_gemm_runs_it(capsys):
     assert "copied first: tt is shown as tn" in printed
 
 
+def test_explain_takes_terms_as_gemm_does(capsys):
+    assert explain.main(["--shapes", "64", "--dtype", "e4m3", "--bias", "--c"]) == 0
+    assert "beta*C[bf16]+bias_n[bf16]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--activation", "relu"], "int32, that of int8, is for the plain product"),
+        (["--bias"], "int32, that of int8, is for the plain product"),
+        (["--bias", "--out-dtype", "int8"], "got int8 with --c or --bias"),
+        (["--c", "--out-dtype", "e4m3"], "got e4m3 with --c or --bias"),
+    ],
+)
+def test_explain_refuses_what_gemm_refuses(given, why, capsys):
+    with pytest.raises(SystemExit):
+        explain.main(["--shapes", "64", "--dtype", "int8", *given])
+    assert why in capsys.readouterr().err
+
+
 def test_explain_without_a_gpu(capsys):
     assert explain.main(["--shapes", "4096x4096x64,128", "--bias", "--activation", "gelu", "--gpu", "H200"]) == 0
     shown = capsys.readouterr().out

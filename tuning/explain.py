@@ -39,10 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = options.out_dtype or PRODUCTS[options.dtype].output
     epilogue = Epilogue(out if options.c else None, out if options.bias else None, "n", options.activation)
-    if epilogue != Epilogue() and out == "int32":
-        parser.error(f"argument --out-dtype: got none; int32, that of {options.dtype}, is for the plain product")
-    if (options.c or options.bias) and PRODUCTS[out].itemsize == 1:
-        parser.error(f"argument --out-dtype: got {out} with --c or --bias, which have 2 or 4 bytes an element")
     try:
         arch = arch_table.get(options.gpu)
         for number, shape in enumerate(suites.parse(options.shapes)):

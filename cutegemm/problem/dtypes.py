@@ -233,3 +233,18 @@ def why_mixture_refused(dtype: str, **others: str | None) -> str | None:
                 f"{name}: got torch.{given} with operands of torch.{wanted}; {alone} is not mixed, accepted: {accepted}"
             )
     return None
+
+
+def why_terms_refused(out: str, c: str | None, bias: str | None, activation: str | None) -> str | None:
+    """None when D of dtype `out` may have these terms beside the product, names or None for what there is not; else
+    why not.
+    """
+    for name, term in (("c", c), ("bias", bias)):
+        if term is not None and TYPES[term].itemsize == 1:
+            return f"{name}: got torch.{TYPES[term].torch_name}, accepted are {ACCEPTED_TERMS}"
+    if out == "int32" and (c or bias or activation):
+        return (
+            "out_dtype: got torch.int32 (the default of int8) with c, bias or an activation; it is for the plain "
+            f"product of int8. Pass one of {ACCEPTED}"
+        )
+    return None

@@ -24,6 +24,7 @@ from cutegemm.problem.dtypes import (
     why_mixture_refused,
     why_not_multiplied,
     why_precision_refused,
+    why_terms_refused,
 )
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
@@ -250,6 +251,8 @@ class Problem:
         out = out_dtype or PRODUCTS[dtype].output
         epi = epilogue or Epilogue()
         if refused := why_mixture_refused(dtype, out_dtype=out, c=epi.c_dtype, bias=epi.bias_dtype):
+            raise ValueError(refused)
+        if refused := why_terms_refused(out, epi.c_dtype, epi.bias_dtype, epi.activation):
             raise ValueError(refused)
         if refused := epi.why_refused_for(dtype):
             raise ValueError(refused)

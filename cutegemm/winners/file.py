@@ -63,6 +63,8 @@ DROP INDEX IF EXISTS by_problem;
 CREATE INDEX by_problem ON measurement (problem, gpu, sm_count);
 """
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+_DAMAGED = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What a damaged file raises; the latter where SQLite's message quotes bytes of a damaged schema."""
 LOCK_SECONDS = 60.0
 
 writes = 0
@@ -123,7 +125,7 @@ class WinnersFile:
                     self._step_aside(str(why))
                 except (OSError, sqlite3.OperationalError) as why:  # read-only, full, locked for a minute
                     self._fall_back(why)
-                except sqlite3.DatabaseError as why:
+                except _DAMAGED as why:
                     if isinstance(why, (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError)):
                         raise
                     self._set_aside(why)
@@ -181,7 +183,7 @@ class WinnersFile:
     def _fall_back(self, why: Exception) -> None:
         _warn(f"winners: {self.path} cannot be used ({why}); measurements are kept for this process only")
         memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        with contextlib.suppress(sqlite3.Error, OSError):
+        with contextlib.suppress(sqlite3.Error, UnicodeDecodeError, OSError):
             with contextlib.closing(
                 sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, timeout=1)
             ) as source:
@@ -257,7 +259,7 @@ def _is_whole(path: Path) -> bool:
         with contextlib.closing(_connect(path)) as connection:
             _version(connection)
             return connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
-    except sqlite3.DatabaseError:
+    except _DAMAGED:
         return False
 
 
@@ -265,7 +267,7 @@ def _salvage(path: Path) -> list[tuple]:
     """The rows of a damaged file, as far as they can be read."""
     rows: list[tuple] = []
     for columns in (COLUMNS, _SECOND_SCHEMA, _FIRST_SCHEMA):
-        with contextlib.suppress(sqlite3.Error), contextlib.closing(_connect(path)) as connection:
+        with contextlib.suppress(sqlite3.Error, UnicodeDecodeError), contextlib.closing(_connect(path)) as connection:
             found = connection.execute(f"SELECT {', '.join(columns)} FROM measurement NOT INDEXED")
             for row in found:
                 rows.append((*row, *_SINCE[len(columns) - len(_FIRST_SCHEMA) :]))

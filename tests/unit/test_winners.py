@@ -140,6 +140,21 @@ def test_a_file_of_another_shape_is_not_used(store, script):
         assert len(each.rows()) == 1
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"tablemeasurementmeasurement", b"tablemeas\xb7rementmeasurement"), (b"CREATE TABLE", b"CRE\xb7TE TABLE")],
+)
+def test_a_damaged_schema_whose_bytes_are_no_text_is_set_aside(store, before, after):
+    store.record(row("before"))
+    assert before in store.path.read_bytes()
+    store.path.write_bytes(store.path.read_bytes().replace(before, after))
+    with pytest.warns(WinnersWarning, match="cannot be read"):
+        assert Winners(store.path).rows() == []
+    store.record(row("after"))
+    assert [each.config for each in Winners(store.path).rows()] == ["after"]
+    assert len(list(store.path.parent.glob("*.damaged-*"))) == 1
+
+
 def test_what_can_be_read_of_a_damaged_file_is_kept(store):
     store.record(*(row(f"config {i}" + "x" * 200, 1.0 + i) for i in range(400)))
     size = store.path.stat().st_size

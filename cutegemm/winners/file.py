@@ -189,6 +189,7 @@ class WinnersFile:
             ) as source:
                 if _version(source) <= SCHEMA:
                     source.backup(memory)
+            memory.execute("REINDEX")
             if memory.execute("PRAGMA quick_check").fetchone() != ("ok",):
                 raise sqlite3.DatabaseError("damaged")
             _prepared(memory).execute(f"SELECT {', '.join(COLUMNS)} FROM measurement LIMIT 0")  # is it one of ours?
@@ -258,7 +259,8 @@ def _is_whole(path: Path) -> bool:
     try:
         with contextlib.closing(_connect(path)) as connection:
             _version(connection)
-            return connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
+            # quick_check does not compare the index with the rows.
+            return connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     except _DAMAGED:
         return False
 

@@ -155,6 +155,38 @@ def test_a_damaged_schema_whose_bytes_are_no_text_is_set_aside(store, before, af
     assert len(list(store.path.parent.glob("*.damaged-*"))) == 1
 
 
+def with_a_damaged_index(store) -> None:
+    """Makes the file of a row whose problem the index has wrong: SQLite's quick check finds nothing."""
+    store.record(row(problem="wanted"))
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'by_problem'").fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+    content = bytearray(store.path.read_bytes())
+    at = content.index(b"wanted", (page - 1) * size)
+    content[at] = ord("x")
+    store.path.write_bytes(content)
+
+
+def test_rows_are_kept_where_the_index_is_damaged(store):
+    with_a_damaged_index(store)
+    with pytest.warns(WinnersWarning, match="the 1 rows that could be read"):
+        assert store.prune(lambda each: True) == 1
+    assert store.rows() == []
+
+
+def test_an_index_is_made_again_where_the_file_cannot_be_written(store, monkeypatch):
+    with_a_damaged_index(store)
+
+    def refuse(*given):
+        raise OSError("read-only")
+
+    monkeypatch.setattr(winners_file.WinnersFile, "_write", refuse)
+    with pytest.warns(WinnersWarning, match="cannot be used"):
+        store.record(row())
+    assert [each.problem for each in store.rows("wanted")] == ["wanted"]
+    assert store.prune(lambda each: True) == 2
+
+
 def test_what_can_be_read_of_a_damaged_file_is_kept(store):
     store.record(*(row(f"config {i}" + "x" * 200, 1.0 + i) for i in range(400)))
     size = store.path.stat().st_size

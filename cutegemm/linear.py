@@ -8,6 +8,7 @@ import torch
 
 from cutegemm import native
 from cutegemm.gemm import gemm
+from cutegemm.pytorch import sharded
 from cutegemm.pytorch.native_gradients import mergeable
 from cutegemm.run import float32
 
@@ -56,7 +57,7 @@ def linear(
             return d
     try:
         if weight.dim() == 2 and (bias is None or bias.dim() == 1):
-            if x.dim() == 2 or (x.dim() == 3 and not mergeable(x)):
+            if x.dim() == 2 or (x.dim() == 3 and not _merges(x)):
                 return gemm(
                     x, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend,
                     constant=constant,
@@ -73,6 +74,15 @@ def linear(
         if not torch.compiler.is_dynamo_compiling():
             _check(x, weight, bias, why)
         raise
+
+
+def _merges(x: torch.Tensor) -> bool:
+    """Whether the two leading dimensions of x (L, M, K) become one without a copy, and for a DTensor without gathering
+    a sharded M.
+    """
+    if not mergeable(x) or _is_dynamo_compiling() or not sharded.is_distributed(x):
+        return mergeable(x)
+    return x.shape[1] == 1 or not any(each.is_shard(1) for each in x.placements)
 
 
 def leading_extent(x: torch.Tensor) -> int:

@@ -92,6 +92,23 @@ def programs_of_every_placement(setting: Setting) -> None:
 
 
 @check
+def layers_keep_how_tokens_are_sharded(setting: Setting) -> None:
+    """(batch, tokens, features): sharded tokens were gathered, and every rank computed all of them."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    import cutegemm
+
+    weight, bias = setting.integers(6, 4), setting.integers(6)
+    for shape, dim in (((2, 4, 4), 1), ((2, 3, 4), 1), ((4, 5, 4), 0)):
+        for activation in (None, "silu"):
+            placed_at = same(
+                setting, lambda x, w, b, act=activation: cutegemm.linear(x, w, b, act),
+                [setting.integers(*shape), weight, bias], [Shard(dim), Replicate(), Replicate()],
+            )  # fmt: skip
+            assert placed_at == [Shard(dim)], (shape, dim, placed_at)
+
+
+@check
 def gradients_that_are_placed_otherwise(setting: Setting) -> None:
     """What follows a product needs whole columns, so that the gradient of its sharded rows comes replicated."""
     from torch.distributed.tensor import Replicate, Shard

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from cutegemm.problem import DTYPES, PRECISIONS
 from cutegemm.problem.dtypes import ITEMSIZE, PRODUCTS
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.timer import GpuProcess, TimerBroken
 from tuning import cli, suites
@@ -117,6 +118,8 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         raise ValueError("name the shapes: --shapes 4096x4096x4096, --shapes-file F, --square 64..8192 or --suite llm")
     if options.batch < 1:
         raise ValueError(f"--batch: got {options.batch}, expected at least 1")
+    if options.work != "dense" and options.batch > MOST_GROUPS:
+        raise ValueError(f"--batch: got {options.batch} with --work {options.work}, at most {MOST_GROUPS} groups")
     dtypes = options.dtype.split(",")
     unscaled = [dtype for dtype in dtypes if dtype in PRODUCTS and ITEMSIZE[dtype] != 1]
     if options.scaling and unscaled:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem.text import other_16_bit
-from cutegemm.run.environment import variable
+from cutegemm.run.environment import is_off, variable
 from cutegemm.winners import file, table
 from cutegemm.winners.fingerprint import is_fresh
 from cutegemm.winners.row import STALE_ORIGIN, Measurement, pick
@@ -43,8 +43,8 @@ def deciding(own: Iterable[Measurement], shipped: Iterable[Measurement]) -> list
 
 
 def switched_off() -> bool:
-    """Whether `CUTEGEMM_WINNERS` says that nothing measured counts."""
-    return variable("CUTEGEMM_WINNERS") == "off"
+    """Whether `CUTEGEMM_WINNERS` says that nothing measured counts. Raises ValueError unless it is unset, on or off."""
+    return is_off("CUTEGEMM_WINNERS")
 
 
 def state() -> object:

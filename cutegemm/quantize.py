@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from cutegemm.problem import overlap, quantization_request, request
+from cutegemm.pytorch import transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import quantizing
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
+_has_transforms = torch._C._are_functorch_transforms_active
 
 
 def quantize(
@@ -63,18 +65,34 @@ def quantize(
     16-bit x: 2 read and 1 written an element, and the scales; a copy of x moves 4. docs/quantization.md has times.
 
     No gradient is recorded: x or scale that requires grad is refused under autograd. torch.compile sees the operators
-    torch.ops.cutegemm.quantize and quantize_given. Call once before capturing a CUDA graph.
+    torch.ops.cutegemm.quantize and quantize_given. torch.vmap quantizes one element after the other. Call once before
+    capturing a CUDA graph.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError: fp8 on a GPU of compute capability below 8.9, any kernel below 8.0.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         RuntimeError: x or scale requires grad.
+        NotImplementedError: x or scale carries a tangent of forward mode.
     """
     pair = _pair(out, scale)
-    if _is_dynamo_compiling() or _is_tracing() or is_dispatched(x, scale, *(pair or ())):
+    if _is_seen_by_torch({"x": x, "scale": scale}, pair):
         return _quantize_by_operator(x, dtype, scaling, dim, block, scale, pair, backend)
     return quantizing.quantize(x, dtype, scaling, dim, block, scale, pair, backend)
+
+
+def _is_seen_by_torch(inputs: dict[str, Any], out: tuple[Any, ...] | None) -> bool:
+    """Whether the call must be torch's operator: it is compiled or traced, or one of the tensors stands for others.
+
+    Raises ValueError for what `gemm` refuses of tensors under vmap and torch.func, `out` among it.
+    """
+    if _is_dynamo_compiling() or _is_tracing():
+        return True
+    tensors = (*inputs.values(), *(out or ()))
+    if _has_transforms() and transforms.active(*tensors):
+        transforms.refuse(inputs, out)
+        return True
+    return is_dispatched(*tensors)
 
 
 def _pair(out: Any, scale: Any) -> tuple[Any, Any] | None:
@@ -140,7 +158,7 @@ def dequantize(
         raise TypeError(f"dtype: got {request.shown(dtype)}, expected a torch.dtype")
     if isinstance(out, torch.Tensor) and out.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"out: got dtype {out.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
-    if _is_dynamo_compiling() or _is_tracing() or is_dispatched(values, scale, out):
+    if _is_seen_by_torch({"values": values, "scale": scale}, None if out is None else (out,)):
         if out is None:
             return torch.ops.cutegemm.dequantize(values, scale, dtype, backend)
         overlap.check_identity(out, {"values": values, "scale": scale})

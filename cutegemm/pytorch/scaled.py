@@ -100,6 +100,8 @@ def compute(
             refuse_tangents(*tensors, *operands)
         scales, config = carried_scaling(scales), carried(config)
         if epilogue is None:
+            request.check_number("alpha", alpha)
+            request.check_number("beta", beta)
             return torch.ops.cutegemm.scaled_gemm(
                 a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, scales
             )

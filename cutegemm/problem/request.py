@@ -183,7 +183,15 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device, of: str 
 def check_type(name: str, tensor: Any) -> None:
     """Raises TypeError unless it is a torch.Tensor."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        raise no_tensor(name, tensor)
+
+
+def no_tensor(name: str, given: Any) -> TypeError:
+    """What to raise where a tensor is expected, and none is given."""
+    said = f"{name}: got {type(given).__name__}, expected a torch.Tensor"
+    if type(given).__module__ == "torch.fx.proxy":
+        said += "; have torch.fx take cutegemm's layers as leaves, by its Tracer's is_leaf_module (docs/pytorch.md)"
+    return TypeError(said)
 
 
 def check_tensor(name: str, tensor: Any) -> None:

@@ -76,23 +76,12 @@ def quantize(
         NotImplementedError: x or scale carries a tangent of forward mode.
     """
     pair = _pair(out, scale)
-    if _is_seen_by_torch({"x": x, "scale": scale}, pair):
+    if _is_dynamo_compiling() or _is_tracing() or is_dispatched(x, scale, *(pair or ())):
+        return _quantize_by_operator(x, dtype, scaling, dim, block, scale, pair, backend)
+    if _has_transforms() and transforms.active(x, scale, *(pair or ())):
+        transforms.refuse({"x": x, "scale": scale}, pair)
         return _quantize_by_operator(x, dtype, scaling, dim, block, scale, pair, backend)
     return quantizing.quantize(x, dtype, scaling, dim, block, scale, pair, backend)
-
-
-def _is_seen_by_torch(inputs: dict[str, Any], out: tuple[Any, ...] | None) -> bool:
-    """Whether the call must be torch's operator: it is compiled or traced, or one of the tensors stands for others.
-
-    Raises ValueError for what `gemm` refuses of tensors under vmap and torch.func, `out` among it.
-    """
-    if _is_dynamo_compiling() or _is_tracing():
-        return True
-    tensors = (*inputs.values(), *(out or ()))
-    if _has_transforms() and transforms.active(*tensors):
-        transforms.refuse(inputs, out)
-        return True
-    return is_dispatched(*tensors)
 
 
 def _pair(out: Any, scale: Any) -> tuple[Any, Any] | None:
@@ -158,12 +147,15 @@ def dequantize(
         raise TypeError(f"dtype: got {request.shown(dtype)}, expected a torch.dtype")
     if isinstance(out, torch.Tensor) and out.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"out: got dtype {out.dtype}, accepted are torch.float16, torch.bfloat16, torch.float32")
-    if _is_seen_by_torch({"values": values, "scale": scale}, None if out is None else (out,)):
+    if _is_dynamo_compiling() or _is_tracing() or is_dispatched(values, scale, out):
         if out is None:
             return torch.ops.cutegemm.dequantize(values, scale, dtype, backend)
         overlap.check_identity(out, {"values": values, "scale": scale})
         torch.ops.cutegemm.dequantize_out(values, scale, backend, out)
         return out
+    if _has_transforms() and transforms.active(values, scale, out):
+        transforms.refuse({"values": values, "scale": scale}, out)
+        return torch.ops.cutegemm.dequantize(values, scale, dtype, backend)
     return quantizing.dequantize(values, scale, dtype if out is None else _dtype_of(out, dtype), out, backend)
 
 

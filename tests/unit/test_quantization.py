@@ -298,6 +298,8 @@ def test_functionalize_and_vmap():
     for transform in (torch.vmap, torch.func.functionalize):
         with pytest.raises(ValueError, match=r"out: got a tensor under vmap or torch\.func"):
             transform(lambda x: cutegemm.quantize(x, torch.int8, out=out)[0])(x if transform is torch.vmap else x[0])
+        with pytest.raises(ValueError, match=r"out: got a tensor under vmap or torch\.func"):
+            transform(lambda x: cutegemm.dequantize(x, given, out=torch.empty(6, 20)))(x.char())
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode calls it

@@ -21,7 +21,7 @@ from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.work import DENSE
-from cutegemm.run.environment import variable
+from cutegemm.run.environment import is_on
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
 ASKED_FOR = "asked for"
@@ -348,16 +348,16 @@ class PlanMemo:
 
 
 class State(NamedTuple):
-    """What a choice depends on besides the call: `winners.state()`, and the text of `CUTEGEMM_TUNE`."""
+    """What a choice depends on besides the call: `winners.state()`, and whether `CUTEGEMM_TUNE` asks `gemm` to tune."""
 
     winners: object
-    tune: str | None
+    tune: bool
 
 
 def state() -> State:
     """What a choice depends on besides the call: a value that differs from an earlier one when something has changed.
 
     It covers the winners store (whoever writes to it) and the environment variables `CUTEGEMM_WINNERS`,
-    `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`.
+    `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`. Raises ValueError where one of them has a value that is not accepted.
     """
-    return State(_reader().state(), variable("CUTEGEMM_TUNE"))
+    return State(_reader().state(), is_on("CUTEGEMM_TUNE"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
 from cutegemm.run import preparing
 from cutegemm.run.arguments import BoundLaunch, Scalars
-from cutegemm.run.environment import variable
+from cutegemm.run.environment import is_on, variable
 
 Runner = Callable[..., torch.Tensor]
 """run(a, b, c, alpha, beta, bias, out) -> D"""
@@ -90,7 +89,7 @@ class Call(NamedTuple):
             arch = Arch.of_device(asked.device.index)
         elif self.backend in backends.WITH_KERNELS:
             arch = planning.emulated_arch()
-        if arch is not None and not on_cpu and (state.tune if state else os.environ.get("CUTEGEMM_TUNE")):
+        if arch is not None and not on_cpu and (state.tune if state else is_on("CUTEGEMM_TUNE")):
             self._tune(arch)
             known = None  # a winner may have been written
         problem, choice, preparations = prepared.choose(asked.problem, arch, self.backend, self.config, known)
@@ -175,10 +174,10 @@ class Call(NamedTuple):
         """Tunes a problem met for the first time, where nothing was asked for by name and nothing is captured. Products
         with a program are not timed: those take the winner of the plain product.
         """
-        from cutegemm.tuner.on_demand import on_demand, wanted
+        from cutegemm.tuner.on_demand import on_demand
 
         free = self.backend == "auto" and self.config is None and self.request.problem.epilogue.custom is None
-        if wanted() and free and not torch.cuda.is_current_stream_capturing():
+        if free and not torch.cuda.is_current_stream_capturing():
             on_demand(self.request.problem, arch, self.request.device.index)
 
     def launch(self, plan: Plan) -> tuple[Any, ...] | None:

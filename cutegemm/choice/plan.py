@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -122,12 +123,16 @@ def choose(
 
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
+    Where nothing was measured with the problem's constant operand, the choice is the one without that promise.
 
     The winner of the plain product may be a poor choice with a program. Where the model says so, the model's own choice
     is taken. But where the model prefers its own choice for the plain product too, the measurement has shown that the
     model errs there. Then only the time that the program adds to either configuration is compared.
     """
     tuned = _tuned(problem, arch, backend, known)
+    if tuned is None and problem.constant:
+        problem = replace(problem, constant="")
+        tuned = _tuned(problem, arch, backend, known)
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):
         return tuned
     found = _heuristics().choose(problem, arch, backend, _reader().noticed())
@@ -166,7 +171,8 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     same in the other 16-bit type where it has none that can.
     """
     rows = _reader().lookup_both(problem, arch, known)
-    names = "tuned winner", "tuned winner of the other 16-bit type"
+    of = f" with {problem.constant.upper()} constant" if problem.constant else ""
+    names = f"tuned winner{of}", f"tuned winner{of} of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_terms(), arch, known)
         names = OF_PLAIN, f"{OF_PLAIN} in the other 16-bit type"

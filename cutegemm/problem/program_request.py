@@ -49,6 +49,10 @@ class ProgramRequest(NamedTuple):
         return ""
 
     @property
+    def measured(self) -> Problem:
+        return self.problem
+
+    @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,11 @@ class Request(NamedTuple):
     @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
+
+    @property
+    def measured(self) -> Problem:
+        """The problem as a tuner times it, with its constant operand."""
+        return replace(self.problem, constant=self.constant) if self.constant else self.problem
 
 
 def describe(

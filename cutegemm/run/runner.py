@@ -92,7 +92,9 @@ class Call(NamedTuple):
         if arch is not None and not on_cpu and (state.tune if state else is_on("CUTEGEMM_TUNE")):
             self._tune(arch)
             known = None  # a winner may have been written
-        problem, choice, preparations = prepared.choose(asked.problem, arch, self.backend, self.config, known)
+        problem, choice, preparations = prepared.choose(
+            asked.problem, arch, self.backend, self.config, known, asked.constant
+        )
         kernel = None
         preparers = []
         if choice.config is not None:
@@ -178,7 +180,7 @@ class Call(NamedTuple):
 
         free = self.backend == "auto" and self.config is None and self.request.problem.epilogue.custom is None
         if free and not torch.cuda.is_current_stream_capturing():
-            on_demand(self.request.problem, arch, self.request.device.index)
+            on_demand(self.request.measured, arch, self.request.device.index)
 
     def launch(self, plan: Plan) -> tuple[Any, ...] | None:
         """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""

@@ -12,11 +12,15 @@ import cutegemm
 import cutegemm.nn
 from cutegemm import backend as backends
 from cutegemm.choice import plan as planning
+from cutegemm.cute.hopper import candidates
 from cutegemm.cute.hopper.constant import for_constant
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, text
 from cutegemm.run import call, runner
 from cutegemm.run.runner import Call
+from cutegemm.winners import Measurement, Winners, table
+from cutegemm.winners.fingerprint import fingerprint
+from tuning import sweep
 
 PDL, PLAIN = "sm90/64x64x64/coop1/c1x1/s3/serp8/pdl", "sm90/64x64x64/coop1/c1x1/s3/serp8"
 
@@ -118,6 +122,57 @@ def test_a_choice_without_pdl_gets_it(planned, monkeypatch):
     monkeypatch.setattr(planning, "choose", lambda *given: plain)
     assert str(planned(a, b, config=None, constant="b").choice.config) == PDL
     assert str(planned(a, b, config=None).choice.config) == PLAIN
+
+
+DEEP = "sm90/64x16x128/coop1/c1x1/s8/row/swap/pdl"
+NEAR = "sm90/64x16x128/coop1/c1x1/s5/row/swap/once/skew/pdl"
+
+
+def measured(problem, config, seconds=1e-5):
+    return Measurement("H200", 132, str(problem), "cute", config, fingerprint("cute", config), seconds, "ok")
+
+
+def test_a_winner_measured_with_the_promise_serves_calls_that_make_it(planned, monkeypatch, tmp_path):
+    """A deep ring pays where the kernel fills it before it waits, and costs time where it does not."""
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CUTEGEMM_WINNERS", raising=False)
+    monkeypatch.setattr(table, "shipped", lambda gpu, sm_count: {})
+    plain, promised = (Problem.of(16, 4096, 4096, constant=constant) for constant in ("", "b"))
+    a, b = operands(16, 4096, 4096)
+    Winners().record(measured(plain, NEAR, 1e-6), measured(promised, DEEP))
+    made = planned(a, b, config=None, constant="b")
+    assert str(made.choice.config) == DEEP
+    assert made.choice.why == "tuned winner with B constant, own: 10.0 us"
+    assert made.problem == plain, "the kernel is bound to the problem without the promise"
+    assert made.kernel.signature.constant == "b"
+    for options in ({}, {"constant": "a"}):
+        assert str(planned(a, b, config=None, **options).choice.config) == NEAR
+    a, b = operands(16, 4096, 2048)
+    Winners().record(measured(Problem.of(16, 4096, 2048), NEAR))
+    assert planned(a, b, config=None, constant="b").choice == planned(a, b, config=None).choice
+    half = operands(16, 4096, 4096, torch.float16)
+    why = planned(*half, config=None, constant="b").choice.why
+    assert why == "tuned winner with B constant of the other 16-bit type, own: 10.0 us"
+
+
+def test_the_tuner_measures_with_the_promise():
+    """The text that rows are kept by says so, is read back, and names the operand that the kernel sees."""
+    found = Call.of(*operands(), None, runner.complete({"constant": "b"})).request
+    assert found.measured == Problem.of(64, 128, 256, constant="b")
+    assert text.parse(str(found.measured)) == found.measured
+    assert found.measured.transposed().constant == "a"
+    assert Problem.of(64, 1, 256, constant="b").constant == "a", "one column is computed as one row"
+    (asked,) = sweep.problems(sweep.parser().parse_args(["--shapes", "64x128x256", "--constant", "b"]))
+    assert asked == found.measured
+    parse, signature = backends.get("cute").parse, found.measured.signature
+    assert [candidates.tries(parse(each), signature) for each in (PDL, PLAIN)] == [True, False]
+    assert candidates.tries(parse(PLAIN), Problem.of(64, 128, 256).signature)
+    for other in (["--work", "ragged_m"], ["--moe"], ["--dtype", "e4m3", "--scaling", "blocks"]):
+        shapes = [] if "--moe" in other else ["--shapes", "64x128x256"]
+        with pytest.raises(ValueError, match="--constant"):
+            sweep.problems(sweep.parser().parse_args([*shapes, "--constant", "b", *other]))
+    with pytest.raises(ValueError, match="constant: got 'c', accepted are '', 'a' and 'b'"):
+        Problem.of(64, 64, 64, constant="c")
 
 
 def test_configurations_that_use_it():

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import byte_candidates, part_candidates, promotion, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
+from cutegemm.cute.hopper.constant import uses_constant
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.work import MASKED, RAGGED_N, ROWS
 
@@ -103,7 +104,11 @@ def _with_room(text: str, signature: Signature) -> str:
 
 
 def tries(config: HopperConfig, signature: Signature) -> bool:
-    """Whether the tuner tries a configuration that is valid for a signature."""
+    """Whether the tuner tries a configuration that is valid for a signature: with a constant operand one that loads
+    it before the wait.
+    """
+    if signature.constant and not uses_constant(config, signature):
+        return False
     return ITEMSIZE[signature.dtype] > 1 or byte_candidates.tries(config, signature)
 
 

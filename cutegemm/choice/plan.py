@@ -29,6 +29,8 @@ ASKED_FOR = "asked for"
 """Why a configuration or a backend that a call names runs."""
 OF_PLAIN = "tuned winner of the plain product"
 """Why a program runs a configuration that was measured without it."""
+WITH_CONSTANT = "tuned winner with a constant"
+"""Why a call that promises a constant operand runs a configuration that was measured with it."""
 PROGRAM_GAINS = 0.98
 """With a program another configuration replaces the winner of the plain product where the model estimates that it takes
 less than this share of the winner's time."""
@@ -171,8 +173,8 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     same in the other 16-bit type where it has none that can.
     """
     rows = _reader().lookup_both(problem, arch, known)
-    of = f" with {problem.constant.upper()} constant" if problem.constant else ""
-    names = f"tuned winner{of}", f"tuned winner{of} of the other 16-bit type"
+    tuned = f"{WITH_CONSTANT} {problem.constant.upper()}" if problem.constant else "tuned winner"
+    names = tuned, f"{tuned} of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_terms(), arch, known)
         names = OF_PLAIN, f"{OF_PLAIN} in the other 16-bit type"

@@ -99,7 +99,7 @@ class Call(NamedTuple):
         preparers = []
         if choice.config is not None:
             assert arch is not None
-            choice = self._for_constant(choice)
+            choice = self._for_constant(choice, arch)
             if problem.epilogue.custom is None:
                 kernel = self._kernel(choice, arch, problem.signature)
             else:
@@ -110,13 +110,14 @@ class Call(NamedTuple):
             problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), asked.constant
         )
 
-    def _for_constant(self, choice: planning.Choice) -> planning.Choice:
-        """The choice, for a constant operand with what makes use of that; a configuration asked for stays as it is."""
+    def _for_constant(self, choice: planning.Choice, arch: Arch) -> planning.Choice:
+        """The choice, for a constant operand with what makes use of that; a configuration that was asked for or
+        measured with the operand stays as it is.
+        """
         asked = self.request
-        if not asked.constant or self.config is not None:
+        if not asked.constant or self.config is not None or planning.WITH_CONSTANT in choice.why:
             return choice
-        config = backends.get(choice.backend).for_constant(choice.config, asked.problem.signature)
-        return choice if config is None else choice._replace(config=config)
+        return choice._replace(config=backends.get(choice.backend).for_constant(choice.config, asked.measured, arch))
 
     def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature | None = None) -> backends.Kernel:
         """The kernel of a choice, by default for the problem as it was asked."""
@@ -124,7 +125,7 @@ class Call(NamedTuple):
         plain = asked.problem.signature
         signature = signature or plain
         # An operand that is packed first is written by the kernel in front.
-        if asked.constant and signature == plain and backend.for_constant(choice.config, signature) == choice.config:
+        if asked.constant and signature == plain and backend.uses_constant(choice.config, signature):
             signature = replace(signature, constant=asked.constant)
         key = backend, choice.config, signature, arch
         found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))

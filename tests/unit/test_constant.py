@@ -23,6 +23,8 @@ from cutegemm.winners.fingerprint import fingerprint
 from tuning import sweep
 
 PDL, PLAIN = "sm90/64x64x64/coop1/c1x1/s3/serp8/pdl", "sm90/64x64x64/coop1/c1x1/s3/serp8"
+DEEP = "sm90/64x16x128/coop1/c1x1/s8/row/swap/pdl"
+NEAR = "sm90/64x16x128/coop1/c1x1/s5/row/swap/once/skew/pdl"
 
 
 class Built:
@@ -79,7 +81,7 @@ def test_the_kernel_knows_the_promise_and_the_choice_does_not(planned):
     made = planned(a, b, constant="b")
     assert made.kernel.signature.constant == "b"
     assert made.problem.signature.constant == ""
-    assert made.choice == planned(a, b).choice
+    assert made.choice == planned(a, b).choice, "a configuration asked for stays as it is"
     assert planned(a, b).kernel.signature.constant == ""
     assert "B: its first tiles are loaded while" in planning.describe(made)
     assert "constant" not in planning.describe(planned(a, b))
@@ -120,12 +122,32 @@ def test_a_choice_without_pdl_gets_it(planned, monkeypatch):
     a, b = operands()
     plain = planning.Choice("cute", backends.get("cute").parse(PLAIN), "tuned winner")
     monkeypatch.setattr(planning, "choose", lambda *given: plain)
-    assert str(planned(a, b, config=None, constant="b").choice.config) == PDL
+    assert str(planned(a, b, config=None, constant="b").choice.config) == PDL.replace("s3", "s4")
     assert str(planned(a, b, config=None).choice.config) == PLAIN
 
 
-DEEP = "sm90/64x16x128/coop1/c1x1/s8/row/swap/pdl"
-NEAR = "sm90/64x16x128/coop1/c1x1/s5/row/swap/once/skew/pdl"
+@pytest.mark.parametrize(
+    ("config", "m", "n", "k", "stages"),
+    [
+        (NEAR, 16, 6144, 4096, 11),  # 96 CTAs: as many as fit, 20 kB each
+        (NEAR, 16, 6144, 640, 5),  # five k tiles
+        (NEAR, 16, 28672, 4096, 5),  # more CTAs than SMs: two on an SM may load side by side
+        ("sm90/64x16x128/coop1/c1x1x2/s5/row/swap/pdl", 16, 4096, 4096, 11),
+        ("sm90/64x16x128/coop1/c1x1x2/s5/row/swap/pdl", 16, 4096, 1664, 7),  # 13 k tiles in two parts
+        ("sm90/64x16x128/coop1/c1x2/s8/row/k15/swap/pdl", 16, 256, 65536, 11),
+        ("sm90/64x16x32/coop1/c1x1/s4/row/swap/pdl", 16, 4096, 4096, 16),
+        ("sm90/128x256x64/coop2/c2x1/s4/serp8/pdl", 1024, 4096, 4096, 4),
+        ("sm90/128x256x64/coop2/c2x1/s2/serp8/pdl", 1024, 2048, 4096, 4),
+    ],
+)
+def test_in_one_wave_the_ring_is_as_deep_as_it_can_be(config, m, n, k, stages):
+    cute, h200, problem = backends.get("cute"), arch_table.get("H200"), Problem.of(m, n, k, constant="b")
+    found = cute.for_constant(cute.parse(config), problem, h200)
+    assert found == replace(cute.parse(config), stages=stages)
+    assert cute.check(found, problem, h200) is None
+    assert stages != 11 or cute.check(replace(found, stages=stages + 1), problem, h200), "one more would fit"
+    assert cute.for_constant(cute.parse(config), replace(problem, constant="a"), h200) == cute.parse(config)
+    assert cute.for_constant(cute.parse("simt/64x64x16/w32x32/s2/g8"), problem, h200).family == "simt"
 
 
 def measured(problem, config, seconds=1e-5):
@@ -142,17 +164,17 @@ def test_a_winner_measured_with_the_promise_serves_calls_that_make_it(planned, m
     Winners().record(measured(plain, NEAR, 1e-6), measured(promised, DEEP))
     made = planned(a, b, config=None, constant="b")
     assert str(made.choice.config) == DEEP
-    assert made.choice.why == "tuned winner with B constant, own: 10.0 us"
+    assert made.choice.why == "tuned winner with a constant B, own: 10.0 us"
     assert made.problem == plain, "the kernel is bound to the problem without the promise"
     assert made.kernel.signature.constant == "b"
     for options in ({}, {"constant": "a"}):
         assert str(planned(a, b, config=None, **options).choice.config) == NEAR
     a, b = operands(16, 4096, 2048)
     Winners().record(measured(Problem.of(16, 4096, 2048), NEAR))
-    assert planned(a, b, config=None, constant="b").choice == planned(a, b, config=None).choice
+    assert planned(a, b, config=None, constant="b").choice.why == planned(a, b, config=None).choice.why
     half = operands(16, 4096, 4096, torch.float16)
     why = planned(*half, config=None, constant="b").choice.why
-    assert why == "tuned winner with B constant of the other 16-bit type, own: 10.0 us"
+    assert why == "tuned winner with a constant B of the other 16-bit type, own: 10.0 us"
 
 
 def test_the_tuner_measures_with_the_promise():

@@ -171,11 +171,13 @@ class Backend(ABC, Generic[C]):
         """
         return None
 
-    def for_constant(self, config: C, signature: Signature) -> C | None:
-        """The configuration with what makes use of an operand that no running kernel writes (`Signature.constant`);
-        None where nothing would, and the kernel of the plain signature serves.
-        """
-        return None
+    def uses_constant(self, config: C, signature: Signature) -> bool:
+        """Whether its kernel makes use of an operand that no running kernel writes (`Signature.constant`)."""
+        return False
+
+    def for_constant(self, config: C, problem: Problem, arch: Arch) -> C:
+        """What runs for a problem with such an operand in the place of a configuration that was chosen without."""
+        return config
 
     def accumulators(self, config: C) -> int:
         """Accumulators of a thread; one with fewer has more registers for an epilogue program. Raises ValueError where

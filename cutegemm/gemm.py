@@ -313,6 +313,11 @@ def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
     plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
     anew. With `offsets=` or `counts=` arguments and errors are those of `grouped_gemm`, of which it tells the same.
     """
+    if isinstance(c, torch.Tensor) and c.dim() == 1 and c.dtype in (torch.int32, torch.int64):
+        raise TypeError(
+            f"offsets: got a tensor of {c.dtype} by position, where c is, which has no integers; accepted are offsets "
+            "and counts by name, as in explain(a, b, offsets=offsets)"
+        )
     if "offsets" in options or "counts" in options:
         if c is not None:
             raise ValueError(

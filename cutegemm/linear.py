@@ -8,6 +8,7 @@ import torch
 
 from cutegemm import native
 from cutegemm.gemm import gemm
+from cutegemm.problem import request
 from cutegemm.pytorch import sharded
 from cutegemm.pytorch.native_gradients import mergeable
 from cutegemm.run import float32
@@ -117,7 +118,7 @@ def _check(x: Any, weight: Any, bias: Any, why: Exception) -> None:
     """Raises what is wrong in the terms of `linear`, for what `gemm` would name otherwise."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, torch.Tensor) and not (name == "bias" and tensor is None):
-            raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor") from None
+            raise request.no_tensor(name, tensor) from None
         if isinstance(tensor, torch.Tensor) and tensor.is_nested:
             raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()") from None
     text = str(why)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from cutegemm.problem import overlap, quantization_request, request
+from cutegemm.pytorch import transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import quantizing
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
+_has_transforms = torch._C._are_functorch_transforms_active
 
 
 def quantize(
@@ -63,16 +65,21 @@ def quantize(
     16-bit x: 2 read and 1 written an element, and the scales; a copy of x moves 4. docs/quantization.md has times.
 
     No gradient is recorded: x or scale that requires grad is refused under autograd. torch.compile sees the operators
-    torch.ops.cutegemm.quantize and quantize_given. Call once before capturing a CUDA graph.
+    torch.ops.cutegemm.quantize and quantize_given. torch.vmap quantizes one element after the other. Call once before
+    capturing a CUDA graph.
 
     Raises:
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError: fp8 on a GPU of compute capability below 8.9, any kernel below 8.0.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
         RuntimeError: x or scale requires grad.
+        NotImplementedError: x or scale carries a tangent of forward mode.
     """
     pair = _pair(out, scale)
     if _is_dynamo_compiling() or _is_tracing() or is_dispatched(x, scale, *(pair or ())):
+        return _quantize_by_operator(x, dtype, scaling, dim, block, scale, pair, backend)
+    if _has_transforms() and transforms.active(x, scale, *(pair or ())):
+        transforms.refuse({"x": x, "scale": scale}, pair)
         return _quantize_by_operator(x, dtype, scaling, dim, block, scale, pair, backend)
     return quantizing.quantize(x, dtype, scaling, dim, block, scale, pair, backend)
 
@@ -146,6 +153,9 @@ def dequantize(
         overlap.check_identity(out, {"values": values, "scale": scale})
         torch.ops.cutegemm.dequantize_out(values, scale, backend, out)
         return out
+    if _has_transforms() and transforms.active(values, scale, out):
+        transforms.refuse({"values": values, "scale": scale}, out)
+        return torch.ops.cutegemm.dequantize(values, scale, dtype, backend)
     return quantizing.dequantize(values, scale, dtype if out is None else _dtype_of(out, dtype), out, backend)
 
 

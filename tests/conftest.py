@@ -135,7 +135,10 @@ def seed(request: pytest.FixtureRequest) -> int:
     """
     fresh = request.config.getoption("--exhaustive") or "gpu" in request.keywords
     drawn = os.urandom(4) if fresh else hashlib.sha256(request.node.nodeid.encode()).digest()[:4]
-    value = int(os.environ.get("CUTEGEMM_TEST_SEED") or int.from_bytes(drawn, "little"))
+    given = os.environ.get("CUTEGEMM_TEST_SEED") or str(int.from_bytes(drawn, "little"))
+    if not given.isdecimal():
+        raise pytest.UsageError(f"CUTEGEMM_TEST_SEED: got {given!r}, accepted is a number of at least 0")
+    value = int(given)
     print(f"CUTEGEMM_TEST_SEED={value}")
     return value
 

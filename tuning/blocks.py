@@ -334,7 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
             steps = {name: inference(models[name], x, turn, how) for name in right}
             what = f"decoding, {how}, batch {count}" if decodes else f"prefill, {how}, {count} tokens"
             lines += lines_of(what, in_turns(steps, options.rounds), verdicts)
-            print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
+            print(table(lines[-len(verdicts) :]), file=sys.stderr, flush=True)
             del steps
         del models
     for count in tokens:
@@ -344,7 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
         verdicts = check(models, x, turn)
         steps = {name: training(models[name], x, turn) for name, verdict in verdicts.items() if verdict == "ok"}
         lines += lines_of(f"training, {count} tokens", in_turns(steps, options.rounds, 0.3), verdicts)
-        print(*lines[-len(verdicts) :], sep="\n", file=sys.stderr, flush=True)
+        print(table(lines[-len(verdicts) :]), file=sys.stderr, flush=True)
         del models, steps
     print(table(lines))
     print(summary(lines))

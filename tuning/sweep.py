@@ -63,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
     kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k"),
                       help="groups that divide M, N or K, which the shapes then have the totals of")  # fmt: skip
+    kind.add_argument("--constant", choices=("a", "b"), default="", help="an operand that no running kernel writes, as "
+                      "gemm(constant=) promises: its winners are kept apart")  # fmt: skip
     kind.add_argument("--moe", action="store_true", help="the suite of experts of published models, in place of shapes")
     kind.add_argument("--activation", choices=ACTIVATIONS)
     kind.add_argument("--bias", metavar="DTYPE", choices=DTYPES, help="a bias along N is added")
@@ -120,6 +122,8 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         raise ValueError(f"--batch: got {options.batch}, expected at least 1")
     if options.work != "dense" and options.batch > MOST_GROUPS:
         raise ValueError(f"--batch: got {options.batch} with --work {options.work}, at most {MOST_GROUPS} groups")
+    if options.constant and options.work != "dense":
+        raise ValueError(f"--constant: got {options.constant} with --work {options.work}; accepted are dense products")
     dtypes = options.dtype.split(",")
     unscaled = [dtype for dtype in dtypes if dtype in PRODUCTS and ITEMSIZE[dtype] != 1]
     if options.scaling and unscaled:
@@ -130,7 +134,7 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     return [
         Problem.of(
             m, n, k, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
-            precision=options.precision, epilogue=epilogue, work=options.work,
+            precision=options.precision, epilogue=epilogue, work=options.work, constant=options.constant,
         )
         for dtype, ((m, n, k), majors) in kinds
     ]  # fmt: skip
@@ -141,7 +145,7 @@ def _refuse_beside_moe(options: argparse.Namespace) -> None:
     given = {
         "--shapes": options.shapes, "--shapes-file": options.shapes_file, "--square": options.square,
         "--suite": options.suite, "--batch": options.batch != 1, "--work": options.work != "dense",
-        "--scaling": options.scaling,
+        "--scaling": options.scaling, "--constant": options.constant,
     }  # fmt: skip
     if refused := [name for name, value in given.items() if value]:
         raise ValueError(f"--moe: got it with {refused[0]}; its suite has shapes, groups and no scales")
@@ -153,6 +157,8 @@ def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: su
 
     given = {"--c": options.c, "--bias": options.bias, "--activation": options.activation}
     refused = [name for name, value in given.items() if value]
+    if options.constant:
+        refused.append(f"--constant {options.constant}")
     if options.precision != "ieee":
         refused.append(f"--precision {options.precision}")
     if refused:

@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,13 +22,15 @@ from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.work import DENSE
-from cutegemm.run.environment import variable
+from cutegemm.run.environment import is_on
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
 ASKED_FOR = "asked for"
 """Why a configuration or a backend that a call names runs."""
 OF_PLAIN = "tuned winner of the plain product"
 """Why a program runs a configuration that was measured without it."""
+WITH_CONSTANT = "tuned winner with a constant"
+"""Why a call that promises a constant operand runs a configuration that was measured with it."""
 PROGRAM_GAINS = 0.98
 """With a program another configuration replaces the winner of the plain product where the model estimates that it takes
 less than this share of the winner's time."""
@@ -122,12 +125,16 @@ def choose(
 
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
+    Where nothing was measured with the problem's constant operand, the choice is the one without that promise.
 
     The winner of the plain product may be a poor choice with a program. Where the model says so, the model's own choice
     is taken. But where the model prefers its own choice for the plain product too, the measurement has shown that the
     model errs there. Then only the time that the program adds to either configuration is compared.
     """
     tuned = _tuned(problem, arch, backend, known)
+    if tuned is None and problem.constant:
+        problem = replace(problem, constant="")
+        tuned = _tuned(problem, arch, backend, known)
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):
         return tuned
     found = _heuristics().choose(problem, arch, backend, _reader().noticed())
@@ -166,7 +173,8 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     same in the other 16-bit type where it has none that can.
     """
     rows = _reader().lookup_both(problem, arch, known)
-    names = "tuned winner", "tuned winner of the other 16-bit type"
+    tuned = f"{WITH_CONSTANT} {problem.constant.upper()}" if problem.constant else "tuned winner"
+    names = tuned, f"{tuned} of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_terms(), arch, known)
         names = OF_PLAIN, f"{OF_PLAIN} in the other 16-bit type"
@@ -348,16 +356,16 @@ class PlanMemo:
 
 
 class State(NamedTuple):
-    """What a choice depends on besides the call: `winners.state()`, and the text of `CUTEGEMM_TUNE`."""
+    """What a choice depends on besides the call: `winners.state()`, and whether `CUTEGEMM_TUNE` asks `gemm` to tune."""
 
     winners: object
-    tune: str | None
+    tune: bool
 
 
 def state() -> State:
     """What a choice depends on besides the call: a value that differs from an earlier one when something has changed.
 
     It covers the winners store (whoever writes to it) and the environment variables `CUTEGEMM_WINNERS`,
-    `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`.
+    `CUTEGEMM_CACHE_DIR` and `CUTEGEMM_TUNE`. Raises ValueError where one of them has a value that is not accepted.
     """
-    return State(_reader().state(), variable("CUTEGEMM_TUNE"))
+    return State(_reader().state(), is_on("CUTEGEMM_TUNE"))

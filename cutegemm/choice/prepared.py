@@ -10,6 +10,7 @@ copy, the time of the copied bytes at the memory's speed, and memory for the cop
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutegemm import backend as backends
@@ -41,18 +42,20 @@ class Prepared(NamedTuple):
 
 
 def choose(
-    problem: Problem, arch: Arch | None, backend: str = "auto", config: str | Any | None = None, known: object = None
-) -> Prepared:
+    problem: Problem, arch: Arch | None, backend: str = "auto", config: str | Any | None = None, known: object = None,
+    constant: str = "",
+) -> Prepared:  # fmt: skip
     """`plan.choose`, of the problem as it is or of the one with prepared operands, whichever is estimated faster.
 
     A configuration that was asked for and that cannot serve the problem as it is gets prepared operands.
 
-    Args and errors as for `plan.choose`.
+    Args and errors as for `plan.choose`, of a problem without constant operands; constant: which operand of it is.
     """
     refusal: UnsupportedError | None = None
     direct: Choice | None = None
     try:
-        direct = plan.choose(problem, arch, backend, config, known)
+        asked = replace(problem, constant=constant) if constant else problem
+        direct = plan.choose(asked, arch, backend, config, known)
     except UnsupportedError as why:
         refusal = why
     found = None

@@ -85,8 +85,12 @@ def _no_splits(text: str, signature: Signature) -> tuple[int, ...]:
     return ()
 
 
-def _unused(config: Any, signature: Signature) -> Any:
-    return None
+def _never(config: Any, signature: Signature) -> bool:
+    return False
+
+
+def _same(config: Any, problem: Problem, arch: Arch) -> Any:
+    return config
 
 
 def _always(config: Any, signature: Signature) -> bool:
@@ -112,7 +116,7 @@ class Family:
         splits: of a candidate's text and a signature, the splits of K that it may also have.
         shortlist: of (signature, arch, m, n, k, batch): (text, whether K is split) of the candidates to compare for
             about these sizes; all are compared where it names none.
-        for_constant: `Backend.for_constant` of a configuration.
+        uses_constant, for_constant: those of `Backend`.
         capability: the least compute capability of GPUs that it runs on. forward: whether it runs on newer ones too.
         automatic: one that is not serves only calls that name a configuration.
         clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
@@ -131,7 +135,8 @@ class Family:
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
     tries: Callable[[Any, Signature], bool] = _always
-    for_constant: Callable[[Any, Signature], Any] = _unused
+    uses_constant: Callable[[Any, Signature], bool] = _never
+    for_constant: Callable[[Any, Problem, Arch], Any] = _same
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
     automatic: bool = True
@@ -161,7 +166,8 @@ FAMILIES: dict[str, Family] = {
         splits=hopper_candidates.splits,
         tries=hopper_candidates.tries,
         shortlist=hopper_candidates.shortlist,
-        for_constant=hopper_constant.for_constant,
+        uses_constant=hopper_constant.uses_constant,
+        for_constant=hopper_candidates.for_constant,
         capability=(9, 0),
         forward=False,
         clips=True,
@@ -330,9 +336,13 @@ class CuteBackend(Backend[Any]):
             return f"{config.family} has run in the emulator only so far"
         return config.only_by_name()
 
-    def for_constant(self, config: Any, signature: Signature) -> Any:
+    def uses_constant(self, config: Any, signature: Signature) -> bool:
+        """See `Backend.uses_constant`."""
+        return FAMILIES[config.family].uses_constant(config, signature)
+
+    def for_constant(self, config: Any, problem: Problem, arch: Arch) -> Any:
         """See `Backend.for_constant`."""
-        return FAMILIES[config.family].for_constant(config, signature)
+        return FAMILIES[config.family].for_constant(config, problem, arch)
 
     def accumulators(self, config: Any) -> int:
         """See `Backend.accumulators`: a configuration has them of its own, or a warp tile that its lanes share."""

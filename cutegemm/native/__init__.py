@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cutegemm.run.environment import variable
+from cutegemm.run.environment import is_on
 
 gemm: Callable[..., Any] | None = None
 """gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config,
@@ -69,14 +69,18 @@ _state = _State()
 
 
 def want() -> None:
-    """Starts making the extension, if nobody has: it is there for later calls, or `status` says why it is not."""
+    """Starts making the extension, if nobody has: it is there for later calls, or `status` says why it is not.
+
+    Raises ValueError where `CUTEGEMM_NATIVE` is neither 0 nor 1.
+    """
     if _state.begun:
         return
     with _state.lock:
         if _state.begun:
             return
+        wanted = is_on("CUTEGEMM_NATIVE", default=True)  # a bad one is an error for every new call
         _state.begun = True
-        if variable("CUTEGEMM_NATIVE") == "0":
+        if not wanted:
             _state.why_not = "CUTEGEMM_NATIVE=0"
             return
         _state.why_not = "it is being compiled or loaded"

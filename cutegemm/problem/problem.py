@@ -54,8 +54,7 @@ class Signature:
         epilogue: which terms there are.
         work: a name of `problem.work.TABLE`: which products a launch computes.
         b_dtype: dtype name of B where it is not that of A.
-        constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none. Only what
-            is compiled depends on it: `Problem.signature`, by which kernels are chosen and measured, has none.
+        constant: "a" or "b" for an operand that no running kernel writes, as the call promises; "" for none.
     """
 
     dtype: str
@@ -166,7 +165,8 @@ class Problem:
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
     how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the number of columns of
     the product, and D may have half as many (gating); `operands` are its tensors, `outputs` its outputs behind D.
-    `b_dtype` is the type of B where it is not `dtype`, that of A.
+    `b_dtype` is the type of B where it is not `dtype`, that of A. `constant` is that of `Signature`: what was measured
+    with a constant operand has it. Other choices and estimates are made without, and so have none.
     """
 
     m: int
@@ -185,16 +185,18 @@ class Problem:
     operands: tuple[Matrix, ...] = ()
     outputs: tuple[Matrix, ...] = ()
     b_dtype: str | None = None
+    constant: str = ""
 
     def __init__(
         self, m: int, n: int, k: int, batch: int, dtype: str, out_dtype: str, precision: str,
         a: Matrix, b: Matrix, c: Matrix | None, d: Matrix, epilogue: Epilogue, work: str = DENSE,
         operands: tuple[Matrix, ...] = (), outputs: tuple[Matrix, ...] = (), b_dtype: str | None = None,
+        constant: str = "",
     ) -> None:  # fmt: skip
         # What a dataclass makes for a frozen class calls a function for each field; every new shape makes a problem.
         vars(self).update(
             m=m, n=n, k=k, batch=batch, dtype=dtype, out_dtype=out_dtype, precision=precision, a=a, b=b, c=c, d=d,
-            epilogue=epilogue, work=work, operands=operands, outputs=outputs, b_dtype=b_dtype,
+            epilogue=epilogue, work=work, operands=operands, outputs=outputs, b_dtype=b_dtype, constant=constant,
         )  # fmt: skip
 
     @classmethod
@@ -212,6 +214,7 @@ class Problem:
         epilogue: Epilogue | None = None,
         work: str = DENSE,
         b_dtype: str | None = None,
+        constant: str = "",
     ) -> Problem:
         """The problem of contiguous, 16-byte aligned tensors of these sizes, in the form that `gemm` gives it.
 
@@ -229,6 +232,7 @@ class Problem:
                 product.
             work: a name of `problem.work.TABLE`.
             b_dtype: of B, where it is not that of A.
+            constant: "a" or "b" for an operand that no running kernel writes.
 
         Raises:
             ValueError: naming the argument, what was given and what is accepted.
@@ -240,6 +244,8 @@ class Problem:
             raise ValueError(f"dtype: got {dtype!r} -> {out_dtype!r}, accepted are {', '.join(PRODUCTS)}")
         if b_dtype is not None and (b_dtype not in PRODUCTS or why_not_multiplied(dtype, b_dtype)):
             raise ValueError(f"b_dtype: got {b_dtype!r}, which is not multiplied with {dtype}")
+        if constant not in ("", "a", "b"):
+            raise ValueError(f"constant: got {constant!r}, accepted are '', 'a' and 'b'")
         if len(majors) != 2 or set(majors) - set("tn"):
             raise ValueError(f"majors: got {majors!r}, accepted are 'tn', 'tt', 'nn', 'nt'")
         if precision not in PRECISIONS:
@@ -269,7 +275,9 @@ class Problem:
             d = Matrix(m, columns, max(columns, 1), 1, m * columns if count_d > 1 else 0, align)
         b_dtype = None if b_dtype == dtype else b_dtype
         given = block_scales(epi, m, n, k, batch)
-        problem = cls(m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, given, b_dtype=b_dtype)
+        problem = cls(
+            m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, given, b_dtype=b_dtype, constant=constant
+        )
         return problem if d.row_major else problem.transposed()
 
     @cached_property
@@ -287,7 +295,7 @@ class Problem:
             0 if c is None or not c.row_major else c.align,
             self.epilogue,
             self.work,
-            "",
+            self.constant,
             self.b_dtype,
         )
         return _SIGNATURES.get(fields) or _SIGNATURES.setdefault(fields, Signature(*fields))
@@ -363,6 +371,7 @@ class Problem:
             work=work,
             dtype=self.b_dtype or self.dtype,
             b_dtype=self.b_dtype and self.dtype,
+            constant={"a": "b", "b": "a"}.get(self.constant, ""),
         )
 
     def without_program(self) -> Problem:

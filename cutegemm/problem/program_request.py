@@ -49,6 +49,10 @@ class ProgramRequest(NamedTuple):
         return ""
 
     @property
+    def measured(self) -> Problem:
+        return self.problem
+
+    @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
 
@@ -217,7 +221,10 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
     if isinstance(operand, torch.SymInt):  # a size while torch.export traces; the call itself checks its range
         return Input(name, "int32", by_value=True)
     if isinstance(operand, bool) or not isinstance(operand, int | float):
-        raise TypeError(f"operands[{number}]: got {type(operand).__name__}, expected a torch.Tensor or a Python number")
+        said = f"operands[{number}]: got {type(operand).__name__}"
+        if isinstance(operand, torch.SymFloat):
+            raise TypeError(f"{said}, which follows from a size that torch.export keeps open. {request.OPEN_SIZES}")
+        raise TypeError(f"{said}, expected a torch.Tensor or a Python number")
     if isinstance(operand, int):
         if not -(2**31) <= operand < 2**31:
             raise ValueError(f"operands[{number}]: got {operand}, which int32 cannot hold; pass a float or a tensor")

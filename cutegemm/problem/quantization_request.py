@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from cutegemm.problem import overlap, request
 from cutegemm.problem.quantization import (
@@ -160,11 +161,17 @@ def check_backend(backend: Any) -> None:
 
 
 def refuse_gradient(name: str, tensor: torch.Tensor) -> None:
-    """Raises RuntimeError where autograd would have to record a quantization."""
+    """Raises RuntimeError where autograd would have to record a quantization, NotImplementedError for a tangent."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: it requires grad, and no gradient passes a quantization (a straight-through estimate belongs "
             f"to the trainer); call it under torch.no_grad(), or pass {name}.detach()"
+        )
+    follows = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+    if follows and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise NotImplementedError(
+            f"{name}: it carries a forward-mode tangent (torch.func.jvp, jacfwd, dual tensors), and none passes a "
+            f"quantization; pass forward_ad.unpack_dual({name}).primal"
         )
 
 

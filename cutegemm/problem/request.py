@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,11 @@ class Request(NamedTuple):
     @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
+
+    @property
+    def measured(self) -> Problem:
+        """The problem as a tuner times it, with its constant operand."""
+        return replace(self.problem, constant=self.constant) if self.constant else self.problem
 
 
 def describe(
@@ -183,7 +189,15 @@ def check_device(name: str, tensor: torch.Tensor, device: torch.device, of: str 
 def check_type(name: str, tensor: Any) -> None:
     """Raises TypeError unless it is a torch.Tensor."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+        raise no_tensor(name, tensor)
+
+
+def no_tensor(name: str, given: Any) -> TypeError:
+    """What to raise where a tensor is expected, and none is given."""
+    said = f"{name}: got {type(given).__name__}, expected a torch.Tensor"
+    if type(given).__module__ == "torch.fx.proxy":
+        said += "; have torch.fx take cutegemm's layers as leaves, by its Tracer's is_leaf_module (docs/pytorch.md)"
+    return TypeError(said)
 
 
 def check_tensor(name: str, tensor: Any) -> None:
@@ -244,10 +258,21 @@ def batch_of(a: torch.Tensor, b: torch.Tensor) -> int:
     return la if lb == 1 else lb
 
 
+OPEN_SIZES = (
+    "Pass the size itself as an operand of an epilogue, which computes with it: epilogue=lambda acc, m: acc / m, "
+    "operands=(a.shape[0],)"
+)
+
+
 def check_number(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless `value` is a real, finite-or-not number that fp32 can hold."""
     if value.__class__ is float and -FLT_MAX <= value <= FLT_MAX:
         return
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        raise TypeError(
+            f"{name}: got {type(value).__name__}, which follows from a size that torch.export keeps open; accepted is "
+            f"a constant. {OPEN_SIZES}"
+        )
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a Python float (a tensor would need a sync)")
     if FLT_MAX < abs(value) < math.inf:

@@ -16,7 +16,8 @@ from cutegemm.problem.work import TABLE as WORKS
 _SIZE = r"(\d{1,10})"
 _FORM = re.compile(
     rf"(?:{_SIZE}x)?{_SIZE}x{_SIZE}x{_SIZE} (\w+)(?:\*(\w+))?->(\w+)/(\w+)/a([km])(\d+)/b([kn])(\d+)/c(\d+)/d(\d+)"
-    r"/(?:(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?|(def [^/]+))(?:/(\w+))?",
+    r"/(?:(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?|(def [^/]+))"
+    r"(?:/(?!constant_)(\w+))?(?:/constant_([ab]))?",
     re.ASCII,
 )
 _ALIGNMENTS = ("1", "2", "4", "8", "16")
@@ -37,7 +38,7 @@ def parse(text: str) -> Problem:
         if not 1 <= extent <= MAX_EXTENT:
             raise ValueError(f"{name} is {extent}, accepted are 1 to {MAX_EXTENT}")
     dtype, b_dtype, out_dtype, precision, a_major, align_a, b_major, align_b, align_c, align_d = found.groups()[4:14]
-    activation, c_dtype, bias_axis, bias_dtype, program, work = found.groups()[14:]
+    activation, c_dtype, bias_axis, bias_dtype, program, work, constant = found.groups()[14:]
     if work not in (None, *WORKS):
         raise ValueError(f"work {work!r}, accepted are {', '.join(WORKS)}")
     work = work or DENSE
@@ -64,7 +65,10 @@ def parse(text: str) -> Problem:
     elif c_dtype is not None:
         c = _matrix(m, n, count_d, True, _alignment("C", align_c, c_dtype))
     given = block_scales(epilogue, m, n, k, batch)
-    problem = Problem(m, n, k, batch, dtype, out_dtype, precision, a, b, c, d, epilogue, work, given, b_dtype=b_dtype)
+    problem = Problem(
+        m, n, k, batch, dtype, out_dtype, precision, a, b, c, d, epilogue, work, given, b_dtype=b_dtype,
+        constant=constant or "",
+    )  # fmt: skip
     if str(problem) != text:
         raise ValueError(f"it would be written {str(problem)!r}")
     return problem

@@ -190,6 +190,8 @@ def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[to
     """(dA, dB, dC, dbias), None where not needed. `grad`: of D. `needs`: whether a, b, c, bias need theirs."""
     s: Settings = ctx.settings
     a, b, c, bias, d = ctx.saved_tensors
+    if d is not None and d.element_size() == 1:
+        d = d.detach()  # a mask, whose derivative is 0: torch could not add that to another gradient of 8 bits
     grad, d = readable(grad), readable(d)
     dz = _times_slope(grad, a, b, c, bias, d, s)
     da = db = dc = dbias = None

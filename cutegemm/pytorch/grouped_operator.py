@@ -191,7 +191,7 @@ def _autocast(
 registering.define_autocast("grouped_gemm", _autocast)
 
 
-def _vmapped(*given: Any, **options: Any) -> None:
+def vmapped(*given: Any, **options: Any) -> None:
     raise NotImplementedError(
         "grouped_gemm, moe: torch.vmap (which jacrev, hessian and batches of gradients use) is not supported; moe "
         "takes any number of leading dimensions of x, experts and weights, and grouped_gemm the groups of all elements "
@@ -200,8 +200,8 @@ def _vmapped(*given: Any, **options: Any) -> None:
 
 
 for _name in ("grouped_gemm", "grouped_gemm_out"):
-    torch.library.register_vmap(f"cutegemm::{_name}", _vmapped, lib=registering.LIBRARY)
-    registering.LIBRARY.impl(_name, _vmapped, "Batched")  # autograd's older vmap
+    torch.library.register_vmap(f"cutegemm::{_name}", vmapped, lib=registering.LIBRARY)
+    registering.LIBRARY.impl(_name, vmapped, "Batched")  # autograd's older vmap
 
 
 def flops(a_shape, b_shape, offsets, counts, rows, *rest, out_shape=None, **options) -> int:

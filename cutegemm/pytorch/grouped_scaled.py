@@ -23,7 +23,7 @@ from cutegemm.problem.work import GATHERED
 from cutegemm.pytorch import grouped_operator, scaled
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
-from cutegemm.pytorch.registering import carried, carried_scaling, define, few, many, scaling_of
+from cutegemm.pytorch.registering import LIBRARY, carried, carried_scaling, define, few, many, scaling_of
 from cutegemm.run import grouped
 from cutegemm.torch_grouped import gathered
 
@@ -139,4 +139,5 @@ define(
     "str? config=None) -> Tensor[]",
     _compute, _fake,
 )  # fmt: skip
+torch.library.register_vmap("cutegemm::scaled_grouped_gemm", grouped_operator.vmapped, lib=LIBRARY)
 register_flop_formula(torch.ops.cutegemm.scaled_grouped_gemm)(grouped_operator.flops)

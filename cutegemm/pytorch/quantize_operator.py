@@ -95,7 +95,7 @@ def _define(name: str) -> None:
 
     def refuse_gradients(keyset: Any, *arguments: Any, **named: Any) -> Any:
         for number, tensor in enumerate(arguments[:2]):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, torch.Tensor):
                 quantization_request.refuse_gradient(operator._schema.arguments[number].name, tensor)
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & BELOW_AUTOGRAD, *arguments, **named)

@@ -18,8 +18,9 @@ from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, term_name, torc
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.simplify import simplified
-from cutegemm.pytorch import autograd, compiled, program_operator, programs, sharded
+from cutegemm.pytorch import autograd, compiled, program_operator, programs, sharded, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
+from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.registering import carried, carried_scaling, few
 
 ACCUMULATIONS = ("promoted", "fast")
@@ -29,6 +30,7 @@ FAST_WITH_BLOCKS = (
 )
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
+_has_transforms = torch._C._are_functorch_transforms_active
 _NEVER_PROMOTED = frozenset(torch_dtype(name) for name, row in PRODUCTS.items() if "fast" not in row.units)
 SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
 """What `gemm` takes for operands of fp8 and int8 only."""
@@ -86,13 +88,20 @@ def compute(
     if epilogue is None:
         programs.refuse_alone({"operands": operands, "save": save})
     tracing = _is_dynamo_compiling()
+    transformed = not tracing and _has_transforms() and transforms.active(*tensors)
     # With `out` an eager call under a dispatch mode becomes gemm_program_out, with the scales among its operands.
-    if tracing or ((epilogue is None or out is None) and (_is_tracing() or is_dispatched(*tensors))):
+    if tracing or transformed or ((epilogue is None or out is None) and (_is_tracing() or is_dispatched(*tensors))):
         if out is not None:
-            raise ValueError("out: got a tensor with scales under torch.compile or a dispatch mode; leave it away")
+            raise ValueError(
+                "out: got a tensor with scales under torch.compile, a dispatch mode, vmap or torch.func; leave it away"
+            )
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
+        if transformed:
+            refuse_tangents(*tensors, *operands)
         scales, config = carried_scaling(scales), carried(config)
         if epilogue is None:
+            request.check_number("alpha", alpha)
+            request.check_number("beta", beta)
             return torch.ops.cutegemm.scaled_gemm(
                 a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, scales
             )

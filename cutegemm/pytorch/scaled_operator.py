@@ -84,9 +84,11 @@ sharding.handle("scaled_gemm_program", _scaled_gemm_program)
 
 def _vmapped(*given: Any, **options: Any) -> None:
     raise NotImplementedError(
-        "gemm with scales and an epilogue: torch.vmap is not supported; pass a or b as a batch of three dimensions"
+        "gemm, scaled_mm: torch.vmap is not supported with scales; gemm takes a, b and their scales as batches of "
+        "three dimensions"
     )
 
 
-torch.library.register_vmap("cutegemm::scaled_gemm_program", _vmapped, lib=LIBRARY)
+for _name in ("scaled_gemm", "scaled_gemm_program"):
+    torch.library.register_vmap(f"cutegemm::{_name}", _vmapped, lib=LIBRARY)
 register_flop_formula([torch.ops.cutegemm.scaled_gemm, torch.ops.cutegemm.scaled_gemm_program])(flops)

@@ -121,8 +121,8 @@ def planned(key: Any, call: Call, a: Any, b: Any, c: Any, options: dict[str, Any
                 reads_c = call.request.problem.epilogue.c_dtype is not None
                 run = runner.writing(run, a, b, c if reads_c else None, options["bias"], options["out"])
         if key is not None:
-            memo.put(key, run, plan)
             _tell(call, plan, launch, a, b, c, options)
+            memo.put(key, run, plan)
     return run, plan
 
 

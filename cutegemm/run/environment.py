@@ -17,9 +17,22 @@ def variable(name: str) -> str | None:
     return None if value is None else _decoded(value)
 
 
-def is_on(name: str) -> bool:
-    """Whether a switch is set, to anything but 0 or nothing."""
-    return variable(name) not in (None, "", "0")
+def is_on(name: str, default: bool = False) -> bool:
+    """Whether a switch is 1 and not 0; `default` where it is not set. Raises ValueError for anything else."""
+    text = variable(name)
+    if text in (None, ""):
+        return default
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}: got {text!r}, accepted are 0 and 1")
+    return text == "1"
+
+
+def is_off(name: str) -> bool:
+    """Whether a variable says off, and not on or nothing. Raises ValueError for anything else."""
+    text = variable(name)
+    if text not in (None, "", "on", "off"):
+        raise ValueError(f"{name}: got {text!r}, accepted are on and off")
+    return text == "off"
 
 
 _encoded = functools.cache(getattr(os.environ, "encodekey", os.fsencode))

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cutegemm.choice.plan import Memo
 from cutegemm.problem import quantization_request
@@ -24,7 +25,7 @@ def quantize(
     """`cutegemm.quantize` of plain tensors, with no regard to tracing. With a given scale `out` has it too."""
     key = _key(x, dtype, scaling, dim, block, backend) if scale is None and out is None else None
     known = _remembered.get(key)
-    if known is not None and not (x.requires_grad and torch.is_grad_enabled()):
+    if known is not None and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
         plan, kernels, shape, turned = known
         values = new_values(tuple(x.shape), turned, dtype, x.device)
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)

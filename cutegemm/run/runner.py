@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from cutegemm.problem.program_request import ProgramRequest
 from cutegemm.problem.request import Request
 from cutegemm.run import preparing
 from cutegemm.run.arguments import BoundLaunch, Scalars
-from cutegemm.run.environment import variable
+from cutegemm.run.environment import is_on, variable
 
 Runner = Callable[..., torch.Tensor]
 """run(a, b, c, alpha, beta, bias, out) -> D"""
@@ -90,15 +89,17 @@ class Call(NamedTuple):
             arch = Arch.of_device(asked.device.index)
         elif self.backend in backends.WITH_KERNELS:
             arch = planning.emulated_arch()
-        if arch is not None and not on_cpu and (state.tune if state else os.environ.get("CUTEGEMM_TUNE")):
+        if arch is not None and not on_cpu and (state.tune if state else is_on("CUTEGEMM_TUNE")):
             self._tune(arch)
             known = None  # a winner may have been written
-        problem, choice, preparations = prepared.choose(asked.problem, arch, self.backend, self.config, known)
+        problem, choice, preparations = prepared.choose(
+            asked.problem, arch, self.backend, self.config, known, asked.constant
+        )
         kernel = None
         preparers = []
         if choice.config is not None:
             assert arch is not None
-            choice = self._for_constant(choice)
+            choice = self._for_constant(choice, arch)
             if problem.epilogue.custom is None:
                 kernel = self._kernel(choice, arch, problem.signature)
             else:
@@ -109,13 +110,14 @@ class Call(NamedTuple):
             problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), asked.constant
         )
 
-    def _for_constant(self, choice: planning.Choice) -> planning.Choice:
-        """The choice, for a constant operand with what makes use of that; a configuration asked for stays as it is."""
+    def _for_constant(self, choice: planning.Choice, arch: Arch) -> planning.Choice:
+        """The choice, for a constant operand with what makes use of that; a configuration that was asked for or
+        measured with the operand stays as it is.
+        """
         asked = self.request
-        if not asked.constant or self.config is not None:
+        if not asked.constant or self.config is not None or planning.WITH_CONSTANT in choice.why:
             return choice
-        config = backends.get(choice.backend).for_constant(choice.config, asked.problem.signature)
-        return choice if config is None else choice._replace(config=config)
+        return choice._replace(config=backends.get(choice.backend).for_constant(choice.config, asked.measured, arch))
 
     def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature | None = None) -> backends.Kernel:
         """The kernel of a choice, by default for the problem as it was asked."""
@@ -123,7 +125,7 @@ class Call(NamedTuple):
         plain = asked.problem.signature
         signature = signature or plain
         # An operand that is packed first is written by the kernel in front.
-        if asked.constant and signature == plain and backend.for_constant(choice.config, signature) == choice.config:
+        if asked.constant and signature == plain and backend.uses_constant(choice.config, signature):
             signature = replace(signature, constant=asked.constant)
         key = backend, choice.config, signature, arch
         found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))
@@ -175,11 +177,11 @@ class Call(NamedTuple):
         """Tunes a problem met for the first time, where nothing was asked for by name and nothing is captured. Products
         with a program are not timed: those take the winner of the plain product.
         """
-        from cutegemm.tuner.on_demand import on_demand, wanted
+        from cutegemm.tuner.on_demand import on_demand
 
         free = self.backend == "auto" and self.config is None and self.request.problem.epilogue.custom is None
-        if wanted() and free and not torch.cuda.is_current_stream_capturing():
-            on_demand(self.request.problem, arch, self.request.device.index)
+        if free and not torch.cuda.is_current_stream_capturing():
+            on_demand(self.request.measured, arch, self.request.device.index)
 
     def launch(self, plan: Plan) -> tuple[Any, ...] | None:
         """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""

@@ -106,14 +106,6 @@ def search(
     return Tuned(*best.candidate.key, best.seconds, ratio, len(outcome.results), outcome.enumerated)
 
 
-def wanted() -> bool:
-    """Whether `CUTEGEMM_TUNE` asks `gemm` to tune. Raises ValueError unless it is unset, empty, 0 or 1."""
-    text = os.environ.get("CUTEGEMM_TUNE", "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"CUTEGEMM_TUNE: got {text!r}, accepted are 0 and 1")
-    return text == "1"
-
-
 def _budget() -> float:
     """Seconds of a search under `CUTEGEMM_TUNE=1`. Raises ValueError unless `CUTEGEMM_TUNE_BUDGET` is positive."""
     text = os.environ.get("CUTEGEMM_TUNE_BUDGET") or str(BUDGET)
@@ -122,7 +114,7 @@ def _budget() -> float:
     except ValueError:
         budget = 0.0
     if not budget > 0:
-        raise ValueError(f"CUTEGEMM_TUNE_BUDGET: got {text!r}, expected a positive number of seconds")
+        raise ValueError(f"CUTEGEMM_TUNE_BUDGET: got {text!r}, accepted is a positive number of seconds")
     return budget
 
 

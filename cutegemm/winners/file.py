@@ -7,6 +7,7 @@ is moved away. A process killed at any moment leaves a whole file: SQLite rolls 
     damaged file      moved aside under a name that says so, its readable rows kept in a new file, with a warning
     later version's   left alone; this version keeps a file of its own next to it
     no writable disk  (read-only, full, locked for a minute) this process goes on in memory, with what could be read
+    held by another   (a process stopped while it writes) a reader that waits no minute is told so, and may try again
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class WinnersWarning(UserWarning):
     """The winners store does not work as it should (read-only or full disk, a damaged file)."""
 
 
+class WinnersHeld(Exception):
+    """Another process has held the file for longer than a reader waits."""
+
+
 class _Newer(Exception):
     """The file was written by a later version of the library."""
 
@@ -94,9 +99,13 @@ class WinnersFile:
     def in_memory(self) -> bool:
         return self._memory is not None
 
-    def read(self, action: Action[T]) -> T:
-        """`action(connection)` on a connection that must not write. Creates no file."""
-        return self._run(action, write=False)
+    def read(self, action: Action[T], seconds: float | None = None) -> T:
+        """`action(connection)` on a connection that must not write. Creates no file.
+
+        seconds: how long to wait for a process that holds the file. Raises WinnersHeld after that; by default the wait
+            is LOCK_SECONDS, after which this process goes on in memory.
+        """
+        return self._run(action, write=False, seconds=seconds)
 
     def write(self, action: Action[T]) -> T:
         """`action(connection)` in one transaction, on disk when this returns (or in memory, after a warning)."""
@@ -114,16 +123,18 @@ class WinnersFile:
             return None
         return info.st_ino, info.st_size, info.st_mtime_ns
 
-    def _run(self, action: Action[T], write: bool) -> T:
+    def _run(self, action: Action[T], write: bool, seconds: float | None = None) -> T:
         with self._lock:
             for _ in range(3):
                 if self._memory is not None:
                     return _transaction(self._memory, action) if write else action(self._memory)
                 try:
-                    return self._write(action) if write else self._read(action)
+                    return self._write(action) if write else self._read(action, seconds)
                 except _Newer as why:
                     self._step_aside(str(why))
                 except (OSError, sqlite3.OperationalError) as why:  # read-only, full, locked for a minute
+                    if seconds is not None and (isinstance(why, TimeoutError) or "is locked" in str(why)):
+                        raise WinnersHeld(str(why)) from why
                     self._fall_back(why)
                 except _DAMAGED as why:
                     if isinstance(why, (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError)):
@@ -133,20 +144,20 @@ class WinnersFile:
             assert self._memory is not None
             return _transaction(self._memory, action)
 
-    def _read(self, action: Action[T]) -> T:
+    def _read(self, action: Action[T], seconds: float | None) -> T:
         if not self.path.exists():
             with contextlib.closing(_prepared(sqlite3.connect(":memory:", isolation_level=None))) as empty:
                 return action(empty)
-        with contextlib.closing(_connect(self.path)) as connection:
+        with contextlib.closing(_connect(self.path, seconds)) as connection:
             if _version(connection) == SCHEMA:
                 return action(connection)
-        self._write(lambda connection: None)  # an older file, or one that another process is just creating
-        with contextlib.closing(_connect(self.path)) as connection:
+        self._write(lambda connection: None, seconds)  # an older file, or one that another process is just creating
+        with contextlib.closing(_connect(self.path, seconds)) as connection:
             return action(connection)
 
-    def _write(self, action: Action[T]) -> T:
+    def _write(self, action: Action[T], seconds: float | None = None) -> T:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(self.path), contextlib.closing(_connect(self.path)) as connection:
+        with _locked(self.path, seconds), contextlib.closing(_connect(self.path, seconds)) as connection:
             return _transaction(_prepared(connection), action)
 
     def _step_aside(self, why: str) -> None:
@@ -221,8 +232,8 @@ def fetch(connection: sqlite3.Connection, query: str, arguments: Sequence[str] =
         connection.text_factory = str
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None)
+def _connect(path: Path, seconds: float | None = None) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=LOCK_SECONDS if seconds is None else seconds, isolation_level=None)
 
 
 def _transaction(connection: sqlite3.Connection, action: Action[T]) -> T:
@@ -279,18 +290,21 @@ def _salvage(path: Path) -> list[tuple]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds `<path>.lock`; the kernel releases it when the process dies. TimeoutError (an OSError) after a minute."""
+def _locked(path: Path, seconds: float | None = None) -> Iterator[None]:
+    """Holds `<path>.lock`; the kernel releases it when the process dies. TimeoutError (an OSError) after `seconds`, by
+    default a minute.
+    """
+    seconds = LOCK_SECONDS if seconds is None else seconds
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + LOCK_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path}.lock is held for more than {LOCK_SECONDS:.0f} s") from None
+                    raise TimeoutError(f"{path}.lock is held for more than {seconds:.0f} s") from None
                 time.sleep(random.uniform(0.001, 0.01))
             except OSError as why:
                 if why.errno not in _NO_LOCKS:

@@ -11,13 +11,14 @@ import functools
 import itertools
 import threading
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cutegemm.problem.text import other_16_bit
-from cutegemm.run.environment import variable
+from cutegemm.run.environment import is_off, variable
 from cutegemm.winners import file, table
 from cutegemm.winners.fingerprint import is_fresh
 from cutegemm.winners.row import STALE_ORIGIN, Measurement, pick
@@ -43,8 +44,8 @@ def deciding(own: Iterable[Measurement], shipped: Iterable[Measurement]) -> list
 
 
 def switched_off() -> bool:
-    """Whether `CUTEGEMM_WINNERS` says that nothing measured counts."""
-    return variable("CUTEGEMM_WINNERS") == "off"
+    """Whether `CUTEGEMM_WINNERS` says that nothing measured counts. Raises ValueError unless it is unset, on or off."""
+    return is_off("CUTEGEMM_WINNERS")
 
 
 def state() -> object:
@@ -105,13 +106,14 @@ def _other_16_bit(signature: str) -> str:
 
 def passed_over(problem: Problem, arch: Arch) -> list[tuple[Measurement, str]]:
     """(row, why it does not decide) of the right, timed and fresh rows of a problem that `lookup` passes over, because
-    they are not valid or only a call may name their configuration; fastest first. Reads the store.
+    they are not valid or only a call may name their configuration; fastest first.
     """
-
-    if switched_off():
+    reader = _reader()
+    if reader is None:
         return []
     text = str(problem)
-    rows = [*Winners().rows(text), *table.shipped(arch.name, arch.sm_count).get(text, ())]
+    own = reader.rows_of(str(problem.signature)).get(text, ())
+    rows = [*own, *table.shipped(arch.name, arch.sm_count).get(text, ())]
     here = [row for row in rows if (row.gpu, row.sm_count) == (arch.name, arch.sm_count)]
     right = [row for row in here if row.ok and row.kind != "family" and is_fresh(row)]
     found = [(row, why) for row in right if (why := why_passed_over(row)) is not None]
@@ -126,6 +128,11 @@ class _Reader:
     LOOK_NS = 500_000
     """The file is looked at so often at most: asking the system costs a new shape some microseconds of a hundred. What
     this process itself has written is seen at once."""
+    HELD_SECONDS = 1.0
+    """How long a call waits for a process that holds the file, once: writing takes milliseconds, unless that process
+    was stopped meanwhile."""
+    ASK_NS = 500_000_000
+    """How often it is asked whether a file that was held is free."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,6 +144,9 @@ class _Reader:
         self.version = 0
         """Names what is remembered now."""
         self._lock = threading.RLock()
+        self._held = False
+        """Whether another process holds the file: then nothing is read, until it is free again."""
+        self._asked = 0
 
     def refresh(self) -> None:
         """Forgets what was read when the file has changed since."""
@@ -144,15 +154,24 @@ class _Reader:
         if now - self._looked < self.LOOK_NS and self._writes == writes:
             return
         stamp = self._store.stamp()
-        if stamp != self._stamp:
+        freed = self._held and self._is_free(now)
+        if freed or stamp != self._stamp:
             with self._lock:
-                if stamp != self._stamp:
+                if freed or stamp != self._stamp:
+                    self._held = self._held and not freed
                     self._found, self._rows = {}, {}
                     unsettled = isinstance(stamp, tuple) and time.time_ns() - stamp[2] < self.SETTLED_NS
                     self._stamp = object() if unsettled else stamp
                     self.version = next(_versions)
         # Only now: another thread must not take what is being forgotten for what the file holds.
         self._looked, self._writes = now, writes
+
+    def _is_free(self, now: int) -> bool:
+        """Whether a file that was held is free, as far as it was asked."""
+        if now - self._asked < self.ASK_NS:
+            return False
+        self._asked = now
+        return not self._store.is_held()
 
     def winner(self, gpu: str, sm_count: int, sizes: str, signature: str) -> Measurement | None:
         """The winner of the problem with these texts. Of most problems nothing is known, which two look-ups tell."""
@@ -179,10 +198,26 @@ class _Reader:
         if known is None:
             with self._lock:
                 known = {}
-                for row in self._store.rows_ending(signature):
+                for row in self._read(signature):
                     known.setdefault(row.problem, []).append(row)
                 self._rows[signature] = known
         return known
+
+    def _read(self, signature: str) -> list[Measurement]:
+        """A signature's rows of the file; none while another process holds it, with one warning."""
+        if self._held:
+            return []
+        try:
+            return self._store.rows_ending(signature, seconds=self.HELD_SECONDS)
+        except file.WinnersHeld:
+            self._held, self._asked = True, time.monotonic_ns()
+            warnings.warn(
+                f"winners: another process has held {self.path} for {self.HELD_SECONDS:g} s (is it stopped?); the "
+                "shipped table decides until the file is free",
+                file.WinnersWarning,
+                stacklevel=2,
+            )
+            return []
 
     def _search(self, gpu: str, sm_count: int, problem: str) -> Measurement | None:
         rows = self.rows_of(problem.split(" ", 1)[-1]).get(problem, ())

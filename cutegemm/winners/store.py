@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cutegemm.run.cache_dir import cache_dir
-from cutegemm.winners.file import COLUMNS, WinnersFile, fetch, insert
+from cutegemm.winners.file import COLUMNS, WinnersFile, WinnersHeld, fetch, insert
 from cutegemm.winners.row import Measurement, pick
 
 
@@ -39,15 +39,27 @@ class Winners:
         """All rows, oldest first, or those of one problem."""
         return self._select("WHERE problem = ?", problem) if problem is not None else self._select("")
 
-    def rows_ending(self, *endings: str) -> list[Measurement]:
-        """The rows of every problem whose text ends in a space and one of these (a signature's text), oldest first."""
+    def rows_ending(self, *endings: str, seconds: float | None = None) -> list[Measurement]:
+        """The rows of every problem whose text ends in a space and one of these (a signature's text), oldest first.
+
+        seconds: as of `WinnersFile.read`, which raises WinnersHeld.
+        """
         clause = " OR ".join(["substr(problem, -length(?)) = ?"] * len(endings))
         twice = [f" {ending}" for ending in endings for _ in range(2)]
-        return self._select(f"WHERE {clause}", *twice) if endings else []
+        return self._select(f"WHERE {clause}", *twice, seconds=seconds) if endings else []
 
-    def _select(self, where: str, *arguments: str) -> list[Measurement]:
+    def is_held(self) -> bool:
+        """Whether another process holds the file just now, so that nobody can read it."""
+        try:
+            self._file.read(lambda connection: connection.execute("SELECT 1 FROM measurement LIMIT 1"), seconds=0.0)
+        except WinnersHeld:
+            return True
+        return False
+
+    def _select(self, where: str, *arguments: str, seconds: float | None = None) -> list[Measurement]:
         query = f"SELECT {', '.join(COLUMNS)} FROM measurement {where} ORDER BY id"
-        return [_read(row) for row in self._file.read(lambda connection: fetch(connection, query, arguments))]
+        found = self._file.read(lambda connection: fetch(connection, query, arguments), seconds)
+        return [_read(row) for row in found]
 
     def best(
         self, gpu: str, sm_count: int, problem: str, *, backend: str | None = None, fingerprint: str | None = None

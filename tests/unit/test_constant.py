@@ -12,13 +12,19 @@ import cutegemm
 import cutegemm.nn
 from cutegemm import backend as backends
 from cutegemm.choice import plan as planning
+from cutegemm.cute.hopper import candidates
 from cutegemm.cute.hopper.constant import for_constant
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, text
 from cutegemm.run import call, runner
 from cutegemm.run.runner import Call
+from cutegemm.winners import Measurement, Winners, table
+from cutegemm.winners.fingerprint import fingerprint
+from tuning import sweep
 
 PDL, PLAIN = "sm90/64x64x64/coop1/c1x1/s3/serp8/pdl", "sm90/64x64x64/coop1/c1x1/s3/serp8"
+DEEP = "sm90/64x16x128/coop1/c1x1/s8/row/swap/pdl"
+NEAR = "sm90/64x16x128/coop1/c1x1/s5/row/swap/once/skew/pdl"
 
 
 class Built:
@@ -75,7 +81,7 @@ def test_the_kernel_knows_the_promise_and_the_choice_does_not(planned):
     made = planned(a, b, constant="b")
     assert made.kernel.signature.constant == "b"
     assert made.problem.signature.constant == ""
-    assert made.choice == planned(a, b).choice
+    assert made.choice == planned(a, b).choice, "a configuration asked for stays as it is"
     assert planned(a, b).kernel.signature.constant == ""
     assert "B: its first tiles are loaded while" in planning.describe(made)
     assert "constant" not in planning.describe(planned(a, b))
@@ -116,8 +122,79 @@ def test_a_choice_without_pdl_gets_it(planned, monkeypatch):
     a, b = operands()
     plain = planning.Choice("cute", backends.get("cute").parse(PLAIN), "tuned winner")
     monkeypatch.setattr(planning, "choose", lambda *given: plain)
-    assert str(planned(a, b, config=None, constant="b").choice.config) == PDL
+    assert str(planned(a, b, config=None, constant="b").choice.config) == PDL.replace("s3", "s4")
     assert str(planned(a, b, config=None).choice.config) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("config", "m", "n", "k", "stages"),
+    [
+        (NEAR, 16, 6144, 4096, 11),  # 96 CTAs: as many as fit, 20 kB each
+        (NEAR, 16, 6144, 640, 5),  # five k tiles
+        (NEAR, 16, 28672, 4096, 5),  # more CTAs than SMs: two on an SM may load side by side
+        ("sm90/64x16x128/coop1/c1x1x2/s5/row/swap/pdl", 16, 4096, 4096, 11),
+        ("sm90/64x16x128/coop1/c1x1x2/s5/row/swap/pdl", 16, 4096, 1664, 7),  # 13 k tiles in two parts
+        ("sm90/64x16x128/coop1/c1x2/s8/row/k15/swap/pdl", 16, 256, 65536, 11),
+        ("sm90/64x16x32/coop1/c1x1/s4/row/swap/pdl", 16, 4096, 4096, 16),
+        ("sm90/128x256x64/coop2/c2x1/s4/serp8/pdl", 1024, 4096, 4096, 4),
+        ("sm90/128x256x64/coop2/c2x1/s2/serp8/pdl", 1024, 2048, 4096, 4),
+    ],
+)
+def test_in_one_wave_the_ring_is_as_deep_as_it_can_be(config, m, n, k, stages):
+    cute, h200, problem = backends.get("cute"), arch_table.get("H200"), Problem.of(m, n, k, constant="b")
+    found = cute.for_constant(cute.parse(config), problem, h200)
+    assert found == replace(cute.parse(config), stages=stages)
+    assert cute.check(found, problem, h200) is None
+    assert stages != 11 or cute.check(replace(found, stages=stages + 1), problem, h200), "one more would fit"
+    assert cute.for_constant(cute.parse(config), replace(problem, constant="a"), h200) == cute.parse(config)
+    assert cute.for_constant(cute.parse("simt/64x64x16/w32x32/s2/g8"), problem, h200).family == "simt"
+
+
+def measured(problem, config, seconds=1e-5):
+    return Measurement("H200", 132, str(problem), "cute", config, fingerprint("cute", config), seconds, "ok")
+
+
+def test_a_winner_measured_with_the_promise_serves_calls_that_make_it(planned, monkeypatch, tmp_path):
+    """A deep ring pays where the kernel fills it before it waits, and costs time where it does not."""
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CUTEGEMM_WINNERS", raising=False)
+    monkeypatch.setattr(table, "shipped", lambda gpu, sm_count: {})
+    plain, promised = (Problem.of(16, 4096, 4096, constant=constant) for constant in ("", "b"))
+    a, b = operands(16, 4096, 4096)
+    Winners().record(measured(plain, NEAR, 1e-6), measured(promised, DEEP))
+    made = planned(a, b, config=None, constant="b")
+    assert str(made.choice.config) == DEEP
+    assert made.choice.why == "tuned winner with a constant B, own: 10.0 us"
+    assert made.problem == plain, "the kernel is bound to the problem without the promise"
+    assert made.kernel.signature.constant == "b"
+    for options in ({}, {"constant": "a"}):
+        assert str(planned(a, b, config=None, **options).choice.config) == NEAR
+    a, b = operands(16, 4096, 2048)
+    Winners().record(measured(Problem.of(16, 4096, 2048), NEAR))
+    assert planned(a, b, config=None, constant="b").choice.why == planned(a, b, config=None).choice.why
+    half = operands(16, 4096, 4096, torch.float16)
+    why = planned(*half, config=None, constant="b").choice.why
+    assert why == "tuned winner with a constant B of the other 16-bit type, own: 10.0 us"
+
+
+def test_the_tuner_measures_with_the_promise():
+    """The text that rows are kept by says so, is read back, and names the operand that the kernel sees."""
+    found = Call.of(*operands(), None, runner.complete({"constant": "b"})).request
+    assert found.measured == Problem.of(64, 128, 256, constant="b")
+    assert text.parse(str(found.measured)) == found.measured
+    assert found.measured.transposed().constant == "a"
+    assert Problem.of(64, 1, 256, constant="b").constant == "a", "one column is computed as one row"
+    (asked,) = sweep.problems(sweep.parser().parse_args(["--shapes", "64x128x256", "--constant", "b"]))
+    assert asked == found.measured
+    parse, signature = backends.get("cute").parse, found.measured.signature
+    assert [candidates.tries(parse(each), signature) for each in (PDL, PLAIN)] == [True, False]
+    assert candidates.tries(parse(PLAIN), Problem.of(64, 128, 256).signature)
+    for other in (["--work", "ragged_m"], ["--moe"], ["--dtype", "e4m3", "--scaling", "blocks"]):
+        shapes = [] if "--moe" in other else ["--shapes", "64x128x256"]
+        with pytest.raises(ValueError, match="--constant"):
+            sweep.problems(sweep.parser().parse_args([*shapes, "--constant", "b", *other]))
+    with pytest.raises(ValueError, match="constant: got 'c', accepted are '', 'a' and 'b'"):
+        Problem.of(64, 64, 64, constant="c")
 
 
 def test_configurations_that_use_it():

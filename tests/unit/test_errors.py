@@ -126,6 +126,13 @@ def test_bad_arguments(arguments, options, error, message):
         cutegemm.gemm(*arguments, **options)
 
 
+def test_explain_with_offsets_by_position_says_how_to_give_them():
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    for more in ({}, {"rows": torch.arange(5, dtype=torch.int32)}, {"epilogue": cutegemm.ops.relu}, {"counts": ends}):
+        with pytest.raises(TypeError, match=r"offsets: got a tensor of torch\.int32 by position.*offsets=offsets"):
+            cutegemm.explain(torch.ones(5, 4), torch.ones(2, 4, 3), ends, **more)
+
+
 def test_unknown_option_of_explain():
     with pytest.raises(TypeError, match=r"gamma: no such argument, accepted are alpha"):
         cutegemm.explain(A, B, gamma=1)

@@ -275,6 +275,12 @@ def test_explain_tells_of_groups_and_their_scales(capsys):
         cutegemm.explain(ROWS, STACKED_B, ROWS, offsets=ENDS)
 
 
+def test_vmap_is_refused_by_name():
+    given = {"scale_a": torch.ones(()), "scale_b": torch.ones(())}
+    with pytest.raises(NotImplementedError, match=r"grouped_gemm, moe: torch\.vmap .* is not supported"):
+        torch.vmap(lambda a: cutegemm.grouped_gemm(a, STACKED_B, ENDS, **given))(torch.stack([ROWS, ROWS]))
+
+
 def test_a_plan_is_remembered_by_the_scales_that_it_reads():
     case = GroupCase.random(RAGGED_M, [4, 7], 0, 16, 40, "e4m3", recipes=("rows", "rows"))
     keys = []

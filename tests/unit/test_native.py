@@ -241,7 +241,7 @@ def test_what_is_forgotten_in_python_is_forgotten_there(monkeypatch):
         assert module.known() == 2
         assert launched[-1].by == "C++"
         # A call that is not remembered notices that what choices depend on has changed.
-        monkeypatch.setenv("CUTEGEMM_TUNE", "0")
+        monkeypatch.setenv("CUTEGEMM_WINNERS", "on")
         cutegemm.gemm(A[:16], B)
         assert module.known() == 1
         call.memo.clear()

@@ -19,7 +19,7 @@ from cutegemm import winners
 from cutegemm.choice import plan
 from cutegemm.problem import Problem
 from cutegemm.run import call as call_module
-from cutegemm.run import kernel_store, runner
+from cutegemm.run import environment, kernel_store, runner
 from cutegemm.run.environment import variable
 from cutegemm.winners import Measurement, Winners, reader
 from cutegemm.winners.fingerprint import fingerprint
@@ -261,7 +261,7 @@ def test_a_new_shape_looks_at_the_store_and_the_environment_once(built, monkeypa
     call, looked = operands(264, 256, 256), []
     stamp = Winners.stamp
     monkeypatch.setattr(Winners, "stamp", lambda self: looked.append("store") or stamp(self))
-    for module in (plan, reader, runner):
+    for module in (environment, reader, runner):
         monkeypatch.setattr(module, "variable", lambda name: looked.append(name) or variable(name))
     cutegemm.prepare(*call, backend="cute")
     assert [looked.count(one) for one in ("store", "CUTEGEMM_WINNERS", "CUTEGEMM_TUNE")] == [1, 1, 1]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import cutegemm
@@ -278,3 +279,43 @@ def test_torch_compile_keeps_the_calls_in_its_graph(seed):
     torch._dynamo.reset()
     compiled = torch.compile(there_and_back, fullgraph=True, dynamic=True, backend="aot_eager")
     assert all(map(same, compiled(x), there_and_back(x)))
+
+
+def rounded_trip(x):
+    values, scale = cutegemm.quantize(x, torch.int8)
+    return cutegemm.dequantize(values, scale, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, of vmap: it takes one after the other
+def test_functionalize_and_vmap():
+    x = torch.arange(2 * 6 * 20.0).view(2, 6, 20).sin()
+    given = torch.full((6, 1), 0.1)
+    assert torch.equal(torch.func.functionalize(rounded_trip)(x), rounded_trip(x))
+    exact = torch.func.functionalize(lambda x: cutegemm.quantize(x, torch.int8, scale=given)[0])(x[0])
+    assert torch.equal(exact, cutegemm.quantize(x[0], torch.int8, scale=given)[0])
+    assert torch.equal(torch.vmap(rounded_trip)(x), rounded_trip(x))
+    out = torch.empty(6, 20, dtype=torch.int8), torch.empty(6, 1)
+    for transform in (torch.vmap, torch.func.functionalize):
+        with pytest.raises(ValueError, match=r"out: got a tensor under vmap or torch\.func"):
+            transform(lambda x: cutegemm.quantize(x, torch.int8, out=out)[0])(x if transform is torch.vmap else x[0])
+        with pytest.raises(ValueError, match=r"out: got a tensor under vmap or torch\.func"):
+            transform(lambda x: cutegemm.dequantize(x, given, out=torch.empty(6, 20)))(x.char())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode calls it
+def test_derivatives_are_refused_in_every_mode():
+    """A tangent was dropped: the derivative of a dequantized value by its scale came out as 0."""
+    x, scale = torch.ones(3, 4), torch.ones(3, 1)
+    values = cutegemm.quantize(x, torch.int8)[0]
+    by_scale = lambda scale: cutegemm.dequantize(values, scale, torch.float32)  # noqa: E731
+    for function, at, name in ((rounded_trip, x, "x"), (by_scale, scale, "scale")):
+        function(at)  # remembered
+        with pytest.raises(NotImplementedError, match=f"{name}: it carries a forward-mode tangent"):
+            torch.func.jvp(function, (at,), (at,))
+        with pytest.raises(RuntimeError, match=f"{name}: it requires grad"):
+            torch.func.grad(lambda at: function(at).sum())(at)  # noqa: B023
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(at, at)
+            with pytest.raises(NotImplementedError, match=f"{name}: it carries a forward-mode tangent"):
+                function(dual)
+            assert torch.equal(function(forward_ad.unpack_dual(dual).primal), function(at))

@@ -286,9 +286,50 @@ def test_vmap_of_programs_with_scales_is_refused_by_name_under_a_mode():
     def layer(a):
         return cutegemm.gemm(a, b, scale_a=torch.ones(()), epilogue=lambda acc: acc * 2.0)
 
-    message = r"gemm with scales and an epilogue: torch\.vmap is not supported"
-    with FlopCounterMode(display=False), pytest.raises(NotImplementedError, match=message):
+    with FlopCounterMode(display=False), pytest.raises(NotImplementedError, match=NO_VMAP):
         torch.vmap(layer)(a)
+
+
+NO_VMAP = r"gemm, scaled_mm: torch\.vmap is not supported with scales; gemm takes a, b and their scales as batches"
+A8, B8, ONE = torch.ones(2, 16, 32).to(torch.int8), torch.ones(32, 16).to(torch.int8), torch.ones(2)
+MAPPED = {
+    "a": (lambda a: cutegemm.gemm(a, B8, scale_a=ONE[0], scale_b=ONE[0]), A8),
+    "a scale": (lambda scale: cutegemm.gemm(A8[0], B8, scale_a=scale), ONE),
+    "a bias": (lambda bias: cutegemm.gemm(A8[0], B8, scale_a=ONE[0], bias=bias), torch.ones(2, 16)),
+    "a with an epilogue": (lambda a: cutegemm.gemm(a, B8, scale_a=ONE[0], epilogue=ops.relu), A8),
+    "scaled_mm": (lambda a: cutegemm.scaled_mm(a, B8, ONE[0], "TensorWise", ONE[0], "TensorWise"), A8),
+}
+
+
+@pytest.mark.parametrize("case", MAPPED)
+def test_vmap_with_scales_is_refused_by_name(case):
+    function, mapped = MAPPED[case]
+    with pytest.raises(NotImplementedError, match=NO_VMAP):
+        torch.vmap(function)(mapped)
+
+
+def test_vmap_of_an_operand_beside_scales():
+    rows = torch.arange(32.0).view(2, 16)
+    given = {"scale_a": ONE[0], "epilogue": lambda acc, row: acc + row}
+    got = torch.vmap(lambda row: cutegemm.gemm(A8[0], B8, operands=(row,), **given))(rows)
+    assert torch.equal(got, torch.stack([cutegemm.gemm(A8[0], B8, operands=(row,), **given) for row in rows]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode calls it
+def test_transforms_of_products_with_scales():
+    """Derivatives are refused as without a transform; functionalize, which has none, serves."""
+    scale = torch.full((16, 1), 0.5)
+
+    def call(scale):
+        return cutegemm.gemm(A8[0], B8, scale_a=scale, out_dtype=torch.float32)
+
+    assert torch.equal(torch.func.functionalize(call)(scale), call(scale))
+    with pytest.raises(ValueError, match="scale_a: it requires grad, and products of fp8 or int8"):
+        torch.func.grad(lambda scale: call(scale).sum())(scale)
+    with pytest.raises(NotImplementedError, match="a tensor carries a forward-mode tangent"):
+        torch.func.jvp(call, (scale,), (scale,))
+    with pytest.raises(ValueError, match=r"out: got a tensor with scales under .*vmap"):
+        torch.vmap(lambda a: cutegemm.gemm(a, B8, scale_a=ONE[0], out=torch.empty(16, 16)))(A8)
 
 
 def test_what_a_graph_refuses_of_programs_with_scales():

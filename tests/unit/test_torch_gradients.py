@@ -174,3 +174,22 @@ def test_a_result_in_fp8_has_gradients(way, activation, seed):
         same = (d == 0) | (d > 2.0**-9)
         found = [[each[2][same]] for each in found]
     torch.testing.assert_close(*found, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_second_order_gradients_of_relu_with_a_result_in_fp8(dtype):
+    """Torch adds no numbers of 8 bits; all numbers here are exact in both types."""
+    a, b = torch.tensor([[1.0, -1.0], [0.0, 1.0], [1.0, 1.0]]), torch.tensor([[1.0, 0.0, -1.0], [-1.0, 1.0, 0.0]])
+    found = []
+    for product in (
+        lambda a, b: cutegemm.gemm(a, b, activation="relu", out_dtype=dtype),
+        lambda a, b: torch.relu(a @ b).to(dtype),
+    ):
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        d = product(x, y).float()
+        first = torch.autograd.grad(d.pow(2).sum(), (x, y), create_graph=True)
+        loss = sum(each.pow(2).sum() for each in first) + d.sum()
+        found.append((*first, *torch.autograd.grad(loss, (x, y))))
+    for got, want in zip(*found, strict=True):
+        assert want.any()
+        assert torch.equal(got, want)

@@ -275,3 +275,57 @@ def test_exported_with_a_size_in_the_function_says_where_it_belongs(seed):
     rows = torch.export.Dim("rows", min=2, max=64)
     with pytest.raises(cutegemm.EpilogueError, match="a size that may change: pass it by operands="):
         torch.export.export(Module(), (a,), dynamic_shapes=({0: rows},), strict=False)
+
+
+SCALED = {"scale_a": torch.ones(())}
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda a, b: cutegemm.gemm(a, b, alpha=a.shape[0]), "alpha: got SymInt"),
+        (lambda a, b: cutegemm.gemm(a, b, alpha=1 / a.shape[0]), "alpha: got SymFloat"),
+        (lambda a, b: cutegemm.gemm(a, b, a.new_ones(8), beta=1 / a.shape[0]), "beta: got SymFloat"),
+        (lambda a, b: cutegemm.gemm(a.char(), b.char(), alpha=1 / a.shape[0], **SCALED), "alpha: got SymFloat"),
+        (
+            lambda a, b: cutegemm.gemm(a, b, epilogue=lambda acc, x: acc * x, operands=(1 / a.shape[0],)),
+            r"operands\[0\]: got SymFloat",
+        ),
+    ],
+)
+def test_exported_numbers_of_open_sizes_are_refused_by_name(call, named, seed):
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    class Module(torch.nn.Module):
+        def forward(self, a):
+            return call(a, b)
+
+    rows = torch.export.Dim("rows", min=2, max=64)
+    with pytest.raises(TypeError, match=rf"{named}, which follows from a size .*operands=\(a\.shape\[0\],\)"):
+        torch.export.export(Module(), (a,), dynamic_shapes=({0: rows},), strict=False)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_division_by_an_open_size(strict, seed):
+    """As the refusal of an alpha that follows from one says it."""
+    a, b = draw(seed, (4, 6), (6, 8))
+
+    class Module(torch.nn.Module):
+        def forward(self, a):
+            return cutegemm.gemm(a, b, epilogue=lambda acc, m: acc / m, operands=(a.shape[0],))
+
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(Module(), (a,), dynamic_shapes=({0: rows},), strict=strict)
+    for count in (4, 7, 3):
+        (a,) = draw(seed, (count, 6))
+        torch.testing.assert_close(program.module()(a), a @ b / count)
+
+
+def test_compiled_alpha_of_a_size_that_changes(seed):
+    def call(a, b):
+        return cutegemm.gemm(a, b, a.new_ones(8), alpha=1 / a.shape[0], beta=a.shape[0])
+
+    step = compiled(call)
+    for rows in (3, 5, 6):
+        a, b = draw(seed, (rows, 6), (6, 8))
+        torch.testing.assert_close(step(a, b), a @ b / rows + rows)

@@ -17,6 +17,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.text import parse
+from cutegemm.problem.request import Request
 from cutegemm.run import call, runner
 from cutegemm.tuner import on_demand
 from cutegemm.winners import Winners
@@ -96,8 +97,8 @@ def test_tune_checks_its_arguments():
 def cuda(monkeypatch) -> SimpleNamespace:
     """Calls that look as if their tensors were on a GPU, up to the choice of a kernel."""
     state = SimpleNamespace(capturing=False, tuned=[])
-    request = SimpleNamespace(problem=PROBLEM, device=torch.device("cuda", 0), swapped=False, copies=(), constant="")
-    state.call = runner.Call(request, "auto", None)  # type: ignore[arg-type]
+    request = Request(PROBLEM, False, (256, 256), torch.device("cuda", 0), (), False)
+    state.call = runner.Call(request, "auto", None)
     monkeypatch.setattr(Arch, "of_device", staticmethod(lambda index=None: H200))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
@@ -154,12 +155,13 @@ def test_a_product_with_a_program_is_not_timed(cuda, monkeypatch):
     """A bench measures plain products: of others it would find every kernel wrong."""
     monkeypatch.setenv("CUTEGEMM_TUNE", "1")
     program = Epilogue(custom=parse("def epilogue(acc) -> bf16: return -acc"))
-    cuda.call.request.problem = replace(PROBLEM, epilogue=program)
-    cuda.call._tune(H200)
+    asked = cuda.call.request
+    cuda.call._replace(request=asked._replace(problem=replace(PROBLEM, epilogue=program)))._tune(H200)
     assert cuda.tuned == []
-    cuda.call.request.problem = PROBLEM
     cuda.call._tune(H200)
     assert len(cuda.tuned) == 1
+    cuda.call._replace(request=asked._replace(constant="b"))._tune(H200)
+    assert cuda.tuned[-1][0] == replace(PROBLEM, constant="b"), "what is promised is measured"
 
 
 def test_a_search_that_finds_nothing_is_a_warning(cuda, monkeypatch):

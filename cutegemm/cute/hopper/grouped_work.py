@@ -13,7 +13,6 @@ of a dense product (`work.Stretches`): all of them have the same K, unless it is
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import cutlass
@@ -21,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutegemm.cute.hopper import grouping
-from cutegemm.cute.hopper.config import BLOCK_ROWS, HopperConfig
+from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.groups import Groups
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work import LateStretches, Region, Tile, Work
@@ -30,7 +29,10 @@ from cutegemm.problem.work import DENSE, TABLE
 
 
 class GroupedWork(Work):
-    """Works of products in groups, whose sizes lie on the device; as `work.Work`."""
+    """Works of products in groups, whose sizes lie on the device; as `work.Work`.
+
+    between: from one of the cluster's works to its next, whichever warpgroup has it.
+    """
 
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
@@ -51,7 +53,7 @@ class GroupedWork(Work):
         self.k, self.tiles_m, self.tiles_n = args.k, args.tiles_m, args.tiles_n
         self.cluster_row, self.cluster_column = position.row, position.column
         self.position = position
-        self.first, self.step = position.cluster, args.clusters
+        self.first, self.step, self.between = position.cluster, args.clusters, args.clusters
         self.first_row = Int32(0)
         in_d = args.n if self.along == ("row" if self.config.swapped else "column") else args.m
         extent = args.k if self.along == "k" else in_d
@@ -63,14 +65,6 @@ class GroupedWork(Work):
             # `step` is the number of clusters so far.
             k_tiles = cute.ceil_div(self.k, self.config.bk)
             self.first, self.end, self.step = self.division.start(self.end, k_tiles, self.step, self.position)
-
-    def of_warpgroup(self, group) -> GroupedWork:
-        own = copy.copy(self)
-        if self.config.ping_pong:
-            own.first, own.step, own.between = self.first + group * self.step, 2 * self.step, self.step
-        else:
-            own.first_row = group * BLOCK_ROWS
-        return own
 
     def _works(self, begin, end):
         """The number of works of a group."""

@@ -95,8 +95,6 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
 
 
 def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
-    if signature.a_major != "k":
-        return "A is M-major: cp.async gathers rows that are contiguous; accepted is a row-major A"
     if signature.precision == "tf32":
         return "cp.async, which gathers rows of A, does not round them to tf32; gather them first"
     if config.cluster[0 if config.swapped else 1] > 1:

@@ -345,7 +345,11 @@ def main(arguments: list[str] | None = None) -> int:
         samples = from_measurements(Winners().rows(), arch)
     fits = {family: fit for family, fit in by_family(samples, arch).items() if options.family in (None, family)}
     if not fits:
-        parser.error("no measured times of any kernel family (of that GPU)")
+        family = "any kernel family" if options.family is None else f"the family {options.family!r}"
+        parser.error(
+            f"no measured times on {arch.name} of {family}; pass TABLEs that hold some, or sweep first "
+            "(without a TABLE, the user's winners store is read)"
+        )
     families = {}
     for name, fit in fits.items():
         count = sum(map(len, fit.shapes.values()))

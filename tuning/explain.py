@@ -41,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     epilogue = Epilogue(out if options.c else None, out if options.bias else None, "n", options.activation)
     try:
         arch = arch_table.get(options.gpu)
+    except ValueError:
+        accepted = ", ".join(arch_table.ARCHS)
+        print(f"{parser.prog}: --gpu: got {options.gpu!r}, accepted are {accepted}", file=sys.stderr)
+        return 2
+    try:
         for number, shape in enumerate(suites.parse(options.shapes)):
             # gemm copies what lies otherwise of 8-bit operands before anything is chosen.
             copied = options.majors != "tn" and PRODUCTS[options.dtype].itemsize == 1

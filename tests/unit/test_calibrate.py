@@ -278,7 +278,8 @@ def test_command(tmp_path, monkeypatch, capsys):
     [
         (["no-such-file"], "no-such-file"),
         (["--arch", "H900", "x"], "not in the table"),
-        (["{table}", "--family", "simt"], "no measured times"),
+        (["{table}", "--family", "simt"], "no measured times on H200 of the family 'simt'; pass TABLEs that hold some"),
+        (["{table}", "--arch", "A6000"], "no measured times on A6000 of any kernel family; pass TABLEs"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message, tmp_path, capsys):

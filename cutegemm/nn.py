@@ -175,8 +175,10 @@ def replace_linears(
             raise ValueError(
                 "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
             )
-    elif not request.is_one_of(scaling, ("rows",)) or accumulate is not None:
-        raise ValueError("scaling, accumulate: they are for quantized layers; pass dtype='fp8' or 'int8'")
+    elif not request.is_one_of(scaling, ("rows",)):
+        raise ValueError(f"scaling: got {scaling!r} without dtype; pass dtype='fp8' or 'int8', or leave scaling away")
+    elif accumulate is not None:
+        raise ValueError(f"accumulate: got {accumulate!r} without dtype; pass dtype='fp8', or leave accumulate away")
     made: dict[int, torch.nn.Module] = {}
 
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:

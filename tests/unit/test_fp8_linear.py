@@ -221,7 +221,8 @@ def test_what_cannot_be_is_refused(seed):
         ({"dtype": "int8", "accumulate": "fast"}, ValueError, "accumulate: got 'fast'"),
         ({"dtype": "fp8", "accumulate": "fast", "scaling": ("rows", "blocks")}, ValueError, "'fast' with scaling"),
         ({"dtype": "fp8", "precision": "tf32"}, ValueError, "precision: got 'tf32' beside dtype='fp8'"),
-        ({"scaling": "tensor"}, ValueError, "pass dtype='fp8' or 'int8'"),
+        ({"scaling": "tensor"}, ValueError, "^scaling: got 'tensor' without dtype; pass dtype='fp8' or 'int8'"),
+        ({"accumulate": "fast"}, ValueError, "^accumulate: got 'fast' without dtype; pass dtype='fp8'"),
     ):
         whole = model(seed)
         with pytest.raises(error, match=message):

@@ -259,7 +259,8 @@ def describe(plan: Plan) -> str:
     rows += [(f"prepared first: {names[each.operand]}", each.text) for each, _ in plan.preparations]
     if plan.constant:
         used = plan.kernel is not None and plan.kernel.signature.constant
-        what = "its first tiles are loaded while the kernel in front still runs" if used else "this kernel waits anyway"
+        what = "its first tiles are loaded while the kernel in front still runs"
+        what = what if used else "this kernel makes no use of the promise"
         rows.append(("constant", f"{plan.constant.upper()}: {what}"))
     if choice.config is not None and plan.arch is not None:
         from cutegemm import winners

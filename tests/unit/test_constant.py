@@ -189,6 +189,8 @@ def test_the_tuner_measures_with_the_promise():
     parse, signature = backends.get("cute").parse, found.measured.signature
     assert [candidates.tries(parse(each), signature) for each in (PDL, PLAIN)] == [True, False]
     assert candidates.tries(parse(PLAIN), Problem.of(64, 128, 256).signature)
+    in_parts = Problem.of(64, 128, 256, "fp32", precision="tf32x3", constant="b").signature
+    assert candidates.tries(parse("sm90/64x64x32/coop1/c1x1/s3/serp8/pdl"), in_parts), "none uses it: all are tried"
     for other in (["--work", "ragged_m"], ["--moe"], ["--dtype", "e4m3", "--scaling", "blocks"]):
         shapes = [] if "--moe" in other else ["--shapes", "64x128x256"]
         with pytest.raises(ValueError, match="--constant"):

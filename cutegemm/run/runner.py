@@ -99,7 +99,8 @@ class Call(NamedTuple):
         preparers = []
         if choice.config is not None:
             assert arch is not None
-            choice = self._for_constant(choice, arch)
+            if problem is asked.problem:  # an operand that is packed first is written by the kernel in front
+                choice = self._for_constant(choice, arch)
             if problem.epilogue.custom is None:
                 kernel = self._kernel(choice, arch, problem.signature)
             else:
@@ -124,7 +125,6 @@ class Call(NamedTuple):
         asked, backend = self.request, backends.get(choice.backend)
         plain = asked.problem.signature
         signature = signature or plain
-        # An operand that is packed first is written by the kernel in front.
         if asked.constant and signature == plain and backend.uses_constant(choice.config, signature):
             signature = replace(signature, constant=asked.constant)
         key = backend, choice.config, signature, arch

@@ -39,6 +39,7 @@ def planned(monkeypatch):
     """The plan of a call on CPU tensors for an H200, without compiling."""
     monkeypatch.setattr(planning, "emulated_arch", lambda: arch_table.get("H200"))
     monkeypatch.setattr(type(backends.get("cute")), "build", lambda self, *given: Built(*given))
+    monkeypatch.setattr(type(backends.get("cute")), "preparer", lambda self, asked, arch: None)
     monkeypatch.setattr(runner, "_kernels", planning.Memo(8))
 
     def plan(a, b, config=PDL, **options):
@@ -104,6 +105,15 @@ def test_a_copy_is_not_constant(planned):
     assert made.kernel.signature.constant == ""
     assert planned(a, wide, constant="a", config=None).constant == "a"
     assert planned(a, b, constant="b").constant == "b"
+
+
+def test_a_packed_operand_is_not_constant(planned):
+    """Its ring was made deeper for a promise that its kernel cannot use."""
+    a, b = torch.ones(2048, 4096, dtype=torch.bfloat16), torch.ones(4096, 2049, dtype=torch.bfloat16)
+    plain, promised = (planned(a, b, config=None, constant=constant) for constant in (None, "b"))
+    assert [each.operand for each, _ in promised.preparations] == ["b"]
+    assert promised.kernel.signature.constant == ""
+    assert promised.choice == plain.choice
 
 
 def test_where_a_kernel_makes_no_use_of_it_the_plain_one_serves(planned):

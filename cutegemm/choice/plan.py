@@ -133,7 +133,11 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
     tuned = _tuned(problem, arch, backend, known)
     if tuned is None and problem.constant:
         plain = _best_known(replace(problem, constant=""), arch, backend, known)
-        return plain and (plain[0], backends.get(plain[0]).for_constant(plain[1], problem, arch), plain[2])
+        if plain is None:
+            return None
+        name, config, why = plain
+        changed = backends.get(name).for_constant(config, problem, arch)
+        return name, changed, why if changed == config else f"{why}, of {config}, which runs without the promise"
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):
         return tuned
     found = _heuristics().choose(problem, arch, backend, _reader().noticed())

@@ -181,7 +181,10 @@ def test_a_winner_measured_with_the_promise_serves_calls_that_make_it(planned, m
         assert str(planned(a, b, config=None, **options).choice.config) == NEAR
     a, b = operands(16, 4096, 2048)
     Winners().record(measured(Problem.of(16, 4096, 2048), NEAR))
-    assert planned(a, b, config=None, constant="b").choice.why == planned(a, b, config=None).choice.why
+    why = planned(a, b, config=None).choice.why
+    deeper = planned(a, b, config=None, constant="b").choice
+    assert str(deeper.config) == NEAR.replace("s5", "s11")
+    assert deeper.why == f"{why}, of {NEAR}, which runs without the promise", "what was measured is another kernel"
     half = operands(16, 4096, 4096, torch.float16)
     why = planned(*half, config=None, constant="b").choice.why
     assert why == "tuned winner with a constant B of the other 16-bit type, own: 10.0 us"

@@ -205,7 +205,9 @@ def parse_problem(text: str) -> Problem:
         )  # fmt: skip
         if str(problem) == text:
             return problem
-    raise ValueError(f"problem: {text!r} is not one of contiguous, aligned tensors without an epilogue")
+    raise ValueError(
+        f"problem: {text!r} is not one of contiguous, aligned tensors, without an epilogue and without a promise"
+    )
 
 
 def _backend_of(config: str) -> str:

@@ -176,7 +176,9 @@ def rows(kind: str, k: int, seed: int, ways: Sequence[str] = tuple(WAYS)) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tuning.part_sums", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--k", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--inputs", nargs="+", default=list(INPUTS), choices=INPUTS)
     parser.add_argument("--seed", type=int, default=0)

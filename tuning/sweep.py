@@ -224,6 +224,7 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
     from cutegemm.tuner import run as sweep_run
     from cutegemm.tuner.compile_pool import CompilePool, default_jobs
     from cutegemm.tuner.search import Options
+    from cutegemm.tuner.space import why_none
     from cutegemm.winners import Winners
 
     count = torch.cuda.device_count()
@@ -274,6 +275,8 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
         return 130 if stop.is_set() else 0
     if outcomes:
         print(report.table(outcomes, arch))
+        for none in (each.problem for each in outcomes if each.searched and not each.enumerated):
+            print(f"{none}: no valid configuration; {why_none(none, arch, options.backends)}")
     left = len(wanted) - len(outcomes)
     if left:
         print(f"{left} of {len(wanted)} problems were not begun")
@@ -309,7 +312,7 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
     from cutegemm.hardware import arch as arch_table
     from cutegemm.run.progress import Bars
     from cutegemm.tuner.compile_pool import CompilePool
-    from cutegemm.tuner.space import enumerate_all
+    from cutegemm.tuner.space import enumerate_all, why_none
     from tuning import sweep_dry
 
     arch: Arch = arch_table.get(options.arch)
@@ -319,6 +322,8 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
         for problem in wanted:
             candidates = enumerate_all(problem, arch, options.backends)
             print(f"{problem} on {arch.name}: {len(candidates)} valid configurations")
+            if not candidates:
+                print(why_none(problem, arch, options.backends))
             with Bars() as bars:
                 tell = lambda done, total, bars=bars: bars.show("", f"{done}/{total}", done, total)  # noqa: E731
                 if options.compile_only:

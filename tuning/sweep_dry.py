@@ -85,7 +85,7 @@ def small_instance(problem: Problem, candidate: Candidate) -> Problem:
         shrunk(problem.m, bm), shrunk(problem.n, bn), shrunk(problem.k, 3 * bk), problem.dtype,
         majors=problem.signature.majors,
         batch=min(problem.batch, 2), out_dtype=problem.out_dtype, precision=problem.precision,
-        epilogue=problem.epilogue,
+        epilogue=problem.epilogue, constant=problem.constant,
     )  # fmt: skip
     if small.signature != problem.signature:
         raise ValueError(f"{problem} has no small instance of contiguous operands with the same signature")

@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+from cutegemm import backend as backends
 from cutegemm.problem import text as problem_text
 from cutegemm.winners import Measurement, Winners, deciding, pick, standing
 from cutegemm.winners import table as winners_table
@@ -266,7 +267,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         command.add_argument("--store", type=cli.store, help="the file; by default the user's")
         command.add_argument("--gpu", help="of this GPU model only, for example H200")
-        command.add_argument("--backend", help="of this backend only")
+        command.add_argument("--backend", choices=backends.WITH_KERNELS, help="of this backend only")
         command.add_argument("--shape", type=_shape, help="of this shape only: MxNxK, or LxMxNxK")
         if name in ("list", "export"):
             command.add_argument("--all", action="store_true", help="every row, not the winners alone")

@@ -29,8 +29,6 @@ ASKED_FOR = "asked for"
 """Why a configuration or a backend that a call names runs."""
 OF_PLAIN = "tuned winner of the plain product"
 """Why a program runs a configuration that was measured without it."""
-WITH_CONSTANT = "tuned winner with a constant"
-"""Why a call that promises a constant operand runs a configuration that was measured with it."""
 PROGRAM_GAINS = 0.98
 """With a program another configuration replaces the winner of the plain product where the model estimates that it takes
 less than this share of the winner's time."""
@@ -125,7 +123,8 @@ def choose(
 
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
-    Where nothing was measured with the problem's constant operand, the choice is the one without that promise.
+    Where nothing was measured with the problem's constant operand, the choice is the one without that promise, with
+    what makes use of it.
 
     The winner of the plain product may be a poor choice with a program. Where the model says so, the model's own choice
     is taken. But where the model prefers its own choice for the plain product too, the measurement has shown that the
@@ -133,8 +132,12 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
     """
     tuned = _tuned(problem, arch, backend, known)
     if tuned is None and problem.constant:
-        problem = replace(problem, constant="")
-        tuned = _tuned(problem, arch, backend, known)
+        plain = _best_known(replace(problem, constant=""), arch, backend, known)
+        if plain is None:
+            return None
+        name, config, why = plain
+        changed = backends.get(name).for_constant(config, problem, arch)
+        return name, changed, why if changed == config else f"{why}, of {config}, which runs without the promise"
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):
         return tuned
     found = _heuristics().choose(problem, arch, backend, _reader().noticed())
@@ -173,7 +176,7 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     same in the other 16-bit type where it has none that can.
     """
     rows = _reader().lookup_both(problem, arch, known)
-    tuned = f"{WITH_CONSTANT} {problem.constant.upper()}" if problem.constant else "tuned winner"
+    tuned = "tuned winner" + (f" with a constant {problem.constant.upper()}" if problem.constant else "")
     names = tuned, f"{tuned} of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_terms(), arch, known)

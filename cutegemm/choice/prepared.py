@@ -42,20 +42,18 @@ class Prepared(NamedTuple):
 
 
 def choose(
-    problem: Problem, arch: Arch | None, backend: str = "auto", config: str | Any | None = None, known: object = None,
-    constant: str = "",
-) -> Prepared:  # fmt: skip
+    problem: Problem, arch: Arch | None, backend: str = "auto", config: str | Any | None = None, known: object = None
+) -> Prepared:
     """`plan.choose`, of the problem as it is or of the one with prepared operands, whichever is estimated faster.
 
     A configuration that was asked for and that cannot serve the problem as it is gets prepared operands.
 
-    Args and errors as for `plan.choose`, of a problem without constant operands; constant: which operand of it is.
+    Args and errors as for `plan.choose`. The problem of what is found has no constant operand.
     """
     refusal: UnsupportedError | None = None
     direct: Choice | None = None
     try:
-        asked = replace(problem, constant=constant) if constant else problem
-        direct = plan.choose(asked, arch, backend, config, known)
+        direct = plan.choose(problem, arch, backend, config, known)
     except UnsupportedError as why:
         refusal = why
     found = None
@@ -66,7 +64,11 @@ def choose(
     if direct is None:
         assert refusal is not None
         raise refusal
-    return Prepared(problem, direct)
+    return Prepared(_plain(problem), direct)
+
+
+def _plain(problem: Problem) -> Problem:
+    return replace(problem, constant="") if problem.constant else problem
 
 
 def _prepared(
@@ -77,7 +79,7 @@ def _prepared(
         if backend not in ("auto", name):
             continue
         serves = backends.get(name)
-        posed = serves.prepared(problem, arch)
+        posed = serves.prepared(_plain(problem), arch)
         if posed is None or serves.missing():
             continue
         other, preparations = posed

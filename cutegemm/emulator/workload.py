@@ -85,7 +85,7 @@ class Workload:
         addresses += [scale.data_ptr() for scale in scales.values()]
         tensors |= scales
         captured = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
-        return cls(problem, kernel, tensors, alpha, beta, want, [*captured], captured.scratch, captured.checks)
+        return cls(problem, kernel, tensors, alpha, beta, want, captured, captured.scratch, captured.checks)
 
     def run(
         self,

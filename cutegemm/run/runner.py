@@ -92,14 +92,11 @@ class Call(NamedTuple):
         if arch is not None and not on_cpu and (state.tune if state else is_on("CUTEGEMM_TUNE")):
             self._tune(arch)
             known = None  # a winner may have been written
-        problem, choice, preparations = prepared.choose(
-            asked.problem, arch, self.backend, self.config, known, asked.constant
-        )
+        problem, choice, preparations = prepared.choose(asked.measured, arch, self.backend, self.config, known)
         kernel = None
         preparers = []
         if choice.config is not None:
             assert arch is not None
-            choice = self._for_constant(choice, arch)
             if problem.epilogue.custom is None:
                 kernel = self._kernel(choice, arch, problem.signature)
             else:
@@ -109,15 +106,6 @@ class Call(NamedTuple):
         return Plan(
             problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), asked.constant
         )
-
-    def _for_constant(self, choice: planning.Choice, arch: Arch) -> planning.Choice:
-        """The choice, for a constant operand with what makes use of that; a configuration that was asked for or
-        measured with the operand stays as it is.
-        """
-        asked = self.request
-        if not asked.constant or self.config is not None or planning.WITH_CONSTANT in choice.why:
-            return choice
-        return choice._replace(config=backends.get(choice.backend).for_constant(choice.config, asked.measured, arch))
 
     def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature | None = None) -> backends.Kernel:
         """The kernel of a choice, by default for the problem as it was asked."""

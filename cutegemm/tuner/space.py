@@ -61,6 +61,12 @@ def enumerate_all(problem: Problem, arch: Arch, names: Iterable[str], ranker: Ra
     return sorted(found, key=lambda candidate: candidate.estimate)
 
 
+def why_none(problem: Problem, arch: Arch, names: Iterable[str]) -> str:
+    """Why none of the backends named has a valid configuration, as far as they say."""
+    reasons = ((name, backends.get(name).supports(problem, arch)) for name in names)
+    return "; ".join(f"{name}: {reason or 'no tile of its space is valid'}" for name, reason in reasons)
+
+
 def _model(problem: Problem, arch: Arch, backend: str) -> Sequence[tuple[float, Any]]:
     from cutegemm.choice import heuristics
 

@@ -10,6 +10,7 @@ import torch
 from cutegemm import backend as backends
 from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.errors import BeforeTheWait
+from cutegemm.emulator.workload import Workload
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
@@ -125,3 +126,11 @@ def test_a_kernel_that_does_not_wait_is_reported(seed):
     launch.kernel.__dict__["ptx"] = text.replace("griddepcontrol.wait;", "")
     with pytest.raises(BeforeTheWait, match=r"before griddepcontrol\.wait"):
         launch.run()
+
+
+def test_a_sweep_emulates_with_the_promise(seed):
+    """`--constant b --emulate` took each early load for an error."""
+    problem, backend = Problem.of(64, 32, 200, constant="b"), backends.get("cute")
+    kernel = backend.build(problem.signature, backend.parse(f"sm90/{PLAIN}"), ARCH)
+    verdict, _ = Workload.of(problem, kernel, seed=seed).run(seed=seed)
+    assert verdict, verdict.message

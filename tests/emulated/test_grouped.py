@@ -107,6 +107,15 @@ def test_many_groups(groups, seed):
     case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s3/g2/swap")
 
 
+@pytest.mark.parametrize("groups", [1, 2, 70])
+def test_ping_pong_looks_for_the_other_warpgroups_work_in_any_number_of_groups(groups, seed):
+    """A group a tile: one work, two, and more than a warp has lanes, with long and empty groups in turn."""
+    rng = random.Random(seed)
+    sizes = [rng.choice((0, 0, 8, 64, 136)) for _ in range(groups - 1)] + [72]
+    case = GroupCase.random(RAGGED_K, sizes, 64, 32, 8, majors="nt", seed=seed)
+    case.run(backend="cute", config="sm90/64x32x32/pp/c1x1/s3/row/zig")
+
+
 def test_the_sizes_are_read_at_each_launch(seed):
     """One plan, one kernel; only the numbers on the device change."""
     case = GroupCase.random(RAGGED_M, [24, 24, 24], 0, 72, 72, seed=seed)

@@ -39,6 +39,7 @@ def planned(monkeypatch):
     """The plan of a call on CPU tensors for an H200, without compiling."""
     monkeypatch.setattr(planning, "emulated_arch", lambda: arch_table.get("H200"))
     monkeypatch.setattr(type(backends.get("cute")), "build", lambda self, *given: Built(*given))
+    monkeypatch.setattr(type(backends.get("cute")), "preparer", lambda self, asked, arch: None)
     monkeypatch.setattr(runner, "_kernels", planning.Memo(8))
 
     def plan(a, b, config=PDL, **options):
@@ -106,6 +107,15 @@ def test_a_copy_is_not_constant(planned):
     assert planned(a, b, constant="b").constant == "b"
 
 
+def test_a_packed_operand_is_not_constant(planned):
+    """Its ring was made deeper for a promise that its kernel cannot use."""
+    a, b = torch.ones(2048, 4096, dtype=torch.bfloat16), torch.ones(4096, 2049, dtype=torch.bfloat16)
+    plain, promised = (planned(a, b, config=None, constant=constant) for constant in (None, "b"))
+    assert [each.operand for each, _ in promised.preparations] == ["b"]
+    assert promised.kernel.signature.constant == ""
+    assert promised.choice == plain.choice
+
+
 def test_where_a_kernel_makes_no_use_of_it_the_plain_one_serves(planned):
     a, b = operands()
     made = planned(a, b, config=PLAIN, constant="b")
@@ -120,9 +130,9 @@ def test_where_a_kernel_makes_no_use_of_it_the_plain_one_serves(planned):
 
 def test_a_choice_without_pdl_gets_it(planned, monkeypatch):
     a, b = operands()
-    plain = planning.Choice("cute", backends.get("cute").parse(PLAIN), "tuned winner")
-    monkeypatch.setattr(planning, "choose", lambda *given: plain)
-    assert str(planned(a, b, config=None, constant="b").choice.config) == PDL.replace("s3", "s4")
+    plain = "cute", backends.get("cute").parse(PLAIN), "tuned winner"
+    monkeypatch.setattr(planning, "_tuned", lambda problem, *given: None if problem.constant else plain)
+    assert str(planned(a, b, config=None, constant="b").choice.config) == PDL
     assert str(planned(a, b, config=None).choice.config) == PLAIN
 
 
@@ -136,8 +146,7 @@ def test_a_choice_without_pdl_gets_it(planned, monkeypatch):
         ("sm90/64x16x128/coop1/c1x1x2/s5/row/swap/pdl", 16, 4096, 1664, 7),  # 13 k tiles in two parts
         ("sm90/64x16x128/coop1/c1x2/s8/row/k15/swap/pdl", 16, 256, 65536, 11),
         ("sm90/64x16x32/coop1/c1x1/s4/row/swap/pdl", 16, 4096, 4096, 16),
-        ("sm90/128x256x64/coop2/c2x1/s4/serp8/pdl", 1024, 4096, 4096, 4),
-        ("sm90/128x256x64/coop2/c2x1/s2/serp8/pdl", 1024, 2048, 4096, 4),
+        ("sm90/64x32x128/coop1/c1x2/s8/serp8/swap/pdl", 64, 4096, 4096, 8),  # nine fit; not measured
     ],
 )
 def test_in_one_wave_the_ring_is_as_deep_as_it_can_be(config, m, n, k, stages):
@@ -171,7 +180,10 @@ def test_a_winner_measured_with_the_promise_serves_calls_that_make_it(planned, m
         assert str(planned(a, b, config=None, **options).choice.config) == NEAR
     a, b = operands(16, 4096, 2048)
     Winners().record(measured(Problem.of(16, 4096, 2048), NEAR))
-    assert planned(a, b, config=None, constant="b").choice.why == planned(a, b, config=None).choice.why
+    why = planned(a, b, config=None).choice.why
+    deeper = planned(a, b, config=None, constant="b").choice
+    assert str(deeper.config) == NEAR.replace("s5", "s11")
+    assert deeper.why == f"{why}, of {NEAR}, which runs without the promise", "what was measured is another kernel"
     half = operands(16, 4096, 4096, torch.float16)
     why = planned(*half, config=None, constant="b").choice.why
     assert why == "tuned winner with a constant B of the other 16-bit type, own: 10.0 us"
@@ -189,6 +201,8 @@ def test_the_tuner_measures_with_the_promise():
     parse, signature = backends.get("cute").parse, found.measured.signature
     assert [candidates.tries(parse(each), signature) for each in (PDL, PLAIN)] == [True, False]
     assert candidates.tries(parse(PLAIN), Problem.of(64, 128, 256).signature)
+    in_parts = Problem.of(64, 128, 256, "fp32", precision="tf32x3", constant="b").signature
+    assert candidates.tries(parse("sm90/64x64x32/coop1/c1x1/s3/serp8/pdl"), in_parts), "none uses it: all are tried"
     for other in (["--work", "ragged_m"], ["--moe"], ["--dtype", "e4m3", "--scaling", "blocks"]):
         shapes = [] if "--moe" in other else ["--shapes", "64x128x256"]
         with pytest.raises(ValueError, match="--constant"):

@@ -94,16 +94,19 @@ def test_a_configuration_asked_for_gets_what_it_needs():
         prepared.choose(gated, H200, config="sm90/64x64x32/coop1/c1x1/s3/row")
 
 
-def test_a_measured_winner_counts_as_measured(monkeypatch):
+@pytest.mark.parametrize("constant", ["", "b"])
+def test_a_measured_winner_counts_as_measured(constant, monkeypatch):
     """One that is faster than packing stays: its time, not the model's, is compared."""
-    problem = Problem.of(4096, 50257, 4096, majors="tt")
+    problem = Problem.of(4096, 50257, 4096, majors="tt", constant=constant)
     direct = plan.choose(problem, H200)
     for seconds, packs in ((1e-5, False), (1.0, True)):
         row = SimpleNamespace(
             seconds=seconds, config=str(direct.config), backend="cute", ratio=None, origin="measured here"
         )
         monkeypatch.setattr(reader, "lookup_both", lambda p, *_, row=row: (row if p == problem else None, None))
-        assert bool(prepared.choose(problem, H200).preparations) == packs
+        found = prepared.choose(problem, H200)
+        assert bool(found.preparations) == packs
+        assert found.problem.constant == "", "kernels are bound to the problem without the promise"
 
 
 @given(

@@ -197,6 +197,13 @@ def test_a_shape_that_cannot_be_timed_does_not_stop_the_others(tmp_path):
     assert "not finished: 512x64x64" in table
 
 
+def test_without_any_configuration_it_says_why(monkeypatch, capsys, tmp_path):
+    fake_gpus(monkeypatch, [FakeTimer({})], [])
+    shapes = ["--shapes", "512x512x1024", "--work", "ragged_k", "--batch", "8"]
+    assert sweep.main([*shapes, "--store", str(tmp_path / "w.sqlite3")]) == 1
+    assert "no valid configuration; cute: A is K-major: TMA cannot end a ragged K" in capsys.readouterr().out
+
+
 def test_nothing_right_is_a_failure(monkeypatch, capsys, tmp_path):
     candidates = space(3)
     fake_gpus(monkeypatch, [FakeTimer({}, wrong={c.key: "wrong: all" for c in candidates})], candidates)

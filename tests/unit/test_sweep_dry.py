@@ -30,7 +30,9 @@ def test_compile_only_lists_and_says_that_nothing_was_timed(store_root, capsys):
 def test_without_any_configuration_a_dry_run_fails(way, store_root, capsys):
     arguments = ["--shapes", "64", "--dtype", "fp64", "--backends", "legacy", way, "--arch", "sm_80"]
     assert sweep.main(arguments) == 1
-    assert "0 valid configurations" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "0 valid configurations" in said
+    assert "legacy: " in said, "the reason"
 
 
 def test_compile_only_keeps_its_budget_and_tells_failures():
@@ -50,7 +52,7 @@ def test_compile_only_keeps_its_budget_and_tells_failures():
     [
         Problem.of(4096, 4096, 4096, "bf16"), Problem.of(4095, 4099, 4097, "fp16", majors="nt"),
         Problem.of(300, 20, 5000, "fp32", majors="nn", batch=3, epilogue=Epilogue("fp32", None, "n", "relu")),
-        Problem.of(1, 1, 1),
+        Problem.of(1, 1, 1), Problem.of(16, 4096, 4096, constant="b"), Problem.of(4096, 1, 4096, constant="a"),
     ],
     ids=str,
 )  # fmt: skip

@@ -28,6 +28,18 @@ def test_seeds_are_todays_choice_and_earlier_winners(tmp_path, monkeypatch):
     assert sweep_run.seeds(problem, H200, store, ["cute"])[0].text == slow
 
 
+def test_with_a_constant_operand_todays_choice_has_the_ring_that_gemm_gives_it(tmp_path, monkeypatch):
+    """The sweep began with the ring for calls without the promise, and could end with a slower winner than none."""
+    monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sweep_run.winners_table, "shipped", lambda *where: {})
+    store, plain = Winners(), Problem.of(16, 4096, 4096)
+    text = "sm90/64x16x128/coop1/c1x1/s5/row/swap/pdl"
+    store.record(Measurement("H200", 132, str(plain), "cute", text, fingerprint("cute", text), 1e-5, "ok"))
+    assert sweep_run.seeds(plain, H200, store, ["cute"])[0].text == text
+    found = sweep_run.seeds(Problem.of(16, 4096, 4096, constant="b"), H200, store, ["cute"])
+    assert found[0].text == text.replace("s5", "s11")
+
+
 def test_seeds_from_the_other_16_bit_type_and_from_near(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(sweep_run.winners_table, "shipped", lambda *where: {})

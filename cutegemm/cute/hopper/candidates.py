@@ -68,6 +68,8 @@ COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
 """Works of which nobody can know on the host how many tiles there are."""
 NUMBERS = tuple(range(2, 33))
 """The numbers of parts that a candidate may split K into."""
+MOST_ROWS = 16
+"""Rows beside a constant operand up to which `for_constant` deepens the ring."""
 MOST_STAGES = 16
 """That the rule of validity takes."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
@@ -112,9 +114,9 @@ def _most_stages(config: HopperConfig, signature: Signature) -> int:
 
 def tries(config: HopperConfig, signature: Signature) -> bool:
     """Whether the tuner tries a configuration that is valid for a signature: with a constant operand one that loads
-    it before the wait.
+    it before the wait. No kernel does with operands in parts, so that the promise excludes none there.
     """
-    if signature.constant and not constant.uses_constant(config, signature):
+    if signature.constant and signature.parts is None and not constant.uses_constant(config, signature):
         return False
     return ITEMSIZE[signature.dtype] > 1 or byte_candidates.tries(config, signature)
 
@@ -122,13 +124,14 @@ def tries(config: HopperConfig, signature: Signature) -> bool:
 def for_constant(config: HopperConfig, problem: Problem, arch: Arch) -> HopperConfig:
     """What runs for a problem with a constant operand in the place of a configuration that was chosen without.
 
-    Its kernel fills the ring before it waits. So a ring as deep as fits pays, where the constant operand is the larger
-    one and there is one wave of CTAs: on an H200 products of 1 to 16 rows with 4096 to 6144 columns took 8 to 19 % less
-    time so than with rings of half the shared memory, which are the faster ones without a constant operand.
+    Its kernel fills the ring before it waits. So with few rows a ring as deep as fits pays, where there is one wave of
+    CTAs: on an H200 products of 1 to 16 rows with 4096 to 6144 columns took 8 to 19 % less time so than with rings of
+    half the shared memory, which are the faster ones without a constant operand. With more rows it was not measured.
     """
     signature = problem.signature
     found = constant.for_constant(config, signature)
-    if found is None or problem.constant != ("a" if problem.m > problem.n else "b"):
+    few = problem.n if problem.constant == "a" else problem.m
+    if found is None or few > MOST_ROWS:
         return found or config
     if works(found, problem) > resident_clusters(arch, found.cluster_ctas):
         return found

@@ -81,8 +81,9 @@ def _merges(x: torch.Tensor) -> bool:
     """Whether the two leading dimensions of x (L, M, K) become one without a copy, and for a DTensor without gathering
     a sharded M.
     """
-    if not mergeable(x) or _is_dynamo_compiling() or not sharded.is_distributed(x):
-        return mergeable(x)
+    merges = mergeable(x)
+    if not merges or _is_dynamo_compiling() or not sharded.is_distributed(x):
+        return merges
     return x.shape[1] == 1 or not any(each.is_shard(1) for each in x.placements)
 
 

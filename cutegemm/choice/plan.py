@@ -6,7 +6,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -132,7 +131,7 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
     """
     tuned = _tuned(problem, arch, backend, known)
     if tuned is None and problem.constant:
-        plain = _best_known(replace(problem, constant=""), arch, backend, known)
+        plain = _best_known(problem.without_constant(), arch, backend, known)
         if plain is None:
             return None
         name, config, why = plain
@@ -263,7 +262,8 @@ def describe(plan: Plan) -> str:
     if plan.constant:
         used = plan.kernel is not None and plan.kernel.signature.constant
         what = "its first tiles are loaded while the kernel in front still runs"
-        what = what if used else "this kernel makes no use of the promise"
+        if not used:
+            what = "this kernel makes no use of the promise"
         rows.append(("constant", f"{plan.constant.upper()}: {what}"))
     if choice.config is not None and plan.arch is not None:
         from cutegemm import winners

@@ -10,7 +10,6 @@ copy, the time of the copied bytes at the memory's speed, and memory for the cop
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutegemm import backend as backends
@@ -64,11 +63,7 @@ def choose(
     if direct is None:
         assert refusal is not None
         raise refusal
-    return Prepared(_plain(problem), direct)
-
-
-def _plain(problem: Problem) -> Problem:
-    return replace(problem, constant="") if problem.constant else problem
+    return Prepared(problem.without_constant(), direct)
 
 
 def _prepared(
@@ -79,7 +74,7 @@ def _prepared(
         if backend not in ("auto", name):
             continue
         serves = backends.get(name)
-        posed = serves.prepared(_plain(problem), arch)
+        posed = serves.prepared(problem.without_constant(), arch)
         if posed is None or serves.missing():
             continue
         other, preparations = posed

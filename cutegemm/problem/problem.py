@@ -374,6 +374,10 @@ class Problem:
             constant={"a": "b", "b": "a"}.get(self.constant, ""),
         )
 
+    def without_constant(self) -> Problem:
+        """The same without a promise about an operand."""
+        return replace(self, constant="") if self.constant else self
+
     def without_program(self) -> Problem:
         """The product alone, with D as it is."""
         return replace(self, epilogue=Epilogue(), operands=(), outputs=())

@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
     @property
     def measured(self) -> Problem:
-        """The problem as a tuner times it, with its constant operand."""
+        """The problem with its constant operand, as a kernel is chosen for it and as a tuner times it."""
         return replace(self.problem, constant=self.constant) if self.constant else self.problem
 
 

@@ -156,6 +156,18 @@ def may_have_tangent(*tensors: Any) -> bool:
 
 
 def has_tangent(tensors: tuple[Any, ...]) -> bool:
+    """Whether a tensor carries a tangent. The question makes views, which a tracer must not see: inductor traces an
+    operator that writes into `out` two times, and wants as many nodes both times.
+    """
+    if _dispatch_modes() > 0:
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # late: it imports sympy
+
+        with disable_proxy_modes_tracing():
+            return _has_tangent(tensors)
+    return _has_tangent(tensors)
+
+
+def _has_tangent(tensors: tuple[Any, ...]) -> bool:
     # Torch has one level of forward mode, of number 0.
     return any(tensor is not None and _unpack_dual(tensor, 0)[1] is not None for tensor in tensors)
 

@@ -82,8 +82,9 @@ def gemm(
             operands.
         bias: (N,); the dtypes of c.
         activation: None, "relu", "gelu" (erf), "gelu_tanh" or "silu".
-        out: D is written here; (M, N) or (L, M, N). It may be `c` itself and must not overlap another input.
-            Autograd is told of the write, and an inference tensor is refused outside inference mode, as by torch.mm.
+        out: D is written here; (M, N) or (L, M, N). It may be `c` itself (not with scales) and must not overlap
+            another input. Autograd is told of the write, and an inference tensor is refused outside inference mode, as
+            by torch.mm.
         out_dtype: dtype of D, any accepted one. By default that of `out`, else that of a; bfloat16 for fp8 operands and
             for int8 operands with scales, int32 for the plain product of int8. All other products of int8 need an
             `out_dtype` (or `out`). D in fp8 or int8 saturates.

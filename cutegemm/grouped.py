@@ -161,11 +161,17 @@ def grouped_gemm(
         if given:
             return grouped_scaled.by_operator(a, b, sizes, text, operands, given, out, out_dtype, options)
         return by_operator(a, b, sizes, text, operands, out, out_dtype, options, save)
-    if given:
-        return grouped_scaled.compute(
-            a, b, sizes, epilogue, operands, given, out, out_dtype, precision, backend, config
-        )
-    return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    try:
+        if given:
+            return grouped_scaled.compute(
+                a, b, sizes, epilogue, operands, given, out, out_dtype, precision, backend, config
+            )
+        return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    except (TypeError, ValueError) as why:
+        own = ["bias"] if bias is not None else [f"operands[{number}]" for number in range(len(operands))]
+        scales = ["scale_a", "scale_b", "scale_b"] if scale_a is not None else ["scale_b", "scale_b"]
+        program_request.in_terms_of(why, own + scales)
+        raise
 
 
 def plan_of(

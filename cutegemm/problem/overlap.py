@@ -13,19 +13,24 @@ def reach(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def check_self(out: torch.Tensor) -> None:
+def check_self(out: torch.Tensor, name: str = "out") -> None:
     """Raises ValueError when two elements of `out` share an address (or might: strides that interleave)."""
     if out.numel() == 0:
         return
     covered = 0
     for stride, extent in sorted((s, e) for s, e in zip(out.stride(), out.shape, strict=True) if e > 1):
         if stride <= covered:
-            raise ValueError(f"out: strides {out.stride()} of shape {tuple(out.shape)} write one address several times")
+            raise ValueError(
+                f"{name}: strides {out.stride()} of shape {tuple(out.shape)} write one address several times"
+            )
         covered += (extent - 1) * stride
 
 
-def check(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
-    """Raises ValueError naming the input that shares memory with `out`. `inputs["c"]` may be `out` itself."""
+def check(out: torch.Tensor, inputs: dict[str, torch.Tensor | None], result: str = "out") -> None:
+    """Raises ValueError naming the input that shares memory with `out`. `inputs["c"]` may be `out` itself.
+
+    result: the name of `out`.
+    """
     start, size = out.data_ptr(), reach(out)
     for name, tensor in inputs.items():
         if tensor is None or size == 0 or tensor.numel() == 0:
@@ -35,7 +40,7 @@ def check(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
             continue
         if (name == "c" and _same_view(tensor, out)) or _side_by_side(tensor, out):
             continue
-        raise _refusal(name)
+        raise _refusal(name, result)
 
 
 def check_identity(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
@@ -45,8 +50,8 @@ def check_identity(out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) ->
             raise _refusal(name)
 
 
-def _refusal(name: str) -> ValueError:
-    return ValueError(f"out: it overlaps {name} in memory; pass another tensor, or a clone of {name}")
+def _refusal(name: str, result: str = "out") -> ValueError:
+    return ValueError(f"{result}: it overlaps {name} in memory; pass another tensor, or a clone of {name}")
 
 
 def _same_view(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -255,6 +255,14 @@ def matrix_of(given: Input, operand: torch.Tensor) -> Matrix:
     return Matrix(shape[1], shape[2], row, col, batch, align)
 
 
+def in_terms_of(why: Exception, names: Sequence[str]) -> None:
+    """Has the message of an error about `operands` name the arguments that stand in their places."""
+    text = str(why)
+    for number, name in enumerate(names):
+        text = text.replace(f"operands[{number}]", name)
+    why.args = (text,)
+
+
 def given_outputs(out: Any, count: int) -> tuple[Any, ...]:
     if out is None:
         return (None,) * count
@@ -291,7 +299,7 @@ def check_target(number: int, target: Any, shape: tuple[int, ...], dtype: str, d
     if target is None:
         return
     request.check_tensor(name, target)
-    overlap.check_self(target)
+    overlap.check_self(target, name)
     if tuple(target.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(target.shape)}, expected {shape}")
     request.check_device(name, target, device)

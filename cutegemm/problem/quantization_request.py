@@ -150,8 +150,8 @@ def check_out(
         raise ValueError(
             f"{name}: got strides {out.stride()}, accepted is stride 1 along dimension {contiguous}, which is K"
         )
-    overlap.check_self(out)
-    overlap.check(out, inputs)
+    overlap.check_self(out, name)
+    overlap.check(out, inputs, name)
 
 
 def check_backend(backend: Any) -> None:

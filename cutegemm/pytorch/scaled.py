@@ -137,7 +137,21 @@ def compute_eager(
     )
     if precision == "fast" and program.block_scales:
         raise ValueError(FAST_WITH_BLOCKS)
-    return programs.compute(a, b, program, given, out, out_dtype, precision, backend, config, save)
+    try:
+        return programs.compute(a, b, program, given, out, out_dtype, precision, backend, config, save)
+    except (TypeError, ValueError) as why:
+        arguments_of = {"c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
+        program_request.in_terms_of(why, _names(given, len(operands), arguments_of))
+        raise
+
+
+def _names(given: Sequence[Any], own: int, tensors: dict[str, Any]) -> list[str]:
+    """What the operands of a scaled product are called by its caller, of whose operands they have `own` in front."""
+    names = []
+    for number, each in enumerate(given):
+        argument = next((name for name, tensor in tensors.items() if tensor is each), "scale_b")
+        names.append(f"operands[{number}]" if number < own else argument)
+    return names
 
 
 def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:

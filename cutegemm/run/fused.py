@@ -153,17 +153,22 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     return run
 
 
-def check_writable(given: Sequence[Any], a: Any, b: Any, operands: Sequence[Any]) -> None:
-    """Raises ValueError where a result overlaps an input or another result; tells autograd of the writes."""
+def check_writable(
+    given: Sequence[Any], a: Any, b: Any, operands: Sequence[Any], more: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Raises ValueError where a result overlaps an input or another result; tells autograd of the writes.
+
+    more: further inputs, by name.
+    """
     from cutegemm.problem.request import check_inference
 
-    inputs = {"a": a, "b": b}
+    inputs = {"a": a, "b": b, **(more or {})}
     inputs |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
     for number, out in enumerate(given):
         if out is None:
             continue
         others = {f"out[{i}]": other for i, other in enumerate(given) if other is not None and i < number}
-        overlap.check(out, {**inputs, **others})
+        overlap.check(out, {**inputs, **others}, program_request.target_name(number, len(given)))
         check_inference(out)
     torch._C._increment_version(tuple(out for out in given if out is not None))
 

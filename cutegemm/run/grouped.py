@@ -81,6 +81,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
     copied, temporaries = asked.copied, asked.temporaries
     checks = is_on("CUTEGEMM_DEBUG")
     work = WORKS[problem.work]
+    names = ["counts" if work.masked else "offsets", "rows" if work.indexed == "a" else "places"]
     extent = {"m": problem.m, "n": problem.n, "k": problem.k}[work.ragged or "m"]
     limit = getattr(problem, work.indexed).rows if work.indexed else 0
 
@@ -95,7 +96,7 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         given = (None,) * len(dtypes) if new else (out,) if isinstance(out, torch.Tensor) else out
         make = torch.zeros if out is ZEROS else torch.empty
         if not new:
-            fused.check_writable(given, a, b, (*operands, *arrays))
+            fused.check_writable(given, a, b, operands, dict(zip(names, arrays, strict=False)))
         outs = tuple(
             make(shape, dtype=dtype, device=asked.device) if own is None
             else torch.empty(shape, dtype=dtype, device=asked.device).copy_(own) if number in temporaries

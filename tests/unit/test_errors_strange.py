@@ -332,3 +332,62 @@ def test_no_operands_are_none_in_any_form(operands):
 def test_a_bool_is_no_alpha_of_an_epilogue():
     with pytest.raises(TypeError, match=r"^alpha: got bool"):
         call(epilogue=cutegemm.ops.silu, alpha=True)
+
+
+def scaled(c=None, **given):
+    eight = torch.float8_e4m3fn
+    a, b = torch.ones(M, 16).to(eight), torch.ones(N, 16).to(eight).t()
+    arguments = {"scale_a": torch.ones(M, 1), "scale_b": torch.ones(1, N), **given}
+    return cutegemm.gemm(a, b, c, beta=0.0 if c is None else 1.0, **arguments)
+
+
+def grouped(ends=None, **given):
+    ends = torch.tensor([1, M], dtype=torch.int32) if ends is None else ends
+    a, b = torch.ones(M, K), torch.ones(2, K, N)
+    if "scale_a" in given:
+        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    return cutegemm.grouped_gemm(a, b, ends, **given)
+
+
+OUT = torch.zeros(M, N)
+WHOLE = torch.zeros(M, N, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("multiply", "named"),
+    [
+        (lambda: scaled(torch.ones(3, 3)), r"c: got shape \(3, 3\)"),
+        (lambda: scaled(torch.ones(M, N, device="meta")), "c: it is on meta"),
+        (lambda: scaled(OUT, out=OUT), "out: it overlaps c in memory; pass another tensor, or a clone of c"),
+        (lambda: scaled(bias=torch.ones(N, device="meta")), "bias: it is on meta"),
+        (lambda: scaled(bias=OUT[0], out=OUT), "out: it overlaps bias"),
+        (lambda: scaled(scale_a=OUT[:, :1], out=OUT), "out: it overlaps scale_a"),
+        (lambda: scaled(scale_b=OUT[:1], out=OUT), "out: it overlaps scale_b"),
+        (
+            lambda: scaled(scale_b=OUT[:1], out=OUT, epilogue=lambda acc, s: acc * s, operands=(torch.ones(M, 1),)),
+            "out: it overlaps scale_b",
+        ),
+        (
+            lambda: scaled(epilogue=lambda acc, s: acc * s, operands=(OUT[:, :1],), out=OUT),
+            r"out: it overlaps operands\[0\]",
+        ),
+        (lambda: grouped(bias=OUT[0], out=OUT), "out: it overlaps bias"),
+        (lambda: grouped(WHOLE.flatten()[:2], out=WHOLE.view(torch.float32)), "out: it overlaps offsets"),
+        (lambda: grouped(rows=WHOLE.flatten()[:M], out=WHOLE.view(torch.float32)), "out: it overlaps rows"),
+        (lambda: grouped(places=WHOLE.flatten()[:M], out=WHOLE.view(torch.float32)), "out: it overlaps places"),
+        (lambda: grouped(scale_a=OUT[:, :1], out=OUT), "out: it overlaps scale_a"),
+        (lambda: grouped(scale_a=torch.ones(M, 1), bias=OUT[0], out=OUT), "out: it overlaps bias"),
+        (
+            lambda: call(epilogue=lambda acc: (acc, acc * 2), out=(OUT, OUT)),
+            r"out\[1\]: it overlaps out\[0\]",
+        ),
+        (
+            lambda: call(epilogue=lambda acc: (acc, acc * 2), out=(OUT, OUT[:1].expand(M, N))),
+            r"out\[1\]: strides \(0, 1\)",
+        ),
+    ],
+)  # fmt: skip
+def test_an_error_names_an_argument_of_the_call(multiply, named):
+    """What is a term of gemm, or an index, is an operand of a program farther in."""
+    with pytest.raises(ValueError, match=f"^{named}"):
+        multiply()

@@ -9,6 +9,7 @@ import torch
 
 from cutegemm.gemm import gemm
 from cutegemm.problem import request
+from cutegemm.problem.dtypes import ACCEPTED, dtype_name
 from cutegemm.problem.quantization import BLOCK
 
 PADDED_TO = 4
@@ -70,6 +71,8 @@ def scaled_mm(
             raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {accepted}; `gemm` takes others")
         if tensor.dim() != 2:
             raise ValueError(f"{name}: got {tensor.dim()} dimensions, accepted are 2; `gemm` takes batches")
+    if (mat_b.dtype == torch.int8) != (mat_a.dtype == torch.int8):
+        raise TypeError(f"mat_b: got dtype {mat_b.dtype}, which does not go with that of mat_a, {mat_a.dtype}")
     if mat_b.shape[0] != mat_a.shape[1]:
         shapes = tuple(mat_b.shape), tuple(mat_a.shape)
         raise ValueError(f"mat_b: got shape {shapes[0]}; with mat_a of shape {shapes[1]} it needs {shapes[1][1]} rows")
@@ -78,6 +81,8 @@ def scaled_mm(
         raise TypeError(f"use_fast_accum: got {request.shown(use_fast_accum)}, accepted are True and False")
     if output_dtype is not None and not isinstance(output_dtype, torch.dtype):
         raise TypeError(f"output_dtype: got {request.shown(output_dtype)}, expected a torch.dtype, or None")
+    if output_dtype is not None and dtype_name(output_dtype) is None:
+        raise TypeError(f"output_dtype: got {output_dtype}, accepted are {ACCEPTED}")
     for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
         swizzle = _single(name, swizzle)
         if swizzle is not None and _name(swizzle) != "NO_SWIZZLE":

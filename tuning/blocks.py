@@ -301,8 +301,8 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--prefill", default="4096", help="lengths of prompts, comma-separated (default 4096)")
     made.add_argument("--tokens", default="256,4096", help="lengths of training, comma-separated (default 256,4096)")
     made.add_argument("--fp8", action="store_true", help="without gradients also linears in fp8 with scales of rows")
-    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
-    made.add_argument("--layers", type=int, default=4, help="blocks (default 4)")
+    made.add_argument("--rounds", type=cli.count, default=9, help="measured rounds (default 9)")
+    made.add_argument("--layers", type=cli.count, default=4, help="blocks (default 4)")
     made.add_argument("--no-compile", action="store_true", help="without torch.compile")
     options = made.parse_args(arguments)
     try:

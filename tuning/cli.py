@@ -39,6 +39,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def count(text: str) -> int:
+    """A whole number from 1 on, such as that of rounds."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
 def store(text: str) -> str:
     """The path of a winners store. Raises ArgumentTypeError for another file, which would be moved aside as damaged."""
     try:
@@ -121,7 +128,7 @@ def time_cases(
     from cutegemm.tuner import timing
 
     made = parser(name, description)
-    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
+    made.add_argument("--rounds", type=count, default=9, help="measured rounds (default 9)")
     made.add_argument("--only", metavar="TEXT", default="", help="cases whose name or sizes contain this")
     made.add_argument("--no-compile", action="store_true", help="without torch.compile")
     options = made.parse_args(arguments)

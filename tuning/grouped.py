@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--gather", action="store_true", help="rows by an index, against rows gathered before")
     other.add_argument("--weight-gradients", action="store_true", help="groups of K, against one dense product")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=cli.count, default=ROUNDS)
     parser.add_argument("--only", help="entries whose text has this in it, such as 'Qwen3' or 'zipf'")
     parser.add_argument("--config", action="append", default=[], help="a configuration to time too; repeatable")
     parser.add_argument("--aims", action="store_true", help="only the entries whose microseconds have an aim")

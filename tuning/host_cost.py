@@ -179,12 +179,16 @@ def _shapes(count: int) -> list[tuple[int, int, int]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = cli.parser("host_cost", __doc__.split("\n\n")[0])
-    parser.add_argument("--size", type=int, default=128, help="M = N = K")
-    parser.add_argument("--calls", type=int, default=100, help="calls a round")
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--size", type=cli.count, default=128, help="M = N = K")
+    parser.add_argument("--calls", type=cli.count, default=100, help="calls a round")
+    parser.add_argument("--rounds", type=cli.count, default=50)
     parser.add_argument("--stub", action="store_true", help="without a GPU: all but the launch itself")
-    parser.add_argument("--choice", type=int, metavar="COUNT", help="time the heuristic's choice for COUNT problems")
-    parser.add_argument("--new-shapes", type=int, metavar="COUNT", help="time COUNT new shapes of a known signature")
+    parser.add_argument(
+        "--choice", type=cli.count, metavar="COUNT", help="time the heuristic's choice for COUNT problems"
+    )
+    parser.add_argument(
+        "--new-shapes", type=cli.count, metavar="COUNT", help="time COUNT new shapes of a known signature"
+    )
     parser.add_argument("--arch", default="H200", help="the GPU of --choice, and of --new-shapes where there is none")
     options = parser.parse_args(arguments)
     try:
@@ -192,15 +196,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"--{error}")
     if options.choice is not None:
-        if options.choice < 1 or options.rounds < 1:
-            parser.error("--choice and --rounds must be at least 1")
         took = choices(options.choice, options.rounds, arch)
         print(f"a choice of the heuristic takes {statistics.median(took):.1f} us in the median of {len(took)} random "
               f"problems, {statistics.fmean(took):.1f} on average, {took[-1]:.1f} at most")  # fmt: skip
         return 0
     if options.new_shapes is not None:
-        if options.new_shapes < 1 or options.rounds < 1:
-            parser.error("--new-shapes and --rounds must be at least 1")
         took = new_shapes(options.new_shapes, options.rounds, options.arch)
         where = "a call, launch included" if torch.cuda.is_available() else "without a GPU: up to the launch"
         print(f"a new shape of a known signature takes {statistics.median(took):.1f} us on the host in the median of "

@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--train-tokens", default="4096", help="training steps, comma-separated (default 4096)")
     made.add_argument("--skew", default="uniform,zipf", help="how experts are drawn (default uniform,zipf)")
     made.add_argument("--only", help="blocks whose name has this in it, such as 'Qwen3'")
-    made.add_argument("--rounds", type=int, default=9, help="measured rounds (default 9)")
+    made.add_argument("--rounds", type=cli.count, default=9, help="measured rounds (default 9)")
     options = made.parse_args(arguments)
     try:
         tokens, train_tokens = ([int(text) for text in given.split(",") if text]

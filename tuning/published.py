@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--majors", choices=("tn", "tt", "nn", "nt"), default="tn", help="tn: A and B K-major")
     parser.add_argument("--size", type=int, nargs="*", default=list(SIZES), help="M = N = K")
     parser.add_argument("--config", nargs="*", default=[], help="configurations beside the published ones")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=cli.count, default=7)
     parser.add_argument("--top", type=int, default=3, help="how many to time in sustained blocks")
     parser.add_argument("--all", action="store_true", help="print every configuration, not the best three")
     return parser

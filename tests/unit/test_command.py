@@ -45,6 +45,14 @@ def test_each_tool_answers_help(name, capsys):
         (["precision", "--emulate", "--sizes", "16", "--config", "simt/64x64x8/w32x32/s3/g8"], "cannot serve"),
         (["host-cost", "--new-shapes", "2", "--arch", "foo"], "error: --arch: 'foo' is not in the table"),
         (["host-cost", "--choice", "2", "--arch", "foo"], "error: --arch: 'foo' is not in the table"),
+        (["host-cost", "--choice", "0"], "argument --choice: got '0', expected a whole number of at least 1"),
+        (["host-cost", "--stub", "--calls", "0"], "argument --calls: got '0', expected"),
+        (["blocks", "--layers", "0"], "argument --layers: got '0', expected"),
+        *(
+            ([name, "--rounds", given], f"argument --rounds: got '{given}', expected a whole number of at least 1")
+            for name in ("bench", "blocks", "fused", "grouped", "host-cost", "moe", "published", "quantize")
+            for given in ("0", "-1", "x")
+        ),
     ],
 )
 def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):

@@ -63,7 +63,8 @@ def moe(
     Args:
         x: (..., H), fp16, bf16 or fp32; any number of tokens, also none.
         experts: (..., top_k) int64 or int32: the experts of each token, with the leading dimensions of x. An entry
-            outside of 0 to E - 1 counts for nothing: its weight is taken as 0.
+            outside of 0 to E - 1 counts for nothing: its weight is taken as 0. Where the row of x is not finite, the
+            token's result is NaN all the same, and so are gradients of an expert's weights.
         weights: (..., top_k): the weight of each expert's result; fp32, fp16 or bf16, whatever x is.
         w_gate_up: (E, 2 F, H), the rows of gate first, as Hugging Face's models stack them, or (E, 2, F, H); dtype of
             x, 1 to 1024 experts.

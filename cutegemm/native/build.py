@@ -7,6 +7,7 @@ write it and its checksum is right.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import hashlib
 import importlib.util
@@ -133,8 +134,9 @@ def load(path: Path) -> Any:
     return module
 
 
-def main() -> int:
-    """Compiles the extension ahead of its first use."""
+def main(arguments: list[str] | None = None) -> int:
+    """Compiles the extension ahead of its first use, and prints where it lies."""
+    argparse.ArgumentParser(prog="python -m cutegemm.native.build", description=main.__doc__).parse_args(arguments)
     try:
         path = library()
         load(path)

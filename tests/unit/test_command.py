@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from cutegemm.native import build
 from tests.unit.conftest import SHIPPED
 from tuning import command, explain
 
@@ -60,6 +61,14 @@ def test_a_bad_argument_is_named_with_status_2(arguments, said, capsys):
         command.main(arguments)
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("clean", 2)])
+def test_the_build_of_the_extension_takes_no_arguments(argument, status, monkeypatch):
+    monkeypatch.setattr(build, "library", lambda: pytest.fail("it compiles"))
+    with pytest.raises(SystemExit) as stopped:
+        build.main([argument])
+    assert stopped.value.code == status
 
 
 @pytest.mark.parametrize("arguments", [["winners", "list"], ["sweep", "--shapes", "64"]])

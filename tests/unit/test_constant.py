@@ -191,14 +191,14 @@ def test_a_winner_measured_with_the_promise_serves_calls_that_make_it(planned, m
 
 def test_the_tuner_measures_with_the_promise():
     """The text that rows are kept by says so, is read back, and names the operand that the kernel sees."""
-    found = Call.of(*operands(), None, runner.complete({"constant": "b"})).request
-    assert found.measured == Problem.of(64, 128, 256, constant="b")
-    assert text.parse(str(found.measured)) == found.measured
-    assert found.measured.transposed().constant == "a"
+    found = Call.of(*operands(), None, runner.complete({"constant": "b"})).request.problem
+    assert found == Problem.of(64, 128, 256, constant="b")
+    assert text.parse(str(found)) == found
+    assert found.transposed().constant == "a"
     assert Problem.of(64, 1, 256, constant="b").constant == "a", "one column is computed as one row"
     (asked,) = sweep.problems(sweep.parser().parse_args(["--shapes", "64x128x256", "--constant", "b"]))
-    assert asked == found.measured
-    parse, signature = backends.get("cute").parse, found.measured.signature
+    assert asked == found
+    parse, signature = backends.get("cute").parse, found.signature
     assert [candidates.tries(parse(each), signature) for each in (PDL, PLAIN)] == [True, False]
     assert candidates.tries(parse(PLAIN), Problem.of(64, 128, 256).signature)
     in_parts = Problem.of(64, 128, 256, "fp32", precision="tf32x3", constant="b").signature

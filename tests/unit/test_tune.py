@@ -160,8 +160,9 @@ def test_a_product_with_a_program_is_not_timed(cuda, monkeypatch):
     assert cuda.tuned == []
     cuda.call._tune(H200)
     assert len(cuda.tuned) == 1
-    cuda.call._replace(request=asked._replace(constant="b"))._tune(H200)
-    assert cuda.tuned[-1][0] == replace(PROBLEM, constant="b"), "what is promised is measured"
+    promised = replace(PROBLEM, constant="b")
+    cuda.call._replace(request=asked._replace(problem=promised))._tune(H200)
+    assert cuda.tuned[-1][0] == promised, "what is promised is measured"
 
 
 def test_a_search_that_finds_nothing_is_a_warning(cuda, monkeypatch):

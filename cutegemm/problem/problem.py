@@ -165,8 +165,8 @@ class Problem:
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
     how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the number of columns of
     the product, and D may have half as many (gating); `operands` are its tensors, `outputs` its outputs behind D.
-    `b_dtype` is the type of B where it is not `dtype`, that of A. `constant` is that of `Signature`: what was measured
-    with a constant operand has it. Other choices and estimates are made without, and so have none.
+    `b_dtype` is the type of B where it is not `dtype`, that of A. `constant` is that of `Signature`: what a call
+    asks for and what is measured may have it. Kernels are bound to the problem without.
     """
 
     m: int

@@ -327,8 +327,8 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes that must cross the memory bus at least: every operand once, D once. Of products in groups it counts the
-        weights of all groups, also of those without rows, which need not be read.
+        """Bytes that must cross the memory bus at least: every operand once, D once. Of products in groups it counts
+        the weights of all groups, also of those without rows, which need not be read.
         """
         e, batch = ITEMSIZE[self.dtype], self.batch
         a = self.m * self.k * (1 if self.a.stride_batch == 0 else batch)

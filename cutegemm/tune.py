@@ -64,7 +64,7 @@ def tune(
         raise GemmError("tune: a CUDA graph is being captured; tune before")
     arch = Arch.of_device(request.device.index)
     found = on_demand.search(
-        request.measured, arch, request.device.index, budget=budget, backends=backends, jobs=jobs, progress=progress
+        request.problem, arch, request.device.index, budget=budget, backends=backends, jobs=jobs, progress=progress
     )
     call.memo.clear()
     return found

@@ -52,7 +52,7 @@ def bench(
         row: Row = {"entry": str(entry), "provider": name, "verdict": verdict}
         if name in found:
             us = found[name].us
-            row |= {"us": us, "tflops": found[name].tflops(asked.flops), "gb_per_s": asked.min_bytes / us / 1e3}
+            row |= {"us": us, "tflops": found[name].tflops(asked.flops)}
         if name in found and name in ours:
             row |= {"config": sets[0][name].config(), "ratio": None}
             if others:

@@ -220,6 +220,7 @@ def _first_gpu() -> GpuProcess | ExitStack:
 def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, stack: ExitStack) -> int:
     import torch
 
+    from cutegemm.choice.plan import measured
     from cutegemm.tuner import report, shared
     from cutegemm.tuner import run as sweep_run
     from cutegemm.tuner.compile_pool import CompilePool, default_jobs
@@ -244,6 +245,7 @@ def _on_gpus(wanted: list[Problem], options: argparse.Namespace, early: object, 
     except TimerBroken as why:
         print(why, file=sys.stderr)
         return 2
+    wanted = [measured(problem, arch) for problem in wanted]
     print(f"{header['before']}\n{len(wanted)} problems on {len(timers)} GPUs, budget {options.budget:.0f} s each")
     progress = report.Progress(len(wanted), limit)
 
@@ -309,6 +311,7 @@ def _indices(text: str, count: int) -> list[int]:
 def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
     from tabulate import tabulate
 
+    from cutegemm.choice.plan import measured
     from cutegemm.hardware import arch as arch_table
     from cutegemm.run.progress import Bars
     from cutegemm.tuner.compile_pool import CompilePool
@@ -319,7 +322,7 @@ def _without_gpu(wanted: list[Problem], options: argparse.Namespace) -> int:
     limit = _limit(options)
     bad = 0
     with CompilePool(options.jobs) as pool:
-        for problem in wanted:
+        for problem in (measured(each, arch) for each in wanted):
             candidates = enumerate_all(problem, arch, options.backends)
             print(f"{problem} on {arch.name}: {len(candidates)} valid configurations")
             if not candidates:

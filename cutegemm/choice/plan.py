@@ -120,6 +120,20 @@ def choose(
     return _last_resort(problem, "no kernel of ours serves it: " + "; ".join(reasons))
 
 
+def measured(problem: Problem, arch: Arch) -> Problem:
+    """The problem as a tuner measures it: without a promise of which no kernel that may be chosen makes use, so that
+    calls with it and without share their winner.
+    """
+    if not problem.constant:
+        return problem
+    used = any(
+        serves.uses_constant(serves.for_constant(config, problem, arch), problem.signature)
+        for serves in map(backends.get, backends.WITH_KERNELS)
+        for config, _ in serves.candidates(problem.signature, arch)
+    )
+    return problem if used else problem.without_constant()
+
+
 def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object) -> tuple[str, Any, str] | None:
     """(backend, configuration, why) of the tuned winner, else of the heuristic's choice; None when neither has one.
     Where nothing was measured with the problem's constant operand, the choice is the one without that promise, with

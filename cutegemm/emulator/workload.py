@@ -7,20 +7,20 @@ beyond the `cutegemm.backend.Kernel` protocol.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cutegemm.backend import Kernel
 from cutegemm.emulator.bridge import emulate
-from cutegemm.emulator.launch import Launch, Memset
 from cutegemm.problem import Matrix, Problem, torch_dtype
 from cutegemm.problem.reference import Expected, Verdict, check, expected
 from cutegemm.run.arguments import Operands, Scalars
 
 if TYPE_CHECKING:
     from cutegemm.emulator import Checks, Report
+    from cutegemm.emulator.launch import Captured
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Workload:
 
     ``tensors`` are the operands as the kernel sees them, (batch, rows, columns): a, b, d, and c, bias, scale_a and
     scale_b where the kernel reads them. ``operations`` are the launches that the kernel's own host code asks for on
-    them, ``scratch`` their workspaces by name, and ``checks`` what the backend wants checked (None: everything).
+    them, with their workspaces and what the backend wants checked.
     """
 
     problem: Problem
@@ -38,9 +38,7 @@ class Workload:
     alpha: float
     beta: float
     want: Expected
-    operations: list[Launch | Memset]
-    scratch: dict[str, torch.Tensor] = field(default_factory=dict)
-    checks: Checks | None = None
+    operations: Captured
 
     @classmethod
     def of(
@@ -84,8 +82,8 @@ class Workload:
         addresses = [tensors[name].data_ptr() if name in tensors else 0 for name in Operands._fields]
         addresses += [scale.data_ptr() for scale in scales.values()]
         tensors |= scales
-        captured = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
-        return cls(problem, kernel, tensors, alpha, beta, want, captured, captured.scratch, captured.checks)
+        operations = kernel.capture(problem, tuple(addresses), Scalars(alpha, beta))
+        return cls(problem, kernel, tensors, alpha, beta, want, operations)
 
     def run(
         self,
@@ -107,10 +105,10 @@ class Workload:
         reports = emulate(
             self.kernel.ptx if ptx is None else ptx,
             self.operations,
-            {**self.tensors, **self.scratch},
-            outputs={"d", *self.scratch},
+            {**self.tensors, **self.operations.scratch},
+            outputs={"d", *self.operations.scratch},
             seed=seed,
-            checks=self.checks if checks is None else checks,
+            checks=self.operations.checks if checks is None else checks,
             profile=profile,
             progress=progress,
             flops=self.problem.flops,

@@ -165,8 +165,8 @@ class Problem:
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
     how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the number of columns of
     the product, and D may have half as many (gating); `operands` are its tensors, `outputs` its outputs behind D.
-    `b_dtype` is the type of B where it is not `dtype`, that of A. `constant` is that of `Signature`: what was measured
-    with a constant operand has it. Other choices and estimates are made without, and so have none.
+    `b_dtype` is the type of B where it is not `dtype`, that of A. `constant` is that of `Signature`: what a call
+    asks for and what is measured may have it. Kernels are bound to the problem without.
     """
 
     m: int
@@ -327,7 +327,9 @@ class Problem:
 
     @property
     def min_bytes(self) -> int:
-        """Bytes that must cross the memory bus at least: every operand once, D once."""
+        """Bytes that must cross the memory bus at least: every operand once, D once. Of products in groups it counts
+        the weights of all groups, also of those without rows, which need not be read.
+        """
         e, batch = ITEMSIZE[self.dtype], self.batch
         a = self.m * self.k * (1 if self.a.stride_batch == 0 else batch)
         b = self.k * self.n * (1 if self.b.stride_batch == 0 else batch)

@@ -45,14 +45,6 @@ class ProgramRequest(NamedTuple):
         return False
 
     @property
-    def constant(self) -> str:
-        return ""
-
-    @property
-    def measured(self) -> Problem:
-        return self.problem
-
-    @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
 

@@ -26,11 +26,10 @@ class Request(NamedTuple):
     """A checked call.
 
     Attributes:
-        problem: canonical. swapped: it is the transposed one (D is column-major).
+        problem: canonical, with its constant operand. swapped: it is the transposed one (D is column-major).
         shape: of the result, as the caller sees it. device: of every tensor.
         copies: operands ("a", "b", "bias") that must be made contiguous first, with the reason.
         into_temporary: `out` has no unit stride; the result is computed apart and copied into it.
-        constant: "a" or "b" for an operand of `problem` that no running kernel writes, else "".
     """
 
     problem: Problem
@@ -39,16 +38,10 @@ class Request(NamedTuple):
     device: torch.device
     copies: tuple[tuple[str, str], ...]
     into_temporary: bool
-    constant: str = ""
 
     @property
     def copied(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.copies)
-
-    @property
-    def measured(self) -> Problem:
-        """The problem with its constant operand, as a kernel is chosen for it and as a tuner times it."""
-        return replace(self.problem, constant=self.constant) if self.constant else self.problem
 
 
 def describe(
@@ -133,8 +126,8 @@ def with_constant(asked: Request, constant: Any) -> Request:
     check_constant(constant)
     if constant in asked.copied:
         return asked
-    exchanged = {"a": "b", "b": "a"}
-    return asked._replace(constant=exchanged[constant] if asked.swapped else constant)
+    operand = {"a": "b", "b": "a"}[constant] if asked.swapped else constant
+    return asked._replace(problem=replace(asked.problem, constant=operand))
 
 
 def check_constant(constant: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +91,7 @@ class Call(NamedTuple):
         if arch is not None and not on_cpu and (state.tune if state else is_on("CUTEGEMM_TUNE")):
             self._tune(arch)
             known = None  # a winner may have been written
-        problem, choice, preparations = prepared.choose(asked.measured, arch, self.backend, self.config, known)
+        problem, choice, preparations = prepared.choose(asked.problem, arch, self.backend, self.config, known)
         kernel = None
         preparers = []
         if choice.config is not None:
@@ -103,18 +102,16 @@ class Call(NamedTuple):
                 choice, kernel = self._without_spills(problem, choice, arch)
             preparers = [(each, self._preparer(choice, arch, each)) for each in preparations]
         emulated = on_cpu and kernel is not None
-        return Plan(
-            problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), asked.constant
-        )
+        constant = asked.problem.constant
+        return Plan(problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), constant)
 
-    def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature | None = None) -> backends.Kernel:
-        """The kernel of a choice, by default for the problem as it was asked."""
-        asked, backend = self.request, backends.get(choice.backend)
-        plain = asked.problem.signature
-        signature = signature or plain
+    def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature) -> backends.Kernel:
+        """The kernel of a choice, with the promise of the call where it makes use of that."""
+        promised, backend = self.request.problem, backends.get(choice.backend)
         # An operand that is packed first is written by the kernel in front.
-        if asked.constant and signature == plain and backend.uses_constant(choice.config, signature):
-            signature = replace(signature, constant=asked.constant)
+        as_asked = signature == promised.without_constant().signature
+        if as_asked and promised.constant and backend.uses_constant(choice.config, signature):
+            signature = promised.signature
         key = backend, choice.config, signature, arch
         found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))
         return found
@@ -169,7 +166,7 @@ class Call(NamedTuple):
 
         free = self.backend == "auto" and self.config is None and self.request.problem.epilogue.custom is None
         if free and not torch.cuda.is_current_stream_capturing():
-            on_demand(self.request.measured, arch, self.request.device.index)
+            on_demand(self.request.problem, arch, self.request.device.index)
 
     def launch(self, plan: Plan) -> tuple[Any, ...] | None:
         """What `cutegemm.native.install` takes: how the plan is launched, without Python where that can be."""

@@ -69,12 +69,14 @@ def search(
     if not (problem.m and problem.n and problem.k and problem.batch):
         raise UnsupportedError(f"tune: {problem} has an empty extent; there is nothing to time")
     from cutegemm import winners  # when a search is wanted: importing cutegemm is cheap
+    from cutegemm.choice import plan
     from cutegemm.tuner import run as sweep_run
     from cutegemm.tuner.compile_pool import CompilePool
     from cutegemm.tuner.report import Progress
     from cutegemm.tuner.search import Options
     from cutegemm.tuner.timer import GpuProcess, TimerBroken
 
+    problem = plan.measured(problem, arch)
     own_timer, own_pool = timer is None, pool is None
     options = Options(budget=budget)
     shown = Progress(1, options.limit) if progress else None
@@ -123,11 +125,13 @@ def on_demand(problem: Problem, arch: Arch, device: int, **stand_ins: Any) -> No
 
     A search that finds nothing is a warning: `gemm` goes on with the heuristic.
     """
-    met = (arch.name, arch.sm_count, str(problem))
     if not (problem.m and problem.n and problem.k and problem.batch):
         return
     from cutegemm import winners
+    from cutegemm.choice import plan
 
+    problem = plan.measured(problem, arch)
+    met = (arch.name, arch.sm_count, str(problem))
     with _lock:
         if met in _met:
             return

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cutegemm.hardware.roofline import roofline
+from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run.progress import Bars
 from cutegemm.tuner.search import Outcome, Result
 
@@ -110,7 +111,8 @@ def _row(outcome: Outcome, arch: Arch) -> tuple[str, ...]:
         return (shape_text(outcome), f"none ({why})", "", "", "", "", "", counts, took)
     best = ranking[0]
     assert best.seconds is not None
-    bound = roofline(outcome.problem, arch)
+    # Of groups of rows, those without any need not be read, and how many these are is known on the device alone.
+    bound = None if WORKS[outcome.problem.work].divided else roofline(outcome.problem, arch)
     second = next((r for r in ranking[1:] if r.kind == best.kind), None)
     behind = f"{second.candidate} {100 * (second.score / best.score - 1):+.1f} %" if second else ""
     return (
@@ -119,7 +121,7 @@ def _row(outcome: Outcome, arch: Arch) -> tuple[str, ...]:
         f"{best.seconds * 1e6:.2f}",
         f"{tflops(outcome, best.seconds):.1f}",
         f"{1 / best.score:.3f}" if best.reference_seconds else "",
-        f"{100 * bound.share(best.seconds):.1f} %",
+        "" if bound is None else f"{100 * bound.share(best.seconds):.1f} %",
         behind,
         counts,
         took,

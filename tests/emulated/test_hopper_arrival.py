@@ -75,7 +75,7 @@ def test_launches_on_one_workspace(config, shape, seed):
     zero, anything = parsed.workspace_bytes(problem, ARCH)
     kernel = cute.build(problem.signature, parsed, ARCH)
     work = Workload.of(problem, kernel, seed=seed)
-    memory = work.scratch["workspace"]
+    memory = work.operations.scratch["workspace"]
     assert memory.numel() == zero
     assert anything == 0
     for launch in range(3):

@@ -191,18 +191,21 @@ def test_a_winner_measured_with_the_promise_serves_calls_that_make_it(planned, m
 
 def test_the_tuner_measures_with_the_promise():
     """The text that rows are kept by says so, is read back, and names the operand that the kernel sees."""
-    found = Call.of(*operands(), None, runner.complete({"constant": "b"})).request
-    assert found.measured == Problem.of(64, 128, 256, constant="b")
-    assert text.parse(str(found.measured)) == found.measured
-    assert found.measured.transposed().constant == "a"
+    found = Call.of(*operands(), None, runner.complete({"constant": "b"})).request.problem
+    assert found == Problem.of(64, 128, 256, constant="b")
+    assert text.parse(str(found)) == found
+    assert found.transposed().constant == "a"
     assert Problem.of(64, 1, 256, constant="b").constant == "a", "one column is computed as one row"
     (asked,) = sweep.problems(sweep.parser().parse_args(["--shapes", "64x128x256", "--constant", "b"]))
-    assert asked == found.measured
-    parse, signature = backends.get("cute").parse, found.measured.signature
+    assert asked == found
+    parse, signature = backends.get("cute").parse, found.signature
     assert [candidates.tries(parse(each), signature) for each in (PDL, PLAIN)] == [True, False]
     assert candidates.tries(parse(PLAIN), Problem.of(64, 128, 256).signature)
-    in_parts = Problem.of(64, 128, 256, "fp32", precision="tf32x3", constant="b").signature
-    assert candidates.tries(parse("sm90/64x64x32/coop1/c1x1/s3/serp8/pdl"), in_parts), "none uses it: all are tried"
+    in_parts = planning.measured(
+        Problem.of(64, 128, 256, "fp32", precision="tf32x3", constant="b"), arch_table.get("H200")
+    ).signature
+    for each in ("sm90/64x64x32/coop1/c1x1/s3/serp8/pdl", "sm90/64x64x32/coop1/c1x1/s3/serp8"):
+        assert candidates.tries(parse(each), in_parts), "none uses it: all are tried"
     for other in (["--work", "ragged_m"], ["--moe"], ["--dtype", "e4m3", "--scaling", "blocks"]):
         shapes = [] if "--moe" in other else ["--shapes", "64x128x256"]
         with pytest.raises(ValueError, match="--constant"):
@@ -292,3 +295,25 @@ def test_calls_with_and_without_are_remembered_apart(seen):
     assert seen == [None, "b", "a"]
     cutegemm.prepare(a, b, constant="b")
     assert seen[3:] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "precision", "majors", "n", "used"),
+    [
+        ("H200", "bf16", "ieee", "tn", 4096, True),
+        ("H200", "fp16", "ieee", "nt", 4096, True),
+        ("H200", "bf16", "ieee", "tt", 4095, False),  # TMA does not take this B
+        ("H200", "e4m3", "ieee", "tn", 4096, True),
+        ("H200", "fp32", "tf32", "tn", 4096, True),
+        ("H200", "fp32", "tf32", "tt", 4096, False),
+        ("H200", "fp32", "ieee", "tn", 4096, False),
+        ("H200", "fp32", "tf32x3", "tn", 4096, False),
+        ("H200", "fp64", "ieee", "tn", 4096, False),
+        ("A100", "bf16", "ieee", "tn", 4096, False),
+    ],
+)
+def test_a_promise_is_measured_where_a_kernel_that_the_tuner_tries_uses_it(arch, dtype, precision, majors, n, used):
+    gpu, cute = arch_table.get(arch), backends.get("cute")
+    problem = Problem.of(16, n, 4096, dtype, majors=majors, precision=precision, constant="a")
+    assert planning.measured(problem, gpu) == (problem if used else problem.without_constant())
+    assert any(cute.uses_constant(config, problem.signature) for config in cute.configs(problem, gpu)) == used

@@ -116,26 +116,26 @@ def test_kernels_are_kept_apart_by_all_that_they_depend_on(built, monkeypatch, t
     monkeypatch.setenv("CUTEGEMM_CACHE_DIR", str(tmp_path / "other"))
     cutegemm.prepare(*first, backend="cute", config=config)
     assert len(built) == 5
-    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0), constant="")
+    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0))
     choice = plan.Choice("cute", runner.backends.get("cute").parse(config), "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for index in (0, 1, 0, 1):
         request.device = torch.device("cuda", index)
-        runner.Call(request, "cute", None)._kernel(choice, plan.emulated_arch())
+        runner.Call(request, "cute", None)._kernel(choice, plan.emulated_arch(), request.problem.signature)
     assert len(built) == 7
 
 
 def test_a_loaded_kernel_serves_during_capture(built, monkeypatch):
-    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0), constant="")
+    request = SimpleNamespace(problem=Problem.of(64, 64, 64), device=torch.device("cuda", 0))
     call = runner.Call(request, "cute", None)
     choice = plan.Choice("cute", runner.backends.get("cute").parse(WINNER), "")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(cutegemm.GemmError, match="prepare"):
-        call._kernel(choice, plan.emulated_arch())
+        call._kernel(choice, plan.emulated_arch(), request.problem.signature)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    kernel = call._kernel(choice, plan.emulated_arch())
+    kernel = call._kernel(choice, plan.emulated_arch(), request.problem.signature)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert call._kernel(choice, plan.emulated_arch()) is kernel
+    assert call._kernel(choice, plan.emulated_arch(), request.problem.signature) is kernel
 
 
 def test_explain_and_gemm_agree_when_winners_are_switched_off(built, capsys, monkeypatch):

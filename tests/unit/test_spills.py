@@ -181,7 +181,7 @@ def test_nothing_is_compiled_during_capture(compiled, monkeypatch):
     compiled.bytes = over(64)
     problem = planned(*operands()).problem
     names = [name for name, custom in compiled.built if custom]
-    request = SimpleNamespace(problem=problem, device=torch.device("cuda", 0), constant="")
+    request = SimpleNamespace(problem=problem, device=torch.device("cuda", 0))
     call = runner.Call(request, "cute", None)
     choice = plan.Choice("cute", CUTE.parse(names[0]), "")
     capturing = []

@@ -160,6 +160,20 @@ def test_a_sweep_from_end_to_end(monkeypatch, capsys, tmp_path):
     assert Winners(store).best("H200", 132, str(Problem.of(512, 512, 512))).config == candidates[7].text
 
 
+def test_a_promise_that_no_kernel_uses_is_swept_as_none(monkeypatch, capsys, tmp_path):
+    """Its rows would have a key of their own, and time the same kernels."""
+    timer = FakeTimer({})
+    fake_gpus(monkeypatch, [timer], space(3))
+    asked = ["--shapes", "64", "--dtype", "bf16,fp32", "--constant", "b"]
+    assert sweep.main([*asked, "--store", str(tmp_path / "w.sqlite3")]) == 0
+    wanted = [Problem.of(64, 64, 64, constant="b"), Problem.of(64, 64, 64, "fp32")]
+    assert timer.opened == wanted
+    capsys.readouterr()
+    assert sweep.main([*asked, "--compile-only", "--arch", "H200", "--budget", "0.01", "--show", "0"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split(" on ")[0] for line in said.splitlines() if " on H200: " in line] == list(map(str, wanted))
+
+
 def test_several_gpus_share_the_shapes(monkeypatch, capsys, tmp_path):
     timers = [FakeTimer({}), FakeTimer({}), FakeTimer({})]
     meet = threading.Barrier(3, timeout=PATIENCE)

@@ -47,6 +47,17 @@ def test_the_summary(tmp_path):
         plot.plot_sweep([empty], H200, drawn)
 
 
+def test_no_share_of_a_bound_for_groups_of_rows():
+    """Weights of groups without rows are not read: with 8 rows for 256 groups the share would be 2812 %."""
+    for work, share in (("dense", " %"), ("ragged_k", " %"), ("ragged_m", ""), ("ragged_n", "")):
+        majors = "nt" if work == "ragged_k" else "tn"
+        problem = Problem.of(8 if work != "ragged_n" else 4096, 4096 if work != "ragged_n" else 8, 512, batch=256,
+                             work=work, majors=majors)  # fmt: skip
+        done = Outcome(problem, 3, {("cute", "x"): Result(candidate("sm90/x"), "ok", 1e-5, 2e-5)}, elapsed=1.0)
+        line = sweep_report.table([done], H200).splitlines()[2]
+        assert (" %" in line) == bool(share), (work, line)
+
+
 def test_the_plot_shows_a_shape_that_memory_limits(tmp_path, monkeypatch):
     """Its TFLOP/s are a sliver beside a square's; its share of the bound is not."""
     pytest.importorskip("matplotlib")

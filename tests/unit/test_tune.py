@@ -160,8 +160,28 @@ def test_a_product_with_a_program_is_not_timed(cuda, monkeypatch):
     assert cuda.tuned == []
     cuda.call._tune(H200)
     assert len(cuda.tuned) == 1
-    cuda.call._replace(request=asked._replace(constant="b"))._tune(H200)
-    assert cuda.tuned[-1][0] == replace(PROBLEM, constant="b"), "what is promised is measured"
+    promised = replace(PROBLEM, constant="b")
+    cuda.call._replace(request=asked._replace(problem=promised))._tune(H200)
+    assert cuda.tuned[-1][0] == promised, "what is promised is measured"
+
+
+def test_a_promise_that_no_kernel_uses_is_not_tuned_apart(cuda, monkeypatch):
+    """Calls with it and without run the same kernels then; each had a search and a winner of its own."""
+    plain = Problem.of(64, 64, 64, "fp32", precision="tf32x3")
+    without, promising = (
+        cuda.call._replace(request=cuda.call.request._replace(problem=replace(plain, constant=constant)))
+        for constant in ("", "b")
+    )
+    promising._tune(H200)
+    without._tune(H200)
+    on_demand._met.clear()
+    promising._tune(H200)  # in a later process
+    assert len(cuda.tuned) == 1
+    monkeypatch.setattr(runner.Call, "of", classmethod(lambda cls, a, b, c, options: promising))
+    cutegemm.tune(None, None, budget=600)
+    assert {each.problem for each in Winners().rows()} == {str(plain)}
+    (choice,) = {cutegemm.choice.plan.choose(each.request.problem, H200) for each in (without, promising)}
+    assert "tuned winner, own" in choice.why
 
 
 def test_a_search_that_finds_nothing_is_a_warning(cuda, monkeypatch):

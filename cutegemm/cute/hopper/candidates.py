@@ -114,9 +114,9 @@ def _most_stages(config: HopperConfig, signature: Signature) -> int:
 
 def tries(config: HopperConfig, signature: Signature) -> bool:
     """Whether the tuner tries a configuration that is valid for a signature: with a constant operand one that loads
-    it before the wait. No kernel does with operands in parts, so that the promise excludes none there.
+    it before the wait.
     """
-    if signature.constant and signature.parts is None and not constant.uses_constant(config, signature):
+    if signature.constant and not constant.uses_constant(config, signature):
         return False
     return ITEMSIZE[signature.dtype] > 1 or byte_candidates.tries(config, signature)
 

@@ -32,6 +32,10 @@ _FP32 = (
     "simt/32x64x32/w16x32/s4/g8/x2",
     "simt/32x32x64/w32x32/s3/g8/x4",
     "simt/32x32x32/w16x32/s3/g8/x2",
+    "simt/32x32x32/w16x32/s4/g8/x4",
+    "simt/64x64x32/w32x64/s2/g8/x2",
+    "simt/32x64x32/w32x32/s2/g8/x2",
+    "simt/16x32x32/w16x32/s4/g8/x4",
     "simt/16x32x64/w16x32/s4/g8/x8",
     "simt/16x32x128/w16x32/s4/g8/x8",
 )

@@ -24,6 +24,8 @@ SIGNATURES = {
     "sm80": Problem.of(64, 64, 64, "fp16").signature,
     "sm80 tf32": TF32,
     "simt": Problem.of(64, 64, 64, "fp32").signature,
+    "vector": Problem.of(64, 64, 64, "fp32").signature,
+    "vector nt": Problem.of(64, 64, 64, "fp32", majors="nt").signature,
 }
 LISTED = [
     (kind, text) for kind, signature in SIGNATURES.items() for text in FAMILIES[kind.split()[0]].candidates(signature)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -315,3 +316,18 @@ def test_files_that_are_no_tables(tmp_path):
     broken.write_text("{")
     with pytest.raises(ValueError, match=r"broken\.json: "):
         calibrate.read(broken, H200)
+
+
+def test_the_kept_times_can_be_fitted_again():
+    """What simt and vector were fitted to is in the repository: every line is read, and valid today."""
+    tables = sorted((Path(__file__).parents[2] / "tuning" / "times").glob("*.txt"))
+    for table in tables:
+        samples = calibrate.read(table, H200)
+        lines = [line for line in table.read_text().splitlines() if line.startswith("   ")]
+        fits = calibrate.by_family(samples, H200)
+        assert set(fits) <= {"simt", "vector"}
+        assert len(samples) == len(lines) == sum(len(rows) for fit in fits.values() for rows in fit.shapes.values())
+    named = json.loads((Path(cost_rates.__file__).parents[1] / "data" / "cost_model.json").read_text())["families"]
+    words = {word for family in ("simt", "vector") for word in named[family]["command"].split() if "/times/" in word}
+    assert len(words) == 3
+    assert words <= {f"tuning/times/{table.name}" for table in tables}

@@ -40,9 +40,7 @@ def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     rows = _ALONG_K if signature.b_major == "k" else _ACROSS
     narrow = min(signature.align_a, signature.align_b) < 16
-    return tuple(
-        text for text in (*rows, *_COLUMNS[signature.a_major == "k"]) if not (narrow and text in _ALIGNED)
-    )
+    return tuple(text for text in (*rows, *_COLUMNS[signature.a_major == "k"]) if not (narrow and text in _ALIGNED))
 
 
 def splits(text: str, signature: Signature) -> tuple[int, ...]:

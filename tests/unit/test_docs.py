@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from cutegemm.cute.hopper import options
+from cutegemm.winners import table
+from tests.unit.conftest import SHIPPED
 from tuning import command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +151,18 @@ def test_every_environment_variable_is_in_the_table_of_trust_and_every_page_name
     table = set(re.findall(r"^\| `(CUTEGEMM_\w+)` \|", (ROOT / "docs/trust.md").read_text(), re.MULTILINE))
     assert table == read
     assert variables(PAGES) <= read
+
+
+def test_the_pages_count_the_shipped_winners():
+    shipped = [
+        len({row.problem for row in table.load((SHIPPED / f"winners-{gpu}.json").read_text())})
+        for gpu in ("h200", "h100-sxm")
+    ]
+    readme, tuning = ((ROOT / page).read_text() for page in ("README.md", "docs/tuning.md"))
+    (said,) = re.findall(r"winners \((\d+) problems on an H200, (\d+) on an H100\)", readme)
+    assert [int(count) for count in said] == shipped
+    _, _, shown = tuning.partition("The tables shipped in")
+    assert [int(count) for count in re.findall(r"(\d+) problems;", shown)] == shipped
 
 
 def test_the_options_of_a_hopper_configuration_are_in_the_table_of_its_page():

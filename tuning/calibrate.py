@@ -13,7 +13,7 @@ A text table has one block a shape; `ratio` is not read:
        1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl       (ratio, microseconds, TFLOP/s, configuration)
 
 The fit is scipy's L-BFGS-B and then Powell's method over the logarithms of the constants, from the first-principles
-ones, one kernel family at a time, and deterministic. (A coordinate search found the package's constants.)
+ones, one kernel family at a time, and deterministic. (A coordinate search found the package's constants of `sm90`.)
 What it minimizes, averaged over shapes: the spread of log(model / measured) among a shape's configurations, their
 common offset (counted less: a choice depends on the order alone), and what the configurations that the model likes best
 lose to the fastest. A small pull keeps constants that the table says nothing about where they began.
@@ -55,6 +55,7 @@ from tuning import cli
 if TYPE_CHECKING:
     from cutegemm.winners import Measurement
 
+ROOT = Path(__file__).resolve().parents[1]
 DISTURBED = 0.08
 """Share by which torch may differ from its median over a sweep, or over a problem's rows of one kind in a store."""
 BURST = 50e-6
@@ -372,13 +373,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(", ".join(f"{key}={value}" for key, value in asdict(constants).items()))
     if options.write and families:
         stored = json.loads(CONSTANTS.read_text())["families"] if CONSTANTS.exists() else {}
-        command = shlex.join(["python", "-m", "tuning.calibrate", *(Path(a).name if "/" in a else a for a in given)])
+        command = shlex.join(["python", "-m", "tuning.calibrate", *map(_named, given)])
         for name, values in families.items():
             stored[name] = {"gpu": arch.name, "command": command, **values}
         CONSTANTS.parent.mkdir(exist_ok=True)
         CONSTANTS.write_text(json.dumps({"families": dict(sorted(stored.items()))}, indent=1) + "\n")
         print(f"written to {CONSTANTS}")
     return 0
+
+
+def _named(word: str) -> str:
+    """A word of the command line as others can use it: files of the repository by their path there, others by name."""
+    if "/" not in word and not Path(word).is_file():
+        return word
+    path = Path(word).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 if __name__ == "__main__":

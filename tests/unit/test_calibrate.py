@@ -21,6 +21,7 @@ from cutegemm.winners.table import dump
 from tuning import calibrate
 
 H200 = arch.get("H200")
+TIMES = Path(calibrate.__file__).parent / "times"
 TABLE = """compiled 96 in 15s
 == 512x512x512 bf16 tn torch 3.65 us 73.5 TF |  SM 1980 MHz, memory 3201 MHz, 137.70 of 700.00 W, 37 C
    1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl
@@ -272,6 +273,11 @@ def test_command(tmp_path, monkeypatch, capsys):
         cost_rates.forget()
     assert calibrate.main([str(table), "--least", "26"]) == 0
     assert "too few to fit" in capsys.readouterr().out
+    monkeypatch.chdir(TIMES)
+    for kept in ("fsimt29.txt", str(TIMES / "fsimt29.txt")):  # the repository's files can be found again
+        assert calibrate.main([str(table), kept, "--family", "sm80", "--write"]) == 0
+        written = json.loads(constants.read_text())["families"]["sm80"]["command"]
+        assert " table.txt tuning/times/fsimt29.txt " in written
 
 
 @pytest.mark.parametrize(
@@ -320,7 +326,7 @@ def test_files_that_are_no_tables(tmp_path):
 
 def test_the_kept_times_can_be_fitted_again():
     """What simt and vector were fitted to is in the repository: every line is read, and valid today."""
-    tables = sorted((Path(__file__).parents[2] / "tuning" / "times").glob("*.txt"))
+    tables = sorted(TIMES.glob("*.txt"))
     for table in tables:
         samples = calibrate.read(table, H200)
         lines = [line for line in table.read_text().splitlines() if line.startswith("   ")]

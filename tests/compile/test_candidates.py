@@ -25,6 +25,7 @@ SIGNATURES = {
     "sm80 tf32": TF32,
     "simt": Problem.of(64, 64, 64, "fp32").signature,
     "vector": Problem.of(64, 64, 64, "fp32").signature,
+    "vector narrow": Problem.of(66, 66, 66, "fp32").signature,
     "vector nt": Problem.of(64, 64, 64, "fp32", majors="nt").signature,
 }
 LISTED = [

@@ -334,6 +334,7 @@ def test_constants_of_every_family_are_complete():
         assert cost_rates.fitted(by_name[name])
         found = dataclasses.asdict(cost_rates.rates(by_name[name]))
         assert all(found[key] == value for key, value in stored.items() if key in found)
+        assert ("derived" in stored) != stored["command"].startswith("python -m tuning.calibrate "), name
         assert stored.keys() - {"backend", "gpu", "command", "derived"} <= dataclasses.asdict(SIMT.first).keys()
     for family in by_name.values():
         assert cost_rates.rates(family).math > 0

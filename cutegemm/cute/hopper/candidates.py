@@ -113,8 +113,8 @@ def _most_stages(config: HopperConfig, signature: Signature) -> int:
 
 
 def tries(config: HopperConfig, signature: Signature) -> bool:
-    """Whether the tuner tries a configuration that is valid for a signature: with a constant operand one that loads
-    it before the wait.
+    """Whether the tuner tries a configuration that is valid for a signature. With a constant operand it tries those
+    alone that load it before the wait.
     """
     if signature.constant and not constant.uses_constant(config, signature):
         return False

@@ -91,8 +91,9 @@ adds up what the others left: with 44 parts an H200 took 122 us for 944x48x23056
 
 
 _UNBOUNDED = ("simt/64x32x16/w16x32/s3/g8", "simt/32x64x16/w16x32/s3/g8")
-"""For two K-major operands aligned to 16 bytes alone: with others they need 188 to 240 registers a thread, and an SM
-holds two such CTAs where the cost model counts five (18048x40x264, both row-major: 39 us on an H200, cuBLAS 24)."""
+"""Candidates only for two K-major operands aligned to 16 bytes: with others they need 188 to 240 registers a thread. An
+SM then holds two such CTAs where the cost model counts five. An H200 took 39 us for 18048x40x264 with both row-major,
+and cuBLAS 24."""
 
 
 def _is_narrow(signature: Signature) -> bool:

@@ -33,7 +33,7 @@ _COLUMNS = {
 }
 """For few columns, by whether A is K-major."""
 _ALIGNED = ("vector/1x16x128/w1x8/s3/g8/x4", "vector/2x128x8/w2x128/s3/g8/x8", "vector/256x8x4/w128x8/s3/g8/x2")
-"""For rows of A and B that are aligned to 16 bytes alone: with others they spill registers."""
+"""Candidates only where rows of A and B are aligned to 16 bytes: with others they spill registers."""
 
 
 def listed(signature: Signature) -> tuple[str, ...]:

@@ -20,9 +20,8 @@ VECTOR = CostFamily(
         idle=0.5, flop_pj=6.0,
     ),
 )  # fmt: skip
-"""Not fitted: nothing was measured. launch, split and parts are about what fits found for the other kernels on an H200
-(the meeting of CTAs is that of sm90); latency is memory's; hbm is the share of its bandwidth that the kernel is made
-for. `python -m tuning.calibrate --family vector` fits them."""
+"""The fit begins with these. launch, split and parts are about what fits found for the other kernels on an H200 (the
+meeting of CTAs is that of sm90); latency is memory's; hbm is the share of its bandwidth that the kernel is made for."""
 
 
 def of(config: VectorConfig, signature: Signature, arch: Arch) -> Footprint:

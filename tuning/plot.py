@@ -14,9 +14,8 @@ from typing import Any
 
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
-from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import TABLE
-from cutegemm.tuner.report import shape_text, tflops
+from cutegemm.tuner.report import bound_of, shape_text, tflops
 from cutegemm.tuner.search import Outcome
 from tuning import bench_report, cli
 from tuning.bench_report import Result
@@ -120,7 +119,8 @@ def _units(results: Sequence[Result]) -> set[str]:
 
 def plot_sweep(outcomes: Sequence[Outcome], arch: Arch, path: str | Path) -> None:
     """Two panels with bars a shape for the winner and for cuBLAS: TFLOP/s with the roofline bound as a line, and the
-    share of that bound, where shapes that memory limits are as tall as those that arithmetic limits.
+    share of that bound, where shapes that memory limits are as tall as those that arithmetic limits. Groups of rows
+    have neither line nor share, see `report.bound_of`.
 
     Raises RuntimeError saying what to install when matplotlib is missing; ValueError when there is nothing to draw.
     """
@@ -130,7 +130,7 @@ def plot_sweep(outcomes: Sequence[Outcome], arch: Arch, path: str | Path) -> Non
     pyplot = load_pyplot()
     figure, (speed, shares) = pyplot.subplots(2, 1, sharex=True, figsize=(max(6.0, 0.7 * len(drawn) + 2), 8))
     for place, outcome in enumerate(drawn):
-        best, bound = outcome.winner, roofline(outcome.problem, arch)
+        best, bound = outcome.winner, bound_of(outcome, arch)
         assert best is not None
         assert best.seconds is not None
         bars = [(place - 0.2, best.seconds, "C0", "winner"), (place + 0.2, best.reference_seconds, "C7", "cuBLAS")]
@@ -138,10 +138,14 @@ def plot_sweep(outcomes: Sequence[Outcome], arch: Arch, path: str | Path) -> Non
             if seconds:
                 label = name if place == 0 else None
                 speed.bar(at, tflops(outcome, seconds), 0.4, color=color, label=label)
-                shares.bar(at, 100 * bound.share(seconds), 0.4, color=color)
+                if bound is not None:
+                    shares.bar(at, 100 * bound.share(seconds), 0.4, color=color)
         if best.reference_seconds:
             tallest = min(best.seconds, best.reference_seconds)
-            shares.text(place, 100 * bound.share(tallest), f"{1 / best.score:.2f}x", ha="center")
+            height = 0.0 if bound is None else 100 * bound.share(tallest)
+            shares.text(place, height, f"{1 / best.score:.2f}x", ha="center")
+        if bound is None:
+            continue
         line = tflops(outcome, bound.bound_s)
         speed.plot([place - 0.45, place + 0.45], [line] * 2, color="black", label=None if place else "bound")
     shares.axhline(100, color="black", linewidth=1)

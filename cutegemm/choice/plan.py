@@ -21,6 +21,7 @@ from cutegemm.hardware.roofline import quantization, roofline
 from cutegemm.problem import Problem
 from cutegemm.problem.preparation import Preparation
 from cutegemm.problem.work import DENSE
+from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run.environment import is_on
 
 DEFAULT_EMULATED_ARCH = "sm_90a"
@@ -121,8 +122,8 @@ def choose(
 
 
 def measured(problem: Problem, arch: Arch) -> Problem:
-    """The problem as a tuner measures it: without a promise of which no kernel that may be chosen makes use, so that
-    calls with it and without share their winner.
+    """The problem that a tuner measures. A constant operand is left out where no candidate makes use of it, so that
+    calls with the promise and without share a winner.
     """
     if not problem.constant:
         return problem
@@ -288,7 +289,8 @@ def describe(plan: Plan) -> str:
         grid = quantization(m, n, bm, bn, plan.arch.sm_count, batch)
         bound = roofline(p, plan.arch)
         where = "in the emulator, as on" if plan.emulated else "on"
-        needs = f"{p.flops:.3g} flop, {p.min_bytes:.3g} bytes at least"
+        read = "if no group is empty" if WORKS[p.work].divided else "at least"
+        needs = f"{p.flops:.3g} flop, {p.min_bytes:.3g} bytes {read}"
         rows += [
             ("configuration", str(choice.config)),
             ("estimate", heuristics.explain(p, choice.config, choice.backend, plan.arch)),

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cutegemm.hardware.roofline import roofline
+from cutegemm.hardware.roofline import Roofline, roofline
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.run.progress import Bars
 from cutegemm.tuner.search import Outcome, Result
@@ -102,6 +102,13 @@ def table(outcomes: Sequence[Outcome], arch: Arch) -> str:
     return text
 
 
+def bound_of(outcome: Outcome, arch: Arch) -> Roofline | None:
+    """The bound that a time is compared with. None for groups of rows: weights of groups without rows are not read, and
+    only the device knows how many these are.
+    """
+    return None if WORKS[outcome.problem.work].divided else roofline(outcome.problem, arch)
+
+
 def _row(outcome: Outcome, arch: Arch) -> tuple[str, ...]:
     ranking = outcome.ranking
     counts = f"{outcome.count('ok')}/{outcome.count('wrong')}/{outcome.count('failed')} of {outcome.enumerated}"
@@ -111,8 +118,7 @@ def _row(outcome: Outcome, arch: Arch) -> tuple[str, ...]:
         return (shape_text(outcome), f"none ({why})", "", "", "", "", "", counts, took)
     best = ranking[0]
     assert best.seconds is not None
-    # Of groups of rows, those without any need not be read, and how many these are is known on the device alone.
-    bound = None if WORKS[outcome.problem.work].divided else roofline(outcome.problem, arch)
+    bound = bound_of(outcome, arch)
     second = next((r for r in ranking[1:] if r.kind == best.kind), None)
     behind = f"{second.candidate} {100 * (second.score / best.score - 1):+.1f} %" if second else ""
     return (

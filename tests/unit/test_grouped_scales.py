@@ -271,6 +271,7 @@ def test_explain_tells_of_groups_and_their_scales(capsys):
     assert re.search(r"groups\s+ragged m", told)
     assert "fp32[A, 1, 128], x1: fp32[L, B, 128, 128]" in told
     assert re.search(r"configuration\s+sm90/", told)
+    assert re.search(r"bound .* bytes if no group is empty\)", told), "weights of empty groups are not read"
     with pytest.raises(ValueError, match="c: got a tensor with offsets"):
         cutegemm.explain(ROWS, STACKED_B, ROWS, offsets=ENDS)
 

@@ -68,7 +68,9 @@ def test_the_plot_shows_a_shape_that_memory_limits(tmp_path, monkeypatch):
         one = candidate("sm90/one")
         return Outcome(problem, 1, {one.key: Result(one, "ok", seconds, slower * seconds, "final")}, seconds, 1.0)
 
-    found = [outcome(Problem.of(8192, 8192, 8192), 0.8, 1.25), outcome(Problem.of(8, 8192, 8192), 0.6, 2.0)]
+    groups = Problem.of(8, 8192, 8192, batch=256, work="ragged_m")
+    found = [outcome(Problem.of(8192, 8192, 8192), 0.8, 1.25), outcome(Problem.of(8, 8192, 8192), 0.6, 2.0),
+             outcome(groups, 20.0, 3.0)]  # fmt: skip
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
     plot.plot_sweep(found, H200, tmp_path / "plot.png")
@@ -76,7 +78,8 @@ def test_the_plot_shows_a_shape_that_memory_limits(tmp_path, monkeypatch):
     tall, sliver = (speed.patches[place].get_height() for place in (0, 2))
     assert sliver < 0.05 * tall
     assert [round(bar.get_height(), 3) for bar in shares.patches] == [80.0, 64.0, 60.0, 30.0]
-    assert [text.get_text() for text in shares.texts] == ["1.25x", "2.00x"]
+    assert [text.get_text() for text in shares.texts] == ["1.25x", "2.00x", "3.00x"]
+    assert len(speed.lines) == 2, "groups of rows have no bound"
 
 
 def test_progress(monkeypatch):

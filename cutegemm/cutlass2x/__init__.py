@@ -72,8 +72,8 @@ class Cutlass2xBackend(Backend[Cutlass2xConfig]):
                 return f"it reads {what} of the result's dtype, {problem.out_dtype}, not {dtype}; backend 'cute' does"
         if epilogue.c_dtype is not None and c is not None and not c.row_major:
             return (
-                "it reads a C with contiguous rows only (columns, where those of out are); pass such a copy, "
-                "or take backend 'cute', which reads any strides"
+                "it reads a C only whose rows are contiguous (whose columns are, if those of out are); pass such a "
+                "copy, or take backend 'cute', which reads any strides"
             )
         if not problem.d.row_major:
             return "it writes D row-major; the transposed problem has it so"

@@ -165,8 +165,8 @@ class Problem:
     Sizes are in elements; `work`, a name of `problem.work.TABLE`, says which products have them. `a`, `b`, `c`, `d` say
     how the matrices lie; `c` is None when C is not read. With a user's epilogue program N is the number of columns of
     the product, and D may have half as many (gating); `operands` are its tensors, `outputs` its outputs behind D.
-    `b_dtype` is the type of B where it is not `dtype`, that of A. `constant` is that of `Signature`: what a call
-    asks for and what is measured may have it. Kernels are bound to the problem without.
+    `b_dtype` is the type of B where it is not `dtype`, that of A. `constant` is that of `Signature`: the problem
+    of a call or of a measurement may have it. Kernels are bound to the problem without it.
     """
 
     m: int

@@ -248,7 +248,7 @@ def matrix_of(given: Input, operand: torch.Tensor) -> Matrix:
 
 
 def in_terms_of(why: Exception, names: Sequence[str]) -> None:
-    """Has the message of an error about `operands` name the arguments that stand in their places."""
+    """Replaces `operands[i]` in the message of an error by names[i], the argument of the call that is this operand."""
     text = str(why)
     for number, name in enumerate(names):
         text = text.replace(f"operands[{number}]", name)

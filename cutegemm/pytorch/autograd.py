@@ -156,8 +156,8 @@ def may_have_tangent(*tensors: Any) -> bool:
 
 
 def has_tangent(tensors: tuple[Any, ...]) -> bool:
-    """Whether a tensor carries a tangent. The question makes views, which a tracer must not see: inductor traces an
-    operator that writes into `out` two times, and wants as many nodes both times.
+    """Whether a tensor carries a tangent. To find out makes views, and tracers must not record them: inductor traces an
+    operator that writes into `out` twice, and wants the same number of nodes each time.
     """
     if _dispatch_modes() > 0:
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # late: it imports sympy

@@ -146,7 +146,7 @@ def compute_eager(
 
 
 def _names(given: Sequence[Any], own: int, tensors: dict[str, Any]) -> list[str]:
-    """What the operands of a scaled product are called by its caller, of whose operands they have `own` in front."""
+    """The caller's names of the operands of a scaled product. The first `own` are `operands` of the call."""
     names = []
     for number, each in enumerate(given):
         argument = next((name for name, tensor in tensors.items() if tensor is each), "scale_b")

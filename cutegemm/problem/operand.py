@@ -60,7 +60,7 @@ def compact(rows: int, cols: int, batch: int, row_major: bool, itemsize: int) ->
     row_major = reads_by_rows(rows, cols, cols if row_major else 1, 1 if row_major else rows)
     inner, others = (cols, rows) if row_major else (rows, cols)
     strides = (max(cols, 1), 1) if row_major else (1, max(rows, 1))
-    stride_batch, align = rows * cols if batch > 1 else 0, alignment(0, itemsize, inner)
+    stride_batch, align = rows * cols if batch > 1 else 0, alignment(0, itemsize, max(inner, 1))
     return Matrix(rows, cols, *strides, stride_batch, align, begins(align, 0, itemsize, inner, others, stride_batch))
 
 

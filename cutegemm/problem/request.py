@@ -102,7 +102,7 @@ def describe(
         matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
     else:
         matrix_d = matrix_of(out, m, n)
-        if not _has_unit_stride(matrix_d, m, n):
+        if m and n and not _has_unit_stride(matrix_d, m, n):
             into_temporary = True
             matrix_d = compact(m, n, batch, True, ITEMSIZE[out_name])
     epilogue = _epilogue(c_dtype, bias_dtype, activation)
@@ -425,8 +425,6 @@ def matrix_of(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
 
 def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:
     """Whether a kernel can read (or write) it: one stride is 1, and rows do not overlap or repeat backwards."""
-    if rows == 0 or cols == 0:
-        return True
     row_major = matrix.stride_col == 1
     outer, leading = (rows, matrix.stride_row) if row_major else (cols, matrix.stride_col)
     return (row_major or matrix.stride_row == 1) and (outer == 1 or leading >= 0)
@@ -436,5 +434,6 @@ def operand_of(name: str, tensor: torch.Tensor, rows: int, cols: int, copies: li
     matrix = matrix_of(tensor, rows, cols)
     if _has_unit_stride(matrix, rows, cols):
         return matrix
-    copies.append((name, f"strides {tuple(tensor.stride())}: no kernel reads a matrix without a unit stride"))
+    if rows and cols:  # else any strides will do, but kernels work out addresses by them
+        copies.append((name, f"strides {tuple(tensor.stride())}: no kernel reads a matrix without a unit stride"))
     return compact(rows, cols, tensor.shape[0] if tensor.dim() == 3 else 1, True, tensor.element_size())

@@ -115,3 +115,15 @@ def test_explain_refuses_what_gemm_refuses():
     a = torch.ones(4, 4)
     with pytest.raises(UnsupportedError, match="needs backend 'cute'"):
         cutegemm.explain(a, a, precision="tf32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strides", [(66, 0), (0, 0), (5, 3)])
+def test_an_empty_operand_may_have_any_strides(dtype, strides):
+    """K = 0: kernels still work out addresses, and 16-byte copies by a stride of 66 numbers were misaligned."""
+    memory = torch.zeros(400, dtype=dtype)
+    a, b = memory.as_strided((132, 0), (1, 139)), memory.as_strided((0, 64), strides)
+    config = "simt/64x128x16/w64x32/s5/g8" if dtype == torch.float32 else "sm80/64x64x64/w32x32/s4/g8"
+    for out in (torch.ones(132, 64, dtype=dtype), torch.ones(64, 132, dtype=dtype).t()):
+        cutegemm.gemm(a, b, out=out, backend="cute", config=config)
+        assert not out.any()

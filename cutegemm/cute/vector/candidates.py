@@ -23,7 +23,6 @@ _ACROSS = (
     "vector/1x128x8/w1x128/s2/g1/x4",
     "vector/1x128x8/w1x128/s2/g1/x8",
     "vector/2x128x8/w2x128/s2/g1/x4",
-    "vector/2x128x8/w2x128/s3/g8/x8",
     "vector/4x128x8/w4x128/s2/g1/x4",
     "vector/8x128x4/w8x128/s3/g1/x4",
 )
@@ -32,7 +31,7 @@ _COLUMNS = {
     False: ("vector/128x8x4/w128x8/s3/g1/x4", "vector/256x8x4/w128x8/s3/g8/x2"),
 }
 """For few columns, by whether A is K-major."""
-_ALIGNED = ("vector/1x16x128/w1x8/s3/g8/x4", "vector/2x128x8/w2x128/s3/g8/x8", "vector/256x8x4/w128x8/s3/g8/x2")
+_ALIGNED = ("vector/1x16x128/w1x8/s3/g8/x4", "vector/256x8x4/w128x8/s3/g8/x2")
 """Candidates only where rows of A and B are aligned to 16 bytes: with others they spill registers."""
 
 

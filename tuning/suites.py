@@ -113,7 +113,7 @@ MOE = (
     Experts("DeepSeek-V3, gate and up", 256, 8, 4096, 7168, "uniform"),
     Experts("DeepSeek-V3, gate and up", 256, 8192, 4096, 7168, "zipf"),
     Experts("DeepSeek-V3, down", 256, 32768, 7168, 2048, "uniform"),
-    # Those of shared/design/grouped.md, where other libraries were measured on an H200.
+    # Sizes at which other libraries were measured on an H200 before ours were.
     Experts("8 x 1024", 8, 8192, 4096, 7168, "even", 707),
     Experts("8 x 1024", 8, 8192, 7168, 2048, "even", 358),
     Experts("32 uneven", 32, 8096, 4096, 2048, "uneven", 272),

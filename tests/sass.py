@@ -39,6 +39,13 @@ def opcodes(cubin: bytes) -> Counter[str]:
     return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", text, re.MULTILINE))
 
 
+@functools.lru_cache(maxsize=4)
+def instructions(cubin: bytes) -> list[str]:
+    """The SASS of each instruction, in order, with its guard and operands."""
+    text = _run("nvdisasm", "-c", "-ndf", cubin=cubin)
+    return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", text, re.MULTILINE)
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """REG, STACK, SHARED, LOCAL of the kernel, from cuobjdump. `registers` asks no other program, and is quicker."""
     text = _run("cuobjdump", "-res-usage", cubin=cubin)

@@ -13,7 +13,7 @@ from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
-from tests.sass import opcodes, registers, spilled
+from tests.sass import instructions, opcodes, registers, spilled
 
 CUTE = backend.get("cute")
 HOPPER = arch.get("sm_90a")
@@ -90,6 +90,21 @@ def test_no_spills(config, given):
     issued = len(re.findall(r"wgmma\.mma_async\.", kernel.ptx))
     steps = kernel.config.bk // 32 * (kernel.config.group_rows // 64)
     assert issued == steps * (4 if "twin" in config else 1 + of_columns if signature.promotion else 2)
+
+
+def test_halves_wait_for_little_between_their_products():
+    """Where a warpgroup waits between two WGMMA, the tensor cores do. The next stage's barrier is asked, without
+    waiting, before the additions, and the next tile's first scales are loaded before the epilogue.
+    """
+    code = [line.split() for line in instructions(build("256x128x128/coop2/c1x2/s4/serp8/zig/pdl/half",
+                                                        epilogue=blocks()).cubin)]  # fmt: skip
+    names = [next(word for word in line if not word.startswith("@")) for line in code]
+    asked = [i for i, line in enumerate(code) if line[0] == "SYNCS.PHASECHK.TRANS64"]
+    after = [names[i : i + 80] for i in asked]
+    assert any(each[: each.index("BRA")].count("FFMA") >= 16 for each in after if "BRA" in each)
+    last = max(i for i, name in enumerate(names) if name.startswith("QGMMA"))
+    stored = next(i for i in range(last, len(names)) if names[i].startswith(("STSM", "STS")))
+    assert any(name.startswith("LDG") for name in names[last:stored])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware import residency
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import Problem
+from cutegemm.problem.work import RAGGED_M
 
 H200 = arch_table.get("H200")
 
@@ -49,9 +50,33 @@ def test_a_launch_has_as_many_clusters_as_run_at_a_time(unused):
     for text, clusters in (
         ("128x128x64/coop2/c2x2/s4/serp8", 30),
         ("128x128x64/coop2/c2x2/s4/serp8/once", 32 * 32),
-        ("128x128x64/coop2/c2x1/s4/serp8", 66),
+        ("128x128x64/coop2/c2x1/s4/serp8", 64),
         ("128x128x64/coop2/c2x2x2/s4/serp8", 32 * 32),  # a CTA of a cluster along K computes one tile
         ("128x128x64/coop2/c2x1x2/s4/serp8/k2", 2 * 32 * 64),
     ):
         config = HopperConfig.parse(f"sm90/{text}")
         assert config.launch_arguments(problem, H200) == {"clusters": clusters}, text
+
+
+@pytest.mark.parametrize(
+    ("text", "m", "n", "clusters"),
+    [
+        ("128x256x64/coop2/c1x1/s4/serp8", 4096, 4096, 128),  # 512 tiles: four waves of 132 or of 128
+        ("128x128x64/coop2/c1x1/s4/serp8", 2048, 1152, 132),  # 144 tiles: two waves of 72 would be a third fewer SMs
+        ("128x128x64/coop2/c1x1/s4/serp8", 2048, 2048, 128),  # 256 tiles: two waves of 128
+        ("128x128x64/coop2/c1x1/s4/serp8", 2048, 1920, 132),  # 240 tiles: two waves of 120 are less than 15/16
+        ("128x128x64/coop2/c1x1/s4/serp8", 1408, 1536, 132),  # 132 tiles
+        ("128x128x64/coop2/c1x1/s4/serp8", 1024, 1024, 64),
+        ("128x256x64/coop2/c1x1/s4/serp8/streamk", 4096, 4096, 132),  # stretches of K have no waves
+    ],
+)  # fmt: skip
+def test_as_many_clusters_as_waves_need(text, m, n, clusters, unused):
+    config = HopperConfig.parse(f"sm90/{text}")
+    assert config.launch_arguments(Problem.of(m, n, 4096, "bf16"), H200)["clusters"] == clusters
+
+
+def test_groups_have_as_many_clusters_as_run_at_a_time(unused):
+    """How many tiles they have is known on the device."""
+    config = HopperConfig.parse("sm90/128x128x64/coop2/c1x1/s4/serp8")
+    problem = Problem.of(4096, 4096, 4096, "bf16", work=RAGGED_M, batch=8)
+    assert config.launch_arguments(problem, H200) == {"clusters": 132}

@@ -40,6 +40,8 @@ class Consumer:
             if cutlass.const_expr(self.more > 0):
                 before = before + self.group * self.more
             stage, phase = skip(stage, phase, before, config.stages)
+        if cutlass.const_expr(self.products.prefetches):
+            self._prefetch(self.work.first)
         for number in cutlass.range(self.work.first, self.work.end, self.work.step, unroll=1):
             tile = self.work.at(number)
             if cutlass.const_expr(config.ping_pong):
@@ -52,8 +54,16 @@ class Consumer:
                 stage, phase = skip(stage, phase, self.work.k_tiles_after(tile) + self.more, config.stages)
             if cutlass.const_expr(config.ping_pong or self.more > 0):
                 done = done + 1
+            if cutlass.const_expr(self.products.prefetches):
+                self._prefetch(number + self.work.step)
             self.sums.finish(self.products.accumulators, tile, self.work)
         self.sums.end()
+
+    @cute.jit
+    def _prefetch(self, number):
+        """Before the epilogue of the work before: what the products of a work read first, if there is such a work."""
+        if number < self.work.end:
+            self.products.prefetch(self.work.at(number))
 
     @cute.jit
     def _multiply(self, stage, phase, tile):

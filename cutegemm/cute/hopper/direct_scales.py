@@ -11,7 +11,8 @@ others by shuffles:
     every lane  shfl 0    shfl 1    shfl 2    shfl 3    shfl 0
 
 A product of two scales is one factor for all of a row's partial sums in a block. Places outside of the matrices take
-the scale of the last row or block.
+the scale of the last row or block. Those of a tile's first four k tiles are loaded before the epilogue of the tile
+before, or nothing would hide that they come from far.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class DirectScales(Promotion):
     rows, columns: how many scales a thread loads of A and of B for a k tile.
     """
 
+    prefetches = True
+
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         given = signature.epilogue.program.block_scales
         self.config, self.in_pairs = config, signature.epilogue.gating == "pairs"
@@ -64,10 +67,9 @@ class DirectScales(Promotion):
         # This lane's next k tile to load, the step to the one after it, and how many k tiles have been promoted.
         self.walk = cute.make_rmem_tensor(3, Int32)
 
-    def open(self, tile) -> None:
+    def prefetch(self, tile) -> None:
         region = self.own.region(tile)
-        column = 2 * region.column if self.in_pairs else region.column
-        self.column_in_block = column % SCALE_K
+        column = self._column(region)
         for i in range(self.rows):
             block, r = i // 2, i % 2
             own = self.thread // 32 * 16 + self.thread % 32 // 4
@@ -77,8 +79,15 @@ class DirectScales(Promotion):
         k_tile, step = self.work.k_walk(tile)
         self.walk[0] = k_tile + self.thread % AHEAD * step
         self.walk[1] = AHEAD * step
-        self.walk[2] = Int32(0)
         self._load()
+
+    def open(self, tile) -> None:
+        self.column_in_block = self._column(self.own.region(tile)) % SCALE_K
+        self.walk[2] = Int32(0)
+
+    def _column(self, region) -> Any:
+        """The first column of the product that a tile holds."""
+        return 2 * region.column if self.in_pairs else region.column
 
     def _place(self, number: int, side: Any, place, matrix) -> None:
         """Keeps where the scales of a row (a block of columns) begin."""

@@ -81,8 +81,11 @@ def operation(
 class Products:
     """The products of a consumer warpgroup; `start` binds it to the operands' stages, `accumulators` holds the sums.
 
-    target: the registers that WGMMA adds to, here the accumulators. columns: the n of a WGMMA.
+    target: the registers that WGMMA adds to, here the accumulators. columns: the n of a WGMMA. prefetches: whether
+    `prefetch` is to be called for each tile, before the epilogue of the one before.
     """
+
+    prefetches = False
 
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns) -> None:
         self.config, self.ring, self.turns = config, ring, turns
@@ -107,6 +110,9 @@ class Products:
         self.target = self.accumulators
         if cutlass.const_expr(self.target.element_type is Int32):
             self.accumulators = cute.recast_tensor(self.target, Float32)  # see `whole`
+
+    def prefetch(self, tile) -> None:
+        """Loads what the first k tiles of `tile` need besides the operands."""
 
     def clear(self) -> None:
         """Zeros for the accumulators."""

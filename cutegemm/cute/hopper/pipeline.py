@@ -108,8 +108,24 @@ class Ring:
         if self.every_thread:
             cute.arch.mbarrier_arrive(self.full + stage)
         cute.arch.mbarrier_wait(self.full + stage, phase)
+        self._see_gathered()
+
+    def _see_gathered(self) -> None:
+        """Lets WGMMA read what threads have written into a full stage."""
         if self.gathers:
             cute.arch.fence_proxy("async.shared", space="cta")
+
+    def is_full(self, stage: Int32, phase: Int32) -> cutlass.Boolean:
+        """Consumer: whether the stage is full now; `wait_unless` must follow before the stage is read."""
+        return cute.arch.mbarrier_test_wait(self.full + stage, phase)
+
+    @cute.jit
+    def wait_unless(self, full, stage: Int32, phase: Int32):
+        """Consumer: as `wait`, after `is_full` of that stage, whose answer is `full`."""
+        if full:
+            self._see_gathered()
+        else:
+            self.wait(stage, phase)
 
     @cute.jit
     def release(self, stage: Int32, lane: Int32):

@@ -39,13 +39,17 @@ from cutegemm.problem.parts import Parts
 class Promotion:
     """How partial sums become accumulators: added as they are. A class that scales them overrides these methods.
 
-    reads_stage: whether `fetch` reads the stage with plain loads. reads_pairs: whether `add` does.
+    reads_stage: whether `fetch` reads the stage with plain loads. reads_pairs: whether `add` does. prefetches: whether
+    `prefetch` loads anything.
     """
 
-    reads_stage = reads_pairs = False
+    reads_stage = reads_pairs = prefetches = False
 
     def start(self, products: PromotedProducts, position: Position, args, work, memory) -> None:
         """Binds to a warpgroup's products, the kernel's arguments, the works of the CTA, its shared memory."""
+
+    def prefetch(self, tile) -> None:
+        """Before the epilogue of the work before `tile`: loads what the first promotions of `tile` need."""
 
     def open(self, tile) -> None:
         """Before the first k tile of a work."""
@@ -80,11 +84,15 @@ class PromotedProducts(Products):
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns, tiles: int, promotion: Promotion) -> None:
         super().__init__(config, ring, turns)
         self.tiles, self.promotion = tiles, promotion
+        self.prefetches = promotion.prefetches
 
     def start(self, a: Operand, b: Operand, position: Position, args: Any, work: Any, memory: Any) -> None:
         super().start(a, b, position, args, work, memory)
         self.accumulators = cute.make_rmem_tensor(self.target.layout, Float32)
         self.promotion.start(self, position, args, work, memory)
+
+    def prefetch(self, tile) -> None:
+        self.promotion.prefetch(tile)
 
     @cute.jit
     def add_up(self, stage, phase, tile):
@@ -192,7 +200,11 @@ class HalfProducts(PromotedProducts):
     columns. A promotion is after every k tile, of one half after the other:
 
         WGMMA of half 0; wait; promote it        the other warpgroup's WGMMA runs meanwhile
-        WGMMA of half 1; wait; release the stage; promote it
+        WGMMA of half 1; wait; release the stage; look whether the next one is full; promote it
+
+    A half's WGMMA takes as long as the other warpgroup needs to promote and to issue its next one, so that whatever a
+    warpgroup waits for in between costs time. So it looks at the next stage's barrier before it promotes: the answer
+    arrives under the additions.
     """
 
     def __init__(self, config: HopperConfig, ring: Ring, turns: Turns, tiles: int, promotion: Promotion) -> None:
@@ -214,8 +226,9 @@ class HalfProducts(PromotedProducts):
         """As `Products.add_up`."""
         self.promotion.open(tile)
         self.clear()
+        full = self.ring.is_full(stage, phase)
         for _ in cutlass.range(tile.k_tiles, unroll=1):
-            self.ring.wait(stage, phase)
+            self.ring.wait_unless(full, stage, phase)
             self._multiply(stage, 0)
             fetched = self.promotion.fetch(stage)
             warpgroup.wait_group(0)
@@ -223,8 +236,9 @@ class HalfProducts(PromotedProducts):
             self._multiply(stage, 1)
             warpgroup.wait_group(0)
             self.ring.release(stage, self.lane)
-            self._promote(fetched, 1)
             stage, phase = advance(stage, phase, self.ring.stages)
+            full = self.ring.is_full(stage, phase)
+            self._promote(fetched, 1)
         return stage, phase
 
     def _multiply(self, stage, half: int) -> None:

@@ -25,9 +25,20 @@ def works(config: HopperConfig, problem: Problem) -> int:
 
 
 def clusters(config: HopperConfig, problem: Problem, arch: Arch) -> int:
-    """Clusters of the grid: one a work, or of persistent CTAs as many as the GPU holds at a time."""
+    """Clusters of the grid: one a work, or of persistent CTAs as many as the GPU holds at a time, or a few less.
+
+    512 tiles take four waves on 132 SMs, and on 128 as well: then the grid has 128. No SM has more to do, and fewer
+    share the L2 cache and the power (in DeepGEMM too; docs/performance.md has what it gains). Fewer than 15/16 of what
+    the GPU holds are not taken: tiles that wait for memory would have less of it.
+    """
     count = works(config, problem)
-    return min(count, resident_clusters(arch, config.cluster_ctas)) if config.persistent else count
+    most = resident_clusters(arch, config.cluster_ctas)
+    if not config.persistent or count <= most:
+        return count
+    if config.stream_k or config.parts > 1 or WORKS[problem.work].arrays:
+        return most
+    fewest = -(-count // -(-count // most))
+    return fewest if 16 * fewest >= 15 * most else most
 
 
 def shares(config: HopperConfig, problem: Problem, arch: Arch) -> tuple[int, int]:

@@ -117,10 +117,16 @@ class GpuProcess:
 
     def describe(self) -> str:
         """GPU, driver, clocks and power in a line."""
-        try:
-            return self._running().call("state", timeout=30)
-        except (ChildDied, ChildError) as why:
-            return str(why)
+        said = ""
+        for _ in range(2):
+            try:
+                return self._running().call("state", timeout=30)
+            except ChildError as why:
+                return str(why)
+            except ChildDied as why:
+                # One that replaced another in a thread of a sweep ends with that thread, perhaps only now.
+                said = str(why)
+        return said
 
     def close(self) -> None:
         if self._child is not None:

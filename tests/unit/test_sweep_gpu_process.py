@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cutegemm.tuner.child import Child
 from cutegemm.tuner.timer import GpuProcess, TimerBroken, TimerLost
 from tests.tuning_fakes import LIGHT, PROBLEM, candidate
 from tests.waiting import PATIENCE
@@ -98,6 +99,22 @@ def test_a_gpu_process_that_ended_is_begun_again(gpu):
             assert timer.check(candidate("right"), PATIENCE).verdict == "ok"
             timer._child.kill()
             assert timer.time([candidate("right")], 2, 0.0)["torch", ""] == 2e-3
+
+
+def test_a_gpu_process_that_ends_with_the_thread_that_began_it_is_begun_again(gpu, monkeypatch):
+    """Its end may come while the question is under way."""
+    with GpuProcess(0, gpu) as timer:
+        timer.open(SimpleNamespace(m=64))  # type: ignore[arg-type]
+        ends = iter([True, False])
+        call = Child.call
+
+        def ask(child, *message, timeout):
+            if message == ("state",) and next(ends):
+                child.kill()
+            return call(child, *message, timeout=timeout)
+
+        monkeypatch.setattr(Child, "call", ask)
+        assert timer.describe() == "a GPU"
 
 
 def test_without_a_gpu_the_process_says_so(gpu, monkeypatch):

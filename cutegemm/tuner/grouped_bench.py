@@ -1,8 +1,8 @@
 """A problem of groups on one GPU, for a sweep: what `problem_bench.Bench` is for dense products.
 
-Sizes are not part of a problem, so that a measurement needs a draw of them: group i has rows in proportion to
-1 / (i + 1), in an order drawn for each input set. Such a skew is what experts meet, and it asks more of a configuration
-than equal groups, whose every tile is full. Winners are keyed by the totals.
+Sizes are not part of a problem: winners are keyed by the totals, and one serves whatever sizes a call has. So a
+candidate is timed with several draws of sizes, and its time is the mean over them. `DRAWS` lists them: a configuration
+that is best for one kind of sizes alone can be an eighth slower than the best for another.
 
 Groups of rows, of columns and of K are measured, with D = A B, and with scales of blocks of K; masked, gathered and
 scattered products take the configuration of groups of rows (`choice.group_kin`), programs that of the plain product.
@@ -10,6 +10,7 @@ scattered products take the configuration of groups of rows (`choice.group_kin`)
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,22 @@ from cutegemm.tuner.problem_bench import GUARD, Bench, Key, is_poison
 MEASURED = (RAGGED_M, RAGGED_N, RAGGED_K)
 
 
-def ends_of(problem: Problem, generator: torch.Generator, device: str) -> torch.Tensor:
-    """The ends of skewed groups that fill the ragged extent."""
+DRAWS = ("zipf", "uniform", "even")
+"""Kinds of sizes, a launch of each in turn. zipf: group i has rows in proportion to 1 / (i + 1), in a random order.
+uniform: each row draws its group. even: all groups are alike."""
+
+
+def ends_of(problem: Problem, generator: torch.Generator, device: str, draw: str = DRAWS[0]) -> torch.Tensor:
+    """The ends of groups that fill the ragged extent, int32; `draw` is one of `DRAWS`."""
     total = {RAGGED_M: problem.m, RAGGED_N: problem.n, RAGGED_K: problem.k}[problem.work]
-    weights = 1 / torch.arange(1, problem.batch + 1, device=device)
-    weights = weights[torch.randperm(problem.batch, device=device, generator=generator)]
+    groups = problem.batch
+    if draw == "uniform":
+        drawn = torch.randint(groups, (total,), device=device, generator=generator)
+        return drawn.bincount(minlength=groups).cumsum(0).int()
+    weights = torch.ones(groups, device=device)
+    if draw == "zipf":
+        weights = 1 / torch.arange(1, groups + 1, device=device)
+        weights = weights[torch.randperm(groups, device=device, generator=generator)]
     ends = (weights.cumsum(0) / weights.sum() * total).round().int()
     ends[-1] = total
     return ends
@@ -52,8 +64,13 @@ class GroupedBench(Bench):
         super().__init__(problem, arch, seed, device)
 
     def _prepare(self) -> None:
-        """The ends for each input set, and what the first set must give."""
-        self._ends = [ends_of(self.problem, self._generator, self._device) for _ in self._inputs]
+        """The ends for each launch of a round, and what the first one must give. Input sets and draws both go round and
+        round, so that every draw has as many launches and none finds its inputs in the L2 cache.
+        """
+        launches = math.lcm(len(self._inputs), len(DRAWS))
+        self._inputs *= launches // len(self._inputs)
+        draws = DRAWS * (launches // len(DRAWS))
+        self._ends = [ends_of(self.problem, self._generator, self._device, draw) for draw in draws]
         single = self.problem.work != RAGGED_K
         self._d = self._d[0] if single else self._d
         (a, b), scales = self._operands(0), tuple(self._scales.values())

@@ -14,7 +14,7 @@ from cutegemm.choice.group_kin import kin
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.tuner.grouped_bench import MEASURED, GroupedBench
+from cutegemm.tuner.grouped_bench import DRAWS, MEASURED, GroupedBench, ends_of
 from cutegemm.tuner.problem_bench import poison
 from cutegemm.tuner.timer import TORCH
 from cutegemm.tuner.timing import Timing
@@ -243,6 +243,30 @@ def test_the_tuner_checks_results_in_groups(work):
     assert TORCH not in bench._calls
     with pytest.raises(ValueError, match="others take theirs"):
         GroupedBench(replace(problem, epilogue=Epilogue(activation="silu")), small, device="cpu")
+
+
+def test_the_tuner_times_candidates_with_several_draws_of_sizes():
+    """Every set of inputs meets every draw, so that a winner is not the best for one kind of sizes alone."""
+    problem = Problem.of(600, 16, 8, majors="nt", batch=3, work="ragged_m")
+    bench = GroupedBench(problem, replace(H200, l2_bytes=problem.min_bytes // 3 * 2), seed=1, device="cpu")
+    sets = {a.data_ptr() for a, _ in bench._inputs}
+    assert (len(sets), len(bench._inputs), len(bench._ends)) == (2, 6, 6)
+    groups = [ends.diff(prepend=ends.new_zeros(1)).tolist() for ends in bench._ends]
+    assert all(sum(sizes) == 600 and min(sizes) >= 0 for sizes in groups)
+    spreads = [max(sizes) - min(sizes) for sizes in groups]
+    assert DRAWS == ("zipf", "uniform", "even")
+    assert all(zipf > uniform > even == 0 for zipf, uniform, even in (spreads[:3], spreads[3:]))
+    met = {(a.data_ptr(), DRAWS[number % 3]) for number, (a, _) in enumerate(bench._inputs)}
+    assert len(met) == 6
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_more_groups_than_rows_are_drawn(draw):
+    ends = ends_of(Problem.of(2, 16, 8, majors="nt", batch=64, work="ragged_m"), torch.Generator(), "cpu", draw)
+    assert ends.dtype == torch.int32
+    assert len(ends) == 64
+    assert ends[-1] == 2
+    assert (ends.diff() >= 0).all()
 
 
 @pytest.mark.parametrize("work", ["ragged_m", "ragged_n"])

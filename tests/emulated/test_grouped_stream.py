@@ -13,7 +13,6 @@ import cutegemm
 from cutegemm import ops
 from cutegemm.cute.compile import CuteKernel
 from cutegemm.cute.hopper.config import HopperConfig
-from cutegemm.cute.hopper.work_count import whole_tiles
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.work import GATHERED, MASKED, RAGGED_M, RAGGED_N, SCATTERED
@@ -47,18 +46,18 @@ def count(config: str, work: str, sizes: list[int], across: int) -> int:
 @pytest.mark.parametrize("integers", [True, False])
 @pytest.mark.product(keep=3)
 def test_groups_of_any_sizes(work, config, majors, ctas, integers, seed, monkeypatch):
-    """A number of clusters that leaves tiles over, and 3 k tiles, so that cuts lie anywhere."""
+    """A number of clusters that leaves tiles over, which are cut into two parts or three."""
     rng, config = random.Random(seed), f"sm90/{config}"
     sizes = [90, 0, 70, 1, 129]
     rng.shuffle(sizes)
-    clusters = next(c for c in (3, 4, 5) if (tiles := count(config, work, sizes, 144)) > c and tiles % c)
-    assert whole_tiles(tiles, clusters) < tiles
+    tiles = count(config, work, sizes, 144)
+    clusters = next(c for c in (5, 6, 7, 8, 9) if 0 < 2 * (tiles % c) <= c < tiles)
     gpu_of(clusters * ctas, monkeypatch)
     if integers:
         m = 136 if work == MASKED else 144
-        extents = m, 144, 136
+        extents = m, 144, rng.choice((8 * 64 * 2 + 8, 8 * 64 * 3 + 8))
     else:
-        sizes, extents = sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 160, rng), (160, 72, 200)
+        sizes, extents = sizes_of(rng.choice(SKEWS), rng.choice((1, 3, 6)), 160, rng), (160, 72, 1032)
     tail = -sum(sizes) % 8 + 8
     case = GroupCase.random(work, sizes, *extents, seed=seed, tail=tail, majors=majors, integers=integers)
     case.run(integers, backend="cute", config=config)
@@ -66,7 +65,7 @@ def test_groups_of_any_sizes(work, config, majors, ctas, integers, seed, monkeyp
 
 def test_replays_with_other_sizes_share_a_workspace(seed, monkeypatch):
     """One capture, launched again and again, as a CUDA graph is: each launch leaves the words zero for the next."""
-    gpu_of(3, monkeypatch)
+    gpu_of(5, monkeypatch)
     captured: list[Any] = []
     original = CuteKernel.capture
 
@@ -76,7 +75,7 @@ def test_replays_with_other_sizes_share_a_workspace(seed, monkeypatch):
         return captured[0]
 
     monkeypatch.setattr(CuteKernel, "capture", once)
-    case = GroupCase.random(RAGGED_M, [100, 100, 100], 0, 72, 136, seed=seed, integers=True)
+    case = GroupCase.random(RAGGED_M, [100, 100, 100], 0, 72, 1032, seed=seed, integers=True)
     out = torch.empty(300, 72, dtype=torch.bfloat16)
     cut = []
     for ends in ([300, 300, 300], [0, 0, 0], [1, 2, 300], [10, 64, 192], [64, 65, 66], [0, 190, 299]):
@@ -85,13 +84,13 @@ def test_replays_with_other_sizes_share_a_workspace(seed, monkeypatch):
         (workspace,) = captured[0].scratch.values()
         assert not workspace[:128].any(), "the state words"
         tiles = count(ONE, RAGGED_M, [end - begin for begin, end in zip((0, *ends), ends, strict=False)], 72)
-        cut.append(whole_tiles(tiles, 3) < tiles)
+        cut.append(tiles % 5 in (1, 2))
     assert {True, False} == set(cut)
 
 
 def test_the_same_bits_whoever_comes_last(seed, monkeypatch):
-    gpu_of(3, monkeypatch)
-    case = GroupCase.random(RAGGED_M, [70, 0, 3, 70], 0, 72, 264, seed=seed)
+    gpu_of(7, monkeypatch)
+    case = GroupCase.random(RAGGED_M, [70, 0, 3, 70], 0, 72, 1544, seed=seed)  # ten tiles: three are cut in two
     results = []
     for number in range(3):
         monkeypatch.setenv("CUTEGEMM_EMULATOR_SEED", str(seed // 2 + number))
@@ -119,7 +118,7 @@ def test_many_groups(seed, monkeypatch):
     for place in (31, 32, 33, 64, *random.Random(seed).sample(range(30), 3)):
         sizes[place] = 17
     sizes[69] = 9
-    case = GroupCase.random(RAGGED_M, sizes, 0, 8, 136, seed=seed)
+    case = GroupCase.random(RAGGED_M, sizes, 0, 8, 1032, seed=seed)
     case.run(backend="cute", config="sm90/64x16x64/coop1/c1x1/s3/g2/swap/streamk")
 
 
@@ -145,6 +144,13 @@ def test_gate_and_up_and_operands_of_rows(seed, monkeypatch):
     case.run(backend="cute", config="sm90/128x64x64/coop2/c1x1/s3/g2/streamk")
 
 
+def test_fewer_tiles_than_clusters_are_cut(seed, monkeypatch):
+    """Two tiles of 25 k tiles on seven SMs: three parts each."""
+    gpu_of(7, monkeypatch)
+    case = GroupCase.random(RAGGED_M, [5, 0, 60], 0, 64, 1544, seed=seed, integers=True)
+    case.run(True, backend="cute", config=ONE)
+
+
 def test_a_workspace_wherever_the_device_may_cut():
     """With dense works it depends on the number of tiles; of groups no more than the most is known."""
     arch = replace(arch_table.get("sm_90a"), sm_count=4)
@@ -153,5 +159,5 @@ def test_a_workspace_wherever_the_device_may_cut():
     def needs(rows: int) -> tuple[int, int]:
         return config.workspace_bytes(Problem.of(rows, 64, 256, "bf16", batch=2, work=RAGGED_M), arch)
 
-    some = (128, 4 * 2 * 2 * 64 * 64 * 4)
-    assert [needs(rows) for rows in (1, 384, 385, 768, 900)] == [(0, 0), (0, 0), some, some, some]
+    some = (128, 4 * 2 * 64 * 64 * 4)
+    assert [needs(rows) for rows in (0, 1, 384, 385, 900)] == [(0, 0), some, some, some, some]

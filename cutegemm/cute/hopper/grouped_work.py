@@ -7,8 +7,8 @@ masked           as ragged M, but each product has rows of its own, of which the
 The numbers of works run group by group, and within a group in the configuration's tile order: what a CTA computes next
 to its neighbours in time belongs to the same weights, which the L2 cache then serves. `groups` finds a work's group.
 
-With stream-K each warp, once it has counted the tiles, cuts those of the last wave and a whole one before it like those
-of a dense product (`work.Stretches`): all of them have the same K, unless it is K that the groups divide.
+With stream-K each warp, once it has counted the tiles, cuts those that are left over behind whole waves (`work.Tail`):
+all of them have the same K, unless it is K that the groups divide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutegemm.cute.hopper import grouping
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.cute.hopper.groups import Groups
 from cutegemm.cute.hopper.position import Position
-from cutegemm.cute.hopper.work import LateStretches, Region, Tile, Work
+from cutegemm.cute.hopper.work import Region, Tail, Tile, Work
 from cutegemm.problem import Signature
 from cutegemm.problem.work import DENSE, TABLE
 
@@ -37,11 +37,11 @@ class GroupedWork(Work):
     def __init__(self, config: HopperConfig, signature: Signature) -> None:
         super().__init__(config, signature)
         if config.stream_k:
-            self.division = LateStretches()
+            self.division = Tail()
         self.array = TABLE[signature.work].arrays[0]
         self.grouping = grouping.of(config, signature.work)
         self.along = self.grouping.along
-        self.groups = Groups(self.grouping.masked, config.stream_k)
+        self.groups = Groups(self.grouping.masked)
         cm, cn = config.cluster
         self.may_lack_rows = self.along == "row" and not config.ping_pong
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn

@@ -5,6 +5,7 @@
     SplitSum     works of split-K meet in a workspace, each adds up a share of the tile          split_sum.py
     ArrivalSum   the same, added by the L2 cache in the order of arrival                         split_sum.py
     StreamSum    the two parts of a tile that stream-K has cut meet in a workspace               stream_sum.py
+    TailSum      the same in groups, with up to `work.MOST_PARTS` parts of a tile                tail_sum.py
 
 Split-K in clusters along K is a `SplitSum` whose vectors a `ClusterSum` has added up before and stores afterwards.
 """
@@ -20,9 +21,11 @@ from cutegemm.cute.hopper.output import Output
 from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.split_sum import ArrivalSum, SplitSum
 from cutegemm.cute.hopper.stream_sum import StreamSum
+from cutegemm.cute.hopper.tail_sum import TailSum
 from cutegemm.cute.hopper.work import Tile, Work
 from cutegemm.cute.whole import adder
 from cutegemm.problem import Signature
+from cutegemm.problem.work import DENSE
 
 
 class Sums(Protocol):
@@ -68,7 +71,7 @@ def make_sums(config: HopperConfig, signature: Signature, store: Any) -> Sums:
     """The way of a configuration to settle sums; `store` is that of `store.make_store`."""
     add = adder(signature)
     if config.stream_k:
-        return StreamSum(config, store, add)
+        return (StreamSum if signature.work == DENSE else TailSum)(config, store, add)
     if config.parts == 1:
         return WholeSum(store)
     owner = ClusterSum(config, store, add) if config.cluster_k > 1 else store

@@ -12,7 +12,7 @@ says which works there are:
     WholeK       a work is a tile with all of its k tiles. Cluster c of C takes the works c, c + C, c + 2 C, ...
     PartsOfK     split-K and clusters along K: a tile is so many works; parts of K take its k tiles in turn
     Stretches    stream-K: a cluster computes whole tiles, then a stretch of k tiles that may cut the first and the last
-                 (`LateStretches` in groups)
+    Tail         stream-K in groups: a cluster computes whole tiles, then a part of one that is left over
 
 `Work.of_warpgroup` is what one consumer warpgroup has of its CTA's works: some rows of each, or in ping-pong every
 other one. Products whose sizes lie on the device have another class with these attributes and methods, in
@@ -37,6 +37,11 @@ from cutegemm.cute.hopper.position import Position
 from cutegemm.cute.hopper.work_count import whole_tiles
 from cutegemm.cute.tile_order import device_min
 from cutegemm.problem import Signature
+
+MOST_PARTS = 8
+"""Parts of a tile behind the whole waves at most: whoever adds them up reads them all."""
+LEAST_OF_PART = 8
+"""k tiles that such a part has at least, because adding it up takes about as long as a few k tiles."""
 
 
 @dataclass(frozen=True)
@@ -278,39 +283,64 @@ class Stretches:
         return tile, first, count
 
 
-class LateStretches(Stretches):
-    """The same for groups. Their place takes registers, so that a stretch is worked out again when it is reached.
+class Tail:
+    """Stream-K for groups: the tiles left over behind whole waves are cut along K into equal parts.
+
+    Whole waves of tiles come first, a tile a cluster. Then follow the tiles that are left over, each cut into as many
+    parts as the clusters have room for at a time; `tail_sum` adds them up.
+
+        4 clusters, 6 tiles    | cluster 0      | cluster 1      | cluster 2       | cluster 3       |
+                               | tile 0         | tile 1         | tile 2          | tile 3          |
+                               | tile 4, part 0 | tile 5, part 0 | tile 4, part 1  | tile 5, part 1  |
+
+    Parts of one number walk the same k tiles at the same time, so that the tiles of a group share what the L2 cache
+    holds. Stretches each begin at another k tile: of groups with a long K they read the operands from memory again for
+    each tile.
 
     Tiles at the ends of groups cost less than others, and often every other tile is one: each wave begins with another
     cluster, or half of the clusters would get them all.
 
-    whole, rest: how many tiles are not cut, and the others. That is all that is kept from tile to tile.
+    whole, rest: how many tiles are not cut, and the others. That is all that is kept from tile to tile: `parts` is
+    worked out again when it is needed, because registers are scarce.
     """
 
     def start(self, tiles, k_tiles, clusters, position: Position) -> tuple:
-        """As `WholeK.start`."""
-        found = super().start(tiles, k_tiles, clusters, position)
+        """As `Stretches.start`."""
+        self.clusters, self.cluster, self.k_tiles = clusters, position.cluster, cutlass.max(k_tiles, Int32(1))
+        waves = tiles // clusters
+        self.whole = waves * clusters
         self.rest = tiles - self.whole
-        return found
+        return Int32(0), self._works(waves), Int32(1)
+
+    @cute.jit
+    def _works(self, waves):
+        """How many works this cluster has: a tile of each whole wave, and a part behind them if there is one."""
+        if self.cluster < self.rest * self.parts():
+            waves = waves + 1
+        return waves
+
+    def parts(self):
+        """Into how many parts the tiles behind the whole waves are cut, 1 to `MOST_PARTS`."""
+        room = self.clusters // cutlass.max(self.rest, Int32(1))
+        most = cutlass.min(room, cutlass.max(self.k_tiles // LEAST_OF_PART, Int32(1)))
+        return cutlass.min(most, Int32(MOST_PARTS))
 
     @cute.jit
     def item(self, number):
         """As `Stretches.item`."""
-        # Tiles that are not cut are whole waves, or one that is not full.
         tile = number * self.clusters
         first, count = Int32(0), self.k_tiles
         if tile < self.whole:
             tile = tile + (self.cluster + number) % self.clusters
         else:
-            low, high = self._stretch(self.rest * self.k_tiles, self.clusters, self.cluster)
-            place = low // self.k_tiles + (number - self.whole // self.clusters)
-            begin = cutlass.max(low, place * self.k_tiles)
-            end = cutlass.min(high, (place + 1) * self.k_tiles)
-            tile, first, count = self.whole + place, begin - place * self.k_tiles, end - begin
+            parts, part = self.parts(), self.cluster // self.rest
+            first = self.k_tiles * part // parts
+            count = self.k_tiles * (part + 1) // parts - first
+            tile = self.whole + (self.cluster - part * self.rest)
         return tile, first, count
 
 
-def make_division(config: HopperConfig) -> WholeK | PartsOfK | Stretches:
+def make_division(config: HopperConfig) -> WholeK | PartsOfK | Stretches | Tail:
     """The way of a configuration to divide K."""
     if config.stream_k:
         return Stretches()

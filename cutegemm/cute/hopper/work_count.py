@@ -33,9 +33,12 @@ def clusters(config: HopperConfig, problem: Problem, arch: Arch) -> int:
     """
     count = works(config, problem)
     most = resident_clusters(arch, config.cluster_ctas)
+    counted = bool(WORKS[problem.work].arrays)
+    if config.stream_k and counted and count:
+        return most  # of fewer tiles than clusters each is cut
     if not config.persistent or count <= most:
         return count
-    if config.stream_k or config.parts > 1 or WORKS[problem.work].arrays:
+    if config.stream_k or config.parts > 1 or counted:
         return most
     fewest = -(-count // -(-count // most))
     return fewest if 16 * fewest >= 15 * most else most
@@ -45,15 +48,17 @@ def shares(config: HopperConfig, problem: Problem, arch: Arch) -> tuple[int, int
     """(shares of D whose sum over K meets in a workspace, parts of each); (0, 0) where none does.
 
     A share is a warpgroup's rows of a CTA tile. With split-K all tiles have `splits` parts. With stream-K those tiles
-    that are cut have two; there is room for a cut behind each cluster. Where the device knows the sizes, any number of
-    tiles may be found that is no greater, and leave some over.
+    that are cut have two; there is room for a cut behind each cluster. Where the device knows the sizes, a cluster has
+    one part of a cut tile at most.
     """
     if config.splits == 1 and not config.stream_k:
         return 0, 0
     if config.stream_k:
         resident, tiles = resident_clusters(arch, config.cluster_ctas), works(config, problem)
-        cuts = tiles > resident if WORKS[problem.work].arrays else whole_tiles(tiles, resident) < tiles
-        divided, parts = (resident, 2) if cuts else (0, 0)
+        if WORKS[problem.work].arrays:
+            divided, parts = (resident, 1) if tiles else (0, 0)
+        else:
+            divided, parts = (resident, 2) if whole_tiles(tiles, resident) < tiles else (0, 0)
     else:
         divided, parts = works(config, problem) // config.splits, config.splits
     return divided * (config.cluster_ctas * config.consumers), parts

@@ -52,6 +52,20 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
+class How(NamedTuple):
+    """The options of `gemm` that say how a product is computed. Calls with a program or scales hand them on as one."""
+
+    precision: str | None = None
+    backend: str = "auto"
+    config: Any = None
+    constant: str | None = None
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> How:
+        """Those among the options of `gemm`, of which every one is named."""
+        return cls(*(options[name] for name in cls._fields))
+
+
 class Call(NamedTuple):
     """The arguments of one call that decide its plan, checked."""
 
@@ -66,9 +80,14 @@ class Call(NamedTuple):
         if options["out"] is not None:
             inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": options["bias"]}
             overlap.check(options["out"], inputs)
-        if options["constant"] is not None:
-            found = request.with_constant(found, options["constant"])
-        return cls(found, options["backend"], options["config"])
+        return cls.posed(found, How.of(options))
+
+    @classmethod
+    def posed(cls, found: Request | ProgramRequest, how: How) -> Call:
+        """The call that is described so."""
+        if how.constant is not None:
+            found = request.with_constant(found, how.constant)
+        return cls(found, how.backend, how.config)
 
     def plan(self, state: planning.State | None = None) -> Plan:
         """Chooses and compiles. Raises GemmError during graph capture: compiling would break the capture.
@@ -123,11 +142,12 @@ class Call(NamedTuple):
 
         Raises UnsupportedError where it was asked for by name.
         """
-        backend, signature, as_asked = backends.get(choice.backend), problem.signature, problem is self.request.problem
+        backend, signature = backends.get(choice.backend), problem.signature
+        as_asked = problem == self.request.problem.without_constant()
 
         def build(config: Any) -> tuple[backends.Kernel, int]:
             kernel = self._kernel(choice._replace(config=config), arch, signature)
-            key = "spilled", backend, config, signature, arch
+            key = "spilled", backend, config, kernel.signature, arch
             count: int = self._held(key, config, lambda: spills.spilled(problem, kernel, config, backend, arch))
             if count and self.config is not None:
                 raise spills.refusal(problem, config, count)

@@ -30,6 +30,7 @@ from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.registering import carried
 from cutegemm.run import call, float32, runner
+from cutegemm.run.runner import How
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
 _FLT_MAX = request.FLT_MAX
@@ -101,7 +102,8 @@ def gemm(
             in front on this stream nor one on another. Hopper kernels then load its first tiles before the kernel in
             front has ended; all others make no use of it. Where the promise is broken, D may be computed from old or
             half-written values. None (default) promises nothing. The backward pass makes no use of it; an operand that
-            must be copied or cast first is not constant, nor is any under vmap. Not with an epilogue or scales.
+            must be copied or cast first is not constant, nor is any under vmap. It concerns a or b alone: operands of
+            an epilogue and scales are read when the kernel in front has ended.
         epilogue: a function of the accumulators and of `operands`, written with Python operators and `cutegemm.ops`, or
             a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
             function says them.
@@ -151,21 +153,18 @@ def gemm(
         NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given.
     """
     if scale_a is not None or scale_b is not None or scaling is not None or accumulate is not None:
-        if constant is not None:
-            programs.refuse_constant(constant)
         precision = scaled.precision_of(a, precision, accumulate)
         if scale_a is not None or scale_b is not None or scaling is not None:
             return scaled.compute(
-                a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands,
-                save, scale_a, scale_b, scaling,
+                a, b, c, alpha, beta, bias, activation, out, out_dtype, How(precision, backend, config, constant),
+                epilogue, operands, save, scale_a, scale_b, scaling,
             )  # fmt: skip
     if precision is None and float32.in_use:
         precision = float32.default(a, backend)
     if epilogue is not None:
         programs.refuse_terms(c, alpha, beta, bias, activation)
-        if constant is not None:
-            programs.refuse_constant(constant)
-        return programs.compute(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
+        how = How(precision, backend, config, constant)
+        return programs.compute(a, b, epilogue, operands, out, out_dtype, how, save)
     if operands.__class__ is not tuple or operands or save is not None:
         programs.refuse_alone({"operands": operands, "save": save})
     if _is_dynamo_compiling():

@@ -5,6 +5,7 @@ from the original.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,8 +76,7 @@ class Linear(torch.nn.Linear):
     def _configure(self, activation: str | None, precision: str | None, backend: str, constant_weight: bool) -> None:
         request.check_activation(activation)
         replacing.check_options(precision, backend)
-        if not isinstance(constant_weight, bool):
-            raise TypeError(f"constant_weight: got {type(constant_weight).__name__}, accepted are True and False")
+        replacing.check_constant("constant_weight", constant_weight)
         self.activation, self.precision, self.backend = activation, precision, backend
         self.constant_weight = constant_weight
 
@@ -140,9 +140,9 @@ def replace_linears(
     """Replaces every torch.nn.Linear in `model`, in place, by a `Linear` with the same parameters.
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8Linear`, whose weight
-    is quantized now, with `scaling` and `accumulate` as there; `precision` and `constant_weights` are then refused. The
-    memory of a replaced weight is freed when nothing else holds it: a weight tied to an embedding stays. Layers that
-    must be exact, often the last one, are left out by `where`.
+    is quantized now, with `scaling` and `accumulate` as there; `precision` is then refused. The memory of a replaced
+    weight is freed when nothing else holds it: a weight tied to an embedding stays. Layers that must be exact, often
+    the last one, are left out by `where`.
 
     Left as they are: modules of subclasses of torch.nn.Linear (quantized ones, say), those with a dtype that no kernel
     takes, those whose weight is sparse or of a subclass of Tensor that computes itself (torchao's quantized weights;
@@ -165,16 +165,11 @@ def replace_linears(
     """
     replacing.check(model, where)
     replacing.check_options(precision, backend)
-    if not isinstance(constant_weights, bool):
-        raise TypeError(f"constant_weights: got {type(constant_weights).__name__}, accepted are True and False")
+    replacing.check_constant("constant_weights", constant_weights)
     if dtype is not None:
         Settings.of(dtype, scaling, None, accumulate, backend)
         if precision is not None:
             raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
-        if constant_weights:
-            raise ValueError(
-                "constant_weights: quantized layers fetch no weight ahead; leave it away, or leave dtype away"
-            )
     elif not request.is_one_of(scaling, ("rows",)):
         raise ValueError(f"scaling: got {scaling!r} without dtype; pass dtype='fp8' or 'int8', or leave scaling away")
     elif accumulate is not None:
@@ -194,8 +189,9 @@ def replace_linears(
                 )
             else:
                 made[id(module)] = Fp8Linear.from_linear(
-                    module, dtype, scaling=scaling, accumulate=accumulate, backend=backend
-                )
+                    module, dtype, scaling=scaling, accumulate=accumulate, backend=backend,
+                    constant_weight=constant_weights,
+                )  # fmt: skip
         return made[id(module)]
 
     replaced = replacing.replace_modules(model, replacement)
@@ -236,9 +232,11 @@ class SwiGLU(torch.nn.Module):
         out_features: by default in_features.
         activation: "silu" (SwiGLU), "gelu", "gelu_tanh" (Gemma) or "relu".
         precision, backend: as in `cutegemm.gemm`.
+        constant_weights: promises that no running kernel writes the weights when `forward` is called, as
+            `cutegemm.gemm(..., constant="b")` of both products, for inference. DTensors are refused then.
 
     Raises:
-        TypeError: a size that is no integer.
+        TypeError: a size that is no integer; constant_weights is no bool.
         ValueError: a negative size; no such activation, precision or backend.
     """
 
@@ -253,6 +251,7 @@ class SwiGLU(torch.nn.Module):
         activation: str = "silu",
         precision: str | None = None,
         backend: str = "auto",
+        constant_weights: bool = False,
     ) -> None:
         super().__init__()
         in_features = replacing.as_size("in_features", in_features)
@@ -261,18 +260,18 @@ class SwiGLU(torch.nn.Module):
         options = {"device": device, "dtype": dtype}
         self._configure(
             torch.empty((2 * hidden_features, in_features), **options),
-            torch.empty((out_features, hidden_features), **options), activation, precision, backend,
-        )  # fmt: skip
+            torch.empty((out_features, hidden_features), **options),
+            mlp.Settings(activation, precision, backend, constant_weights),
+        )
         self.reset_parameters()
 
-    def _configure(
-        self, gate_up: torch.Tensor, down: torch.Tensor, activation: str, precision: str | None, backend: str
-    ) -> None:
-        mlp.check_activation(activation)
-        replacing.check_options(precision, backend)
+    def _configure(self, gate_up: torch.Tensor, down: torch.Tensor, settings: mlp.Settings) -> None:
+        mlp.check_activation(settings.activation)
+        replacing.check_options(settings.precision, settings.backend)
+        replacing.check_constant("constant_weights", settings.constant_weights)
         self.gate_up_weight = torch.nn.Parameter(gate_up)
         self.down_weight = torch.nn.Parameter(down)
-        self.settings = mlp.Settings(activation, precision, backend)
+        self.settings = settings
         self.register_load_state_dict_pre_hook(_stack_weights)
 
     def reset_parameters(self) -> None:
@@ -301,7 +300,8 @@ class SwiGLU(torch.nn.Module):
     def extra_repr(self) -> str:
         rows, hidden = self.down_weight.shape
         text = f"in_features={self.gate_up_weight.shape[-1]}, hidden_features={hidden}, out_features={rows}"
-        return f"{text}, activation={self.settings.activation!r}"
+        text += f", activation={self.settings.activation!r}"
+        return text + (", constant_weights=True" if self.settings.constant_weights else "")
 
     @classmethod
     def from_weights(
@@ -313,10 +313,12 @@ class SwiGLU(torch.nn.Module):
         activation: str = "silu",
         precision: str | None = None,
         backend: str = "auto",
+        constant_weights: bool = False,
     ) -> SwiGLU:
         """A SwiGLU with copies of gate and up, each (hidden, in), stacked, and with `down`, (out, hidden), itself.
 
-        Raises TypeError for what is no tensor, ValueError for other shapes, activation, precision or backend.
+        Raises TypeError for what is no tensor and a `constant_weights` that is no bool, ValueError for other shapes,
+        activation, precision or backend.
         """
         for name, each in (("gate", gate), ("up", up), ("down", down)):
             request.check_type(name, each)
@@ -327,7 +329,7 @@ class SwiGLU(torch.nn.Module):
         torch.nn.Module.__init__(made)
         with torch.no_grad():
             stacked = torch.cat((gate, up))
-        made._configure(stacked, down.detach(), activation, precision, backend)
+        made._configure(stacked, down.detach(), mlp.Settings(activation, precision, backend, constant_weights))
         made.gate_up_weight.requires_grad_(gate.requires_grad or up.requires_grad)
         made.down_weight = down if isinstance(down, torch.nn.Parameter) else made.down_weight
         return made
@@ -352,6 +354,7 @@ def replace_mlps(
     where: Callable[[str, torch.nn.Module], bool] | None = None,
     precision: str | None = None,
     backend: str = "auto",
+    constant_weights: bool = False,
 ) -> torch.nn.Module:
     """Replaces the MLPs of Hugging Face's Llama, Qwen, Mistral and Gemma models, in place, by `SwiGLU`.
 
@@ -364,15 +367,19 @@ def replace_mlps(
     sharded or sparse weights, those of whose gate and up one alone requires grad or is tied to another weight, and
     those for which `where(name, module)` is false, are left as they are.
 
+    constant_weights=True makes the promise of `SwiGLU`, as it does in `replace_linears`: for inference with weights
+    that stay as they are.
+
     Returns:
         `model`, or its replacement when it is such an MLP itself.
 
     Raises:
-        TypeError: no module, or a `where` that cannot be called.
-        ValueError: no such precision or backend; `model` is left as it was.
+        TypeError: no module, a `where` that cannot be called, or a `constant_weights` that is no bool.
+        ValueError: no such precision or backend. After either error `model` is as it was.
     """
     replacing.check(model, where)
     replacing.check_options(precision, backend)
+    replacing.check_constant("constant_weights", constant_weights)
     tied = replacing.tied(model)
 
     def activation_in(module: torch.nn.Module) -> str | None:
@@ -380,7 +387,8 @@ def replace_mlps(
         copied = () if found is None else (module.gate_proj, module.up_proj)
         return None if any(id(each.weight) in tied for each in copied) else found
 
-    return replacing.replace_gated(model, where, precision, backend, activation_in, _replaced)
+    replaced = functools.partial(_replaced, constant_weights=constant_weights)
+    return replacing.replace_gated(model, where, precision, backend, activation_in, replaced)
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:
@@ -400,7 +408,9 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     return replacing.activation_of(getattr(module, "act_fn", None))
 
 
-def _replaced(module: Any, activation: str, precision: str | None, backend: str) -> torch.nn.Module:
+def _replaced(
+    module: Any, activation: str, precision: str | None, backend: str, constant_weights: bool
+) -> torch.nn.Module:
     """The SwiGLU for a module, or the module where it computes something else."""
     gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
     if not gate.is_meta:
@@ -410,7 +420,9 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str)
             want = (activate(wide[0], activation) * wide[1]) @ down.float().t()
         if not replacing.gives(want, module, x):
             return module
-    made = SwiGLU.from_weights(gate, up, down, activation=activation, precision=precision, backend=backend)
+    made = SwiGLU.from_weights(
+        gate, up, down, activation=activation, precision=precision, backend=backend, constant_weights=constant_weights
+    )
     return made.train(module.training)
 
 

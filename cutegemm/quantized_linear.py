@@ -49,9 +49,12 @@ class Settings(NamedTuple):
     activation: str | None
     accumulate: str | None
     backend: str
+    constant_weight: bool = False
 
     @classmethod
-    def of(cls, dtype: Any, scaling: Any, activation: Any, accumulate: Any, backend: Any) -> Settings:
+    def of(
+        cls, dtype: Any, scaling: Any, activation: Any, accumulate: Any, backend: Any, constant_weight: Any = False
+    ) -> Settings:
         """Checked. Raises TypeError or ValueError naming the argument."""
         chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
         if not isinstance(chosen, torch.dtype) or chosen not in FORMATS:
@@ -75,7 +78,8 @@ class Settings(NamedTuple):
                 "sums are promoted; leave it away"
             )
         backends.check_name(backend)
-        return cls(chosen, both, activation, accumulate, backend)
+        replacing.check_constant("constant_weight", constant_weight)
+        return cls(chosen, both, activation, accumulate, backend, constant_weight)
 
 
 class Fp8Linear(torch.nn.Module):
@@ -96,6 +100,8 @@ class Fp8Linear(torch.nn.Module):
             128 x 128 of the weight.
         bias_dtype: of the bias; by default torch's default dtype.
         activation, backend: as in `cutegemm.gemm`. accumulate: "promoted" or "fast", as there.
+        constant_weight: promises that no running kernel writes the weight when `forward` is called, as
+            `cutegemm.gemm(..., constant="b")`. The scales may be written by the kernel in front.
 
     Gradients are refused: an input that requires grad raises RuntimeError under autograd.
 
@@ -121,8 +127,9 @@ class Fp8Linear(torch.nn.Module):
         activation: str | None = None,
         accumulate: str | None = None,
         backend: str = "auto",
+        constant_weight: bool = False,
     ) -> None:
-        settings = Settings.of(dtype, scaling, activation, accumulate, backend)
+        settings = Settings.of(dtype, scaling, activation, accumulate, backend, constant_weight)
         if bias_dtype is not None and not isinstance(bias_dtype, torch.dtype):
             raise TypeError(f"bias_dtype: got {request.shown(bias_dtype)}, expected a torch.dtype or None")
         in_features = replacing.as_size("in_features", in_features)
@@ -179,7 +186,7 @@ class Fp8Linear(torch.nn.Module):
             result: torch.Tensor = gemm(
                 values, self.weight.t(), scale_a=scale, scale_b=of_weight, bias=self.bias,
                 activation=settings.activation, out_dtype=input.dtype, accumulate=settings.accumulate,
-                backend=settings.backend,
+                backend=settings.backend, constant="b" if settings.constant_weight else None,
             )  # fmt: skip
         return result.view(*input.shape[:-1], self.out_features)
 
@@ -192,7 +199,8 @@ class Fp8Linear(torch.nn.Module):
         scaling = settings.scaling[0] if settings.scaling[0] == settings.scaling[1] else settings.scaling
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         text += f", dtype={FORMATS[settings.dtype].name}, scaling={scaling!r}"
-        for name, default in (("activation", None), ("accumulate", None), ("backend", "auto")):
+        defaults = {"activation": None, "accumulate": None, "backend": "auto", "constant_weight": False}
+        for name, default in defaults.items():
             if getattr(settings, name) != default:
                 text += f", {name}={getattr(settings, name)!r}"
         return text + (", fixed input_scale" if self.input_scale is not None else "")
@@ -218,6 +226,7 @@ class Fp8Linear(torch.nn.Module):
         activation: str | None = None,
         accumulate: str | None = None,
         backend: str = "auto",
+        constant_weight: bool = False,
     ) -> Fp8Linear:
         """The layer with the quantized weight of `module`, its very bias, forward hooks and training mode.
 
@@ -232,7 +241,7 @@ class Fp8Linear(torch.nn.Module):
             raise TypeError(f"module: {reason}")
         if activation is None and type(module).forward is not torch.nn.Linear.forward:
             activation = module.activation
-        settings = Settings.of(dtype, scaling, activation, accumulate, backend)
+        settings = Settings.of(dtype, scaling, activation, accumulate, backend, constant_weight)
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._fill(module.weight, module.bias, settings)
@@ -252,6 +261,7 @@ class Fp8Linear(torch.nn.Module):
         activation: str | None = None,
         accumulate: str | None = None,
         backend: str = "auto",
+        constant_weight: bool = False,
     ) -> Fp8Linear:
         """The layer with a weight that is quantized already, as checkpoints have it.
 
@@ -275,7 +285,7 @@ class Fp8Linear(torch.nn.Module):
             _check_bias(bias, values)
         by_shape = _scaling_of(values, scale)
         of_input = by_shape if scaling is None else scaling
-        settings = Settings.of(values.dtype, (of_input, by_shape), activation, accumulate, backend)
+        settings = Settings.of(values.dtype, (of_input, by_shape), activation, accumulate, backend, constant_weight)
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         made._take(values, scale, bias, None if input_scale is None else _one("input_scale", input_scale), settings)

@@ -28,6 +28,12 @@ def check(model: Any, where: Any, name: str = "model") -> None:
         raise TypeError(f"where: got {_kind(where)}, expected a function of a name and a module, or None")
 
 
+def check_constant(name: str, given: Any) -> None:
+    """Raises TypeError unless a promise about weights, the argument `name`, is a bool."""
+    if not isinstance(given, bool):
+        raise TypeError(f"{name}: got {type(given).__name__}, accepted are True and False")
+
+
 def check_options(precision: Any, backend: Any) -> None:
     """Raises ValueError for an unknown precision or backend."""
     request.check_precision(precision)

@@ -244,6 +244,7 @@ def operators_that_are_refused(setting: Setting) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     import cutegemm
+    from cutegemm.pytorch import mlp
 
     a, b = (placed(setting, setting.integers(4, 4), Shard(0), False) for _ in range(2))
     w, ends = setting.integers(2, 4, 4), torch.tensor([1, 4], dtype=torch.int32, device=setting.device)
@@ -251,6 +252,15 @@ def operators_that_are_refused(setting: Setting) -> None:
         cutegemm.gemm(a, b, epilogue=lambda acc: acc + 1, out=a.clone())
     with refused(ValueError, "b: got a Tensor in a call of torch.ops.cutegemm.gemm_program with DTensors"):
         cutegemm.gemm(a, b.to_local(), epilogue=lambda acc: acc + 1)
+    with refused(ValueError, "constant: got 'b' with DTensors"):
+        cutegemm.gemm(a, b, epilogue=lambda acc: acc + 1, constant="b")
+    narrow = [placed(setting, setting.integers(4, 4).to(torch.int8), Replicate(), False) for _ in range(2)]
+    with refused(ValueError, "constant: got 'b' with DTensors"):
+        cutegemm.gemm(*narrow, scale_a=placed(setting, torch.ones((), device=setting.device), Replicate(), False),
+                      constant="b")  # fmt: skip
+    weights = [placed(setting, setting.integers(*shape), Replicate(), False) for shape in ((8, 4), (4, 4))]
+    with refused(ValueError, "constant_weights: got True with DTensors"):
+        mlp.gated_mlp(a, *weights, mlp.Settings("silu", None, "auto", True))
     with refused(ValueError, "offsets: got a Tensor in a call of torch.ops.cutegemm.grouped_gemm with DTensors"):
         cutegemm.grouped_gemm(a, placed(setting, w, Replicate(), False), ends)
     with refused(ValueError, "b: its groups are sharded over the device mesh"):

@@ -33,6 +33,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import program_request, reference
 from cutegemm.problem.program import bound
 from cutegemm.run import fused
+from cutegemm.run.runner import How
 from tests import programs
 
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 40, 64, 65, 72, 96, 120, 128, 136, 160)
@@ -108,7 +109,7 @@ def run(number: int, device: str) -> Outcome:
             os.environ["CUTEGEMM_ARCH"] = arch.target
         config = next(kernels(asked, arch, r), None)
         backend = "cute"
-        plan = fused.planned(None, a, b, program, operands, None, None, precision, backend, config)[1]
+        plan = fused.planned(None, a, b, program, operands, None, None, How(precision, backend, config))[1]
     except UnsupportedError as why:
         return Outcome(number, "refused", str(config), str(why))
     except Exception as why:
@@ -117,7 +118,7 @@ def run(number: int, device: str) -> Outcome:
     try:
         if _spills(plan):
             return Outcome(number, "spills", name, str(program))
-        got = fused.compute(a, b, program, operands, None, None, precision, backend, config)
+        got = fused.compute(a, b, program, operands, None, None, How(precision, backend, config))
         acc, _, error = reference.accumulators(a, b, precision or "ieee")
         want = bound.bounds(asked.program, acc, error, operands)
         for place, (each, wanted) in enumerate(zip(got if isinstance(got, tuple) else (got,), want, strict=True)):

@@ -8,11 +8,11 @@
 The blocks are written in torch here: RMS norm, rotary embedding, grouped attention by scaled_dot_product_attention with
 a cache of keys and values, and the gated MLP. Variants share their weights: `torch` has torch.nn.Linear, `ours` the
 same after `replace_linears`, `constant` (decoding only) after `replace_linears(constant_weights=True)`, `fp8` (with
-`--fp8`, not in training) after `replace_linears(dtype="fp8", scaling="rows")`. A variant's results must be as close to
-those of the blocks in float32 as torch's are, within a factor of two; those of `fp8` as the blocks in float32 are whose
-linears round their operands to fp8. Variants take turns in alternating order; a round is a number of steps between two
-CUDA events, so that eager figures hold the host's time. Ratios are to `torch`, above 1 is faster; their spread is the
-middle half of the rounds'.
+`--fp8`, not in training) after `replace_linears(dtype="fp8", scaling="rows")`, `fp8-constant` (decoding only) that with
+`constant_weights=True`. A variant's results must be as close to those of the blocks in float32 as torch's are, within a
+factor of two; those of `fp8` and `fp8-constant` as the blocks in float32 are whose linears round their operands to fp8.
+Variants take turns in alternating order; a round is a number of steps between two CUDA events, so that eager figures
+hold the host's time. Ratios are to `torch`, above 1 is faster; their spread is the middle half of the rounds'.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cutegemm.tuner.spread import order_of_round
 from tuning import cli
 from tuning.bench_report import ratios_text, short_text
 
-TORCH, FP8 = "torch", "fp8"
+TORCH, FP8, FP8_CONSTANT = "torch", "fp8", "fp8-constant"
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def variants(model: Blocks, names: Sequence[str]) -> dict[str, Blocks]:
         # A copy of the modules that shares the tensors.
         shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
         made = copy.deepcopy(model, shared)
-        if name == FP8:
-            cutegemm.nn.replace_linears(made, dtype="fp8", scaling="rows")
+        if name in (FP8, FP8_CONSTANT):
+            cutegemm.nn.replace_linears(made, dtype="fp8", scaling="rows", constant_weights=name == FP8_CONSTANT)
         elif name != TORCH:
             cutegemm.nn.replace_linears(made, constant_weights=name == "constant")
         found[name] = made
@@ -161,10 +161,10 @@ def check(models: Mapping[str, Blocks], x: torch.Tensor, turn: tuple[torch.Tenso
         want = wide(x.float(), tuple(each.float() for each in turn))
         errors = {name: difference(model(x, turn), want) for name, model in models.items()}
         usual = dict.fromkeys(errors, (errors[TORCH], "torch's is"))
-        if FP8 in models:
+        if narrow := [name for name in (FP8, FP8_CONSTANT) if name in models]:
             round_linears(wide)
             rounded = wide(x.float(), tuple(each.float() for each in turn))
-            usual[FP8] = difference(rounded, want), "that of rounded operands in float32 is"
+            usual |= dict.fromkeys(narrow, (difference(rounded, want), "that of rounded operands in float32 is"))
     verdicts = {}
     for name, error in errors.items():
         allowed, whose = usual[name]
@@ -319,12 +319,12 @@ def main(arguments: list[str] | None = None) -> int:
     model = Blocks(size, device="cuda", dtype=torch.bfloat16)
     lines: list[Line] = []
     ways = ("eager", "graph") if options.no_compile else ("eager", "compiled", "graph")
-    narrow = (FP8,) if options.fp8 else ()
+    narrow = (FP8, FP8_CONSTANT) if options.fp8 else ()
     for decodes, count in (*((True, count) for count in sequences), *((False, count) for count in prompts)):
         batch, length, names = (count, 1, ("ours", "constant")) if decodes else (1, count, ("ours",))
         x = torch.randn(batch, length, size.width, device="cuda", dtype=torch.bfloat16)
         turn = positions(size.context - 1 if decodes else 0, length, size, x)
-        models = variants(model, (TORCH, *names, *narrow))
+        models = variants(model, (TORCH, *names, *narrow[: 2 if decodes else 1]))
         for each in models.values():
             each.remember(count if decodes else 0, x)
         verdicts = check(models, x, turn)

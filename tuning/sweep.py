@@ -157,8 +157,6 @@ def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: su
 
     given = {"--c": options.c, "--bias": options.bias, "--activation": options.activation}
     refused = [name for name, value in given.items() if value]
-    if options.constant:
-        refused.append(f"--constant {options.constant}")
     if options.precision != "ieee":
         refused.append(f"--precision {options.precision}")
     if refused:
@@ -166,8 +164,9 @@ def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: su
     out_dtype = options.out_dtype or "bf16"
     epilogue = Epilogue(custom=scaling.of_blocks(dtype, out_dtype, options.work))
     return Problem.of(
-        *shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue, work=options.work
-    )
+        *shape, dtype, majors=majors, batch=options.batch, out_dtype=out_dtype, epilogue=epilogue, work=options.work,
+        constant=options.constant,
+    )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -147,14 +147,12 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
     tuned = _tuned(problem, arch, backend, known)
     if tuned is None and problem.constant:
         plain = _best_known(problem.without_constant(), arch, backend, known)
-        if plain is None:
-            return None
-        name, config, why = plain
-        changed = backends.get(name).for_constant(config, problem, arch)
-        return name, changed, why if changed == config else f"{why}, of {config}, which runs without the promise"
+        return None if plain is None else _for_constant(problem, arch, plain)
     if tuned is not None and not tuned[2].startswith(OF_PLAIN):
         return tuned
     found = _heuristics().choose(problem, arch, backend, _reader().noticed())
+    if found is not None and problem.constant:
+        found = _for_constant(problem, arch, found)
     if tuned is None or found is None:
         return tuned or found
     measured, other = _by_the_model(problem, arch, tuned, found)
@@ -162,6 +160,13 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
         return tuned
     measured_alone, other_alone = _by_the_model(problem.without_terms(), arch, tuned, found)
     return found if other * max(1.0, measured_alone / other_alone) < PROGRAM_GAINS * measured else tuned
+
+
+def _for_constant(problem: Problem, arch: Arch, found: tuple[str, Any, str]) -> tuple[str, Any, str]:
+    """What was found without the promise, with what makes use of the problem's constant operand."""
+    name, config, why = found
+    changed = backends.get(name).for_constant(config, problem, arch)
+    return name, changed, why if changed == config else f"{why}, of {config}, which runs without the promise"
 
 
 def _by_the_model(problem: Problem, arch: Arch, *choices: tuple[str, Any, str]) -> list[float]:
@@ -190,11 +195,11 @@ def _tuned(problem: Problem, arch: Arch, backend: str | None, known: object) -> 
     same in the other 16-bit type where it has none that can.
     """
     rows = _reader().lookup_both(problem, arch, known)
-    tuned = "tuned winner" + (f" with a constant {problem.constant.upper()}" if problem.constant else "")
-    names = tuned, f"{tuned} of the other 16-bit type"
+    promised = f" with a constant {problem.constant.upper()}" if problem.constant else ""
+    names = f"tuned winner{promised}", f"tuned winner{promised} of the other 16-bit type"
     if rows == (None, None) and problem.epilogue.custom is not None and problem.epilogue.gating is None:
         rows = _reader().lookup_both(problem.without_terms(), arch, known)
-        names = OF_PLAIN, f"{OF_PLAIN} in the other 16-bit type"
+        names = f"{OF_PLAIN}{promised}", f"{OF_PLAIN}{promised} in the other 16-bit type"
     for relative, name in kin(problem) if rows == (None, None) else ():
         if (rows := _reader().lookup_both(relative, arch, known)) != (None, None):
             names = f"tuned winner of {name}", f"tuned winner of {name} in the other 16-bit type"

@@ -117,8 +117,8 @@ def describe(
     )
 
 
-def with_constant(asked: Request, constant: Any) -> Request:
-    """The call with the promise that no running kernel writes that operand.
+def with_constant(asked: Any, constant: Any) -> Any:
+    """The `Request` or `ProgramRequest` with the promise that no running kernel writes that operand.
 
     A copy that stands in for the operand is written by the kernel just in front, so nothing is promised of it. Raises
     ValueError for what names no operand.

@@ -19,7 +19,7 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import autograd, sharded, transforms
+from cutegemm.pytorch import autograd, sharded, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_gradients import needed, recording
@@ -55,29 +55,41 @@ class Settings(NamedTuple):
     activation: str
     precision: str | None
     backend: str
+    constant_weights: bool = False
 
     def product(self, a: Any, b: Any, **options: Any) -> Any:
         """`gemm` with these settings."""
         return autograd._gemm(a, b, precision=self.precision, backend=self.backend, **options)
 
+    def by_weight(self, x: Any, weight: Any, **options: Any) -> Any:
+        """x @ weight^T in a forward pass, with the promise about weights where it is made."""
+        return self.product(x, weight.t(), constant="b" if self.constant_weights else None, **options)
+
     def composed(self, x: Any, gate_up: Any, down: Any) -> Any:
         """The MLP as two calls of `gemm`, which know every transform and every order of derivative."""
-        return self.product(self.product(x, gate_up.t(), epilogue=GATES[self.activation]), down.t())
+        return self.by_weight(self.by_weight(x, gate_up, epilogue=GATES[self.activation]), down)
 
 
 def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
     """(M, out) from x (M, in), gate_up (2 * hidden, in) or (2, hidden, in), and down (out, hidden)."""
     if sharded.is_distributed(x, gate_up, down) and not torch.compiler.is_dynamo_compiling():
         return _of_parts(x, gate_up, down, settings)
-    gate_up = gate_up.flatten(0, 1) if gate_up.dim() == 3 else gate_up
+    if gate_up.dim() == 3:
+        if not gate_up.is_contiguous():  # flattening copies it, just in front of the product
+            settings = settings._replace(constant_weights=False)
+        gate_up = gate_up.flatten(0, 1)
     if torch.compiler.is_dynamo_compiling() or is_beyond_autograd(x, gate_up, down):
         return settings.composed(x, gate_up, down)
     if torch._C._is_any_autocast_enabled():
+        weights = gate_up, down
         x, gate_up, down, cast = cast_operands(
             x, gate_up, down, {"bias": None, "precision": settings.precision, "out": None}
         )
+        kept = settings.constant_weights and gate_up is weights[0] and down is weights[1]
         with torch._C._DisableAutocast():
-            return gated_mlp(x, gate_up, down, settings._replace(precision=cast["precision"]))
+            return gated_mlp(
+                x, gate_up, down, settings._replace(precision=cast["precision"], constant_weights=kept)
+            )  # fmt: skip
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, gate_up, down)):
         if settings.precision is None and float32.in_use:  # gradients have the precision of now
             settings = settings._replace(precision=float32.default(x, settings.backend))
@@ -89,6 +101,7 @@ def _of_parts(x: Any, gate_up: Any, down: Any, settings: Settings) -> Any:
     """`gated_mlp` of DTensors: each rank has a part of the rows, of the hidden units, or of the result's columns."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    sharding.refuse_constant("constant_weights", settings.constant_weights)
     tensors = {"x": x, "gate_up": gate_up, "down": down}
     mesh, everywhere = sharded.mesh_of("cutegemm.nn.SwiGLU", tensors), Replicate()
     shape = (x.shape[0], down.shape[0])
@@ -127,10 +140,10 @@ class GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
         forward, _ = _programs(settings.activation, str(dtype_name(x.dtype)))
-        h, gate, up = settings.product(x, gate_up.t(), epilogue=forward)
-        ctx.settings = settings
+        h, gate, up = settings.by_weight(x, gate_up, epilogue=forward)
+        ctx.settings = settings._replace(constant_weights=False)
         ctx.save_for_backward(x, gate_up, down, h if ctx.needs_input_grad[2] else None, gate, up)
-        return settings.product(h, down.t())
+        return settings.by_weight(h, down)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

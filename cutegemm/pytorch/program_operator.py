@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -21,6 +21,7 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
+from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import (
     autograd,
     program_autograd,
@@ -34,6 +35,7 @@ from cutegemm.pytorch import (
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.operator import check as check_product
 from cutegemm.run import fused
+from cutegemm.run.runner import How
 
 
 @lru_cache(maxsize=4096)
@@ -66,19 +68,33 @@ def divided(operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     return tensors, [each for each in others if not isinstance(each, int | torch.SymInt)], integers
 
 
-def _compute(
-    a: Any, b: Any, operands: Any, numbers: Any, integers: Any, program: str, out_dtype: Any = None,
-    precision: str | None = None, backend: str = "auto", config: str | None = None, save: str = "outputs",
-) -> list[torch.Tensor]:  # fmt: skip
-    known = program_of(program)
-    given = joined(known, operands, numbers, integers)
-    return registering.many(fused.compute(a, b, known, given, None, out_dtype, precision, backend, config))
+class Options(NamedTuple):
+    """What follows the program in the arguments of gemm_program, with the defaults of its schema."""
+
+    out_dtype: torch.dtype | None = None
+    precision: str | None = None
+    backend: str = "auto"
+    config: str | None = None
+    save: str = "outputs"
+    constant: str | None = None
+
+    @property
+    def how(self) -> How:
+        return How.of(self._asdict())
 
 
-def _compute_out(a, b, operands, numbers, integers, program, precision, backend, config, out) -> None:
+def _compute(a, b, operands, numbers, integers, program, *options) -> list[torch.Tensor]:
+    known, asked = program_of(program), Options(*options)
+    given = joined(known, operands, numbers, integers)
+    return registering.many(fused.compute(a, b, known, given, None, asked.out_dtype, asked.how))
+
+
+def _compute_out(
+    a, b, operands, numbers, integers, program, precision, backend, config, out, constant=None
+) -> None:  # fmt: skip
     known = program_of(program)
     given = joined(known, operands, numbers, integers)
-    fused.compute(a, b, known, given, tuple(out), None, precision, backend, config)
+    fused.compute(a, b, known, given, tuple(out), None, How(precision, backend, config, constant))
 
 
 def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list[tuple[Any, ...]]:
@@ -110,10 +126,14 @@ def _default(out_dtype: torch.dtype | None, a: torch.Tensor) -> str:
     return str(dtype_name(out_dtype)) if out_dtype else dtypes.TABLE[str(dtype_name(a.dtype))].output
 
 
-def fake(
-    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
-    save="outputs",
-):  # fmt: skip
+def _fake(a, b, operands, numbers, integers, program, *options, **named):
+    asked = Options(*options, **named)
+    check_constant(asked.constant)
+    return fake(a, b, operands, numbers, integers, program, asked.out_dtype)
+
+
+def fake(a, b, operands, numbers, integers, program, out_dtype) -> list[torch.Tensor]:
+    """The results of fake tensors."""
     known = program_of(program)
     shapes = shapes_of(a, b, joined(known, operands, numbers, integers), known)
     if out_dtype is not None and dtype_name(out_dtype) is None:
@@ -125,7 +145,8 @@ def fake(
     return results
 
 
-def _fake_out(a, b, operands, numbers, integers, program, precision, backend, config, out):
+def _fake_out(a, b, operands, numbers, integers, program, precision, backend, config, out, constant=None):
+    check_constant(constant)
     known = program_of(program)
     shapes = shapes_of(a, b, joined(known, operands, numbers, integers), known)
     if len(out) != len(shapes):
@@ -142,11 +163,12 @@ def _fake_out(a, b, operands, numbers, integers, program, precision, backend, co
 _ARGUMENTS = "Tensor a, Tensor b, Tensor[] operands, float[] numbers, SymInt[] integers, str program"
 registering.define(
     f"gemm_program({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
-    "str? config=None, str save='outputs') -> Tensor[]",
-    _compute, fake,
+    "str? config=None, str save='outputs', str? constant=None) -> Tensor[]",
+    _compute, _fake,
 )  # fmt: skip
 registering.define(
-    f"gemm_program_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out) -> ()",
+    f"gemm_program_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out, "
+    "str? constant=None) -> ()",
     _compute_out, _fake_out,
 )  # fmt: skip
 registering.refuse_derivatives("gemm_program_out", program_autograd.refuse_tangents)
@@ -154,33 +176,26 @@ registering.refuse_derivatives("gemm_program_out", program_autograd.refuse_tange
 _redispatch = torch.ops.cutegemm.gemm_program.default.redispatch
 
 
-def _recorded(
-    keyset, a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
-    save="outputs",
-):  # fmt: skip
+def _recorded(keyset, a, b, operands, numbers, integers, program, *options):
     """gemm_program as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & registering.BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     program_autograd.refuse_tangents(*tensors)
     if sharded.is_distributed(*tensors):
-        return _sharded(
-            a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
-        )  # fmt: skip
+        return _sharded(a, b, operands, numbers, integers, program, *options)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
-            return _redispatch(
-                below, a, b, operands, numbers, integers, program, out_dtype, precision, backend, config, save
-            )
+            return _redispatch(below, a, b, operands, numbers, integers, program, *options)
 
     if a.element_size() == 1:
         autograd.refuse_gradients({"a": a, "b": b, **{f"operands[{i}]": each for i, each in enumerate(operands)}})
+    known, own = program_of(program), Options(*options)
     run = registering.below_autograd(
         lambda a, b, epilogue, given, wanted: _redispatch(
-            below, a, b, *divided(given), epilogue.text, wanted, precision, backend, config, save
+            below, a, b, *divided(given), epilogue.text, *own._replace(out_dtype=wanted)
         )
     )
-    known = program_of(program)
-    settings = program_autograd.Settings(known, out_dtype, precision, backend, save, run)
+    settings = program_autograd.Settings(known, own.out_dtype, own.precision, own.backend, own.save, run)
     with enable_single_level_autograd_function():
         return list(program_autograd.record(a, b, joined(known, operands, numbers, integers), settings))
 
@@ -188,12 +203,10 @@ def _recorded(
 registering.LIBRARY.impl("gemm_program", _recorded, "Autograd", with_keyset=True)
 
 
-def _sharded(
-    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
-    save="outputs",
-):  # fmt: skip
+def _sharded(a, b, operands, numbers, integers, program, *options):
     """gemm_program of DTensors: each rank computes its part, see sharding_programs.py."""
-    known = program_of(program)
+    known, asked = program_of(program), Options(*options)
+    sharding.refuse_constant("constant", asked.constant)
     given = joined(known, operands, numbers, integers)
     tensors = {"a": a, "b": b}
     names = [f"operands[{number}]" for number, each in enumerate(known.inputs) if not each.by_value]
@@ -202,15 +215,14 @@ def _sharded(
     like = [*map(sharded.shape_of, given)]
     shapes = shapes_of(a, b, like, known)
     (whole,) = shapes_of(a, b, like, replace(known, outputs=(Output(0),)))
-    settings = sharding_programs.Settings.of(mesh, everything, known, out_dtype)
+    settings = sharding_programs.Settings.of(mesh, everything, known, asked.out_dtype)
     local, read = sharding_programs.with_begins(known)
 
     def call(parts: list[Any], results: list[Any]) -> list[torch.Tensor]:
         begins = sharding_programs.begins_of(read, results[0].begins)
         found: list[torch.Tensor] = torch.ops.cutegemm.gemm_program(
-            *parts[:2], parts[2:], numbers, [*integers, *begins], local.text, out_dtype, precision, backend, config,
-            save,
-        )  # fmt: skip
+            *parts[:2], parts[2:], numbers, [*integers, *begins], local.text, *asked
+        )
         return found
 
     rules = sharding_programs.of_product(known, tensors, operands, settings, whole)
@@ -220,27 +232,27 @@ def _sharded(
 sharding.handle("gemm_program", _sharded)
 
 
-def _autocast(
-    a, b, operands, numbers, integers, program, out_dtype=None, precision=None, backend="auto", config=None,
-    save="outputs",
-):  # fmt: skip
+def _autocast(a, b, operands, numbers, integers, program, *options):
     """a and b as torch.mm would cast them; the operands of the program keep their dtypes, which it names."""
-    a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": None})
+    a, b, _, cast = cast_operands(a, b, None, {**Options(*options)._asdict(), "bias": None, "out": None})
+    asked = Options(*(cast[name] for name in Options._fields))
     with torch._C._DisableAutocast():
-        return torch.ops.cutegemm.gemm_program(
-            a, b, operands, numbers, integers, program, out_dtype, cast["precision"], backend, config, save
-        )
+        return torch.ops.cutegemm.gemm_program(a, b, operands, numbers, integers, program, *asked)
 
 
 registering.define_autocast("gemm_program", _autocast)
 
 
 def _mapped(size, tensors, dims, numbers, integers, program, options):
-    """The results of the mapped call, with the batch in front. options: what follows the program's text."""
+    """The results of the mapped call, with the batch in front. Operands may be copied, so that none is constant.
+
+    options: what follows the program's text.
+    """
+    asked = Options(*options)._replace(constant=None)
     return program_batches.mapped(
         size, tensors, dims, program_of(program),
         lambda a, b, tensors, known: torch.ops.cutegemm.gemm_program(
-            a, b, tensors, numbers, integers, known.text, *options
+            a, b, tensors, numbers, integers, known.text, *asked
         ),
     )  # fmt: skip
 

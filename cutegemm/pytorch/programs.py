@@ -28,6 +28,7 @@ from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.registering import carried, few
 from cutegemm.run import call, fused, runner
+from cutegemm.run.runner import How
 
 OPTIONS = ("epilogue", "operands", "save")
 """What `gemm` takes for an epilogue program only."""
@@ -58,12 +59,6 @@ def refuse_terms(c: Any, alpha: Any, beta: Any, bias: Any, activation: Any) -> N
             "epilogue: got one together with c, alpha, beta, bias or activation; write these in the function, and "
             "pass tensors as operands"
         )
-
-
-def refuse_constant(constant: Any) -> None:
-    """Raises ValueError for a promise next to a program, of which no kernel makes use yet."""
-    request.check_constant(constant)
-    raise ValueError(f"constant: got {constant!r} together with an epilogue or with scales; leave one of them away")
 
 
 def check_save(save: Any) -> None:
@@ -98,25 +93,22 @@ def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:
         wanted = tuple(i for i, each in tensors.items() if each.requires_grad)
         product, dtype = a.requires_grad or b.requires_grad, dtype_name(a.dtype)
         epilogue = program_autograd.forward_program(_program(a, b, epilogue, operands), product, wanted, dtype, save)[0]
-    names = "out", "out_dtype", "precision", "backend", "config"
-    return fused.plan_of(a, b, epilogue, operands, *(known[name] for name in names))
+    return fused.plan_of(a, b, epilogue, operands, known["out"], known["out_dtype"], How.of(known))
 
 
 def compute(
-    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, precision: Any,
-    backend: str, config: Any, save: str | None,
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: How,
+    save: str | None,
 ) -> Any:  # fmt: skip
     """`gemm` with an epilogue; see there."""
     check_save(save)
     if _is_dynamo_compiling():
-        return _by_operator(
-            a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, precision, backend, config, save
-        )
+        return _by_operator(a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, how, save)
     program_request.refuse_products(a)
     run = program = None
     try:
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes():
-            key = _key(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+            key = _key(a, b, epilogue, operands, out, out_dtype, how)
             plain, records = True, a.requires_grad or b.requires_grad
             for operand in operands:
                 kind = operand.__class__
@@ -139,22 +131,22 @@ def compute(
     if run is not None:
         return run(a, b, operands, out)
     if program is not None:
-        return _record(a, b, program, operands, out_dtype, precision, backend, config, save)
-    return _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save)
+        return _record(a, b, program, operands, out_dtype, how, save)
+    return _uncommon(a, b, epilogue, operands, out, out_dtype, how, save)
 
 
-def _record(a, b, program, operands, out_dtype, precision, backend, config, save):
-    run = partial(_run, precision, backend, config)
-    settings = program_autograd.Settings(program, out_dtype, precision, backend, save, run)
+def _record(a, b, program, operands, out_dtype, how, save):
+    run = partial(_run, how)
+    settings = program_autograd.Settings(program, out_dtype, how.precision, how.backend, save, run)
     results = program_autograd.record(a, b, operands, settings)
     return results if len(results) > 1 else results[0]
 
 
-def _run(precision, backend, config, a, b, program, operands, out_dtype):
-    return fused.compute(a, b, program, operands, None, out_dtype, precision, backend, config)
+def _run(how, a, b, program, operands, out_dtype):
+    return fused.compute(a, b, program, operands, None, out_dtype, how)
 
 
-def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, config, save):
+def _uncommon(a, b, epilogue, operands, out, out_dtype, how, save):
     """A call that is new, or that is more than a multiplication of plain tensors."""
     program_request.check_operands(operands)
     outs = () if out is None else (out,) if isinstance(out, torch.Tensor) else out
@@ -164,17 +156,16 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
     tensors |= {f"operands[{i}]": each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
     targets = {("out" if len(outs) == 1 else f"out[{i}]"): each for i, each in enumerate(outs)}
     everything = (*tensors.values(), *outs)
-    options = out, out_dtype, precision, backend, config
     under_transform = transforms.active(*everything)
     if under_transform:
         transforms.refuse({**tensors, **targets}, out)
     if under_transform or is_dispatched(*everything) or _is_tracing():
         text = _program(a, b, epilogue, operands).text
-        return _by_operator(a, b, text, operands, *options, save)
+        return _by_operator(a, b, text, operands, out, out_dtype, how, save)
     if _is_autocast_on():
-        a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": out})
+        a, b, _, cast = cast_operands(a, b, None, {**how._asdict(), "bias": None, "out": out})
         with torch._C._DisableAutocast():
-            return compute(a, b, epilogue, operands, out, out_dtype, cast["precision"], backend, config, save)
+            return compute(a, b, epilogue, operands, out, out_dtype, How.of(cast), save)
     program_autograd.refuse_tangents(*everything)
     if _is_grad_enabled():
         for name, target in targets.items():
@@ -186,13 +177,12 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, precision, backend, conf
                 autograd.refuse_gradients(tensors)
             program = _program(a, b, epilogue, operands)
             if _has_transforms():
-                return _by_operator(a, b, program.text, operands, *options, save)
-
-            key = fused.key_of(a, b, epilogue, operands, *options)
+                return _by_operator(a, b, program.text, operands, out, out_dtype, how, save)
+            key = fused.key_of(a, b, epilogue, operands, out, out_dtype, how)
             if key is not None:
                 _recorded.put((key, save), program)
-            return _record(a, b, program, operands, out_dtype, precision, backend, config, save)
-    return fused.compute(a, b, epilogue, operands, *options)
+            return _record(a, b, program, operands, out_dtype, how, save)
+    return fused.compute(a, b, epilogue, operands, out, out_dtype, how)
 
 
 def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
@@ -202,17 +192,18 @@ def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
     return program_request.program_for(epilogue, operands, a.device)
 
 
-def _by_operator(a, b, text, operands, out, out_dtype, precision, backend, config, save):
+def _by_operator(a, b, text, operands, out, out_dtype, how, save):
     """The call as torch's operator; see program_operator.py. torch.compile puts this into its graph."""
+    precision, backend, config, constant = how
     config, given = carried(config), divided(operands)
     if out is None:
         return few(
             torch.ops.cutegemm.gemm_program(
-                a, b, *given, text, out_dtype, precision, backend, config, save or "outputs"
+                a, b, *given, text, out_dtype, precision, backend, config, save or "outputs", constant
             )
         )  # fmt: skip
     outs = results_given(a, b, operands, out, out_dtype)
-    torch.ops.cutegemm.gemm_program_out(a, b, *given, text, precision, backend, config, outs)
+    torch.ops.cutegemm.gemm_program_out(a, b, *given, text, precision, backend, config, outs, constant)
     return few(outs)
 
 

@@ -22,6 +22,7 @@ from cutegemm.pytorch import autograd, compiled, program_operator, programs, sha
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.registering import carried, carried_scaling, few
+from cutegemm.run.runner import How
 
 ACCUMULATIONS = ("promoted", "fast")
 """What `accumulate` may be."""
@@ -78,9 +79,8 @@ def arguments(
 
 
 def compute(
-    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
-    precision: Any, backend: str, config: Any, epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any,
-    scale_b: Any, scales: Any,
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any, how: How,
+    epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any, scale_b: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """`gemm` with a scale or two; see there."""
     tensors = a, b, c, bias, scale_a, scale_b
@@ -98,13 +98,15 @@ def compute(
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
         if transformed:
             refuse_tangents(*tensors, *operands)
+        precision, backend, config, constant = how
         scales, config = carried_scaling(scales), carried(config)
         if epilogue is None:
             request.check_number("alpha", alpha)
             request.check_number("beta", beta)
             return torch.ops.cutegemm.scaled_gemm(
-                a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, scales
-            )
+                a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, scales,
+                constant,
+            )  # fmt: skip
         programs.refuse_terms(c, alpha, beta, bias, activation)
         programs.check_save(save)
         autograd.refuse_gradients({f"operands[{i}]": each for i, each in enumerate(operands)})
@@ -114,19 +116,17 @@ def compute(
             text = program_request.program_for(epilogue, operands, a.device).text
         results = torch.ops.cutegemm.scaled_gemm_program(
             a, b, scale_a, scale_b, scales, *program_operator.divided(operands), text, out_dtype, precision, backend,
-            config,
+            config, constant,
         )  # fmt: skip
         return few(results)
     return compute_eager(
-        a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, epilogue, operands, save,
-        scale_a, scale_b, scales,
-    )  # fmt: skip
+        a, b, c, alpha, beta, bias, activation, out, out_dtype, how, epilogue, operands, save, scale_a, scale_b, scales
+    )
 
 
 def compute_eager(
-    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any,
-    precision: Any, backend: str, config: Any, epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any,
-    scale_b: Any, scales: Any,
+    a: Any, b: Any, c: Any, alpha: float, beta: float, bias: Any, activation: Any, out: Any, out_dtype: Any, how: How,
+    epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any, scale_b: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """The same, with no regard to tracing."""
     autograd.refuse_gradients(
@@ -135,10 +135,10 @@ def compute_eager(
     program, given, out_dtype = arguments(
         a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
     )
-    if precision == "fast" and program.block_scales:
+    if how.precision == "fast" and program.block_scales:
         raise ValueError(FAST_WITH_BLOCKS)
     try:
-        return programs.compute(a, b, program, given, out, out_dtype, precision, backend, config, save)
+        return programs.compute(a, b, program, given, out, out_dtype, how, save)
     except (TypeError, ValueError) as why:
         arguments_of = {"c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
         program_request.in_terms_of(why, _names(given, len(operands), arguments_of))

@@ -88,6 +88,14 @@ def _register() -> None:
     _registered = True
 
 
+def refuse_constant(name: str, given: Any) -> None:
+    """Raises ValueError where the argument `name` promises, of DTensors, that an operand is constant."""
+    if given:
+        raise ValueError(
+            f"{name}: got {given!r} with DTensors, which may be gathered in front of the product; leave it away"
+        )
+
+
 def rules(
     a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
     activation: str | None = None, *options: Any, **more: Any,
@@ -99,10 +107,7 @@ def rules(
     Raises ValueError for an operand that is promised to be constant: DTensor may gather it just in front.
     """
     constant = more.get("constant", options[_CONSTANT] if len(options) > _CONSTANT else None)
-    if constant is not None:
-        raise ValueError(
-            f"constant: got {constant!r} with DTensors, which may be gathered in front of the product; leave it away"
-        )
+    refuse_constant("constant", constant)
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]

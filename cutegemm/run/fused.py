@@ -22,7 +22,7 @@ from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.request import FLT_MAX
 from cutegemm.run import call, preparing
 from cutegemm.run.arguments import Addresses, Numbers, Scalars
-from cutegemm.run.runner import Call, current_device
+from cutegemm.run.runner import Call, How, current_device
 
 Outs = tuple[torch.Tensor, ...]
 Core = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Outs], None]
@@ -36,18 +36,17 @@ _FLT_MAX, _INF = FLT_MAX, math.inf
 
 
 def compute(
-    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, precision: Any,
-    backend: str, config: Any,
-) -> Results:  # fmt: skip
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: How
+) -> Results:
     """`gemm` with an epilogue, of plain tensors and with no regard to autograd, autocast or tracing."""
-    key = key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+    key = key_of(a, b, epilogue, operands, out, out_dtype, how)
     run = None if key is None else memo.get(key)
     if run is None:
-        run = planned(key, a, b, epilogue, operands, out, out_dtype, precision, backend, config)[0]
+        run = planned(key, a, b, epilogue, operands, out, out_dtype, how)[0]
     return run(a, b, operands, out)
 
 
-def description(a, b, epilogue, operands, out, out_dtype, precision, backend, config):
+def description(a, b, epilogue, operands, out, out_dtype, how):
     """All that a plan depends on; an unhashable or strange argument raises something.
 
     A function is known by what it means (`known.meaning`), None where that is not known. A number that fp32 or
@@ -67,7 +66,7 @@ def description(a, b, epilogue, operands, out, out_dtype, precision, backend, co
             for x in operands
         ],
         None if out is None else tuple(map(_described, (out,) if isinstance(out, torch.Tensor) else out)),
-        out.__class__, out_dtype, precision, backend, config,
+        out.__class__, out_dtype, how,
         None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
     )  # fmt: skip
 
@@ -76,13 +75,13 @@ MEANING = 12
 """Where in a description the epilogue is."""
 
 
-def key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config) -> Any:
+def key_of(a, b, epilogue, operands, out, out_dtype, how) -> Any:
     """The key of a call; None when something about it is strange.
 
     A function whose meaning is not remembered is known by its program.
     """
     try:
-        found = description(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+        found = description(a, b, epilogue, operands, out, out_dtype, how)
         if found[MEANING] is None:
             program = program_request.program_for(epilogue, operands, a.device)
             found = (*found[:MEANING], meaning(epilogue) or program, *found[MEANING + 1 :])
@@ -98,22 +97,24 @@ def _described(out: Any) -> Any:
 
 
 def planned(
-    key: Any, a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str,
-    config: Any,
-) -> tuple[Runner, Plan]:  # fmt: skip
+    key: Any, a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, how: How
+) -> tuple[Runner, Plan]:
     """Checks and plans a call; its runner and plan are remembered."""
-    asked = program_request.describe(a, b, epilogue, operands, out, out_dtype, precision)
-    return remembered(memo, key, asked, backend, config, _runner)
+    asked = program_request.describe(a, b, epilogue, operands, out, out_dtype, how.precision)
+    return remembered(memo, key, asked, how, _runner)
 
 
 def remembered(
-    memo: PlanMemo, key: Any, asked: ProgramRequest, backend: str, config: Any,
+    memo: PlanMemo,
+    key: Any,
+    asked: ProgramRequest,
+    how: How,
     runner_of: Callable[[Plan, ProgramRequest], Callable[..., Results]],
-) -> tuple[Callable[..., Results], Plan]:  # fmt: skip
+) -> tuple[Callable[..., Results], Plan]:
     """Plans a checked call; its runner and plan are put into the memo, unless the key is None."""
     with _lock:
         call.keep_up()
-        plan = Call(asked, backend, config).plan(memo.keep_up() if not call.is_capturing() else None)
+        plan = Call.posed(asked, how).plan(memo.keep_up() if not call.is_capturing() else None)
         run = runner_of(plan, asked)
         if key is not None:
             memo.put(key, run, plan)
@@ -284,12 +285,10 @@ def emulate(
     )  # fmt: skip
 
 
-def plan_of(
-    a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str, config: Any
-) -> Plan:
+def plan_of(a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, how: How) -> Plan:
     """The plan behind such a call: the one that is remembered while nothing that it depends on has changed."""
-    key = key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config)
+    key = key_of(a, b, epilogue, operands, out, out_dtype, how)
     call.keep_up()
     memo.keep_up()
     plan = None if key is None else memo.plan(key)
-    return plan or planned(key, a, b, epilogue, operands, out, out_dtype, precision, backend, config)[1]
+    return plan or planned(key, a, b, epilogue, operands, out, out_dtype, how)[1]

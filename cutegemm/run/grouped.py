@@ -19,7 +19,7 @@ from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.problem.work import Work
 from cutegemm.run import call, fused
 from cutegemm.run.environment import is_on
-from cutegemm.run.runner import current_device
+from cutegemm.run.runner import How, current_device
 from cutegemm.torch_grouped import Arrays, Core
 from cutegemm.torch_grouped import core as torch_core
 
@@ -48,7 +48,7 @@ def key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, 
     """The key of a call; None when something about it is strange."""
     try:
         found = (
-            fused.key_of(a, b, epilogue, operands, out, out_dtype, precision, backend, config),
+            fused.key_of(a, b, epilogue, operands, out, out_dtype, How(precision, backend, config)),
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in sizes[:4]],
             sizes.out_rows, is_on("CUTEGEMM_DEBUG"),
         )  # fmt: skip
@@ -64,7 +64,7 @@ def planned(
 ) -> tuple[Runner, Plan]:  # fmt: skip
     """Checks and plans a call; its runner and plan are remembered."""
     asked = grouped_request.describe(a, b, sizes, epilogue, operands, out, out_dtype, precision)
-    return fused.remembered(memo, key, asked, backend, config, _runner)
+    return fused.remembered(memo, key, asked, How(precision, backend, config), _runner)
 
 
 def _runner(plan: Plan, asked: ProgramRequest) -> Runner:

@@ -52,6 +52,20 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     return {**DEFAULTS, **options}
 
 
+class How(NamedTuple):
+    """The options of `gemm` that say how a product is computed. Calls with a program or scales hand them on as one."""
+
+    precision: str | None = None
+    backend: str = "auto"
+    config: Any = None
+    constant: str | None = None
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> How:
+        """Those among the options of `gemm`, of which every one is named."""
+        return cls(*(options[name] for name in cls._fields))
+
+
 class Call(NamedTuple):
     """The arguments of one call that decide its plan, checked."""
 
@@ -66,9 +80,14 @@ class Call(NamedTuple):
         if options["out"] is not None:
             inputs = {"a": a, "b": b, "c": c if found.problem.epilogue.c_dtype else None, "bias": options["bias"]}
             overlap.check(options["out"], inputs)
-        if options["constant"] is not None:
-            found = request.with_constant(found, options["constant"])
-        return cls(found, options["backend"], options["config"])
+        return cls.posed(found, How.of(options))
+
+    @classmethod
+    def posed(cls, found: Request | ProgramRequest, how: How) -> Call:
+        """The call that is described so."""
+        if how.constant is not None:
+            found = request.with_constant(found, how.constant)
+        return cls(found, how.backend, how.config)
 
     def plan(self, state: planning.State | None = None) -> Plan:
         """Chooses and compiles. Raises GemmError during graph capture: compiling would break the capture.
@@ -97,7 +116,7 @@ class Call(NamedTuple):
         if choice.config is not None:
             assert arch is not None
             if problem.epilogue.custom is None:
-                kernel = self._kernel(choice, arch, problem.signature)
+                kernel = self._kernel(choice, arch, self._promised(choice, problem.signature))
             else:
                 choice, kernel = self._without_spills(problem, choice, arch)
             preparers = [(each, self._preparer(choice, arch, each)) for each in preparations]
@@ -105,13 +124,17 @@ class Call(NamedTuple):
         constant = asked.problem.constant
         return Plan(problem, choice, arch, kernel, asked.swapped, asked.copies, emulated, tuple(preparers), constant)
 
-    def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature) -> backends.Kernel:
-        """The kernel of a choice, with the promise of the call where it makes use of that."""
-        promised, backend = self.request.problem, backends.get(choice.backend)
+    def _promised(self, choice: planning.Choice, signature: Signature) -> Signature:
+        """The signature with the promise of the call, where the kernel of a choice makes use of that."""
+        promised = self.request.problem
         # An operand that is packed first is written by the kernel in front.
         as_asked = signature == promised.without_constant().signature
-        if as_asked and promised.constant and backend.uses_constant(choice.config, signature):
-            signature = promised.signature
+        uses = as_asked and promised.constant and backends.get(choice.backend).uses_constant(choice.config, signature)
+        return promised.signature if uses else signature
+
+    def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature) -> backends.Kernel:
+        """The kernel of a choice for a signature."""
+        backend = backends.get(choice.backend)
         key = backend, choice.config, signature, arch
         found: backends.Kernel = self._held(key, choice.config, lambda: backend.build(signature, choice.config, arch))
         return found
@@ -121,14 +144,24 @@ class Call(NamedTuple):
     ) -> tuple[planning.Choice, backends.Kernel]:
         """The choice for a problem with a program and its kernel, or a lighter one where that kernel spills registers.
 
-        Raises UnsupportedError where it was asked for by name.
+        A kernel that spills because of the call's promise alone is replaced by the one without. Raises UnsupportedError
+        where the configuration was asked for by name and spills either way.
         """
-        backend, signature, as_asked = backends.get(choice.backend), problem.signature, problem is self.request.problem
+        backend = backends.get(choice.backend)
+        as_asked = problem == self.request.problem.without_constant()
 
-        def build(config: Any) -> tuple[backends.Kernel, int]:
+        def spilling(config: Any, signature: Signature) -> tuple[backends.Kernel, int]:
             kernel = self._kernel(choice._replace(config=config), arch, signature)
             key = "spilled", backend, config, signature, arch
             count: int = self._held(key, config, lambda: spills.spilled(problem, kernel, config, backend, arch))
+            return kernel, count
+
+        def build(config: Any) -> tuple[backends.Kernel, int]:
+            plain = problem.signature
+            promised = self._promised(choice._replace(config=config), plain)
+            kernel, count = spilling(config, promised)
+            if count and promised != plain:
+                kernel, count = spilling(config, plain)
             if count and self.config is not None:
                 raise spills.refusal(problem, config, count)
             return kernel, count

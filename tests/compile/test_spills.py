@@ -13,6 +13,7 @@ from cutegemm.choice import plan
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware.cubin import usage
 from cutegemm.run import fused
+from cutegemm.run.runner import How
 from tests.fuzz_programs import draw
 
 PAIRS = [
@@ -34,7 +35,7 @@ def test_a_kernel_that_spills_is_refused_by_name_and_replaced_where_chosen(seed,
     choice = "cute", plan.backends.get("cute").parse(config), "chosen"
     monkeypatch.setattr(plan, "_best_known", lambda *of: choice)
     fused.memo.clear()
-    found = fused.plan_of(a, b, program, operands, None, None, precision, "cute", None)
+    found = fused.plan_of(a, b, program, operands, None, None, How(precision, "cute"))
     fused.memo.clear()
     assert str(found.choice.config) != config
     assert f"{config} by {count} bytes a thread" in found.choice.why

@@ -12,7 +12,7 @@ from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.errors import BeforeTheWait
 from cutegemm.emulator.workload import Workload
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.run.arguments import Operands, Scalars
 from tests import exact
@@ -130,7 +130,12 @@ def test_a_kernel_that_does_not_wait_is_reported(seed):
 
 def test_a_sweep_emulates_with_the_promise(seed):
     """`--constant b --emulate` took each early load for an error."""
-    problem, backend = Problem.of(64, 32, 200, constant="b"), backends.get("cute")
-    kernel = backend.build(problem.signature, backend.parse(f"sm90/{PLAIN}"), ARCH)
-    verdict, _ = Workload.of(problem, kernel, seed=seed).run(seed=seed)
-    assert verdict, verdict.message
+    of_blocks = Epilogue(custom=scaling.of_blocks("e4m3", "bf16"))
+    backend = backends.get("cute")
+    for problem, config in (
+        (Problem.of(64, 32, 200, constant="b"), PLAIN),
+        (Problem.of(64, 32, 208, "e4m3", epilogue=of_blocks, constant="b"), PLAIN.replace("x64/", "x128/")),
+    ):
+        kernel = backend.build(problem.signature, backend.parse(f"sm90/{config}"), ARCH)
+        verdict, _ = Workload.of(problem, kernel, seed=seed).run(seed=seed)
+        assert verdict, verdict.message

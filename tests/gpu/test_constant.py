@@ -66,6 +66,44 @@ def test_chains_of_products_alone(tokens):
             assert made.check(product) == "ok", name
 
 
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("scaling", ["mlp", "rows", "tensor", "blocks"])
+def test_layers_behind_other_kernels(scaling, tokens, seed):
+    """Chains of gated MLPs, and of linears in fp8, whose inputs are written just in front."""
+    torch.manual_seed(seed)
+    config = {"device": "cuda", "backend": "cute"}
+    if scaling == "mlp":
+        layers = [cutegemm.nn.SwiGLU(1024, 2816, dtype=torch.bfloat16, **config) for _ in range(6)]
+    else:
+        layers = [
+            cutegemm.nn.Fp8Linear(1024, 1024, scaling=scaling, bias_dtype=torch.bfloat16, **config) for _ in range(12)
+        ]
+    x = torch.randn(tokens, 1024, device="cuda", dtype=torch.bfloat16)
+    name = "constant_weights" if scaling == "mlp" else "constant_weight"
+
+    def chain(promised: bool) -> torch.Tensor:
+        y = x
+        for layer in layers:
+            layer.settings = layer.settings._replace(**{name: promised})
+            y = torch.nn.functional.rms_norm(layer(y), (1024,))  # squares of small numbers vanish
+        return y
+
+    with torch.inference_mode():
+        want = chain(False).clone()
+        close = {"rtol": 0.05, "atol": 0.05 * float(want.abs().max())}  # another ring may split K elsewhere
+        for _ in range(20):
+            torch.testing.assert_close(chain(True), want, **close)
+        first = chain(True).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain(True)
+        for _ in range(20):
+            captured.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(captured, first)
+
+
 def test_weights_that_were_written_long_before(seed):
     """An update, then other kernels, then the product: the kernel just in front writes no weight."""
     generator = torch.Generator(device="cuda").manual_seed(seed)

@@ -206,7 +206,11 @@ def test_the_tuner_measures_with_the_promise():
     ).signature
     for each in ("sm90/64x64x32/coop1/c1x1/s3/serp8/pdl", "sm90/64x64x32/coop1/c1x1/s3/serp8"):
         assert candidates.tries(parse(each), in_parts), "none uses it: all are tried"
-    for other in (["--work", "ragged_m"], ["--moe"], ["--dtype", "e4m3", "--scaling", "blocks"]):
+    blocks = ["--shapes", "64x128x256", "--constant", "b", "--dtype", "e4m3", "--scaling", "blocks"]
+    (scaled,) = sweep.problems(sweep.parser().parse_args(blocks))
+    assert scaled.constant == "b"
+    assert text.parse(str(scaled)) == scaled
+    for other in (["--work", "ragged_m"], ["--moe"]):
         shapes = [] if "--moe" in other else ["--shapes", "64x128x256"]
         with pytest.raises(ValueError, match="--constant"):
             sweep.problems(sweep.parser().parse_args([*shapes, "--constant", "b", *other]))
@@ -226,8 +230,8 @@ def test_bad_promises_are_refused():
     for bad in ("c", "B", True, 1):
         with pytest.raises(ValueError, match=r"constant: got .*, accepted are None, 'a' and 'b'"):
             cutegemm.gemm(a, b, constant=bad)
-    with pytest.raises(ValueError, match="constant: got 'b' together with an epilogue"):
-        cutegemm.gemm(a, b, constant="b", epilogue=lambda acc: acc + 1)
+        with pytest.raises(ValueError, match=r"constant: got .*, accepted are None, 'a' and 'b'"):
+            cutegemm.gemm(a, b, constant=bad, epilogue=lambda acc: acc + 1)
 
 
 def test_linear_passes_it_on_and_the_backward_pass_does_not(seen):

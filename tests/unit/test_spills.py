@@ -18,6 +18,7 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.text import parse
 from cutegemm.run import fused, grouped, runner
+from cutegemm.run.runner import How
 from cutegemm.tuner.problem_bench import Bench
 from tests.fake_backend import uncompiled
 from tests.tuning_fakes import H200
@@ -69,7 +70,7 @@ def operands(m: int = 4096, n: int = 4096, k: int = 64) -> tuple[torch.Tensor, t
 
 
 def planned(*of: torch.Tensor, config: str | None = None, epilogue=program) -> plan.Plan:
-    return fused.plan_of(*of, epilogue, (), None, None, None, "cute", config)
+    return fused.plan_of(*of, epilogue, (), None, None, How(None, "cute", config))
 
 
 def over(limit: int):

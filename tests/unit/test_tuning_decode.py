@@ -113,12 +113,14 @@ def test_a_training_step_has_the_gradients_of_torch():
 
 def test_linears_in_fp8_are_as_close_as_rounded_operands():
     torch.manual_seed(0)
-    models = blocks.variants(blocks.Blocks(SMALL, dtype=torch.bfloat16), ("torch", "fp8"))
+    models = blocks.variants(blocks.Blocks(SMALL, dtype=torch.bfloat16), ("torch", "fp8", "fp8-constant"))
     x = torch.randn(1, 8, SMALL.width, dtype=torch.bfloat16)
     turn = blocks.positions(0, 8, SMALL, x)
     assert isinstance(models["fp8"].blocks[0].q, cutegemm.nn.Fp8Linear)
     assert type(models["torch"].blocks[0].q) is torch.nn.Linear
-    assert blocks.check(models, x, turn) == {"torch": "ok", "fp8": "ok"}
+    promises = [models[name].blocks[0].q.settings.constant_weight for name in ("fp8", "fp8-constant")]
+    assert promises == [False, True]
+    assert blocks.check(models, x, turn) == {"torch": "ok", "fp8": "ok", "fp8-constant": "ok"}
     assert blocks.check({**models, "ours": models["fp8"]}, x, turn)["ours"].startswith("wrong: error")  # of bf16
     models["fp8"].blocks[1].down.weight_scale *= 1.3
     assert "that of rounded operands in float32 is" in blocks.check(models, x, turn)["fp8"]

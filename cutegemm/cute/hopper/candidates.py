@@ -107,9 +107,10 @@ def _with_room(text: str, signature: Signature) -> str:
 
 
 def _most_stages(config: HopperConfig, signature: Signature) -> int:
-    """How many stages fit into shared memory beside the epilogue's buffers."""
+    """How many stages, each with its scales of blocks of K, fit into shared memory beside the epilogue's buffers."""
     room = WHOLE_RING_BYTES - config.epilogue_bytes(signature)
-    return min(room // config.stage_bytes(signature), MOST_STAGES)
+    stage = config.stage_bytes(signature) + promotion.shared_bytes(config, signature) // config.stages
+    return min(room // stage, MOST_STAGES)
 
 
 def tries(config: HopperConfig, signature: Signature) -> bool:
@@ -136,7 +137,11 @@ def for_constant(config: HopperConfig, problem: Problem, arch: Arch) -> HopperCo
     if works(found, problem) > resident_clusters(arch, found.cluster_ctas):
         return found
     k_tiles = -(-problem.k // (found.bk * found.parts))
-    return replace(found, stages=max(found.stages, min(_most_stages(found, signature), k_tiles)))
+    for stages in range(min(_most_stages(found, signature), k_tiles), found.stages, -1):
+        deeper = replace(found, stages=stages)
+        if deeper.smem_bytes(signature) <= arch.smem_per_cta:
+            return deeper
+    return found
 
 
 def has_shortlists(signature: Signature) -> bool:

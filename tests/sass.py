@@ -46,6 +46,14 @@ def instructions(cubin: bytes) -> list[str]:
     return re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", text, re.MULTILINE)
 
 
+def overlaps(cubin: bytes) -> bool:
+    """Whether the WGMMAs of a k tile follow one another without a wait. Where ptxas cannot follow who writes the
+    accumulators it serializes them, and each of them ends a group of its own (`gsb0`): 6 to 12 % slower on an H200.
+    """
+    products = [text for text in instructions(cubin) if re.match(r"(@!?U?P\w+ )?[HQI]GMMA", text)]
+    return bool(products) and sum("gsb0" in text for text in products) <= len(products) / 2
+
+
 def resources(cubin: bytes) -> dict[str, int]:
     """REG, STACK, SHARED, LOCAL of the kernel, from cuobjdump. `registers` asks no other program, and is quicker."""
     text = _run("cuobjdump", "-res-usage", cubin=cubin)

@@ -41,9 +41,10 @@ class GroupedWork(Work):
         self.array = TABLE[signature.work].arrays[0]
         self.grouping = grouping.of(config, signature.work)
         self.along = self.grouping.along
-        self.groups = Groups(self.grouping.masked)
+        self.groups = Groups(self.grouping.masked, config.stream_k)
         cm, cn = config.cluster
-        self.may_lack_rows = self.along == "row" and not config.ping_pong
+        # Beside stream-K's sums ptxas would let no WGMMA overlap another in a branch that threads may take apart.
+        self.may_lack_rows = self.along == "row" and not config.ping_pong and not config.stream_k
         self.extent = config.bm * cm if self.along == "row" else config.bn * cn
         if self.fold > 1 and config.swapped != (self.along == "column"):
             raise ValueError("groups of columns have no gate and up")

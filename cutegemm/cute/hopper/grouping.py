@@ -97,6 +97,8 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
 def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
     if signature.precision == "tf32":
         return "cp.async, which gathers rows of A, does not round them to tf32; gather them first"
+    if config.stream_k:
+        return "a thread that gathers rows has no registers left for parts of tiles; accepted are tiles without streamk"
     if config.cluster[0 if config.swapped else 1] > 1:
         return "each CTA gathers its rows of A by itself; accepted are clusters that share B only"
     extent = config.bn if config.swapped else config.bm

@@ -20,23 +20,24 @@ from cutlass import Int32
 
 LANES = 32
 # What a warp keeps in registers: numbers of its own lane, and numbers that all lanes have.
-_BEGIN, _END, _WORKS, _FIRST_GROUP, _WORKS_BEFORE = range(5)
+_BEGIN, _END, _WORKS, _FIRST_GROUP, _WORKS_BEFORE, _LAST_END = range(6)
 
 
 class Groups:
     """The groups of a launch; `start` binds it, `read` must come before `find`.
 
     `ends`: an int32 a group. `extent`: of the array that they divide, or of each product where they are counts.
-    `works`: of (begin, end) of a group, its number of works.
+    `works`: of (begin, end) of a group, its number of works. `lean`: a lane does not keep where its group begins, for
+    kernels that have no register left for it.
     """
 
-    def __init__(self, counts: bool) -> None:
-        self.counts = counts
+    def __init__(self, counts: bool, lean: bool = False) -> None:
+        self.counts, self.lean = counts, lean
 
     def start(self, ends, groups, extent, works: Callable[[Any, Any], Any]) -> None:
         self.ends, self.groups, self.extent, self.works = ends, groups, extent, works
         self.lane = cute.arch.lane_idx()
-        self.state = cute.make_rmem_tensor(5, Int32)
+        self.state = cute.make_rmem_tensor(6, Int32)
 
     @cute.jit
     def read(self):
@@ -56,6 +57,14 @@ class Groups:
         """(group, where it begins, where it ends, its first work) of work `number`. The work must exist, and must not
         come before that of the last call.
         """
+        if cutlass.const_expr(self.lean):
+            found = self._find_lean(number)
+        else:
+            found = self._find(number)
+        return found
+
+    @cute.jit
+    def _find(self, number):
         state = self.state
         base, before = state[_FIRST_GROUP], state[_WORKS_BEFORE]
         begin, end, upto = state[_BEGIN], state[_END], state[_WORKS]
@@ -75,6 +84,32 @@ class Groups:
         return base + place, found_begin, found_end, first
 
     @cute.jit
+    def _find_lean(self, number):
+        """The same; where a group begins, and its first work, are asked of the lane before it."""
+        state = self.state
+        base, before, last = state[_FIRST_GROUP], state[_WORKS_BEFORE], state[_LAST_END]
+        end, upto = state[_END], state[_WORKS]
+        total = cute.arch.shuffle_sync(upto, LANES - 1)
+        while total <= number:
+            last = cute.arch.shuffle_sync(end, LANES - 1)
+            base, before = base + LANES, total
+            begin, end = self._load(base, last)
+            upto = self._upto(self._count(base, begin, end)) + before
+            total = cute.arch.shuffle_sync(upto, LANES - 1)
+        state[_FIRST_GROUP], state[_WORKS_BEFORE], state[_LAST_END] = base, before, last
+        state[_END], state[_WORKS] = end, upto
+        place = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= number))
+        left = cutlass.max(place - 1, Int32(0))
+        first = cute.arch.shuffle_sync(upto, left)
+        found_begin = cute.arch.shuffle_sync(end, left)
+        found_end = cute.arch.shuffle_sync(end, place)
+        if place == 0:
+            first, found_begin = before, last
+        if cutlass.const_expr(self.counts):
+            found_begin = Int32(0)
+        return base + place, found_begin, found_end, first
+
+    @cute.jit
     def _count(self, base, begin, end):
         """The works of this lane's group, of the groups from `base` on; none behind the last group."""
         works = Int32(0)
@@ -86,6 +121,7 @@ class Groups:
         state = self.state
         state[_FIRST_GROUP], state[_WORKS_BEFORE] = base, before
         state[_BEGIN], state[_END], state[_WORKS] = begin, end, before + self._upto(works)
+        state[_LAST_END] = Int32(0)
 
     @cute.jit
     def _load(self, base, last):

@@ -50,17 +50,7 @@ class StreamSum:
 
     @cute.jit
     def finish(self, accumulators, tile, work):
-        """Stores the tile if all of its k tiles were this cluster's, or if the other part is there already. Where this
-        warpgroup has no rows of a group, none of either part has: nothing is exchanged.
-        """
-        if cutlass.const_expr(not work.may_lack_rows):
-            self._finish(accumulators, tile, work)
-        else:
-            if work.has_rows(tile):
-                self._finish(accumulators, tile, work)
-
-    @cute.jit
-    def _finish(self, accumulators, tile, work):
+        """Stores the tile if all of its k tiles were this cluster's, or if the other part is there already."""
         complete = Int32(1)
         if tile.k_tiles != self.k_tiles:
             # A cut lies behind cluster c's last work, before its first one behind cluster c - 1's.

@@ -24,16 +24,18 @@ class TailSum(StreamSum):
     """Adds up the parts of a tile behind the whole waves; `store` takes whole sums."""
 
     @cute.jit
-    def _finish(self, accumulators, tile, work):
+    def finish(self, accumulators, tile, work):
+        """Stores the tile if all of its k tiles were this cluster's, or if all other parts are there already."""
         complete = Int32(1)
         if tile.k_tiles != self.k_tiles:
             division = work.division
-            part = self.position.cluster // division.rest
+            rest, parts = division.rest()
+            part = self.position.cluster // rest
             in_cluster = self.cluster_ctas * self.consumers
             own = (self.position.cluster * self.cluster_ctas + self.position.rank) * self.consumers
-            stride = division.rest * in_cluster
+            stride = rest * in_cluster
             share = own + self.position.group - part * stride
-            complete = self._add_up(accumulators, share, part, division.parts(), stride)
+            complete = self._add_up(accumulators, share, part, parts, stride)
         if complete != 0:
             self._store(accumulators, tile, work)
 

@@ -297,46 +297,43 @@ class Tail:
     holds. Stretches each begin at another k tile: of groups with a long K they read the operands from memory again for
     each tile.
 
-    Tiles at the ends of groups cost less than others, and often every other tile is one: each wave begins with another
-    cluster, or half of the clusters would get them all.
-
-    whole, rest: how many tiles are not cut, and the others. That is all that is kept from tile to tile: `parts` is
-    worked out again when it is needed, because registers are scarce.
+    tiles: how many there are. That is all that is kept from tile to tile, because registers are scarce.
     """
 
     def start(self, tiles, k_tiles, clusters, position: Position) -> tuple:
         """As `Stretches.start`."""
-        self.clusters, self.cluster, self.k_tiles = clusters, position.cluster, cutlass.max(k_tiles, Int32(1))
-        waves = tiles // clusters
-        self.whole = waves * clusters
-        self.rest = tiles - self.whole
-        return Int32(0), self._works(waves), Int32(1)
+        self.tiles, self.clusters, self.cluster = tiles, clusters, position.cluster
+        self.k_tiles = cutlass.max(k_tiles, Int32(1))
+        return Int32(0), self._works(), Int32(1)
 
     @cute.jit
-    def _works(self, waves):
+    def _works(self):
         """How many works this cluster has: a tile of each whole wave, and a part behind them if there is one."""
-        if self.cluster < self.rest * self.parts():
-            waves = waves + 1
-        return waves
+        works, (rest, parts) = self.tiles // self.clusters, self.rest()
+        if self.cluster < rest * parts:
+            works = works + 1
+        return works
 
-    def parts(self):
-        """Into how many parts the tiles behind the whole waves are cut, 1 to `MOST_PARTS`."""
-        room = self.clusters // cutlass.max(self.rest, Int32(1))
+    def rest(self) -> tuple:
+        """(how many tiles are left over behind the whole waves, into how many parts each is cut)."""
+        rest = self.tiles % self.clusters
+        room = self.clusters // cutlass.max(rest, Int32(1))
         most = cutlass.min(room, cutlass.max(self.k_tiles // LEAST_OF_PART, Int32(1)))
-        return cutlass.min(most, Int32(MOST_PARTS))
+        return rest, cutlass.min(most, Int32(MOST_PARTS))
 
     @cute.jit
     def item(self, number):
         """As `Stretches.item`."""
         tile = number * self.clusters
         first, count = Int32(0), self.k_tiles
-        if tile < self.whole:
-            tile = tile + (self.cluster + number) % self.clusters
+        if tile + self.clusters <= self.tiles:
+            tile = tile + self.cluster
         else:
-            parts, part = self.parts(), self.cluster // self.rest
+            rest, parts = self.rest()
+            part = self.cluster // rest
             first = self.k_tiles * part // parts
             count = self.k_tiles * (part + 1) // parts - first
-            tile = self.whole + (self.cluster - part * self.rest)
+            tile = tile + (self.cluster - part * rest)
         return tile, first, count
 
 

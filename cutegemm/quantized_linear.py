@@ -390,7 +390,7 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         state[f"{prefix}weight_scale"] = scale
         if fits and scale.shape != module.weight_scale.shape:
             module.weight_scale = torch.empty(scale.shape, dtype=torch.float32, device=module.weight_scale.device)
-    if fixed is not None:
+    if fixed is not None and (fits or weight is None or module.input_scale is not None):
         state[f"{prefix}input_scale"] = _one("input_scale", fixed)
         if module.input_scale is None:
             module.input_scale = torch.empty((), dtype=torch.float32, device=module.weight_scale.device)

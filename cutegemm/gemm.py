@@ -280,7 +280,8 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
     """
     options = float32.completed(a, options)
     programs.refuse_alone(options)
-    known = runner.complete({name: value for name, value in options.items() if name not in programs.OPTIONS})
+    plain = {name: value for name, value in options.items() if name not in programs.OPTIONS}
+    known = runner.complete(plain, (*programs.OPTIONS, *programs.SCALE_OPTIONS))
     return cast_operands(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
 
 
@@ -299,9 +300,10 @@ def _planned(a: Any, b: Any, c: Any, options: dict[str, Any], anew: bool) -> Pla
 def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
     """Compiles (or loads) the kernel that `gemm` would use for these arguments, and runs nothing.
 
-    Arguments and errors are those of `gemm`. Call it before capturing a CUDA graph. The kernels of a backward pass
-    are prepared by running it once. It chooses anew, and so does `gemm` afterwards for every call, when the winners
-    store or the environment has changed (see `gemm`).
+    Arguments and errors are those of `gemm`, but for tensors that require grad, which are taken where `gemm` refuses
+    them (with `out`, and in fp8 and int8): the kernel is that of the call under torch.no_grad(). Call it before
+    capturing a CUDA graph. The kernels of a backward pass are prepared by running it once. It chooses anew, and so does
+    `gemm` afterwards for every call, when the winners store or the environment has changed (see `gemm`).
     """
     _planned(a, b, c, options, anew=True)
 
@@ -309,9 +311,10 @@ def prepare(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **o
 def explain(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None = None, **options: Any) -> None:
     """Prints what `gemm` does with these arguments from now on: problem, backend, configuration, why, waves, bound.
 
-    Arguments and errors are those of `gemm`. Compiles the kernel when it was never used, and runs nothing. It shows the
-    plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both choose
-    anew. With `offsets=` or `counts=` arguments and errors are those of `grouped_gemm`, of which it tells the same.
+    Arguments and errors are those of `prepare`. Compiles the kernel when it was never used, and runs nothing. It shows
+    the plan that `gemm` remembers; when the winners store or the environment has changed (see `gemm`), it makes both
+    choose anew. With `offsets=` or `counts=` arguments and errors are those of `grouped_gemm`, with the same exception,
+    and it tells the same of that call.
     """
     if isinstance(c, torch.Tensor) and c.dim() == 1 and c.dtype in (torch.int32, torch.int64):
         raise TypeError(

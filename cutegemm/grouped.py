@@ -6,6 +6,7 @@ one is the operator torch.ops.cutegemm.grouped_gemm (pytorch/grouped_operator.py
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,17 @@ from torch.autograd import forward_ad
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import dtypes, program_request, request
 from cutegemm.problem.grouped_request import Sizes
-from cutegemm.pytorch import autograd, compiled, grouped_operator, grouped_scaled, programs, scaled, transforms
+from cutegemm.pytorch import (
+    autograd,
+    compiled,
+    grouped_operator,
+    grouped_scaled,
+    program_autograd,
+    programs,
+    scaled,
+    transforms,
+)
+from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
@@ -123,23 +134,13 @@ def grouped_gemm(
         NotImplementedError: a tensor carries a tangent of forward mode.
         RuntimeError: a tensor requires grad under autograd, and `out` is given.
     """
-    programs.check_save(save)
-    for name, each in (("a", a), ("b", b)):
-        request.check_type(name, each)
-        if each.is_nested:
-            raise TypeError(f"{name}: got a nested tensor, expected a dense one; pass the rows of all groups")
-    program_request.check_operands(operands)
-    if bias is not None and epilogue is None:
-        _check_bias(bias, a, b, counts if offsets is None else offsets)
-    epilogue, operands = _epilogue(bias, epilogue, operands)
-    if accumulate is not None:
-        precision = scaled.precision_of(a, precision, accumulate)
+    epilogue, operands, precision, sizes = _checked(
+        a, b, Sizes(offsets, counts, rows, places, out_rows), bias, epilogue, operands, out, precision, accumulate,
+        save,
+    )  # fmt: skip
     if a.element_size() == 1:
         named = {f"operands[{i}]": each for i, each in enumerate(operands)} if bias is None else {"bias": bias}
         autograd.refuse_gradients({"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, **named}, "grouped_gemm")
-    if places is not None and out_rows is None and isinstance(out, torch.Tensor) and out.dim() == 2:
-        out_rows = out.shape[0]
-    sizes = Sizes(offsets, counts, rows, places, out_rows)
     given = grouped_scaled.Scaling(scale_a, scale_b, scaling)
     options = {"precision": precision, "backend": backend, "config": config}
     if _is_dynamo_compiling():
@@ -168,28 +169,86 @@ def grouped_gemm(
             )
         return grouped.compute(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
     except (TypeError, ValueError) as why:
-        own = ["bias"] if bias is not None else [f"operands[{number}]" for number in range(len(operands))]
-        scales = ["scale_a", "scale_b", "scale_b"] if scale_a is not None else ["scale_b", "scale_b"]
-        program_request.in_terms_of(why, own + scales)
+        _name_arguments(why, operands, bias, scale_a)
         raise
 
 
-def plan_of(
-    a: torch.Tensor, b: torch.Tensor, offsets: Any = None, *, counts: Any = None, rows: Any = None, places: Any = None,
-    out_rows: Any = None, bias: Any = None, epilogue: Any = None, operands: Any = (), out: Any = None,
-    out_dtype: Any = None, precision: Any = None, backend: str = "auto", config: Any = None, save: Any = None,
-    scale_a: Any = None, scale_b: Any = None, scaling: Any = None, accumulate: Any = None,
+def plan_of(a: torch.Tensor, b: torch.Tensor, **options: Any) -> Plan:
+    """What `grouped_gemm(a, b, **options)` does, for `explain`.
+
+    Where gradients are recorded it is the plan of the program with what the backward pass needs as further results.
+    """
+    for name in options:
+        if name not in _DEFAULTS:
+            raise TypeError(f"{name}: no such argument of grouped_gemm, accepted are {', '.join(_DEFAULTS)}")
+    return _plan_of(a, b, **{**_DEFAULTS, **options})
+
+
+def _plan_of(
+    a: Any, b: Any, *, offsets: Any, counts: Any, rows: Any, places: Any, out_rows: Any, bias: Any, epilogue: Any,
+    operands: Any, out: Any, out_dtype: Any, precision: Any, backend: str, config: Any, save: Any, scale_a: Any,
+    scale_b: Any, scaling: Any, accumulate: Any,
 ) -> Plan:  # fmt: skip
-    """What `grouped_gemm` does with these arguments, for `explain`."""
-    epilogue, operands = _epilogue(bias, epilogue, operands)
-    precision = scaled.precision_of(a, precision, accumulate)
-    sizes = Sizes(offsets, counts, rows, places, out_rows)
+    epilogue, operands, precision, sizes = _checked(
+        a, b, Sizes(offsets, counts, rows, places, out_rows), bias, epilogue, operands, out, precision, accumulate,
+        save,
+    )  # fmt: skip
     given = grouped_scaled.Scaling(scale_a, scale_b, scaling)
-    if given:
-        epilogue, operands, out_dtype = grouped_scaled.arguments(
-            a, b, sizes, epilogue, operands, given, out, out_dtype, precision
-        )
-    return grouped.plan_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    if not given:
+        a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": out})
+        precision = cast["precision"]
+    try:
+        if given:
+            epilogue, operands, out_dtype = grouped_scaled.arguments(
+                a, b, sizes, epilogue, operands, given, out, out_dtype, precision
+            )
+        elif out is None:
+            # Scattered results lie in another order than accumulators, which a backward pass then computes again.
+            save = "recompute" if sizes.places is not None else save
+            epilogue = program_autograd.recorded_epilogue(a, b, epilogue, operands, save)
+        return grouped.plan_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, config)
+    except (TypeError, ValueError) as why:
+        _name_arguments(why, operands, bias, scale_a)
+        raise
+
+
+_DEFAULTS = {
+    name: each.default
+    for name, each in inspect.signature(grouped_gemm).parameters.items()
+    if each.default is not inspect.Parameter.empty
+}
+"""The optional arguments of `grouped_gemm`."""
+
+
+def _checked(
+    a: Any, b: Any, sizes: Sizes, bias: Any, epilogue: Any, operands: Any, out: Any, precision: Any, accumulate: Any,
+    save: Any,
+) -> tuple[Any, Any, Any, Sizes]:  # fmt: skip
+    """(epilogue, operands, precision, sizes), in which bias, accumulate and the rows of `out` are contained.
+
+    Raises TypeError or ValueError in the terms of the call, for what later steps would name otherwise.
+    """
+    programs.check_save(save)
+    for name, each in (("a", a), ("b", b)):
+        request.check_type(name, each)
+        if each.is_nested:
+            raise TypeError(f"{name}: got a nested tensor, expected a dense one; pass the rows of all groups")
+    program_request.check_operands(operands)
+    if bias is not None and epilogue is None:
+        _check_bias(bias, a, b, sizes.counts if sizes.offsets is None else sizes.offsets)
+    epilogue, operands = _epilogue(bias, epilogue, operands)
+    if accumulate is not None:
+        precision = scaled.precision_of(a, precision, accumulate)
+    if sizes.places is not None and sizes.out_rows is None and isinstance(out, torch.Tensor) and out.dim() == 2:
+        sizes = Sizes(sizes.offsets, sizes.counts, sizes.rows, sizes.places, out.shape[0])
+    return epilogue, operands, precision, sizes
+
+
+def _name_arguments(why: Exception, operands: Any, bias: Any, scale_a: Any) -> None:
+    """Has the message of an error name the arguments of the call that are operands of its program."""
+    own = ["bias"] if bias is not None else [f"operands[{number}]" for number in range(len(operands))]
+    scales = ["scale_a", "scale_b", "scale_b"] if scale_a is not None else ["scale_b", "scale_b"]
+    program_request.in_terms_of(why, own + scales)
 
 
 def _product(acc: Any) -> Any:

@@ -64,7 +64,7 @@ def linear(
                     constant=constant,
                 )  # fmt: skip
             if x.dim() > 0:
-                rows = x.reshape(leading_extent(x), x.shape[-1])
+                rows = as_rows(x)
                 d = gemm(
                     rows, weight.t(), bias=bias, activation=activation, precision=precision, backend=backend,
                     constant=constant,
@@ -84,7 +84,14 @@ def _merges(x: torch.Tensor) -> bool:
     merges = mergeable(x)
     if not merges or _is_dynamo_compiling() or not sharded.is_distributed(x):
         return merges
-    return x.shape[1] == 1 or not any(each.is_shard(1) for each in x.placements)
+    return x.shape[1] == 1 or not (any(each.is_shard(1) for each in x.placements) or sharded.uneven_dims(x, range(2)))
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (..., K) as (rows, K)."""
+    if not _is_dynamo_compiling():
+        x = sharded.merging(x, range(x.dim() - 1))
+    return x.reshape(leading_extent(x), x.shape[-1])
 
 
 def leading_extent(x: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cutegemm import replacing
-from cutegemm.linear import leading_extent, linear
+from cutegemm.linear import as_rows, linear
 from cutegemm.mixture import MoE, TopKRouter, replace_moe
 from cutegemm.moe import DTYPES
 from cutegemm.problem import dtypes, request
@@ -293,7 +293,7 @@ class SwiGLU(torch.nn.Module):
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {', '.join(map(str, DTYPES))}")
         if input.dtype != (own := self.gate_up_weight.dtype) and not torch.is_autocast_enabled(input.device.type):
             raise TypeError(f"input: got dtype {input.dtype}, expected that of gate_up_weight, {own}")
-        rows = input.reshape(leading_extent(input), columns) if input.dim() != 2 else input
+        rows = as_rows(input) if input.dim() != 2 else input
         result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
         return result.view(*input.shape[:-1], self.down_weight.shape[0])
 

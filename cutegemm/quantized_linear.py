@@ -132,6 +132,8 @@ class Fp8Linear(torch.nn.Module):
         settings = Settings.of(dtype, scaling, activation, accumulate, backend, constant_weight)
         if bias_dtype is not None and not isinstance(bias_dtype, torch.dtype):
             raise TypeError(f"bias_dtype: got {request.shown(bias_dtype)}, expected a torch.dtype or None")
+        if bias_dtype is not None and bias_dtype not in INPUTS:
+            raise TypeError(f"bias_dtype: got {bias_dtype}, accepted are None, {ACCEPTED_INPUTS}")
         in_features = replacing.as_size("in_features", in_features)
         out_features = replacing.as_size("out_features", out_features)
         linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype)
@@ -356,8 +358,10 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
 def _check_bias(bias: Any, values: torch.Tensor) -> None:
     if not isinstance(bias, torch.Tensor):
         raise TypeError(f"bias: got {type(bias).__name__}, expected a torch.Tensor or None")
-    if not bias.is_floating_point() or bias.layout != torch.strided:
-        raise TypeError(f"bias: got dtype {bias.dtype}, layout {bias.layout}, expected a dense floating-point tensor")
+    if bias.layout != torch.strided:
+        raise TypeError(f"bias: got layout {bias.layout}, expected a dense (strided) tensor; call .to_dense()")
+    if bias.dtype not in INPUTS:
+        raise TypeError(f"bias: got dtype {bias.dtype}, accepted are {ACCEPTED_INPUTS}")
     if tuple(bias.shape) != (values.shape[0],):
         raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected ({values.shape[0]},)")
 
@@ -400,7 +404,7 @@ def _translate(module: Fp8Linear, state: dict[str, Any], prefix: str, *rest: Any
         state[f"{prefix}weight_scale"] = scale
         if fits and scale.shape != module.weight_scale.shape:
             module.weight_scale = torch.empty(scale.shape, dtype=torch.float32, device=module.weight_scale.device)
-    if fixed is not None:
+    if fixed is not None and (fits or weight is None or module.input_scale is not None):
         state[f"{prefix}input_scale"] = _one("input_scale", fixed)
         if module.input_scale is None:
             module.input_scale = torch.empty((), dtype=torch.float32, device=module.weight_scale.device)

@@ -14,6 +14,7 @@ import torch
 from cutegemm.errors import GemmError
 from cutegemm.gemm import completed
 from cutegemm.hardware.arch import Arch
+from cutegemm.pytorch import programs, scaled
 from cutegemm.run import call
 from cutegemm.run.runner import Call
 from cutegemm.tuner import on_demand
@@ -36,7 +37,8 @@ def tune(
     """Finds the fastest kernel for these arguments; `gemm` uses it from now on, in later processes too.
 
     Args:
-        a, b, c, and every option of `gemm` but backend and config: describe the problem; they are not read or written.
+        a, b, c, and every option of `gemm` but backend, config, those of an epilogue program and scales: describe the
+            problem; they are not read or written.
         budget: seconds to spend, from when a kernel can be compiled or timed. backends: where to look: "cute",
             "cutlass2x", "legacy".
         jobs: compile processes; by default as cores and memory allow. progress: tell on stderr how far it is.
@@ -45,9 +47,9 @@ def tune(
         The winner. Everything measured is in the winners store (`python -m tuning.winners list`).
 
     Raises:
-        TypeError, ValueError: as `gemm` does, for an epilogue program, and for CPU tensors. UnsupportedError: there is
-        nothing to time, or no backend named serves the problem. GemmError: nothing right was measured within the
-        budget, the GPU cannot be used by another process, or a CUDA graph is being captured.
+        TypeError, ValueError: as `gemm` does, for an epilogue program, for scales, and for CPU tensors.
+        UnsupportedError: there is nothing to time, or no backend named serves the problem. GemmError: nothing right was
+        measured within the budget, the GPU cannot be used by another process, or a CUDA graph is being captured.
     """
     for name in ("backend", "config"):
         if name in options:
@@ -57,6 +59,15 @@ def tune(
             "epilogue: tune measures products without a program; leave it out here. gemm chooses for a program by the "
             "cost model"
         )
+    for name in ("scale_a", "scale_b", "scaling"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name}: tune measures products without scales; leave it out here. The winner serves scales of "
+                "tensors and rows too; `python -m tuning.sweep --scaling blocks` measures scales of blocks"
+            )
+    accumulate = options.pop("accumulate", None)
+    options["precision"] = scaled.precision_of(a, options.get("precision"), accumulate)
+    options = {name: value for name, value in options.items() if name not in programs.SCALE_OPTIONS}
     request = Call.of(*completed(a, b, c, options)).request
     if request.device.type != "cuda":
         raise ValueError(f"a: got a tensor on {request.device}; tune times kernels on a CUDA device")

@@ -154,6 +154,44 @@ def batches(setting: Setting) -> None:
 
 
 @check
+def tokens_in_unequal_parts(setting: Setting) -> None:
+    """Leading dimensions that DTensor's own reshape refuses to merge: 3 and 5 do not divide among two ranks."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import cutegemm
+
+    weight = setting.integers(4, 8)
+    wide = setting.integers(12, 8)  # gate and up of a SwiGLU
+    layer = cutegemm.nn.SwiGLU(8, 6, 4).to(setting.device)
+
+    def placed(tensor: torch.Tensor, placement: Any) -> Any:
+        return distribute_tensor(tensor, setting.mesh, [placement]).detach().requires_grad_()
+
+    def mlp(x: Any, weight: Any) -> Any:
+        of_down = layer.down_weight if weight is wide else down
+        return torch.func.functional_call(layer, {"gate_up_weight": weight, "down_weight": of_down}, (x,))
+
+    down = distribute_tensor(layer.down_weight.detach(), setting.mesh, [Replicate()])
+    for shape, dim in itertools.product(((3, 5, 8), (2, 3, 5, 8), (3, 2, 5, 8)), range(3)):
+        x = setting.integers(*shape)
+        for function, own in ((cutegemm.linear, weight), (mlp, wide)):
+            ours, theirs = (placed(x, Shard(dim)), placed(own, Shard(1))), (x.clone().requires_grad_(), own)
+            got = function(*ours)
+            torch.testing.assert_close(got.full_tensor(), function(*theirs))
+            got.sum().backward()
+            function(*theirs).sum().backward()
+            torch.testing.assert_close(ours[0].grad.full_tensor(), theirs[0].grad)
+    a, b = setting.integers(3, 6, 8), setting.integers(8, 10)
+    for of_a, of_b in ((Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
+        left, right = placed(a, of_a), placed(b, of_b)
+        cutegemm.gemm(left, right).full_tensor().sum().backward()  # one matrix for the whole batch
+        assert torch.equal(right.grad.full_tensor(), a.sum((0, 1))[:, None].expand(8, 10))
+        left, right = placed(b.t().contiguous(), of_b), placed(a.mT.contiguous(), of_a)
+        cutegemm.gemm(left, right).full_tensor().sum().backward()
+        assert torch.equal(left.grad.full_tensor(), a.sum((0, 1)).expand(10, 8))
+
+
+@check
 def tensor_parallel(setting: Setting) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

@@ -201,6 +201,8 @@ def _input(number: int, operand: Any, device: torch.device) -> Input:
     name = f"x{number}"
     if isinstance(operand, torch.Tensor):
         request.check_device(f"operands[{number}]", operand, device)
+        if operand.is_nested:  # its shape cannot be asked for
+            request.check_tensor(f"operands[{number}]", operand)
         if operand.dim() > 3:
             raise ValueError(f"operands[{number}]: got {operand.dim()} dimensions, accepted are 0 to 3")
         dtype = "int32" if operand.dtype == torch.int32 else dtypes.term_name(operand.dtype)

@@ -24,7 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.problem.epilogue import formula_of
-from cutegemm.pytorch import transforms
+from cutegemm.pytorch import sharded, transforms
 from cutegemm.run import float32
 
 NO_GRADIENT_INTO = (
@@ -263,7 +263,7 @@ _TIMES_SLOPE: dict[str | None, Callable[[torch.Tensor, torch.Tensor], torch.Tens
 def gradient_of_a(dz: torch.Tensor, a: torch.Tensor, b: torch.Tensor, s: Settings) -> torch.Tensor:
     if dz.dim() == 3 and b.dim() == 3 and (a.dim() == 2 or a.shape[0] != dz.shape[0]):
         # A serves the whole batch: [dZ_1 dZ_2 ...] @ [B_1 B_2 ...]^T
-        wide = dz.transpose(0, 1).reshape(dz.shape[1], dz.shape[0] * dz.shape[2])
+        wide = sharded.merging(dz.transpose(0, 1), range(1, 3)).reshape(dz.shape[1], dz.shape[0] * dz.shape[2])
         tall = transforms.rows(b.mT)
         return _product(wide, tall, a, s).reshape(a.shape)
     return _shaped(_product(dz, b, a, s, turn_y=True), a)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm.problem import program_request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
@@ -89,6 +90,17 @@ def forward_program(
     if needs.reads_acc and save != "recompute":
         return *recording(program, needs, dtype), needs
     return program, (), needs
+
+
+def recorded_epilogue(a: Any, b: Any, epilogue: Any, operands: Sequence[Any], save: str | None) -> Any:
+    """The epilogue that runs: where gradients are recorded the program of `forward_program`, else what is given."""
+    tensors = {i: each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (a, b, *tensors.values()))
+    if not recorded or a.element_size() == 1:  # products of fp8 and int8 record no gradients
+        return epilogue
+    program = program_request.program_for(epilogue, operands, a.device)
+    wanted = tuple(i for i, each in tensors.items() if each.requires_grad)
+    return forward_program(program, a.requires_grad or b.requires_grad, wanted, dtype_name(a.dtype), save)[0]
 
 
 def record(a: Any, b: Any, operands: Sequence[Any], settings: Settings) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,6 @@ from torch.autograd import forward_ad
 
 from cutegemm.choice.plan import Memo, Plan
 from cutegemm.problem import overlap, program_request, request
-from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
@@ -32,6 +31,8 @@ from cutegemm.run.runner import How
 
 OPTIONS = ("epilogue", "operands", "save")
 """What `gemm` takes for an epilogue program only."""
+SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
+"""What `gemm` takes for operands of fp8 and int8 only."""
 SAVES = ("outputs", "recompute")
 """What `save` may be."""
 
@@ -84,15 +85,16 @@ def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:
     """
     given = dict(options)
     epilogue, operands, save = given.pop("epilogue"), given.pop("operands", ()), given.pop("save", None)
-    known = runner.complete(given)
+    check_save(save)
+    program_request.check_operands(operands)
+    known = runner.complete(given, (*OPTIONS, *SCALE_OPTIONS))
     refuse_terms(c, known["alpha"], known["beta"], known["bias"], known["activation"])
     if _is_autocast_on():
         a, b, _, known = cast_operands(a, b, None, known)
-    tensors = {i: each for i, each in enumerate(operands) if isinstance(each, torch.Tensor)}
-    if _is_grad_enabled() and any(each.requires_grad for each in (a, b, *tensors.values())):
-        wanted = tuple(i for i, each in tensors.items() if each.requires_grad)
-        product, dtype = a.requires_grad or b.requires_grad, dtype_name(a.dtype)
-        epilogue = program_autograd.forward_program(_program(a, b, epilogue, operands), product, wanted, dtype, save)[0]
+    for name, tensor in (("a", a), ("b", b)):
+        request.check_type(name, tensor)
+    if known["out"] is None:
+        epilogue = program_autograd.recorded_epilogue(a, b, epilogue, operands, save)
     return fused.plan_of(a, b, epilogue, operands, known["out"], known["out_dtype"], How.of(known))
 
 

@@ -33,8 +33,6 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
 _has_transforms = torch._C._are_functorch_transforms_active
 _NEVER_PROMOTED = frozenset(torch_dtype(name) for name, row in PRODUCTS.items() if "fast" not in row.units)
-SCALE_OPTIONS = ("scale_a", "scale_b", "scaling", "accumulate")
-"""What `gemm` takes for operands of fp8 and int8 only."""
 
 
 def precision_of(a: Any, precision: str | None, accumulate: Any) -> str | None:
@@ -157,7 +155,7 @@ def _names(given: Sequence[Any], own: int, tensors: dict[str, Any]) -> list[str]
 def unscaled(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
     """The operands and options of the call without scales that computes `gemm(a, b, c, **options)`."""
     known = dict(options)
-    scale_a, scale_b, scales, accumulate = (known.pop(name, None) for name in SCALE_OPTIONS)
+    scale_a, scale_b, scales, accumulate = (known.pop(name, None) for name in programs.SCALE_OPTIONS)
     if accumulate is not None:
         known["precision"] = precision_of(a, known.get("precision"), accumulate)
     if scale_a is None and scale_b is None and scales is None:

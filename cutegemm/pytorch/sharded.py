@@ -52,6 +52,38 @@ def shape_of(tensor: Any) -> Any:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def merging(tensor: Any, dims: range) -> Any:
+    """The tensor, so placed that reshape can make one of these dimensions.
+
+    torch refuses that of a DTensor with one of them sharded in unequal parts, which is gathered here, and of one whose
+    parts are expanded, such as the gradient of a sum. Other tensors are returned as they are.
+    """
+    if not is_distributed(tensor):
+        return tensor
+    if 0 in tensor.stride():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    uneven = uneven_dims(tensor, dims)
+    if not uneven:
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate() if _sharded_dim(each) in uneven else each for each in tensor.placements]
+    return tensor.redistribute(tensor.device_mesh, placements)
+
+
+def uneven_dims(tensor: Any, dims: range) -> set[int]:
+    """Those of the dimensions along which a DTensor is sharded in unequal parts."""
+    parts = dict.fromkeys(dims, 1)
+    for number, each in enumerate(tensor.placements):
+        if (dim := _sharded_dim(each)) in parts:
+            parts[dim] *= tensor.device_mesh.size(number)
+    return {dim for dim, ranks in parts.items() if tensor.shape[dim] % ranks}
+
+
+def _sharded_dim(placement: Any) -> int:
+    return int(placement.dim) if hasattr(placement, "dim") else -1
+
+
 def compute(
     mesh: Any, tensors: Sequence[Any], rules: Sequence[Rule], call: Call, shapes: Sequence[tuple[int, ...]]
 ) -> list[Any]:

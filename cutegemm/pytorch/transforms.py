@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cutegemm.problem import request
+from cutegemm.pytorch import sharded
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -73,7 +74,7 @@ def _extent(tensor: torch.Tensor, level: int) -> int | None:
 
 def rows(tensor: torch.Tensor) -> torch.Tensor:
     """The first two dimensions made one, also of a tensor that autograd's older vmap batches: it lacks `flatten`."""
-    return tensor.reshape(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
+    return sharded.merging(tensor, range(2)).reshape(tensor.shape[0] * tensor.shape[1], *tensor.shape[2:])
 
 
 def merge(size: int, tensors: tuple[Any, ...], dims: tuple[Any, ...], beta: float) -> tuple[tuple, float, tuple]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,11 +44,14 @@ _described = operator.itemgetter("alpha", "beta", "bias", "activation", "out", "
 """Those of the options that `request.describe` takes, in its order."""
 
 
-def complete(options: dict[str, Any]) -> dict[str, Any]:
-    """The options with the defaults of those not named. Raises TypeError for a name that `gemm` does not take."""
+def complete(options: dict[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
+    """The options with the defaults of those not named. Raises TypeError for a name that `gemm` does not take.
+
+    more: what the caller takes besides.
+    """
     for name in options:
         if name not in DEFAULTS:
-            raise TypeError(f"{name}: no such argument, accepted are {', '.join(DEFAULTS)}")
+            raise TypeError(f"{name}: no such argument, accepted are {', '.join((*DEFAULTS, *more))}")
     return {**DEFAULTS, **options}
 
 

@@ -106,6 +106,15 @@ def test_every_argument_refuses_every_strange_kind(name, kind):
         call(**{name: make(SHAPES[name])})
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_operand_of_an_epilogue_refuses_every_strange_kind(kind):
+    if kind in ("a number", "torch.int32"):  # which a program takes
+        return
+    make, error, _ = KINDS[kind]
+    with pytest.raises(error, match=r"^operands\[0\]: (got|it is|it lies)"):
+        call(epilogue=lambda acc, x: acc + x, operands=(make((M, N)),))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_remembered_call_does_not_stand_for_one_without_memory(name):
     """Address 0 is as aligned as any."""

@@ -434,3 +434,23 @@ def test_compare_names_what_it_cannot_compare():
         cutegemm.nn.compare(reference, None, x)
     with pytest.raises(ValueError, match=r"^quantized: .* shape \(5, 3\), expected that of model, \(5, 6\)"):
         cutegemm.nn.compare(reference, ByKeyword(3), x)
+
+
+def test_a_refused_state_leaves_the_scale_of_inputs_as_it_is():
+    layer, other = Fp8Linear(160, 24), Fp8Linear(170, 24)
+    state = {**other.state_dict(), "input_scale": torch.tensor(0.5)}
+    with pytest.raises(RuntimeError, match="size mismatch for weight") as why:
+        layer.load_state_dict(state)
+    assert layer.input_scale is None
+    assert "input_scale" not in str(why.value)
+    layer.load_state_dict({"input_scale": torch.tensor([0.5])}, strict=False)  # the calibration alone
+    assert layer.input_scale == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, E4M3, torch.int8])
+def test_a_bias_that_no_product_takes_is_refused_when_the_layer_is_made(dtype):
+    layer = Fp8Linear(160, 24)
+    with pytest.raises(TypeError, match=rf"^bias: got dtype {dtype}, accepted are torch\.float16"):
+        Fp8Linear.from_quantized(layer.weight, layer.weight_scale, bias=torch.ones(24).to(dtype))
+    with pytest.raises(TypeError, match=rf"^bias_dtype: got {dtype}, accepted are None, torch\.float16"):
+        Fp8Linear(160, 24, bias_dtype=dtype)

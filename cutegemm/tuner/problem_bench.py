@@ -44,8 +44,8 @@ LOADING_SECONDS = 0.005
 """A first launch that takes longer may have spent it on loading the module."""
 MOST_KEPT = 16
 """Candidates whose kernels and graphs are kept; the least recently used go first."""
-CHECKED = 0.5
-"""Share of a result's elements, at least, of which a check must be able to say something."""
+CHECKED = 0.25
+"""Share of a result's elements, at least, of which a check must be able to say something. Of a logarithm it is half."""
 Key = tuple[str, str]
 Given: TypeAlias = "torch.Tensor | float | int"
 """An operand of a program."""

@@ -67,11 +67,10 @@ class Bench:
         self._generator = torch.Generator(device=device)
         self.seed = self._generator.seed() if seed is None else self._generator.manual_seed(seed).initial_seed()
         p, epilogue = problem, problem.epilogue
-        a, b = self._draw(p.a, p.dtype), self._draw(p.b, p.b_dtype or p.dtype)
-        if epilogue.custom is not None and ITEMSIZE[p.dtype] > 1:
-            # Accumulators of about 1, of which every function of a program says something. Powers of two leave the
-            # operands' digits as they are.
-            b *= 2.0 ** -round(math.log2(max(p.k, 1)) / 2)
+        # With a program accumulators of about 1, of which every function says something. Powers of two leave the
+        # operands' digits as they are.
+        scale = 2.0 ** -round(math.log2(p.k or 1) / 2) if epilogue.custom is not None and ITEMSIZE[p.dtype] > 1 else 1.0
+        a, b = self._draw(p.a, p.dtype), self._draw(p.b, p.b_dtype or p.dtype, scale)
         sets = rotation(p.min_bytes, arch.l2_bytes) if sets is None else sets
         self._inputs = [(a, b)] + [(_copy(a, p.a), _copy(b, p.b)) for _ in range(sets - 1)]
         self._c = self._draw(p.c, epilogue.c_dtype) if p.c is not None and epilogue.c_dtype else None
@@ -142,6 +141,7 @@ class Bench:
                 if self._device == "cuda":
                     survive(why)
                 self._calls.pop((backend, config), None)
+                self._partials.pop((backend, config), None)
                 return f"failed to run: {why}", math.inf
         raise AssertionError("unreachable")
 
@@ -324,8 +324,8 @@ class Bench:
             return [partial(torch.matmul, a.bfloat16(), b.bfloat16()) for a, b in self._inputs[:1]]
         return [partial(scaled, a, b) for a, b in self._inputs]
 
-    def _draw(self, matrix: Matrix, dtype: str) -> torch.Tensor:
-        flat = self._normal(_span(matrix, self.problem.batch), double=dtype == "fp64")
+    def _draw(self, matrix: Matrix, dtype: str, scale: float = 1.0) -> torch.Tensor:
+        flat = self._normal(_span(matrix, self.problem.batch), double=dtype == "fp64").mul_(scale)
         if dtype == "int8":
             flat = flat.mul_(INT8_SPREAD).round_().clamp_(-128, 127)
         return _view(flat.to(torch_dtype(dtype)), matrix, self.problem.batch)

@@ -59,6 +59,10 @@ PROBLEMS = {
         lambda acc, s, v, r: acc * s + v - r, bf16(3, 1, 1), bf16(3, 1, 48), bf16(3, 40, 48), batch=3
     ),
     "a matrix without neighbours": posed(lambda acc, r: ops.tanh(acc) + r, bf16(48, 40).t()),
+    "one B and one residual for all of a batch, in padded rows of D": describe(
+        bf16(3, 40, 64), bf16(48, 64).t(), lambda acc, r: ops.tanh(acc) + r, (bf16(1, 48).expand(40, 48),),
+        bf16(3, 40, 64)[..., :48], None, None,
+    ).problem,
     "rotation": posed(ops.rope, bf16(40, 48), bf16(40, 48)),
     "NaN for half of the elements": posed(ops.log, out_dtype=torch.float32),
     "integers": posed(lambda acc: ops.cast(ops.tanh(acc) * 300.0, torch.int8)),
@@ -144,10 +148,9 @@ def test_a_wrong_element_of_any_result_is_found(name, monkeypatch, seed):
     for number in range(len(bench_of(problem, monkeypatch, seed)._results)):
 
         def spoil(bench, written, number=number) -> None:
-            flat = written[number].reshape(-1)
-            index = int((~flat.double().isnan() & (flat != 0)).nonzero()[-1])
-            place = written[number].view(-1) if written[number].is_contiguous() else written[number]
-            place[index] = 77 if flat.dtype == torch.int8 else flat[index] + 40.0 + abs(flat[index])
+            target = written[number]
+            place = tuple((~target.double().isnan() & (target != 0)).nonzero()[-1])
+            target[place] = 77 if target.dtype == torch.int8 else target[place] + 40.0 + abs(target[place])
 
         verdict, _ = bench_of(problem, monkeypatch, seed, spoil).check(*KEY)
         assert verdict.startswith("wrong: "), verdict

@@ -285,6 +285,14 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
     return cast_operands(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
 
 
+def posed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> runner.Call:
+    """The checked call `gemm(a, b, c, **options)`, of which nothing is remembered."""
+    a, b, c, options = scaled.unscaled(a, b, c, options)
+    if options.get("epilogue") is not None:
+        return programs.call_of(a, b, c, float32.completed(a, options))
+    return runner.Call.of(*completed(a, b, c, options))
+
+
 def _planned(a: Any, b: Any, c: Any, options: dict[str, Any], anew: bool) -> Plan:
     """The plan of the call `gemm(a, b, c, **options)`. anew: chosen now, even if one is remembered."""
     a, b, c, options = scaled.unscaled(a, b, c, options)

@@ -15,6 +15,7 @@ from cutegemm.problem import program_request, reference, torch_dtype
 from cutegemm.problem.program import bound
 from cutegemm.problem.reference import Verdict
 from cutegemm.run import fused
+from cutegemm.run.reductions import Reductions
 
 
 def _with_statistics(acc: Any, residual: Any, bias: Any) -> Any:
@@ -55,7 +56,7 @@ class ProgramWork:
             torch.empty(shape, dtype=torch_dtype(str(output.dtype)))
             for shape, output in zip(self.asked.shapes, self.asked.program.outputs, strict=True)
         ]
-        self.reductions = fused.Reductions(problem, read)
+        self.reductions = Reductions(problem, read)
         self.results = self.reductions.partials(tuple(self.outs))
         addresses, numbers = fused.arguments_of(self.asked, self.a, self.b, self.operands, self.results)
         self.captured = self.kernel.capture(problem, addresses, numbers)

@@ -25,7 +25,7 @@ from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
 from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
 from cutegemm.tuner import timing
-from cutegemm.tuner.problem_bench import poison
+from cutegemm.tuner.poison import poison
 from tuning import bench_report, cli, suites
 from tuning.bench_basis import Case, NotServed, Prepared, Provider, cases
 from tuning.bench_providers import NAMES, Cutegemm, make, versions

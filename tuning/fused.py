@@ -21,7 +21,7 @@ from cutegemm import ops
 from cutegemm.problem import program_request, reference
 from cutegemm.problem.program import bound
 from cutegemm.tuner import timing
-from tuning import cli
+from tuning import cli, epilogues
 
 Tensors = tuple[torch.Tensor, ...]
 functional = torch.nn.functional
@@ -89,11 +89,6 @@ def _residual_and_squares(x: torch.Tensor, w: torch.Tensor, residual: torch.Tens
     return y, y.float().square().sum(-1)
 
 
-def _squares(acc: Any, residual: Any) -> Any:
-    y = acc + residual
-    return y, ops.row_sum(y * y)
-
-
 def cases(scale: int = 1) -> list[Case]:
     """The cases of issue 19's table. `scale`: divides every size, for a look at small ones."""
 
@@ -107,13 +102,16 @@ def cases(scale: int = 1) -> list[Case]:
         case("silu", 4096, 4096, 4096, ops.silu, lambda x, w: functional.silu(x @ w)),
         *(
             case(
-                "gelu(acc + bias) + residual", *sizes, lambda acc, bias, residual: ops.gelu(acc + bias) + residual,
+                "gelu(acc + bias) + residual", *sizes, epilogues.gelu_bias_residual,
                 _gelu_bias_residual, _vector_and_matrix,
             )
             for sizes in ((4096, 4096, 4096), (512, 4096, 14336))
         ),
         case("rope", 4096, 6144, 4096, ops.rope, _rope, _angles),
-        case("residual, row sums of squares", 4096, 4096, 4096, _squares, _residual_and_squares, _matrix),
+        case(
+            "residual, row sums of squares", 4096, 4096, 4096, epilogues.residual_squares, _residual_and_squares,
+            _matrix,
+        ),
         case(
             "silu and the accumulators", 4096, 4096, 4096, lambda acc: (ops.silu(acc), acc),
             lambda x, w: (functional.silu(y := x @ w), y),

@@ -2,6 +2,7 @@
 
     python -m tuning.sweep --shapes 4096x4096x4096,16x28672x4096 --dtype bf16
     python -m tuning.sweep --shapes 64x4096x7168 --dtype e4m3 --scaling blocks
+    python -m tuning.sweep --shapes 16x28672x4096 --epilogue swiglu           with a program: N counts gate and up
     python -m tuning.sweep --suite llm --dtype bf16,fp16 --gpus all --resume --json sweep.json
     torchrun --nproc-per-node 8 -m tuning.sweep --suite llm                   on several hosts too: see docs/tuning.md
     python -m tuning.sweep --shapes 4096 --compile-only --arch sm_90a         without a GPU: fills the kernel store
@@ -66,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     kind.add_argument("--constant", choices=("a", "b"), default="", help="an operand that no running kernel writes, as "
                       "gemm(constant=) promises: its winners are kept apart")  # fmt: skip
     kind.add_argument("--moe", action="store_true", help="the suite of experts of published models, in place of shapes")
+    kind.add_argument("--epilogue", metavar="NAME", help="an epilogue program, whose winners are its own: swiglu, "
+                      "geglu, silu, gelu_bias_residual, ... (another name gets the list); comma-separated")  # fmt: skip
     kind.add_argument("--activation", choices=ACTIVATIONS)
     kind.add_argument("--bias", metavar="DTYPE", choices=DTYPES, help="a bias along N is added")
     kind.add_argument("--c", metavar="DTYPE", choices=DTYPES, help="beta C is added")
@@ -129,6 +132,8 @@ def problems(options: argparse.Namespace) -> list[Problem]:
     if options.scaling and unscaled:
         raise ValueError(f"--scaling: got {options.scaling} with {unscaled[0]}; scales are of fp8 and int8 operands")
     kinds = itertools.product(dtypes, shapes)
+    if options.epilogue is not None:
+        return _with_programs(options, list(kinds))
     if options.scaling == "blocks":
         return [_with_scales(options, dtype, majors, shape) for dtype, (shape, majors) in kinds]
     return [
@@ -145,10 +150,29 @@ def _refuse_beside_moe(options: argparse.Namespace) -> None:
     given = {
         "--shapes": options.shapes, "--shapes-file": options.shapes_file, "--square": options.square,
         "--suite": options.suite, "--batch": options.batch != 1, "--work": options.work != "dense",
-        "--scaling": options.scaling, "--constant": options.constant,
+        "--scaling": options.scaling, "--constant": options.constant, "--epilogue": options.epilogue,
     }  # fmt: skip
     if refused := [name for name, value in given.items() if value]:
-        raise ValueError(f"--moe: got it with {refused[0]}; its suite has shapes, groups and no scales")
+        raise ValueError(f"--moe: got it with {refused[0]}; its suite has shapes, groups, no scales and no program")
+
+
+def _with_programs(options: argparse.Namespace, kinds: list[tuple[str, suites.Laid]]) -> list[Problem]:
+    """The products with each of the programs named. Raises ValueError for an option that does not go with these."""
+    from tuning import epilogues
+
+    given = {
+        "--c": options.c, "--bias": options.bias, "--activation": options.activation, "--scaling": options.scaling,
+        f"--work {options.work}": options.work != "dense",
+    }  # fmt: skip
+    if refused := [name for name, value in given.items() if value]:
+        raise ValueError(f"--epilogue: got {options.epilogue} with {refused[0]}; a program says all that is computed")
+    return [
+        epilogues.problem(
+            program, *shape, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
+            precision=options.precision, constant=options.constant,
+        )
+        for program in epilogues.named(options.epilogue) for dtype, (shape, majors) in kinds
+    ]  # fmt: skip
 
 
 def _with_scales(options: argparse.Namespace, dtype: str, majors: str, shape: suites.Shape) -> Problem:

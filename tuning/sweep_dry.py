@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from cutegemm.errors import GemmError
 from cutegemm.problem import Problem
 from cutegemm.tuner.budget import Budget
+from cutegemm.tuner.problem_bench import Bench
 from cutegemm.tuner.space import Candidate, Frontier
 
 if TYPE_CHECKING:
+    from cutegemm.backend import Kernel
     from cutegemm.hardware.arch import Arch
+    from cutegemm.run.arguments import Addresses, BoundLaunch, Numbers
     from cutegemm.tuner.compile_pool import Compiler
 
 COMPILED, STORED = "compiled", "in the store"
@@ -73,17 +78,18 @@ def compile_only(
 def small_instance(problem: Problem, candidate: Candidate) -> Problem:
     """A small problem with the same signature: a few tiles of the candidate, ragged like the original.
 
-    Extents keep their remainder modulo 16, so that alignment classes stay.
+    Extents keep their remainder modulo 16, so that alignment classes stay; the columns of a gated product modulo 32,
+    because D has half as many.
     """
     bm, bn, bk = candidate.config.tile()
 
-    def shrunk(extent: int, tile: int) -> int:
-        few = -(-(tile + 16) // 16) * 16 + extent % 16
+    def shrunk(extent: int, tile: int, unit: int = 16) -> int:
+        few = -(-(tile + unit) // unit) * unit + extent % unit
         return min(extent, few)
 
+    columns = shrunk(problem.n, bn, 32 if problem.epilogue.gating else 16)
     small = Problem.of(
-        shrunk(problem.m, bm), shrunk(problem.n, bn), shrunk(problem.k, 3 * bk), problem.dtype,
-        majors=problem.signature.majors,
+        shrunk(problem.m, bm), columns, shrunk(problem.k, 3 * bk), problem.dtype, majors=problem.signature.majors,
         batch=min(problem.batch, 2), out_dtype=problem.out_dtype, precision=problem.precision,
         epilogue=problem.epilogue, constant=problem.constant,
     )  # fmt: skip
@@ -117,6 +123,36 @@ def emulate(
     return found
 
 
+class EmulatedBench(Bench):
+    """The sweep's own check of a problem on the CPU, with kernels that the emulator runs."""
+
+    def __init__(self, problem: Problem, arch: Arch, seed: int) -> None:
+        super().__init__(problem, arch, seed, device="cpu", sets=1)
+
+    def verdict(self, candidate: Candidate) -> str:
+        """ "ok", or what is wrong. Raises EmulationError and GemmError."""
+        return self._check(candidate.key)[0]
+
+    def _launcher(self, kernel: Kernel, written: Sequence[torch.Tensor]) -> BoundLaunch:
+        from cutegemm.emulator.bridge import emulate
+
+        a, b = self._inputs[0]
+        read = {"a": a, "b": b, "c": self._c, "bias": self._bias}
+        read |= {f"operands[{i}]": each for i, each in enumerate(self._given[0]) if isinstance(each, torch.Tensor)}
+        tensors = {name: each for name, each in read.items() if each is not None}
+        outputs = {f"result {number}": each for number, each in enumerate(written)}
+
+        def run(operands: Addresses, numbers: Numbers, stream: int) -> None:
+            launches = kernel.capture(self.problem, operands, numbers)
+            named = {**tensors, **outputs, **launches.scratch}
+            emulate(
+                kernel.ptx, launches, named, outputs={*outputs, *launches.scratch}, seed=self.seed,
+                checks=launches.checks, progress=False,
+            )  # fmt: skip
+
+        return run
+
+
 def _emulated(problem: Problem, candidate: Candidate, arch: Arch, seed: int) -> str:
     from cutegemm import backend as backends
     from cutegemm.emulator import EmulationError
@@ -129,6 +165,9 @@ def _emulated(problem: Problem, candidate: Candidate, arch: Arch, seed: int) -> 
     if unfit:
         return f"not run: at {at}: {unfit}"
     try:
+        if small.epilogue.custom is not None:
+            said = EmulatedBench(small, arch, seed).verdict(candidate)
+            return f"right at {at}" if said == "ok" else f"wrong at {at}: {said.removeprefix('wrong: ')}"
         kernel = backend.build(small.signature, candidate.config, arch)
         verdict, _ = Workload.of(small, kernel, seed=seed).run(seed=seed, progress=False)
     except EmulationError as why:

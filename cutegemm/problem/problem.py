@@ -11,6 +11,7 @@ can read, is copied first; the plan names each such copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +31,7 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.operand import Matrix, alignment, compact
 from cutegemm.problem.parts import TABLE as PARTS
 from cutegemm.problem.parts import Parts
-from cutegemm.problem.program.graph import SCALE_K
+from cutegemm.problem.program.graph import SCALE_K, Input, Program
 from cutegemm.problem.work import DENSE, INTEGERS
 from cutegemm.problem.work import TABLE as WORKS
 
@@ -227,9 +228,10 @@ class Problem:
             majors: BLAS letters for A and B as a column-major library names them: "t" reads A K-major
                 and "n" reads B K-major, so "tn" has both K-major, "nt" neither, "tt" and "nn" one each.
             precision: "ieee"; for fp32 also "tf32", "tf32x3", "bf16x6" or "bf16x9"; for fp8 also "fast".
-            epilogue: terms beside alpha * A @ B; C is row-major. Or a program without tensor operands but scales of
-                blocks of K, which lie as quantization writes them; for one with gate and up, `n` is the columns of the
-                product.
+            epilogue: terms beside alpha * A @ B; C is row-major. Or a program, whose tensor operands and results are
+                contiguous; scales of blocks of K lie as quantization writes them. `aligns` are those of such tensors
+                where the epilogue has none. For one with gate and up, `n` is the columns of the product. Of a work
+                other than "dense" the operands are laid out only if all of them are scales of blocks of K.
             work: a name of `problem.work.TABLE`.
             b_dtype: of B, where it is not that of A.
             constant: "a" or "b" for an operand that no running kernel writes.
@@ -267,17 +269,19 @@ class Problem:
         b = compact(k, n, count_b, majors[1] == "t", ITEMSIZE[dtype])
         c = compact(m, n, count_d, True, ITEMSIZE[epi.c_dtype]) if epi.c_dtype else None
         d = compact(m, n, count_d, True, ITEMSIZE[out])
+        given, more = tuple[Matrix, ...](), tuple[Matrix, ...]()
         if epi.custom is not None:
             if epi.gating and n % 2:
                 raise ValueError(f"n: got {n}; an epilogue of gate and up needs an even number of columns")
-            columns = n // 2 if epi.gating else n
-            align = alignment(0, ITEMSIZE[out], columns)
-            d = Matrix(m, columns, max(columns, 1), 1, m * columns if count_d > 1 else 0, align)
+            d = result_matrix(m, n // 2 if epi.gating else n, count_d, out)
+            given = block_scales(epi, m, n, k, batch)
+            if work == DENSE:
+                given, more = program_operands(epi, m, n, k, batch), program_outputs(epi, m, n, batch)
+                epi = replace(epi, aligns=epi.aligns or program_aligns(epi.custom, given, more))
         b_dtype = None if b_dtype == dtype else b_dtype
-        given = block_scales(epi, m, n, k, batch)
         problem = cls(
-            m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, given, b_dtype=b_dtype, constant=constant
-        )
+            m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, given, more, b_dtype, constant
+        )  # fmt: skip
         return problem if d.row_major else problem.transposed()
 
     @cached_property
@@ -407,14 +411,61 @@ class Problem:
 
 def block_scales(epilogue: Epilogue, m: int, n: int, k: int, batch: int) -> tuple[Matrix, ...]:
     """How the operands of a program lie that are all scales of blocks of K, row-major; none for another program."""
+    inputs = epilogue.custom.inputs if epilogue.custom else ()
+    alone = all(given.scales for given in inputs)
+    return tuple(_scales(given, m, n, k, batch) for given in inputs) if alone else ()
+
+
+def _scales(given: Input, m: int, n: int, k: int, batch: int) -> Matrix:
+    blocks, rows = -(-k // SCALE_K), -(-(m if given.scales[0] == "a" else n) // int(given.scales[1:]))
+    extents = (rows, blocks) if given.scales[0] == "a" else (blocks, rows)
+    return compact(*extents, batch if given.batched else 1, True, ITEMSIZE[given.dtype])
+
+
+def program_operands(epilogue: Epilogue, m: int, n: int, k: int, batch: int) -> tuple[Matrix, ...]:
+    """How the tensor operands of a program lie where they are contiguous, of a dense product with `n` columns.
+
+    A matrix with an alignment class among the epilogue's `aligns` has that; with class 0 no two of its elements are
+    neighbours.
+    """
+    inputs = epilogue.custom.inputs if epilogue.custom else ()
+    columns = n // 2 if epilogue.gating else n
     found = list[Matrix]()
-    for given in epilogue.custom.inputs if epilogue.custom else ():
-        if not given.scales:
-            return ()
-        blocks, rows = -(-k // SCALE_K), -(-(m if given.scales[0] == "a" else n) // int(given.scales[1:]))
-        extents = (rows, blocks) if given.scales[0] == "a" else (blocks, rows)
-        found.append(compact(*extents, batch if given.batched else 1, True, ITEMSIZE[given.dtype]))
+    for given in inputs:
+        if given.scales:
+            found.append(_scales(given, m, n, k, batch))
+        elif not given.by_value:
+            align = epilogue.matrices.get(given.name)
+            rows, cols, count = m if given.m else 1, columns if given.n else 1, batch if given.batched else 1
+            step = 2 if align == 0 else 1
+            # The stride of an extent of 1 is 0, as in `program_request.matrix_of`.
+            row, col = cols * step if rows > 1 else 0, step if cols > 1 else 0
+            each = rows * cols * step if count > 1 else 0
+            own = alignment(0, {**ITEMSIZE, **INTEGERS}[given.dtype], cols, row, each)
+            found.append(Matrix(rows, cols, row, col, each, align or own))
     return tuple(found)
+
+
+def program_outputs(epilogue: Epilogue, m: int, n: int, batch: int) -> tuple[Matrix, ...]:
+    """How the matrices among a program's results behind D lie where they are contiguous; see `program_operands`."""
+    columns = n // 2 if epilogue.gating else n
+    outputs = [output for output in epilogue.custom.outputs[1:] if output.reduce is None] if epilogue.custom else []
+    found = [result_matrix(m, columns, batch, str(output.dtype)) for output in outputs]
+    aligns = epilogue.aligns[len(epilogue.matrices) :] or [each.align for each in found]
+    return tuple(each._replace(align=align) for each, align in zip(found, aligns, strict=True))
+
+
+def program_aligns(program: Program, operands: Sequence[Matrix], outputs: Sequence[Matrix]) -> tuple[int, ...]:
+    """`Epilogue.aligns` of a program whose tensor operands, and results behind D, lie so."""
+    given = [each for each in program.inputs if not each.by_value]
+    lying = [matrix for own, matrix in zip(given, operands, strict=True) if own.varies == "mn"]
+    return *(matrix.align if matrix.row_major else 0 for matrix in lying), *(matrix.align for matrix in outputs)
+
+
+def result_matrix(rows: int, columns: int, batch: int, dtype: str) -> Matrix:
+    """How a new, contiguous result of a program lies."""
+    stride_batch = rows * columns if batch > 1 else 0
+    return Matrix(rows, columns, max(columns, 1), 1, stride_batch, alignment(0, ITEMSIZE[dtype], columns))
 
 
 _SIGNATURES: dict[tuple[Any, ...], Signature] = {}

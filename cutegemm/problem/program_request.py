@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm.problem import dtypes, overlap, request
-from cutegemm.problem.dtypes import ITEMSIZE, dtype_name
+from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix, alignment
-from cutegemm.problem.problem import Problem
+from cutegemm.problem.problem import Problem, program_aligns, result_matrix
 from cutegemm.problem.program.graph import Input, Output, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.program.terms import Terms, terms_of
@@ -128,10 +128,7 @@ def with_epilogue(
     """
     tensors = {number: own for number, own in enumerate(program.inputs) if not own.by_value}
     if terms is None:
-        lying = zip(tensors.values(), matrices, strict=True)
-        aligns = [matrix.align if matrix.row_major else 0 for own, matrix in lying if own.varies == "mn"]
-        aligns += [matrix.align for matrix in more]
-        custom = Epilogue(custom=program, aligns=tuple(aligns))
+        custom = Epilogue(custom=program, aligns=program_aligns(program, matrices, more))
         return replace(problem, epilogue=custom, operands=matrices, outputs=tuple(more))
     c, bias = (None if each is None else tensors[each].dtype for each in (terms.c, terms.bias))
     of_c = None if terms.c is None else matrices[list(tensors).index(terms.c)]
@@ -314,6 +311,4 @@ def target_matrix(target: torch.Tensor | None, shape: tuple[int, ...], dtype: st
             stride_batch = stride_batch if batch > 1 else 0
             align = alignment(target.data_ptr(), target.element_size(), cols, row, stride_batch)
             return Matrix(rows, cols, row, 1, stride_batch, align), False
-    size = ITEMSIZE[dtype]
-    stride_batch = rows * cols if batch > 1 else 0
-    return Matrix(rows, cols, max(cols, 1), 1, stride_batch, alignment(0, size, cols)), target is not None
+    return result_matrix(rows, cols, batch, dtype), target is not None

@@ -79,9 +79,21 @@ def refuse_alone(options: dict[str, Any]) -> None:
 
 
 def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:
-    """The plan of `gemm(a, b, c, **options)` with an epilogue; see there for what it raises.
+    """The plan of `gemm(a, b, c, **options)` with an epilogue; see there for what it raises."""
+    return fused.plan_of(*_completed(a, b, c, options))
 
-    Where gradients are recorded it is that of the program with what the backward pass needs as further results.
+
+def call_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> runner.Call:
+    """The checked call `gemm(a, b, c, **options)` with an epilogue; see there for what it raises."""
+    a, b, epilogue, operands, out, out_dtype, how = _completed(a, b, c, options)
+    asked = program_request.describe(a, b, epilogue, operands, out, out_dtype, how.precision)
+    return runner.Call.posed(asked, how)
+
+
+def _completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What `fused` takes of `gemm(a, b, c, **options)` with an epilogue, cast where autocast is on.
+
+    Where gradients are recorded the epilogue is the program with what the backward pass needs as further results.
     """
     given = dict(options)
     epilogue, operands, save = given.pop("epilogue"), given.pop("operands", ()), given.pop("save", None)
@@ -95,7 +107,7 @@ def plan_of(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Plan:
         request.check_type(name, tensor)
     if known["out"] is None:
         epilogue = program_autograd.recorded_epilogue(a, b, epilogue, operands, save)
-    return fused.plan_of(a, b, epilogue, operands, known["out"], known["out_dtype"], How.of(known))
+    return a, b, epilogue, operands, known["out"], known["out_dtype"], How.of(known)
 
 
 def compute(

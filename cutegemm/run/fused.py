@@ -15,13 +15,14 @@ import torch
 
 from cutegemm import backend as backends
 from cutegemm.choice.plan import Plan, PlanMemo
-from cutegemm.problem import Problem, overlap, packing, program_request, torch_dtype
+from cutegemm.problem import overlap, packing, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import meaning
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.request import FLT_MAX
 from cutegemm.run import call, preparing
 from cutegemm.run.arguments import Addresses, Numbers, Scalars
+from cutegemm.run.reductions import Reductions
 from cutegemm.run.runner import Call, How, current_device
 
 Outs = tuple[torch.Tensor, ...]
@@ -191,43 +192,6 @@ def arguments_of(
 
 _UNUSED = tuple(Scalars())
 """alpha and beta, which a program does not read."""
-
-
-class Reductions:
-    """The reduced results of a plan: the kernel's partial results, and what becomes of them (`cute.reduction`)."""
-
-    def __init__(self, problem: Problem, config: Any) -> None:
-        # (number of the output, function, shape of the partial results)
-        self.rows: list[tuple[int, Callable[..., torch.Tensor], tuple[int, int, int]]] = []
-        for number, reduce in problem.epilogue.reductions:
-            rows, columns = config.pieces(problem.signature)
-            of_rows = reduce.startswith("row")
-            over, extent = (problem.columns, problem.m) if of_rows else (problem.m, problem.columns)
-            pieces = -(-over // (columns if of_rows else rows))
-            function = torch.sum if reduce.endswith("sum") else torch.amax
-            self.rows.append((number, function, (problem.batch, pieces, extent)))
-
-    def partials(self, outs: Outs) -> list[torch.Tensor]:
-        """What the kernel writes: the results, or new memory for the partial results (fp32). A result that has one
-        piece, and lies as pieces do, is its own.
-        """
-        found = list(outs)
-        for number, _, shape in self.rows:
-            out = outs[number]
-            if shape[1] != 1 or out.dtype != torch.float32 or not out.is_contiguous():
-                found[number] = torch.empty(shape, dtype=torch.float32, device=out.device)
-        return found
-
-    def finish(self, partials: Sequence[torch.Tensor], outs: Outs) -> None:
-        """Reduces the pieces in their order."""
-        for number, function, shape in self.rows:
-            out = outs[number]
-            if partials[number] is out:
-                continue
-            if out.dtype == torch.float32 and out.is_contiguous():
-                function(partials[number], dim=1, out=out.view(shape[0], shape[2]))
-            else:
-                out.copy_(function(partials[number], dim=1).view(out.shape))
 
 
 def _cuda_core(plan: Plan, asked: ProgramRequest) -> Core:

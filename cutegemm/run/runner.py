@@ -196,7 +196,7 @@ class Call(NamedTuple):
 
     def _tune(self, arch: Arch) -> None:
         """Tunes a problem met for the first time, where nothing was asked for by name and nothing is captured. Products
-        with a program are not timed: those take the winner of the plain product.
+        with a program are not: those take the winner of the plain product until `cutegemm.tune` measures them.
         """
         from cutegemm.tuner.on_demand import on_demand
 

@@ -275,7 +275,8 @@ def _has_final(problem: Problem, arch: Arch, store: Winners) -> bool:
 
 def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) -> list[Candidate]:
     """What must be timed first: what `gemm` would run today; earlier winners here or shipped, stale ones too, and those
-    of the same problem in the other 16-bit type and in other majors; the winners of the nearest shapes.
+    of the same problem in the other 16-bit type, without its epilogue program and in other majors; the winners of the
+    nearest shapes.
     """
     found: list[Candidate] = []
     today = _today(problem, arch)
@@ -298,8 +299,9 @@ def seeds(problem: Problem, arch: Arch, store: Winners, names: Sequence[str]) ->
 
 
 def _kin(problem: Problem) -> list[tuple[str, int]]:
-    """(text, how many seeds it may give) of a problem, and of the same in the other 16-bit type and, of contiguous
-    tensors, in all majors: how an operand is aligned depends on which of its extents is contiguous.
+    """(text, how many seeds it may give) of a problem, and of the same in the other 16-bit type, without its epilogue
+    program and, of contiguous tensors, in all majors: how an operand is aligned depends on which of its extents is
+    contiguous.
     """
     p = problem
     others = [
@@ -310,7 +312,8 @@ def _kin(problem: Problem) -> list[tuple[str, int]]:
         for majors in ("tn", "tt", "nn", "nt")
     ]  # fmt: skip
     found: dict[str, int] = {}
-    for kin, most in [(p, SEEDS), *((other, 1) for other in others)]:
+    alone = [(p.without_terms(), SEEDS)] if p.epilogue.custom is not None else []
+    for kin, most in [(p, SEEDS), *alone, *((other, 1) for other in others)]:
         for text in (str(kin), other_16_bit(str(kin))):
             found.setdefault(text, most)
     return list(found.items())

@@ -21,6 +21,7 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import program_request, request, torch_dtype
 from cutegemm.pytorch import scaled
 from cutegemm.run import fused
+from cutegemm.run.reductions import Reductions
 
 pytest.importorskip("llvmlite")
 
@@ -100,7 +101,7 @@ class Launch:
             torch.full(shape, torch.nan, dtype=torch_dtype(output.dtype))
             for shape, output in zip(asked.shapes, asked.program.outputs, strict=True)
         ]
-        reductions = fused.Reductions(asked.problem, self.kernel.config)
+        reductions = Reductions(asked.problem, self.kernel.config)
         results = reductions.partials(outs)
         problem = asked.problem.without_constant()
         launches = self.kernel.capture(

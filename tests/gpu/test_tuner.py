@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import winners
+from cutegemm import ops, winners
 from cutegemm.choice import plan
+from cutegemm.gemm import posed
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
 from cutegemm.tuner.compile_pool import CompilePool
@@ -81,6 +82,44 @@ def test_tune_from_a_program(store, seed):
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(cutegemm.GemmError, match="captured"), torch.cuda.graph(graph):
         cutegemm.tune(a, b)
+
+
+def statistics(acc, rows, scale, residual):
+    h = acc * rows * scale + residual
+    return h, ops.cast(ops.silu(h), torch.float32), ops.row_sum(h * h), ops.column_max(h)
+
+
+@pytest.mark.parametrize("constant", [None, "b"])
+def test_tune_with_a_program(store, seed, constant):
+    """Several results, reductions, a number and operands of two shapes; and gate and up."""
+    torch.manual_seed(seed)
+    a, b, residual = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((384, 256), (320, 256), (384, 320))
+    )
+    rows = torch.rand(384, 1, device="cuda")
+    many = {"epilogue": statistics, "operands": (rows, 0.125, residual), "constant": constant}
+    for given in (many, {"epilogue": ops.swiglu, "constant": constant}):
+        before = cutegemm.gemm(a, b.t(), **given)
+        found = cutegemm.tune(a, b.t(), budget=6, **given)
+        assert found.ratio is not None
+        assert found.ratio > 0.1
+        problem = plan.measured(posed(a, b.t(), None, given).request.problem, Arch.of_device())
+        choice = plan.choose(problem, Arch.of_device())
+        assert (str(choice.config), "tuned winner" in choice.why) == (found.config, True)
+        assert "plain product" not in choice.why
+        kinds = {row.kind for row in store.rows(str(problem)) if row.ok}
+        assert kinds == {"quick", "final"}
+        torch.testing.assert_close(cutegemm.gemm(a, b.t(), **given), before, atol=0.05, rtol=0.05)
+
+
+def test_a_sweep_of_a_program(store, capsys):
+    arguments = ["--shapes", "16x1024x512", "--epilogue", "swiglu", "--budget", "8s", "--store", str(store.path)]
+    assert sweep.main(arguments) == 0
+    (problem,) = sweep.problems(sweep.parser().parse_args(arguments))
+    rows = store.rows(str(problem))
+    assert sum(row.ok for row in rows) > 4
+    assert not any(row.verdict.startswith("wrong") for row in rows)
+    assert plan.choose(problem, Arch.of_device()).why.startswith("tuned winner, own")
 
 
 def test_the_bench_times_as_the_benchmark_does(seed):

@@ -43,7 +43,7 @@ LAYERS = {
         cutegemm.choice.cost_terms cutegemm.choice.footprint cutegemm.choice.program_cost""",
     "emulator": "cutegemm.emulator.*",
     "what kernels run with": """
-        cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.source_digest
+        cutegemm.run cutegemm.run.kernel_store cutegemm.run.arguments cutegemm.run.reductions cutegemm.run.source_digest
         cutegemm.run.cache_dir cutegemm.run.float32 cutegemm.run.environment cutegemm.run.progress
         cutegemm.native.*""",
     "hardware": "cutegemm.hardware.*",

@@ -12,6 +12,9 @@ import pytest
 
 from cutegemm.hardware.cubin import code_digest
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
 from cutegemm.winners import Measurement
 from cutegemm.winners import table as winners_table
 from cutegemm.winners.fingerprint import fingerprint, is_fresh
@@ -51,6 +54,10 @@ def test_any_problem_that_a_row_names_has_machine_code():
     groups = Problem.of(512, 256, 64, "bf16", batch=4, work="ragged_m")
     answer = machine_code.answer("H200", "cute", "sm90/64x16x64/coop1/c1x1/s4/row/swap", str(groups))
     assert answer.keys() == {"fingerprint", "code"}
+    program = simplified(parse("def epilogue(gate: halves[0], up: halves[1]) -> fp32: return silu(gate) * up"))
+    gated = Problem.of(64, 64, 64, "fp32", epilogue=Epilogue(custom=program))
+    codes = [machine_code.answer("H200", "cute", CONFIG, str(each))["code"] for each in (PROBLEM, gated)]
+    assert codes[0] != codes[1]
     assert "error" in machine_code.answer("H200", "cute", "sm90/64x16x64/coop1/c1x1/s4/row/swap", "512 rows")
 
 

@@ -50,16 +50,16 @@ def test_a_sweep_of_blocks_has_a_key_of_its_own_that_can_be_read_back():
     assert blocks.min_bytes == plain.min_bytes + 4 * (64 * 56 + 56 * 32)
 
 
-def test_other_programs_are_no_keys():
+def test_scales_within_other_programs_are_keys_too():
     key = str(of_recipe("blocks"))
-    for changed in (
-        key.replace("return acc", "return acc * 2.0"),
-        key.replace("-> bf16:", "-> fp16:"),
-        str(of_recipe("rows")),
-        key.replace("A, 1, 128", "A, 7, 128"),
-    ):
-        with pytest.raises(ValueError, match=r"the program is|expected|shape"):
+    for other in (key.replace("return acc", "return acc * 2.0"), str(of_recipe("rows"))):
+        assert str(text.parse(other)) == other
+    for changed in (key.replace("-> bf16:", "-> fp16:"), key.replace("A, 1, 128", "A, 7, 128")):
+        with pytest.raises(ValueError, match=r"the program is|shape"):
             text.parse(changed)
+    (grouped,) = asked("--scaling", "blocks", "--work", "ragged_m", "--batch", "8")
+    with pytest.raises(ValueError, match="accepted of ragged_m products are scales of blocks of K alone"):
+        text.parse(str(grouped).replace("return acc", "return acc * 2.0"))
 
 
 def test_recipes_take_the_winner_that_was_measured_for_them(tmp_path, monkeypatch):
@@ -77,7 +77,7 @@ def test_recipes_take_the_winner_that_was_measured_for_them(tmp_path, monkeypatc
     scales = "x0: fp32[N], x1: fp32[A, 1, 128], x2: fp32[B, 128, 128]"
     program = parse(f"def epilogue(acc, {scales}) -> bf16: return relu(acc + x0)")
     biased = Problem.of(*SIZES, "e4m3", epilogue=Epilogue(custom=program))
-    assert biased.operands == ()
+    assert [(each.rows, each.cols) for each in biased.operands] == [(1, 4096), (64, 56), (56, 32)]
     chosen = plan.choose(biased, H200)
     assert str(chosen.config) == BLOCKED
     assert chosen.why.startswith(plan.OF_PLAIN)

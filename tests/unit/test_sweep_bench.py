@@ -12,7 +12,8 @@ from cutegemm.choice import spills
 from cutegemm.errors import GemmError
 from cutegemm.problem import Matrix, Problem, reference, scales, scaling, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.tuner.problem_bench import GUARD, Bench
+from cutegemm.tuner.poison import GUARD
+from cutegemm.tuner.problem_bench import Bench
 from tests.fake_backend import FakeBackend
 from tests.tuning_fakes import H200
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 import cutegemm
-from cutegemm import winners
+from cutegemm import ops, winners
 from cutegemm.choice import heuristics
 from cutegemm.errors import GemmError, UnsupportedError
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem
+from cutegemm.problem import Problem, program_request
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.text import parse
 from cutegemm.problem.request import Request
-from cutegemm.run import call, runner
+from cutegemm.run import call, fused, runner
 from cutegemm.tuner import on_demand
+from cutegemm.tuner.problem_bench import Bench
 from cutegemm.winners import Winners
 from tests.fake_backend import uncompiled
 from tests.tuning_fakes import H200, FakeCompiler, FakeTimer
@@ -151,8 +152,86 @@ def test_never_during_capture_nor_when_a_kernel_is_named(cuda, monkeypatch):
     assert cuda.tuned == []
 
 
-def test_a_product_with_a_program_is_not_timed(cuda, monkeypatch):
-    """A bench measures plain products: of others it would find every kernel wrong."""
+@pytest.fixture
+def on_gpu(cuda, monkeypatch):
+    """Tensors of the CPU that a call with a program takes for tensors of a GPU."""
+    describe = program_request.describe
+
+    def described(*call):
+        return describe(*call)._replace(device=torch.device("cuda", 0))
+
+    monkeypatch.setattr(program_request, "describe", described)
+
+
+@pytest.mark.parametrize("constant", [None, "b"])
+def test_the_winner_of_a_program_is_what_the_call_takes(cuda, on_gpu, constant):
+    a, b, residual = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((64, 128), (256, 128), (64, 256)))
+    fused.memo.put("a call", "its old kernel")
+    given = {"epilogue": lambda acc, r, s: ops.tanh(acc * s) + r, "operands": (residual, 0.5), "constant": constant}
+    found = cutegemm.tune(a, b.t(), budget=600, **given)
+    ((problem, *_),) = cuda.tuned
+    assert problem.constant == (constant or "")
+    assert "tanh(acc * x1) + x0" in str(problem.epilogue)
+    assert fused.memo.get("a call") is None, "a repeated call looks at no file"
+    alike, others = lambda acc, r, s: r + ops.tanh(s * acc), (residual, 2.5)
+    asked = program_request.describe(a, b.t(), alike, others, None, None, None)
+    choice = cutegemm.choice.plan.choose(replace(asked.problem, constant=constant or ""), H200)
+    assert str(choice.config) == found.config
+    assert choice.why.startswith(f"tuned winner{' with a constant B' if constant else ''}, own")
+    with pytest.raises(TypeError, match="config: tune chooses it"):
+        cutegemm.tune(a, b.t(), config="sm90/x", **given)
+
+
+def test_a_program_of_gate_and_up_is_tuned(cuda, on_gpu):
+    a, b = torch.zeros(16, 128, dtype=torch.bfloat16), torch.zeros(256, 128, dtype=torch.bfloat16).t()
+    found = cutegemm.tune(a, b, epilogue=ops.swiglu, budget=600)
+    row = next(row for row in Winners().rows() if (row.config, row.kind) == (found.config, "final"))
+    assert "silu(gate) * up" in row.problem
+    # Where gradients are recorded the kernel also stores the accumulators: another program.
+    cutegemm.tune(a.requires_grad_(), b, epilogue=ops.swiglu, budget=600)
+    assert [len(problem.outputs) > 0 for problem, *_ in cuda.tuned] == [False, True]
+
+
+def test_scales_are_tuned_as_the_program_that_they_are(cuda, on_gpu):
+    a, b = torch.zeros(64, 128).to(torch.float8_e4m3fn), torch.zeros(96, 128).to(torch.float8_e4m3fn).t()
+    cutegemm.tune(a, b, scale_a=torch.ones(64, 1), scale_b=torch.ones(1, 96), budget=600)
+    ((problem, *_),) = cuda.tuned
+    assert str(problem.epilogue) == "def epilogue(acc, x0: fp32[M, 1], x1: fp32[N]) -> bf16: return acc * x0 * x1"
+
+
+def test_a_function_of_the_fixed_terms_is_tuned_as_these(cuda, on_gpu):
+    a = torch.zeros(64, 64, dtype=torch.bfloat16)
+    cutegemm.tune(a, a.t(), epilogue=ops.silu, budget=600)
+    assert cuda.tuned[0][0] == Problem.of(64, 64, 64, epilogue=Epilogue(activation="silu"))
+
+
+def test_bad_programs_are_refused():
+    a, b = torch.zeros(8, 8), torch.zeros(8, 8)
+    with pytest.raises(ValueError, match="a: got a tensor on cpu; tune times"):
+        cutegemm.tune(a, b, epilogue=ops.swiglu)
+    with pytest.raises(cutegemm.EpilogueError):
+        cutegemm.tune(a, b, epilogue=lambda acc: acc if acc > 0 else 0.0)
+    with pytest.raises(ValueError, match="operands: it is given without an epilogue"):
+        cutegemm.tune(a, b, operands=(1.0,))
+    with pytest.raises(TypeError, match="operands: got float"):
+        cutegemm.tune(a, b, epilogue=ops.tanh, operands=1.0)
+    with pytest.raises(ValueError, match="epilogue: got one together with c"):
+        cutegemm.tune(a, b, epilogue=ops.tanh, activation="silu")
+    with pytest.raises(ValueError, match="save: got 'x'"):
+        cutegemm.tune(a, b, epilogue=ops.tanh, save="x")
+
+
+def test_a_program_that_cannot_be_checked_is_said():
+    a = torch.zeros(64, 64, dtype=torch.bfloat16)
+    problem = program_request.describe(a, a, lambda acc: ops.sqrt(acc - 100.0), (), None, None, None).problem
+    with pytest.raises(ValueError, match="only 0% of result 0 can be checked") as why:
+        Bench(problem, H200, device="cpu")
+    with pytest.raises(GemmError, match=r"tune: .*only 0% of result 0"):
+        on_demand.search(problem, H200, 0, **{**fakes(FakeTimer({}, open_fails=str(why.value))), "budget": 600})
+
+
+def test_unasked_a_product_with_a_program_is_not_timed(cuda, monkeypatch):
+    """Under CUTEGEMM_TUNE=1 a program takes the winner of the plain product; `tune` measures it."""
     monkeypatch.setenv("CUTEGEMM_TUNE", "1")
     program = Epilogue(custom=parse("def epilogue(acc) -> bf16: return -acc"))
     asked = cuda.call.request

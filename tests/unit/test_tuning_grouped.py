@@ -15,7 +15,6 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.tuner.grouped_bench import DRAWS, MEASURED, GroupedBench, ends_of
-from cutegemm.tuner.problem_bench import poison
 from cutegemm.tuner.timer import TORCH
 from cutegemm.tuner.timing import Timing
 from tuning import grouped, grouped_ways, suites
@@ -232,7 +231,7 @@ def test_the_tuner_checks_results_in_groups(work):
     small = replace(H200, l2_bytes=1)
     bench = GroupedBench(problem, small, seed=1, device="cpu")
     assert int(bench._ends[0][-1]) == {"ragged_m": 24, "ragged_n": 16, "ragged_k": 8}[work]
-    poison(bench._whole)
+    bench._memory[0].poison()
     for call in bench._torch()[:1]:
         call()
     assert bench._verdict() == "ok"
@@ -275,8 +274,8 @@ def test_the_tuner_checks_scaled_results_in_groups(work):
     epilogue = Epilogue(custom=scaling.of_blocks("e4m3", "fp32", work))
     problem = Problem.of(24, 16, 144, "e4m3", batch=3, work=work, out_dtype="fp32", epilogue=epilogue)
     bench = GroupedBench(problem, replace(H200, l2_bytes=1), seed=1, device="cpu")
-    (bounds,) = (bench._bounds,)
-    poison(bench._whole)
+    (bounds,) = bench._bounds
+    bench._memory[0].poison()
     bench._d.copy_(bounds.value)
     assert bench._verdict() == "ok"
     bench._torch()[0]()

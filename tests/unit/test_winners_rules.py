@@ -19,6 +19,7 @@ from cutegemm.hardware.arch import ARCHS
 from cutegemm.problem import Problem
 from cutegemm.problem import text as problem_text
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.text import parse
 from cutegemm.tuner import run as sweep_run
 from cutegemm.winners import Measurement, Winners, lookup, neighbours
 from cutegemm.winners import table as winners_table
@@ -230,6 +231,13 @@ CONFIGS = [
 PROBLEMS = [
     str(PROBLEM), str(Problem.of(64, 64, 64, "fp32")), str(Problem.of(64, 72, 80, "fp32", precision="tf32", batch=3)),
     str(Problem.of(64, 64, 64, "fp16", epilogue=Epilogue("fp32", None, "n", "relu"))),
+    *(
+        str(Problem.of(64, 64, 64, constant="b", epilogue=Epilogue(custom=parse(f"def epilogue({given}: {made}"))))
+        for given, made in (
+            ("gate: halves[0], up: halves[1]) -> bf16", "return silu(gate) * up"),
+            ("acc, x0: bf16[M, N], x1: int32) -> (bf16, fp32)", "t0 = acc / x0; return t0 * float(x1), row_sum(t0)"),
+        )
+    ),
 ]  # fmt: skip
 
 

@@ -78,15 +78,20 @@ def bounds(
         )
     ]
     given = [place.read(each, value, torch.float64) for each, value in zip(program.inputs, operands, strict=True)]
-    known: list[_Known] = []
-    for node, kind in zip(program.nodes, program.types, strict=True):
+    last = {arg: number for number, node in enumerate(program.nodes) for arg in node.args}
+    kept = {output.node for output in program.outputs}
+    known: dict[int, _Known] = {}
+    for number, (node, kind) in enumerate(zip(program.nodes, program.types, strict=True)):
         if node.op == "acc":
-            known.append(accumulators[int(node.attribute or 0)])
+            known[number] = accumulators[int(node.attribute or 0)]
         elif node.op == "input":
             value = given[int(node.attribute or 0)]
-            known.append(interval.exactly(value) if kind == F32 else value)
+            known[number] = interval.exactly(value) if kind == F32 else value
         else:
-            known.append(_applied(node, kind, [known[arg] for arg in node.args], place))
+            known[number] = _applied(node, kind, [known[arg] for arg in node.args], place)
+        for arg in {*node.args} - kept:
+            if last[arg] == number:  # matrices of a large D: nobody reads this one again
+                del known[arg]
     found = []
     for output, value in zip(program.outputs, values, strict=True):
         result = known[output.node]

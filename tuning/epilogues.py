@@ -1,0 +1,88 @@
+"""The epilogue programs that command lines know by name, and the problems that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from cutegemm import ops
+from cutegemm.problem import Problem
+from cutegemm.problem.dtypes import PRODUCTS
+from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
+from cutegemm.problem.program.graph import Input
+from cutegemm.problem.program.terms import terms_of
+from cutegemm.problem.program_request import traced, with_epilogue
+
+
+class Named(NamedTuple):
+    """A function of the accumulators and of operands, and which these are: a string of "n" (a vector along the columns
+    of D), "m" (along its rows) or "mn" (a matrix) for each, in the dtype of D.
+    """
+
+    function: Callable[..., Any]
+    operands: tuple[str, ...] = ()
+
+
+def gelu_bias_residual(acc: Any, bias: Any, residual: Any) -> Any:
+    return ops.gelu(acc + bias) + residual
+
+
+def residual_squares(acc: Any, residual: Any) -> Any:
+    """The sum with the residual, and the sums of its squares over each row."""
+    y = acc + residual
+    return y, ops.row_sum(y * y)
+
+
+TABLE: Mapping[str, Named] = MappingProxyType(
+    {
+        **{
+            name: Named(getattr(ops, name))
+            for gated in ("swiglu", "geglu", "geglu_tanh", "reglu") for name in (gated, f"{gated}_pairs")
+        },
+        **{name: Named(getattr(ops, name)) for name in ACTIVATIONS},
+        "causal": Named(ops.causal),
+        "gelu_bias_residual": Named(gelu_bias_residual, ("n", "mn")),
+        "residual_squares": Named(residual_squares, ("mn",)),
+        "rope": Named(ops.rope, ("mn", "mn")),
+    }
+)  # fmt: skip
+"""The programs by name. Activations alone are those of the fixed epilogue, as `gemm` recognizes them."""
+
+
+def named(text: str) -> list[Named]:
+    """The programs of a comma-separated list. Raises ValueError naming what is accepted."""
+    names = text.split(",")
+    for name in names:
+        if name not in TABLE:
+            raise ValueError(f"--epilogue: got {name!r}, accepted are {', '.join(TABLE)}")
+    return [TABLE[name] for name in dict.fromkeys(names)]
+
+
+def problem(
+    program: Named, m: int, n: int, k: int, dtype: str, *, out_dtype: str | None = None, batch: int = 1, **options: Any
+) -> Problem:
+    """The problem of a dense product with a program, of contiguous tensors, as `gemm` poses it.
+
+    Args:
+        n: columns of the product; with a program of gate and up D has half as many. options: further ones of
+            `Problem.of`.
+
+    Raises ValueError where something does not go together.
+    """
+    own = out_dtype or PRODUCTS[dtype].output if dtype in PRODUCTS else "bf16"
+    if own == "int32":
+        raise ValueError("--out-dtype: it is needed with --epilogue and int8 operands, whose results are no int32")
+    inputs = tuple(
+        Input(f"x{i}", own, "m" in along and m > 1, "n" in along and n > 1, batch > 1 and along == "mn")
+        for i, along in enumerate(program.operands)
+    )
+    found = traced(program.function, inputs)
+    if found.uses("partner") and n % 2:
+        raise ValueError(f"--epilogue: got a program of neighbouring columns for {n} of them, expected an even number")
+    outputs = (each._replace(dtype=each.dtype or ("fp32" if each.reduce else own)) for each in found.outputs)
+    found = replace(found, outputs=tuple(outputs))
+    posed = Problem.of(m, n, k, dtype, out_dtype=own, batch=batch, epilogue=Epilogue(custom=found), **options)
+    terms = terms_of(found, ACTIVATIONS)
+    return posed if terms is None else with_epilogue(posed.without_program(), found, terms, posed.operands, ())

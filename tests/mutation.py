@@ -28,6 +28,7 @@ from cutegemm.emulator.workload import Workload, build
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
+from tests.mutation_groups import GroupWork, Sizes
 from tests.mutation_programs import ProgramWork
 from tests.mutation_verdicts import Case, Outcome, Survivor, compare, judge, read_survivors
 from tests.mutation_verdicts import check_unchanged as check_case
@@ -44,6 +45,7 @@ class Spec:
     sm_count: SMs of the pretended GPU, few enough that a persistent CTA gets several tiles of a small problem.
     uninitialized: whether reads of shared memory that nothing wrote count; CUTLASS 2.x multiplies such rows and stores
     nothing. epilogue: what there is beside alpha * A @ B. program: a name of `mutation_programs.PROGRAMS` instead.
+    groups: rows of each group, of products in groups; one for each shape, whose M is not used.
     """
 
     name: str
@@ -59,14 +61,20 @@ class Spec:
     uninitialized: bool = True
     epilogue: Epilogue | None = None
     program: str = ""
+    groups: tuple[Sizes, ...] = ()
 
-    def workloads(self) -> list[Workload] | list[ProgramWork]:
+    def workloads(self) -> Sequence[Workload | ProgramWork | GroupWork]:
         """One a shape, on one kernel. Operands are drawn from a fixed seed; the mutations run on the same."""
         arch = arch_table.get(self.arch)
         if self.sm_count is not None:
             arch = replace(arch, sm_count=self.sm_count)
         if self.program:
             return [ProgramWork(self.program, shape, arch, self.config) for shape in self.shapes]
+        if self.groups:
+            return [
+                GroupWork(sizes, n, k, arch, self.config)
+                for sizes, (_, n, k) in zip(self.groups, self.shapes, strict=True)
+            ]
         problems = [
             Problem.of(*shape, self.dtype, majors=self.majors, precision=self.precision, epilogue=self.epilogue)
             for shape in self.shapes
@@ -91,7 +99,7 @@ class Spec:
         )
 
 
-def _run(work: Workload | ProgramWork, checks: Checks | None, ptx: str, seed: int) -> str | None:
+def _run(work: Workload | ProgramWork | GroupWork, checks: Checks | None, ptx: str, seed: int) -> str | None:
     verdict, _ = work.run(seed=seed, ptx=ptx, checks=checks)
     return None if verdict.ok else verdict.message
 
@@ -168,6 +176,15 @@ SPECS: tuple[Spec, ...] = (
     _sm90("cluster-k", "64x32x64/coop1/c1x1x2/s2/row", "bf16", (72, 40, 328), (8, 8, 24), quick=True),
     _sm90(
         "stream", "64x32x64/coop1/c1x1/s3/row/streamk", "bf16", (64, 128, 184), (64, 224, 120), (8, 8, 24), sm_count=3
+    ),
+    _sm90(
+        "tail",
+        "64x32x32/coop1/c1x1/s3/row/streamk",
+        "bf16",
+        (0, 32, 520),
+        (0, 32, 520),
+        (0, 32, 72),
+        groups=((70, 0, 3), (0, 5, 0), (64, 0, 1)),
     ),
     _sm90("gated", "64x64x64/coop1/c2x1/s2/row", "bf16", (136, 144, 200), (8, 16, 24), program="swiglu"),
     _sm90("statistics", "64x64x64/pp/c1x1/s2/row", "bf16", (136, 72, 200), (8, 8, 24), program="statistics"),

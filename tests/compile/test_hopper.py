@@ -17,7 +17,7 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
 from tests.problems import Case
-from tests.sass import opcodes, registers, spilled
+from tests.sass import opcodes, overlaps, registers, spilled
 from tuning.ladder_hopper import STEPS
 
 CUTE = backend.get("cute")
@@ -87,6 +87,7 @@ def check_instructions(kernel) -> None:
         return any(name.startswith(prefix) and part in name for name in names)
 
     assert some("HGMMA")
+    assert overlaps(kernel.cubin)
     assert f"m64n{chosen.bn}k8.f32.tf32.tf32" in kernel.ptx if wide else f"m64n{chosen.bn}k16" in kernel.ptx
     assert not some("HMMA")
     assert some("UTMALDG")

@@ -24,8 +24,8 @@ LAYERS = {
     "command lines": "tuning.*",
     "public calls": """
         cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
-        cutegemm.quantize cutegemm.quantized_linear cutegemm.scaled_mm cutegemm.moe cutegemm.mixture cutegemm.replacing
-        cutegemm.parallel
+        cutegemm.quantize cutegemm.quantized_linear cutegemm.comparison cutegemm.scaled_mm cutegemm.moe cutegemm.mixture
+        cutegemm.replacing cutegemm.parallel
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """

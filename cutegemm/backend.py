@@ -171,8 +171,8 @@ class Backend(ABC, Generic[C]):
         """
         return None
 
-    def uses_constant(self, config: C, signature: Signature) -> bool:
-        """Whether its kernel makes use of an operand that no running kernel writes (`Signature.constant`)."""
+    def uses_constant(self, config: C, problem: Problem) -> bool:
+        """Whether its kernel makes use of the operand that no running kernel writes (`Problem.constant`)."""
         return False
 
     def for_constant(self, config: C, problem: Problem, arch: Arch) -> C:

@@ -128,7 +128,7 @@ def measured(problem: Problem, arch: Arch) -> Problem:
     if not problem.constant:
         return problem
     used = any(
-        serves.uses_constant(serves.for_constant(config, problem, arch), problem.signature)
+        serves.uses_constant(serves.for_constant(config, problem, arch), problem)
         for serves in map(backends.get, backends.WITH_KERNELS)
         for config, _ in serves.candidates(problem.signature, arch)
     )

@@ -31,7 +31,6 @@ from cutegemm.cute.dmma import config as dmma_config
 from cutegemm.cute.dmma import footprint as dmma_footprint
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import config as hopper_config
-from cutegemm.cute.hopper import constant as hopper_constant
 from cutegemm.cute.hopper import footprint as hopper_footprint
 from cutegemm.cute.hopper import grouping as hopper_grouping
 from cutegemm.cute.hopper import validity as hopper_validity
@@ -85,7 +84,7 @@ def _no_splits(text: str, signature: Signature) -> tuple[int, ...]:
     return ()
 
 
-def _never(config: Any, signature: Signature) -> bool:
+def _never(config: Any, problem: Problem) -> bool:
     return False
 
 
@@ -135,7 +134,7 @@ class Family:
     splits: Callable[[str, Signature], tuple[int, ...]] = _no_splits
     shortlist: Callable[[Signature, Arch, int, int, int, int], list[tuple[str, bool]]] = _all
     tries: Callable[[Any, Signature], bool] = _always
-    uses_constant: Callable[[Any, Signature], bool] = _never
+    uses_constant: Callable[[Any, Problem], bool] = _never
     for_constant: Callable[[Any, Problem, Arch], Any] = _same
     capability: tuple[int, int] = (8, 0)
     forward: bool = True
@@ -166,7 +165,7 @@ FAMILIES: dict[str, Family] = {
         splits=hopper_candidates.splits,
         tries=hopper_candidates.tries,
         shortlist=hopper_candidates.shortlist,
-        uses_constant=hopper_constant.uses_constant,
+        uses_constant=hopper_candidates.uses_constant,
         for_constant=hopper_candidates.for_constant,
         capability=(9, 0),
         forward=False,
@@ -336,9 +335,9 @@ class CuteBackend(Backend[Any]):
             return f"{config.family} has run in the emulator only so far"
         return config.only_by_name()
 
-    def uses_constant(self, config: Any, signature: Signature) -> bool:
+    def uses_constant(self, config: Any, problem: Problem) -> bool:
         """See `Backend.uses_constant`."""
-        return FAMILIES[config.family].uses_constant(config, signature)
+        return FAMILIES[config.family].uses_constant(config, problem)
 
     def for_constant(self, config: Any, problem: Problem, arch: Arch) -> Any:
         """See `Backend.for_constant`."""

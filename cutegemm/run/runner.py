@@ -132,7 +132,7 @@ class Call(NamedTuple):
         promised = self.request.problem
         # An operand that is packed first is written by the kernel in front.
         as_asked = signature == promised.without_constant().signature
-        uses = as_asked and promised.constant and backends.get(choice.backend).uses_constant(choice.config, signature)
+        uses = as_asked and promised.constant and backends.get(choice.backend).uses_constant(choice.config, promised)
         return promised.signature if uses else signature
 
     def _kernel(self, choice: planning.Choice, arch: Arch, signature: Signature) -> backends.Kernel:

@@ -7,7 +7,7 @@
     work         which tiles a CTA computes, and which k tiles of each; `work_count` is the host's side
     operand      an operand's way from global memory into the ring; `pipeline` is the ring's barriers
     mma          WGMMA and the main loop
-    sums         how a sum over K is settled: `cluster_sum`, `split_sum`, `stream_sum`, through a `workspace`
+    sums         how a sum over K is settled: `cluster_sum`, `split_sum`, `stream_sum`, `tail_sum`, in a `workspace`
     store        from accumulators to D, with C and the bias (`terms`); `slab_store` for results that TMA cannot store,
                  `fragment` for single vectors, `reduce` for sums and maxima over rows and columns
     position, memory, output                 where a thread stands, shared memory, the addresses and sizes of D

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cutegemm import replacing
+from cutegemm.comparing import Comparison, LayerError, compare
 from cutegemm.linear import as_rows, linear
 from cutegemm.mixture import MoE, TopKRouter, replace_moe
 from cutegemm.moe import DTYPES
@@ -19,15 +20,7 @@ from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
-from cutegemm.quantized_linear import (
-    FORWARDS,
-    Comparison,
-    Fp8Linear,
-    LayerError,
-    Settings,
-    compare,
-    why_not_quantized,
-)
+from cutegemm.quantized_linear import FORWARDS, Fp8Linear, Settings, why_not_quantized
 
 __all__ = [
     "Comparison", "Fp8Linear", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare", "replace_linears",

@@ -25,7 +25,7 @@ LAYERS = {
     "public calls": """
         cutegemm cutegemm.gemm cutegemm.grouped cutegemm.linear cutegemm.nn cutegemm.tune cutegemm.memory cutegemm.demo
         cutegemm.quantize cutegemm.quantized_linear cutegemm.scaled_mm cutegemm.moe cutegemm.mixture cutegemm.replacing
-        cutegemm.parallel
+        cutegemm.parallel cutegemm.comparing
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """

@@ -91,10 +91,10 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x (..., K) as (rows, K)."""
     if not _is_dynamo_compiling():
         x = sharded.merging(x, range(x.dim() - 1))
-    return x.reshape(leading_extent(x), x.shape[-1])
+    return x.reshape(_leading_extent(x), x.shape[-1])
 
 
-def leading_extent(x: torch.Tensor) -> int:
+def _leading_extent(x: torch.Tensor) -> int:
     """The product of the leading extents: -1 cannot be inferred of an empty tensor."""
     count = 1
     for extent in x.shape[:-1]:

@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from cutegemm import backend as backends
 from cutegemm import replacing
 from cutegemm.gemm import gemm
-from cutegemm.linear import leading_extent
+from cutegemm.linear import as_rows
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import (
     ACCEPTED,
@@ -175,7 +175,7 @@ class Fp8Linear(torch.nn.Module):
         if input.dtype not in INPUTS:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {ACCEPTED_INPUTS}")
         settings = self.settings
-        rows = input.reshape(leading_extent(input), self.in_features)
+        rows = as_rows(input)
         # Backends that take no part in quantization leave it to the best one there is.
         by = settings.backend if settings.backend in quantization_request.BACKENDS else "auto"
         if self.input_scale is None:

@@ -181,6 +181,13 @@ def tokens_in_unequal_parts(setting: Setting) -> None:
             got.sum().backward()
             function(*theirs).sum().backward()
             torch.testing.assert_close(ours[0].grad.full_tensor(), theirs[0].grad)
+    quantized = cutegemm.nn.Fp8Linear(8, 4, False, setting.device, "int8")
+    parts = {name: distribute_tensor(each, setting.mesh, [Replicate()]) for name, each in quantized.named_buffers()}
+    for shape, dim in itertools.product(((3, 5, 8), (2, 3, 5, 8)), range(2)):
+        x = setting.integers(*shape)
+        with torch.no_grad():
+            got = torch.func.functional_call(quantized, parts, (distribute_tensor(x, setting.mesh, [Shard(dim)]),))
+            assert torch.equal(got.full_tensor(), quantized(x))
     a, b = setting.integers(3, 6, 8), setting.integers(8, 10)
     for of_a, of_b in ((Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
         left, right = placed(a, of_a), placed(b, of_b)

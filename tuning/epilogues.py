@@ -17,8 +17,9 @@ from cutegemm.problem.program_request import traced, with_epilogue
 
 
 class Named(NamedTuple):
-    """A function of the accumulators and of operands, and which these are: a string of "n" (a vector along the columns
-    of D), "m" (along its rows) or "mn" (a matrix) for each, in the dtype of D.
+    """An epilogue function and its operands behind the accumulators, all in the dtype of D.
+
+    operands: "n" for a vector along the columns of D, "m" for one along its rows, "mn" for a matrix.
     """
 
     function: Callable[..., Any]
@@ -73,14 +74,17 @@ def problem(
     """
     own = out_dtype or PRODUCTS[dtype].output if dtype in PRODUCTS else "bf16"
     if own == "int32":
-        raise ValueError("--out-dtype: it is needed with --epilogue and int8 operands, whose results are no int32")
+        raise ValueError(
+            f"--out-dtype: got {out_dtype or 'none'} with --epilogue and --dtype {dtype}; accepted are floating-point "
+            "dtypes, such as bf16"
+        )
     inputs = tuple(
         Input(f"x{i}", own, "m" in along and m > 1, "n" in along and n > 1, batch > 1 and along == "mn")
         for i, along in enumerate(program.operands)
     )
     found = traced(program.function, inputs)
     if found.uses("partner") and n % 2:
-        raise ValueError(f"--epilogue: got a program of neighbouring columns for {n} of them, expected an even number")
+        raise ValueError(f"--epilogue: got a program of pairs of columns with N = {n}, expected an even number")
     outputs = (each._replace(dtype=each.dtype or ("fp32" if each.reduce else own)) for each in found.outputs)
     found = replace(found, outputs=tuple(outputs))
     posed = Problem.of(m, n, k, dtype, out_dtype=own, batch=batch, epilogue=Epilogue(custom=found), **options)

@@ -274,10 +274,11 @@ class Problem:
             if epi.gating and n % 2:
                 raise ValueError(f"n: got {n}; an epilogue of gate and up needs an even number of columns")
             d = result_matrix(m, n // 2 if epi.gating else n, count_d, out)
-            given = block_scales(epi, m, n, k, batch)
             if work == DENSE:
                 given, more = program_operands(epi, m, n, k, batch), program_outputs(epi, m, n, batch)
                 epi = replace(epi, aligns=epi.aligns or program_aligns(epi.custom, given, more))
+            else:
+                given = block_scales(epi, m, n, k, batch)
         b_dtype = None if b_dtype == dtype else b_dtype
         problem = cls(
             m, n, k, batch, dtype, out, precision, a, b, c, d, epi, work, given, more, b_dtype, constant

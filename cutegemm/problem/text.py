@@ -16,7 +16,7 @@ _SIZE = r"(\d{1,10})"
 _FORM = re.compile(
     rf"(?:{_SIZE}x)?{_SIZE}x{_SIZE}x{_SIZE} (\w+)(?:\*(\w+))?->(\w+)/(\w+)/a([km])(\d+)/b([kn])(\d+)/c(\d+)/d(\d+)"
     r"/(?:(?:([a-z_]+)\()?alpha\*acc(?:\+beta\*C\[(\w+)\])?(?:\+bias_([mn])\[(\w+)\])?\)?"
-    # A division in a program has a space behind it.
+    # A program writes its divisions as `x / y`: the space tells them from the slash before the name of a work.
     r"|(def .+?)(?:@([0-9,]+))?)(?:/(?!constant_)(\w+))?(?:/constant_([ab]))?",
     re.ASCII,
 )
@@ -27,8 +27,9 @@ _HAVING_ALIKE = re.compile(rf"\b(?:{'|'.join(name for name, row in TABLE.items()
 def parse(text: str) -> Problem:
     """A problem whose `str` is `text`: contiguous matrices, except for a C that the text says is read by elements.
 
-    Strides that the text leaves open are those of contiguous matrices; of groups, programs are scales of blocks of K
-    alone. Raises ValueError saying what is wrong with a text that no problem with something to multiply has.
+    Strides that the text leaves open are those of contiguous matrices. Products in groups may have scales of blocks of
+    K, and no other program. Raises ValueError saying what is wrong with a text that no problem with something to
+    multiply has.
     """
     found = _FORM.fullmatch(text)
     if found is None:
@@ -96,7 +97,10 @@ def _with_program(text: str, aligns: str | None, out_dtype: str, n: int, work: s
     outputs = [(f"result {i}", str(each.dtype)) for i, each in enumerate(program.outputs) if i and each.reduce is None]
     numbers = aligns.split(",") if aligns else []
     if len(numbers) != len(inputs) + len(outputs):
-        raise ValueError(f"@{aligns or ''} has alignments of {len(numbers)} matrices, the program has others")
+        raise ValueError(
+            f"@{aligns or ''} has alignments of {len(numbers)} matrices, expected {len(inputs) + len(outputs)}: one "
+            "for each matrix among the operands and among the results behind the first"
+        )
     classes = [
         0 if number == "0" and place < len(inputs) else _alignment(name, number, dtype)
         for place, ((name, dtype), number) in enumerate(zip([*inputs, *outputs], numbers, strict=True))

@@ -48,7 +48,7 @@ def key_of(a, b, sizes, epilogue, operands, out, out_dtype, precision, backend, 
     """The key of a call; None when something about it is strange."""
     try:
         found = (
-            fused.key_of(a, b, epilogue, operands, out, out_dtype, How(precision, backend, config)),
+            fused.key_of(a, b, epilogue, operands, out, out_dtype, (precision, backend, config)),
             *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in sizes[:4]],
             sizes.out_rows, is_on("CUTEGEMM_DEBUG"),
         )  # fmt: skip

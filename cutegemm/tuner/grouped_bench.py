@@ -110,7 +110,8 @@ class GroupedBench(Bench):
         if self.problem.dtype == "bf16" and self._device == "cuda" and hasattr(torch, "_grouped_mm"):
             return [partial(torch._grouped_mm, a, b, offs=ends) for a, b, ends in whole]
         if ITEMSIZE[self.problem.dtype] == 1:
-            whole = [(a.bfloat16(), b.bfloat16(), ends) for a, b, ends in whole[:1]]
+            a, b = (each.bfloat16() for each in self._operands(0))
+            whole = [(a, b, ends) for ends in self._ends[: len(DRAWS)]]
         return [partial(self._loop, a, b, ends.tolist()) for a, b, ends in whole]
 
     def _loop(self, a: torch.Tensor, b: torch.Tensor, ends: list[int]) -> None:

@@ -87,7 +87,6 @@ class Bench:
             if given.scales and isinstance(each, torch.Tensor)
         }  # fmt: skip
         self._memory = [Guarded(_span(p.d, p.batch), torch_dtype(p.out_dtype), device)]
-        self._whole = self._memory[0].whole
         self._d = _view(self._memory[0].inner, p.d, p.batch)
         self._results = [self._d, *self._more_results()]
         self._partials: dict[Key, list[Guarded]] = {}

@@ -76,8 +76,8 @@ def test_a_matrix_without_neighbours_is_read_back_as_one():
     [
         ("-> (bf16,", "-> (fp16,", "the program is"),
         ("-> (bf16, fp32, fp32, fp32)", "-> (bf16, None, fp32, fp32)", "the program is"),
-        ("@16,16", "", "has alignments of 0 matrices"),
-        ("@16,16", "@16", "has alignments of 1 matrices"),
+        ("@16,16", "", "has alignments of 0 matrices, expected 2"),
+        ("@16,16", "@16", "has alignments of 1 matrices, expected 2"),
         ("@16,16", "@16,0", "result 1 is aligned to 0 bytes"),
         ("@16,16", "@16,2", "result 1 is aligned to 2 bytes"),
         ("@16,16", "@3,16", "operand x1 is aligned to 3 bytes"),

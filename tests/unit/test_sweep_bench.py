@@ -85,11 +85,11 @@ def one_infinite(bench: Bench) -> None:
 
 
 def before(bench: Bench) -> None:
-    bench._whole[GUARD - 1] = 0.0
+    bench._memory[0].whole[GUARD - 1] = 0.0
 
 
 def behind(bench: Bench) -> None:
-    bench._whole[-GUARD] = 0.0
+    bench._memory[0].whole[-GUARD] = 0.0
 
 
 def failing(bench: Bench) -> None:

@@ -62,7 +62,10 @@ def test_what_is_asked():
         (("--epilogue", "swiglu", "--work", "ragged_m"), "with --work ragged_m"),
         (("--epilogue", "swiglu", "--dtype", "e4m3", "--scaling", "rows"), "with --scaling"),
         (("--epilogue", "swiglu", "--dtype", "fp64"), "programs compute in fp32"),
-        (("--epilogue", "swiglu", "--dtype", "int8"), "--out-dtype: it is needed"),
+        (
+            ("--epilogue", "swiglu", "--dtype", "int8"),
+            "--out-dtype: got none with --epilogue and --dtype int8; accepted",
+        ),
         (("--epilogue", "swiglu", "--dtype", "int4"), "'int4'"),
         (("--epilogue", "swiglu", "--shapes", "64x63x64"), "an even number of columns"),
         (("--epilogue", "rope", "--shapes", "64x63x64"), "expected an even number"),

@@ -237,7 +237,7 @@ def test_the_tuner_checks_results_in_groups(work):
     assert bench._verdict() == "ok"
     bench._d[(0,) * bench._d.dim()] += 10
     assert bench._verdict().startswith("wrong")
-    bench._whole[0] = 0
+    bench._memory[0].whole[0] = 0
     assert "outside D" in bench._verdict()
     assert TORCH not in bench._calls
     with pytest.raises(ValueError, match="others take theirs"):

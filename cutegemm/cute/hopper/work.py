@@ -287,15 +287,15 @@ class Tail:
     """Stream-K for groups: the tiles left over behind whole waves are cut along K into equal parts.
 
     Whole waves of tiles come first, a tile a cluster. Then follow the tiles that are left over, each cut into as many
-    parts as the clusters have room for at a time; `tail_sum` adds them up.
+    parts as the clusters have room for at a time, within `MOST_PARTS` and `LEAST_OF_PART`; `tail_sum` adds them up.
 
         4 clusters, 6 tiles    | cluster 0      | cluster 1      | cluster 2       | cluster 3       |
                                | tile 0         | tile 1         | tile 2          | tile 3          |
                                | tile 4, part 0 | tile 5, part 0 | tile 4, part 1  | tile 5, part 1  |
 
-    Parts of one number walk the same k tiles at the same time, so that the tiles of a group share what the L2 cache
-    holds. Stretches each begin at another k tile: of groups with a long K they read the operands from memory again for
-    each tile.
+    Parts with the same number walk the same k tiles at the same time, so that the tiles of a group share what the L2
+    cache holds. `Stretches` would each begin at another k tile: with a long K the operands of each tile would be read
+    from memory again.
 
     tiles: how many there are. That is all that is kept from tile to tile, because registers are scarce.
     """

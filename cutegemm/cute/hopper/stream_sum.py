@@ -25,12 +25,14 @@ from cutegemm.cute.hopper.workspace import Workspace
 from cutegemm.cute.source import aligned
 from cutegemm.cute.whole import Adder
 
-BATCH = 4
-"""16-byte loads in flight a thread while parts are added: the accumulators leave few registers."""
-
 
 class StreamSum:
-    """Puts the two parts of a cut tile together; `store` takes whole sums. add: the sum of two vectors."""
+    """Puts the two parts of a cut tile together; `store` takes whole sums. add: the sum of two vectors.
+
+    batch: 16-byte loads in flight a thread while parts are added. The accumulators leave few registers.
+    """
+
+    batch = 4
 
     def __init__(self, config: HopperConfig, store: Any, add: Adder) -> None:
         self.vectors = config.accumulators // 4
@@ -78,15 +80,19 @@ class StreamSum:
             cute.autovec_copy(values, self._vectors(2 * share + part, 0, self.vectors))
             there = self._told(word, 1)
         if there != 0:
-            for first in cutlass.range_constexpr(0, self.vectors, BATCH):
-                count = min(BATCH, self.vectors - first)
-                other = cute.make_rmem_tensor((4, count), Float32)
-                cute.autovec_copy(self._vectors(2 * share + 1 - part, first, count), other)
-                own = cute.make_tensor(accumulators.iterator + 4 * first, cute.make_layout((4, count)))
-                own.store(self.add(own.load(), other.load()))
+            self._add_part(accumulators, 2 * share + 1 - part)
             if self.thread == 0:
                 cute.make_tensor(word, cute.make_layout(1))[0] = Int64(0)
         return there
+
+    def _add_part(self, accumulators, part) -> None:
+        """Adds part number `part` of the workspace to the accumulators."""
+        for first in range(0, self.vectors, self.batch):
+            count = min(self.batch, self.vectors - first)
+            other = cute.make_rmem_tensor((4, count), Float32)
+            cute.autovec_copy(self._vectors(part, first, count), other)
+            own = cute.make_tensor(accumulators.iterator + 4 * first, cute.make_layout((4, count)))
+            own.store(self.add(own.load(), other.load()))
 
     def _vectors(self, part, first: int, count: int):
         """(4, count): this thread's accumulators of a part, from vector `first` on."""

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from cutegemm.cute.hopper.stream_sum import StreamSum
-
-BATCH = 8
-"""16-byte loads in flight a thread while a part is added."""
 
 
 class TailSum(StreamSum):
     """Adds up the parts of a tile behind the whole waves; `store` takes whole sums."""
+
+    batch = 8
 
     @cute.jit
     def finish(self, accumulators, tile, work):
@@ -52,12 +51,7 @@ class TailSum(StreamSum):
             last = Int32(1)
             cute.autovec_copy(self._vectors(share, 0, self.vectors), values)
             for number in cutlass.range(1, parts, unroll=1):
-                for first in cutlass.range_constexpr(0, self.vectors, BATCH):
-                    count = min(BATCH, self.vectors - first)
-                    other = cute.make_rmem_tensor((4, count), Float32)
-                    cute.autovec_copy(self._vectors(share + number * stride, first, count), other)
-                    own = cute.make_tensor(accumulators.iterator + 4 * first, cute.make_layout((4, count)))
-                    own.store(self.add(own.load(), other.load()))
+                self._add_part(accumulators, share + number * stride)
             if self.thread == 0:
                 cute.make_tensor(word, cute.make_layout(1))[0] = Int64(0)
         return last

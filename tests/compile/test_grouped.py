@@ -37,6 +37,7 @@ def gated() -> Epilogue:
         ("256x192x64/coop2/c1x2/s3/serp8/zig/streamk/pdl", "ragged_m", "tn", None),
         ("256x128x64/coop2/c2x1/s4/serp8/swap/zig/streamk/pdl", "ragged_m", "tn", None),
         ("128x256x64/coop2/c2x1/s4/serp8/zig/streamk/pdl", "ragged_m", "tn", gated()),
+        ("64x256x64/coop1/c2x1/s4/serp8/streamk/pdl", "gathered_m", "tn", gated()),
         ("128x256x64/coop2/c1x2/s4/hilbert/zig/streamk/pdl", "scattered_m", "tt", None),
     ],
 )

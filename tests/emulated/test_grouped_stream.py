@@ -15,7 +15,7 @@ from cutegemm.cute.compile import CuteKernel
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem
-from cutegemm.problem.work import MASKED, RAGGED_M, RAGGED_N, SCATTERED
+from cutegemm.problem.work import GATHERED, MASKED, RAGGED_M, RAGGED_N, SCATTERED
 from tests.emulated.gpus import gpu_of
 from tests.groups import SKEWS, GroupCase, sizes_of
 
@@ -28,6 +28,7 @@ CONFIGS = [
     (RAGGED_M, "64x64x64/coop1/c1x2/s3/hilbert/streamk/pdl", "nt", 2),
     (RAGGED_N, "64x64x64/coop1/c1x1/s3/g2/swap/streamk", "tt", 1),
     (MASKED, "128x32x64/coop2/c2x1/s3/g2/streamk/skew", "tn", 2),
+    (GATHERED, "64x64x64/coop1/c2x1/s3/g2/streamk", "tn", 2),
     (SCATTERED, "64x16x64/coop1/c1x1/s3/g2/swap/streamk", "tt", 1),
 ]
 
@@ -136,11 +137,11 @@ def test_too_little_k_to_cut(k, seed, monkeypatch):
 def test_gate_and_up_and_operands_of_rows(seed, monkeypatch):
     gpu_of(3, monkeypatch)
     generator = torch.Generator().manual_seed(seed)
-    case = GroupCase.random(RAGGED_M, [70, 0, 3, 130], 0, 144, 1032, majors="tt", seed=seed)
+    case = GroupCase.random(GATHERED, [70, 0, 3, 130], 0, 144, 1032, majors="tt", seed=seed)
     rows = case.extents.m
     case.epilogue = lambda acc, row: ops.swiglu(acc) * row
     case.operands = (torch.randn(rows, 1, generator=generator),)
-    case.run(backend="cute", config="sm90/128x64x64/coop2/c1x1/s3/g2/streamk")
+    case.run(backend="cute", config="sm90/64x64x64/coop1/c1x1/s3/g2/streamk")
 
 
 def test_fewer_tiles_than_clusters_are_cut(seed, monkeypatch):

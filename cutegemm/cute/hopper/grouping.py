@@ -97,8 +97,6 @@ def why_invalid(config: HopperConfig, signature: Signature) -> str | None:
 def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
     if signature.precision == "tf32":
         return "cp.async, which gathers rows of A, does not round them to tf32; gather them first"
-    if config.stream_k:
-        return "a thread that gathers rows has no registers left for parts of tiles; accepted are tiles without streamk"
     if config.cluster[0 if config.swapped else 1] > 1:
         return "each CTA gathers its rows of A by itself; accepted are clusters that share B only"
     extent = config.bn if config.swapped else config.bm
@@ -106,6 +104,8 @@ def _why_not_gathered(config: HopperConfig, signature: Signature) -> str | None:
     if copies > MOST_GATHERED:
         return f"a producer thread would gather {copies} rows of a tile; accepted are up to {MOST_GATHERED}"
     dealt = registers(config, signature)
+    if dealt is not None and config.stream_k:
+        return "a producer thread that gathers rows has no registers left for streamk; accepted is coop1, or no streamk"
     if dealt is not None and dealt[0] < GATHER_REGISTERS:
         return f"a producer thread has {dealt[0]} registers; gathering rows takes {GATHER_REGISTERS}"
     return None

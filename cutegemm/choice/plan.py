@@ -163,7 +163,7 @@ def _best_known(problem: Problem, arch: Arch, backend: str | None, known: object
 
 
 def _for_constant(problem: Problem, arch: Arch, found: tuple[str, Any, str]) -> tuple[str, Any, str]:
-    """What was found without the promise, with what makes use of the problem's constant operand."""
+    """A choice made without the promise, changed so that its kernel makes use of the problem's constant operand."""
     name, config, why = found
     changed = backends.get(name).for_constant(config, problem, arch)
     return name, changed, why if changed == config else f"{why}, of {config}, which runs without the promise"

@@ -87,7 +87,7 @@ class Call(NamedTuple):
 
     @classmethod
     def posed(cls, found: Request | ProgramRequest, how: How) -> Call:
-        """The call that is described so."""
+        """The call of a described request, with the options `how`."""
         if how.constant is not None:
             found = request.with_constant(found, how.constant)
         return cls(found, how.backend, how.config)

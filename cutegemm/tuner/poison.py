@@ -1,4 +1,4 @@
-"""Memory that a kernel under test writes: full of what no right kernel leaves there, between guard bands."""
+"""Memory for the results of a kernel under test: bytes that no right kernel leaves there, between guard bands."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ LOADING_SECONDS = 0.005
 MOST_KEPT = 16
 """Candidates whose kernels and graphs are kept; the least recently used go first."""
 CHECKED = 0.25
-"""Share of a result's elements, at least, of which a check must be able to say something. Of a logarithm it is half."""
+"""The least share of a result's elements that its bound must restrict. Of log(acc) it restricts half."""
 Key = tuple[str, str]
 Given: TypeAlias = "torch.Tensor | float | int"
 """An operand of a program."""
@@ -67,8 +67,8 @@ class Bench:
         self._generator = torch.Generator(device=device)
         self.seed = self._generator.seed() if seed is None else self._generator.manual_seed(seed).initial_seed()
         p, epilogue = problem, problem.epilogue
-        # With a program accumulators of about 1, of which every function says something. Powers of two leave the
-        # operands' digits as they are.
+        # With a program, B is scaled so that accumulators are about 1, where a wrong function shows. The scale is a
+        # power of two, which leaves the operands' digits as they are.
         scale = 2.0 ** -round(math.log2(p.k or 1) / 2) if epilogue.custom is not None and ITEMSIZE[p.dtype] > 1 else 1.0
         a, b = self._draw(p.a, p.dtype), self._draw(p.b, p.b_dtype or p.dtype, scale)
         sets = rotation(p.min_bytes, arch.l2_bytes) if sets is None else sets
@@ -79,7 +79,7 @@ class Bench:
             length = p.n if epilogue.bias_axis == "n" else p.m
             self._bias = self._normal(length, epilogue.bias_dtype == "fp64").to(torch_dtype(epilogue.bias_dtype))
         self._beta = 0.5 if self._c is not None else 0.0
-        # Of each input set, the program's operands: those of the first, and copies.
+        # The program's operands for each input set: those of the first set, and copies of them.
         self._given = [drawn := self._draw_given(), *(self._copied(drawn) for _ in range(sets - 1))]
         inputs = epilogue.custom.inputs if epilogue.custom is not None else ()
         self._scales = {

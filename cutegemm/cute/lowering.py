@@ -8,9 +8,9 @@ y = |z|, no activation has a sum that cancels:
     silu(z) = max(z, 0) - y s(-y), gelu_tanh(z) = max(z, 0) - y s(-2 u), u = sqrt(2/pi) (y + 0.044715 y^3)
 
 where Phi(-y) is 2 to a polynomial (`LOG2_PHI`), and s(-x) = e / (1 + e), e = 2^(-x log2(e)), whose reciprocals are
-taken four at a time (`_reciprocals`). y is cut off where y e is nothing, so that an infinity gives the limit. erf is
-from M. Abramowitz, I. Stegun, "Handbook of Mathematical Functions", 7.1.26, whose absolute error is 1.5e-7. With
-ex2.approx and rcp.approx (relative errors 2^-22 and 2^-23, PTX ISA) no factor is further off than 8 * 2^-24.
+taken four at a time (`_reciprocals`). y is cut off where y e is nothing, so that an infinity gives the limit. With
+ex2.approx and rcp.approx (relative errors 2^-22 and 2^-23, PTX ISA) no factor is further off than 8 * 2^-24. erf is a
+polynomial up to 0.9 and 1 - 2^polynomial beyond (`ERF`, `LOG2_ERFC`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ LOG2_PHI = (-0.99999994, -1.1511275, -0.45899925, -0.05313024, 0.00792677, -0.00
 They minimize the largest error of Phi, 2^-21.8, where its relative error is at most 2^-14 for y <= 3, 2^-13 to 4.2,
 2^-10 to 5, 2^-9 to 5.5, 2^-8 to 6 and 2^-7 to 7. The polynomial falls to PHI_END, where it is -114.3.
 """
+
+ERF = (1.1283791, -0.37612224, 0.11279123, -0.026672991, 0.0048606726, -0.000533572)
+"""Coefficients, of 1 first, of a polynomial in x^2 for erf(x) / x where |x| < `ERF_END`: it is 2^-24.1 off, relatively."""
+
+ERF_END, ERFC_END = 0.9, 4.0
+LOG2_ERFC = (-0.0026289586, -1.6163924, -0.93840647, -0.1317509, 0.022581859, -0.001819789)
+"""Coefficients, of 1 first, of a polynomial in y = ERF_END .. ERFC_END for log2(1 - erf(y)), of which erf is 2^-25.1 off.
+From ERFC_END on erf rounds to 1."""
 
 
 def finish(program: Program, size: int, leaf: Leaf, rows: Sequence[int] = ()) -> list[Any]:
@@ -211,11 +219,12 @@ def _tanh(x):
 
 
 def _erf(x):
-    """Abramowitz and Stegun 7.1.26."""
+    """Within 2^-22, relatively, with the largest errors that its instructions may have."""
     y = cute.math.abs(x)
-    t = _reciprocal(1.0 + 0.3275911 * y)
-    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    size = 1.0 - tail * _exp2(y * y * -1.4426950408889634)
+    near = y * _polynomial(ERF, y * y)
+    end = cute.full_like(y, ERFC_END)
+    far = 1.0 - _exp2(_polynomial(LOG2_ERFC, cute.math.min(y, end, propagate_nan=True)))
+    size = cute.where(y < ERF_END, near, far)
     return cute.where(x < 0.0, -size, size)
 
 

@@ -24,6 +24,7 @@ class _Draw:
 
     def __init__(self, seed: int, inputs: int, smooth: bool, wild: float) -> None:
         self.random = random.Random(seed)
+        self.periods = random.Random(seed + 1)  # apart, so that a seed's program is otherwise what it always was
         self.smooth = smooth
         self.wild = wild
         self.builder = Builder([self.input(i) for i in range(self.random.randint(0, inputs))])
@@ -41,7 +42,8 @@ class _Draw:
             return Input(f"x{i}", r.choice(("fp32", "int32")), by_value=True)
         dtype = "int32" if r.random() < 0.1 else r.choice(TERMS)
         m, n = r.choice(((False, True), (True, False), (True, True), (True, True), (False, False)))
-        return Input(f"x{i}", dtype, m, n, r.random() < 0.3)
+        period = self.periods.choice((2, 5, 8, 16, 24, 32, 64, 128)) if n and self.periods.random() < 0.2 else 0
+        return Input(f"x{i}", dtype, m, n, r.random() < 0.3, period=period)
 
     def float(self) -> int:
         if self.random.random() < 0.15:
@@ -150,6 +152,7 @@ def program(seed: int, **options) -> Program:
 
 def shape(given: Input, count: int | None, m: int, n: int) -> tuple[int, ...]:
     """The shape of an operand's tensor; count: the batch, None without one."""
+    n = given.period or n
     if given.batched and count is not None:
         return count, m if given.m else 1, n if given.n else 1
     if given.m:

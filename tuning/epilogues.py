@@ -17,9 +17,10 @@ from cutegemm.problem.program_request import traced, with_epilogue
 
 
 class Named(NamedTuple):
-    """An epilogue function and its operands behind the accumulators, all in the dtype of D.
+    """An epilogue function and its operands behind the accumulators.
 
-    operands: "n" for a vector along the columns of D, "m" for one along its rows, "mn" for a matrix.
+    operands: "n" for a vector along the columns of D, "m" for one along its rows, "mn" for a matrix, "m128" for one of
+    128 columns that repeat, all of these in the dtype of D; "int" for a Python int.
     """
 
     function: Callable[..., Any]
@@ -36,6 +37,11 @@ def residual_squares(acc: Any, residual: Any) -> Any:
     return y, ops.row_sum(y * y)
 
 
+def rope_heads(acc: Any, cos: Any, sin: Any, values: Any) -> Any:
+    """The rotation of a QKV product with heads of 128 columns, whose V, from column `values` on, stays as it is."""
+    return ops.where(ops.column() < values, ops.rope(acc, cos, sin, head=128), acc)
+
+
 TABLE: Mapping[str, Named] = MappingProxyType(
     {
         **{
@@ -47,6 +53,7 @@ TABLE: Mapping[str, Named] = MappingProxyType(
         "gelu_bias_residual": Named(gelu_bias_residual, ("n", "mn")),
         "residual_squares": Named(residual_squares, ("mn",)),
         "rope": Named(ops.rope, ("mn", "mn")),
+        "rope_heads": Named(rope_heads, ("m128", "m128", "int")),
     }
 )  # fmt: skip
 """The programs by name. Activations alone are those of the fixed epilogue, as `gemm` recognizes them."""
@@ -79,7 +86,15 @@ def problem(
             "dtypes, such as bf16"
         )
     inputs = tuple(
-        Input(f"x{i}", own, "m" in along and m > 1, "n" in along and n > 1, batch > 1 and along == "mn")
+        Input(f"x{i}", "int32", by_value=True)
+        if along == "int"
+        else Input(
+            f"x{i}",
+            own,
+            "m" in along and m > 1,
+            along == "m128" or ("n" in along and n > 1),
+            batch > 1 and along in ("mn", "m128"),
+        )
         for i, along in enumerate(program.operands)
     )
     found = traced(program.function, inputs)

@@ -23,7 +23,7 @@ from cutegemm.problem.program import bound
 from cutegemm.tuner import timing
 from tuning import cli, epilogues
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Any, ...]
 functional = torch.nn.functional
 
 
@@ -84,6 +84,23 @@ def _rope(x: torch.Tensor, w: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     return y * cos + torch.stack((-odd, even), -1).flatten(-2) * sin
 
 
+def _head_angles(m: int, n: int, device: Any) -> tuple[Any, ...]:
+    """Cosines and sines (M, 128) that all heads share, as models hold them, and the first column of V: Llama-3-8B's QKV
+    has 32 heads of Q, 8 of K and 8 of V.
+    """
+    rates = 10000.0 ** (-torch.arange(64, device=device) / 64)
+    angle = (torch.arange(m, device=device)[:, None] * rates).repeat_interleave(2, dim=1)
+    return angle.cos().bfloat16(), angle.sin().bfloat16(), n // 6 * 5
+
+
+def _rope_heads(x: torch.Tensor, w: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, values: int) -> torch.Tensor:
+    y = x @ w
+    heads = y[:, :values].unflatten(-1, (-1, cos.shape[-1]))
+    even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = heads * cos[:, None] + torch.stack((-odd, even), -1).flatten(-2) * sin[:, None]
+    return torch.cat((turned.flatten(-2), y[:, values:]), -1)
+
+
 def _residual_and_squares(x: torch.Tensor, w: torch.Tensor, residual: torch.Tensor) -> Tensors:
     y = x @ w + residual
     return y, y.float().square().sum(-1)
@@ -108,6 +125,7 @@ def cases(scale: int = 1) -> list[Case]:
             for sizes in ((4096, 4096, 4096), (512, 4096, 14336))
         ),
         case("rope", 4096, 6144, 4096, ops.rope, _rope, _angles),
+        case("rope, heads of 128", 4096, 6144, 4096, epilogues.rope_heads, _rope_heads, _head_angles),
         case(
             "residual, row sums of squares", 4096, 4096, 4096, epilogues.residual_squares, _residual_and_squares,
             _matrix,

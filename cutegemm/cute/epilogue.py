@@ -237,21 +237,28 @@ class SlabEpilogue:
             return self._load_matrix(row).load()
         return self.across[given.name].load() if given.varies == "n" else source.number(row, 0)
 
+    def _place_in_row(self, row, ahead: int):
+        """The pointer to the element of `source` that is `ahead` columns behind this thread's first."""
+        if self.source.given.period:
+            return self.source.at(row, self.column + ahead)
+        return self.place + (ahead if self.source.vector else self.source.offset(0, ahead))
+
     @cute.jit
     def _load_matrix(self, row: Int32):
         """The matrix operand `source` at this thread's chunk of a row; 0 beyond the edge."""
         raw = cute.make_rmem_tensor(self.chunk, self.source.dtype)
         raw.fill(0)
-        start = self.source.at(row, self.column)
+        self.place = self.source.at(row, self.column)
         width = min(self.source.vector, self.chunk) if cutlass.const_expr(self.source.vector > 0) else 1
         vectors = cute.logical_divide(raw, cute.make_layout(width))
         for v in cutlass.range_constexpr(self.chunk // width):
             if self.column + v * width < self.n:
+                place = self._place_in_row(row, v * width)
                 if cutlass.const_expr(self.source.vector > 0):
-                    place = aligned(start + v * width, width * (self.source.dtype.width // 8))
+                    place = aligned(place, width * (self.source.dtype.width // 8))
                     cute.autovec_copy(cute.make_tensor(place, cute.make_layout(width)), vectors[None, v])
                 else:
-                    raw[v] = cute.make_tensor(start + self.source.offset(0, v), cute.make_layout(1))[0]
+                    raw[v] = cute.make_tensor(place, cute.make_layout(1))[0]
         values = cute.make_rmem_tensor(self.chunk, self.source.wide)
         values.store(raw.load().to(self.source.wide))
         return values

@@ -52,9 +52,16 @@ class Source:
         name = f"{self.given.name}_{along}"
         return getattr(self.args, name) if name in self.strides else 1
 
+    def _column(self, column) -> Any:
+        """The column of the operand that belongs to one of D."""
+        period = self.given.period
+        if not period or isinstance(column, int):
+            return column % period if period else column
+        return column & (period - 1) if period & (period - 1) == 0 else column % period
+
     def offset(self, row, column) -> Any:
         """Elements from the matrix's first to the one of D's (row, column)."""
-        along = [(row, "row")] * self.given.m + [(column, "col")] * self.given.n
+        along = [(row, "row")] * self.given.m + [(self._column(column), "col")] * self.given.n
         found: Any = Int64(0)
         for number, (place, axis) in enumerate(along):
             stride = self._stride(axis)
@@ -68,10 +75,11 @@ class Source:
 
     def in_row(self, row, column) -> Any:
         """The same for a matrix whose rows are contiguous."""
-        return self.base + (Int64(row) * self._stride("row") + Int64(column))
+        return self.base + (Int64(row) * self._stride("row") + Int64(self._column(column)))
 
     def along(self, place) -> Any:
         """The pointer to element `place` of a vector."""
+        place = self._column(place) if self.given.n else place
         stride = self._stride("row" if self.given.m else "col")
         return self.base + (Int64(place) if isinstance(stride, int) else Int64(place) * stride)
 

@@ -10,8 +10,8 @@ from cutegemm.ops.elements import Operand
 from cutegemm.problem.program import value
 
 __all__ = [
-    "column", "column_max", "column_max_abs", "column_sum", "halves", "matrix", "pairs", "partner", "random", "row",
-    "row_max", "row_max_abs", "row_sum",
+    "column", "column_max", "column_max_abs", "column_sum", "halves", "matrix", "pairs", "partner", "random",
+    "repeated", "row", "row_max", "row_max_abs", "row_sum",
 ]  # fmt: skip
 
 
@@ -87,6 +87,21 @@ def partner(x: Operand) -> Any:
 def _even(x: torch.Tensor, what: str) -> None:
     if x.dim() == 0 or x.shape[-1] % 2:
         value.fail(f"{what}: expected an even number of columns, got a tensor of shape {tuple(x.shape)}")
+
+
+def repeated(operand: Operand, columns: int) -> Any:
+    """An operand (M, P) or (P,), P = columns, that repeats along the columns of D: column j of D takes column j % P.
+
+    So what all heads of an attention layer share is read as it is, and is not copied for each. It holds for the
+    operand wherever the epilogue uses it. columns: a Python int from 2 on; each makes a kernel of its own. N need not
+    be a multiple of it. An operand of one column, or a number, is the same in every column, as ever.
+
+    Raises EpilogueError for anything but an operand as it was given.
+
+    Example, a scale for each of the 128 columns of a head (operands=(scale,)):
+        lambda acc, scale: acc * ops.repeated(scale, 128)
+    """
+    return value.repeated(operand, columns)
 
 
 def random(seed: Operand) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cutegemm.ops.elements import Operand, abs, gelu, gelu_tanh, relu, silu, where
-from cutegemm.ops.places import column, halves, pairs, partner, random, row
+from cutegemm.ops.places import column, halves, pairs, partner, random, repeated, row
 from cutegemm.problem.program import value
 
 __all__ = [
@@ -129,15 +129,20 @@ def alibi(x: Operand, slope: Operand) -> Any:
     return x - slope * abs(row() - column())
 
 
-def rope(x: Operand, cos: Operand, sin: Operand) -> Any:
+def rope(x: Operand, cos: Operand, sin: Operand, head: int | None = None) -> Any:
     """Rotary position embedding on interleaved pairs: columns (2j, 2j + 1) of x are rotated.
 
     out = x cos + (partner(x) at odd columns, -partner(x) at even ones) sin. cos, sin: (M, N), where columns 2j and
     2j + 1 have the same angle; with cos 1 and sin 0 a column (of V) stays as it is.
 
-    Example, the queries and keys of a QKV projection (operands=(cos, sin)):
-        lambda acc, cos, sin: ops.rope(acc, cos, sin)
+    head: the columns of a head, where all heads have the same angles. cos and sin are then (M, head), as models hold
+    them, and are `repeated`.
+
+    Example, the queries and keys of a QKV projection, whose V begins at column 5120 (operands=(cos, sin)):
+        lambda acc, cos, sin: ops.where(ops.column() < 5120, ops.rope(acc, cos, sin, head=128), acc)
     """
+    if head is not None:
+        cos, sin = repeated(cos, head), repeated(sin, head)
     return x * cos + where(column() % 2 == 1, partner(x), -partner(x)) * sin
 
 

@@ -124,10 +124,10 @@ class Signature:
     @property
     def moved(self) -> tuple[int, int]:
         """Bytes for each element of D that a program reads as matrix operands, and those that are written: D and the
-        other matrices of its results.
+        other matrices of its results. Columns that repeat are read again from a cache, and count for nothing.
         """
         given = self.epilogue.custom.inputs if self.epilogue.custom else ()
-        read = sum({**ITEMSIZE, **INTEGERS}[each.dtype] for each in given if each.varies == "mn")
+        read = sum({**ITEMSIZE, **INTEGERS}[each.dtype] for each in given if each.varies == "mn" and not each.period)
         return read, sum(ITEMSIZE[dtype] for _, _, dtype, _ in self.results)
 
     def __hash__(self) -> int:
@@ -437,7 +437,8 @@ def program_operands(epilogue: Epilogue, m: int, n: int, k: int, batch: int) -> 
             found.append(_scales(given, m, n, k, batch))
         elif not given.by_value:
             align = epilogue.matrices.get(given.name)
-            rows, cols, count = m if given.m else 1, columns if given.n else 1, batch if given.batched else 1
+            rows, cols = m if given.m else 1, (given.period or columns) if given.n else 1
+            count = batch if given.batched else 1
             step = 2 if align == 0 else 1
             # The stride of an extent of 1 is 0, as in `program_request.matrix_of`.
             row, col = cols * step if rows > 1 else 0, step if cols > 1 else 0

@@ -58,7 +58,8 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
             outputs.append((value_of(each, recorded)._number, None, None))
         else:
             raise EpilogueError("epilogue: it returns something else than values, reductions and tuples of them")
-    return _text(tuple(recorded.recorder.written), tuple(outputs), recorded.gating, tuple(described))
+    recorder = recorded.recorder
+    return _text(tuple(recorder.written), tuple(recorder.repeated), tuple(outputs), recorded.gating, tuple(described))
 
 
 def _described(operand: Any) -> Described:
@@ -78,6 +79,7 @@ class _Recorder:
 
     def __init__(self, types: tuple[str, ...]) -> None:
         self.written: list[tuple[str, tuple[int, ...], Any]] = []
+        self.repeated: list[tuple[int, slice]] = []
         self.types: list[str] = []
         self._inputs = types
 
@@ -116,6 +118,13 @@ class _Recorded(Trace):
     def const(self, value: float | int) -> Value:
         return Value(self, self.builder.add("const", attribute=value))
 
+    def repeated(self, operand: Value, columns: int) -> Value:
+        number = operand._number
+        if self.recorder.written[number][0] != "input":
+            fail("repeated: the first argument is an operand as it was given, a parameter of the epilogue")
+        self.recorder.repeated.append((number, slice(columns)))
+        return operand
+
     def taken(self, given: Value) -> Value:
         theirs = given._trace
         if not isinstance(theirs, _Recorded) or not theirs.apart:
@@ -153,7 +162,7 @@ def _text_of_program(program: Program, described: tuple[Described, ...]) -> str:
 
 
 @_once_a_graph
-def _text(written: Any, outputs: Any, gating: str | None, described: tuple[Described, ...]) -> str:
+def _text(written: Any, repeated: Any, outputs: Any, gating: str | None, described: tuple[Described, ...]) -> str:
     """The text of what was recorded, checked and simplified as every traced program."""
     trace = Trace(_inputs(described))
     trace.gating = gating
@@ -163,6 +172,8 @@ def _text(written: Any, outputs: Any, gating: str | None, described: tuple[Descr
             numbers.append(trace.const(attribute.stop)._number)
         else:
             numbers.append(trace.builder.add(op, *(numbers[arg] for arg in args), attribute=attribute))
+    for number, columns in repeated:
+        trace.repeated(Value(trace, numbers[number]), columns.stop)
     results = []
     for number, dtype, kind in outputs:
         value = Value(trace, numbers[number])

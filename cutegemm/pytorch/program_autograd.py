@@ -27,7 +27,7 @@ from cutegemm.problem import program_request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.derive import Backward, Source
-from cutegemm.problem.program.evaluate import columns_of, evaluate
+from cutegemm.problem.program.evaluate import columns_of, evaluate, summed
 from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
@@ -351,5 +351,5 @@ def of_operand(gradient: torch.Tensor | None, like: Like, device: Any) -> torch.
     if tuple(shape) != tuple(gradient.shape):
         if gradient.dtype != torch.float64:
             gradient = gradient.float()
-        gradient = gradient.sum_to_size(shape)
+        gradient = summed(gradient, shape)
     return gradient.to(like.dtype).reshape(like.shape)

@@ -112,11 +112,12 @@ def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list
         name = f"operands[{number}]"
         if operand.dtype != (torch.int32 if given.dtype == "int32" else torch_dtype(given.dtype)):
             raise TypeError(f"{name}: got dtype {operand.dtype}, and the program takes {given.dtype}")
+        wanted = (*whole[:-1], given.period or n)
         try:
-            operand.reshape(operand.shape[max(operand.dim() - len(whole), 0) :]).expand(whole)
+            operand.reshape(operand.shape[max(operand.dim() - len(whole), 0) :]).expand(wanted)
         except RuntimeError:
             raise ValueError(
-                f"{name}: got shape {tuple(operand.shape)}, expected {tuple(whole)} or one that broadcasts to it"
+                f"{name}: got shape {tuple(operand.shape)}, expected {wanted} or one that broadcasts to it"
             ) from None
     return [program_request.result_shape(output, tuple(leading), m, n) for output in program.outputs]
 

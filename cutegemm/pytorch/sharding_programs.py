@@ -101,7 +101,7 @@ class Rules:
                 own = place == 0 or (place == 1) == (given.scales[0] == "a")
                 placed = own and dim >= 0 and tensor.shape[dim] != 1
             else:
-                placed = dim >= 0 and tensor.shape[dim] == extent
+                placed = dim >= 0 and tensor.shape[dim] == extent and not (place == 2 and given.period)
             found.append(Shard(dim) if placed else Replicate())
         return found
 
@@ -131,6 +131,8 @@ class Rules:
         if n < self.ranks or "row" in self.no_maxima or (scales and program.gating):
             return
         if scales and scales.scales == "b128" and n % (_BLOCK * self.ranks):
+            return
+        if any(n % (each.period * self.ranks) for each in self.given if each.period):
             return
         if (program.uses("partner") and n % (2 * self.ranks)) or (program.gating == "pairs" and n % self.ranks):
             return

@@ -27,6 +27,9 @@ ROW_SUMS = "def epilogue(acc, x0: bf16[M, N]): t0 = acc + x0; return t0, row_sum
 GATED = "def epilogue(gate: halves[0], up: halves[1], x0: bf16[L, M, N]): return gate - up + x0"
 THREE = "def epilogue(acc, x0: bf16[M, N], x1: bf16[M, N], x2: bf16[L, M, N]): return acc * x0 + x1 - x2"
 WIDE = "def epilogue(acc, x0: fp32[L, M, N], x1: bf16[M, N]): return acc + x0 * x1"
+HEADS = "def epilogue(acc, x0: bf16[M, 64], x1: bf16[L, M, 128]): return acc * x0 + partner(acc) * x1"
+SWAPPED_HEADS = "def epilogue(acc, x0: bf16[M, 64], x1: bf16[L, M, 128], x2: fp16[M, N]): return acc * x0 - x1 * x2"
+WIDE_HEADS = "def epilogue(acc, x0: fp32[M, 32], x1: bf16[M, 40]): return acc + x0 * x1"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 COOPERATIVE = [
@@ -46,7 +49,8 @@ def check(text: str, config: str, shape: tuple[int, int, int], out: torch.dtype 
     operands = []
     for number, each in enumerate(text[text.index("(") : text.index("):")].split("x")[1:]):
         dtype, extents = each.split(": ")[1].rstrip("], ").split("[")
-        sizes = [{"L": 2, "M": m, "N": n // 2 if text is GATED else n}[extent] for extent in extents.split(", ")]
+        known = {"L": 2, "M": m, "N": n // 2 if text is GATED else n}
+        sizes = [int(each) if each.isdecimal() else known[each] for each in extents.split(", ")]
         operands.append(integers(*sizes, dtype=DTYPES[dtype], seed=3 + number))
     a, b = integers(2, m, k, dtype=torch.bfloat16, seed=1), integers(n, k, dtype=torch.bfloat16, seed=2).T
     got, want = run(text, f"sm90/{config}", a, b, *operands, out_dtype=out)
@@ -73,6 +77,40 @@ def test_a_ring_with_fewer_stages_than_a_step_of_the_epilogue_reads(stages):
 @pytest.mark.product(keep=1)
 def test_operands_through_the_ring_of_ping_pong(text, config, shape):
     check(text, config, shape)
+
+
+@pytest.mark.parametrize("shape", [(330, 200, 200), (200, 264, 40)], ids=["deep", "one k tile"])
+@pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "128x192x64/coop2/c1x2/s3/g2/zig", PING_PONG[0]])
+@pytest.mark.product(keep=3)
+def test_columns_that_repeat(config, shape):
+    """A tile may be wider than the period, or begin in its middle."""
+    check(HEADS, config, shape)
+
+
+@pytest.mark.parametrize("config", SWAPPED)
+def test_columns_that_repeat_with_swapped_operands(config):
+    check(SWAPPED_HEADS, config, (330, 200, 136))
+
+
+@pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/row", "128x48x64/coop2/c1x1/s3/row"])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_columns_that_repeat_of_several_widths(config, out):
+    check(WIDE_HEADS, config, (200, 136, 72), out)
+
+
+def test_periods_that_are_no_whole_boxes_do_not_take_the_ring():
+    from tests.compile.test_program_outputs import problem
+
+    cute, text = backend.get("cute"), "def epilogue(acc, x0: bf16[M, {}]): return acc + x0"
+    for config, period, taken in (
+        ("sm90/128x128x64/coop2/c1x1/s3/row", 64, True),
+        ("sm90/128x128x64/coop2/c1x1/s3/row", 32, False),
+        ("sm90/128x96x64/coop2/c1x1/s3/row", 32, True),
+        ("sm90/128x96x64/coop2/c1x1/s3/row/swap", 32, False),
+        ("sm90/128x96x64/coop2/c1x1/s3/row/swap", 192, True),
+    ):
+        plan = cute.parse(config).through_ring(problem(text.format(period)).signature)
+        assert (plan is not None) == taken, (config, period)
 
 
 @pytest.mark.parametrize("text", [ONE, TWO, ROTATED, ROW_SUMS])

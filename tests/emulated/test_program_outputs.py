@@ -34,6 +34,9 @@ def integers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(-1, 2, shape, generator=generator).to(dtype)
 
 
+HEADS = "def epilogue(acc, x0: bf16[M, 24], x1: fp16[M, 42], x2: bf16[20]): return acc * x0 + x1 * x2"
+
+
 def run(text: str, config: str | None, a: torch.Tensor, b: torch.Tensor, *operands, **options):
     """(results, what they are in float64)."""
     program = program_of(text)
@@ -75,6 +78,27 @@ def test_results_of_integers_are_exact(text, config, shape, out_dtype):
     operands = [integers(2, m, n, dtype=torch.bfloat16, seed=3)] if "x0" in text else []
     program = text.replace("bf16[M, N]", "bf16[L, M, N]")
     check_exact(*run(program, config, a, b, *operands, out_dtype=out_dtype))
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "out_dtype"),
+    [
+        ("sm90/64x64x64/coop1/c1x1/s3/row/k2", (70, 133, 200), torch.bfloat16),
+        ("sm90/64x32x64/coop1/c1x1/s3/row/swap", (40, 136, 72), torch.bfloat16),
+        ("sm90/64x64x64/pp/c1x1/s3/row", (140, 136, 72), torch.bfloat16),
+        ("sm80/64x64x32/w32x32/s2/g1", (70, 133, 72), torch.bfloat16),
+        ("sm90/128x32x64/coop1/c1x1/s3/row/slab", (70, 133, 72), torch.float32),
+    ],
+)
+def test_columns_that_repeat(config, shape, out_dtype):
+    """Periods that no vector, and no tile, divides."""
+    m, n, k = shape
+    dtypes = (torch.bfloat16, torch.float16, torch.bfloat16)
+    sizes = ((m, 24), (m, 42), (20,))
+    operands = [integers(*size, dtype=dtype, seed=3) for size, dtype in zip(sizes, dtypes, strict=True)]
+    a, b = integers(2, m, k, dtype=torch.bfloat16, seed=1), integers(n, k, dtype=torch.bfloat16, seed=2).T
+    got, want = run(HEADS, config, a, b, *operands, out_dtype=out_dtype)
+    check_exact((got,), want)
 
 
 @pytest.mark.parametrize(

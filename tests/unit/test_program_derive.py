@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cutegemm import ops
 from cutegemm.problem.program.derive import Backward, Source, backward, saving
-from cutegemm.problem.program.evaluate import UNARY, Place, evaluate
+from cutegemm.problem.program.evaluate import UNARY, Place, evaluate, summed
 from cutegemm.problem.program.graph import F32, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
@@ -74,7 +74,7 @@ def check(program: Program, count: int | None, seed: int) -> None:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             want = next(wanted)
             got = gots.pop(Source("operand", number), None)
-            got = torch.zeros_like(want) if got is None else got.sum_to_size(value.shape)
+            got = torch.zeros_like(want) if got is None else summed(got, value.shape)
             close(got, want)
     assert not gots
 

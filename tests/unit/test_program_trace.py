@@ -215,6 +215,10 @@ def test_functions_compute_on_tensors_what_the_program_computes(name):
         with pytest.raises(EpilogueError, match="only within an epilogue"):
             getattr(ops, name)(torch.ones(2, 2), *[0.5] * {"dropout": 2, "causal": 0, "alibi": 1, "rope": 2}[name])
         return
+    if name == "repeated":
+        with pytest.raises(EpilogueError, match="got Tensor; the first argument is an operand"):
+            ops.repeated(torch.ones(2, 2), 2)
+        return
     x = torch.randn(6, 8, dtype=torch.float64).abs() + 0.1
     operands = {"minimum": [1.0], "maximum": [1.0], "clamp": [0.5, 1.0], "scaled": [2.0, 3.0]}.get(name, [])
     function = getattr(ops, name)

@@ -36,8 +36,9 @@ def test_a_problem_is_the_one_that_gemm_poses(name, dtype, shape, batch):
         torch.empty(*leading, n, k, dtype=torch_dtype(dtype)).mT,
     )
     function, along = epilogues.TABLE[name]
-    shapes = {"n": (n,), "mn": (*leading, m, n)}
-    operands = tuple(torch.empty(shapes[each], dtype=torch_dtype(found.out_dtype)) for each in along)
+    shapes = {"n": (n,), "mn": (*leading, m, n), "m128": (*leading, m, 128)}
+    dtype = torch_dtype(found.out_dtype)
+    operands = tuple(7 if each == "int" else torch.empty(shapes[each], dtype=dtype) for each in along)
     problem = describe(a, b, function, operands, None, None, None).problem
     assert str(found) == f"{problem}/constant_b"
     assert text.parse(str(found)) == found

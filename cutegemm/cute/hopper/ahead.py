@@ -45,10 +45,11 @@ class Ahead:
         columns = args.n // 2 if store.gated else args.n
         for given in self.plan.operands:
             row = cute.assume(getattr(args, f"{given.name}_row"), divby=step)
-            shape, stride = (args.m, columns, Int32(1)), (row, 1, Int64(0))
+            own = Int32(given.period) if given.period else columns
+            shape, stride = (args.m, own, Int32(1)), (row, 1, Int64(0))
             if given.batched:
                 matrix = cute.assume(getattr(args, f"{given.name}_batch"), divby=step)
-                shape, stride = (args.m, columns, args.batch), (row, 1, matrix)
+                shape, stride = (args.m, own, args.batch), (row, 1, matrix)
             tensor = cute.make_tensor(getattr(args, given.name), cute.make_layout(shape, stride=stride))
             load = cpasync.CopyBulkTensorTileG2SOp()
             info = cpasync.make_tiled_tma_atom(load, tensor, store.buffer_layout(), store.box())
@@ -132,8 +133,10 @@ class Ahead:
             matrix = Int32(0)
             if given.batched:
                 matrix = source_matrix(region.matrix, getattr(self.args, f"{given.name}_batch"))
-            place = *self.store.place_of(step, region), matrix
-            cute.copy(atom, source[place], shared[None, first + sharer, stage], tma_bar_ptr=barrier)
+            row, column = self.store.place_of(step, region)[1:]
+            if given.period:
+                column = column % (given.period // self.store.box()[1])
+            cute.copy(atom, source[None, row, column, matrix], shared[None, first + sharer, stage], tma_bar_ptr=barrier)
 
     # -- consumer ---------------------------------------------------------------------------------------------------
     def open(self, stage, done) -> None:

@@ -74,7 +74,8 @@ class Plan(NamedTuple):
 def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     """How operands travel through the ring where the configuration stores by TMA; None where none does.
 
-    Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's. Of these as many
+    Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's; columns that
+    repeat must be whole boxes. Of these as many
     are taken as the ring can hold. In ping-pong the ring must have more stages than a tile's operands take: see
     `pipeline.Turns`. In ping-pong a stage with operands is also missing to the warpgroup that multiplies: on an H200 a
     single operand, or a small tile, was faster without the ring. With scales of blocks of K no operand is taken: the
@@ -89,13 +90,23 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
         return None
     aligns = {"c": signature.align_c, **signature.epilogue.matrices}
     found = [
-        each for each in config.matrices(signature) if ITEMSIZE.get(each.dtype) == size and aligns[each.name] >= 16
+        each
+        for each in config.matrices(signature)
+        if ITEMSIZE.get(each.dtype) == size and aligns[each.name] >= 16 and _is_whole(each, config, signature)
     ]
     for count in range(len(found), 0, -1):
         made = _of(config, signature, tuple(found[:count]))
         if made is not None:
             return made
     return None
+
+
+def _is_whole(given: Input, config: HopperConfig, signature: Signature) -> bool:
+    """Whether the columns of an operand, if they repeat, are whole boxes of D."""
+    if not given.period:
+        return True
+    columns = config.store_columns(ITEMSIZE[signature.out_dtype], signature)
+    return given.period % (BLOCK_ROWS if config.swapped else columns) == 0
 
 
 def _of(config: HopperConfig, signature: Signature, operands: tuple[Input, ...]) -> Plan | None:

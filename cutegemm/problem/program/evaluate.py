@@ -101,11 +101,13 @@ class Place:
             tensor = tensor.float()
         tensor = tensor.to(kind)
         tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
-        whole = (self.count, self.m, self.n)
+        whole = (self.count, self.m, given.period or self.n)
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
         if any(own not in (1, each) for own, each in zip(tensor.shape, want, strict=True)):
             got = tuple(tensor.shape)
             raise ValueError(f"operand {given.name}: got shape {got}, expected one that broadcasts to {want}")
+        if given.period and tensor.shape[-1] != 1:
+            tensor = tensor[..., torch.arange(self.n, device=self.device) % given.period]
         return tensor
 
     def read(self, given: Input, value: Tensor | float | int, dtype: torch.dtype) -> Tensor:
@@ -210,3 +212,12 @@ def reduced(x: Tensor, reduce: str | None) -> Tensor:
     if x.shape[dim] == 0:
         return torch.full((*x.shape[:dim], 1, *x.shape[dim:][1:]), -math.inf, dtype=x.dtype, device=x.device)
     return x.amax(dim, keepdim=True)
+
+
+def summed(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """x (..., M, N) summed to the shape of an operand: over what it broadcasts, and over columns of its that repeat."""
+    columns = shape[-1] if len(shape) else 1
+    if columns not in (1, x.shape[-1]):
+        whole = torch.nn.functional.pad(x, (0, -x.shape[-1] % columns))
+        x = whole.reshape(*whole.shape[:-1], -1, columns).sum(-2)
+    return x.sum_to_size(shape)

@@ -80,7 +80,8 @@ class Input(NamedTuple):
     name: as the text has it. dtype: a name of `dtypes.TERMS`, or "int32". m, n, batched: whether it has an element of
     its own for each row, column and matrix of D. by_value: a Python number, passed with the launch as fp32 or int32.
     scales: one of `SCALES` for a matrix of numbers that A's or B's elements are multiplied by before they are summed,
-    which no node reads. "" for all others.
+    which no node reads. "" for all others. period: how many columns an operand has that repeat along the columns of D
+    (column j of D takes column j % period); 0 where each column of D has its own.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Input(NamedTuple):
     batched: bool = False
     by_value: bool = False
     scales: str = ""
+    period: int = 0
 
     @property
     def type(self) -> str:

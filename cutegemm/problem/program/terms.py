@@ -64,12 +64,12 @@ class _Reader:
     def vector(self, node: int) -> int | None:
         """The operand's number if the node is a bias along the columns."""
         found = self.input(node)
-        fits = found is not None and found[1].varies == "n" and not found[1].batched and found[1].dtype in TABLE
+        fits = found is not None and _is_plain(found[1], "n") and not found[1].batched
         return found[0] if fits and found is not None else None
 
     def matrix(self, node: int) -> int | None:
         found = self.input(node)
-        return found[0] if found is not None and found[1].varies == "mn" and found[1].dtype in TABLE else None
+        return found[0] if found is not None and _is_plain(found[1], "mn") else None
 
     def factor(self, node: int) -> Factor | None:
         """A constant, or the number of the operand that is an fp32 number passed by value."""
@@ -101,3 +101,7 @@ class _Reader:
             if (what := read(one)) is not None:
                 return other, what
         return None
+
+
+def _is_plain(given: Input, varies: str) -> bool:
+    return given.varies == varies and given.dtype in TABLE and not given.period

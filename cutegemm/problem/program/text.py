@@ -3,10 +3,11 @@
     def epilogue(acc, x0: bf16[N], x1: bf16[M, N], x2: fp32): t0 = acc + x0; return gelu(t0) * x2 + x1
 
 An operand's annotation is its dtype and its shape as torch broadcasts it: `bf16[1]` (a 0-dim tensor), `bf16[N]`,
-`bf16[M, 1]`, `bf16[M, N]`, and with a batch `bf16[L, 1, 1]`, `bf16[L, 1, N]`, `bf16[L, M, 1]`, `bf16[L, M, N]`. Without
-a shape it is a Python number, `fp32` or `int32`. A gated program has `gate: halves[0], up: halves[1]` (or `pairs`)
-in place of `acc`. `bf16(t0)` rounds a value; `row_sum(t0)` as a result reduces. Where an output has a dtype of its own
-the function has a return annotation, `-> bf16` or `-> (None, bf16)`. Everything else is Python.
+`bf16[M, 1]`, `bf16[M, N]`, and with a batch `bf16[L, 1, 1]`, `bf16[L, 1, N]`, `bf16[L, M, 1]`, `bf16[L, M, N]`. A
+number in the place of N, as in `bf16[M, 128]`, says that so many columns repeat. Without a shape it is a Python number
+(`fp32`, `int32`). A gated program has `gate: halves[0], up: halves[1]` (or `pairs`) in place of `acc`. `bf16(t0)`
+rounds a value; `row_sum(t0)` as a result reduces. Where an output has a dtype of its own the function has a return
+annotation, `-> bf16` or `-> (None, bf16)`. Everything else is Python.
 
 `line` and `pretty` write, `parse` reads with `ast`: nothing is executed.
 """
@@ -200,10 +201,15 @@ def _input(name: str, note: str) -> Input:
     blocks = _BLOCKS.get(shape.removesuffix("]"))
     if blocks is not None and dtype == "fp32":
         return Input(name, dtype, batched=blocks[1], scales=blocks[0])
-    found = _INPUTS.get(shape.removesuffix("]"))
+    *before, last = shape.removesuffix("]").split(", ")
+    period = int(last) if last.isascii() and last.isdecimal() and 1 < int(last) < 2**31 else 0
+    found = _INPUTS.get(", ".join((*before, "N")) if period else shape.removesuffix("]"))
     if found is None:
-        raise ValueError(f"operand {name}: shape [{shape}, accepted are {', '.join(f'[{each}]' for each in _INPUTS)}")
-    return Input(name, dtype, *found)
+        raise ValueError(
+            f"operand {name}: shape [{shape}, accepted are {', '.join(f'[{each}]' for each in _INPUTS)}, and a number "
+            "of columns that repeat in the place of N"
+        )
+    return Input(name, dtype, *found, period=period)
 
 
 def _literal(node: ast.expr) -> float | int | None:

@@ -77,6 +77,20 @@ class Trace:
         self.gating = gating
         return self.add("acc", attribute=0), self.add("acc", attribute=1)
 
+    def repeated(self, operand: Value, columns: int) -> Value:
+        """The operand, whose `columns` columns repeat from now on. Raises EpilogueError for any other value."""
+        node = self.builder.nodes[operand._number]
+        if node.op != "input" or not isinstance(node.attribute, int):
+            fail("repeated: the first argument is an operand as it was given, a parameter of the epilogue")
+        inputs = list(self.builder.inputs)
+        given = inputs[node.attribute]
+        if given.n and not given.by_value:  # what has one column needs no other
+            if given.period not in (0, columns):
+                fail(f"repeated: got {columns} columns of an operand that has {given.period} of them elsewhere")
+            inputs[node.attribute] = given._replace(period=columns)
+            self.builder.inputs = tuple(inputs)
+        return operand
+
     def taken(self, given: Value) -> Value:
         """A value of another trace as one of this one. Raises EpilogueError where that is of another call."""
         fail("values of two epilogues in one expression")
@@ -368,6 +382,19 @@ def divided(gating: str, acc: Any) -> tuple[Value, Value]:
     if not isinstance(acc, Value) or acc._number != acc._trace.acc:
         fail(f"ops.{gating}: the argument is acc itself, the epilogue's first parameter, unchanged")
     return acc._trace.divided(gating)
+
+
+def repeated(operand: Any, columns: Any) -> Value:
+    """An operand whose columns repeat. Raises EpilogueError for another value, and for what is no number of columns."""
+    if isinstance(columns, torch.SymInt):
+        fail("repeated: the number of columns is a size that may change, and each makes a kernel: pass a Python int")
+    if torch.compiler.is_dynamo_compiling() and isinstance(columns, numbers.Integral):
+        columns = _constant(slice(columns))
+    if isinstance(columns, bool) or not isinstance(columns, numbers.Integral) or not 1 < columns < 2**31:
+        fail(f"repeated: got {columns!r} columns, accepted is a Python int from 2 on")
+    if not isinstance(operand, Value):
+        fail(f"repeated: got {type(operand).__name__}; the first argument is an operand, a parameter of the epilogue")
+    return operand._trace.repeated(operand, int(columns))
 
 
 def leaf(op: str) -> Value:

@@ -88,7 +88,12 @@ def annotation(given: Input) -> str:
             raise ValueError(f"operand {given.name}: {given.scales!r} of {given.dtype}, accepted are scales in fp32")
         return f"{given.dtype}[{SCALES[given.scales, given.batched]}]"
     if not given.by_value:
-        return f"{given.dtype}[{SHAPES[given.m, given.n, given.batched]}]"
+        shape = SHAPES[given.m, given.n, given.batched]
+        if given.period:
+            if given.period < 2 or not given.n:
+                raise ValueError(f"operand {given.name}: period {given.period}, accepted is a number of columns")
+            shape = f"{shape[:-1]}{given.period}"
+        return f"{given.dtype}[{shape}]"
     if given.m or given.n or given.batched or given.dtype not in ("fp32", "int32"):
         raise ValueError(f"operand {given.name}: a number that is passed by value is one fp32 or int32")
     return given.dtype

@@ -11,7 +11,7 @@ from tests import fuzz_programs
 from tuning import fused
 
 pytestmark = pytest.mark.gpu
-RINGED = ("gelu(acc + bias) + residual", "rope", "residual, row sums of squares")
+RINGED = ("gelu(acc + bias) + residual", "rope", "rope, heads of 128", "residual, row sums of squares")
 """The cases of the benchmark whose matrix operands travel through the ring."""
 
 

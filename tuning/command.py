@@ -25,6 +25,7 @@ TOOLS = {
     "plot": ("tuning.plot", "draw what bench measured"),
     "decode": ("tuning.decode", "time chains of decoding products, also with constant weights"),
     "blocks": ("tuning.blocks", "time Llama blocks with torch's linears and with ours"),
+    "mlp": ("tuning.mlp", "time forward and backward of a gated MLP beside torch.compile"),
     "moe": ("tuning.moe", "time a mixture of experts beside torch's grouped_mm under torch.compile"),
     "host-cost": ("tuning.host_cost", "host time of eager calls, of a choice, and of new shapes"),
     "exhaustive": ("tuning.exhaustive", "how far a sweep's choice is from the best of many configurations"),

@@ -90,12 +90,12 @@ def _head_angles(m: int, n: int, device: Any) -> tuple[Any, ...]:
     """
     rates = 10000.0 ** (-torch.arange(64, device=device) / 64)
     angle = (torch.arange(m, device=device)[:, None] * rates).repeat_interleave(2, dim=1)
-    return angle.cos().bfloat16(), angle.sin().bfloat16(), n // 6 * 5
+    return angle.cos().bfloat16(), angle.sin().bfloat16(), n * 5 // 6 // 128 * 128
 
 
 def _rope_heads(x: torch.Tensor, w: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, values: int) -> torch.Tensor:
     y = x @ w
-    heads = y[:, :values].unflatten(-1, (-1, cos.shape[-1]))
+    heads = y[:, :values].unflatten(-1, (values // cos.shape[-1], cos.shape[-1]))
     even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
     turned = heads * cos[:, None] + torch.stack((-odd, even), -1).flatten(-2) * sin[:, None]
     return torch.cat((turned.flatten(-2), y[:, values:]), -1)

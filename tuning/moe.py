@@ -31,6 +31,9 @@ Step = Callable[..., torch.Tensor]
 """step(x, experts, weights, w_gate_up, w_down) -> the mixture"""
 
 
+RESULTS = ("result", "gradient of x", "gradient of weights", "gradient of w_gate_up", "gradient of w_down")
+
+
 class Block(NamedTuple):
     """Of one model: experts, those that a token takes, width, hidden width of an expert."""
 
@@ -134,9 +137,12 @@ def difference(found: torch.Tensor, want: torch.Tensor) -> float:
 
 def check(
     how: Callable[[Step, Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]], steps: Mapping[str, Step],
-    given: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor], exact: Step = exact, names: Sequence[str] = RESULTS,
 ) -> dict[str, str]:  # fmt: skip
-    """ "ok" or what is wrong with each variant, judged by the mixture in float32 and by torch's error."""
+    """ "ok" or what is wrong with each variant, judged by `exact`, the same in float32, and by torch's error.
+
+    names: of the results.
+    """
 
     def results(step: Step) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -146,7 +152,6 @@ def check(
     errors = {
         name: [difference(*pair) for pair in zip(results(step), want, strict=True)] for name, step in steps.items()
     }
-    names = ("result", "gradient of x", "gradient of weights", "gradient of w_gate_up", "gradient of w_down")
     verdicts = {}
     for name, found in errors.items():
         wrong = [

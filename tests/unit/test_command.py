@@ -51,7 +51,7 @@ def test_each_tool_answers_help(name, capsys):
         (["blocks", "--layers", "0"], "argument --layers: got '0', expected"),
         *(
             ([name, "--rounds", given], f"argument --rounds: got '{given}', expected a whole number of at least 1")
-            for name in ("bench", "blocks", "fused", "grouped", "host-cost", "moe", "published", "quantize")
+            for name in ("bench", "blocks", "fused", "grouped", "host-cost", "mlp", "moe", "published", "quantize")
             for given in ("0", "-1", "x")
         ),
     ],

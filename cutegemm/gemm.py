@@ -221,10 +221,7 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
     if _is_autocast_on():
         a, b, c, bias, how = cast_operands(a, b, c, bias, out, how)
         with torch._C._DisableAutocast():
-            return gemm(
-                a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
-                **how._asdict(),
-            )  # fmt: skip
+            return gemm(a, b, c, **call.options_of(alpha, beta, bias, activation, out, out_dtype, how))
     if described is None:
         key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, how)
     else:

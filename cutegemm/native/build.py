@@ -46,7 +46,7 @@ def library() -> Path:
     if compiler is None:
         raise GemmError("no C++ compiler (c++, g++ or clang++) is installed")
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
-    files, flags = sorted(SOURCES.iterdir()), (*FLAGS, f"-DCUTEGEMM_HOW={_texts()}")
+    files, flags = sorted(SOURCES.iterdir()), (*FLAGS, f"-DOPTION_TYPES={_texts()}")
     key = {
         "sources": hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest(),
         "torch": f"{torch.__version__} {torch.version.git_version}",

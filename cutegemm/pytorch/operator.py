@@ -21,9 +21,7 @@ from cutegemm.run.call import compute
 from cutegemm.run.how import How, schema, settled, split
 
 
-def _gemm(
-    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how
-) -> torch.Tensor:  # fmt: skip
+def _gemm(a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how) -> torch.Tensor:
     return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, settled(a, how))
 
 
@@ -112,9 +110,7 @@ _DEVICES = frozenset(
 """Key sets of plain tensors, which nothing but a device's kernel handles."""
 
 
-def _recorded_gemm(
-    keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how
-):  # fmt: skip
+def _recorded_gemm(keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
     """gemm for one level of autograd: the function that is recorded calls the operator below it.
 
     torch.library.register_autograd knows neither forward mode nor torch.func.
@@ -165,9 +161,7 @@ def _autocast_gemm(a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None
 registering.define_autocast("gemm", _autocast_gemm)
 
 
-def _vmap_gemm(
-    info, in_dims, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how
-):  # fmt: skip
+def _vmap_gemm(info, in_dims, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
     dims = (*in_dims, *(None,) * 6)
     (a, b, c, bias), beta, shape = transforms.merge(
         info.batch_size, (a, b, c, bias), (dims[0], dims[1], dims[2], dims[5]), beta

@@ -146,9 +146,7 @@ registering.define(
     f"gemm_program({_ARGUMENTS}, ScalarType? out_dtype=None, " + schema("str save='outputs'") + ") -> Tensor[]",
     _compute, _fake,
 )  # fmt: skip
-registering.define(
-    f"gemm_program_out({_ARGUMENTS}, {schema('Tensor(d!)[] out')}) -> ()", _compute_out, _fake_out
-)  # fmt: skip
+registering.define(f"gemm_program_out({_ARGUMENTS}, {schema('Tensor(d!)[] out')}) -> ()", _compute_out, _fake_out)
 registering.refuse_derivatives("gemm_program_out", program_autograd.refuse_tangents)
 
 _redispatch = torch.ops.cutegemm.gemm_program.default.redispatch
@@ -215,7 +213,7 @@ def _autocast(a, b, operands, numbers, integers, program, out_dtype=None, *optio
     with torch._C._DisableAutocast():
         return torch.ops.cutegemm.gemm_program(
             a, b, operands, numbers, integers, program, out_dtype, *passed(how, save)
-        )  # fmt: skip
+        )
 
 
 registering.define_autocast("gemm_program", _autocast)

@@ -112,10 +112,10 @@ def _completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, ..
 
 
 def compute(
-    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any,
-    how: tuple[Any, ...], save: str | None,
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: Any,
+    save: str | None,
 ) -> Any:  # fmt: skip
-    """`gemm` with an epilogue; see there. how: a tuple as a `How`."""
+    """`gemm` with an epilogue; see there."""
     check_save(save)
     if _is_dynamo_compiling():
         return _by_operator(a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, how, save)

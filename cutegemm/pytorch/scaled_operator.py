@@ -20,7 +20,7 @@ from cutegemm.run.how import How, schema, split
 
 def _scaled_gemm(
     a, b, scale_a, scale_b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *options
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     how, scaling = split(options)
     with torch.no_grad():
         found: torch.Tensor = scaled.compute_eager(
@@ -30,9 +30,7 @@ def _scaled_gemm(
     return found
 
 
-def _fake(
-    a, b, scale_a, scale_b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *options
-):  # fmt: skip
+def _fake(a, b, scale_a, scale_b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *options):
     shape = operator.check(a, b, c, beta, bias, activation)
     split(options)[0].check()
     if out_dtype is not None and output_name(out_dtype) is None:
@@ -53,7 +51,7 @@ sharding.handle("scaled_gemm", _scaled_gemm)  # it calls gemm_program, which has
 # -- with an epilogue program ------------------------------------------------------------------------------------------
 def _scaled_gemm_program(
     a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, *how
-) -> list[torch.Tensor]:  # fmt: skip
+) -> list[torch.Tensor]:
     known = program_operator.program_of(program)
     with torch.no_grad():
         found = scaled.compute_eager(
@@ -63,9 +61,7 @@ def _scaled_gemm_program(
     return many(found)
 
 
-def _fake_program(
-    a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, *how
-):  # fmt: skip
+def _fake_program(a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, *how):
     How(*how).check()
     if out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
         out_dtype = torch.bfloat16

@@ -89,7 +89,7 @@ def _register() -> None:
 
 def rules(
     a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
-    activation: str | None = None, out_dtype: Any = None, *how: Any,
+    activation: str | None = None, out_dtype: Any = None, *how: Any, **more: Any,
 ) -> list[tuple[list[Any], list[Any]]]:  # fmt: skip
     """The rules of one call: (placements of D, placements of the arguments), one mesh dimension each.
 
@@ -97,7 +97,7 @@ def rules(
 
     Raises ValueError for a promise about an operand: DTensor may gather it just in front.
     """
-    How(*how).refuse_distributed()
+    How(*how, **more).refuse_distributed()
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]

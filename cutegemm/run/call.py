@@ -171,7 +171,7 @@ def _compute_natively(_, a, b, c, alpha, beta, bias, activation, out, out_dtype,
     return compute(a, b, c, alpha, beta, bias, activation, out, out_dtype, settled(a, how))
 
 
-native.names = (None, *ACTIVATIONS), *ACCEPTED.values()
+native.names = (None, *ACTIVATIONS), *(ACCEPTED[name] for name in How._fields)
 native.in_python |= {"plan": _plan_natively, "compute": _compute_natively}
 
 

@@ -38,13 +38,9 @@ _FLT_MAX, _INF = FLT_MAX, math.inf
 
 
 def compute(
-    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any,
-    how: tuple[Any, ...],
-) -> Results:  # fmt: skip
-    """`gemm` with an epilogue, of plain tensors and with no regard to autograd, autocast or tracing.
-
-    how: a tuple as a `How`.
-    """
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: Any
+) -> Results:
+    """`gemm` with an epilogue, of plain tensors and with no regard to autograd, autocast or tracing."""
     key = key_of(a, b, epilogue, operands, out, out_dtype, how)
     run = None if key is None else memo.get(key)
     if run is None:

@@ -68,7 +68,7 @@ _DEFAULTS = tuple(How())
 
 
 def schema(own: str = "") -> str:
-    """The text of these options in an operator's schema.
+    """What an operator's schema says of these options, all of which are texts there.
 
     own: an argument of the operator that stands between them. If it has no default, those before it have none.
     """

@@ -47,9 +47,9 @@ bool read_name(PyObject* object, const Names& names, int& place) {
   return place >= 0;
 }
 
-// `How` as the last arguments.
-bool read_how(PyObject* const* args, Options& options) {
-  for (size_t i = 0; i < FIELDS; ++i)
+// The first `count` fields of `How`; the others are None.
+bool read_how(PyObject* const* args, Py_ssize_t count, Options& options) {
+  for (Py_ssize_t i = 0; i < count; ++i)
     if (!read_name(args[i], accepted[i], options.how[i])) return false;
   return true;
 }
@@ -67,15 +67,15 @@ bool read_dtype(PyObject* object, int& dtype) {
   return true;
 }
 
-constexpr Py_ssize_t ARGUMENTS = 9 + FIELDS, OF_LINEAR = 4 + FIELDS;
+constexpr Py_ssize_t ARGUMENTS = 9 + FIELDS;
 
 // The arguments of `gemm` as `call.description` has them, alpha before beta. False where Python must look at them.
 bool read(PyObject* const* args, Py_ssize_t count, Asked& asked) {
-  return count == ARGUMENTS && read_tensor(args[0], asked.a()) && asked.a() && read_tensor(args[1], asked.b()) && asked.b() &&
-         read_tensor(args[2], asked.c()) && read_number(args[3], asked.alpha) && read_number(args[4], asked.beta) &&
-         read_tensor(args[5], asked.bias()) && read_name(args[6], activations, asked.options.activation) &&
-         read_tensor(args[7], asked.out()) && read_dtype(args[8], asked.options.out_dtype) &&
-         read_how(args + 9, asked.options);
+  return count == ARGUMENTS && read_tensor(args[0], asked.a()) && asked.a() && read_tensor(args[1], asked.b()) &&
+         asked.b() && read_tensor(args[2], asked.c()) && read_number(args[3], asked.alpha) &&
+         read_number(args[4], asked.beta) && read_tensor(args[5], asked.bias()) &&
+         read_name(args[6], activations, asked.options.activation) && read_tensor(args[7], asked.out()) &&
+         read_dtype(args[8], asked.options.out_dtype) && read_how(args + 9, FIELDS, asked.options);
 }
 
 bool read_operands(Asked& asked, Operands& of) {
@@ -159,7 +159,7 @@ Answer answer(Asked& asked, at::Tensor& result) {
   if (thread == Thread::other) return Answer::python;
   if (thread == Thread::plain) return computed(asked, result);
   const auto plain = [](const at::Tensor* tensor) { return tensor == nullptr || is_plain(*tensor); };
-  if (asked.out() || asked.options.concerns_operands() || !plain(asked.a()) || !plain(asked.b()) ||
+  if (asked.out() || asked.options.of_operands() || !plain(asked.a()) || !plain(asked.b()) ||
       !plain(asked.c()) || !plain(asked.bias()) || asked.a()->device() != asked.b()->device())
     return Answer::python;
   const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);
@@ -191,14 +191,15 @@ PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// linear(x, weight, bias, activation, *how). What nobody has planned, Python passes to `gemm`.
+// linear(x, weight, bias, activation, *how), where the last ones may be left away. What nobody has planned, Python passes
+// to `gemm`.
 PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
   asked.is_linear = true;
-  if (count != OF_LINEAR || !read_tensor(args[0], asked.a()) || !asked.a() || !read_tensor(args[1], asked.b()) || !asked.b() ||
-      !read_tensor(args[2], asked.bias()) || !read_name(args[3], activations, asked.options.activation) ||
-      !read_how(args + 4, asked.options))
+  if (count < 4 || count - 4 > FIELDS || !read_tensor(args[0], asked.a()) || !asked.a() ||
+      !read_tensor(args[1], asked.b()) || !asked.b() || !read_tensor(args[2], asked.bias()) ||
+      !read_name(args[3], activations, asked.options.activation) || !read_how(args + 4, count - 4, asked.options))
     Py_RETURN_NONE;
   at::Tensor result;
   Answer found;
@@ -297,7 +298,7 @@ PyObject* take_back(PyObject*, PyObject*) {
 }
 
 Names names_of(PyObject* tuple) {
-  TORCH_CHECK(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) < 16, "cutegemm: expected a tuple of fewer than 16 texts");
+  TORCH_CHECK(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) < 16, "cutegemm: expected a tuple of at most 15");
   Names made;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
     PyObject* name = PyTuple_GET_ITEM(tuple, i);
@@ -335,7 +336,7 @@ PyObject* configure(PyObject*, PyObject* args) {
   for (PyObject* function : {plan_in_python, compute_in_python, record_in_python, gradients_in_python})
     Py_INCREF(function);
   activations = names_of(PyTuple_GET_ITEM(names, 0));
-  for (size_t i = 0; i < FIELDS; ++i) accepted[i] = names_of(PyTuple_GET_ITEM(names, i + 1));
+  for (int i = 0; i < FIELDS; ++i) accepted[i] = names_of(PyTuple_GET_ITEM(names, i + 1));
   if (stream != 0) {
     served.type = c10::DeviceType::CPU, served.key = c10::DispatchKey::CPU;
     served.autograd = c10::DispatchKey::AutogradCPU, served.autocast = c10::DispatchKey::AutocastCPU;

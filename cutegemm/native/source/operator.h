@@ -26,7 +26,7 @@ struct Arguments {
   Options options() const {
     Options made;
     made.activation = activations.find(activation);
-    for (size_t i = 0; i < FIELDS; ++i) made.how[i] = accepted[i].find(how[i]);
+    for (int i = 0; i < FIELDS; ++i) made.how[i] = accepted[i].find(how[i]);
     if (out_dtype) made.out_dtype = static_cast<int>(*out_dtype);
     return made;
   }
@@ -120,8 +120,8 @@ inline void register_operator() {
     return *registrations().emplace_back(
         std::make_unique<torch::Library>(torch::Library::IMPL, "cutegemm", key, __FILE__, __LINE__));
   };
-  on(served.key).impl("gemm", TORCH_FN((gemm_on_device<CUTEGEMM_HOW>)));
-  on(served.autograd).impl("gemm", TORCH_FN((gemm_recorded<CUTEGEMM_HOW>)));
+  on(served.key).impl("gemm", TORCH_FN((gemm_on_device<OPTION_TYPES>)));
+  on(served.autograd).impl("gemm", TORCH_FN((gemm_recorded<OPTION_TYPES>)));
 }
 
 inline void unregister_operator() { registrations().clear(); }

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include <ATen/TensorUtils.h>
@@ -149,10 +150,8 @@ struct Names {
 inline Names activations;
 
 // The fields of `How` in cutegemm/run/how.py; build.py reads their types off the schema of torch's operator.
-template <typename... Types>
-constexpr size_t count_of = sizeof...(Types);
-constexpr size_t FIELDS = count_of<CUTEGEMM_HOW>;
-constexpr size_t PRECISION = 0, BACKEND = 1;  // the two that are looked at here
+constexpr int FIELDS = std::tuple_size_v<std::tuple<OPTION_TYPES>>;
+constexpr int PRECISION = 0, BACKEND = 1;  // the two that are looked at here
 inline std::array<Names, FIELDS> accepted;
 
 // The options of a call, by their places in those lists; 0 is None. out_dtype: -1 is None.
@@ -160,19 +159,15 @@ struct Options {
   int activation = 0, out_dtype = -1;
   std::array<int, FIELDS> how{};
 
-  bool known() const {
-    return activation >= 0 && std::all_of(how.begin(), how.end(), [](int place) { return place >= 0; });
-  }
+  bool known() const { return activation >= 0 && *std::min_element(how.begin(), how.end()) >= 0; }
 
-  // Whether something is said that concerns the operands given, and neither gradients nor what autocast makes of them.
-  bool concerns_operands() const {
-    return std::any_of(how.begin() + BACKEND + 1, how.end(), [](int place) { return place != 0; });
-  }
+  // Whether something is said of the operands given, which holds neither for gradients nor for what autocast makes.
+  bool of_operands() const { return *std::max_element(how.begin() + BACKEND + 1, how.end()) > 0; }
 
   Options of_gradients(at::ScalarType dtype) const {
-    Options made;
-    made.activation = activation, made.out_dtype = static_cast<int>(dtype);
-    made.how[PRECISION] = how[PRECISION], made.how[BACKEND] = how[BACKEND];
+    Options made = *this;
+    std::fill(made.how.begin() + BACKEND + 1, made.how.end(), 0);
+    made.out_dtype = static_cast<int>(dtype);
     return made;
   }
 };

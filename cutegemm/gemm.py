@@ -28,13 +28,11 @@ from cutegemm.problem.program.graph import Program
 from cutegemm.pytorch import autograd, programs, scaled, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
-from cutegemm.pytorch.registering import carried
 from cutegemm.run import call, float32, runner
-from cutegemm.run.runner import How
+from cutegemm.run.how import How, passed
 
 _key, _memo, _PLAIN = call.description, call.memo, call.PLAIN
-_USUAL = How()  # made once: making it takes a twentieth of a call with an epilogue
-_FLT_MAX = request.FLT_MAX
+_LEAST, _MOST = -request.FLT_MAX, request.FLT_MAX
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_autocast_on = torch._C._is_any_autocast_enabled
 _is_tracing = torch._C._is_tracing
@@ -165,33 +163,30 @@ def gemm(
         precision = float32.default(a, backend)
     if epilogue is not None:
         programs.refuse_terms(c, alpha, beta, bias, activation)
-        usual = precision is None and config is None and constant is None and backend.__class__ is str
-        how = _USUAL if usual and backend == "auto" else How(precision, backend, config, constant)
-        return programs.compute(a, b, epilogue, operands, out, out_dtype, how, save)
+        return programs.compute(a, b, epilogue, operands, out, out_dtype, (precision, backend, config, constant), save)
     if operands.__class__ is not tuple or operands or save is not None:
         programs.refuse_alone({"operands": operands, "save": save})
     if _is_dynamo_compiling():
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
-        return _by_operator(
-            a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=out, out_dtype=out_dtype,
-            precision=precision, backend=backend, config=config, constant=constant,
-        )  # fmt: skip
+        how = precision, backend, config, constant
+        return _by_operator(a, b, c, alpha, beta, bias, activation, out, out_dtype, how)
     if (serves := native.gemm) is not None:
         d = serves(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
         if d is not None:
             return d
     if not (
         alpha.__class__ is float and beta.__class__ is float
-        and -_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX
+        and _LEAST <= alpha <= _MOST and _LEAST <= beta <= _MOST
     ):  # fmt: skip
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
         alpha, beta = float(alpha), float(beta)
+    how = precision, backend, config, constant
     key = run = None
     try:
         if a.__class__ in _PLAIN and b.__class__ in _PLAIN and not _dispatch_modes() and not _is_autocast_on():
-            key = _key(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+            key = _key(a, b, c, beta, bias, activation, out, out_dtype, how)
             run = _memo.get(key)
         if run is not None and forward_ad._current_level >= 0:
             run = None
@@ -202,48 +197,39 @@ def gemm(
     except (AttributeError, TypeError, RuntimeError):
         key = run = None  # not a dense tensor, or something unhashable: what it is is found out below
     if run is None or (records and out is not None):
-        return _uncommon(
-            key, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant
-        )
+        return _uncommon(key, a, b, c, alpha, beta, bias, activation, out, out_dtype, How(*how))
     if records:
         if a.element_size() == 1:
             autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
         if _has_transforms():
-            return _by_operator(
-                a, b, c, alpha=alpha, beta=beta, bias=bias, activation=activation, out=None, out_dtype=out_dtype,
-                precision=precision, backend=backend, config=config, constant=constant,
-            )  # fmt: skip
+            return _by_operator(a, b, c, alpha, beta, bias, activation, None, out_dtype, how)
         settings = autograd.Settings(alpha, beta, activation, precision, backend)
         return _record(a, b, c, bias, settings, run)
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant):
+def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype, how):
     """A call that is new, or that is more than a multiplication of plain tensors.
 
     described: `call.description` of it, if `gemm` has made one.
     """
-    options = {
-        "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
-    }  # fmt: skip
     if transforms.active(a, b, c, bias, out):
         transforms.refuse({"a": a, "b": b, "c": c, "bias": bias, "out": out}, out)
-        return _by_operator(a, b, c, **options)
+        return _by_operator(a, b, c, alpha, beta, bias, activation, out, out_dtype, how)
     if is_dispatched(a, b, c, bias, out) or _is_tracing():
-        return _by_operator(a, b, c, **options)
+        return _by_operator(a, b, c, alpha, beta, bias, activation, out, out_dtype, how)
     if _is_autocast_on():
-        a, b, c, options = cast_operands(a, b, c, options)
+        a, b, c, bias, how = cast_operands(a, b, c, bias, out, how)
         with torch._C._DisableAutocast():
-            return gemm(a, b, c, **options)
+            return gemm(a, b, c, **call.options_of(alpha, beta, bias, activation, out, out_dtype, how))
     if described is None:
-        key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+        key = call.key_of(a, b, c, beta, bias, activation, out, out_dtype, how)
     else:
         key = call.key_of_described(described, c, bias, out)
     # What was remembered is not enough where `out` must be looked at.
     run = _memo.get(key) if out is None else None
     if run is None:
-        run = call.plan_of(key, a, b, c, options)
+        run = call.plan_of(key, a, b, c, call.options_of(alpha, beta, bias, activation, out, out_dtype, how))
     records = _is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, c, bias))
     if records and a.element_size() == 1:
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
@@ -254,25 +240,22 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
             autograd.refuse_tangents(a, b, c, bias, out)
     elif records or forward_ad._current_level >= 0:
         if _has_transforms():
-            return _by_operator(a, b, c, **options)
+            return _by_operator(a, b, c, alpha, beta, bias, activation, out, out_dtype, how)
         settings = autograd.Settings(
-            alpha, beta, activation, precision, backend, forward=forward_ad._current_level >= 0
+            alpha, beta, activation, how.precision, how.backend, forward=forward_ad._current_level >= 0
         )
         return _record(a, b, c, bias, settings, run)
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def _by_operator(a, b, c, *, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None):
+def _by_operator(a, b, c, alpha, beta, bias, activation, out, out_dtype, how):
     """The call as torch's operator; see pytorch/operator.py. torch.compile puts this into its graph."""
-    config = carried(config)
     if out is None:
-        return torch.ops.cutegemm.gemm(
-            a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
-        )
+        return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, *passed(how))
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out: got dtype {out.dtype}, but out_dtype says {out_dtype}")
     overlap.check_identity(out, {"a": a, "b": b, "bias": bias})
-    torch.ops.cutegemm.gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant)
+    torch.ops.cutegemm.gemm_out(a, b, c, alpha, beta, bias, activation, *passed(how, out))
     return out
 
 
@@ -285,7 +268,10 @@ def completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, Any
     programs.refuse_alone(options)
     plain = {name: value for name, value in options.items() if name not in programs.OPTIONS}
     known = runner.complete(plain, (*programs.OPTIONS, *programs.SCALE_OPTIONS))
-    return cast_operands(a, b, c, known) if _is_autocast_on() else (a, b, c, known)
+    if _is_autocast_on():
+        a, b, c, bias, how = cast_operands(a, b, c, known["bias"], known["out"], How.of(known))
+        known |= {"bias": bias, **how._asdict()}
+    return a, b, c, known
 
 
 def posed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> runner.Call:

@@ -30,8 +30,9 @@ from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
-from cutegemm.pytorch.registering import carried, few
+from cutegemm.pytorch.registering import few
 from cutegemm.run import grouped
+from cutegemm.run.how import How, carried
 
 _BIASES = frozenset(dtypes.torch_dtype(name) for name in dtypes.TERMS) | {torch.int32}
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -195,8 +196,7 @@ def _plan_of(
     )  # fmt: skip
     given = grouped_scaled.Scaling(scale_a, scale_b, scaling)
     if not given:
-        a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": out})
-        precision = cast["precision"]
+        a, b, _, _, (precision, *_) = cast_operands(a, b, None, None, out, How(precision))
     try:
         if given:
             epilogue, operands, out_dtype = grouped_scaled.arguments(

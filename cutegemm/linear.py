@@ -53,7 +53,7 @@ def linear(
         raise TypeError(f"constant_weight: got {type(constant_weight).__name__}, accepted are True and False")
     constant = "b" if constant_weight else None
     if not _is_dynamo_compiling() and (serves := native.linear) is not None:
-        d = serves(x, weight, bias, activation, precision, backend, constant)
+        d = serves(x, weight, bias, activation, precision, backend, None, constant)
         if d is not None:
             return d
     try:

@@ -33,7 +33,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.problem import program_request, reference
 from cutegemm.problem.program import bound
 from cutegemm.run import fused
-from cutegemm.run.runner import How
+from cutegemm.run.how import How
 from tests import programs
 
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 40, 64, 65, 72, 96, 120, 128, 136, 160)

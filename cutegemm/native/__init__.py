@@ -18,22 +18,22 @@ from typing import Any, NamedTuple
 from cutegemm.run.environment import is_on
 
 gemm: Callable[..., Any] | None = None
-"""gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config,
-constant) -> D, or None: not here."""
+"""gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> D, or None: not here. how: as in `run.how`."""
 linear: Callable[..., Any] | None = None
-"""linear(x, weight, bias, activation, precision, backend, constant) -> D, or None: not here."""
+"""linear(x, weight, bias, activation, *how) -> D, or None: not here."""
 
-names: tuple[tuple[str, ...], ...] = ()
-"""The activations, precisions, backends and constant operands that `gemm` takes; `cutegemm.run.call` puts them here."""
+names: tuple[tuple[str | None, ...], ...] = ()
+"""The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
+`cutegemm.run.call` puts them here."""
 in_python: dict[str, Callable[..., Any]] = {}
 """What the extension calls in Python; the modules that have these functions put them here when they are imported.
 
-    plan(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant, out=None)
+    plan(_, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how)
         plans a call that `install` has not been told of, and tells it
-    compute(_, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant) -> D
-        the operator below autograd
-    record(keys, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant) -> D
-        the operator for autograd; keys: the number of a torch._C.DispatchKeySet
+    compute(_, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> D
+        the operator below autograd, without `out`
+    record(keys, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> D
+        the operator for autograd, without `out`; keys: the number of a torch._C.DispatchKeySet
     gradients(...) -> (dA, dB, dC, dbias)
         see `cutegemm.pytorch.autograd.gradients_of_saved`
 """
@@ -114,7 +114,7 @@ def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
     of CUDA's, with which it serves CPU tensors, for tests.
     """
     functions = (in_python[name] for name in ("plan", "compute", "record", "gradients"))
-    module.configure(*names, *functions, stream, capturing)
+    module.configure(names, *functions, stream, capturing)
 
 
 def leave_float32_to_python() -> None:
@@ -143,8 +143,10 @@ def is_ready() -> bool:
     return _state.module is not None
 
 
-def install(a: Any, b: Any, c: Any, options: dict[str, Any], launch: tuple[Any, ...] | None) -> None:
-    """Remembers what launches the call `gemm(a, b, c, **options)`, and all like it.
+def install(
+    a: Any, b: Any, c: Any, options: dict[str, Any], how: tuple[Any, ...], launch: tuple[Any, ...] | None
+) -> None:
+    """Remembers what launches the call `gemm(a, b, c, **options)`, and all like it. how: those in `How`.
 
     launch: the fields of a `Launcher`, shape and torch dtype of D, and whether a and b are exchanged. None: Python
         computes it.
@@ -152,8 +154,7 @@ def install(a: Any, b: Any, c: Any, options: dict[str, Any], launch: tuple[Any, 
     if _state.module is not None:
         _state.module.install(
             a, b, c, float(options["alpha"]), float(options["beta"]), options["bias"], options["activation"],
-            options["out"], options["out_dtype"], options["precision"], options["backend"], options["config"],
-            options["constant"], launch,
+            options["out"], options["out_dtype"], *how, launch,
         )  # fmt: skip
 
 

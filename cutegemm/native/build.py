@@ -46,17 +46,17 @@ def library() -> Path:
     if compiler is None:
         raise GemmError("no C++ compiler (c++, g++ or clang++) is installed")
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
-    files = sorted(SOURCES.iterdir())
+    files, flags = sorted(SOURCES.iterdir()), (*FLAGS, f"-DOPTION_TYPES={_texts()}")
     key = {
         "sources": hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest(),
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": f"{sys.version} {sysconfig.get_config_var('EXT_SUFFIX')}",
         "compiler": f"{compiler} {said.stdout}",
-        "flags": " ".join(FLAGS),
+        "flags": " ".join(flags),
         "machine": platform.machine(),
     }
     store = KernelStore(cache_dir() / "native")
-    entry = store.get_or_build(key, partial(_compiled, compiler))
+    entry = store.get_or_build(key, partial(_compiled, compiler, flags))
     _keep_alive.append(entry)  # perhaps in a temporary folder
     return entry.file(f"{NAME}.so")
 
@@ -64,13 +64,20 @@ def library() -> Path:
 _keep_alive: list[Any] = []
 
 
-def _compiled(compiler: str) -> Artefacts:
+def _texts() -> str:
+    """The C++ types of the options that follow the dtype in torch.ops.cutegemm.gemm: those of `run.how`."""
+    arguments = torch.ops.cutegemm.gemm.default._schema.arguments
+    first = [each.name for each in arguments].index("out_dtype") + 1
+    return ",".join("Text" if str(each.type) == "str" else "OptionalText" for each in arguments[first:])
+
+
+def _compiled(compiler: str, flags: tuple[str, ...]) -> Artefacts:
     home = Path(torch.__file__).parent
     headers = home / "include"
     with tempfile.TemporaryDirectory(prefix="cutegemm-") as folder:
         made = Path(folder, f"{NAME}.so")
         command = [
-            *([nice, "-n", "10"] if (nice := shutil.which("nice")) else []), compiler, *FLAGS,
+            *([nice, "-n", "10"] if (nice := shutil.which("nice")) else []), compiler, *flags,
             "-isystem", str(headers), "-isystem", str(headers / "torch/csrc/api/include"),
             f"-I{sysconfig.get_path('include')}", str(SOURCES / "module.cpp"), "-o", str(made),
             f"-L{home / 'lib'}", *(f"-l{name}" for name in LIBRARIES),

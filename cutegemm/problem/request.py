@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ from cutegemm.problem.epilogue import ACTIVATIONS, Epilogue
 from cutegemm.problem.operand import Matrix, alignment, begins, compact, reads_by_rows
 from cutegemm.problem.problem import MAX_EXTENT, PRECISIONS, Problem
 
-CONSTANTS = ("a", "b")
-"""What `gemm(constant=)` may name."""
 FLT_MAX = 3.4028234663852886e38
 """The largest finite fp32 number."""
 
@@ -115,25 +112,6 @@ def describe(
     return Request(
         problem.transposed() if swapped else problem, swapped, shape, a.device, tuple(copies), into_temporary
     )
-
-
-def with_constant(asked: Any, constant: Any) -> Any:
-    """The `Request` or `ProgramRequest` with the promise that no running kernel writes that operand.
-
-    A copy that stands in for the operand is written by the kernel just in front, so nothing is promised of it. Raises
-    ValueError for what names no operand.
-    """
-    check_constant(constant)
-    if constant in asked.copied:
-        return asked
-    operand = {"a": "b", "b": "a"}[constant] if asked.swapped else constant
-    return asked._replace(problem=replace(asked.problem, constant=operand))
-
-
-def check_constant(constant: Any) -> None:
-    """Raises ValueError unless it names an operand, or none."""
-    if constant is not None and not is_one_of(constant, CONSTANTS):
-        raise ValueError(f"constant: got {shown(constant)}, accepted are None, 'a' and 'b'")
 
 
 @functools.lru_cache(maxsize=256)
@@ -283,7 +261,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def is_one_of(value: Any, names: Collection[str]) -> bool:
+def is_one_of(value: Any, names: Collection[str | None]) -> bool:
     """Whether it is one of the names. Arrays and tensors, which compare element by element, never are."""
     return isinstance(value, str) and value in names
 

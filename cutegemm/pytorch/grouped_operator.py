@@ -20,6 +20,7 @@ from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
 from cutegemm.run import grouped
+from cutegemm.run.how import How, carried
 
 
 def _compute(
@@ -180,11 +181,11 @@ def _autocast(
     precision=None, backend="auto", config=None, save="outputs", zeros=False,
 ):  # fmt: skip
     """a and b as torch.mm would cast them; the operands of the program keep their dtypes, which it names."""
-    a, b, _, cast = cast_operands(a, b, None, {"bias": None, "precision": precision, "out": None})
+    a, b, _, _, (precision, *_) = cast_operands(a, b, None, None, None, How(precision))
     with torch._C._DisableAutocast():
         return torch.ops.cutegemm.grouped_gemm(
             a, b, offsets, counts, rows, places, out_rows, operands, numbers, integers, program, out_dtype,
-            cast["precision"], backend, config, save, zeros,
+            precision, backend, config, save, zeros,
         )  # fmt: skip
 
 
@@ -222,7 +223,7 @@ def call(
     tensors, numbers, integers = divided(operands)
     found: list[torch.Tensor] = torch.ops.cutegemm.grouped_gemm(
         a, b, *sizes, tensors, numbers, integers, text, out_dtype, precision, backend,
-        registering.carried(config), save or "outputs", zeros,
+        carried(config), save or "outputs", zeros,
     )  # fmt: skip
     return found
 

@@ -23,8 +23,9 @@ from cutegemm.problem.work import GATHERED
 from cutegemm.pytorch import grouped_operator, scaled
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
-from cutegemm.pytorch.registering import LIBRARY, carried, carried_scaling, define, few, many, scaling_of
+from cutegemm.pytorch.registering import LIBRARY, carried_scaling, define, few, many, scaling_of
 from cutegemm.run import grouped
+from cutegemm.run.how import carried
 from cutegemm.torch_grouped import gathered
 
 

@@ -19,11 +19,12 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import autograd, sharded, sharding, transforms
+from cutegemm.pytorch import autograd, sharded, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_gradients import needed, recording
 from cutegemm.run import float32
+from cutegemm.run.how import How, refuse_promise
 
 GATES = {"silu": ops.swiglu, "gelu": ops.geglu, "gelu_tanh": ops.geglu_tanh, "relu": ops.reglu}
 """Activation -> the epilogue on [gate; up]."""
@@ -82,14 +83,10 @@ def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tens
         return settings.composed(x, gate_up, down)
     if torch._C._is_any_autocast_enabled():
         weights = gate_up, down
-        x, gate_up, down, cast = cast_operands(
-            x, gate_up, down, {"bias": None, "precision": settings.precision, "out": None}
-        )
+        x, gate_up, down, _, (precision, *_) = cast_operands(x, gate_up, down, None, None, How(settings.precision))
         kept = settings.constant_weights and gate_up is weights[0] and down is weights[1]
         with torch._C._DisableAutocast():
-            return gated_mlp(
-                x, gate_up, down, settings._replace(precision=cast["precision"], constant_weights=kept)
-            )  # fmt: skip
+            return gated_mlp(x, gate_up, down, settings._replace(precision=precision, constant_weights=kept))
     if torch.is_grad_enabled() and any(each.requires_grad for each in (x, gate_up, down)):
         if settings.precision is None and float32.in_use:  # gradients have the precision of now
             settings = settings._replace(precision=float32.default(x, settings.backend))
@@ -101,7 +98,7 @@ def _of_parts(x: Any, gate_up: Any, down: Any, settings: Settings) -> Any:
     """`gated_mlp` of DTensors: each rank has a part of the rows, of the hidden units, or of the result's columns."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    sharding.refuse_constant("constant_weights", settings.constant_weights)
+    refuse_promise("constant_weights", settings.constant_weights)
     tensors = {"x": x, "gate_up": gate_up, "down": down}
     mesh, everywhere = sharded.mesh_of("cutegemm.nn.SwiGLU", tensors), Replicate()
     shape = (x.shape[0], down.shape[0])

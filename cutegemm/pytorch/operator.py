@@ -15,43 +15,33 @@ from cutegemm import native
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import autograd, registering, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
-from cutegemm.run import float32
 from cutegemm.run.call import compute
+from cutegemm.run.how import How, schema, settled, split
 
 
-def _gemm(
-    a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
-    activation: str | None = None, out_dtype: Any = None, precision: str | None = None, backend: str = "auto",
-    config: str | None = None, constant: str | None = None,
-) -> torch.Tensor:  # fmt: skip
-    if precision is None and float32.in_use:
-        precision = float32.default(a, backend)
-    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
+def _gemm(a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how) -> torch.Tensor:
+    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, settled(a, how))
 
 
-def _gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None) -> None:
-    if precision is None and float32.in_use:
-        precision = float32.default(a, backend)
-    compute(a, b, c, alpha, beta, bias, activation, out, None, precision, backend, config, constant)
+def _gemm_out(a, b, c, alpha, beta, bias, activation, *options) -> None:
+    how, out = split(options)
+    compute(a, b, c, alpha, beta, bias, activation, out, None, settled(a, how))
 
 
-def _fake_gemm(
-    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
-    config=None, constant=None,
-):  # fmt: skip
+def _fake_gemm(a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
     shape = check(a, b, c, beta, bias, activation)
-    check_constant(constant)
+    How(*how).check()
     if out_dtype is not None and request.comes_of(out_dtype, of_a(a)) is None:
         raise TypeError(f"out_dtype: got {out_dtype}, {request.accepted(of_a(a))}")
     return a.new_empty(shape, dtype=out_dtype or torch_dtype(PRODUCTS[of_a(a)].output))
 
 
-def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, precision, backend, config, out, constant=None):
+def _fake_gemm_out(a, b, c, alpha, beta, bias, activation, *options):
     shape = check(a, b, c, beta, bias, activation)
-    check_constant(constant)
+    how, out = split(options)
+    how.check()
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"out: got shape {tuple(out.shape)}, expected {tuple(shape)}")
     if request.comes_of(out.dtype, of_a(a)) is None:
@@ -103,13 +93,12 @@ def check(a: Any, b: Any, c: Any, beta: float, bias: Any, activation: str | None
 
 registering.define(
     "gemm(Tensor a, Tensor b, Tensor? c=None, float alpha=1.0, float beta=0.0, Tensor? bias=None, "
-    "str? activation=None, ScalarType? out_dtype=None, str? precision=None, str backend='auto', str? config=None, "
-    "str? constant=None) -> Tensor",
+    f"str? activation=None, ScalarType? out_dtype=None, {schema()}) -> Tensor",
     _gemm, _fake_gemm,
 )  # fmt: skip
 registering.define(
     "gemm_out(Tensor a, Tensor b, Tensor? c, float alpha, float beta, Tensor? bias, str? activation, "
-    "str? precision, str backend, str? config, Tensor(d!) out, str? constant=None) -> ()",
+    f"{schema('Tensor(d!) out')}) -> ()",
     _gemm_out, _fake_gemm_out,
 )  # fmt: skip
 registering.refuse_derivatives("gemm_out", autograd.refuse_tangents)
@@ -121,38 +110,31 @@ _DEVICES = frozenset(
 """Key sets of plain tensors, which nothing but a device's kernel handles."""
 
 
-def _recorded_gemm(
-    keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
-    backend="auto", config=None, constant=None,
-):  # fmt: skip
+def _recorded_gemm(keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
     """gemm for one level of autograd: the function that is recorded calls the operator below it.
 
     torch.library.register_autograd knows neither forward mode nor torch.func.
     """
-    if precision is None and float32.in_use:
-        precision = float32.default(a, backend)
+    how = settled(a, how)
     below = keyset & registering.BELOW_AUTOGRAD
     grad = torch.is_grad_enabled()
     forward = autograd.may_have_tangent(a, b, c, bias)
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
         if below.raw_repr() in _DEVICES:  # `_gemm`, without another passage through the dispatcher
-            return compute(
-                a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant
-            )
+            return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, how)
         sharding.needed()
         with torch._C._AutoDispatchBelowAutograd():
-            return _redispatch(
-                below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
-            )
+            return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, *how)
 
     if a.element_size() == 1:
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
     sharding.needed()
     run = registering.below_autograd(
         lambda a, b, c, alpha, beta, bias, out: _redispatch(
-            below, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
+            below, a, b, c, alpha, beta, bias, activation, out_dtype, *how
         )
     )
+    precision, backend, *_ = how
     settings = autograd.Settings(alpha, beta, activation, precision, backend, forward)
     with enable_single_level_autograd_function():
         return autograd.record(a, b, c, bias, settings, run)
@@ -161,55 +143,41 @@ def _recorded_gemm(
 registering.LIBRARY.impl("gemm", _recorded_gemm, "Autograd", with_keyset=True)
 
 
-def _recorded_natively(keys: int, *arguments: Any) -> torch.Tensor:
+def _recorded_natively(keys, a, b, c, alpha, beta, bias, activation, _, out_dtype, *how) -> torch.Tensor:
     """`_recorded_gemm` for calls that the C++ extension leaves to Python."""
-    return _recorded_gemm(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
+    keyset = torch._C.DispatchKeySet.from_raw_repr(keys)
+    return _recorded_gemm(keyset, a, b, c, alpha, beta, bias, activation, out_dtype, *how)
 
 
 native.in_python["record"] = _recorded_natively
 
 
-def _autocast_gemm(
-    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
-    config=None, constant=None,
-):  # fmt: skip
-    options = {"bias": bias, "precision": precision, "out": None, "constant": constant}
-    a, b, c, cast = cast_operands(a, b, c, options)
+def _autocast_gemm(a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
+    a, b, c, bias, how = cast_operands(a, b, c, bias, None, How(*how))
     with torch._C._DisableAutocast():
-        return torch.ops.cutegemm.gemm(
-            a, b, c, alpha, beta, cast["bias"], activation, out_dtype, cast["precision"], backend, config,
-            cast["constant"],
-        )  # fmt: skip
+        return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, *how)
 
 
 registering.define_autocast("gemm", _autocast_gemm)
 
 
-def _vmap_gemm(
-    info, in_dims, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
-    backend="auto", config=None, constant=None,
-):  # fmt: skip
-    dims = (*in_dims, *(None,) * 12)
+def _vmap_gemm(info, in_dims, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
+    dims = (*in_dims, *(None,) * 6)
     (a, b, c, bias), beta, shape = transforms.merge(
         info.batch_size, (a, b, c, bias), (dims[0], dims[1], dims[2], dims[5]), beta
     )
-    d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, *How(*how).for_copies())
     return d.view(shape), 0
 
 
 torch.library.register_vmap("cutegemm::gemm", _vmap_gemm, lib=registering.LIBRARY)
 
 
-def _batched_gemm(
-    a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None, backend="auto",
-    config=None, constant=None,
-):  # fmt: skip
-    """gemm of tensors of the older vmap, by which torch.autograd.grad takes a batch of gradients. As in `_vmap_gemm`
-    operands may be copied, so that none is constant.
-    """
+def _batched_gemm(a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
+    """gemm of tensors of the older vmap, by which torch.autograd.grad takes a batch of gradients."""
     level, size, tensors, dims = transforms.unwrap((a, b, c, bias))
     (a, b, c, bias), beta, shape = transforms.merge(size, tensors, dims, beta)
-    d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config)
+    d = torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, *How(*how).for_copies())
     return torch._add_batch_dim(d.view(shape), 0, level)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -21,7 +21,6 @@ from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Output, Program
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
-from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import (
     autograd,
     program_autograd,
@@ -35,7 +34,7 @@ from cutegemm.pytorch import (
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.operator import check as check_product
 from cutegemm.run import fused
-from cutegemm.run.runner import How
+from cutegemm.run.how import passed, schema, split
 
 
 @lru_cache(maxsize=4096)
@@ -68,33 +67,16 @@ def divided(operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     return tensors, [each for each in others if not isinstance(each, int | torch.SymInt)], integers
 
 
-class Options(NamedTuple):
-    """What follows the program in the arguments of gemm_program, with the defaults of its schema."""
-
-    out_dtype: torch.dtype | None = None
-    precision: str | None = None
-    backend: str = "auto"
-    config: str | None = None
-    save: str = "outputs"
-    constant: str | None = None
-
-    @property
-    def how(self) -> How:
-        return How.of(self._asdict())
-
-
-def _compute(a, b, operands, numbers, integers, program, *options) -> list[torch.Tensor]:
-    known, asked = program_of(program), Options(*options)
+def _compute(a, b, operands, numbers, integers, program, out_dtype=None, *options) -> list[torch.Tensor]:
+    known, (how, _) = program_of(program), split(options)
     given = joined(known, operands, numbers, integers)
-    return registering.many(fused.compute(a, b, known, given, None, asked.out_dtype, asked.how))
+    return registering.many(fused.compute(a, b, known, given, None, out_dtype, how))
 
 
-def _compute_out(
-    a, b, operands, numbers, integers, program, precision, backend, config, out, constant=None
-) -> None:  # fmt: skip
-    known = program_of(program)
+def _compute_out(a, b, operands, numbers, integers, program, *options) -> None:
+    known, (how, out) = program_of(program), split(options)
     given = joined(known, operands, numbers, integers)
-    fused.compute(a, b, known, given, tuple(out), None, How(precision, backend, config, constant))
+    fused.compute(a, b, known, given, tuple(out), None, how)
 
 
 def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list[tuple[Any, ...]]:
@@ -127,10 +109,9 @@ def _default(out_dtype: torch.dtype | None, a: torch.Tensor) -> str:
     return str(dtype_name(out_dtype)) if out_dtype else dtypes.TABLE[str(dtype_name(a.dtype))].output
 
 
-def _fake(a, b, operands, numbers, integers, program, *options, **named):
-    asked = Options(*options, **named)
-    check_constant(asked.constant)
-    return fake(a, b, operands, numbers, integers, program, asked.out_dtype)
+def _fake(a, b, operands, numbers, integers, program, out_dtype=None, *options):
+    split(options)[0].check()
+    return fake(a, b, operands, numbers, integers, program, out_dtype)
 
 
 def fake(a, b, operands, numbers, integers, program, out_dtype) -> list[torch.Tensor]:
@@ -146,9 +127,9 @@ def fake(a, b, operands, numbers, integers, program, out_dtype) -> list[torch.Te
     return results
 
 
-def _fake_out(a, b, operands, numbers, integers, program, precision, backend, config, out, constant=None):
-    check_constant(constant)
-    known = program_of(program)
+def _fake_out(a, b, operands, numbers, integers, program, *options):
+    known, (how, out) = program_of(program), split(options)
+    how.check()
     shapes = shapes_of(a, b, joined(known, operands, numbers, integers), known)
     if len(out) != len(shapes):
         raise ValueError(f"out: got {len(out)} tensors, but the epilogue has {len(shapes)} results")
@@ -163,40 +144,33 @@ def _fake_out(a, b, operands, numbers, integers, program, precision, backend, co
 
 _ARGUMENTS = "Tensor a, Tensor b, Tensor[] operands, float[] numbers, SymInt[] integers, str program"
 registering.define(
-    f"gemm_program({_ARGUMENTS}, ScalarType? out_dtype=None, str? precision=None, str backend='auto', "
-    "str? config=None, str save='outputs', str? constant=None) -> Tensor[]",
+    f"gemm_program({_ARGUMENTS}, ScalarType? out_dtype=None, " + schema("str save='outputs'") + ") -> Tensor[]",
     _compute, _fake,
 )  # fmt: skip
-registering.define(
-    f"gemm_program_out({_ARGUMENTS}, str? precision, str backend, str? config, Tensor(d!)[] out, "
-    "str? constant=None) -> ()",
-    _compute_out, _fake_out,
-)  # fmt: skip
+registering.define(f"gemm_program_out({_ARGUMENTS}, {schema('Tensor(d!)[] out')}) -> ()", _compute_out, _fake_out)
 registering.refuse_derivatives("gemm_program_out", program_autograd.refuse_tangents)
 
 _redispatch = torch.ops.cutegemm.gemm_program.default.redispatch
 
 
-def _recorded(keyset, a, b, operands, numbers, integers, program, *options):
+def _recorded(keyset, a, b, operands, numbers, integers, program, out_dtype=None, *options):
     """gemm_program as a differentiable function: its forward pass calls the operator below autograd."""
     below = keyset & registering.BELOW_AUTOGRAD
     tensors = (a, b, *operands)
     program_autograd.refuse_tangents(*tensors)
     if sharded.is_distributed(*tensors):
-        return _sharded(a, b, operands, numbers, integers, program, *options)
+        return _sharded(a, b, operands, numbers, integers, program, out_dtype, *options)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)):
         with torch._C._AutoDispatchBelowAutograd():
-            return _redispatch(below, a, b, operands, numbers, integers, program, *options)
+            return _redispatch(below, a, b, operands, numbers, integers, program, out_dtype, *options)
 
     if a.element_size() == 1:
         autograd.refuse_gradients({"a": a, "b": b, **{f"operands[{i}]": each for i, each in enumerate(operands)}})
-    known, own = program_of(program), Options(*options)
+    known, (how, save) = program_of(program), split(options, "outputs")
     run = registering.below_autograd(
-        lambda a, b, epilogue, given, wanted: _redispatch(
-            below, a, b, *divided(given), epilogue.text, *own._replace(out_dtype=wanted)
-        )
+        lambda a, b, epilogue, given, wanted: _redispatch(below, a, b, *divided(given), epilogue.text, wanted, *options)
     )
-    settings = program_autograd.Settings(known, own.out_dtype, own.precision, own.backend, own.save, run)
+    settings = program_autograd.Settings(known, out_dtype, how.precision, how.backend, save, run)
     with enable_single_level_autograd_function():
         return list(program_autograd.record(a, b, joined(known, operands, numbers, integers), settings))
 
@@ -204,10 +178,10 @@ def _recorded(keyset, a, b, operands, numbers, integers, program, *options):
 registering.LIBRARY.impl("gemm_program", _recorded, "Autograd", with_keyset=True)
 
 
-def _sharded(a, b, operands, numbers, integers, program, *options):
+def _sharded(a, b, operands, numbers, integers, program, out_dtype=None, *options):
     """gemm_program of DTensors: each rank computes its part, see sharding_programs.py."""
-    known, asked = program_of(program), Options(*options)
-    sharding.refuse_constant("constant", asked.constant)
+    known = program_of(program)
+    split(options)[0].refuse_distributed()
     given = joined(known, operands, numbers, integers)
     tensors = {"a": a, "b": b}
     names = [f"operands[{number}]" for number, each in enumerate(known.inputs) if not each.by_value]
@@ -216,13 +190,13 @@ def _sharded(a, b, operands, numbers, integers, program, *options):
     like = [*map(sharded.shape_of, given)]
     shapes = shapes_of(a, b, like, known)
     (whole,) = shapes_of(a, b, like, replace(known, outputs=(Output(0),)))
-    settings = sharding_programs.Settings.of(mesh, everything, known, asked.out_dtype)
+    settings = sharding_programs.Settings.of(mesh, everything, known, out_dtype)
     local, read = sharding_programs.with_begins(known)
 
     def call(parts: list[Any], results: list[Any]) -> list[torch.Tensor]:
         begins = sharding_programs.begins_of(read, results[0].begins)
         found: list[torch.Tensor] = torch.ops.cutegemm.gemm_program(
-            *parts[:2], parts[2:], numbers, [*integers, *begins], local.text, *asked
+            *parts[:2], parts[2:], numbers, [*integers, *begins], local.text, out_dtype, *options
         )
         return found
 
@@ -233,27 +207,27 @@ def _sharded(a, b, operands, numbers, integers, program, *options):
 sharding.handle("gemm_program", _sharded)
 
 
-def _autocast(a, b, operands, numbers, integers, program, *options):
+def _autocast(a, b, operands, numbers, integers, program, out_dtype=None, *options):
     """a and b as torch.mm would cast them; the operands of the program keep their dtypes, which it names."""
-    a, b, _, cast = cast_operands(a, b, None, {**Options(*options)._asdict(), "bias": None, "out": None})
-    asked = Options(*(cast[name] for name in Options._fields))
+    how, save = split(options, "outputs")
+    a, b, _, _, how = cast_operands(a, b, None, None, None, how)
     with torch._C._DisableAutocast():
-        return torch.ops.cutegemm.gemm_program(a, b, operands, numbers, integers, program, *asked)
+        return torch.ops.cutegemm.gemm_program(
+            a, b, operands, numbers, integers, program, out_dtype, *passed(how, save)
+        )
 
 
 registering.define_autocast("gemm_program", _autocast)
 
 
 def _mapped(size, tensors, dims, numbers, integers, program, options):
-    """The results of the mapped call, with the batch in front. Operands may be copied, so that none is constant.
-
-    options: what follows the program's text.
-    """
-    asked = Options(*options)._replace(constant=None)
+    """The results of the mapped call, with the batch in front. options: what follows the program's text."""
+    out_dtype, *others = options or (None,)
+    how, save = split(tuple(others), "outputs")
     return program_batches.mapped(
         size, tensors, dims, program_of(program),
         lambda a, b, tensors, known: torch.ops.cutegemm.gemm_program(
-            a, b, tensors, numbers, integers, known.text, *asked
+            a, b, tensors, numbers, integers, known.text, out_dtype, *passed(how.for_copies(), save)
         ),
     )  # fmt: skip
 

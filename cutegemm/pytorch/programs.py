@@ -25,9 +25,9 @@ from cutegemm.pytorch import autograd, compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
-from cutegemm.pytorch.registering import carried, few
+from cutegemm.pytorch.registering import few
 from cutegemm.run import call, fused, runner
-from cutegemm.run.runner import How
+from cutegemm.run.how import How, passed
 
 OPTIONS = ("epilogue", "operands", "save")
 """What `gemm` takes for an epilogue program only."""
@@ -101,17 +101,18 @@ def _completed(a: Any, b: Any, c: Any, options: dict[str, Any]) -> tuple[Any, ..
     program_request.check_operands(operands)
     known = runner.complete(given, (*OPTIONS, *SCALE_OPTIONS))
     refuse_terms(c, known["alpha"], known["beta"], known["bias"], known["activation"])
+    how = How.of(known)
     if _is_autocast_on():
-        a, b, _, known = cast_operands(a, b, None, known)
+        a, b, _, _, how = cast_operands(a, b, None, None, known["out"], how)
     for name, tensor in (("a", a), ("b", b)):
         request.check_type(name, tensor)
     if known["out"] is None:
         epilogue = program_autograd.recorded_epilogue(a, b, epilogue, operands, save)
-    return a, b, epilogue, operands, known["out"], known["out_dtype"], How.of(known)
+    return a, b, epilogue, operands, known["out"], known["out_dtype"], how
 
 
 def compute(
-    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: How,
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: Any,
     save: str | None,
 ) -> Any:  # fmt: skip
     """`gemm` with an epilogue; see there."""
@@ -146,12 +147,12 @@ def compute(
         return run(a, b, operands, out)
     if program is not None:
         return _record(a, b, program, operands, out_dtype, how, save)
-    return _uncommon(a, b, epilogue, operands, out, out_dtype, how, save)
+    return _uncommon(a, b, epilogue, operands, out, out_dtype, How(*how), save)
 
 
 def _record(a, b, program, operands, out_dtype, how, save):
-    run = partial(_run, how)
-    settings = program_autograd.Settings(program, out_dtype, how.precision, how.backend, save, run)
+    precision, backend, *_ = how
+    settings = program_autograd.Settings(program, out_dtype, precision, backend, save, partial(_run, how))
     results = program_autograd.record(a, b, operands, settings)
     return results if len(results) > 1 else results[0]
 
@@ -177,9 +178,9 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, how, save):
         text = _program(a, b, epilogue, operands).text
         return _by_operator(a, b, text, operands, out, out_dtype, how, save)
     if _is_autocast_on():
-        a, b, _, cast = cast_operands(a, b, None, {**how._asdict(), "bias": None, "out": out})
+        a, b, _, _, how = cast_operands(a, b, None, None, out, how)
         with torch._C._DisableAutocast():
-            return compute(a, b, epilogue, operands, out, out_dtype, How.of(cast), save)
+            return compute(a, b, epilogue, operands, out, out_dtype, how, save)
     program_autograd.refuse_tangents(*everything)
     if _is_grad_enabled():
         for name, target in targets.items():
@@ -208,16 +209,11 @@ def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
 
 def _by_operator(a, b, text, operands, out, out_dtype, how, save):
     """The call as torch's operator; see program_operator.py. torch.compile puts this into its graph."""
-    precision, backend, config, constant = how
-    config, given = carried(config), divided(operands)
+    given = divided(operands)
     if out is None:
-        return few(
-            torch.ops.cutegemm.gemm_program(
-                a, b, *given, text, out_dtype, precision, backend, config, save or "outputs", constant
-            )
-        )  # fmt: skip
+        return few(torch.ops.cutegemm.gemm_program(a, b, *given, text, out_dtype, *passed(how, save or "outputs")))
     outs = results_given(a, b, operands, out, out_dtype)
-    torch.ops.cutegemm.gemm_program_out(a, b, *given, text, precision, backend, config, outs, constant)
+    torch.ops.cutegemm.gemm_program_out(a, b, *given, text, *passed(how, outs))
     return few(outs)
 
 

@@ -78,11 +78,6 @@ def refuse_derivatives(name: str, refuse_tangents: Callable[..., None], call: st
     LIBRARY.impl(name, refused_or_run, "Autograd", with_keyset=True)
 
 
-def carried(config: Any) -> str | None:
-    """A configuration as an operator carries it: its text."""
-    return config if config is None or isinstance(config, str) else str(config)
-
-
 def carried_scaling(scaling: Any) -> list[str] | None:
     """`scaling` of `gemm` as an operator carries it: the empty text for None."""
     if scaling is None:

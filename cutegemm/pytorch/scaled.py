@@ -21,8 +21,8 @@ from cutegemm.problem.program.simplify import simplified
 from cutegemm.pytorch import autograd, compiled, program_operator, programs, sharded, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_autograd import refuse_tangents
-from cutegemm.pytorch.registering import carried, carried_scaling, few
-from cutegemm.run.runner import How
+from cutegemm.pytorch.registering import carried_scaling, few
+from cutegemm.run.how import How, passed
 
 ACCUMULATIONS = ("promoted", "fast")
 """What `accumulate` may be."""
@@ -96,14 +96,12 @@ def compute(
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
         if transformed:
             refuse_tangents(*tensors, *operands)
-        precision, backend, config, constant = how
-        scales, config = carried_scaling(scales), carried(config)
+        scales = carried_scaling(scales)
         if epilogue is None:
             request.check_number("alpha", alpha)
             request.check_number("beta", beta)
             return torch.ops.cutegemm.scaled_gemm(
-                a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, scales,
-                constant,
+                a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, *passed(how, scales)
             )  # fmt: skip
         programs.refuse_terms(c, alpha, beta, bias, activation)
         programs.check_save(save)
@@ -113,8 +111,7 @@ def compute(
         else:
             text = program_request.program_for(epilogue, operands, a.device).text
         results = torch.ops.cutegemm.scaled_gemm_program(
-            a, b, scale_a, scale_b, scales, *program_operator.divided(operands), text, out_dtype, precision, backend,
-            config, constant,
+            a, b, scale_a, scale_b, scales, *program_operator.divided(operands), text, out_dtype, *passed(how)
         )  # fmt: skip
         return few(results)
     return compute_eager(

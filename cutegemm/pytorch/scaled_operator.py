@@ -13,31 +13,26 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import TABLE, dtype_name, output_name, torch_dtype
-from cutegemm.problem.request import check_constant
 from cutegemm.pytorch import operator, program_operator, scaled, sharding
 from cutegemm.pytorch.registering import LIBRARY, define, flops, many, scaling_of
-from cutegemm.run.runner import How
+from cutegemm.run.how import How, schema, split
 
 
 def _scaled_gemm(
-    a: Any, b: Any, scale_a: Any, scale_b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
-    activation: str | None = None, out_dtype: Any = None, precision: str | None = None, backend: str = "auto",
-    config: str | None = None, scaling: Any = None, constant: str | None = None,
-) -> torch.Tensor:  # fmt: skip
+    a, b, scale_a, scale_b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *options
+) -> torch.Tensor:
+    how, scaling = split(options)
     with torch.no_grad():
         found: torch.Tensor = scaled.compute_eager(
-            a, b, c, alpha, beta, bias, activation, None, out_dtype, How(precision, backend, config, constant), None,
-            (), None, scale_a, scale_b, scaling_of(scaling),
+            a, b, c, alpha, beta, bias, activation, None, out_dtype, how, None, (), None, scale_a, scale_b,
+            scaling_of(scaling),
         )  # fmt: skip
     return found
 
 
-def _fake(
-    a, b, scale_a, scale_b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, precision=None,
-    backend="auto", config=None, scaling=None, constant=None,
-):  # fmt: skip
+def _fake(a, b, scale_a, scale_b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *options):
     shape = operator.check(a, b, c, beta, bias, activation)
-    check_constant(constant)
+    split(options)[0].check()
     if out_dtype is not None and output_name(out_dtype) is None:
         raise TypeError(f"out_dtype: got {out_dtype}, accepted are {dtypes.ACCEPTED}")
     default = TABLE[str(dtype_name(a.dtype))].output
@@ -46,8 +41,8 @@ def _fake(
 
 define(
     "scaled_gemm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? c=None, float alpha=1.0, "
-    "float beta=0.0, Tensor? bias=None, str? activation=None, ScalarType? out_dtype=None, str? precision=None, "
-    "str backend='auto', str? config=None, str[]? scaling=None, str? constant=None) -> Tensor",
+    f"float beta=0.0, Tensor? bias=None, str? activation=None, ScalarType? out_dtype=None, "
+    f"{schema('str[]? scaling=None')}) -> Tensor",
     _scaled_gemm, _fake,
 )  # fmt: skip
 sharding.handle("scaled_gemm", _scaled_gemm)  # it calls gemm_program, which has rules
@@ -55,24 +50,19 @@ sharding.handle("scaled_gemm", _scaled_gemm)  # it calls gemm_program, which has
 
 # -- with an epilogue program ------------------------------------------------------------------------------------------
 def _scaled_gemm_program(
-    a: Any, b: Any, scale_a: Any, scale_b: Any, scaling: Any, operands: Any, numbers: Any, integers: Any, program: str,
-    out_dtype: Any = None, precision: str | None = None, backend: str = "auto", config: str | None = None,
-    constant: str | None = None,
-) -> list[torch.Tensor]:  # fmt: skip
+    a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, *how
+) -> list[torch.Tensor]:
     known = program_operator.program_of(program)
     with torch.no_grad():
         found = scaled.compute_eager(
-            a, b, None, 1.0, 0.0, None, None, None, out_dtype, How(precision, backend, config, constant), known,
+            a, b, None, 1.0, 0.0, None, None, None, out_dtype, How(*how), known,
             program_operator.joined(known, operands, numbers, integers), None, scale_a, scale_b, scaling_of(scaling),
         )  # fmt: skip
     return many(found)
 
 
-def _fake_program(
-    a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, precision=None,
-    backend="auto", config=None, constant=None,
-):  # fmt: skip
-    check_constant(constant)
+def _fake_program(a, b, scale_a, scale_b, scaling, operands, numbers, integers, program, out_dtype=None, *how):
+    How(*how).check()
     if out_dtype is None and TABLE[str(dtype_name(a.dtype))].is_integer:
         out_dtype = torch.bfloat16
     return program_operator.fake(a, b, operands, numbers, integers, program, out_dtype)
@@ -80,8 +70,7 @@ def _fake_program(
 
 define(
     "scaled_gemm_program(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, str[]? scaling, Tensor[] operands, "
-    "float[] numbers, SymInt[] integers, str program, ScalarType? out_dtype=None, str? precision=None, "
-    "str backend='auto', str? config=None, str? constant=None) -> Tensor[]",
+    f"float[] numbers, SymInt[] integers, str program, ScalarType? out_dtype=None, {schema()}) -> Tensor[]",
     _scaled_gemm_program, _fake_program,
 )  # fmt: skip
 sharding.handle("scaled_gemm_program", _scaled_gemm_program)

@@ -26,14 +26,13 @@ from collections.abc import Callable
 from typing import Any
 
 from cutegemm.errors import GemmError
+from cutegemm.run.how import How
 
 _MODULE = "torch.distributed.tensor"
 _FIRST_OPTION = 3
 """Where in the arguments of torch.ops.cutegemm.gemm the first stands that is no tensor: alpha."""
-_NO_TENSORS = [None] * 6
+_NO_TENSORS = [None] * (2 + len(How._fields))
 """The placements of the arguments behind the bias."""
-_CONSTANT = 4
-"""The place of `constant` behind the activation."""
 _registered = False
 _handlers: dict[str, Callable[..., Any]] = {}
 
@@ -88,26 +87,17 @@ def _register() -> None:
     _registered = True
 
 
-def refuse_constant(name: str, given: Any) -> None:
-    """Raises ValueError where the argument `name` promises, of DTensors, that an operand is constant."""
-    if given:
-        raise ValueError(
-            f"{name}: got {given!r} with DTensors, which may be gathered in front of the product; leave it away"
-        )
-
-
 def rules(
     a: Any, b: Any, c: Any = None, alpha: float = 1.0, beta: float = 0.0, bias: Any = None,
-    activation: str | None = None, *options: Any, **more: Any,
+    activation: str | None = None, out_dtype: Any = None, *how: Any, **more: Any,
 ) -> list[tuple[list[Any], list[Any]]]:  # fmt: skip
     """The rules of one call: (placements of D, placements of the arguments), one mesh dimension each.
 
     Args: as torch.ops.cutegemm.gemm; of a tensor its shape is read.
 
-    Raises ValueError for an operand that is promised to be constant: DTensor may gather it just in front.
+    Raises ValueError for a promise about an operand: DTensor may gather it just in front.
     """
-    constant = more.get("constant", options[_CONSTANT] if len(options) > _CONSTANT else None)
-    refuse_constant("constant", constant)
+    How(*how, **more).refuse_distributed()
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]

@@ -6,18 +6,19 @@ and its plan are remembered together, so that `explain` shows what `gemm` runs.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from typing import Any
 
 import torch
 
-from cutegemm import backend as backends
 from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo, State
-from cutegemm.problem import PRECISIONS, request
+from cutegemm.problem import request
 from cutegemm.problem.epilogue import ACTIVATIONS
-from cutegemm.run import float32, runner
+from cutegemm.run import runner
+from cutegemm.run.how import ACCEPTED, How, settled
 from cutegemm.run.runner import Call, Runner
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -26,10 +27,12 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 memo = PlanMemo()
 _lock = threading.Lock()
 _FLT_MAX = request.FLT_MAX
+_described = operator.itemgetter("beta", "bias", "activation", "out", "out_dtype")
+"""Those of the options that a description has besides `How`, in its order."""
 
 
-def description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None):
-    """All that a plan depends on; an unhashable or strange argument raises something.
+def description(a, b, c, beta, bias, activation, out, out_dtype, how):
+    """All that a plan depends on; an unhashable or strange argument raises something. how: a tuple as a `How`.
 
     Of an address its alignment, and 0 where there is none: a tensor without memory is not taken for an aligned one.
     """
@@ -48,37 +51,38 @@ def description(a, b, c, beta, bias, activation, out, out_dtype, precision, back
             out.__class__, out.shape, out.stride(), out.dtype, out.device, (p := out.data_ptr()) and p & 15 | 16,
             out.is_neg(),
         ),
-        activation, out_dtype, precision, backend, config, constant,
+        activation, out_dtype, how,
         None if a.is_cuda else os.environ.get("CUTEGEMM_ARCH"),
     )  # fmt: skip
 
 
-def compute(
-    a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None
-) -> torch.Tensor:
+def compute(a, b, c, alpha, beta, bias, activation, out, out_dtype, how) -> torch.Tensor:
     """`gemm` of plain tensors, with no regard to autograd, autocast or tracing; alpha and beta are floats."""
     if not (-_FLT_MAX <= alpha <= _FLT_MAX and -_FLT_MAX <= beta <= _FLT_MAX):
         request.check_number("alpha", alpha)
         request.check_number("beta", beta)
-    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, how)
     run = memo.get(key)
     if run is None:
-        run = plan_of(key, a, b, c, {
-            "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-            "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config,
-            "constant": constant,
-        })  # fmt: skip
+        run = plan_of(key, a, b, c, options_of(alpha, beta, bias, activation, out, out_dtype, how))
     return run(a, b, c, alpha, beta, bias, out)
 
 
-def key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant=None) -> Any:
+def options_of(alpha, beta, bias, activation, out, out_dtype, how) -> dict[str, Any]:
+    """The options of a call, every one by its name."""
+    terms = {"alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out, "out_dtype": out_dtype}
+    terms.update(zip(How._fields, how, strict=True))
+    return terms
+
+
+def key_of(a, b, c, beta, bias, activation, out, out_dtype, how) -> Any:
     """The key of a call, or None when something about it is strange.
 
     A call with a subclass of Tensor as c, bias or out gets a key that `gemm` itself never looks for: torch's dispatcher
     must see the subclass every time.
     """
     try:
-        found = description(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+        found = description(a, b, c, beta, bias, activation, out, out_dtype, how)
         hash(found)
     except (AttributeError, TypeError, RuntimeError):
         return None
@@ -97,7 +101,8 @@ def key_of_described(found: Any, c: Any, bias: Any, out: Any) -> Any:
 
 def key_of_options(a: Any, b: Any, c: Any, options: dict[str, Any]) -> Any:
     """`key_of` a call with these options."""
-    return key_of(a, b, c, **{name: value for name, value in options.items() if name != "alpha"})
+    beta, bias, activation, out, out_dtype = _described(options)
+    return key_of(a, b, c, beta, bias, activation, out, out_dtype, How.of(options))
 
 
 def plan_of(key: Any, a: Any, b: Any, c: Any, options: dict[str, Any]) -> Runner:
@@ -144,20 +149,15 @@ def _tell(
 ) -> None:
     """Tells the C++ part how a plan that is remembered is launched; the first plan of a GPU has that part made."""
     if native.is_ready():
-        native.install(a, b, c, options, launch)
+        native.install(a, b, c, options, How.of(options), launch)
     elif plan.kernel is not None and call.request.device.type == "cuda":
         native.want()
 
 
-def _plan_natively(
-    _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant, out=None
-) -> None:
+def _plan_natively(_, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> None:
     """Plans a call that the C++ part has not met, if nobody has, and tells it what to launch."""
-    options = {
-        "alpha": alpha, "beta": beta, "bias": bias, "activation": activation, "out": out,
-        "out_dtype": out_dtype, "precision": precision, "backend": backend, "config": config, "constant": constant,
-    }  # fmt: skip
-    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+    options = options_of(alpha, beta, bias, activation, out, out_dtype, how)
+    key = key_of(a, b, c, beta, bias, activation, out, out_dtype, how)
     call = Call.of(a, b, c, options)
     with _lock:
         plan = None if key is None else memo.plan(key)
@@ -167,15 +167,11 @@ def _plan_natively(
         planned(key, call, a, b, c, options)
 
 
-def _compute_natively(
-    _, a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant
-) -> torch.Tensor:
-    if precision is None and float32.in_use:
-        precision = float32.default(a, backend)
-    return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, precision, backend, config, constant)
+def _compute_natively(_, a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> torch.Tensor:
+    return compute(a, b, c, alpha, beta, bias, activation, out, out_dtype, settled(a, how))
 
 
-native.names = ACTIVATIONS, PRECISIONS, backends.NAMES, request.CONSTANTS
+native.names = (None, *ACTIVATIONS), *(ACCEPTED[name] for name in How._fields)
 native.in_python |= {"plan": _plan_natively, "compute": _compute_natively}
 
 

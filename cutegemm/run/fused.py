@@ -22,8 +22,9 @@ from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.request import FLT_MAX
 from cutegemm.run import call, preparing
 from cutegemm.run.arguments import Addresses, Numbers, Scalars
+from cutegemm.run.how import How
 from cutegemm.run.reductions import Reductions
-from cutegemm.run.runner import Call, How, current_device
+from cutegemm.run.runner import Call, current_device
 
 Outs = tuple[torch.Tensor, ...]
 Core = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Outs], None]
@@ -37,13 +38,13 @@ _FLT_MAX, _INF = FLT_MAX, math.inf
 
 
 def compute(
-    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: How
+    a: torch.Tensor, b: torch.Tensor, epilogue: Any, operands: Sequence[Any], out: Any, out_dtype: Any, how: Any
 ) -> Results:
     """`gemm` with an epilogue, of plain tensors and with no regard to autograd, autocast or tracing."""
     key = key_of(a, b, epilogue, operands, out, out_dtype, how)
     run = None if key is None else memo.get(key)
     if run is None:
-        run = planned(key, a, b, epilogue, operands, out, out_dtype, how)[0]
+        run = planned(key, a, b, epilogue, operands, out, out_dtype, How(*how))[0]
     return run(a, b, operands, out)
 
 

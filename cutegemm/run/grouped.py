@@ -19,7 +19,8 @@ from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.problem.work import Work
 from cutegemm.run import call, fused
 from cutegemm.run.environment import is_on
-from cutegemm.run.runner import How, current_device
+from cutegemm.run.how import How
+from cutegemm.run.runner import current_device
 from cutegemm.torch_grouped import Arrays, Core
 from cutegemm.torch_grouped import core as torch_core
 

@@ -22,6 +22,7 @@ from cutegemm.problem.request import Request
 from cutegemm.run import preparing
 from cutegemm.run.arguments import BoundLaunch, Scalars
 from cutegemm.run.environment import is_on, variable
+from cutegemm.run.how import How
 
 Runner = Callable[..., torch.Tensor]
 """run(a, b, c, alpha, beta, bias, out) -> D"""
@@ -35,9 +36,7 @@ _kernels = planning.Memo(limit=1024)
 """The kernels that calls have used: a new shape of a known one touches no file."""
 
 DEFAULTS: dict[str, Any] = {
-    "alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "out": None,
-    "out_dtype": None, "precision": None, "backend": "auto", "config": None,
-    "constant": None,
+    "alpha": 1.0, "beta": 0.0, "bias": None, "activation": None, "out": None, "out_dtype": None, **How._field_defaults,
 }  # fmt: skip
 """What `gemm` takes beside a, b and c."""
 _described = operator.itemgetter("alpha", "beta", "bias", "activation", "out", "out_dtype", "precision")
@@ -53,20 +52,6 @@ def complete(options: dict[str, Any], more: Sequence[str] = ()) -> dict[str, Any
         if name not in DEFAULTS:
             raise TypeError(f"{name}: no such argument, accepted are {', '.join((*DEFAULTS, *more))}")
     return {**DEFAULTS, **options}
-
-
-class How(NamedTuple):
-    """The options of `gemm` that say how a product is computed. Calls with a program or scales hand them on as one."""
-
-    precision: str | None = None
-    backend: str = "auto"
-    config: Any = None
-    constant: str | None = None
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> How:
-        """Those among the options of `gemm`, of which every one is named."""
-        return cls(*(options[name] for name in cls._fields))
 
 
 class Call(NamedTuple):
@@ -88,9 +73,7 @@ class Call(NamedTuple):
     @classmethod
     def posed(cls, found: Request | ProgramRequest, how: How) -> Call:
         """The call of a described request, with the options `how`."""
-        if how.constant is not None:
-            found = request.with_constant(found, how.constant)
-        return cls(found, how.backend, how.config)
+        return cls(how.posed(found), how.backend, how.config)
 
     def plan(self, state: planning.State | None = None) -> Plan:
         """Chooses and compiles. Raises GemmError during graph capture: compiling would break the capture.

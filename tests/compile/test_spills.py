@@ -13,7 +13,7 @@ from cutegemm.choice import plan
 from cutegemm.errors import UnsupportedError
 from cutegemm.hardware.cubin import usage
 from cutegemm.run import fused
-from cutegemm.run.runner import How
+from cutegemm.run.how import How
 from tests.fuzz_programs import draw
 
 PAIRS = [

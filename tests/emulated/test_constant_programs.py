@@ -18,9 +18,10 @@ from cutegemm import ops
 from cutegemm.emulator.bridge import emulate
 from cutegemm.emulator.errors import BeforeTheWait
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import program_request, request, torch_dtype
+from cutegemm.problem import program_request, torch_dtype
 from cutegemm.pytorch import scaled
 from cutegemm.run import fused
+from cutegemm.run.how import How
 from cutegemm.run.reductions import Reductions
 
 pytest.importorskip("llvmlite")
@@ -86,7 +87,7 @@ class Launch:
                 tensors["scale_b"], None,
             )  # fmt: skip
         asked = program_request.describe(a, b, program, given, None, self.out_dtype, None)
-        return request.with_constant(asked, self.constant) if self.constant else asked, given
+        return How(constant=self.constant or None).posed(asked), given
 
     def run(self, written: str = "", promised: bool = True, later: str = "") -> list[torch.Tensor]:
         """The results, where the kernel in front still writes what `written` names.

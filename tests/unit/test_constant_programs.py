@@ -20,8 +20,9 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.graph import Input
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.scaling import scaled as with_scales
-from cutegemm.pytorch import program_operator, programs, scaled, sharding
+from cutegemm.pytorch import program_operator, programs, scaled
 from cutegemm.run import call, fused, runner
+from cutegemm.run.how import How, passed, refuse_promise
 from cutegemm.run.runner import Call
 from cutegemm.winners import Measurement, Winners, table
 from cutegemm.winners.fingerprint import fingerprint
@@ -465,9 +466,9 @@ def test_a_promise_about_weights_is_true_or_false():
 def test_dtensors_are_refused():
     for name, given in (("constant", "b"), ("constant_weights", True)):
         with pytest.raises(ValueError, match=f"^{name}: got {given!r} with DTensors"):
-            sharding.refuse_constant(name, given)
-    sharding.refuse_constant("constant", None)
-    sharding.refuse_constant("constant_weights", False)
+            refuse_promise(name, given)
+    refuse_promise("constant", None)
+    refuse_promise("constant_weights", False)
     with pytest.raises(ValueError, match="constant: got 'b' with DTensors"):
-        program_operator._sharded(None, None, [], [], [], lookup(ops.silu, ()).text, *program_operator.Options("b")[1:],
-                                  "b")  # fmt: skip
+        program_operator._sharded(None, None, [], [], [], lookup(ops.silu, ()).text, None,
+                                  *passed(How(constant="b"), "outputs"))  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 import cutegemm
 from cutegemm.pytorch import autograd
 from cutegemm.run import call, float32
+from cutegemm.run.how import How
 
 A, B = torch.ones(8, 8), torch.ones(8, 8)
 
@@ -26,7 +27,7 @@ def planned(monkeypatch) -> list:
     seen = []
 
     def plan_of(key, a, b, c, options):
-        assert options["precision"] in key
+        assert How.of(options) in key
         seen.append(options["precision"])
         return lambda a, b, c, alpha, beta, bias, out: a @ b
 

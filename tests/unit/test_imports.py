@@ -29,7 +29,8 @@ LAYERS = {
         cutegemm.emulator.__main__ cutegemm.emulator.workload cutegemm.cutlass2x.__main__""",
     "PyTorch": "cutegemm.pytorch.*",
     "a call": """
-        cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.grouped cutegemm.run.preparing
+        cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.grouped cutegemm.run.how
+        cutegemm.run.preparing
         cutegemm.run.quantizing cutegemm.run.quantize_kernels""",
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",

@@ -20,6 +20,7 @@ from cutegemm import native
 from cutegemm.errors import GemmError
 from cutegemm.native import build
 from cutegemm.run import call
+from cutegemm.run.how import How
 from tests.examples import examples
 from tests.native_cases import (
     BF16,
@@ -320,26 +321,14 @@ def described(draw) -> dict[str, Any]:
 @settings(max_examples=examples(20))
 @given(st.lists(described(), min_size=4, max_size=12))
 def test_two_calls_have_one_key_where_python_describes_them_alike(calls):
-    names = (
-        "a",
-        "b",
-        "c",
-        "beta",
-        "bias",
-        "activation",
-        "out",
-        "out_dtype",
-        "precision",
-        "backend",
-        "config",
-        "constant",
-    )
-    defaults = dict.fromkeys(names) | {"beta": 0.0, "backend": "auto"}
+    names = ("a", "b", "c", "beta", "bias", "activation", "out", "out_dtype")
+    defaults = dict.fromkeys(names) | {"beta": 0.0, **How._field_defaults}
     with served(in_cpp=True):
         descriptions = set()
         for one in calls:
             cutegemm.gemm(**one)
-            descriptions.add(call.description(*({**defaults, **one}[name] for name in names)))
+            known = {**defaults, **one}
+            descriptions.add(call.description(*(known[name] for name in names), How.of(known)))
             assert host_stub.extension().known() == len(descriptions)
 
 

@@ -18,7 +18,7 @@ from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.problem.program.text import parse
 from cutegemm.run import fused, grouped, runner
-from cutegemm.run.runner import How
+from cutegemm.run.how import How
 from cutegemm.tuner.problem_bench import Bench
 from tests.fake_backend import uncompiled
 from tests.tuning_fakes import H200

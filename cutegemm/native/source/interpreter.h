@@ -57,7 +57,7 @@ inline PyObject* to_python(const at::Tensor& tensor) {
 
 inline PyObject* to_python(const std::optional<at::Tensor>& tensor) { return tensor ? to_python(*tensor) : none(); }
 
-inline PyObject* to_python(std::optional<std::string_view> text) {
+inline PyObject* to_python(const OptionalText& text) {
   return text ? checked(PyUnicode_FromStringAndSize(text->data(), static_cast<Py_ssize_t>(text->size()))) : none();
 }
 
@@ -77,18 +77,14 @@ inline PyObject* to_python(const std::vector<int64_t>& numbers) {
   return made;
 }
 
-// The name at a place of a list; `place` is 0 for None.
 inline PyObject* name_of(const Names& names, int place) {
-  if (place == 0) return none();
-  return to_python(std::optional<std::string_view>(names.known[place - 1]));
+  return place == 0 ? none() : to_python(OptionalText(names.known[place - 1]));
 }
 
 // function(*arguments), a new reference; the arguments are references that it takes over.
-template <typename... Objects>
-PyObject* call(PyObject* function, Objects... arguments) {
-  PyObject* packed[] = {arguments...};
-  PyObject* result = PyObject_Vectorcall(function, packed, sizeof...(arguments), nullptr);
-  for (PyObject* argument : packed) Py_DECREF(argument);
+inline PyObject* call(PyObject* function, const std::vector<PyObject*>& arguments) {
+  PyObject* result = PyObject_Vectorcall(function, arguments.data(), arguments.size(), nullptr);
+  for (PyObject* argument : arguments) Py_DECREF(argument);
   return checked(result);
 }
 

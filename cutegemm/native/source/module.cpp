@@ -35,7 +35,7 @@ bool read_tensor(PyObject* object, const at::Tensor*& tensor) {
 }
 
 bool read_name(PyObject* object, const Names& names, int& place) {
-  if (object == Py_None) return true;
+  if (object == Py_None) return (place = names.none) >= 0;
   if (!PyUnicode_CheckExact(object)) return false;
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(object, &size);
@@ -43,8 +43,15 @@ bool read_name(PyObject* object, const Names& names, int& place) {
     PyErr_Clear();
     return false;
   }
-  place = names.find({text, static_cast<size_t>(size)});
+  place = names.find(Text(text, static_cast<size_t>(size)));
   return place >= 0;
+}
+
+// The first `count` fields of `How`; the others are None.
+bool read_how(PyObject* const* args, Py_ssize_t count, Options& options) {
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!read_name(args[i], accepted[i], options.how[i])) return false;
+  return true;
 }
 
 bool read_number(PyObject* object, double& number) {
@@ -60,15 +67,15 @@ bool read_dtype(PyObject* object, int& dtype) {
   return true;
 }
 
+constexpr Py_ssize_t ARGUMENTS = 9 + FIELDS;
+
 // The arguments of `gemm` as `call.description` has them, alpha before beta. False where Python must look at them.
 bool read(PyObject* const* args, Py_ssize_t count, Asked& asked) {
-  return count == 13 && read_tensor(args[0], asked.a()) && asked.a() && read_tensor(args[1], asked.b()) && asked.b() &&
-         read_tensor(args[2], asked.c()) && read_number(args[3], asked.alpha) && read_number(args[4], asked.beta) &&
-         read_tensor(args[5], asked.bias()) && read_name(args[6], activations, asked.options.activation) &&
-         read_tensor(args[7], asked.out()) && read_dtype(args[8], asked.options.out_dtype) &&
-         read_name(args[9], precisions, asked.options.precision) && args[10] != Py_None &&
-         read_name(args[10], backends, asked.options.backend) && args[11] == Py_None &&
-         read_name(args[12], constants, asked.options.constant);
+  return count == ARGUMENTS && read_tensor(args[0], asked.a()) && asked.a() && read_tensor(args[1], asked.b()) &&
+         asked.b() && read_tensor(args[2], asked.c()) && read_number(args[3], asked.alpha) &&
+         read_number(args[4], asked.beta) && read_tensor(args[5], asked.bias()) &&
+         read_name(args[6], activations, asked.options.activation) && read_tensor(args[7], asked.out()) &&
+         read_dtype(args[8], asked.options.out_dtype) && read_how(args + 9, FIELDS, asked.options);
 }
 
 bool read_operands(Asked& asked, Operands& of) {
@@ -92,7 +99,7 @@ bool read_operands(Asked& asked, Operands& of) {
 void cast_operands(Asked& asked) {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(served.type);
   if (asked.a()->scalar_type() == at::ScalarType::Float && dtype != at::ScalarType::Float)
-    asked.options.precision = 0;
+    asked.options.how[PRECISION] = 0;
   for (size_t i = 0; i < asked.cast.size(); ++i) {
     const at::Tensor* tensor = asked.tensors[i];
     if (tensor == nullptr || !tensor->is_floating_point() || tensor->scalar_type() == at::ScalarType::Double ||
@@ -151,16 +158,16 @@ Answer answer(Asked& asked, at::Tensor& result) {
   const Thread thread = state_of_thread();
   if (thread == Thread::other) return Answer::python;
   if (thread == Thread::plain) return computed(asked, result);
-  // What is cast is not constant, which Python sees to.
-  if (asked.out() || asked.options.constant != 0 || !is_plain(*asked.a()) || !is_plain(*asked.b()) || (asked.c() && !is_plain(*asked.c())) ||
-      (asked.bias() && !is_plain(*asked.bias())) || asked.a()->device() != asked.b()->device())
+  const auto plain = [](const at::Tensor* tensor) { return tensor == nullptr || is_plain(*tensor); };
+  if (asked.out() || asked.options.of_operands() || !plain(asked.a()) || !plain(asked.b()) ||
+      !plain(asked.c()) || !plain(asked.bias()) || asked.a()->device() != asked.b()->device())
     return Answer::python;
   const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);
   cast_operands(asked);
   return computed(asked, result);
 }
 
-// gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, precision, backend, config, constant)
+// gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, *how)
 PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
@@ -172,13 +179,9 @@ PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
     found = answer(asked, result);
   }
   if (found == Answer::unknown && state_of_thread() == Thread::plain) {
-    PyObject* arguments[14] = {Py_None};
-    std::copy(args, args + 13, arguments + 1);
-    // `out` stands between activation and out_dtype here, and last there.
-    PyObject* out = arguments[8];
-    std::copy(arguments + 9, arguments + 14, arguments + 8);
-    arguments[13] = out;
-    Py_DECREF(checked(PyObject_Vectorcall(plan_in_python, arguments, 14, nullptr)));
+    PyObject* arguments[1 + ARGUMENTS] = {Py_None};
+    std::copy(args, args + ARGUMENTS, arguments + 1);
+    Py_DECREF(checked(PyObject_Vectorcall(plan_in_python, arguments, 1 + ARGUMENTS, nullptr)));
     const WithoutInterpreter released;
     found = answer(asked, result);
   }
@@ -188,16 +191,15 @@ PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// linear(x, weight, bias, activation, precision, backend, constant). What nobody has planned, Python passes to `gemm`.
+// linear(x, weight, bias, activation, *how), where the last ones may be left away. What nobody has planned, Python passes
+// to `gemm`.
 PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
   asked.is_linear = true;
-  if (count != 7 || !read_tensor(args[0], asked.a()) || !asked.a() || !read_tensor(args[1], asked.b()) || !asked.b() ||
-      !read_tensor(args[2], asked.bias()) || !read_name(args[3], activations, asked.options.activation) ||
-      !read_name(args[4], precisions, asked.options.precision) || args[5] == Py_None ||
-      !read_name(args[5], backends, asked.options.backend) ||
-      !read_name(args[6], constants, asked.options.constant))
+  if (count < 4 || count - 4 > FIELDS || !read_tensor(args[0], asked.a()) || !asked.a() ||
+      !read_tensor(args[1], asked.b()) || !asked.b() || !read_tensor(args[2], asked.bias()) ||
+      !read_name(args[3], activations, asked.options.activation) || !read_how(args + 4, count - 4, asked.options))
     Py_RETURN_NONE;
   at::Tensor result;
   Answer found;
@@ -228,15 +230,15 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Asked asked;
   Operands of;
-  if (count != 14 || !read(args, 13, asked) || !read_operands(asked, of)) Py_RETURN_FALSE;
+  if (count != ARGUMENTS + 1 || !read(args, ARGUMENTS, asked) || !read_operands(asked, of)) Py_RETURN_FALSE;
   Known known;
-  if (args[13] != Py_None) {
+  if (args[ARGUMENTS] != Py_None) {
     auto launch = std::make_shared<Launch>();
     unsigned long long launcher = 0;
     long long words = 0, parts = 0;
     PyObject *behind = nullptr, *shape = nullptr, *dtype = nullptr;
     int swapped = 0, out_dtype = -1;
-    if (!PyArg_ParseTuple(args[13], "KLLOOOp", &launcher, &words, &parts, &behind, &shape, &dtype, &swapped))
+    if (!PyArg_ParseTuple(args[ARGUMENTS], "KLLOOOp", &launcher, &words, &parts, &behind, &shape, &dtype, &swapped))
       throw_python_error();
     launch->launcher = reinterpret_cast<Launcher>(launcher);
     launch->words = words, launch->parts = parts;
@@ -295,13 +297,18 @@ PyObject* take_back(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-std::vector<std::string> texts_of(PyObject* tuple) {
-  TORCH_CHECK(PyTuple_Check(tuple), "cutegemm: expected a tuple of texts");
-  std::vector<std::string> made;
+Names names_of(PyObject* tuple) {
+  TORCH_CHECK(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) < 16, "cutegemm: expected a tuple of at most 15");
+  Names made;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, i));
+    PyObject* name = PyTuple_GET_ITEM(tuple, i);
+    if (name == Py_None) {
+      made.none = 0;
+      continue;
+    }
+    const char* text = PyUnicode_AsUTF8(name);
     if (text == nullptr) throw_python_error();
-    made.emplace_back(text);
+    made.known.emplace_back(text);
   }
   return made;
 }
@@ -314,20 +321,22 @@ void* found_in(const char* library, const char* name) {
   return address;
 }
 
-// configure(activations, precisions, backends, constants, plan, compute, record, gradients, stream, capturing): once, first of
-// all. stream, capturing: 0 where CUDA tensors are served; else addresses of functions, and CPU tensors are.
+// configure(names, plan, compute, record, gradients, stream, capturing): once, first of all. names: what `activation`
+// and the fields of `How` accept. stream, capturing: 0 where CUDA tensors are served; else addresses of functions, and
+// CPU tensors are.
 PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *activation, *precision, *backend, *constant;
+  PyObject* names = nullptr;
   unsigned long long stream = 0, capturing = 0;
   TORCH_CHECK(plan_in_python == nullptr, "cutegemm: configured twice");
-  if (!PyArg_ParseTuple(args, "OOOOOOOOKK", &activation, &precision, &backend, &constant, &plan_in_python,
-                        &compute_in_python, &record_in_python, &gradients_in_python, &stream, &capturing))
+  if (!PyArg_ParseTuple(args, "O!OOOOKK", &PyTuple_Type, &names, &plan_in_python, &compute_in_python,
+                        &record_in_python, &gradients_in_python, &stream, &capturing))
     throw_python_error();
+  TORCH_CHECK(PyTuple_GET_SIZE(names) == 1 + FIELDS, "cutegemm: compiled for other options");
   for (PyObject* function : {plan_in_python, compute_in_python, record_in_python, gradients_in_python})
     Py_INCREF(function);
-  activations.known = texts_of(activation), precisions.known = texts_of(precision);
-  backends.known = texts_of(backend), constants.known = texts_of(constant);
+  activations = names_of(PyTuple_GET_ITEM(names, 0));
+  for (int i = 0; i < FIELDS; ++i) accepted[i] = names_of(PyTuple_GET_ITEM(names, i + 1));
   if (stream != 0) {
     served.type = c10::DeviceType::CPU, served.key = c10::DispatchKey::CPU;
     served.autograd = c10::DispatchKey::AutogradCPU, served.autocast = c10::DispatchKey::AutocastCPU;

@@ -11,11 +11,7 @@
 namespace cutegemm {
 
 using OptionalTensor = std::optional<at::Tensor>;
-using OptionalText = std::optional<c10::string_view>;
-
-inline int place(const Names& names, const OptionalText& text) {
-  return text ? names.find({text->data(), text->size()}) : 0;
-}
+using OptionalDtype = std::optional<at::ScalarType>;
 
 // The arguments of the operator.
 struct Arguments {
@@ -24,16 +20,13 @@ struct Arguments {
   double alpha, beta;
   const OptionalTensor& bias;
   OptionalText activation;
-  std::optional<at::ScalarType> out_dtype;
-  OptionalText precision;
-  c10::string_view backend;
-  OptionalText config, constant;
+  OptionalDtype out_dtype;
+  std::array<OptionalText, FIELDS> how;
 
   Options options() const {
     Options made;
-    made.activation = place(activations, activation), made.precision = place(precisions, precision);
-    made.backend = backends.find({backend.data(), backend.size()});
-    made.constant = place(constants, constant);
+    made.activation = activations.find(activation);
+    for (int i = 0; i < FIELDS; ++i) made.how[i] = accepted[i].find(how[i]);
     if (out_dtype) made.out_dtype = static_cast<int>(*out_dtype);
     return made;
   }
@@ -44,20 +37,18 @@ struct Arguments {
     const auto fits = [&](const at::Tensor& tensor, Matrix& matrix) {
       return describe(tensor, matrix) && tensor.device().index() == made.device;
     };
-    return !config && std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
+    return std::abs(alpha) <= FLT_MAX && std::abs(beta) <= FLT_MAX && fits(a, made.a) && fits(b, made.b) &&
            (!c || fits(*c, made.c)) && (!bias || fits(*bias, made.bias));
   }
 
-  // function(*arguments), or function(keys, *arguments).
+  // function(None, *arguments), or function(keys, *arguments), with `out`, which the operator does not have.
   at::Tensor in_python(PyObject* function, const c10::DispatchKeySet* keys = nullptr) const {
     WithInterpreter held;
-    const auto text = [](const OptionalText& given) {
-      return to_python(given ? std::optional<std::string_view>({given->data(), given->size()}) : std::nullopt);
-    };
-    PyObject* first = keys ? to_python(keys->raw_repr()) : none();
-    return taken(call(
-        function, first, to_python(a), to_python(b), to_python(c), to_python(alpha), to_python(beta), to_python(bias),
-        text(activation), to_python(out_dtype), text(precision), text(backend), text(config), text(constant)));
+    std::vector<PyObject*> given{
+        keys ? to_python(keys->raw_repr()) : none(), to_python(a), to_python(b), to_python(c), to_python(alpha),
+        to_python(beta), to_python(bias), to_python(activation), none(), to_python(out_dtype)};
+    for (const OptionalText& each : how) given.push_back(to_python(each));
+    return taken(call(function, given));
   }
 };
 
@@ -68,7 +59,7 @@ inline std::atomic<bool> leaves_float32{false};
 inline std::optional<at::Tensor> product(const Arguments& given, const Options& options) {
   Operands of;
   if (!options.known() || !given.operands(of)) return std::nullopt;
-  if (!given.precision && leaves_float32 && given.a.scalar_type() == at::ScalarType::Float) return std::nullopt;
+  if (!given.how[PRECISION] && leaves_float32 && given.a.scalar_type() == at::ScalarType::Float) return std::nullopt;
   Known launch;
   Found found = look_up(of, given.beta, options, launch);
   if (found == Found::unknown) {
@@ -80,21 +71,21 @@ inline std::optional<at::Tensor> product(const Arguments& given, const Options& 
 }
 
 // For the device's key: below autograd, autocast and all modes.
-inline at::Tensor gemm_on_device(
+template <typename... Texts>
+at::Tensor gemm_on_device(
     const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha, double beta,
-    const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
-    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
-  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
+    const OptionalTensor& bias, OptionalText activation, OptionalDtype out_dtype, Texts... how) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, {how...}};
   auto d = product(given, given.options());
   return d ? std::move(*d) : given.in_python(compute_in_python);
 }
 
 // For autograd's key of the device.
-inline at::Tensor gemm_recorded(
+template <typename... Texts>
+at::Tensor gemm_recorded(
     c10::DispatchKeySet keys, const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha,
-    double beta, const OptionalTensor& bias, OptionalText activation, std::optional<at::ScalarType> out_dtype,
-    OptionalText precision, c10::string_view backend, OptionalText config, OptionalText constant) {
-  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, precision, backend, config, constant};
+    double beta, const OptionalTensor& bias, OptionalText activation, OptionalDtype out_dtype, Texts... how) {
+  const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, {how...}};
   const at::Tensor *c_ = c ? &*c : nullptr, *bias_ = bias ? &*bias : nullptr;
   const bool plain = (keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
                      state_of_thread() == Thread::plain && !has_tangent(&a) && !has_tangent(&b) && !has_tangent(c_) &&
@@ -129,8 +120,8 @@ inline void register_operator() {
     return *registrations().emplace_back(
         std::make_unique<torch::Library>(torch::Library::IMPL, "cutegemm", key, __FILE__, __LINE__));
   };
-  on(served.key).impl("gemm", TORCH_FN(gemm_on_device));
-  on(served.autograd).impl("gemm", TORCH_FN(gemm_recorded));
+  on(served.key).impl("gemm", TORCH_FN((gemm_on_device<OPTION_TYPES>)));
+  on(served.autograd).impl("gemm", TORCH_FN((gemm_recorded<OPTION_TYPES>)));
 }
 
 inline void unregister_operator() { registrations().clear(); }

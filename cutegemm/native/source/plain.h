@@ -1,11 +1,13 @@
 // Which tensors, and which state of the calling thread, the functions here handle; Python handles all others.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include <ATen/TensorUtils.h>
@@ -128,25 +130,46 @@ inline bool describe_rows(const at::Tensor& tensor, Matrix& made) {
   return tensor.dim() == 3 && describe(tensor, tensor.sizes(), tensor.strides(), made);
 }
 
-// The names that arguments accept, in the order of Python's lists; `configure` sets them.
+using Text = c10::string_view;
+using OptionalText = std::optional<Text>;  // without a text: None
+
+// What an argument accepts, in the order of Python's lists; `configure` sets them.
 struct Names {
   std::vector<std::string> known;
+  int none = -1;  // the place of None: 0 where it is accepted
 
-  // The place of a name, one more than that for those that may be absent; -1 for one that is not known.
-  int find(std::string_view name) const {
+  // The place of a name, 1 for the first; -1 for one that is not known.
+  int find(const OptionalText& name) const {
+    if (!name) return none;
     for (size_t i = 0; i < known.size(); ++i)
-      if (known[i] == name) return static_cast<int>(i) + 1;
+      if (known[i] == *name) return static_cast<int>(i) + 1;
     return -1;
   }
 };
 
-inline Names activations, precisions, backends, constants;
+inline Names activations;
+
+// The fields of `How` in cutegemm/run/how.py; build.py reads their types off the schema of torch's operator.
+constexpr int FIELDS = std::tuple_size_v<std::tuple<OPTION_TYPES>>;
+constexpr int PRECISION = 0, BACKEND = 1;  // the two that are looked at here
+inline std::array<Names, FIELDS> accepted;
 
 // The options of a call, by their places in those lists; 0 is None. out_dtype: -1 is None.
 struct Options {
-  int activation = 0, precision = 0, backend = 0, constant = 0, out_dtype = -1;
+  int activation = 0, out_dtype = -1;
+  std::array<int, FIELDS> how{};
 
-  bool known() const { return activation >= 0 && precision >= 0 && backend >= 0 && constant >= 0; }
+  bool known() const { return activation >= 0 && *std::min_element(how.begin(), how.end()) >= 0; }
+
+  // Whether something is said of the operands given, which holds neither for gradients nor for what autocast makes.
+  bool of_operands() const { return *std::max_element(how.begin() + BACKEND + 1, how.end()) > 0; }
+
+  Options of_gradients(at::ScalarType dtype) const {
+    Options made = *this;
+    std::fill(made.how.begin() + BACKEND + 1, made.how.end(), 0);
+    made.out_dtype = static_cast<int>(dtype);
+    return made;
+  }
 };
 
 }  // namespace cutegemm

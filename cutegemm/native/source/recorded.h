@@ -59,7 +59,8 @@ struct GemmBackward : public torch::autograd::Node {
     args.collect(a, false), args.collect(b, false), args.collect(c, false), args.collect(bias, false);
     args.collect(settings.alpha), args.collect(settings.beta), args.collect(settings.is_linear);
     const Options& o = settings.options;
-    for (int number : {o.activation, o.precision, o.backend, o.out_dtype}) args.collect(static_cast<int64_t>(number));
+    for (int number : {o.activation, o.how[PRECISION], o.how[BACKEND], o.out_dtype})
+      args.collect(static_cast<int64_t>(number));
     for (int64_t extent : shape_of_c.value_or(std::vector<int64_t>{-1})) args.collect(extent);
     args.collect(static_cast<int64_t>(dtype_of_c.value_or(at::ScalarType::Undefined)));
     args.collect(static_cast<int64_t>(dtype_of_bias.value_or(at::ScalarType::Undefined)));
@@ -109,10 +110,8 @@ struct GemmBackward : public torch::autograd::Node {
     of.device = device;
     const bool transposed = column_major(like);
     of.a = transposed ? y.turned() : x, of.b = transposed ? x.turned() : y;
-    Options options = settings.options;
-    options.out_dtype = static_cast<int>(like.dtype), options.constant = 0;
     Known launch;
-    if (look_up(of, 0, options, launch) != Found::launch) return false;
+    if (look_up(of, 0, settings.options.of_gradients(like.dtype), launch) != Found::launch) return false;
     auto d = multiply(*launch, of, settings.alpha, 0, shape.empty() ? c10::IntArrayRef(launch->shape) : shape);
     if (!d) return false;
     found = std::move(*d);
@@ -138,10 +137,12 @@ struct GemmBackward : public torch::autograd::Node {
     for (int i = 0; i < 4; ++i) PyTuple_SET_ITEM(needs, i, to_python(task_should_compute_output(i)));
     const Options& o = settings.options;
     PyObject* made = call(
-        gradients_in_python, to_python(dz), needs, to_python(a_), to_python(b_), to_python(c_), to_python(bias_),
-        shape_of_c ? to_python(*shape_of_c) : none(), to_python(dtype_of_c), to_python(dtype_of_bias),
-        to_python(settings.is_linear), to_python(settings.alpha), to_python(settings.beta),
-        name_of(activations, o.activation), name_of(precisions, o.precision), name_of(backends, o.backend));
+        gradients_in_python,
+        {to_python(dz), needs, to_python(a_), to_python(b_), to_python(c_), to_python(bias_),
+         shape_of_c ? to_python(*shape_of_c) : none(), to_python(dtype_of_c), to_python(dtype_of_bias),
+         to_python(settings.is_linear), to_python(settings.alpha), to_python(settings.beta),
+         name_of(activations, o.activation), name_of(accepted[PRECISION], o.how[PRECISION]),
+         name_of(accepted[BACKEND], o.how[BACKEND])});
     for (int i = 0; i < 4; ++i) found[i] = taken(checked(PySequence_GetItem(made, i)));
     Py_DECREF(made);
   }

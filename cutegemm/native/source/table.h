@@ -42,8 +42,10 @@ struct Operands {
 
 inline Key key_of(const Operands& of, double beta, const Options& options) {
   Key key;
-  key.add((beta == 0) | (!!of.c << 1) | (!!of.bias << 2) | (!!of.out << 3) | (options.activation << 8) |
-          (options.precision << 16) | (options.backend << 20) | (options.constant << 24));
+  static_assert(FIELDS <= 12);  // of four bits each, which `configure` checks
+  int64_t word = (beta == 0) | (!!of.c << 1) | (!!of.bias << 2) | (!!of.out << 3) | (options.activation << 8);
+  for (int i = 0; i < FIELDS; ++i) word |= static_cast<int64_t>(options.how[i]) << (16 + 4 * i);
+  key.add(word);
   key.add((static_cast<int64_t>(of.device) << 32) | static_cast<uint32_t>(options.out_dtype));
   key.add(of.a, 15), key.add(of.b, 15);
   if (of.c) key.add(of.c, 15);

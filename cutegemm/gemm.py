@@ -25,7 +25,7 @@ from cutegemm.choice import plan as planning
 from cutegemm.choice.plan import Plan
 from cutegemm.problem import overlap, program_request, request
 from cutegemm.problem.program.graph import Program
-from cutegemm.pytorch import autograd, programs, scaled, transforms
+from cutegemm.pytorch import autograd, programs, registering, scaled, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.run import call, float32, runner
@@ -250,6 +250,9 @@ def _uncommon(described, a, b, c, alpha, beta, bias, activation, out, out_dtype,
 
 def _by_operator(a, b, c, alpha, beta, bias, activation, out, out_dtype, how):
     """The call as torch's operator; see pytorch/operator.py. torch.compile puts this into its graph."""
+    if not _is_dynamo_compiling():
+        registering.check_arguments({"a": a, "b": b, "c": c, "bias": bias, "out": out}, out_dtype, How(*how))
+        request.check_activation(activation)
     if out is None:
         return torch.ops.cutegemm.gemm(a, b, c, alpha, beta, bias, activation, out_dtype, *passed(how))
     if out_dtype is not None and out_dtype != out.dtype:

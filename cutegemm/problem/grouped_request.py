@@ -118,10 +118,7 @@ def extents(a: Any, b: Any, given: Sizes) -> Extents:
     if given.out_rows is not None:
         if work != SCATTERED:
             raise ValueError("out_rows: got it without places, whose results it counts")
-        if isinstance(given.out_rows, bool) or not isinstance(given.out_rows, int | torch.SymInt):
-            raise TypeError(f"out_rows: got {type(given.out_rows).__name__}, expected an int")
-        if isinstance(given.out_rows, int) and given.out_rows < 0:
-            raise ValueError(f"out_rows: got {given.out_rows}, accepted are numbers of rows")
+        check_out_rows(given.out_rows)
     results = m if given.out_rows is None else given.out_rows
     return Extents(work, m, b.shape[-1], a.shape[-1], groups, results)
 
@@ -140,6 +137,23 @@ def check_dtypes(a: torch.Tensor, b: torch.Tensor) -> str:
     if product_dtype_name(a.dtype) not in TABLE:
         raise TypeError(f"a: got dtype {a.dtype}, accepted for products in groups are {ACCEPTED}")
     return request.operand_dtypes(a, b)[0]
+
+
+def check_kinds(given: Sizes) -> None:
+    """Raises TypeError or ValueError for arguments that say the sizes and are of no kind that can."""
+    for name, each in zip(("offsets", "counts", "rows", "places"), given, strict=False):
+        if each is not None:
+            request.check_type(name, each)
+    if given.out_rows is not None:
+        check_out_rows(given.out_rows)
+
+
+def check_out_rows(given: Any) -> None:
+    """Raises TypeError or ValueError unless it is a number of rows."""
+    if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
+        raise TypeError(f"out_rows: got {type(given).__name__}, expected an int")
+    if isinstance(given, int) and given < 0:
+        raise ValueError(f"out_rows: got {given}, accepted are numbers of rows")
 
 
 def default_dtype(dtype: str, program: Program, out_dtype: Any) -> str:

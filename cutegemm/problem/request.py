@@ -384,6 +384,8 @@ def _check_bias(a: torch.Tensor, bias: Any, n: int, of_a: str) -> str:
 def matrix_of(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     """The `Matrix` of a tensor as it lies; the stride of an extent of 1 is free and set to what helps."""
     itemsize, all_strides = tensor.element_size(), tensor.stride()
+    if rows == 0 or cols == 0:
+        return _of_nothing(tensor, rows, cols)
     stride_row, stride_col = all_strides[-2:]
     stride_batch = all_strides[0] if len(all_strides) == 3 and tensor.shape[0] > 1 else 0
     row_major = reads_by_rows(rows, cols, stride_row, stride_col)
@@ -399,6 +401,19 @@ def matrix_of(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     align = alignment(base, itemsize, inner, leading, stride_batch)
     more = begins(align, base, itemsize, leading, others, stride_batch) if align < 16 else 0
     return Matrix(rows, cols, *strides, stride_batch, align, more)
+
+
+def _of_nothing(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
+    """The `Matrix` of a tensor without elements: only the major is taken from its strides, the rest suits all kernels.
+
+    Torch gives an extent of 0 the stride that one of 1 would have, so that both strides may be 1.
+    """
+    stride_row, stride_col = tensor.stride()[-2:]
+    row_major = stride_col == 1 and (rows > 0 or stride_row != 1)
+    leading = -(-max(cols if row_major else rows, 1) // 16) * 16
+    strides = (leading, 1) if row_major else (1, leading)
+    stride_batch = leading * (rows if row_major else cols) if tensor.dim() == 3 and tensor.shape[0] > 1 else 0
+    return Matrix(rows, cols, *strides, stride_batch, alignment(tensor.data_ptr(), tensor.element_size()))
 
 
 def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:

@@ -194,8 +194,13 @@ def refuse_gradients(tensors: dict[str, Any], call: str = "gemm") -> None:
 
 
 def readable(x: Any) -> Any:
-    """x, or None; of 8 bits, with which neither torch nor an epilogue computes, in fp32."""
-    return x.float() if x is not None and x.element_size() == 1 else x
+    """x, or None, as kernels read it. Numbers of 8 bits, with which neither torch nor an epilogue computes,
+    become fp32. None are still to be negated, as torch leaves the gradient of an imaginary part.
+    """
+    if x is None:
+        return None
+    x = x.resolve_neg() if x.is_neg() else x
+    return x.float() if x.element_size() == 1 else x
 
 
 def gradients(ctx: Any, grad: torch.Tensor, needs: tuple[bool, ...]) -> tuple[torch.Tensor | None, ...]:

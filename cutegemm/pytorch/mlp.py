@@ -147,6 +147,7 @@ class GatedMLP(torch.autograd.Function):
         x, gate_up, down, h, gate, up = ctx.saved_tensors
         settings: Settings = ctx.settings._replace(precision=float32.of_gradients(ctx.settings.precision))
         needs = ctx.needs_input_grad
+        grad = autograd.readable(grad)
         if torch.is_grad_enabled():
             return *autograd.recorded_gradients(settings.composed, (x, gate_up, down), needs[:3], grad), None
         dx = dgate_up = ddown = None

@@ -37,8 +37,8 @@ from cutegemm.pytorch.registering import many
 from cutegemm.run import float32
 
 FORWARD_MODE = (
-    "a tensor carries a forward-mode tangent (torch.func.jvp, jacfwd, dual tensors), and a product with an epilogue "
-    "program computes none; use reverse mode, or write the epilogue with torch's operators"
+    "a tensor carries a forward-mode tangent (torch.func.jvp, jacfwd, dual tensors), and products with an epilogue "
+    "program, products in groups, mixtures and gated MLPs compute none; use reverse mode, or torch's operators"
 )
 
 

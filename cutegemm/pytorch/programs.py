@@ -25,7 +25,7 @@ from cutegemm.pytorch import autograd, compiled, program_autograd, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
-from cutegemm.pytorch.registering import few
+from cutegemm.pytorch.registering import check_arguments, few
 from cutegemm.run import call, fused, runner
 from cutegemm.run.how import How, passed
 
@@ -209,6 +209,8 @@ def _program(a: Any, b: Any, epilogue: Any, operands: Sequence[Any]) -> Program:
 
 def _by_operator(a, b, text, operands, out, out_dtype, how, save):
     """The call as torch's operator; see program_operator.py. torch.compile puts this into its graph."""
+    if not _is_dynamo_compiling():
+        check_arguments({}, out_dtype, How(*how))
     given = divided(operands)
     if out is None:
         return few(torch.ops.cutegemm.gemm_program(a, b, *given, text, out_dtype, *passed(how, save or "outputs")))

@@ -5,11 +5,13 @@ They are defined with torch.library's define and impl, which cost less a call th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+from cutegemm.problem import request
 
 LIBRARY = torch.library.Library("cutegemm", "FRAGMENT")
 DEVICES = ("CPU", "CUDA")
@@ -23,6 +25,19 @@ def define(schema: str, compute: Callable[..., Any], fake: Callable[..., Any]) -
     for device in DEVICES:
         LIBRARY.impl(name, compute, device)
     torch.library.register_fake(f"cutegemm::{name}", fake, lib=LIBRARY)
+
+
+def check_arguments(tensors: Mapping[str, Any], out_dtype: Any, how: Any) -> None:
+    """Raises TypeError or ValueError, in the terms of the call, for what an operator's schema would refuse in torch's.
+
+    tensors: those of the call by name, None for one that is not there. how: the `How` of the call.
+    """
+    for name, each in tensors.items():
+        if each is not None:
+            request.check_type(name, each)
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: got {request.shown(out_dtype)}, expected a torch.dtype")
+    how.check()
 
 
 def define_autocast(name: str, function: Callable[..., Any]) -> None:

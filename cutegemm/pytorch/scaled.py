@@ -21,7 +21,7 @@ from cutegemm.problem.program.simplify import simplified
 from cutegemm.pytorch import autograd, compiled, program_operator, programs, sharded, transforms
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_autograd import refuse_tangents
-from cutegemm.pytorch.registering import carried_scaling, few
+from cutegemm.pytorch.registering import carried_scaling, check_arguments, few
 from cutegemm.run.how import How, passed
 
 ACCUMULATIONS = ("promoted", "fast")
@@ -96,10 +96,16 @@ def compute(
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b})
         if transformed:
             refuse_tangents(*tensors, *operands)
+        if not tracing:
+            check_arguments({"scale_a": scale_a, "scale_b": scale_b}, out_dtype, how)
+            scale_recipes.asked(scales, scale_a, scale_b)
         scales = carried_scaling(scales)
         if epilogue is None:
             request.check_number("alpha", alpha)
             request.check_number("beta", beta)
+            if not tracing:
+                check_arguments({"c": c, "bias": bias}, None, how)
+                request.check_activation(activation)
             return torch.ops.cutegemm.scaled_gemm(
                 a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, *passed(how, scales)
             )  # fmt: skip

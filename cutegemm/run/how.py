@@ -32,6 +32,8 @@ class How(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError for what planning would refuse, as far as it is found without a plan."""
+        request.check_precision(self.precision)
+        backends.check_name(self.backend)
         if self.constant is not None and not request.is_one_of(self.constant, ACCEPTED["constant"]):
             raise ValueError(f"constant: got {request.shown(self.constant)}, accepted are None, 'a' and 'b'")
 

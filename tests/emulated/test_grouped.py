@@ -131,6 +131,39 @@ def test_nothing_to_sum(seed):
     case.run(backend="cute", config="sm90/64x64x64/pp/c1x1/s3/g2")
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((24, 0), (2, 0, 32)),
+        ((24, 16), (2, 16, 0)),
+        ((1, 0), (2, 0, 32)),
+        ((2, 24, 0), (2, 0, 32)),
+        ((0, 24), (24, 32)),
+    ],
+    ids=str,
+)
+def test_operands_without_elements(a, b):
+    """As torch lays them out; the last is a product of groups of K without rows."""
+    x = torch.empty(*a).bfloat16() if a[0] else torch.empty(a[1], 0).bfloat16().t()
+    ends = torch.tensor([3, 24] if a[0] != 1 else [0, 1], dtype=torch.int32)
+    sizes = {"counts": ends} if len(a) == 3 else {"offsets": ends}
+    d = cutegemm.grouped_gemm(x, torch.empty(b).bfloat16(), backend="cute", **sizes)
+    groups = (2,) if len(a) == 3 or len(b) == 2 else ()
+    assert d.shape == (*groups, a[-2], b[-1])
+    if not d.numel() or len(a) == 2:
+        assert bool((d == 0).all())
+
+
+def test_the_backward_pass_of_one_row():
+    x = torch.linspace(-1.0, 1.0, 16).bfloat16().view(1, 16).requires_grad_()
+    w = torch.linspace(-1.0, 1.0, 1024).bfloat16().view(2, 16, 32).requires_grad_()
+    cutegemm.grouped_gemm(x, w, torch.tensor([0, 1]).int(), backend="cute").float().sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    torch.testing.assert_close(x.grad.float(), w[1].float().sum(1)[None], atol=0.05, rtol=0.01)
+    torch.testing.assert_close(w.grad[1].float(), x.float().t().expand(16, 32), atol=0.01, rtol=0.01)
+
+
 @pytest.mark.parametrize("config", ["128x64x64/coop2/c1x1/s3/g2", "128x32x64/coop1/c1x1/s3/g2/swap"])
 @pytest.mark.parametrize("work", [RAGGED_M, GATHERED])
 @pytest.mark.product(keep=2)

@@ -410,10 +410,11 @@ def _of_nothing(tensor: torch.Tensor, rows: int, cols: int) -> Matrix:
     """
     stride_row, stride_col = tensor.stride()[-2:]
     row_major = stride_col == 1 and (rows > 0 or stride_row != 1)
-    leading = -(-max(cols if row_major else rows, 1) // 16) * 16
+    inner = cols if row_major else rows  # kernels still clamp addresses to it
+    leading = -(-max(inner, 1) // 16) * 16
     strides = (leading, 1) if row_major else (1, leading)
     stride_batch = leading * (rows if row_major else cols) if tensor.dim() == 3 and tensor.shape[0] > 1 else 0
-    return Matrix(rows, cols, *strides, stride_batch, alignment(tensor.data_ptr(), tensor.element_size()))
+    return Matrix(rows, cols, *strides, stride_batch, alignment(tensor.data_ptr(), tensor.element_size(), inner))
 
 
 def _has_unit_stride(matrix: Matrix, rows: int, cols: int) -> bool:

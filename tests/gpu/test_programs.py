@@ -45,6 +45,10 @@ def test_operands_through_the_ring(config, case):
     """Every element of ten runs has the same bits, and lies within its bound."""
     given = fused.draw(case, "cuda", 0)
     options = {"backend": "cute", "config": f"sm90/{config}"}
+    if case.name == "rope, heads of 128" and config.startswith("128x128x64/pp"):
+        with pytest.raises(cutegemm.UnsupportedError, match="spills 16 bytes"):
+            fused.fused(case, given, **options)
+        return
     assert fused.checked(case, given, **options) == ""
     first = fused.fused(case, given, **options)
     for _ in range(10):

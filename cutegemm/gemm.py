@@ -108,7 +108,8 @@ def gemm(
             a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
             function says them.
         operands: what the function takes after the accumulators: tensors that broadcast to D, of an accepted dtype of 2
-            or 4 bytes or int32, and Python numbers, which may change from call to call without another kernel.
+            or 4 bytes or int32, and Python numbers, which may change from call to call without another kernel. Columns
+            of a tensor may repeat along those of D, where the function says so (`ops.repeated`).
         save: with an epilogue, how the backward pass gets the accumulators where the gradients depend on them.
             "outputs" (None means this): the kernel also stores them, in a's dtype. "recompute": the backward pass
             makes the product again, which needs no memory in between; for fp16 accumulators that overflow, too.

@@ -208,7 +208,7 @@ def check_operand(number: int, given: Input, operand: Any, sizes: Extents, colum
     if given.scales:
         _check_scales(number, given, shape, sizes)
         return
-    columns = given.period or columns
+    columns = given.columns(columns)
     for own, extent in zip(reversed(shape), (columns, sizes.m, sizes.groups), strict=False):
         if own not in (extent, 1):  # in this order: of an extent that is known to no one only the first can be told
             wanted = sizes._replace(results=sizes.m).shape(columns)

@@ -437,7 +437,7 @@ def program_operands(epilogue: Epilogue, m: int, n: int, k: int, batch: int) -> 
             found.append(_scales(given, m, n, k, batch))
         elif not given.by_value:
             align = epilogue.matrices.get(given.name)
-            rows, cols = m if given.m else 1, (given.period or columns) if given.n else 1
+            rows, cols = m if given.m else 1, given.columns(columns) if given.n else 1
             count = batch if given.batched else 1
             step = 2 if align == 0 else 1
             # The stride of an extent of 1 is 0, as in `program_request.matrix_of`.

@@ -228,7 +228,7 @@ def _check_shape(number: int, given: Input, operand: Any, extents: tuple[int, in
     """Raises ValueError unless a tensor operand broadcasts to D."""
     if given.by_value or given.scales:  # of scales `scaling` has checked the shape
         return
-    extents = (*extents[:2], given.period or extents[2])
+    extents = (*extents[:2], given.columns(extents[2]))
     for own, extent in zip(reversed(operand.shape), reversed(extents), strict=False):
         if own not in (extent, 1):
             shape, wanted = tuple(operand.shape), extents[1:] if extents[0] == 1 else extents

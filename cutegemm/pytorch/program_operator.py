@@ -94,7 +94,7 @@ def shapes_of(a: Any, b: Any, operands: Sequence[Any], program: Program) -> list
         name = f"operands[{number}]"
         if operand.dtype != (torch.int32 if given.dtype == "int32" else torch_dtype(given.dtype)):
             raise TypeError(f"{name}: got dtype {operand.dtype}, and the program takes {given.dtype}")
-        wanted = (*whole[:-1], given.period or n)
+        wanted = (*whole[:-1], given.columns(n))
         try:
             operand.reshape(operand.shape[max(operand.dim() - len(whole), 0) :]).expand(wanted)
         except RuntimeError:

@@ -101,7 +101,7 @@ class Place:
             tensor = tensor.float()
         tensor = tensor.to(kind)
         tensor = tensor.reshape((1,) * (3 - tensor.dim()) + tuple(tensor.shape))
-        whole = (self.count, self.m, given.period or self.n)
+        whole = (self.count, self.m, given.columns(self.n))
         want = tuple(each if own else 1 for each, own in zip(whole, (given.batched, given.m, given.n), strict=True))
         if any(own not in (1, each) for own, each in zip(tensor.shape, want, strict=True)):
             got = tuple(tensor.shape)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cutegemm.problem.program.writing import line
 
@@ -96,6 +96,10 @@ class Input(NamedTuple):
     @property
     def type(self) -> str:
         return I32 if self.dtype == "int32" else F32
+
+    def columns(self, n: Any) -> Any:
+        """The columns of its tensor where D has n, unless it has one for all of them."""
+        return self.period or n
 
     @property
     def varies(self) -> str:

@@ -303,7 +303,10 @@ def by_operator(
     if not _is_dynamo_compiling():
         grouped_request.check_kinds(sizes)
         how = How(options["precision"], options["backend"], options["config"])
-        check_arguments({f"out[{i}]": each for i, each in enumerate(_listed(out))}, out_dtype, how)
+        many = isinstance(out, tuple | list)
+        check_arguments(
+            {f"out[{i}]" if many else "out": each for i, each in enumerate(_listed(out))}, out_dtype, how
+        )
     if out is None:
         results = grouped_operator.call(a, b, sizes, text, operands, out_dtype=out_dtype, save=save, **options)
         return few(results)

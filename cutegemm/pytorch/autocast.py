@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from cutegemm.problem import request
 from cutegemm.run.how import How
 
 
@@ -29,7 +28,7 @@ def cast_operands(a: Any, b: Any, c: Any, bias: Any, out: Any, how: How) -> tupl
             return tensor  # fp8 is what its scale says, whatever the other operands are
         return tensor.to(dtype) if tensor.device == device or tensor.device.type == kind else tensor
 
-    request.check_precision(how.precision)
+    how.check()
     if how.precision is not None and a.dtype == torch.float32 and dtype != torch.float32:
         how = how._replace(precision=None)
     x, y = cast(a), cast(b)

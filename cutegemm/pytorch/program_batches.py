@@ -72,7 +72,7 @@ def described(program: Program, tensors: Sequence[torch.Tensor]) -> Program:
             tensor = next(rest)
             batched, m, n = (bool(extent != 1) for extent in (1, 1, 1, *tensor.shape)[-3:])
             dtype = given.dtype if given.type == I32 else dtype_name(tensor.dtype) or given.dtype
-            given = given._replace(dtype=dtype, m=m, n=n, batched=batched)
+            given = given._replace(dtype=dtype, m=m, n=n, batched=batched, period=given.period if n else 0)
         inputs.append(given)
     return replace(program, inputs=tuple(inputs))
 

@@ -61,7 +61,8 @@ class How(NamedTuple):
 ACCEPTED: dict[str, tuple[str | None, ...]] = {
     "precision": (None, *PRECISIONS), "backend": backends.NAMES, "config": (None,), "constant": (None, "a", "b"),
 }  # fmt: skip
-"""What the host code in C++ knows of each option: calls with anything else are left to Python."""
+"""The values of each option with which the host code in C++ serves a call. Calls with any other are left to Python,
+where a configuration is accepted too, and `How.check` says what is wrong with the rest."""
 
 _EVERYWHERE = 3
 """So many options stand together in every operator. The others came later and stand last, where calls by position and

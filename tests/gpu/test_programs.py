@@ -46,7 +46,7 @@ def test_operands_through_the_ring(config, case):
     given = fused.draw(case, "cuda", 0)
     options = {"backend": "cute", "config": f"sm90/{config}"}
     if case.name == "rope, heads of 128" and config.startswith("128x128x64/pp"):
-        with pytest.raises(cutegemm.UnsupportedError, match="spills 16 bytes"):
+        with pytest.raises(cutegemm.UnsupportedError, match="spills"):
             fused.fused(case, given, **options)
         return
     assert fused.checked(case, given, **options) == ""

@@ -63,13 +63,11 @@ def test_it_is_what_torch_repeats(n, shape):
 @pytest.mark.parametrize("shape", [(24, 16), (16,), (24, 1)])
 @pytest.mark.parametrize("n", [48, 40])
 def test_gradients_of_columns_that_repeat_are_added_up(shape, n):
-    a, b, x = (each.double().requires_grad_() for each in (drawn(24, 8), drawn(8, n), drawn(*shape)))
+    a, b, x = (each.requires_grad_() for each in (drawn(24, 8), drawn(8, n), drawn(*shape)))
 
     def product(a, b, x):
         return cutegemm.gemm(a, b, epilogue=lambda acc, x: ops.tanh(acc) * ops.repeated(x, 16) + x * x, operands=(x,))
 
-    if a.dtype == torch.float64:
-        a, b, x = (each.detach().float().requires_grad_() for each in (a, b, x))
     y = product(a, b, x)
     whole = x.repeat(*[1] * (x.dim() - 1), math.ceil(n / 16))[..., :n] if shape[-1] == 16 else x
     want = torch.tanh(a @ b) * whole + whole * whole
@@ -91,6 +89,70 @@ def test_under_compile_and_vmap():
     torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(a, b, x), want)
     mapped = torch.func.vmap(call, in_dims=(None, None, 0))(a, b, torch.stack((x, 2 * x)))
     torch.testing.assert_close(mapped, torch.stack((want, 2 * want)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "cute"])
+@pytest.mark.parametrize("save", ["outputs", "recompute"])
+@pytest.mark.parametrize("shape", [(24, 1), (1,), (24, 16)])
+def test_a_program_traced_with_more_columns_than_an_operand_has(shape, save, backend, monkeypatch):
+    """What is derived from it, for the backward pass and under vmap, has operands as they are."""
+    monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80")
+    program = cutegemm.trace_epilogue(lambda acc, x: acc * acc * ops.repeated(x, 16), operands=(torch.zeros(24, 16),))
+    a, b, x = drawn(24, 8).requires_grad_(), drawn(8, 40), drawn(*shape).requires_grad_()
+    y = cutegemm.gemm(a, b, epilogue=program, operands=(x,), backend=backend, save=save)
+    whole = x.repeat(1, 3)[:, :40] if shape[-1] == 16 else x
+    want = (a @ b).square() * whole
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+    for got, wanted in zip(torch.autograd.grad(y.sum(), (a, x)), torch.autograd.grad(want.sum(), (a, x)), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+    mapped = torch.func.vmap(lambda a: cutegemm.gemm(a, b, epilogue=program, operands=(x,)))(torch.stack((a, 2 * a)))
+    torch.testing.assert_close(mapped, torch.stack((want, 4 * want)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 48), (4, 0), (0, 0)])
+def test_gradients_of_nothing(m, n):
+    a, b, x = torch.zeros(m, 8, requires_grad=True), torch.zeros(8, n), torch.ones(16, requires_grad=True)
+    cutegemm.gemm(a, b, epilogue=scaled, operands=(x,)).sum().backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("work", ["rows", "gathered", "masked"])
+def test_products_in_groups(work):
+    ends = torch.tensor([5, 24]).int()
+    a, b, x = drawn(24, 8), drawn(2, 8, 48), drawn(16)
+    group = torch.tensor([0] * 5 + [1] * 19)
+    if work == "masked":
+        stacked = a.expand(2, 24, 8)
+        got = cutegemm.grouped_gemm(stacked, b, counts=ends, epilogue=scaled, operands=(x,))
+        want = (stacked @ b) * x.repeat(3)
+        for g, count in enumerate(ends.tolist()):
+            torch.testing.assert_close(got[g, :count], want[g, :count])
+        return
+    rows = torch.arange(24).flip(0).int() if work == "gathered" else None
+    got = cutegemm.grouped_gemm(a, b, ends, rows=rows, epilogue=scaled, operands=(x,))
+    own = a if rows is None else a[rows.long()]
+    torch.testing.assert_close(got, torch.bmm(own[:, None], b[group])[:, 0] * x.repeat(3))
+
+
+def test_gate_and_up():
+    a, b, x = drawn(24, 8), drawn(8, 96), drawn(24, 16)
+    gate, up = (a @ b).chunk(2, -1)
+    got = cutegemm.gemm(a, b, epilogue=lambda acc, x: ops.swiglu(acc) * ops.repeated(x, 16), operands=(x,))
+    torch.testing.assert_close(got, torch.nn.functional.silu(gate) * up * x.repeat(1, 3))
+
+
+def test_sharding_needs_whole_periods():
+    from cutegemm.pytorch import sharding_programs
+
+    program = cutegemm.trace_epilogue(scaled, operands=(torch.zeros(24, 16),))
+    tensors, settings = {"a": torch.zeros(24, 8)}, sharding_programs.Settings(2, False, True)
+    for n, served in ((64, True), (48, False), (32, True), (16, False)):
+        tensors["b"] = torch.zeros(8, n)
+        found = sharding_programs.of_product(program, tensors, [torch.zeros(24, 16)], settings, (24, n))
+        by_columns = [rule for rule in found if rule.given[1].is_shard(1)]
+        assert bool(by_columns) == served, n
+        assert all(not rule.given[2].is_shard(1) for rule in found)
 
 
 @pytest.mark.parametrize("columns", [1, 0, -16, True, 16.0, None, "16"])
@@ -130,3 +192,8 @@ def test_heads_rotate_alike():
     want = cutegemm.gemm(a, b, epilogue=ops.rope, operands=whole)
     got = cutegemm.gemm(a, b, epilogue=lambda acc, c, s: ops.rope(acc, c, s, head=16), operands=(cos, sin))
     torch.testing.assert_close(got, want)
+
+
+def test_a_head_has_an_even_number_of_columns():
+    with pytest.raises(EpilogueError, match="rope: got head=15, accepted are even numbers"):
+        cutegemm.trace_epilogue(lambda acc, c, s: ops.rope(acc, c, s, head=15), operands=(torch.zeros(4, 15),) * 2)

@@ -218,6 +218,7 @@ def summed(x: Tensor, shape: Sequence[int]) -> Tensor:
     """x (..., M, N) summed to the shape of an operand: over what it broadcasts, and over columns of its that repeat."""
     columns = shape[-1] if len(shape) else 1
     if columns not in (1, x.shape[-1]):
-        whole = torch.nn.functional.pad(x, (0, -x.shape[-1] % columns))
-        x = whole.reshape(*whole.shape[:-1], -1, columns).sum(-2)
+        times = -(-x.shape[-1] // columns)
+        whole = torch.nn.functional.pad(x, (0, times * columns - x.shape[-1]))
+        x = whole.reshape(*whole.shape[:-1], times, columns).sum(-2)
     return x.sum_to_size(shape)

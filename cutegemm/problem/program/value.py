@@ -390,11 +390,11 @@ def repeated(operand: Any, columns: Any) -> Value:
         fail("repeated: the number of columns is a size that may change, and each makes a kernel: pass a Python int")
     if torch.compiler.is_dynamo_compiling() and isinstance(columns, numbers.Integral):
         columns = _constant(slice(columns))
-    if isinstance(columns, bool) or not isinstance(columns, numbers.Integral) or not 1 < int(columns) < 2**31:
+    if isinstance(columns, bool) or not isinstance(columns, int) or not 1 < columns < 2**31:
         fail(f"repeated: got {columns!r} columns, accepted is a Python int from 2 on")
     if not isinstance(operand, Value):
         fail(f"repeated: got {type(operand).__name__}; the first argument is an operand, a parameter of the epilogue")
-    return operand._trace.repeated(operand, int(columns))
+    return operand._trace.repeated(operand, columns)
 
 
 def leaf(op: str) -> Value:

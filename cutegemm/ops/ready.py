@@ -135,8 +135,8 @@ def rope(x: Operand, cos: Operand, sin: Operand, head: int | None = None) -> Any
     out = x cos + (partner(x) at odd columns, -partner(x) at even ones) sin. cos, sin: (M, N), where columns 2j and
     2j + 1 have the same angle; with cos 1 and sin 0 a column (of V) stays as it is.
 
-    head: the columns of a head, an even number, where all heads have the same angles. cos and sin are then (M, head), as
-    models hold them, and are `repeated`.
+    head: the columns of a head, an even number, where all heads have the same angles. cos and sin are then (M, head),
+    as models hold them, and are `repeated`.
 
     Example, the queries and keys of a QKV projection, whose V begins at column 5120 (operands=(cos, sin)):
         lambda acc, cos, sin: ops.where(ops.column() < 5120, ops.rope(acc, cos, sin, head=128), acc)

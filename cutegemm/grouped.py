@@ -304,9 +304,7 @@ def by_operator(
         grouped_request.check_kinds(sizes)
         how = How(options["precision"], options["backend"], options["config"])
         many = isinstance(out, tuple | list)
-        check_arguments(
-            {f"out[{i}]" if many else "out": each for i, each in enumerate(_listed(out))}, out_dtype, how
-        )
+        check_arguments({f"out[{i}]" if many else "out": each for i, each in enumerate(_listed(out))}, out_dtype, how)
     if out is None:
         results = grouped_operator.call(a, b, sizes, text, operands, out_dtype=out_dtype, save=save, **options)
         return few(results)

@@ -227,7 +227,8 @@ def get(name: str) -> Arch:
     for key, arch in ARCHS.items():
         if wanted in (_fold(key), _fold(key) + "a" if arch.generic else _fold(key)):
             return arch
-    raise ValueError(f"arch: {name!r} is not in the table; known: {', '.join(ARCHS)}")
+    known = (f"{key} or {arch.target}" if arch.generic and arch.target != key else key for key, arch in ARCHS.items())
+    raise ValueError(f"arch: {name!r} is not in the table; known: {', '.join(known)}")
 
 
 def _fold(name: str) -> str:

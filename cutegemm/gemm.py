@@ -100,10 +100,10 @@ def gemm(
         constant: "a" or "b" promises that no kernel that may still be running writes that operand: neither the kernel
             in front on this stream nor one on another. Hopper kernels then load its first tiles before the kernel in
             front has ended, unless elements have 8 bits and the other operand has more than 16 rows (columns, for "a");
-            all other kernels make no use of it. Where the promise is broken, D may be computed from old or
-            half-written values. None (default) promises nothing. The backward pass makes no use of it; an operand that
-            must be copied or cast first is not constant, nor is any under vmap. It concerns a or b alone: operands of
-            an epilogue and scales are read when the kernel in front has ended.
+            all other kernels make no use of it. Where the promise is broken, D may be computed from old or half-written
+            values. None (default) promises nothing. The backward pass makes no use of it; an operand that must be
+            copied or cast first is not constant, nor is any under vmap. It concerns a or b alone: operands of an
+            epilogue and scales are read when the kernel in front has ended.
         epilogue: a function of the accumulators and of `operands`, written with Python operators and `cutegemm.ops`, or
             a `Program`; see docs/epilogues.md. alpha, beta, c, bias and activation are then not for the call: the
             function says them.

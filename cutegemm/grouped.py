@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cutegemm.choice.plan import Plan
-from cutegemm.problem import dtypes, grouped_request, program_request, request
+from cutegemm.problem import dtypes, program_request, request
 from cutegemm.problem.grouped_request import Sizes
 from cutegemm.pytorch import (
     autograd,
@@ -30,7 +30,7 @@ from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_operator import divided
 from cutegemm.pytorch.programs import results_given
-from cutegemm.pytorch.registering import check_arguments, few
+from cutegemm.pytorch.registering import few
 from cutegemm.run import grouped
 from cutegemm.run.how import How, carried
 
@@ -301,10 +301,9 @@ def by_operator(
 ) -> Any:  # fmt: skip
     """The call as torch's operator. torch.compile puts this into its graph."""
     if not _is_dynamo_compiling():
-        grouped_request.check_kinds(sizes)
-        how = How(options["precision"], options["backend"], options["config"])
         many = isinstance(out, tuple | list)
-        check_arguments({f"out[{i}]" if many else "out": each for i, each in enumerate(_listed(out))}, out_dtype, how)
+        named = {f"out[{i}]" if many else "out": each for i, each in enumerate(_listed(out))}
+        grouped_operator.check_arguments(sizes, named, out_dtype, options)
     if out is None:
         results = grouped_operator.call(a, b, sizes, text, operands, out_dtype=out_dtype, save=save, **options)
         return few(results)

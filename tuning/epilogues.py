@@ -85,18 +85,7 @@ def problem(
             f"--out-dtype: got {out_dtype or 'none'} with --epilogue and --dtype {dtype}; accepted are floating-point "
             "dtypes, such as bf16"
         )
-    inputs = tuple(
-        Input(f"x{i}", "int32", by_value=True)
-        if along == "int"
-        else Input(
-            f"x{i}",
-            own,
-            "m" in along and m > 1,
-            along == "m128" or ("n" in along and n > 1),
-            batch > 1 and along in ("mn", "m128"),
-        )
-        for i, along in enumerate(program.operands)
-    )
+    inputs = tuple(_input(f"x{i}", along, own, m, n, batch) for i, along in enumerate(program.operands))
     found = traced(program.function, inputs)
     if found.uses("partner") and n % 2:
         raise ValueError(f"--epilogue: got a program of pairs of columns with N = {n}, expected an even number")
@@ -105,3 +94,11 @@ def problem(
     posed = Problem.of(m, n, k, dtype, out_dtype=own, batch=batch, epilogue=Epilogue(custom=found), **options)
     terms = terms_of(found, ACTIVATIONS)
     return posed if terms is None else with_epilogue(posed.without_program(), found, terms, posed.operands, ())
+
+
+def _input(name: str, along: str, dtype: str, m: int, n: int, batch: int) -> Input:
+    """An operand of `Named.operands` as `gemm` describes it."""
+    if along == "int":
+        return Input(name, "int32", by_value=True)
+    of_columns = along == "m128" or ("n" in along and n > 1)
+    return Input(name, dtype, "m" in along and m > 1, of_columns, batch > 1 and along in ("mn", "m128"))

@@ -42,11 +42,11 @@ They minimize the largest error of Phi, 2^-21.8, where its relative error is at 
 """
 
 ERF = (1.1283791, -0.37612224, 0.11279123, -0.026672991, 0.0048606726, -0.000533572)
-"""Coefficients, of 1 first, of a polynomial in x^2 for erf(x) / x, |x| < `ERF_END`; its relative error is 2^-24.1."""
+"""Coefficients, the constant first, of a polynomial in x^2 for erf(x) / x below `ERF_END`: 2^-24.1 off, relatively."""
 
 ERF_END, ERFC_END = 0.9, 4.0
 LOG2_ERFC = (-0.0026289586, -1.6163924, -0.93840647, -0.1317509, 0.022581859, -0.001819789)
-"""Coefficients, of 1 first, of a polynomial in y = ERF_END .. ERFC_END for log2(1 - erf(y)).
+"""Coefficients, the constant first, of a polynomial in y = ERF_END .. ERFC_END for log2(1 - erf(y)).
 
 The relative error of erf is 2^-25.1 with it. From ERFC_END on erf rounds to 1.
 """

@@ -6,6 +6,7 @@ groups are the values of a tensor, so that one graph serves every division into 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ def _compute_out(
     known, sizes = program_of(program), Sizes(offsets, counts, rows, places, out_rows)
     given = joined(known, operands, numbers, integers)
     grouped.compute(a, b, sizes, known, given, tuple(out), None, precision, backend, config)
+
+
+def check_arguments(sizes: Sizes, tensors: Mapping[str, Any], out_dtype: Any, options: Mapping[str, Any]) -> None:
+    """`registering.check_arguments` of a product in groups. options: with its precision, backend and config."""
+    grouped_request.check_kinds(sizes)
+    how = How(options["precision"], options["backend"], options["config"])
+    registering.check_arguments(tensors, out_dtype, how)
 
 
 def shape_of(a: Any, b: Any, sizes: Sizes, operands: Any, program: Any) -> tuple[Any, ...]:

@@ -23,9 +23,9 @@ from cutegemm.problem.work import GATHERED
 from cutegemm.pytorch import grouped_operator, scaled
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.program_operator import divided, joined, program_of
-from cutegemm.pytorch.registering import LIBRARY, carried_scaling, check_arguments, define, few, many, scaling_of
+from cutegemm.pytorch.registering import LIBRARY, carried_scaling, define, few, many, scaling_of
 from cutegemm.run import grouped
-from cutegemm.run.how import How, carried
+from cutegemm.run.how import carried
 from cutegemm.torch_grouped import gathered
 
 
@@ -102,9 +102,8 @@ def by_operator(
         )
     refuse_tangents(a, b, *operands, given.scale_a, given.scale_b)
     if not torch.compiler.is_dynamo_compiling():
-        grouped_request.check_kinds(sizes)
-        how = How(options["precision"], options["backend"], options["config"])
-        check_arguments({"scale_a": given.scale_a, "scale_b": given.scale_b}, out_dtype, how)
+        named = {"scale_a": given.scale_a, "scale_b": given.scale_b}
+        grouped_operator.check_arguments(sizes, named, out_dtype, options)
         scales.asked(given.recipe, given.scale_a, given.scale_b)
     results = torch.ops.cutegemm.scaled_grouped_gemm(
         a, b, *sizes, given.scale_a, given.scale_b, carried_scaling(given.recipe), *divided(operands), text, out_dtype,

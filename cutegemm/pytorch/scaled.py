@@ -97,14 +97,14 @@ def compute(
         if transformed:
             refuse_tangents(*tensors, *operands)
         if not tracing:
-            check_arguments({"scale_a": scale_a, "scale_b": scale_b}, out_dtype, how)
+            terms = {"c": c, "bias": bias} if epilogue is None else {}
+            check_arguments({"scale_a": scale_a, "scale_b": scale_b, **terms}, out_dtype, how)
             scale_recipes.asked(scales, scale_a, scale_b)
         scales = carried_scaling(scales)
         if epilogue is None:
             request.check_number("alpha", alpha)
             request.check_number("beta", beta)
             if not tracing:
-                check_arguments({"c": c, "bias": bias}, None, how)
                 request.check_activation(activation)
             return torch.ops.cutegemm.scaled_gemm(
                 a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, *passed(how, scales)

@@ -75,10 +75,10 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     """How operands travel through the ring where the configuration stores by TMA; None where none does.
 
     Operands are eligible whose rows are multiples of 16 bytes and whose elements are as wide as D's; columns that
-    repeat must be whole boxes. Of these as many
-    are taken as the ring can hold. In ping-pong the ring must have more stages than a tile's operands take: see
-    `pipeline.Turns`. In ping-pong a stage with operands is also missing to the warpgroup that multiplies: on an H200 a
-    single operand, or a small tile, was faster without the ring. With scales of blocks of K no operand is taken: the
+    repeat must be whole boxes. Of these as many are taken as the ring can hold. In ping-pong the ring must have more
+    stages than a tile's operands take: see `pipeline.Turns`. In ping-pong a stage with operands is also missing to the
+    warpgroup that multiplies: on an H200 a single operand, or a small tile, was faster without the ring. With scales
+    of blocks of K no operand is taken: the
     warps that copy the scales know k tiles only.
     """
     size, lessons = ITEMSIZE[signature.out_dtype], config.solo or "fat" in config.options

@@ -10,6 +10,7 @@ from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem import text as problem_text
 from cutegemm.winners import table as winners_table
+from cutegemm.winners.fingerprint import fingerprint
 from tests.unit.conftest import SHIPPED
 
 TABLES = sorted(SHIPPED.glob("winners-*.json"))
@@ -41,6 +42,14 @@ def test_a_row_is_valid_today(row):
     kernels = backend.get(row.backend)
     assert str(kernels.parse(row.config)) == row.config
     assert kernels.check(kernels.parse(row.config), problem_of(row.problem), gpu) is None
+
+
+def test_the_kernels_are_those_that_were_measured():
+    """Where this fails: `python -m tuning.winners restamp`, docs/tuning.md. Another compiler may be installed."""
+    changed = {
+        row.fingerprint for row in ROWS if row.fingerprint.split()[0] != fingerprint(row.backend, row.config).split()[0]
+    }
+    assert not changed
 
 
 def test_each_table_is_named_for_its_gpu():

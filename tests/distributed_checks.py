@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import datetime
 import itertools
-import json
+import os
 import re
 import sys
 import tempfile
@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from tests import forked
 
 WORLD = 2
-LIMIT_S = {"cpu": 120.0, "cuda": 900.0}
+LIMIT_S = {"cpu": 120.0, "cuda": float(os.environ.get("CUTEGEMM_TEST_LIMIT_S", "900"))}
 """All checks of one start end in this time, or the processes are killed. On GPUs they compile kernels."""
 
 Check = Callable[["Setting"], None]
@@ -308,20 +308,20 @@ def _work(rank: int, device: str, folder: str) -> None:
         timeout=datetime.timedelta(seconds=LIMIT_S[device] / 4),
     )  # fmt: skip
     setting = Setting(device, rank)
-    said = {}
     for name, function in CHECKS.items():
+        started, text = time.monotonic(), ""
         try:
             function(setting)
-            said[name] = ""
         except Exception:
-            said[name] = traceback.format_exc()
+            text = traceback.format_exc()
+        Path(folder, f"{name}.{rank}.said").write_text(text)
+        print(f"{name}: {'failed' if text else 'right'}, {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
         dist.barrier()
-    Path(folder, f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
 
 def run(device: str) -> dict[str, str]:
-    """What each check said: tracebacks of both processes, or nothing."""
+    """What each check said: tracebacks of both processes, or nothing; of one that the time did not suffice for, so."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         forked.context()
@@ -329,12 +329,16 @@ def run(device: str) -> dict[str, str]:
         try:
             while not processes.join(timeout=1.0):
                 if time.monotonic() - started > LIMIT_S[device]:
-                    raise TimeoutError(f"the processes did not end in {LIMIT_S[device]:.0f} s")
+                    break
         finally:
             for each in processes.processes:
                 each.kill()
-        both = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {name: "\n".join(filter(None, (each[name] for each in both))) for name in CHECKS}
+        late = f"did not end in the {LIMIT_S[device]:.0f} s that all checks have"
+        said = {name: [Path(folder, f"{name}.{rank}.said") for rank in range(WORLD)] for name in CHECKS}
+        return {
+            name: "\n".join(filter(None, (each.read_text() if each.exists() else late for each in files)))
+            for name, files in said.items()
+        }
 
 
 from tests import distributed_models, distributed_operators  # noqa: E402, F401  their checks are run as well

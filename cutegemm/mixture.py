@@ -47,7 +47,8 @@ class TopKRouter(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
         shares = linear(input, self.weight).float().softmax(-1)
-        weights, experts = shares.topk(self.top_k, -1)
+        experts = shares.detach().topk(self.top_k, -1).indices
+        weights = shares.gather(-1, experts)  # torch before 2.13 has no gradient of topk of a DTensor
         return experts, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
 
     def extra_repr(self) -> str:

@@ -72,9 +72,17 @@ class Block(torch.nn.Module):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
+    """A tensor on all ranks. Halves are gathered as a dimension of their own: torch 2.11 cannot, as they are."""
+    from torch.distributed.tensor import DTensor, Shard
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    own, *others = tensor.placements
+    if others or not hasattr(own, "split_factor"):
+        return tensor.full_tensor()
+    parts = tensor.to_local().unflatten(own.dim, (own.split_factor, -1))
+    found = DTensor.from_local(parts, tensor.device_mesh, [Shard(own.dim + 1)], run_check=False)
+    return found.full_tensor().flatten(own.dim, own.dim + 1)
 
 
 def same_training(model: torch.nn.Module, ours: Any, plain: torch.nn.Module, x: torch.Tensor, share: float = 1) -> None:
@@ -315,7 +323,8 @@ def _work(rank: int, device: str, folder: str) -> None:
         except Exception:
             text = traceback.format_exc()
         Path(folder, f"{name}.{rank}.said").write_text(text)
-        print(f"{name}: {'failed' if text else 'right'}, {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        took = time.monotonic() - started
+        print(f"{name}: {'failed' if text else 'right'}, {took:.1f} s", file=sys.stderr, flush=True)
         dist.barrier()
     dist.destroy_process_group()
 

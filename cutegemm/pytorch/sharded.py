@@ -55,20 +55,23 @@ def shape_of(tensor: Any) -> Any:
 def merging(tensor: Any, dims: range) -> Any:
     """The tensor, so placed that reshape can make one of these dimensions.
 
-    torch refuses that of a DTensor with one of them sharded in unequal parts, which is gathered here, and of one whose
-    parts are expanded, such as the gradient of a sum. Other tensors are returned as they are.
+    A DTensor is gathered here where one of them is sharded in unequal parts, or another than the first: torch refuses
+    the one, and before 2.13 the other as well. It is copied where torch would take its parts for contiguous and they
+    are not: those of the gradient of a sum are expanded, and gathered ones may be strided.
+    Other tensors are returned as they are.
     """
     if not is_distributed(tensor):
         return tensor
-    if 0 in tensor.stride():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    uneven = uneven_dims(tensor, dims)
-    if not uneven:
-        return tensor
     from torch.distributed.tensor import Replicate
 
-    placements = [Replicate() if _sharded_dim(each) in uneven else each for each in tensor.placements]
-    return tensor.redistribute(tensor.device_mesh, placements)
+    behind = [dim for dim in dims if tensor.shape[dim] != 1][1:]
+    gathered = {*uneven_dims(tensor, dims), *behind}
+    placements = tuple(Replicate() if _sharded_dim(each) in gathered else each for each in tensor.placements)
+    if placements != tensor.placements:
+        tensor = _redistributed(tensor, placements)
+    if not tensor.to_local().is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
 
 
 def uneven_dims(tensor: Any, dims: range) -> set[int]:
@@ -166,13 +169,10 @@ def _cost(tensor: Any, wanted: tuple[Any, ...]) -> int:
 def _own_part(tensor: Any, wanted: tuple[Any, ...], is_shared: tuple[bool, ...]) -> torch.Tensor:
     from torch.distributed.tensor import Partial
 
-    if tensor.placements != wanted:
-        tensor = tensor.redistribute(tensor.device_mesh, wanted)
     gradients = tuple(
         Partial() if own.is_replicate() and shared else own for own, shared in zip(wanted, is_shared, strict=True)
     )
-    part: torch.Tensor = tensor.to_local(grad_placements=gradients)
-    return part
+    return _part(_redistributed(tensor, wanted), gradients)
 
 
 def _begins(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
@@ -203,24 +203,77 @@ def _whole(part: torch.Tensor, mesh: Any, placements: tuple[Any, ...], shape: tu
     )  # fmt: skip
 
 
+# DTensor's own from_local, to_local and redistribute are differentiable once: before torch 2.13 what they give in a
+# backward pass has lost how it was made, and second derivatives would lack terms without a word.
+
+
 class _Whole(torch.autograd.Function):
-    """DTensor.from_local, whose own gradient is not differentiable where it redistributes."""
+    """DTensor.from_local."""
 
     @staticmethod
     def forward(ctx: Any, part: Any, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
-        ctx.mesh, ctx.placements = mesh, placements
+        ctx.placements = placements
         ctx.set_materialize_grads(False)
         return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        from torch.distributed.tensor import Replicate
-
         if grad is None:
             return (None,) * 5
-        wanted = tuple(Replicate() if each.is_partial() else each for each in ctx.placements)
-        if grad.placements != wanted:
-            grad = grad.redistribute(ctx.mesh, wanted)
-        return grad.to_local(grad_placements=wanted), None, None, None, None
+        wanted = _of_gradient(ctx.placements)
+        return _part(_redistributed(grad, wanted), wanted), None, None, None, None
+
+
+class _Part(torch.autograd.Function):
+    """DTensor.to_local. gradients: how the gradients of all ranks' parts make up that of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, gradients: Any) -> Any:
+        ctx.mesh, ctx.shape, ctx.gradients = tensor.device_mesh, tuple(tensor.shape), gradients
+        ctx.set_materialize_grads(False)
+        part = tensor.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None
+        if not (grad.is_contiguous() or (grad.dim() > 1 and grad.mT.is_contiguous())):
+            grad = grad.contiguous()
+        return _whole(grad, ctx.mesh, ctx.gradients, ctx.shape), None
+
+
+class _Redistributed(torch.autograd.Function):
+    """DTensor.redistribute."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, placements: Any) -> Any:
+        ctx.placements = tensor.placements
+        ctx.set_materialize_grads(False)
+        return tensor.redistribute(tensor.device_mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        return None if grad is None else _redistributed(grad, _of_gradient(ctx.placements)), None
+
+
+def _part(tensor: Any, gradients: tuple[Any, ...]) -> torch.Tensor:
+    part: torch.Tensor = _Part.apply(tensor, gradients) if tensor.requires_grad else tensor.to_local()
+    return part
+
+
+def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
+    if tensor.placements == placements:
+        return tensor
+    if tensor.requires_grad:
+        return _Redistributed.apply(tensor, placements)
+    return tensor.redistribute(tensor.device_mesh, placements)
+
+
+def _of_gradient(placements: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Every term of a sum has the whole gradient."""
+    from torch.distributed.tensor import Replicate
+
+    return tuple(Replicate() if each.is_partial() else each for each in placements)

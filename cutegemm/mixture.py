@@ -48,7 +48,7 @@ class TopKRouter(torch.nn.Module):
         """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
         shares = linear(input, self.weight).float().softmax(-1)
         experts = shares.detach().topk(self.top_k, -1).indices
-        weights = shares.gather(-1, experts)  # torch before 2.13 has no gradient of topk of a DTensor
+        weights = shares.gather(-1, experts)  # torch before 2.12 has no gradient of topk of a DTensor
         return experts, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
 
     def extra_repr(self) -> str:

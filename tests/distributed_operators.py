@@ -92,6 +92,29 @@ def programs_of_every_placement(setting: Setting) -> None:
 
 
 @check
+def halves_that_a_program_does_not_take_as_such(setting: Setting) -> None:
+    """They are redistributed; torch 2.11 refuses to."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    import cutegemm
+    from cutegemm import ops
+
+    a, b = (torch.randn(*shape, generator=setting.generator).to(setting.device) for shape in ((5, 7), (7, 12)))
+    placements = [Replicate(), _StridedShard(1, split_factor=2)]
+    for program in (ops.swiglu_pairs, ops.gelu):
+
+        def call(a: Any, b: Any, program: Any = program) -> Any:
+            return cutegemm.gemm(a, b, epilogue=program)
+
+        if torch.__version__ < (2, 12):
+            with refused(ValueError, "_StridedShard(dim=1, sf=2),) is unable to be interpreted"):
+                call(*(placed(setting, each, own) for each, own in zip((a, b), placements, strict=True)))
+        else:
+            same(setting, call, [a, b], placements)
+
+
+@check
 def layers_keep_how_tokens_are_sharded(setting: Setting) -> None:
     """(batch, tokens, features): sharded tokens were gathered, and every rank computed all of them."""
     from torch.distributed.tensor import Replicate, Shard

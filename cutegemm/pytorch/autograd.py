@@ -169,10 +169,7 @@ def has_tangent(tensors: tuple[Any, ...]) -> bool:
 
 def _has_tangent(tensors: tuple[Any, ...]) -> bool:
     # Torch has one level of forward mode, of number 0.
-    try:
-        return any(tensor is not None and _unpack_dual(tensor, 0)[1] is not None for tensor in tensors)
-    except NotImplementedError:  # a DTensor of torch 2.9, which cannot carry one either
-        return False
+    return any(tensor is not None and _unpack_dual(tensor, 0)[1] is not None for tensor in tensors)
 
 
 def refuse_tangents(*tensors: Any) -> None:

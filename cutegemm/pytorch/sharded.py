@@ -56,7 +56,7 @@ def merging(tensor: Any, dims: range) -> Any:
     """The tensor, so placed that reshape can make one of these dimensions.
 
     A DTensor is gathered here where one of them is sharded in unequal parts, or another than the first: torch refuses
-    the one, and before 2.13 the other as well. It is copied where torch would take its parts for contiguous and they
+    the one, and before 2.12 the other as well. It is copied where torch would take its parts for contiguous and they
     are not: those of the gradient of a sum are expanded, and gathered ones may be strided.
     Other tensors are returned as they are.
     """
@@ -203,8 +203,9 @@ def _whole(part: torch.Tensor, mesh: Any, placements: tuple[Any, ...], shape: tu
     )  # fmt: skip
 
 
-# DTensor's own from_local, to_local and redistribute are differentiable once: before torch 2.13 what they give in a
-# backward pass has lost how it was made, and second derivatives would lack terms without a word.
+# DTensor's own from_local, to_local and redistribute are differentiable once: what they give in a backward pass has
+# lost how it was made, and second derivatives lack terms without a word. Since torch 2.12 that is true of from_local
+# alone, where its gradient is redistributed.
 
 
 class _Whole(torch.autograd.Function):

@@ -82,7 +82,7 @@ def _register() -> None:
     except (AttributeError, KeyError, TypeError) as why:
         raise GemmError(
             f"DTensor: torch {torch.__version__} registers sharding rules in a way that cutegemm does not know "
-            f"({why}); versions 2.11 and 2.13 were tested"
+            f"({why}); versions 2.11 to 2.13 were tested"
         ) from why
     _registered = True
 

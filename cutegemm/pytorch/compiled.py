@@ -44,7 +44,8 @@ def text_of(epilogue: Any, operands: Sequence[Any]) -> str:
             raise TypeError(f"operands[{number}]: got bool, expected a torch.Tensor or a Python number")
         described.append(_described(operand))
     if isinstance(epilogue, Program):
-        return _text_of_program(epilogue, tuple(described))
+        # Its parts: torch 2.11 makes no constant of a dataclass.
+        return _text_of_program(epilogue.inputs, epilogue.nodes, epilogue.outputs, epilogue.gating, tuple(described))
     recorded = _Recorded(tuple(described))
     arguments = []
     for number in range(len(described)):
@@ -157,8 +158,8 @@ def _inputs(described: tuple[Described, ...]) -> tuple[Input, ...]:
 
 
 @_once_a_graph
-def _text_of_program(program: Program, described: tuple[Described, ...]) -> str:
-    return program_request.traced(program, _inputs(described)).text
+def _text_of_program(inputs: Any, nodes: Any, outputs: Any, gating: Any, described: tuple[Described, ...]) -> str:
+    return program_request.traced(Program(inputs, nodes, outputs, gating), _inputs(described)).text
 
 
 @_once_a_graph

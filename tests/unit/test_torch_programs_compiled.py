@@ -174,7 +174,9 @@ def test_compiled_comparisons_with_sizes_that_change_are_refused(differs, seed):
         if rows == 3:
             torch.testing.assert_close(step(a, b), call(a, b))
             continue
-        with pytest.raises(Exception, match="pass such a number by operands"):
+        # torch 2.11 refuses the comparison itself.
+        said = "NotImplementedError" if torch.__version__ < (2, 12) else "pass such a number by operands"
+        with pytest.raises(Exception, match=said):
             step(a, b)
 
 

@@ -364,8 +364,8 @@ def test_scaled_mm_reads_the_recipes_of_torch(recipe_a, recipe_b, seed):
         assert ((got - want).abs().amax() / want.abs().amax()) < 2.0**-11
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch multiplies rows on a CPU too since 2.12")
 def test_scaled_mm_agrees_with_torch(seed):
-    """torch multiplies rows on a CPU too."""
     torch.manual_seed(seed)
     a, scale_a = cutegemm.quantize(torch.randn(32, 64), E4M3)
     b, scale_b = cutegemm.quantize(torch.randn(48, 64), E4M3)

@@ -142,7 +142,10 @@ def test_a_changed_operand_is_noticed(seed):
 @pytest.mark.parametrize("name", opinfo.NAMES)
 @pytest.mark.product(keep=10)
 def test_torchs_own_samples(name, dtype, seed):
-    passed, others = opinfo.run(name, opinfo.operators()[name], "cpu", dtype, seed)
+    operators = opinfo.operators()
+    if name not in operators and torch.__version__ < (2, 13):
+        pytest.skip(f"torch {torch.__version__} has no samples of {name}")
+    passed, others = opinfo.run(name, operators[name], "cpu", dtype, seed)
     print(name, passed, others)
     assert passed > 0
     assert not others, f"samples of a supported dtype left out: {others}"

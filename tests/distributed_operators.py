@@ -122,7 +122,7 @@ def layers_keep_how_tokens_are_sharded(setting: Setting) -> None:
     import cutegemm
 
     weight, bias = setting.integers(6, 4), setting.integers(6)
-    for shape, dim in (((2, 4, 4), 1), ((2, 3, 4), 1), ((4, 5, 4), 0)):
+    for shape, dim in (((2, 4, 4), 1), ((2, 3, 4), 1), ((4, 5, 4), 0), ((1, 1, 4, 4), 2)):
         for activation in (None, "silu"):
             placed_at = same(
                 setting, lambda x, w, b, act=activation: cutegemm.linear(x, w, b, act),
@@ -145,6 +145,21 @@ def gradients_that_are_placed_otherwise(setting: Setting) -> None:
         return cutegemm.gemm(a, b, epilogue=ops.gelu).softmax(0)
 
     assert same(setting, call, [a, b], [Shard(0), Replicate()]) == [Replicate()]
+
+
+@check
+def gradients_that_can_be_viewed(setting: Setting) -> None:
+    """Those of a bias for each group are cut out of a larger tensor."""
+    from torch.distributed.tensor import Replicate
+
+    import cutegemm
+
+    ends = torch.tensor([2, 3, 6], dtype=torch.int32, device=setting.device)
+    tensors = setting.integers(6, 4), setting.integers(3, 4, 8), ends, setting.integers(3, 1, 8)
+    a, b, ends, bias = (placed(setting, each, Replicate()) for each in tensors)
+    cutegemm.grouped_gemm(a, b, ends, epilogue=lambda acc, bias: acc + bias, operands=(bias,)).sum().backward()
+    want = torch.tensor([2.0, 1.0, 3.0], device=setting.device).repeat_interleave(8)
+    assert torch.equal(bias.grad.view(24).full_tensor(), want)
 
 
 @check

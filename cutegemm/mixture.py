@@ -14,6 +14,7 @@ from cutegemm.linear import linear
 from cutegemm.moe import DTYPES, moe
 from cutegemm.problem.grouped_request import MOST_GROUPS
 from cutegemm.problem.reference import activate
+from cutegemm.pytorch import sharded
 from cutegemm.pytorch.mlp import check_activation, reshape_weight
 
 
@@ -47,8 +48,9 @@ class TopKRouter(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """input: (..., in_features). Returns the experts, int64, and their weights, fp32, each (..., top_k)."""
         shares = linear(input, self.weight).float().softmax(-1)
-        experts = shares.detach().topk(self.top_k, -1).indices
-        weights = shares.gather(-1, experts)  # torch before 2.12 has no gradient of topk of a DTensor
+        weights, experts = shares.topk(self.top_k, -1)
+        if sharded.is_distributed(shares):  # of whose topk torch 2.11 has no gradient
+            weights = shares.gather(-1, experts)
         return experts, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
 
     def extra_repr(self) -> str:

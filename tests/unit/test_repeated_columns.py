@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -197,3 +198,20 @@ def test_heads_rotate_alike():
 def test_a_head_has_an_even_number_of_columns():
     with pytest.raises(EpilogueError, match="rope: got head=15, accepted are even numbers"):
         cutegemm.trace_epilogue(lambda acc, c, s: ops.rope(acc, c, s, head=15), operands=(torch.zeros(4, 15),) * 2)
+
+
+def test_rope_serves_models_that_rotate_columns_half_a_head_apart():
+    """As transformers' apply_rotary_pos_emb rotates them, with the reordering that the docstring of `rope` tells."""
+    head, heads, rows, depth = 8, 3, 5, 16
+    x, weight, angle = drawn(rows, depth), drawn(heads * head, depth), drawn(rows, head // 2)
+    cos, sin = (torch.cat((each, each), -1) for each in (angle.cos(), angle.sin()))
+    plain = (x @ weight.t()).unflatten(-1, (heads, head))
+    left, right = plain.chunk(2, -1)
+    want = plain * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]
+
+    def reordered(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(0, (-1, 2, head // 2)).transpose(1, 2).flatten(0, 2)
+
+    tables = (each[:, : head // 2].repeat_interleave(2, dim=1) for each in (cos, sin))
+    got = cutegemm.gemm(x, reordered(weight).t(), epilogue=partial(ops.rope, head=head), operands=tuple(tables))
+    torch.testing.assert_close(got, reordered(want.flatten(1).t()).t())

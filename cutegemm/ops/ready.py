@@ -138,7 +138,7 @@ def rope(x: Operand, cos: Operand, sin: Operand, head: int | None = None) -> Any
     head: the columns of a head, an even number, where all heads have the same angles. cos and sin are then (M, head),
     as models hold them, and are `repeated`.
 
-    Models of Hugging Face rotate columns j and j + head / 2 of a head instead. The rows of their query and key weights (and
+    Models of Hugging Face rotate columns j and j + head / 2 of a head instead. Rows of their query and key weights (and
     biases), reordered once, give neighbouring pairs, and the same scores, because queries and keys are reordered alike:
         weight = weight.unflatten(0, (-1, 2, head // 2)).transpose(1, 2).flatten(0, 2)
     Of their tables the first half of the columns counts: cos = cos[:, : head // 2].repeat_interleave(2, dim=1).

@@ -241,7 +241,10 @@ class Reduction:
         self.value, self.kind, self.dtype = value, kind, dtype
 
     def _no_value(self, *args: Any) -> NoReturn:
-        fail(f"ops.{self.kind}(...) is a result of its own, known after the whole row or column: return it as it is")
+        fail(
+            f"ops.{self.kind}(...) is a result of its own, known after the whole row or column: return it as it is, "
+            "behind a matrix, and compute with it in the epilogue of the next product"
+        )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _no_value
     __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __iter__ = _no_value

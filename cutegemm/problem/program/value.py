@@ -383,7 +383,10 @@ def reduction(kind: str, x: Any) -> Reduction:
 def divided(gating: str, acc: Any) -> tuple[Value, Value]:
     """The two accumulators of a gated program. Raises EpilogueError for anything but acc."""
     if not isinstance(acc, Value) or acc._number != acc._trace.acc:
-        fail(f"ops.{gating}: the argument is acc itself, the epilogue's first parameter, unchanged")
+        fail(
+            f"ops.{gating}: the argument is acc itself, the epilogue's first parameter, unchanged: write "
+            f"gate, up = ops.{gating}(acc), and add a bias to each of these"
+        )
     return acc._trace.divided(gating)
 
 

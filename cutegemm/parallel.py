@@ -58,8 +58,8 @@ class GatedParallel(ParallelStyle):
             gate_up, down = "gate_up_proj", "down_proj"
         else:
             raise TypeError(
-                f"module: got {type(module).__name__}, accepted are cutegemm.nn.SwiGLU and MoE; linear layers take "
-                "torch's ColwiseParallel and RowwiseParallel"
+                f"module: got {type(module).__name__}, accepted are cutegemm.nn.SwiGLU and MoE, which "
+                "replace_mlps and replace_moe make; linear layers take torch's ColwiseParallel and RowwiseParallel"
             )
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh: got {device_mesh.ndim} dimensions, expected 1; pass mesh['name'] of one")

@@ -140,6 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--jobs", type=int, default=2, help="processes, in the emulator")
     made.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = made.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        made.error("--device cuda: torch sees no CUDA device")
     numbers = range(options.seed, options.seed + options.count)
     began, kinds, families = time.monotonic(), Counter[str](), Counter[str]()
     bad = 0

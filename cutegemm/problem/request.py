@@ -275,7 +275,8 @@ def check_activation(activation: Any) -> None:
 def check_precision(precision: Any) -> None:
     """Raises ValueError unless it is None or one of `PRECISIONS`."""
     if precision is not None and not is_one_of(precision, PRECISIONS):
-        raise ValueError(f"precision: got {shown(precision)}, accepted are None, {', '.join(map(repr, PRECISIONS))}")
+        accepted = ", ".join(repr(name) for name in PRECISIONS if name != "fast")
+        raise ValueError(f"precision: got {shown(precision)}, accepted are None, {accepted}, and for fp8 'fast'")
 
 
 def precision_of(precision: str, dtype: str) -> str:

@@ -141,6 +141,13 @@ def test_commands_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_what_stands_behind_a_command_is_a_comment(page):
+    """So that a line can be copied into a shell as it is."""
+    lines = (found[0] for found in _INDENTED.finditer(page.read_text()))
+    assert [line for line in lines if re.search(r"\S {3,}[^# ]", line)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_paths_exist(page):
     assert wrong_paths(page) == []
 

@@ -62,7 +62,7 @@ CASES = [
         (A, B),
         {"precision": "fp64"},
         ValueError,
-        r"precision: got 'fp64', accepted are None, 'ieee', 'tf32'",
+        r"precision: got 'fp64', accepted are None, 'ieee', 'tf32', .*'bf16x9', and for fp8 'fast'$",
     ),
     ("tf32 of fp16", (A.half(), B.half()), {"precision": "tf32"}, ValueError, r"precision: got 'tf32' for fp16"),
     ("backend", (A, B), {"backend": "cublas"}, ValueError, r"backend: got 'cublas', accepted are 'auto', 'cute'"),

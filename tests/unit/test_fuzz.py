@@ -13,7 +13,7 @@ import torch
 
 import cutegemm
 from cutegemm.hardware import arch as arch_table
-from tests import fuzz, fuzz_kernels
+from tests import fuzz, fuzz_groups, fuzz_kernels, fuzz_programs, fuzz_scaled
 from tests.fuzz_draw import CPU, CUDA, Pair, draw, resolve
 from tests.fuzz_kernels import Slot
 from tests.fuzz_spec import EXACT, GUARD, Layout, Spec
@@ -278,6 +278,14 @@ def test_bad_options(capsys):
     with pytest.raises(SystemExit):
         fuzz.main(["--kinds", "cublas"])
     assert "--kinds: got 'cublas', accepted are sm90," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fuzzer", [fuzz, fuzz_groups, fuzz_programs, fuzz_scaled])
+def test_without_a_gpu_a_fuzzer_of_a_gpu_says_so(fuzzer, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        fuzzer.main(["--device", "cuda"])
+    assert "--device cuda: torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_a_template_that_cannot_be_drawn_gives_none():

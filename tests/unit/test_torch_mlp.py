@@ -300,3 +300,10 @@ def test_a_gate_and_an_up_of_different_shapes_are_not_stacked(shape):
     state = {"gate_proj.weight": torch.ones(5, 8), "up_proj.weight": torch.ones(shape)}
     with pytest.raises(ValueError, match=r"got gate_proj\.weight of shape \(5, 8\) and up_proj\.weight of shape"):
         SwiGLU(8, 6).load_state_dict({**state, "down_proj.weight": torch.ones(8, 6)})
+
+
+def test_gated_parallel_says_which_call_makes_the_module_that_it_shards():
+    from cutegemm.parallel import GatedParallel  # imports torch.distributed.tensor
+
+    with pytest.raises(TypeError, match=r"^module: got Linear, accepted are .*SwiGLU and MoE, which replace_mlps"):
+        GatedParallel()._apply(torch.nn.Linear(2, 2), None)

@@ -241,7 +241,10 @@ class Reduction:
         self.value, self.kind, self.dtype = value, kind, dtype
 
     def _no_value(self, *args: Any) -> NoReturn:
-        fail(f"ops.{self.kind}(...) is a result of its own, known after the whole row or column: return it as it is")
+        fail(
+            f"ops.{self.kind}(...) is a result of its own, known after the whole row or column: return it as it is, "
+            "behind a matrix, and compute with it in the epilogue of the next product"
+        )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _no_value
     __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __iter__ = _no_value
@@ -380,7 +383,10 @@ def reduction(kind: str, x: Any) -> Reduction:
 def divided(gating: str, acc: Any) -> tuple[Value, Value]:
     """The two accumulators of a gated program. Raises EpilogueError for anything but acc."""
     if not isinstance(acc, Value) or acc._number != acc._trace.acc:
-        fail(f"ops.{gating}: the argument is acc itself, the epilogue's first parameter, unchanged")
+        fail(
+            f"ops.{gating}: the argument is acc itself, the epilogue's first parameter, unchanged: write "
+            f"gate, up = ops.{gating}(acc), and add a bias to each of these"
+        )
     return acc._trace.divided(gating)
 
 

@@ -56,8 +56,9 @@ def quantize(
             `scale`, that tensor.
 
     An infinity counts as the largest finite fp32 number in amax, and saturates. NaN: in fp8 it is left out of amax, and
-    stays NaN; int8 has none: the value is 0 and the scale of its group NaN, so that it shows in every product (with a
-    given `scale` nothing shows). A group of zeros has the scale 2^-126. An empty K gives that scale too.
+    stays NaN; int8 has none: the values of its group are all 0 and their scale NaN, so that it shows in every product
+    (with a given `scale` its value alone is 0, and nothing shows). A group of zeros has the scale 2^-126. An empty K
+    gives that scale too.
 
     On a GPU it is one launch that reads x once where a group fits into a CTA's registers: rows of up to 32768 elements
     in 16 bits (16384 in fp32) that are contiguous, and all blocks. Otherwise, for tensor scaling and for long or

@@ -4,7 +4,9 @@ A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The 
 `tiles_seconds` and `launch_seconds`:
 
     tiles     rounds = ceil(tiles / places) tiles follow one another on the busiest SM (a part-filled last round costs a
-              whole one, or more where CTAs side by side end together), each with its k steps and its epilogue
+              whole one, or more where CTAs side by side end together), each with its k steps and its epilogue. Warps of
+              a single round divide into quarters of an SM: five CTAs of two warps take as long as six (160x6984x14088
+              on an H200: two parts of K, 5 CTAs on an SM, 914 us; four parts, 10 CTAs, 758 us)
     memory    the bytes that must be read and written, and what the tile order reads again, over the bandwidth
     fixed     launch, pipeline fill, and the last sums of parts of K
     power     the energy of multiply-adds and of bytes moved, over what the card may draw for long
@@ -82,6 +84,8 @@ ZIG_REREADS = 0.5
 """Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
 LARGE_GROUP = SKEW * SMALL_SHARE
 """From so many rows (or columns) a group on, its last tile is taken to be half full."""
+QUARTERS = 4
+"""Parts of an SM that issue instructions. Each has warps of its own, so that 10 warps take as long as 12."""
 LEAST_STEPS = 2
 """The fewest k steps of a part of K."""
 WAVES = 4
@@ -148,12 +152,12 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_bunch", "_busiest",
-    "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold",
-    "_full", "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue",
-    "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step",
-    "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_multiply",
-    "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
-    "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part",
+    "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_full",
+    "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency",
+    "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail",
+    "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump", "_multiply",
+    "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads",
+    "_rest", "_sectors", "_serial", "_slower", "_smem", "_soft", "_split_each", "_split_fixed", "_split_part",
     "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven", "_waits",
     "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
@@ -190,8 +194,10 @@ class Model:
         flops, stage = 2 * f.bm * f.bn * f.bk * f.terms, (f.bm + f.bn) * f.bk * size
         # Of the CTAs that share loads, each byte once.
         from_l2 = (rows_a + rows_b) * f.bk * size
-        self._multiply = multiply = flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
-        self._smem = smem = (f.smem_step + stage * f.copies) / (r.smem * clock)
+        self._multiply = multiply = f.slower * flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
+        self._smem = smem = (
+            f.slower * (f.smem_step + stage * f.copies + f.turned * r.turned + f.deep * r.deep) / (r.smem * clock)
+        )
         port = stage * f.narrow / (r.port * clock)
         self._port, self._busiest, self._busy = port, max(multiply, smem), multiply + smem
         self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
@@ -206,8 +212,10 @@ class Model:
         self._stages, ahead = f.stages, max(f.stages - r.held, 0.5)
         self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
-        self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32), r.bunch
+        self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32) + r.solo, r.bunch
         self._full = f.ctas + r.crowded * self._crowd
+        self._soft = r.solo > 0
+        self._lump = max(QUARTERS / (f.threads / 32), 1)
 
         # -- an epilogue
         c = ITEMSIZE[signature.epilogue.c_dtype] if signature.epilogue.c_dtype else 0
@@ -353,12 +361,21 @@ class Model:
         if rounds:
             full, rest = rounds // self._fold, rounds % self._fold
             partial, wave = 0.0, step * self._full
+            if full == 1 and not rest:
+                wave += step * (-(-self._fold // self._lump) * self._lump - self._fold)
             if rest:
+                abreast = -(-rest // self._lump) * self._lump  # a quarter of an SM with a warp more holds up the others
                 if full:  # CTAs side by side end together: the first SMs to be done take more than their share
                     rest += self._bunch * (self._fold - rest)
-                narrow = step * (rest + self._crowd)
-                partial = steps * (narrow if narrow > waits else waits) + rest * self._epilogue
+                    abreast = rest
+                narrow = step * (abreast + self._crowd)
+                longer = narrow if narrow > waits else waits
+                if self._soft:
+                    longer = math.sqrt(math.sqrt(narrow**4 + waits**4))
+                partial = steps * longer + rest * self._epilogue
                 partial -= (rest - 1) * self._beside
+            if self._soft:
+                wave = math.sqrt(math.sqrt(wave**4 + waits**4))
             epilogues = self._fold * self._epilogue - (self._fold - 1) * self._beside
             busy_rounds = tiles_seconds(full, steps, wave, waits, self._stages, epilogues, partial) + rounds * tail
             busy_rounds -= (full if rest else full - 1) * (self._fold - 1) * self._under  # not in the last round

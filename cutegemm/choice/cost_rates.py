@@ -47,6 +47,8 @@ class Rates:
     step: fixed cost of a k step, besides moving and multiplying [clocks]
     promote: rate at which sums are promoted where nothing hides it; 0 is no limit [sums/clock]
     scales: extra cost of a k step with scales of blocks of K [clocks]
+    turned: time of a byte that is transposed on its way into shared memory, of a byte's read [share]
+    deep: extra time of a byte that warps read along K, not along M or N, of its read [share]
     fill: bandwidth at which a tile's first stages arrive, before it multiplies; 0 is no limit [bytes/clock]
     tile: cost of an epilogue without its bytes [clocks]
     store: bandwidth of an epilogue [bytes/clock]
@@ -64,7 +66,8 @@ class Rates:
     beside: what CTAs side by side hide of meetings over parts of K and of epilogues (`cost_model`), at most 1 [share]
     bunch: of the places that a part-filled last round leaves free on an SM, those that the first SMs done fill [share]
     warps: warps of an SM whose latency nothing hides [warps]
-    crowded: part of that which remains where an SM holds as many CTAs as it can [share]
+    solo: the same, of a CTA however many warps it has: all wait at its barriers [CTAs]
+    crowded: part of these which remains where an SM holds as many CTAs as it can [share]
     flop_pj: energy of a flop [pJ]
     load_pj: energy of a byte from the L2 [pJ]
     smem_pj: energy of a byte read from shared memory [pJ]
@@ -102,6 +105,8 @@ class Rates:
     step: float = 30.0
     promote: float = 0.0
     scales: float = 0.0
+    turned: float = 0.0
+    deep: float = 0.0
     fill: float = 0.0
     tile: float = 600.0
     store: float = 64.0
@@ -119,6 +124,7 @@ class Rates:
     beside: float = 0.0
     bunch: float = 0.0
     warps: float = 0.5
+    solo: float = 0.0
     crowded: float = 1.0
     flop_pj: float = 0.75
     load_pj: float = 6.0

@@ -36,6 +36,9 @@ class Footprint:
     overlapped: the epilogue runs under the next tile's multiplications.
     pdl: programmatic dependent launch. leaves_room: a CTA of the next launch, which may start early, fits the SM too.
     copies: load instructions relative to loads of 16 bytes; 1.0 means none narrower.
+    slower: what its multiplications take, measured, relative to what the model expects of such a tile.
+    turned: bytes of a stage that are transposed on their way into shared memory.
+    deep: bytes that warps read along K in a k step, which slices do of K-major operands.
     narrow: slowdown of a stage's TMA loads relative to boxes with rows of whole lines; 1.0 means none.
     outputs: accumulators of a thread, in families whose epilogues `Rates.thread` counts by them; else 0.
     segment: part of a row of D that the epilogue stores as one, at most a line [bytes].
@@ -64,6 +67,9 @@ class Footprint:
     balanced: bool = False
     pdl: bool = False
     copies: float = 1.0
+    slower: float = 1.0
+    turned: int = 0
+    deep: int = 0
     narrow: float = 1.0
     curve: bool = False
     zig: bool = False

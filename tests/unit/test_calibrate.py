@@ -335,5 +335,5 @@ def test_the_kept_times_can_be_fitted_again():
         assert len(samples) == len(lines) == sum(len(rows) for fit in fits.values() for rows in fit.shapes.values())
     named = json.loads((Path(cost_rates.__file__).parents[1] / "data" / "cost_model.json").read_text())["families"]
     words = {word for family in ("simt", "vector") for word in named[family]["command"].split() if "/times/" in word}
-    assert len(words) == 4
+    assert len(words) == 6
     assert words <= {f"tuning/times/{table.name}" for table in tables}

@@ -358,7 +358,7 @@ def test_every_constant_has_a_line_with_its_unit():
     names = [line.partition(":")[0] for line in lines]
     assert names == [field.name for field in dataclasses.fields(Rates)]
     units = {line.rpartition("[")[2].rstrip("]") for line in lines}
-    known = {"us", "clocks", "bytes/clock", "sums/clock", "share", "pJ", "stages", "warps"}
+    known = {"us", "clocks", "bytes/clock", "sums/clock", "share", "pJ", "stages", "warps", "CTAs"}
     assert units == {*known, "multiple of their time"}
 
 
@@ -413,8 +413,9 @@ def test_every_constant_counts_somewhere():
     for field in dataclasses.fields(Rates):
         changed = {**dataclasses.asdict(rates), field.name: getattr(rates, field.name) * 1.5 + 0.1}
         models = [(model(text, **changed), model(text, **dataclasses.asdict(rates))) for text in texts]
-        threads_store = Problem.of(64, 64, 64, "fp32"), "simt/64x64x16/w32x32/s3/g8/r4/k5"
-        models.append((model_of(*threads_store, **changed), model_of(*threads_store, **dataclasses.asdict(rates))))
+        for text in ("simt/64x64x16/w32x32/s3/g8/r4/k5", "simt/64x64x32/w32x64/s2/g8/x2"):
+            fp32 = Problem.of(64, 64, 64, "fp32"), text
+            models.append((model_of(*fp32, **changed), model_of(*fp32, **dataclasses.asdict(rates))))
         models.append((model_of(SCALED, ALONE, **changed), model_of(SCALED, ALONE, **dataclasses.asdict(rates))))
         assert any(
             one.seconds(*sizes) != other.seconds(*sizes) for (one, other), sizes in itertools.product(models, shapes)

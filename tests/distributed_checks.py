@@ -336,9 +336,10 @@ def run(device: str) -> dict[str, str]:
         forked.context()
         processes = mp.start_processes(_work, (device, folder), WORLD, join=False, start_method="forkserver")
         try:
-            while not processes.join(timeout=1.0):
-                if time.monotonic() - started > LIMIT_S[device]:
-                    break
+            while time.monotonic() - started < LIMIT_S[device] and not processes.join(timeout=1.0):
+                pass
+        except mp.ProcessException as why:
+            print(why, file=sys.stderr)  # one waited too long for the other; what they said until then stands
         finally:
             for each in processes.processes:
                 each.kill()

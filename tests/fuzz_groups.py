@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.device_count():  # is_available would initialize CUDA
         parser.error("--device cuda: torch sees no CUDA device")
     # Few SMs in the emulator, so that a persistent CTA walks over several groups.
     arch = Arch.of_device() if options.device == "cuda" else replace(arch_table.get("sm_90a"), sm_count=3)

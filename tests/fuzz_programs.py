@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--jobs", type=int, default=2, help="processes, in the emulator")
     made.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = made.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.device_count():  # is_available would initialize CUDA
         made.error("--device cuda: torch sees no CUDA device")
     numbers = range(options.seed, options.seed + options.count)
     began, kinds, families = time.monotonic(), Counter[str](), Counter[str]()

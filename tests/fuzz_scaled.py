@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--family", choices=("sm90", "sm80"), default="sm90", help="of kernels (default %(default)s)")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.device_count():  # is_available would initialize CUDA
         parser.error("--device cuda: torch sees no CUDA device")
     if options.device == "cpu":
         os.environ.setdefault("CUTEGEMM_ARCH", "H200")

@@ -31,6 +31,7 @@ TOOLS = {
     "exhaustive": ("tuning.exhaustive", "how far a sweep's choice is from the best of many configurations"),
     "untuned": ("tuning.untuned", "how far the heuristic's choice is from the tuned one, on random shapes"),
     "calibrate": ("tuning.calibrate", "fit the cost model to measured times"),
+    "slower": ("tuning.slower", "what each candidate for fp32 takes beside the cost model"),
     "candidates": ("tuning.candidates", "choose the configurations that the heuristic compares"),
     "published": ("tuning.published", "time the published CUTLASS 2.x configurations"),
 }

@@ -108,8 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     if set(kinds) - set(SHARES):
         parser.error(f"--kinds: got {args.kinds!r}, accepted are {','.join(SHARES)}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device")
+    forked.check_device(parser, device)
     seed = args.seed if args.seed is not None else int.from_bytes(os.urandom(3), "little")
     begun = time.monotonic()
     arch = Arch.of_device() if device == "cuda" else plan.emulated_arch()

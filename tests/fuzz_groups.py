@@ -31,6 +31,7 @@ from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import grouped_request
 from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N, ROWS
+from tests import forked
 from tests.groups import RECIPES, SKEWS, WORKS, GroupCase, sizes_of
 
 BLOCKS = ((64, "coop1"), (64, "pp"), (128, "coop2"), (128, "coop1"), (128, "pp"), (192, "coop3"), (256, "coop2"))
@@ -175,8 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.device_count():  # is_available would initialize CUDA
-        parser.error("--device cuda: torch sees no CUDA device")
+    forked.check_device(parser, options.device)
     # Few SMs in the emulator, so that a persistent CTA walks over several groups.
     arch = Arch.of_device() if options.device == "cuda" else replace(arch_table.get("sm_90a"), sm_count=3)
     if options.device == "cpu":

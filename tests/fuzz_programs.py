@@ -34,7 +34,7 @@ from cutegemm.problem import program_request, reference
 from cutegemm.problem.program import bound
 from cutegemm.run import fused
 from cutegemm.run.how import How
-from tests import programs
+from tests import forked, programs
 
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 40, 64, 65, 72, 96, 120, 128, 136, 160)
 
@@ -140,8 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--jobs", type=int, default=2, help="processes, in the emulator")
     made.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = made.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.device_count():  # is_available would initialize CUDA
-        made.error("--device cuda: torch sees no CUDA device")
+    forked.check_device(made, options.device)
     numbers = range(options.seed, options.seed + options.count)
     began, kinds, families = time.monotonic(), Counter[str](), Counter[str]()
     bad = 0

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from cutegemm.errors import UnsupportedError
+from tests import forked
 from tests.scaled import RECIPES, check
 
 KINDS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"))
@@ -104,8 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--family", choices=("sm90", "sm80"), default="sm90", help="of kernels (default %(default)s)")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.device_count():  # is_available would initialize CUDA
-        parser.error("--device cuda: torch sees no CUDA device")
+    forked.check_device(parser, options.device)
     if options.device == "cpu":
         os.environ.setdefault("CUTEGEMM_ARCH", "H200")
     found: Counter[str] = Counter()

@@ -216,6 +216,12 @@ def _backend_of(config: str) -> str:
     return "cute" if first in FAMILIES else "cutlass2x" if first == "cutlass2x" else "legacy"
 
 
+def weights_of(measured: Sequence[float]) -> list[float]:
+    """How much each time of a shape counts: 1 for the fastest, less for what no choice should take."""
+    fastest = min(measured)
+    return [1 / (1 + 4 * (seconds / fastest - 1)) for seconds in measured]
+
+
 class Fit:
     """The samples of one kernel family, and how well constants explain them."""
 
@@ -244,7 +250,7 @@ class Fit:
         for _, burst, _, predicted, measured in self.errors(constants):
             fastest, cheapest = min(measured), min(predicted)
             errors = [math.log(p / s) for p, s in zip(predicted, measured, strict=True)]
-            weights = [1 / (1 + 4 * (s / fastest - 1)) for s in measured]
+            weights = weights_of(measured)
             offset = sum(w * e for w, e in zip(weights, errors, strict=True)) / sum(weights)
             spread = sum(w * (e - offset) ** 2 for w, e in zip(weights, errors, strict=True)) / sum(weights)
             liked = [math.exp((1 - p / cheapest) / SHARP) for p in predicted]

@@ -41,8 +41,8 @@ def unexplained(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[Key, fl
     weighed = []
     for rows in shapes.values():
         if len(rows) >= FEWEST:
-            fastest = min(seconds for *_, seconds in rows)
-            weighed.append([(key, error, 1 / (1 + 4 * (seconds / fastest - 1))) for key, error, seconds in rows])
+            weights = calibrate.weights_of([seconds for *_, seconds in rows])
+            weighed.append([(key, error, weight) for (key, error, _), weight in zip(rows, weights, strict=True)])
     found: dict[Key, float] = defaultdict(float)
     for _ in range(TURNS):
         sums: dict[Key, list[float]] = defaultdict(lambda: [0.0, DOUBT])
@@ -57,14 +57,13 @@ def unexplained(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[Key, fl
 
 def factors(found: dict[Key, float]) -> dict[str, tuple[float, float]]:
     """The new table, of the candidates in the present one and those found."""
+
+    def factor(text: str, by_k: bool) -> float:
+        present = SLOWER.get(text, (1.0, 1.0))[by_k]
+        return round(max(present * math.exp(-found.get((text, by_k), 0.0)), LEAST), 2)
+
     texts = sorted({*SLOWER, *(text for text, _ in found)})
-    return {
-        text: tuple(  # type: ignore[misc]
-            round(max(SLOWER.get(text, (1.0, 1.0))[by_k] * math.exp(-found.get((text, by_k), 0.0)), LEAST), 2)
-            for by_k in (False, True)
-        )
-        for text in texts
-    }
+    return {text: (factor(text, False), factor(text, True)) for text in texts}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

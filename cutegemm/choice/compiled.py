@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from cutegemm.choice import cost_model
-from cutegemm.choice.cost_model import FIELDS, TURNS, Model, launch_seconds, tiles_along, tiles_seconds
+from cutegemm.choice.cost_model import FIELDS, TURNS, Model, fourth_mean, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
 TRANSLATED: tuple[Callable[..., Any], ...] = (
-    tiles_seconds, launch_seconds, tiles_along, Model.sums_of, Model.wanted, Model.straddling, Model.bound, Model.values
+    fourth_mean, tiles_seconds, launch_seconds, tiles_along, Model.sums_of, Model.wanted, Model.straddling, Model.bound,
+    Model.values,
 )  # fmt: skip
 MOST = 2048
 """Candidates that the library compares at most; a shortlist has some dozens. Each with K split counts as `TURNS`."""

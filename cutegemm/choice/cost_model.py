@@ -131,8 +131,13 @@ def launch_seconds(
     """
     time = (tiles + overlap * memory if tiles > memory else memory + overlap * tiles) + fixed - early
     if power > counted * time:
-        time = math.sqrt(math.sqrt(time**4 + power**4))
+        time = fourth_mean(time, power)
     return time
+
+
+def fourth_mean(one: float, other: float) -> float:
+    """About the larger of the two, and more where they are close: 1.19 times as much where they are equal."""
+    return math.sqrt(math.sqrt(one**4 + other**4))
 
 
 def tiles_along(extent: int, tile: int, ragged: bool) -> float:
@@ -151,13 +156,13 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 
 FIELDS = (
-    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_bunch", "_busiest",
-    "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_full",
-    "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue", "_least_latency",
-    "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail",
-    "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump", "_multiply",
-    "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads",
-    "_rest", "_sectors", "_serial", "_slower", "_smem", "_soft", "_split_each", "_split_fixed", "_split_part",
+    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_blurred", "_bunch",
+    "_busiest", "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed",
+    "_fold", "_full", "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue",
+    "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step",
+    "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump",
+    "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
+    "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part",
     "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven", "_waits",
     "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
@@ -214,7 +219,7 @@ class Model:
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
         self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32) + r.solo, r.bunch
         self._full = f.ctas + r.crowded * self._crowd
-        self._soft = r.solo > 0
+        self._blurred = f.family.blurred
         self._lump = max(QUARTERS / (f.threads / 32), 1)
 
         # -- an epilogue
@@ -360,22 +365,19 @@ class Model:
         busy_rounds = 0.0
         if rounds:
             full, rest = rounds // self._fold, rounds % self._fold
-            partial, wave = 0.0, step * self._full
-            if full == 1 and not rest:
-                wave += step * (-(-self._fold // self._lump) * self._lump - self._fold)
+            # In a single round a quarter of an SM with a warp more holds up the others.
+            held = -(-rounds // self._lump) * self._lump - rounds if rounds <= self._fold else 0.0
+            partial, wave = 0.0, step * (self._full + held)
             if rest:
-                abreast = -(-rest // self._lump) * self._lump  # a quarter of an SM with a warp more holds up the others
                 if full:  # CTAs side by side end together: the first SMs to be done take more than their share
                     rest += self._bunch * (self._fold - rest)
-                    abreast = rest
-                narrow = step * (abreast + self._crowd)
-                longer = narrow if narrow > waits else waits
-                if self._soft:
-                    longer = math.sqrt(math.sqrt(narrow**4 + waits**4))
-                partial = steps * longer + rest * self._epilogue
+                narrow = step * (rest + held + self._crowd)
+                if self._blurred:
+                    narrow = fourth_mean(narrow, waits)
+                partial = steps * (narrow if narrow > waits else waits) + rest * self._epilogue
                 partial -= (rest - 1) * self._beside
-            if self._soft:
-                wave = math.sqrt(math.sqrt(wave**4 + waits**4))
+            if self._blurred:
+                wave = fourth_mean(wave, waits)
             epilogues = self._fold * self._epilogue - (self._fold - 1) * self._beside
             busy_rounds = tiles_seconds(full, steps, wave, waits, self._stages, epilogues, partial) + rounds * tail
             busy_rounds -= (full if rest else full - 1) * (self._fold - 1) * self._under  # not in the last round

@@ -141,12 +141,14 @@ class CostFamily:
     name: key of the fitted constants in `data/cost_model.json`. backend: its backend's name.
     first: constants before any fit, from data sheets and educated guesses; a fit begins there and is drawn to them.
     like: the family whose fitted constants serve, at this one's energy a flop, where this one has no fit of its own.
+    blurred: a wait for loads shows in part before it is longer than a k step.
     """
 
     name: str
     backend: str
     first: Rates
     like: CostFamily | None = None
+    blurred: bool = False
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +22,21 @@ def said() -> dict[str, str]:
 @pytest.mark.parametrize("name", distributed_checks.CHECKS)
 def test_two_processes(said, name):
     assert not said[name], said[name]
+
+
+def test_processes_that_die_leave_what_they_said(monkeypatch, capsys):
+    def start(work, arguments, count, **options):
+        first = next(iter(distributed_checks.CHECKS))
+        for rank in range(count):
+            Path(arguments[1], f"{first}.{rank}.said").write_text("")
+        why = torch.multiprocessing.ProcessExitedException("process 0 ended", 0, 0, 1)
+        return SimpleNamespace(processes=[], join=Mock(side_effect=why))
+
+    monkeypatch.setattr(distributed_checks.mp, "start_processes", start)
+    first, *others = distributed_checks.run("cpu").values()
+    assert first == ""
+    assert all("did not end" in each for each in others)
+    assert "process 0 ended" in capsys.readouterr().err
 
 
 def shares(tensor, placement, ranks: int):

@@ -282,7 +282,7 @@ def test_bad_options(capsys):
 
 @pytest.mark.parametrize("fuzzer", [fuzz, fuzz_groups, fuzz_programs, fuzz_scaled])
 def test_without_a_gpu_a_fuzzer_of_a_gpu_says_so(fuzzer, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit):
         fuzzer.main(["--device", "cuda"])
     assert "--device cuda: torch sees no CUDA device" in capsys.readouterr().err

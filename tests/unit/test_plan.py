@@ -62,17 +62,21 @@ def test_a_bound_of_registers_that_a_thread_cannot_have_anyway_is_none():
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((128, 4096, 4096), "simt/.*/k[468]"), ((64, 64, 16384), "simt/.*/k(16|33)"),
-        ((256, 256, 65536), "simt/.*/k66"), ((1, 16384, 4096), "vector/1x.*"), ((4096, 1, 4096), "vector/1x.*"),
-        ((8, 4096, 4096), "vector/8x.*|simt/16x32x128/.*/x8"), ((4096, 8, 4096), r"vector/\d+x8x.*"),
-        ((64, 4096, 4096), "simt/.*"), ((1024, 4096, 4096), "simt/[^k]*"),
+        ((128, 4096, 4096), ("simt/.*/k8", "simt/.*/k6", "simt/.*/k8", "simt/.*/k6")),
+        ((64, 64, 16384), ("simt/.*/k16", "simt/.*/k33", "simt/.*/k16", "simt/.*/k16")),
+        ((256, 256, 65536), ("simt/.*/k66",) * 4), ((1, 16384, 4096), ("vector/1x.*",) * 4),
+        ((4096, 1, 4096), ("vector/1x.*",) * 4), ((8, 4096, 4096), ("simt/16x32x128/.*/x8", "vector/8x.*") * 2),
+        ((4096, 8, 4096), (r"vector/\d+x8x.*",) * 4), ((64, 4096, 4096), ("simt/.*",) * 4),
+        ((1024, 4096, 4096), ("simt/[^k]*",) * 4),
     ],
 )  # fmt: skip
 def test_fp32_without_a_measurement(shape, expected):
-    """Few tiles split K, and thin results go to the kernel that streams the matrix, whatever its major."""
-    for majors in ("tn", "tt", "nn", "nt"):
+    """Few tiles split K, and thin results go to the kernel that streams the matrix, but for 8 rows and a K-major B:
+    there an H200 took 22.8 us by `simt` and 22.2 by `vector`.
+    """
+    for majors, text in zip(("tn", "tt", "nn", "nt"), expected, strict=True):
         chosen = heuristics.untuned(Problem.of(*shape, "fp32", majors=majors), H200)
-        assert re.fullmatch(expected, str(chosen[1])), chosen
+        assert re.fullmatch(text, str(chosen[1])), (majors, chosen)
 
 
 @pytest.mark.parametrize(

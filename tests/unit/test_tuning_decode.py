@@ -122,7 +122,7 @@ def test_linears_in_fp8_are_as_close_as_rounded_operands():
     assert promises == [False, True]
     assert blocks.check(models, x, turn) == {"torch": "ok", "fp8": "ok", "fp8-constant": "ok"}
     assert blocks.check({**models, "ours": models["fp8"]}, x, turn)["ours"].startswith("wrong: error")  # of bf16
-    models["fp8"].blocks[1].down.weight_scale *= 2
+    models["fp8"].blocks[1].down.weight_scale *= 1.5
     assert "that of rounded operands in float32 is" in blocks.check(models, x, turn)["fp8"]
 
 

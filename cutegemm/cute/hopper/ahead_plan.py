@@ -78,8 +78,7 @@ def plan(config: HopperConfig, signature: Signature) -> Plan | None:
     repeat must be whole boxes. Of these as many are taken as the ring can hold. In ping-pong the ring must have more
     stages than a tile's operands take: see `pipeline.Turns`. In ping-pong a stage with operands is also missing to the
     warpgroup that multiplies: on an H200 a single operand, or a small tile, was faster without the ring. With scales
-    of blocks of K no operand is taken: the
-    warps that copy the scales know k tiles only.
+    of blocks of K no operand is taken: the warps that copy the scales know k tiles only.
     """
     size, lessons = ITEMSIZE[signature.out_dtype], config.solo or "fat" in config.options
     if config.parts > 1 or config.stream_k or lessons or signature.work != DENSE or size not in (2, 4):

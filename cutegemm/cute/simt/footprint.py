@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 _FIRST = Rates(
     math=0.84, l2=40.0, latency=0.9, step=40.0, fill=80.0, tile=900.0, thread=10.0, each=0.1, beside=0.8, bunch=0.7,
-    solo=0.1, turned=0.5, deep=0.2,
-    crowded=0.5, flop_pj=6.0,
+    solo=0.1, crowded=0.5, turned=0.5, deep=0.2, flop_pj=6.0,
 )  # fmt: skip
-SIMT = CostFamily("simt", "cute", _FIRST)
+SIMT = CostFamily("simt", "cute", _FIRST, blurred=True)
 SLOWER: Mapping[str, tuple[float, float]] = {
     "simt/128x128x8/w64x32/s4/g8/r2": (1.12, 1.06),
     "simt/128x256x16/w64x64/s3/g8": (0.95, 0.92),

@@ -274,7 +274,7 @@ def _redistributed(tensor: Any, placements: tuple[Any, ...]) -> Any:
 
 
 def _of_gradient(placements: tuple[Any, ...]) -> tuple[Any, ...]:
-    """How the gradient of a tensor with these placements is placed: that of a sum is the gradient of each of its terms."""
+    """How the gradient of such a tensor is placed: the gradient of a sum is that of each of its terms."""
     from torch.distributed.tensor import Replicate
 
     return tuple(Replicate() if each.is_partial() else each for each in placements)

@@ -214,7 +214,8 @@ class Model:
         promotion = (f.exposed / r.promote if r.promote else 0.0) + r.scales * f.scaled
         self._step_fixed = (r.step + r.sync * (ctas > 1) + promotion) / clock
         self._slower, self._uneven = 1 + r.quad * (ctas > 2), 1 + r.stream
-        self._stages, ahead = f.stages, max(f.stages - r.held, 0.5)
+        # What is transposed goes through registers, where the next tile's data is under way and no other's.
+        self._stages, ahead = f.stages, max((2 if f.turned else f.stages) - r.held, 0.5)
         self._waits, self._waits_port = (r.latency * 1e-6 + r.burst * port) / ahead, r.burst * port / ahead
         # i CTAs side by side on an SM take the time of i, once there are warps enough to hide latency.
         self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32) + r.solo, r.bunch
@@ -237,7 +238,7 @@ class Model:
 
         # -- a launch, and sums of parts of K
         launch = r.launch - r.pdl * f.pdl + r.alone * (ctas == 1) + r.crew * max(f.threads // 128 - 2, 0)
-        self._leaves_room, self._early = f.leaves_room, r.early * f.pdl * 1e-6
+        self._leaves_room, self._early = f.leaves_room, r.early * (f.pdl or f.early) * 1e-6
         self._split_part = 4 * f.bm * f.bn / f.parts / (r.parts * clock)
         # Each sends what it does not own, then adds as much.
         self._exchange = 0.0
@@ -409,7 +410,7 @@ class Model:
         memory /= self._bandwidth
 
         fixed = self._fixed
-        if self._leaves_room or 2 * works <= places:
+        if self._leaves_room or 2 * works <= places * self._fold:
             fixed -= self._early
         power = tiles * all_steps * self._energy_step + moved * self._energy_byte - self._rest
         return (
@@ -451,7 +452,7 @@ class Model:
         return launch_seconds(
             busy, (m + n) * k * batch * self._least_read + m * n * batch * self._least_written, self._fixed,
             tiles * all_steps * self._energy_step - self._rest, self._overlap, COUNTED_HEAT,
-            self._early if self._leaves_room or 2 * works <= places else 0.0,
+            self._early if self._leaves_room or 2 * works <= places * self._fold else 0.0,
         )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Footprint:
     zig: every other wave of tiles walks K backwards.
     overlapped: the epilogue runs under the next tile's multiplications.
     pdl: programmatic dependent launch. leaves_room: a CTA of the next launch, which may start early, fits the SM too.
+    early: without it, a launch that fills at most half of the places begins early all the same (`TileConfig`).
     copies: load instructions relative to loads of 16 bytes; 1.0 means none narrower.
     slower: what its multiplications take, measured, relative to what the model expects of such a tile.
     turned: bytes of a stage that are transposed on their way into shared memory.
@@ -66,6 +67,7 @@ class Footprint:
     serial: bool = True
     balanced: bool = False
     pdl: bool = False
+    early: bool = False
     copies: float = 1.0
     slower: float = 1.0
     turned: int = 0

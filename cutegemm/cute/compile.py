@@ -129,6 +129,7 @@ def compile_operator(operator: Any, target: str) -> Artefacts:
     """Compiles a DSL operator for `target` ("sm_80", "sm_90a", ...). Raises GemmError with the compiler's words."""
     with _compile_lock, tempfile.TemporaryDirectory(prefix="cutegemm-") as folder:
         cute = _import_dsl()
+        operator.target = target
         options = f"--gpu-arch={target} --keep-ptx --keep-cubin --enable-tvm-ffi --dump-dir={folder}"
         try:
             # Launches go through the exported object: an engine for the launcher in this process would never run.

@@ -18,6 +18,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from cutegemm.cute import types
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.tile_order import Grouped
+from cutegemm.cute.warps.config import PROGRAMMATIC
 from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
 from cutegemm.run import arguments
@@ -34,7 +35,12 @@ class Gemm:
 
     The grid is one-dimensional: batch x tile rows x tile columns, in the tile order, x splits of K. Every CTA computes
     one tile, or its part of it.
+
+    Attributes:
+        target: the architecture that the kernel is compiled for, which `compile.compile_operator` sets.
     """
+
+    target = "sm_80"
 
     def __init__(self, config: Any, signature: Signature) -> None:
         self.config: Any = config
@@ -50,6 +56,11 @@ class Gemm:
     def arguments(self) -> tuple[arguments.Argument, ...]:
         """The host entry's arguments in order."""
         return arguments.host(self.signature, self.config.extra_arguments)
+
+    @property
+    def programmatic(self) -> bool:
+        """Whether the GPU that the kernel is compiled for has programmatic dependent launch."""
+        return int(self.target.strip("sm_af")) >= 10 * PROGRAMMATIC[0] + PROGRAMMATIC[1]
 
     @property
     def host_only(self) -> tuple[str, ...]:
@@ -76,6 +87,7 @@ class Gemm:
             # Else the DSL asks a GPU for it, which the machine that compiles need not have.
             preferred_smem_carveout=ALL_SHARED if self.config.resident > 1 else None,
             stream=args.stream,
+            use_pdl=args.early if self.programmatic else False,
         )
 
     @cute.kernel
@@ -87,6 +99,17 @@ class Gemm:
         b = args.b + Int64(matrix) * args.b_batch
         a, b, k = self._part(a, b, args.k)
         self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, k, row, column)
+
+    @cute.jit
+    def await_front(self):
+        """Waits for the kernel in front, if this launch began early, and lets the next one begin then.
+
+        A family calls it when it has worked out where its operands lie, and reads and writes no memory before.
+        """
+        if cutlass.const_expr(self.programmatic):
+            if self.args.early != 0:
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
 
     def _share(self, block) -> Any:
         """The tile that CTA number `block` computes, or a part of."""

@@ -138,7 +138,7 @@ _OPERANDS: dict[str, Callable[[Signature], Pointer]] = {
 }
 # `fixed` has their values in this order: a look-up by name would cost every new shape some microseconds.
 _SIZES = ("m", "n", "k", "batch")
-_EXTRAS = ("clusters", "operand_lines")
+_EXTRAS = ("clusters", "early", "operand_lines")
 _STRIDES = ("lda", "ldb", "ldd", "a_batch", "b_batch", "d_batch", "c_row", "c_col", "c_batch")
 # What a host entry computes for its kernel: the grid of tiles; batch strides of the WGMMA's operands, which are the
 # problem's or exchanged.

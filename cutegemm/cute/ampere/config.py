@@ -34,9 +34,10 @@ class AmpereConfig(TileConfig):
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
         """For operands that are split, after how many lines of the workspace their parts lie."""
+        found = super().launch_arguments(problem, arch)
         if problem.signature.parts is None:
-            return {}
-        return {"operand_lines": operand_parts.in_lines(sum(super().workspace_bytes(problem, arch)))}
+            return found
+        return {**found, "operand_lines": operand_parts.in_lines(sum(super().workspace_bytes(problem, arch)))}
 
     def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
         """What splits of K need (`TileConfig.workspace_bytes`); the operands' parts, if any, lie behind it."""

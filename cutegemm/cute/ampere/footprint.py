@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Signature
 
-_SM80 = Rates(math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2, promote=64.0)
+_SM80 = Rates(early=0.5, math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0, flop_pj=1.2, promote=64.0)
 """promote: the additions of an A100's SM a clock, from its data sheet; it serves operands that are split into parts."""
 SM80 = CostFamily("sm80", "cute", _SM80)
 SM80_TF32 = CostFamily("sm80/tf32", "cute", replace(_SM80, flop_pj=2.2), SM80)

@@ -108,7 +108,7 @@ class AmpereGemm(Gemm):
     def arguments(self) -> tuple[arguments.Argument, ...]:
         if self.splitter is None:
             return super().arguments()
-        return arguments.host(self.given, (arguments.WORKSPACE, "operand_lines"))
+        return arguments.host(self.given, ("early", arguments.WORKSPACE, "operand_lines"))
 
     @property
     def host_only(self) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class AmpereGemm(Gemm):
         if cutlass.const_expr(self.splitter is not None):
             self.a.find(matrices(self.args.batch, self.args.a_batch) * lda * m)
             self.b.find(matrices(self.args.batch, self.args.b_batch) * ldb * n)
-        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid, self.await_front)
 
         # This warp's part of the ring, and its fragments.
         ring_a, ring_b = self.ring.tensors()

@@ -125,7 +125,7 @@ class DmmaGemm(Gemm):
         warp = cute.arch.make_warp_uniform(tid // 32)
         warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
-        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid, self.await_front)
         self.rows.start(self.ring.base_a, warp_m, lane)
         self.columns.start(self.ring.base_b, warp_n, lane)
 

@@ -57,7 +57,8 @@ class SimtGemm(Gemm):
 
     def _operand(self, k_major: bool, extent: int, align: int, halves: int = 0) -> TileLoader:
         loader = TransposingLoader if k_major else TileLoader
-        return loader(self.ab_type, extent, self.config.bk, k_major, align, self.config.threads, None, halves)
+        given = (self.ab_type, extent, self.config.bk, k_major, align, self.config.threads)
+        return loader(*given, halves=halves, thin_by_l1=True)
 
     @cute.jit
     def compute_tile(self, a, b, lda, ldb, m, n, k, row, column):
@@ -68,7 +69,7 @@ class SimtGemm(Gemm):
         warp_m, warp_n = warp // config.warps[1], warp % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
-        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid, self.await_front)
 
         ring_a, ring_b = self.ring.tensors()
         ring_a = cute.local_tile(ring_a, (config.wm, config.bk), (warp_m, 0, None))

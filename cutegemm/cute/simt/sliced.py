@@ -186,7 +186,7 @@ class SlicedSimtGemm(Gemm):
         warp_m, warp_n = warp_tile // config.warps[1], warp_tile % config.warps[1]
 
         memory = cutlass.memory.SmemAllocator().allocate(config.smem_bytes(self.signature), byte_alignment=1024)
-        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid)
+        self.ring.start(memory, a, b, lda, ldb, m, n, k, row, column, tid, self.await_front)
 
         place = place_of_lane(lane)
         lane_m, lane_n = place // LANES_N, place % LANES_N

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.choice.cost_rates import CostFamily, Rates
 from cutegemm.choice.footprint import Footprint, resident
+from cutegemm.cute.warps.config import PROGRAMMATIC
 
 if TYPE_CHECKING:
     from cutegemm.cute.vector.config import VectorConfig
@@ -16,7 +17,7 @@ VECTOR = CostFamily(
     "vector",
     "cute",
     Rates(
-        launch=1.5, math=0.8, l2=40.0, latency=1.0, held=0.0, step=60.0, tile=900.0, split=2.0, parts=31.0, hbm=0.9,
+        launch=1.5, early=0.5, math=0.8, l2=40.0, latency=1.0, held=0.0, step=60.0, tile=900.0, split=2.0, parts=31.0, hbm=0.9,
         idle=0.5, flop_pj=6.0,
     ),
 )  # fmt: skip
@@ -45,4 +46,5 @@ def of(config: VectorConfig, signature: Signature, arch: Arch) -> Footprint:
         serial=False,
         group=config.group,
         copies=4 / config.vectors(signature),
+        early=arch.capability >= PROGRAMMATIC,
     )

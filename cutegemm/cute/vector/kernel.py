@@ -174,6 +174,7 @@ class VectorGemm(Gemm):
         accumulators.fill(0.0)
         first = piece * config.bk
         mma = cute.make_tiled_mma(cute.nvgpu.MmaUniversalOp(Float32), cute.make_layout((1, 1, 1)))
+        self.await_front()
         for stage in cutlass.range_constexpr(stages):
             self.matrix_stream.load(held[None, None, None, stage], first + stage * step)
         for turn in cutlass.range(cute.ceil_div(steps, stages), unroll=1):

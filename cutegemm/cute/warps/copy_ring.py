@@ -25,22 +25,26 @@ class CopyRing:
     def __init__(self, a: TileLoader, b: TileLoader, stages: int) -> None:
         self.a, self.b, self.stages = a, b, stages
 
-    def start(self, memory, a, b, lda, ldb, m, n, k, row, column, tid) -> None:
+    def start(self, memory, a, b, lda, ldb, m, n, k, row, column, tid, await_front) -> None:
         """Binds to the ring's memory and to the tile whose first output is (row, column), and fills it.
 
         `a`, `b`: this matrix of the operands, with leading dimensions (Int64) `lda`, `ldb`; `tid`: the thread.
+        `await_front()` waits until operands may be read.
         """
         self.memory_a, self.memory_b = memory, memory + self.stages * self.a.stage_bytes
         self.base_a, self.base_b = self.memory_a.toint(), self.memory_b.toint()
         self.a.start(a, lda, row, m, k, tid)
         self.b.start(b, ldb, column, n, k, tid)
         self.k_tiles = cute.ceil_div(k, self.a.bk)
+        await_front()
         for stage in range(self.stages - 1):
             self.copy(Int32(stage), stage)
             cute.arch.cp_async_commit_group()
-            self.fetch(Int32(stage))
-            self.settle(stage)
-        self.fetch(Int32(self.stages - 1))
+        # All that comes through registers is under way before the first of it is awaited; the main loop's is in room 0.
+        for stage in range(self.stages):
+            self.fetch(Int32(stage), (stage + 1) % self.stages)
+        for stage in range(self.stages - 1):
+            self.settle(stage, stage + 1)
 
     def tensors(self) -> tuple[cute.Tensor, cute.Tensor]:
         """The ring as tensors (bm, bk, stages) of A and (bn, bk, stages) of B."""
@@ -51,12 +55,12 @@ class CopyRing:
         self.a.copy(k_tile, self.base_a + stage * self.a.stage_bytes, part, parts)
         self.b.copy(k_tile, self.base_b + stage * self.b.stage_bytes, part, parts)
 
-    def fetch(self, k_tile) -> None:
-        """Loads into registers what of a k tile takes the way through them."""
-        self.a.fetch(k_tile)
-        self.b.fetch(k_tile)
+    def fetch(self, k_tile, room: int = 0) -> None:
+        """Loads what of a k tile takes the way through registers into those of that number."""
+        self.a.fetch(k_tile, room)
+        self.b.fetch(k_tile, room)
 
-    def settle(self, stage) -> None:
-        """Stores what was fetched into a stage."""
-        self.a.settle(self.base_a + stage * self.a.stage_bytes)
-        self.b.settle(self.base_b + stage * self.b.stage_bytes)
+    def settle(self, stage, room: int = 0) -> None:
+        """Stores what was fetched into registers into a stage."""
+        self.a.settle(self.base_a + stage * self.a.stage_bytes, room)
+        self.b.settle(self.base_b + stage * self.b.stage_bytes, room)

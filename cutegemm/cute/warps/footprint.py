@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice.footprint import Footprint, of_warps
+from cutegemm.cute.warps.config import PROGRAMMATIC
 
 if TYPE_CHECKING:
     from cutegemm.choice.cost_rates import CostFamily
@@ -20,4 +21,4 @@ def of(family: CostFamily, config: Any, signature: Signature, arch: Arch, slices
         family, config.tile(), warp, config.stages, smem_bytes, signature, arch, group=config.group,
         splits=config.splits, slices=slices, bounded_for=config.resident,
     )  # fmt: skip
-    return replace(found, serial=False)
+    return replace(found, serial=False, early=arch.capability >= PROGRAMMATIC)

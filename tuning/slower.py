@@ -17,15 +17,15 @@ from pathlib import Path
 
 from cutegemm.choice import heuristics
 from cutegemm.cute.simt.config import SimtConfig
-from cutegemm.cute.simt.footprint import SLOWER
+from cutegemm.cute.simt.footprint import MAJORS, SLOWER, slower
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from tuning import calibrate, cli
 
-DOUBT, LEAST, FEWEST, TURNS = 2.0, 0.85, 4, 30
+DOUBT, LEAST, FEWEST, TURNS = 5.0, 0.85, 4, 30
 
-Key = tuple[str, bool]
-"""A candidate without splits of K, and whether B is contiguous along K."""
+Key = tuple[str, str]
+"""A candidate without splits of K, and the majors of A and B."""
 
 
 def unexplained(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[Key, float]:
@@ -36,7 +36,7 @@ def unexplained(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[Key, fl
             config, problem = SimtConfig.parse(sample.config), sample.problem
             if config.why_invalid(problem.signature, arch) is None:
                 error = math.log(heuristics.estimate(problem, config, "cute", arch) / sample.seconds)
-                key = str(replace(config, splits=1)), problem.signature.b_major == "k"
+                key = str(replace(config, splits=1)), problem.signature.majors
                 shapes[problem].append((key, error, sample.seconds))
     weighed = []
     for rows in shapes.values():
@@ -55,15 +55,14 @@ def unexplained(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[Key, fl
     return dict(found)
 
 
-def factors(found: dict[Key, float]) -> dict[str, tuple[float, float]]:
+def factors(found: dict[Key, float]) -> dict[str, tuple[float, ...]]:
     """The new table, of the candidates in the present one and those found."""
 
-    def factor(text: str, by_k: bool) -> float:
-        present = SLOWER.get(text, (1.0, 1.0))[by_k]
-        return round(max(present * math.exp(-found.get((text, by_k), 0.0)), LEAST), 2)
+    def factor(text: str, majors: str) -> float:
+        return round(max(slower(text, majors) * math.exp(-found.get((text, majors), 0.0)), LEAST), 2)
 
     texts = sorted({*SLOWER, *(text for text, _ in found)})
-    return {text: (factor(text, False), factor(text, True)) for text in texts}
+    return {text: tuple(factor(text, majors) for majors in MAJORS) for text in texts}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         samples = calibrate.read_all(options.tables, [], arch)
     except (OSError, ValueError) as why:
         parser.error(str(why))
-    for text, (along_n, along_k) in factors(unexplained(samples, arch)).items():
-        print(f'    "{text}": ({along_n:.2f}, {along_k:.2f}),')
+    for text, found in factors(unexplained(samples, arch)).items():
+        print(f'    "{text}": ({", ".join(f"{factor:.2f}" for factor in found)}),')
     return 0
 
 

@@ -20,8 +20,7 @@ class Rates:
 
     launch: a launch from a CUDA graph, with the fill of the pipeline [us]
     pdl: time of a launch that programmatic dependent launch (PDL) saves [us]
-    early: time that PDL also saves where the next launch finds room on the SMs; all of it, in families where only such
-        launches have it [us]
+    early: time that PDL also saves where the next launch finds room on the SMs [us]
     alone: how much longer CTAs without clusters take to start, 0.1 us of 1.7 for the smallest products on an H200 [us]
     sync: cost of a k step where the CTAs of a cluster wait for each other [clocks]
     crew: added to a launch by each warpgroup of a CTA after the second [us]

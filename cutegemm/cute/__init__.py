@@ -88,6 +88,10 @@ def _never(config: Any, problem: Problem) -> bool:
     return False
 
 
+def _at_no_size(m: int, n: int, k: int, batch: int) -> bool:
+    return False
+
+
 def _same(config: Any, problem: Problem, arch: Arch) -> Any:
     return config
 
@@ -121,6 +125,8 @@ class Family:
         clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
         beside: the family with whose candidates its own are compared; without one they count where no family before has
             any.
+        company: of a signature, those of its candidates that are compared so; None: all. worth_comparing: of (m, n, k,
+            batch): whether they can win at about these sizes, asked where `beside` has a shortlist.
     """
 
     config: Any
@@ -141,6 +147,8 @@ class Family:
     automatic: bool = True
     clips: bool = False
     beside: str | None = None
+    company: Callable[[Signature], tuple[str, ...]] | None = None
+    worth_comparing: Callable[[int, int, int, int], bool] = _at_no_size
 
     def runs_on(self, arch: Arch) -> bool:
         return arch.capability == self.capability or (self.forward and arch.capability > self.capability)
@@ -180,6 +188,9 @@ FAMILIES: dict[str, Family] = {
         ampere_footprint.of,
         (*_SPLITTING, "warps/*.py", "ampere/*.py"),
         splits=ampere_candidates.splits,
+        beside="sm90",
+        company=ampere_candidates.beside,
+        worth_comparing=ampere_candidates.worth_comparing,
     ),
     "simt": Family(
         simt_config.SimtConfig,
@@ -256,6 +267,14 @@ def _usable(family: str, signature: Signature, arch: Arch) -> tuple[Any, ...]:
     if not FAMILIES[family].runs_on(arch):
         return ()
     return tuple(config for config in _listed(family, signature) if _invalid(config, signature, arch) is None)
+
+
+@functools.lru_cache(maxsize=256)
+def _company(family: str, signature: Signature, arch: Arch) -> tuple[Any, ...]:
+    """The same of those that are compared with the candidates of the family that it stands beside."""
+    company = FAMILIES[family].company
+    found = (FAMILIES[family].config.parse(text) for text in (company(signature) if company else ()))
+    return tuple(config for config in found if _invalid(config, signature, arch) is None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -368,16 +387,25 @@ class CuteBackend(Backend[Any]):
             return []
         name = first.config.family
         beside = (family for family in self._automatic(signature) if family.beside == name)
-        return [
-            (config, family.splits(str(config), signature))
-            for family in (first, *beside)
-            for config in _usable(family.config.family, signature, arch)
-        ]
+        found = [(config, first.splits(str(config), signature)) for config in _usable(name, signature, arch)]
+        for family in beside:
+            if family.company is None:
+                usable = _usable(family.config.family, signature, arch)
+                found += [(config, family.splits(str(config), signature)) for config in usable]
+            else:
+                found += [(config, ()) for config in _company(family.config.family, signature, arch)]
+        return found
 
     def shortlist(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
         """(text, whether K is split) of the `candidates` to compare for about these sizes; none: compare all."""
         family = self._first(signature, arch)
-        return [] if family is None else family.shortlist(signature, arch, m, n, k, batch)
+        if family is None:
+            return []
+        found = family.shortlist(signature, arch, m, n, k, batch)
+        for each in self._automatic(signature) if found else ():
+            if each.beside == family.config.family and each.worth_comparing(m, n, k, batch):
+                found = [*found, *((str(one), False) for one in _company(each.config.family, signature, arch))]
+        return found
 
     def default(self, problem: Problem, arch: Arch) -> Any:
         from cutegemm.choice import heuristics

@@ -17,7 +17,7 @@ from cutegemm.run.how import How
 from tests.fuzz_programs import draw
 
 PAIRS = [
-    (91, "simt/64x128x16/w32x32/s3/g8", 8),
+    (5, "simt/64x128x16/w32x64/s3/g8/r3", 32),
     (28, "sm90/128x256x32/coop2/c1x1/s3/serp8/pdl", 8),
     (87, "sm90/256x192x64/coop2/c1x1/s3/serp8/pdl", 72),
 ]

@@ -36,7 +36,7 @@ def launched(config: str, problem: Problem, monkeypatch) -> dict[str, float]:
 def test_a_launch_gives_each_argument_the_value_of_its_name(config, monkeypatch):
     problem = Problem.of(200, 104, 1024, "bf16", majors="nt", batch=3, epilogue=EPILOGUE)
     got = launched(config, problem, monkeypatch)
-    extra = {}
+    extra = {"early": 1}  # 24 CTAs leave most of the GPU free
     if config != PLAIN:
         words, parts = BACKEND.parse(config).workspace_bytes(problem, H200)
         assert bool(words) == (config == SPLIT)

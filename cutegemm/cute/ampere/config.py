@@ -117,9 +117,9 @@ class AmpereConfig(TileConfig):
     @classmethod
     def space(cls, itemsize: int = 2) -> Iterator[AmpereConfig]:
         """Every configuration the tuner may consider for operands of `itemsize` bytes, before the validity rule."""
-        depths = (64, 128) if itemsize == 1 else (16, 32, 64)
+        depths = (64, 128) if itemsize == 1 else (16, 32, 64, 128) if itemsize == 2 else (16, 32, 64)
         for bm, bn, bk, wm, wn, stages, group in product(
-            (32, 64, 128, 256), (32, 64, 128, 256), depths, (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
+            (16, 32, 64, 128, 256), (16, 32, 64, 128, 256), depths, (16, 32, 64), (16, 32, 64), (2, 3, 4, 5), (1, 4, 8)
         ):
             yield cls(bm, bn, bk, wm, wn, stages, group)
 

@@ -9,6 +9,7 @@ from cutegemm.choice.cost_rates import CostFamily, Rates
 from cutegemm.choice.footprint import Footprint, resident
 from cutegemm.cute.ampere.steps import steps_of
 from cutegemm.cute.warps import footprint
+from cutegemm.cute.warps.config import PROGRAMMATIC
 from cutegemm.problem import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ _SM80 = Rates(early=0.5, math=0.62, l2=40.0, latency=0.9, step=20.0, tile=900.0,
 SM80 = CostFamily("sm80", "cute", _SM80)
 SM80_TF32 = CostFamily("sm80/tf32", "cute", replace(_SM80, flop_pj=2.2), SM80)
 SM80_BYTES = CostFamily("sm80/bytes", "cute", replace(_SM80, flop_pj=0.6), SM80)
+SM80_SMALL = CostFamily("sm80/small", "cute", _SM80, SM80)
+"""Small tiles on GPUs where launches begin early: fitted to tiny products on an H200, where they stand beside sm90."""
+SMALL_TILE = 64 * 64
 SM_PARTS = 4
 """Parts of an SM, each with tensor cores of its own."""
 _FAMILIES = {
@@ -31,7 +35,10 @@ _FAMILIES = {
 
 def of(config: AmpereConfig, signature: Signature, arch: Arch) -> Footprint:
     """One CTA of `ampere.kernel`."""
-    found = footprint.of(_FAMILIES[signature.unit], config, signature, arch)
+    family = _FAMILIES[signature.unit]
+    if family is SM80 and arch.capability >= PROGRAMMATIC and config.bm * config.bn <= SMALL_TILE:
+        family = SM80_SMALL
+    found = footprint.of(family, config, signature, arch)
     return found if signature.parts is None else _of_parts(found, config, signature, arch)
 
 

@@ -20,36 +20,38 @@ _FIRST = Rates(
     solo=0.1, crowded=0.5, turned=0.5, deep=0.2, flop_pj=6.0,
 )  # fmt: skip
 SIMT = CostFamily("simt", "cute", _FIRST, blurred=True)
-SLOWER: Mapping[str, tuple[float, float]] = {
-    "simt/128x128x8/w64x32/s4/g8/r2": (1.12, 1.06),
-    "simt/128x256x16/w64x64/s3/g8": (0.95, 0.92),
-    "simt/128x64x8/w32x64/s3/g8": (1.08, 1.03),
-    "simt/128x64x8/w64x64/s2/g8": (1.26, 1.08),
-    "simt/16x32x128/w16x32/s4/g8/x8": (0.85, 0.85),
-    "simt/16x32x32/w16x32/s4/g8/x4": (0.85, 0.85),
-    "simt/16x32x64/w16x32/s4/g1/x4": (1.00, 0.96),
-    "simt/16x32x64/w16x32/s4/g8/x8": (0.85, 0.87),
-    "simt/256x128x16/w64x64/s3/g8": (0.97, 0.90),
-    "simt/32x128x8/w32x64/s3/g8": (1.02, 1.08),
-    "simt/32x32x32/w16x32/s3/g8/x2": (0.94, 0.98),
-    "simt/32x32x32/w16x32/s4/g8/x4": (0.90, 0.93),
-    "simt/32x32x64/w32x32/s3/g8/x4": (0.89, 0.97),
-    "simt/32x64x16/w16x32/s3/g8": (1.00, 1.12),
-    "simt/32x64x16/w32x32/s2/g8/r7": (1.05, 1.04),
-    "simt/32x64x32/w16x32/s4/g8/x2": (0.96, 1.02),
-    "simt/32x64x32/w32x32/s2/g8/x2": (0.92, 0.99),
-    "simt/64x128x16/w32x32/s3/g8": (1.25, 0.92),
-    "simt/64x128x16/w32x32/s3/g8/r2": (1.06, 1.02),
-    "simt/64x128x16/w32x64/s3/g8/r3": (1.06, 1.04),
-    "simt/64x32x16/w16x32/s3/g8": (1.00, 1.07),
-    "simt/64x32x16/w32x32/s2/g8/r7": (1.14, 1.02),
-    "simt/64x32x32/w32x32/s4/g8/x2": (0.89, 1.07),
-    "simt/64x64x16/w32x32/s2/g8/r4": (1.10, 1.04),
-    "simt/64x64x16/w32x32/s3/g8/r4": (1.10, 1.08),
-    "simt/64x64x16/w32x64/s2/g8/r6": (1.10, 1.01),
-    "simt/64x64x32/w32x64/s2/g8/x2": (0.97, 1.22),
-    "simt/64x64x8/w32x32/s2/g8/r4": (1.05, 0.92),
-    "simt/64x64x8/w32x32/s3/g8/r4": (1.10, 1.07),
+MAJORS = ("tn", "tt", "nn", "nt")
+SLOWER: Mapping[str, tuple[float, ...]] = {
+    "simt/128x128x8/w64x32/s4/g8/r2": (1.15, 1.27, 1.16, 1.15),
+    "simt/128x256x16/w64x64/s3/g8": (1.00, 0.98, 1.00, 1.01),
+    "simt/128x64x16/w32x32/s3/g8": (1.01, 1.10, 1.13, 1.20),
+    "simt/128x64x8/w32x64/s3/g8": (1.04, 1.03, 0.96, 1.11),
+    "simt/128x64x8/w64x64/s2/g8": (1.16, 1.39, 1.21, 1.22),
+    "simt/16x32x128/w16x32/s4/g8/x8": (0.85, 0.85, 0.85, 0.85),
+    "simt/16x32x32/w16x32/s4/g8/x4": (0.85, 0.85, 0.85, 0.85),
+    "simt/16x32x64/w16x32/s4/g1/x4": (0.96, 1.00, 0.96, 1.00),
+    "simt/16x32x64/w16x32/s4/g8/x8": (0.85, 0.85, 0.85, 0.85),
+    "simt/256x128x16/w64x64/s3/g8": (1.01, 1.08, 0.97, 1.02),
+    "simt/32x128x8/w32x64/s3/g8": (1.20, 1.04, 1.08, 1.05),
+    "simt/32x32x32/w16x32/s3/g8/x2": (0.94, 0.93, 0.96, 0.94),
+    "simt/32x32x32/w16x32/s4/g8/x4": (0.85, 0.85, 0.88, 0.91),
+    "simt/32x32x64/w32x32/s3/g8/x4": (0.97, 0.85, 1.04, 0.85),
+    "simt/32x64x16/w16x32/s3/g8": (0.93, 1.00, 1.04, 1.00),
+    "simt/32x64x16/w32x32/s2/g8/r7": (1.04, 1.04, 1.02, 1.03),
+    "simt/32x64x32/w16x32/s4/g8/x2": (0.89, 0.85, 0.89, 0.86),
+    "simt/32x64x32/w32x32/s2/g8/x2": (1.11, 0.96, 1.17, 0.97),
+    "simt/64x128x16/w32x32/s3/g8": (0.97, 1.25, 0.97, 1.25),
+    "simt/64x128x16/w32x32/s3/g8/r2": (1.13, 1.11, 1.07, 1.15),
+    "simt/64x128x16/w32x64/s3/g8/r3": (1.17, 1.19, 1.11, 1.12),
+    "simt/64x32x16/w16x32/s3/g8": (0.85, 1.00, 0.96, 1.00),
+    "simt/64x32x16/w32x32/s2/g8/r7": (1.04, 1.18, 0.95, 1.05),
+    "simt/64x32x32/w32x32/s4/g8/x2": (1.08, 0.91, 1.15, 0.92),
+    "simt/64x64x16/w32x32/s2/g8/r4": (1.11, 1.18, 1.06, 1.13),
+    "simt/64x64x16/w32x32/s3/g8/r4": (1.10, 1.15, 1.04, 1.10),
+    "simt/64x64x16/w32x64/s2/g8/r6": (1.15, 1.20, 1.07, 1.10),
+    "simt/64x64x32/w32x64/s2/g8/x2": (1.37, 1.10, 1.33, 1.06),
+    "simt/64x64x8/w32x32/s2/g8/r4": (1.01, 1.13, 1.00, 1.13),
+    "simt/64x64x8/w32x32/s3/g8/r4": (1.02, 1.05, 0.95, 1.11),
 }
 """What the multiplications of a candidate take relative to what the model expects of such a tile, where B is contiguous
 along N, and along K. `python -m tuning.slower` works them out; in cross-validation over 286 shapes a choice then lost
@@ -72,5 +74,10 @@ def of(config: SimtConfig, signature: Signature, arch: Arch) -> Footprint:
         turned = (config.bm * a_by_k + config.bn * b_by_k) * config.bk * 4
     else:
         deep = warps * (2 * config.wm * a_by_k + config.wn * b_by_k) * config.bk * 4
-    slower = SLOWER.get(str(replace(config, splits=1)), (1.0, 1.0))[b_by_k]
-    return replace(found, smem_step=read, outputs=config.wm * config.wn // 32, turned=turned, deep=deep, slower=slower)
+    more = slower(str(replace(config, splits=1)), signature.majors)
+    return replace(found, smem_step=read, outputs=config.wm * config.wn // 32, turned=turned, deep=deep, slower=more)
+
+
+def slower(text: str, majors: str) -> float:
+    """The factor of a candidate without splits of K in `SLOWER`, 1 where it has none."""
+    return SLOWER[text][MAJORS.index(majors)] if text in SLOWER else 1.0

@@ -106,7 +106,7 @@ class Gemm:
 
         A family calls it when it has worked out where its operands lie, and reads and writes no memory before.
         """
-        if cutlass.const_expr(self.programmatic):
+        if cutlass.const_expr(self.programmatic):  # noqa: SIM102
             if self.args.early != 0:
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()

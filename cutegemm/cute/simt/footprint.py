@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from cutegemm.problem import Signature
 
 _FIRST = Rates(
-    early=0.5, math=0.84, l2=40.0, latency=0.9, step=40.0, fill=80.0, tile=900.0, thread=10.0, each=0.1, beside=0.8, bunch=0.7,
-    solo=0.1, crowded=0.5, turned=0.5, deep=0.2, flop_pj=6.0,
+    early=0.5, math=0.84, l2=40.0, latency=0.9, step=40.0, fill=80.0, tile=900.0, thread=10.0, each=0.1, beside=0.8,
+    bunch=0.7, solo=0.1, crowded=0.5, turned=0.5, deep=0.2, flop_pj=6.0,
 )  # fmt: skip
 SIMT = CostFamily("simt", "cute", _FIRST, blurred=True)
 MAJORS = ("tn", "tt", "nn", "nt")

@@ -17,8 +17,8 @@ VECTOR = CostFamily(
     "vector",
     "cute",
     Rates(
-        launch=1.5, early=0.5, math=0.8, l2=40.0, latency=1.0, held=0.0, step=60.0, tile=900.0, split=2.0, parts=31.0, hbm=0.9,
-        idle=0.5, flop_pj=6.0,
+        launch=1.5, early=0.5, math=0.8, l2=40.0, latency=1.0, held=0.0, step=60.0, tile=900.0, split=2.0, parts=31.0,
+        hbm=0.9, idle=0.5, flop_pj=6.0,
     ),
 )  # fmt: skip
 """The fit begins with these. launch, split and parts are about what fits found for the other kernels on an H200 (the

@@ -196,7 +196,7 @@ class TransposingLoader(TileLoader):
 
     def start(self, base, leading, first, limit, k, tid) -> None:
         super().start(base, leading, first, limit, k, tid)
-        self.held = {}
+        self.held: dict[int, cute.Tensor] = {}
 
     def copy(self, k_tile, stage_base, part: int = 0, parts: int = 1) -> None:
         """Nothing: see `fetch` and `settle`."""

@@ -121,15 +121,7 @@ def of_warps(
     (bm, bn, bk), (wm, wn), size = tile, warp, ITEMSIZE[signature.dtype]
     warps = max(bm * bn // (wm * wn), 1)
     threads = 32 * warps * slices
-    # Accumulators, double-buffered fragments, addresses; FFMA kernels hold longer fragments.
-    accumulators = wm * wn // 32
-    held = 2 * accumulators + 40 if signature.unit == CUDA_CORES else (wm + wn) // 2 + 40
-    registers = min(accumulators + held, arch.registers_per_thread)
-    if bounded_for > 1:
-        registers = min(arch.registers_per_sm // (threads * bounded_for) // 8 * 8, arch.registers_per_thread)
-    elif slices > 1:
-        # The compiler loads ahead into whatever one CTA may have.
-        registers = min(224, arch.registers_per_sm // threads)
+    registers = registers_of_warps(warp, threads, signature, arch, slices, bounded_for)
     narrowest = min(signature.align_a, signature.align_b)
     return Footprint(
         family,
@@ -144,6 +136,21 @@ def of_warps(
         group=group,
         copies=16 / narrowest,
     )
+
+
+def registers_of_warps(
+    warp: tuple[int, int], threads: int, signature: Signature, arch: Arch, slices: int, bounded_for: int
+) -> int:
+    """About how many registers a thread of such a kernel has; the arguments are those of `of_warps`."""
+    if bounded_for > 1:
+        return min(arch.registers_per_sm // (threads * bounded_for) // 8 * 8, arch.registers_per_thread)
+    if slices > 1:
+        # The compiler loads ahead into whatever one CTA may have.
+        return min(224, arch.registers_per_sm // threads)
+    # Accumulators, double-buffered fragments, addresses; FFMA kernels hold longer fragments.
+    accumulators = warp[0] * warp[1] // 32
+    held = 2 * accumulators + 40 if signature.unit == CUDA_CORES else sum(warp) // 2 + 40
+    return min(accumulators + held, arch.registers_per_thread)
 
 
 def resident(arch: Arch, smem_bytes: int, threads: int, registers: int) -> int:

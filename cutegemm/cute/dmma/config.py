@@ -67,6 +67,9 @@ class DmmaConfig(TileConfig):
         depth = self.step[1]
         return 2 * (self.wm * self.wn // 32 + 2 * (self.wm + self.wn) * depth // 32) + 5 * self.copies + 28
 
+    def estimated_registers(self, signature: Signature, arch: Arch) -> int:
+        return min(self.registers(), arch.registers_per_thread)
+
     @property
     def copies(self) -> int:
         """Copies of 16 bytes that a thread makes for a stage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cutegemm.choice.cost_rates import CostFamily, Rates
-from cutegemm.choice.footprint import Footprint, resident
+from cutegemm.choice.footprint import Footprint
 from cutegemm.cute.warps.config import PROGRAMMATIC
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def of(config: DmmaConfig, signature: Signature, arch: Arch) -> Footprint:
         config.stages,
         warps * (config.wm + config.wn) * config.bk * 8,
         config.threads,
-        ctas=resident(arch, config.smem_bytes(signature), config.threads, min(config.registers(), 255)),
+        ctas=config.on_an_sm(signature, arch),
         group=config.group,
         copies=16 / narrowest,
         early=arch.capability >= PROGRAMMATIC,

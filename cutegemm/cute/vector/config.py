@@ -150,6 +150,9 @@ class VectorConfig(TileConfig):
         across, depth = self.held(along_k)
         return self.thin * across + self.stages * across * depth + 2 * self.thin * depth + 2 * across + 64
 
+    def estimated_registers(self, signature: Signature, arch: Arch) -> int:
+        return min(self.registers(self.along_k(signature)), arch.registers_per_thread)
+
     @classmethod
     def space(cls, itemsize: int = 4) -> Iterator[VectorConfig]:
         """Every configuration the tuner may consider, before the validity rule; operands have 4 bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cutegemm.choice.cost_rates import CostFamily, Rates
-from cutegemm.choice.footprint import Footprint, resident
+from cutegemm.choice.footprint import Footprint
 from cutegemm.cute.warps.config import PROGRAMMATIC
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def of(config: VectorConfig, signature: Signature, arch: Arch) -> Footprint:
     tile, across = config.long
     # What goes through the L1 cache beside the matrix: each warp loads the thin operand's part of its step.
     thin = tile // across * config.thin * bk * 4 * (1 if along_k else 4)
-    registers = min(config.registers(along_k), arch.registers_per_thread)
     return Footprint(
         VECTOR,
         config.bm,
@@ -41,7 +40,7 @@ def of(config: VectorConfig, signature: Signature, arch: Arch) -> Footprint:
         config.stages,
         thin,
         config.threads,
-        ctas=resident(arch, config.smem_bytes(signature), config.threads, registers),
+        ctas=config.on_an_sm(signature, arch),
         splits=config.splits,
         serial=False,
         group=config.group,

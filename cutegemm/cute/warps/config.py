@@ -8,12 +8,12 @@ what one may have). `/kSPLITS` at its end is split-K: so many CTAs sum a part of
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from cutegemm.choice.footprint import registers_of_warps, resident
 from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
@@ -126,9 +126,21 @@ class TileConfig(LaunchedConfig):
         """
         if arch.capability < PROGRAMMATIC:
             return False
-        return 2 * problem.tiles(self.bm, self.bn) * self.splits <= arch.sm_count * _resident(
-            self, problem.signature, arch
-        )
+        ctas = problem.tiles(self.bm, self.bn) * self.splits
+        return 2 * ctas <= arch.sm_count * self.on_an_sm(problem.signature, arch)
+
+    def on_an_sm(self, signature: Signature, arch: Arch) -> int:
+        """CTAs of an SM, by an estimate of a thread's registers."""
+        registers = self.estimated_registers(signature, arch)
+        return resident(arch, self.smem_bytes(signature), self.threads, registers)
+
+    def estimated_registers(self, signature: Signature, arch: Arch) -> int:
+        slices = getattr(self, "slices", 1)
+        return registers_of_warps((self.wm, self.wn), self.threads, signature, arch, slices, self.resident)
+
+    def smem_bytes(self, signature: Signature) -> int:
+        """Dynamic shared memory of a CTA in bytes."""
+        raise TypeError(f"{type(self).__name__} does not say how much shared memory it takes")
 
     def workspace_bytes(self, problem: Problem, arch: Arch) -> tuple[int, int]:
         """(bytes that a launch takes and leaves zero, bytes of anything): with splits of K a state word for each tile,
@@ -177,11 +189,3 @@ class TileConfig(LaunchedConfig):
         if self.wn * ITEMSIZE[signature.out_dtype] > 32 * 16:
             return f"wn is {self.wn}; a warp stores a row of {signature.out_dtype} at once, at most 512 bytes"
         return None
-
-
-@functools.lru_cache(maxsize=1024)
-def _resident(config: TileConfig, signature: Signature, arch: Arch) -> int:
-    """CTAs of an SM."""
-    from cutegemm.cute import FAMILIES
-
-    return FAMILIES[config.family].footprint(config, signature, arch).ctas

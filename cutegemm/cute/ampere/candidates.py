@@ -36,9 +36,12 @@ _BESIDE = (
     "sm80/64x32x64/w32x16/s4/g8",
     "sm80/64x64x64/w32x32/s4/g8",
 )
-_TINY = 1 << 27
-"""The most products of elements, and of K, for which they are compared."""
+_TINY = 1 << 21
+"""The most products of elements of a matrix for which they are compared, ..."""
+_FEW = 1 << 27
+"""... and those of all matrices of a batch for which larger ones are."""
 _SHALLOW = 512
+"""The most k of both."""
 _TF32 = (
     "sm80/128x128x32/w64x32/s4/g8",
     "sm80/128x128x16/w64x32/s3/g8",
@@ -119,4 +122,4 @@ def beside(signature: Signature) -> tuple[str, ...]:
 
 def worth_comparing(m: int, n: int, k: int, batch: int) -> bool:
     """Whether those can win at about these sizes."""
-    return k <= _SHALLOW and m * n * k * batch <= _TINY
+    return k <= _SHALLOW and (m * n * k <= _TINY or m * n * k * batch <= _FEW)

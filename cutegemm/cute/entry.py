@@ -17,8 +17,8 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from cutegemm.cute import types
 from cutegemm.cute.epilogue import SlabEpilogue
+from cutegemm.cute.launch_config import PROGRAMMATIC
 from cutegemm.cute.tile_order import Grouped
-from cutegemm.cute.warps.config import PROGRAMMATIC
 from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
 from cutegemm.run import arguments

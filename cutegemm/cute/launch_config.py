@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 from cutegemm.hardware.arch import LINE, Arch
 from cutegemm.problem import Problem, Signature
 
+PROGRAMMATIC = (9, 0)
+"""The least compute capability with programmatic dependent launch."""
+
 SLAB_ROWS = 16
 """Rows of the accumulator tile that a warp stages through shared memory at a time in the epilogue."""
 

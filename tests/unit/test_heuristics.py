@@ -328,7 +328,7 @@ def families():
 
 def test_constants_of_every_family_are_complete():
     by_name = {family.name: family for family in families()}
-    assert len(by_name) == len(families()) == 15
+    assert len(by_name) == len(families()) == 16
     for name, stored in cost_rates._stored().items():
         assert stored["backend"] == by_name[name].backend
         assert cost_rates.fitted(by_name[name])

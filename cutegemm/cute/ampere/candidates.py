@@ -38,7 +38,7 @@ _BESIDE = (
 )
 _TINY = 1 << 21
 """The most products of elements of a matrix for which they are compared, ..."""
-_FEW = 1 << 27
+_FEW = 1 << 28
 """... and those of all matrices of a batch for which larger ones are."""
 _SHALLOW = 512
 """The most k of both."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from cutegemm.choice.cost_rates import CostFamily, Rates
 from cutegemm.choice.footprint import Footprint, resident
 from cutegemm.cute.ampere.steps import steps_of
+from cutegemm.cute.launch_config import PROGRAMMATIC
 from cutegemm.cute.warps import footprint
-from cutegemm.cute.warps.config import PROGRAMMATIC
 from cutegemm.problem import ITEMSIZE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.choice.cost_rates import CostFamily, Rates
 from cutegemm.choice.footprint import Footprint
-from cutegemm.cute.warps.config import PROGRAMMATIC
+from cutegemm.cute.launch_config import PROGRAMMATIC
 
 if TYPE_CHECKING:
     from cutegemm.cute.dmma.config import DmmaConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.choice.cost_rates import CostFamily, Rates
 from cutegemm.choice.footprint import Footprint
-from cutegemm.cute.warps.config import PROGRAMMATIC
+from cutegemm.cute.launch_config import PROGRAMMATIC
 
 if TYPE_CHECKING:
     from cutegemm.cute.vector.config import VectorConfig
@@ -24,6 +24,9 @@ VECTOR = CostFamily(
 """The fit begins with these. launch, split and parts are about what fits found for the other kernels on an H200 (the
 meeting of CTAs is that of sm90); latency is memory's; hbm is the share of its bandwidth that the kernel is made for."""
 
+SPREAD = 4
+"""By hand: the choice at 60 thin products (`tuning/times/fsimt34.txt`) then loses 3.5 % to the fastest, else 4.9 %."""
+
 
 def of(config: VectorConfig, signature: Signature, arch: Arch) -> Footprint:
     """One CTA of `vector.kernel`; a k step is one of all its slices."""
@@ -31,7 +34,10 @@ def of(config: VectorConfig, signature: Signature, arch: Arch) -> Footprint:
     along_k = config.along_k(signature)
     tile, across = config.long
     # What goes through the L1 cache beside the matrix: each warp loads the thin operand's part of its step.
-    thin = tile // across * config.thin * bk * 4 * (1 if along_k else 4)
+    # Where that is not K-major and the matrix is, its lanes read as many lines as they have k.
+    thin_major = signature.a_major if config.thin_m else signature.b_major
+    spread = 1 if thin_major == "k" else SPREAD
+    thin = tile // across * config.thin * bk * 4 * (spread if along_k else 4)
     return Footprint(
         VECTOR,
         config.bm,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from cutegemm.choice.footprint import registers_of_warps, resident
-from cutegemm.cute.launch_config import SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
+from cutegemm.cute.launch_config import PROGRAMMATIC, SLAB_PAD, SLAB_ROWS, LaunchedConfig, word_bytes
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import ITEMSIZE, Problem, Signature
 from cutegemm.problem.dtypes import why_not_rounded
@@ -22,8 +22,6 @@ from cutegemm.problem.dtypes import why_not_rounded
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-PROGRAMMATIC = (9, 0)
-"""The least compute capability with programmatic dependent launch."""
 TRANSPOSE_PAD = 4
 """Words after each k-row of a tile that was K-major, see `tile_load.TransposingLoader`."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice.footprint import Footprint, of_warps
-from cutegemm.cute.warps.config import PROGRAMMATIC
+from cutegemm.cute.launch_config import PROGRAMMATIC
 
 if TYPE_CHECKING:
     from cutegemm.choice.cost_rates import CostFamily

@@ -33,8 +33,11 @@ def gated(setting: Setting) -> torch.nn.Module:
 
 
 def one_step(model: torch.nn.Module, x: Any, share: float = 1.0) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The result, and the parameters after a step of SGD with momentum whose loss is `share` times the squares."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    """The result, and the parameters after a step of SGD with momentum whose loss is `share` times the squares.
+
+    On GPUs torch's optimizers would take all parameters at once, and refuse DTensors beside others.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, foreach=False)
     result = model(x)
     (share * whole(result).square().sum()).backward()
     optimizer.step()

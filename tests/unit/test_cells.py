@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_winners")
 def lost(problem, where=H200):
     """By how much the choice is behind the best of all candidates and their splits.
 
-    The cost model knows the small tiles of sm80 from tiny products alone: elsewhere what it says of them does not count.
+    The cost model knows the small tiles of sm80 from tiny products alone. Elsewhere what it says does not count.
     """
     candidates = heuristics._candidates("cute", problem.signature, where, "off")
     rounded = [1 << (size - 1).bit_length() for size in (problem.m, problem.n, problem.k, problem.batch)]

@@ -125,8 +125,9 @@ class Family:
         clips: whether its loads end where a row does: alignment of an operand then means that of its rows' beginnings.
         beside: the family with whose candidates its own are compared; without one they count where no family before has
             any.
-        company: of a signature, those of its candidates that are compared so; None: all. worth_comparing: of (m, n, k,
-            batch): whether they can win at about these sizes, asked where `beside` has a shortlist.
+        company: of a signature, the candidates that are compared so, without splits of K; None: all that it has.
+            worth_comparing: of (m, n, k, batch): whether they can win at about these sizes, asked where `beside` has a
+            shortlist.
     """
 
     config: Any
@@ -256,25 +257,20 @@ def _invalid(config: Any, signature: Signature, arch: Arch) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _listed(family: str, signature: Signature) -> tuple[Any, ...]:
-    """A family's candidates for a signature that it takes."""
-    return tuple(FAMILIES[family].config.parse(text) for text in FAMILIES[family].candidates(signature))
+def _listed(family: str, signature: Signature, in_company: bool = False) -> tuple[Any, ...]:
+    """A family's candidates for a signature that it takes; in_company: beside those of another family."""
+    row = FAMILIES[family]
+    texts = row.company if in_company and row.company is not None else row.candidates
+    return tuple(row.config.parse(text) for text in texts(signature))
 
 
 @functools.lru_cache(maxsize=256)
-def _usable(family: str, signature: Signature, arch: Arch) -> tuple[Any, ...]:
+def _usable(family: str, signature: Signature, arch: Arch, in_company: bool = False) -> tuple[Any, ...]:
     """Those of a family's candidates that are valid whatever the sizes."""
     if not FAMILIES[family].runs_on(arch):
         return ()
-    return tuple(config for config in _listed(family, signature) if _invalid(config, signature, arch) is None)
-
-
-@functools.lru_cache(maxsize=256)
-def _company(family: str, signature: Signature, arch: Arch) -> tuple[Any, ...]:
-    """The same of those that are compared with the candidates of the family that it stands beside."""
-    company = FAMILIES[family].company
-    found = (FAMILIES[family].config.parse(text) for text in (company(signature) if company else ()))
-    return tuple(config for config in found if _invalid(config, signature, arch) is None)
+    listed = _listed(family, signature, in_company)
+    return tuple(config for config in listed if _invalid(config, signature, arch) is None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -389,11 +385,8 @@ class CuteBackend(Backend[Any]):
         beside = (family for family in self._automatic(signature) if family.beside == name)
         found = [(config, first.splits(str(config), signature)) for config in _usable(name, signature, arch)]
         for family in beside:
-            if family.company is None:
-                usable = _usable(family.config.family, signature, arch)
-                found += [(config, family.splits(str(config), signature)) for config in usable]
-            else:
-                found += [(config, ()) for config in _company(family.config.family, signature, arch)]
+            for config in _usable(family.config.family, signature, arch, in_company=True):
+                found.append((config, family.splits(str(config), signature) if family.company is None else ()))
         return found
 
     def shortlist(self, signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[tuple[str, bool]]:
@@ -404,7 +397,7 @@ class CuteBackend(Backend[Any]):
         found = family.shortlist(signature, arch, m, n, k, batch)
         for each in self._automatic(signature) if found else ():
             if each.beside == family.config.family and each.worth_comparing(m, n, k, batch):
-                found = [*found, *((str(one), False) for one in _company(each.config.family, signature, arch))]
+                found = [*found, *((str(one), False) for one in _usable(each.config.family, signature, arch, True))]
         return found
 
     def default(self, problem: Problem, arch: Arch) -> Any:

@@ -33,7 +33,7 @@ class AmpereConfig(TileConfig):
         return max(ring, self.slab_bytes())
 
     def launch_arguments(self, problem: Problem, arch: Arch) -> dict[str, int]:
-        """For operands that are split, after how many lines of the workspace their parts lie."""
+        """Besides, for operands that are split: after how many lines of the workspace their parts lie."""
         found = super().launch_arguments(problem, arch)
         if problem.signature.parts is None:
             return found

@@ -56,11 +56,11 @@ class CopyRing:
         self.b.copy(k_tile, self.base_b + stage * self.b.stage_bytes, part, parts)
 
     def fetch(self, k_tile, room: int = 0) -> None:
-        """Loads what of a k tile takes the way through registers into those of that number."""
+        """Loads what of a k tile takes the way through registers into their set number `room`."""
         self.a.fetch(k_tile, room)
         self.b.fetch(k_tile, room)
 
     def settle(self, stage, room: int = 0) -> None:
-        """Stores what was fetched into registers into a stage."""
+        """Stores into a stage what was fetched into set `room` of the registers."""
         self.a.settle(self.base_a + stage * self.a.stage_bytes, room)
         self.b.settle(self.base_b + stage * self.b.stage_bytes, room)

@@ -202,7 +202,7 @@ class TransposingLoader(TileLoader):
         """Nothing: see `fetch` and `settle`."""
 
     def fetch(self, k_tile, room: int = 0) -> None:
-        """Loads this thread's vectors of k tile `k_tile` into registers: those of that number."""
+        """Loads this thread's vectors of k tile `k_tile` into its set of registers number `room`."""
         if room not in self.held:
             self.held[room] = cute.make_rmem_tensor((self.vector, self.passes), Float32)
         tile = self.base + Int64(k_tile) * Int64(self.bk)
@@ -217,7 +217,7 @@ class TransposingLoader(TileLoader):
                 self.held[room][i, p] = value
 
     def settle(self, stage_base, room: int = 0) -> None:
-        """Stores what `fetch` loaded into the registers `room` into the stage at shared address `stage_base`."""
+        """Stores what `fetch` loaded into set `room` of registers into the stage at shared address `stage_base`."""
         pitch = self.extent + self.PAD
         for p in range(self.passes):
             row, inner = self._place(p)

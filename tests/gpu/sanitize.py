@@ -41,7 +41,12 @@ CONFIGS = {
         "simt/32x32x32/w32x32/s3/g1/x8",
         "simt/64x64x8/w32x32/s3/g8/k3",
         "simt/32x32x64/w32x32/s3/g8/x4/k5",
+        "vector/1x16x128/w1x8/s2/g1/x4",
+        "vector/8x32x128/w8x4/s2/g1/k3",
+        "vector/1x128x8/w1x128/s2/g1/x4",
+        "vector/256x8x4/w128x8/s3/g8/x2",
     ),
+    ("fp64", None): ("dmma/128x64x16/w32x32/s4/g8/i16x8", "dmma/32x32x32/w16x16/s4/g8/i8x4"),
     ("fp32", "tf32"): ("sm80/128x128x32/w64x32/s3/g8", "sm80/64x64x16/w32x32/s2/g8"),
 }
 _TILES = {"coop1": "64x64x64", "coop2": "128x64x64", "coop3": "192x64x64", "pp": "64x32x64"}
@@ -102,8 +107,11 @@ def cases(device: str, hopper: bool) -> Iterator[tuple[Case, str]]:
     for (dtype, precision), configs in CONFIGS.items():
         for config, majors, shape in product(configs, ("tn", "nt"), ((129, 257, 65), (72, 40, 136), (1, 3, 5))):
             case = Case.random(*shape, dtype, majors=majors, seed=number, device=device, precision=precision)
-            case.options.update(bias=torch.randn(shape[1], device=device), activation="silu")
-            yield case, config
+            double = dtype == "fp64"
+            bias = torch.randn(shape[1], dtype=torch.float64 if double else torch.float32, device=device)
+            case.options.update(bias=bias, activation=None if double else "silu")
+            if not backend.get("cute").parse(config).why_invalid(case.problem().signature, arch_table.get("sm_90a")):
+                yield case, config  # some copy operands of one major only, or aligned ones
             number += 1
     for at, (config, dtype, precision) in enumerate(hopper_configs() if hopper else ()):
         majors = "tn" if dtype == "fp32" else ("tn", "tt")[at % 2]
@@ -113,11 +121,12 @@ def cases(device: str, hopper: bool) -> Iterator[tuple[Case, str]]:
             number += 1
 
 
-def build(arch: Arch) -> int:
-    """Compiles all kernels into the store, in parallel; returns 1 when one fails."""
+def build(arch: Arch, family: str) -> int:
+    """Compiles all kernels of a family (or of all, "") into the store, in parallel; returns 1 when one fails."""
     from tuning.prebuild import compile_all
 
-    wanted = [(case.problem().signature, "cute", config) for case, config in cases("cpu", arch.capability == (9, 0))]
+    chosen = (c for c in cases("cpu", arch.capability == (9, 0)) if c[1].startswith(family))
+    wanted = [(case.problem().signature, "cute", config) for case, config in chosen]
     count, seconds, failed = compile_all(wanted, arch)
     print(f"compiled {count} kernels in {seconds:.1f} s")
     for what, why in failed.items():
@@ -139,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (first.isdecimal() and step.isdecimal() and 1 <= int(first) <= int(step)):
         parser.error(f"--shard: got {given.shard!r}, expected I/N with I from 1 to N")
     if given.build:
-        return build(Arch.of_device() if torch.cuda.is_available() else arch_table.get("sm_90a"))
+        return build(Arch.of_device() if torch.cuda.is_available() else arch_table.get("sm_90a"), given.family)
     if not torch.cuda.is_available():
         parser.error("it runs kernels on a GPU, and torch sees no CUDA device; --build needs none")
     torch.cuda.init()

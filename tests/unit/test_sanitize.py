@@ -1,0 +1,18 @@
+"""The problems that compute-sanitizer watches: configurations that became invalid must not leave the list unnoticed."""
+
+from collections import Counter
+
+from cutegemm import backend
+from cutegemm.hardware import arch
+from tests.gpu import sanitize
+
+
+def test_every_configuration_serves_ragged_problems_of_the_list():
+    served: Counter[str] = Counter()
+    for case, config in sanitize.cases("cpu", hopper=True):
+        assert backend.get("cute").parse(config).why_invalid(case.problem().signature, arch.get("sm_90a")) is None
+        served[config] += any(size % 32 for size in (*case.a.shape, case.b.shape[1]))
+    named = {text for texts in sanitize.CONFIGS.values() for text in texts}
+    assert {config for config in served if not config.startswith("sm90")} == named
+    assert min(served.values()) >= 1
+    assert {config.split("/")[0] for config in served} == {"simt", "vector", "sm80", "dmma", "sm90"}

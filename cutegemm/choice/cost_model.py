@@ -32,7 +32,9 @@ What the terms count:
     narrow    rows of TMA boxes narrower than a line: of operands along M or N whose tile is no multiple of 64 elements
               of 16 bits, and of k steps of 32. Each takes an SM's port as long as a line, once for each CTA that loads
               it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles, 27 with 128x128)
-    writes    more for what is written to parts of sectors (32 bytes) and lines
+    writes    more for what is written to parts of sectors (32 bytes) and lines, and where the tile order leaves time
+              between tiles that lie side by side in rows of D (7120x14104x128 with 128x256 tiles on an H200: 76 us row
+              by row, PLACEHOLDER)
     program   the matrix operands and further results of an epilogue program count as bytes of the epilogue and of
               memory; its instructions, and the operands that it waits for, as cycles of the epilogue (`program_cost`)
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
@@ -104,19 +106,24 @@ def clusters(arch: Arch, size: int) -> int:
 
 
 def tiles_seconds(
-    rounds: float, steps: int, step: float, latency: float, stages: int, epilogue: float, partial: float = 0.0
-) -> float:
+    rounds: float, steps: int, step: float, latency: float, stages: int, epilogue: float, partial: float = 0.0,
+    stays: float = 0.0,
+) -> float:  # fmt: skip
     """Seconds of rounds of tiles: each k step takes `step`, or `latency` where the wait for its loads is longer.
 
     The first `stages` loads are all under way before a stage is needed again, so that they wait only once. From one
-    round on, the result grows with every argument but `stages`.
+    round on, the result grows with every argument but `stages` and `stays`.
 
     Args:
         epilogue: what is not hidden of it, in each round. partial: seconds of a last round of fewer CTAs an SM.
+        stays: 1 where a CTA stays for the next tile, whose first loads are under way during the epilogue; else 0.
     """
     if latency > step:
         overlapped = (latency - step) * (steps if steps < stages else stages)
-        return rounds * (steps * latency + epilogue) + partial - overlapped
+        found = rounds * (steps * latency + epilogue) + partial - overlapped
+        if rounds > 1:
+            found -= stays * (rounds - 1) * (overlapped if overlapped < epilogue else epilogue)
+        return found
     return rounds * (steps * step + epilogue) + partial
 
 
@@ -163,7 +170,7 @@ FIELDS = (
     "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump",
     "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
     "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part",
-    "_splits", "_stages", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven", "_waits",
+    "_splits", "_stages", "_stays", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven", "_waits",
     "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
@@ -221,6 +228,7 @@ class Model:
         self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32) + r.solo, r.bunch
         self._full = f.ctas + r.crowded * self._crowd
         self._blurred = f.family.blurred
+        self._stays = 1.0 if f.stays else 0.0
         self._lump = max(QUARTERS / (f.threads / 32), 1)
 
         # -- an epilogue
@@ -253,7 +261,9 @@ class Model:
         self._waves = WAVES if signature.unit == CUDA_CORES else 1
 
         # -- memory and power
-        self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1) + r.swapped * f.swapped
+        doublings = math.log2(f.group * f.cluster[0])
+        self._sectors = r.sectors + r.torn * doublings
+        self._writes = r.writes + r.apart * doublings + r.seams * (LINE / f.segment - 1) + r.swapped * f.swapped
         self._rereads = ZIG_REREADS if f.zig else 1.0
         self._group_rows = f.group * self._tile_m
         self._l2 = L2_FILLED * arch.l2_bytes
@@ -380,7 +390,8 @@ class Model:
             if self._blurred:
                 wave = fourth_mean(wave, waits)
             epilogues = self._fold * self._epilogue - (self._fold - 1) * self._beside
-            busy_rounds = tiles_seconds(full, steps, wave, waits, self._stages, epilogues, partial) + rounds * tail
+            busy_rounds = tiles_seconds(full, steps, wave, waits, self._stages, epilogues, partial, self._stays)
+            busy_rounds += rounds * tail
             busy_rounds -= (full if rest else full - 1) * (self._fold - 1) * self._under  # not in the last round
             if rounds > 1:
                 late = self._alternate - 0.5 * steps * (wave if wave > waits else waits)
@@ -445,7 +456,7 @@ class Model:
         load *= works if works < places else places
         step = load if load > self._least_step else self._least_step
         rounds = works / places if self._balanced and works > places else -(-works // places)
-        busy = tiles_seconds(rounds, steps, step, latency, self._stages, self._least_epilogue)
+        busy = tiles_seconds(rounds, steps, step, latency, self._stages, self._least_epilogue, 0.0, self._stays)
         busy += self._last
         if self._least_tail and k % self._bk:
             busy += rounds * self._least_tail * (tiles if tiles < places else places)

@@ -38,6 +38,8 @@ class Rates:
     writes: extra cost of writing D, over reading as many bytes [share]
     sectors: further extra cost where rows of D begin within sectors [share]
     seams: further extra cost for each store after the first that a line of D takes [share]
+    apart: further extra cost for each doubling of the tile rows that are walked together, over one row [share]
+    torn: the same where rows of D begin within sectors, in addition [share]
     swapped: further extra cost with swapped operands [share]
     rows: time of an epilogue for each row of a store [clocks]
     thread: time of an epilogue for each accumulator of a thread [clocks]
@@ -96,6 +98,8 @@ class Rates:
     writes: float = 0.0
     sectors: float = 0.0
     seams: float = 0.0
+    apart: float = 0.0
+    torn: float = 0.0
     swapped: float = 0.0
     rows: float = 0.0
     thread: float = 0.0

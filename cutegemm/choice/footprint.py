@@ -35,6 +35,7 @@ class Footprint:
     zig: every other wave of tiles walks K backwards.
     overlapped: the epilogue runs under the next tile's multiplications.
     pdl: programmatic dependent launch. leaves_room: a CTA of the next launch, which may start early, fits the SM too.
+    stays: a CTA computes one tile after the other, and loads the next one's first stages during an epilogue.
     early: without it, a launch that fills at most half of the places begins early all the same (`TileConfig`).
     copies: load instructions relative to loads of 16 bytes; 1.0 means none narrower.
     slower: what its multiplications take, measured, relative to what the model expects of such a tile.
@@ -79,6 +80,7 @@ class Footprint:
     segment: int = LINE
     swapped: bool = False
     leaves_room: bool = False
+    stays: bool = False
     terms: int = 1
     itemsize: int | None = None
     program: float = 0.0

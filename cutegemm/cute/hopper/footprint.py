@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SM90 = Rates(
     alone=0.06, early=0.3, sync=8.0, crew=0.1, outside=11.0, tail=0.3, lines=1.0, writes=0.1, sectors=0.3, seams=0.2,
-    swapped=0.1, rows=0.5, drains=2.0,
+    apart=0.02, torn=0.05, swapped=0.1, rows=0.5, drains=2.0,
 )  # fmt: skip
 SM90 = CostFamily("sm90", "cute", _SM90)
 SM90_TF32 = CostFamily("sm90/tf32", "cute", replace(_SM90, flop_pj=1.2), SM90)
@@ -77,6 +77,7 @@ def of(config: HopperConfig, signature: Signature, arch: Arch) -> Footprint:
         segment=min(columns * out, LINE),
         narrow=_narrow(config, signature),
         leaves_room=flags["pdl"] and ctas > 1,
+        stays=config.persistent,
         terms=terms,
         itemsize=None if signature.parts is None else signature.parts.itemsize,
         program=_program(config, signature),

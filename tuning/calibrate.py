@@ -3,7 +3,6 @@
     TABLE     a text table (below), the JSON of `tuning.bench`, of `tuning.sweep` or of `tuning.winners export`, a
               winners store (.sqlite3); without one, the user's winners store
     --unsplit TABLE   a table too, of which rows with K split do not count: measured before the sum of parts was changed
-    --only NAMES  fits these constants alone, and leaves the others as the package has them
     --refine  begins with the package's constants instead: when tables or terms have been added. What comes out
               depends on those constants too, which only the repository's history keeps
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
@@ -33,7 +32,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +72,6 @@ SHARP = 0.03
 
 _HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9) )?([tn]{2}) torch ([\d.]+) us")
 _LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
-_NAMES = tuple(field.name for field in fields(Rates))
 _SPLIT = re.compile(r"/k\d+(/|$)")
 
 
@@ -276,11 +274,8 @@ class Fit:
             fit.shapes[key] = best + [rest[int(i * step)] for i in range(MOST // 2) if int(i * step) < len(rest)]
         return fit
 
-    def search(self, start: Rates | None = None, only: Collection[str] = ()) -> Rates:
+    def search(self, start: Rates | None = None) -> Rates:
         """The constants that a search ends at which begins with the first principles, or at `start`.
-
-        Args:
-            only: the constants to change; by default all that first principles say something about.
 
         Raises RuntimeError saying what to install when scipy is missing.
         """
@@ -289,9 +284,7 @@ class Fit:
         except ImportError as why:
             raise RuntimeError("the fit needs scipy: pip install 'cutegemm[tuning]'") from why
         first, fit = self.family.first, self.thinned()
-        origin = {
-            f.name: getattr(first, f.name) for f in fields(Rates) if getattr(first, f.name) and f.name in (only or _NAMES)
-        }
+        origin = {f.name: getattr(first, f.name) for f in fields(Rates) if getattr(first, f.name)}
         begin = start or first
 
         def constants(logs: Iterable[float]) -> Rates:
@@ -346,14 +339,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="fit this kernel family only")
     parser.add_argument("--refine", action="store_true", help="begin with the package's constants")
-    parser.add_argument("--only", help="fit these constants alone: names of cost_rates.Rates, with commas between")
     parser.add_argument("--write", action="store_true", help=f"write {CONSTANTS.name}")
     parser.add_argument("--least", type=int, default=12, help="samples that a family needs to be fitted")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(given)
-    only = options.only.split(",") if options.only else []
-    if unknown := [name for name in only if name not in _NAMES]:
-        parser.error(f"--only: got {', '.join(map(repr, unknown))}, accepted are {', '.join(_NAMES)}")
     try:
         arch = arch_table.get(options.arch)
         samples = read_all(options.tables, options.unsplit, arch)
@@ -377,7 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: {count} times are too few to fit, at least {options.least}")
             continue
         try:
-            constants = fit.search(rates(fit.family) if options.refine or only else None, only)
+            constants = fit.search(rates(fit.family) if options.refine else None)
         except RuntimeError as why:
             print(f"{parser.prog}: {why}", file=sys.stderr)
             return 2

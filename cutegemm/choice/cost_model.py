@@ -33,8 +33,8 @@ What the terms count:
               of 16 bits, and of k steps of 32. Each takes an SM's port as long as a line, once for each CTA that loads
               it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles, 27 with 128x128)
     writes    more for what is written to parts of sectors (32 bytes) and lines, and where the tile order leaves time
-              between tiles that lie side by side in rows of D (7120x14104x128 with 128x256 tiles on an H200: 76 us row
-              by row, PLACEHOLDER)
+              between tiles that lie side by side in rows of D (7120x14104x128 with 128x256 tiles on an H200: 83 us row
+              by row, 95 by bands of eight rows of tiles)
     program   the matrix operands and further results of an epilogue program count as bytes of the epilogue and of
               memory; its instructions, and the operands that it waits for, as cycles of the epilogue (`program_cost`)
     split-K   each part is written, then read: by the last CTA to finish, or a share by each; stream-K fills the last
@@ -170,8 +170,8 @@ FIELDS = (
     "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump",
     "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
     "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part",
-    "_splits", "_stages", "_stays", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven", "_waits",
-    "_waits_port", "_waves", "_within", "_writes", "_written",
+    "_splits", "_stages", "_stays", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven",
+    "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 

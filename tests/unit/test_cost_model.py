@@ -197,6 +197,20 @@ def test_tiles_of_d_that_end_within_lines(tile, out_dtype, seams):
     assert (ratio > 1) == seams
 
 
+def test_writes_cost_more_where_tiles_along_a_row_are_apart_in_time():
+    """Doublings of the rows of tiles that are walked together: those of the order by those of the cluster."""
+    whole, torn = (4096, 4096, 64), (4096, 4104, 64)
+    for text, doublings in (("c1x1/s5/row", 0), ("c2x1/s5/row", 1), ("c1x2/s5/row", 0), ("c2x1/s5/serp8", 4)):
+        text = f"sm90/128x128x64/coop2/{text}"
+        plain = memory(model(text, apart=0.0, torn=0.0), *whole)
+        assert memory(model(text, apart=0.1, torn=0.0), *whole) == pytest.approx(
+            plain * (1 + 0.1 * doublings), rel=0.05
+        )
+        assert memory(model(text, apart=0.0, torn=0.1), *whole) == plain
+        plain = memory(model(text, apart=0.0, torn=0.0), *torn)
+        assert memory(model(text, apart=0.0, torn=0.1), *torn) == pytest.approx(plain * (1 + 0.1 * doublings), rel=0.05)
+
+
 def test_swapped_operands_end_within_lines_by_the_rows_of_their_tile():
     """With swapped operands the tile's M lies along D's rows: 128 x 96 is stored as 96 rows of 128."""
     assert not costs((4096, 4096, 64), "sm90/128x96x64/coop2/c1x1/s5/row/swap", seams=5.0)
@@ -285,16 +299,29 @@ POWER = st.floats(-1e-3, 1e-3, allow_subnormal=False)
 SHARE = st.floats(0, 1, allow_subnormal=False)
 
 
-@given(st.integers(1, 50), st.integers(1, 500), TIMES, TIMES, st.integers(1, 16), TIMES, TIMES)
-def test_rounds_of_tiles_take_longer_with_every_term(rounds, steps, step, latency, stages, epilogue, more):
+@given(st.integers(1, 50), st.integers(1, 500), TIMES, TIMES, st.integers(1, 16), TIMES, TIMES, st.sampled_from((0, 1)))
+def test_rounds_of_tiles_take_longer_with_every_term(rounds, steps, step, latency, stages, epilogue, more, stays):
     """From this and the next test it follows that less in any term makes a lower bound. Rounding may lose 1e-12 s."""
-    least = tiles_seconds(rounds, steps, step, latency, stages, epilogue) * (1 - 1e-9) - 1e-12
-    assert tiles_seconds(rounds + 1, steps, step, latency, stages, epilogue) >= least
-    assert tiles_seconds(rounds, steps + 1, step, latency, stages, epilogue) >= least
-    assert tiles_seconds(rounds, steps, step + more, latency, stages, epilogue) >= least
-    assert tiles_seconds(rounds, steps, step, latency + more, stages, epilogue) >= least
-    assert tiles_seconds(rounds, steps, step, latency, stages, epilogue + more) >= least
-    assert tiles_seconds(rounds, steps, step, latency, stages, epilogue, more) >= least
+
+    def took(rounds, steps, step, latency, epilogue, partial=0.0):
+        return tiles_seconds(rounds, steps, step, latency, stages, epilogue, partial, stays)
+
+    least = took(rounds, steps, step, latency, epilogue) * (1 - 1e-9) - 1e-12
+    assert took(rounds + 1, steps, step, latency, epilogue) >= least
+    assert took(rounds, steps + 1, step, latency, epilogue) >= least
+    assert took(rounds, steps, step + more, latency, epilogue) >= least
+    assert took(rounds, steps, step, latency + more, epilogue) >= least
+    assert took(rounds, steps, step, latency, epilogue + more) >= least
+    assert took(rounds, steps, step, latency, epilogue, more) >= least
+
+
+def test_the_first_loads_of_the_next_tile_are_under_way_during_an_epilogue():
+    """Three rounds of one step that waits 5 beside an epilogue of 3, a stage being free: 3 of the 5 are hidden."""
+    assert tiles_seconds(3, 1, 0.0, 5.0, 2, 3.0) == 3 * (5 + 3) - 5
+    assert tiles_seconds(3, 1, 0.0, 5.0, 2, 3.0, 0.0, 1.0) == 3 * (5 + 3) - 5 - 2 * 3
+    assert tiles_seconds(3, 1, 0.0, 2.0, 2, 3.0, 0.0, 1.0) == 3 * (2 + 3) - 2 - 2 * 2  # no more than the wait
+    assert tiles_seconds(1, 1, 0.0, 5.0, 2, 3.0, 0.0, 1.0) == 3  # no tile follows
+    assert tiles_seconds(3, 1, 6.0, 5.0, 2, 3.0, 0.0, 1.0) == 3 * (6 + 3)  # nothing waits
 
 
 @given(TIMES, TIMES, TIMES, POWER, SHARE, TIMES, SHARE)

@@ -58,6 +58,15 @@ _HALVES_TF32 = (
 _OF_GROUPS = ("sm90/256x96x64/coop2/c2x1/s4/serp8/swap/pdl",)
 """In the shortlists of groups of up to `UNSWAPPED_ROWS` rows too: tiles that hold half as many again, since about half
 of the groups have more than their share. No dense product of so many rows wants them."""
+_ROW_BY_ROW = (
+    "sm90/128x192x64/pp/c1x1/s4/row/pdl",
+    "sm90/128x192x64/pp/c2x1/s4/row/pdl",
+    "sm90/128x192x64/pp/c1x2/s4/row/pdl",
+)
+"""In the shortlists of large results of short sums too, whose time is that of writing D: tiles that follow one another
+along D's rows, which memory takes faster (docs/performance.md#large-results-of-short-sums)."""
+LARGE_RESULT, SHORT_SUM = 1 << 26, 1024
+"""The least elements of such a D and the largest K, of sizes rounded up to powers of two."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
@@ -74,8 +83,8 @@ byte early."""
 MOST_STAGES = 16
 """That the rule of validity takes."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
-    "float16": lambda _: shortlists.configurations(),
-    "bfloat16": lambda _: shortlists.configurations(),
+    "float16": lambda _: shortlists.configurations() + _ROW_BY_ROW,
+    "bfloat16": lambda _: shortlists.configurations() + _ROW_BY_ROW,
     "tfloat32": lambda _: _TF32,
     "float8": byte_candidates.listed,
     "int8": byte_candidates.listed,
@@ -174,6 +183,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found = list(dict.fromkeys([*found, *((text, False) for text in _OF_GROUPS)]))
+    if m * n >= LARGE_RESULT and k <= SHORT_SUM:
+        found = [*found, *((text, False) for text in _ROW_BY_ROW)]
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)

@@ -163,15 +163,16 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 
 FIELDS = (
-    "_a_by_k", "_again", "_alternate", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_blurred", "_bunch",
-    "_busiest", "_busy", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed",
-    "_fold", "_full", "_group_rows", "_hides", "_idle", "_itemsize", "_l2", "_last", "_launch", "_least_epilogue",
-    "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step",
-    "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump",
-    "_multiply", "_out_size", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read",
-    "_rereads", "_rest", "_sectors", "_serial", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part",
-    "_splits", "_stages", "_stays", "_step_fixed", "_sums", "_tail", "_tile_m", "_tile_n", "_under", "_uneven",
-    "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
+    "_a_by_k", "_again", "_alternate", "_apart", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_blurred",
+    "_bunch", "_busiest", "_busy", "_cluster_rows", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue",
+    "_exchange", "_fixed", "_fold", "_full", "_group", "_group_rows", "_hides", "_idle", "_itemsize", "_l2",
+    "_last", "_launch", "_least_epilogue", "_least_latency", "_least_latency_lines", "_least_load",
+    "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines",
+    "_lines_a", "_lines_b", "_load_chip", "_lump", "_multiply", "_out_size", "_outside", "_overlap", "_parts",
+    "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_slower",
+    "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums",
+    "_tail", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port", "_waves", "_within",
+    "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -261,9 +262,8 @@ class Model:
         self._waves = WAVES if signature.unit == CUDA_CORES else 1
 
         # -- memory and power
-        doublings = math.log2(f.group * f.cluster[0])
-        self._sectors = r.sectors + r.torn * doublings
-        self._writes = r.writes + r.apart * doublings + r.seams * (LINE / f.segment - 1) + r.swapped * f.swapped
+        self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1) + r.swapped * f.swapped
+        self._apart, self._torn, self._group, self._cluster_rows = r.apart, r.torn, f.group, f.cluster[0]
         self._rereads = ZIG_REREADS if f.zig else 1.0
         self._group_rows = f.group * self._tile_m
         self._l2 = L2_FILLED * arch.l2_bytes
@@ -414,9 +414,13 @@ class Model:
         if splits > 1:
             held += 8 * splits * m * n * batch  # the parts, fp32, written and read
         memory = moved + self._again * held + d * self._writes
-        if n * self._out_size % SECTOR:
+        torn = n * self._out_size % SECTOR
+        if torn:
             memory += d * self._sectors
         if works:
+            walked = (self._group if self._group < rows else rows) * self._cluster_rows
+            if walked > 1:
+                memory += d * math.log2(walked) * (self._apart + self._torn if torn else self._apart)
             memory *= 1 + self._idle * (places / works - 1 / rounds)
         memory /= self._bandwidth
 

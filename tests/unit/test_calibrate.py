@@ -325,7 +325,8 @@ def test_files_that_are_no_tables(tmp_path):
 
 
 def test_the_kept_times_can_be_fitted_again():
-    """What families but sm90 were fitted to is in the repository: every line is read, and valid today."""
+    """What families but sm90 were fitted to is in the repository, with other times of sm90: every line is read, and
+    valid today."""
     tables = sorted(TIMES.glob("*.txt"))
     for table in tables:
         samples = calibrate.read(table, H200)

@@ -183,8 +183,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found = list(dict.fromkeys([*found, *((text, False) for text in _OF_GROUPS)]))
-    if m * n >= LARGE_RESULT and k <= SHORT_SUM:
-        found = [*found, *((text, False) for text in _ROW_BY_ROW)]
+    found = [*found, *((text, False) for text in written_by_rows(m, n, k))]
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
@@ -197,6 +196,11 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         return found
     fitting = _fitting(signature)
     return list(dict.fromkeys((fitting[text], split) for text, split in found))
+
+
+def written_by_rows(m: int, n: int, k: int) -> tuple[str, ...]:
+    """Candidates besides those of `shortlists`, where writing D takes most of the time; sizes are powers of two."""
+    return _ROW_BY_ROW if m * n >= LARGE_RESULT and k <= SHORT_SUM else ()
 
 
 @functools.lru_cache(maxsize=64)

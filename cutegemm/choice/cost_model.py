@@ -30,8 +30,8 @@ What the terms count:
               (up to 1.6 times as long where loads bound the time: 7712x15616x168 against x192 on an H200, 128x128
               tiles)
     narrow    rows of TMA boxes narrower than a line: of operands along M or N whose tile is no multiple of 64 elements
-              of 16 bits, and of k steps of 32. Each takes an SM's port as long as a line, once for each CTA that loads
-              it in common (2048^3 with row-major B on an H200: 45 us with 128x144 tiles, 27 with 128x128)
+              of 16 bits, and of k steps of 32. Each takes the L2, and an SM's port, as long as a line (8352x872x12208
+              with both operands along M and N on an H200: 396 us with 128x224 tiles, 291 with clusters that share B)
     writes    more for what is written to parts of sectors (32 bytes) and lines, and where the tile order leaves time
               between tiles that lie side by side in rows of D (7120x14104x128 with 128x256 tiles on an H200: 83 us row
               by row, 95 by bands of eight rows of tiles)
@@ -207,13 +207,14 @@ class Model:
         flops, stage = 2 * f.bm * f.bn * f.bk * f.terms, (f.bm + f.bn) * f.bk * size
         # Of the CTAs that share loads, each byte once.
         from_l2 = (rows_a + rows_b) * f.bk * size
+        lines_of_l2 = (rows_a * f.narrow[0] + rows_b * f.narrow[1]) * f.bk * size
         self._multiply = multiply = f.slower * flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
         self._smem = smem = (
             f.slower * (f.smem_step + stage * f.copies + f.turned * r.turned + f.deep * r.deep) / (r.smem * clock)
         )
-        port = stage * f.narrow / (r.port * clock)
+        port = (f.bm * f.narrow[0] + f.bn * f.narrow[1]) * f.bk * size / (r.port * clock)
         self._port, self._busiest, self._busy = port, max(multiply, smem), multiply + smem
-        self._load_chip = f.parts * from_l2 / (r.l2 * clock * arch.sm_count)
+        self._load_chip = f.parts * lines_of_l2 / (r.l2 * clock * arch.sm_count)
         self._outside = f.parts * f.bk * size / (r.outside * clock * arch.sm_count) if r.outside else 0.0
         self._a_by_k, self._b_by_k = signature.a_major == "k", signature.b_major == "k"
         self._lines = r.lines

@@ -41,7 +41,7 @@ class Footprint:
     slower: what its multiplications take, measured, relative to what the model expects of such a tile.
     turned: bytes of a stage that are transposed on their way into shared memory.
     deep: bytes that warps read along K in a k step, which slices do of K-major operands.
-    narrow: slowdown of a stage's TMA loads relative to boxes with rows of whole lines; 1.0 means none.
+    narrow: rows of the TMA boxes of A and of B relative to boxes with rows of whole lines; 1.0 means such.
     outputs: accumulators of a thread, in families whose epilogues `Rates.thread` counts by them; else 0.
     segment: part of a row of D that the epilogue stores as one, at most a line [bytes].
     swapped: the kernel multiplies D^T = B^T A^T and stores D transposed.
@@ -73,7 +73,7 @@ class Footprint:
     slower: float = 1.0
     turned: int = 0
     deep: int = 0
-    narrow: float = 1.0
+    narrow: tuple[float, float] = (1.0, 1.0)
     curve: bool = False
     zig: bool = False
     outputs: int = 0

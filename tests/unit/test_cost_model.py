@@ -120,26 +120,28 @@ def test_lines_slow_an_sms_own_port_and_what_waits_for_it():
     ("sm90/128x192x64/coop2/c1x1/s4/row", "nt", 1, 1),
     ("sm90/128x64x32/coop2/c1x1/s4/row", "tn", 2, 2),  # 32 elements along K
     ("sm90/128x144x64/coop2/c1x1/s4/row", "tt", 1, 4),  # 288 bytes: boxes of 32
-    ("sm90/128x144x64/coop2/c2x1/s4/row", "tt", 1, 8),  # in common
-    ("sm90/64x96x64/coop1/c2x1/s4/row", "tt", 1, 4),
+    ("sm90/128x144x64/coop2/c2x1/s4/row", "tt", 1, 4),
+    ("sm90/64x96x64/coop1/c2x1/s4/row", "tt", 1, 2),
     ("sm90/128x144x64/coop2/c2x1/s4/row", "nn", 1, 1),
     ("sm90/128x192x64/coop2/c2x1/s4/row", "tt", 1, 1),
     ("sm90/128x192x64/coop2/c1x4/s4/row", "nt", 1, 1),
     ("sm90/128x48x64/coop2/c1x1/s4/row/swap", "nn", 4, 1),  # A is what the tile's N walks along
     ("sm90/128x48x64/coop2/c1x1/s4/row/swap", "tt", 1, 1),
 ])  # fmt: skip
-def test_a_narrow_row_of_a_box_takes_the_port_as_long_as_a_line(text, majors, rows_a, rows_b):
+def test_a_narrow_row_of_a_box_takes_the_port_and_the_l2_as_long_as_a_line(text, majors, rows_a, rows_b):
     config = backend.get("cute").parse(text)
-    extent_a, extent_b = (config.bn, config.bm) if config.swapped else (config.bm, config.bn)
-    narrow = (extent_a * rows_a + extent_b * rows_b) / (extent_a + extent_b)
+    extents = (config.bn, config.bm) if config.swapped else (config.bm, config.bn)
+    cluster = config.cluster[::-1] if config.swapped else config.cluster
     signature = Problem.of(64, 64, 64, "bf16", majors=majors).signature
     shape = backend.get("cute").footprint(config, signature, H200)
-    assert shape.narrow == narrow  # of the compiled kernel's boxes: tests/emulated/test_hopper_boxes.py
-    only = {"port": 1.0, "overlap": 0.0, "within": 0.0, "step": 0.0, "tile": 0.0, "sync": 0.0, "quad": 0.0}
-    sizes = 64, 64, 64000
-    rates = dataclasses.replace(NOTHING, **only)
-    taken, wide = (Model(one, signature, H200, rates) for one in (shape, dataclasses.replace(shape, narrow=1.0)))
-    assert taken.terms(*sizes, 1).tiles / wide.terms(*sizes, 1).tiles == pytest.approx(narrow, rel=0.01)
+    assert shape.narrow == (rows_a, rows_b)  # of the compiled kernel's boxes: tests/emulated/test_hopper_boxes.py
+    only = {"overlap": 0.0, "within": 0.0, "step": 0.0, "tile": 0.0, "sync": 0.0, "quad": 0.0}
+    for rate, shared, sizes in (("port", (1, 1), (64, 64, 64000)), ("l2", cluster, (64 * 1024, 64 * 1024, 64000))):
+        of_a, of_b = (extent * ctas for extent, ctas in zip(extents, shared, strict=True))
+        rates = dataclasses.replace(NOTHING, **only, **{rate: 0.1})
+        taken, wide = (Model(one, signature, H200, rates) for one in (shape, dataclasses.replace(shape, narrow=(1, 1))))
+        ratio = taken.terms(*sizes, 1).tiles / wide.terms(*sizes, 1).tiles
+        assert ratio == pytest.approx((of_a * rows_a + of_b * rows_b) / (of_a + of_b), rel=0.01)
 
 
 def test_a_ragged_end_of_k_costs_operands_along_k_alone():

@@ -125,22 +125,18 @@ def order_rows(order: str) -> int:
     return {"row": 1, "hilbert": 1 << HILBERT_LEVELS}.get(order, 64)
 
 
-def _narrow(config: HopperConfig, signature: Signature) -> float:
+def _narrow(config: HopperConfig, signature: Signature) -> tuple[float, float]:
     """`Footprint.narrow`. A row of a TMA box is as long as the greatest common divisor of a line and the tile's extent
     along the operand's major.
-
-    Rows shorter than a line that n CTAs load in common take n times as long (measured with a row-major B on an H200);
-    whole lines do not.
     """
-    size, (cm, cn) = ITEMSIZE[signature.dtype], config.cluster
+    size = ITEMSIZE[signature.dtype]
     majors = (signature.a_major, signature.b_major)[:: -1 if config.swapped else 1]
     if signature.parts is not None:
         size, majors = ITEMSIZE[signature.parts.element], ("k", "k")
-    rows = lines = 0.0
     halves = signature.epilogue.gating == "halves"
     parts = (2 if halves and config.swapped else 1, 2 if halves and not config.swapped else 1)
-    for extent, sharers, major, part in zip((config.bm, config.bn), (cn, cm), majors, parts, strict=True):
-        width = math.gcd(config.bk * size if major == "k" else extent * size // part, LINE)
-        rows += extent * (1 if width == LINE else sharers) / width
-        lines += extent / LINE
-    return rows / lines
+    first, second = (
+        LINE / math.gcd(config.bk * size if major == "k" else extent * size // part, LINE)
+        for extent, major, part in zip((config.bm, config.bn), majors, parts, strict=True)
+    )
+    return (second, first) if config.swapped else (first, second)

@@ -248,11 +248,31 @@ def _maximum(x, y):
     return cute.where((x > y) | (x != x), _like(x, y), _like(y, x))
 
 
+def _ifloordiv(x, y):
+    """x // y, 0 where y is 0; -2^31 // -1 wraps."""
+    divisor, factor = _guarded(x, y)
+    return x // divisor * factor
+
+
 def _imod(x, y):
-    """With the sign of y, as Python's; the DSL's own % has that of x."""
+    """With the sign of y, as Python's; the DSL's own % has that of x. 0 where y is 0."""
     if isinstance(y, int) and y > 0 and y & (y - 1) == 0:
         return x & (y - 1)
-    return x - x // y * y
+    divisor, _ = _guarded(x, y)
+    return x - x // divisor * divisor
+
+
+def _guarded(x, y):
+    """(divisor, factor) with which x // y is x // divisor * factor and x % y is x % divisor.
+
+    LLVM leaves x / 0 and -2^31 / -1 undefined, and removes code that is reached with such a divisor only. So the kernel
+    divides by 1 instead of 0 and -1. Other constants need no such care.
+    """
+    if isinstance(y, int) and y not in (0, -1):
+        return y, 1
+    y = _like(y, x)
+    undefined, one = (y == 0) | (y == -1), cute.full_like(y, 1)
+    return cute.where(undefined, one, y), cute.where(undefined, y, one)
 
 
 def _like(value, other):
@@ -286,7 +306,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "iadd": operator.add,
     "isub": operator.sub,
     "imul": operator.mul,
-    "ifloordiv": operator.floordiv,
+    "ifloordiv": _ifloordiv,
     "imod": _imod,
     "float": lambda x: x.to(Float32),
 }

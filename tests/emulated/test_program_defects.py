@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm import ops
 
 A, B = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 8, dtype=torch.bfloat16)
 
@@ -31,3 +32,41 @@ def test_the_remainder_has_the_sign_of_the_divisor(monkeypatch):
     results = cutegemm.gemm(a, b, epilogue=remainders, operands=(x, y), backend="cute")
     for got, want in zip(results, (x % y, (x % 8).expand(8, 8), (-7 % y).expand(8, 8)), strict=True):
         assert torch.equal(got, want.float())
+
+
+ENDS = [-(2**31), -7, -1, 0, 1, 7, 2**31 - 1, 100]
+QUOTIENTS = (
+    lambda x, y: (x // y + 2**31) % 2**32 - 2**31 if y else 0,
+    lambda x, y: x % y if y else 0,
+    lambda x, y: 7 // y if y else 0,
+    lambda x, y: 7 % y if y else 100,
+)
+"""What `_quotients` gives, of Python's numbers."""
+
+
+def _quotients(acc, x, y):
+    return acc + x // y, acc + x % y, acc + 7 // y, ops.where(y == 0, 100.0, ops.cast(7 % y, torch.float32))
+
+
+def _quotients_by_zero(acc, x):
+    return _quotients(acc, x, 2 * ops.row() - ops.row() - ops.row())  # LLVM finds out that this is 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "cute"])
+@pytest.mark.parametrize("of", ["tensor", "number", "zero"])
+def test_a_division_of_integers_by_zero_is_defined(of, backend, monkeypatch):
+    """Kernels left it to LLVM, which took the divisor for another number in the whole epilogue: `y == 0` was false, and
+    where the divisor was surely 0, nothing was stored. -2^31 // -1 was undefined too.
+    """
+    monkeypatch.setenv("CUTEGEMM_ARCH", "sm_80")
+    x = torch.tensor(ENDS, dtype=torch.int32)
+    calls = {
+        "tensor": [(_quotients, (x, x[:, None]), ENDS)],
+        "number": [(_quotients, (x, y), [y] * 8) for y in (0, -1, 3)],
+        "zero": [(_quotients_by_zero, (x,), [0] * 8)],
+    }
+    a, b = torch.zeros(8, 16), torch.zeros(16, 8)
+    for epilogue, operands, divisors in calls[of]:
+        results = cutegemm.gemm(a, b, epilogue=epilogue, operands=operands, backend=backend)
+        for got, want in zip(results, QUOTIENTS, strict=True):
+            assert torch.equal(got, torch.tensor([[float(want(each, y)) for each in ENDS] for y in divisors]))

@@ -37,8 +37,19 @@ _COMPARE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _quotient(x: Tensor, y: Tensor) -> Tensor:
-    """Rounded down, and 0 where y is 0: what a kernel gives there is not specified."""
-    return torch.where(y == 0, 0, torch.div(x, torch.where(y == 0, 1, y), rounding_mode="floor"))
+    """Rounded down, 0 where y is 0; -2^31 // -1 wraps."""
+    undefined = _is_undefined(y)
+    return torch.div(x, torch.where(undefined, 1, y), rounding_mode="floor") * torch.where(undefined, y, 1)
+
+
+def _remainder(x: Tensor, y: Tensor) -> Tensor:
+    """With the sign of y; 0 where y is 0 or -1."""
+    return torch.remainder(x, torch.where(_is_undefined(y), 1, y))
+
+
+def _is_undefined(divisor: Tensor) -> Tensor:
+    """Whether C++, and with it torch, leaves an integer division by it undefined: of any integer, or of -2^31."""
+    return (divisor == 0) | (divisor == -1)
 
 
 _MANY: dict[str, Callable[..., Tensor]] = {
@@ -46,7 +57,7 @@ _MANY: dict[str, Callable[..., Tensor]] = {
     "minimum": torch.minimum, "maximum": torch.maximum,  # NaN if one of the two is NaN
     "where": torch.where, "and": torch.logical_and, "or": torch.logical_or, "not": torch.logical_not,
     "iadd": torch.add, "isub": torch.sub, "imul": torch.mul, "ifloordiv": _quotient,
-    "imod": lambda x, y: torch.where(y == 0, 0, torch.remainder(x, torch.where(y == 0, 1, y))),
+    "imod": _remainder,
     **_COMPARE, **{"i" + name: function for name, function in _COMPARE.items()},
 }  # fmt: skip
 

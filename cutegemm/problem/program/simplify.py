@@ -80,7 +80,7 @@ class _Rules(Builder):
             with np.errstate(all="ignore"):
                 result = _FOLDED[op](*numbers)
             return bool(result) if OPS[op].gives == BOOL else float(result)
-        if op in _FOLDED_INTEGERS and not (op in ("ifloordiv", "imod") and known[1] == 0):
+        if op in _FOLDED_INTEGERS:
             result = _FOLDED_INTEGERS[op](*known)
             return result if isinstance(result, bool) else wrapped(result)
         return None
@@ -258,10 +258,14 @@ class _Rules(Builder):
         return None
 
     def ifloordiv(self, x: int, y: int) -> int | None:
+        if self.constant(y, 0):
+            return y
+        if self.constant(y, -1):
+            return self.make("isub", (self.const(0), x))
         return x if self.constant(y, 1) else None
 
     def imod(self, x: int, y: int) -> int | None:
-        return self.const(0) if self.constant(y, 1) else None
+        return self.const(0) if self.constant(y, -1, 0, 1) else None
 
 
 _RULES: dict[str, Callable[..., int | None]] = {
@@ -313,8 +317,8 @@ _FOLDED_INTEGERS: dict[str, Callable] = {
     "iadd": lambda x, y: x + y,
     "isub": lambda x, y: x - y,
     "imul": lambda x, y: x * y,
-    "ifloordiv": lambda x, y: x // y,
-    "imod": lambda x, y: x % y,
+    "ifloordiv": lambda x, y: x // y if y else 0,
+    "imod": lambda x, y: x % y if y else 0,
     **{"i" + name: _FOLDED[name] for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }
 

@@ -171,6 +171,8 @@ class _Reader:
         types = tuple(self.builder.types[arg] for arg in args)
         for name in names:
             if OPS[name].takes == types:
+                if name in ("ifloordiv", "imod") and self.builder.value(args[1]) == 0:
+                    raise ValueError("division by zero")
                 return self.builder.add(name, *args)
         if not names:
             return None

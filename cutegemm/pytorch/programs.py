@@ -190,10 +190,11 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, how, save):
                 raise ValueError(autograd.NO_GRADIENT_INTO)
             if a.element_size() == 1:
                 autograd.refuse_gradients(tensors)
-            program = _program(a, b, epilogue, operands)
             if _has_transforms():
-                return _by_operator(a, b, program.text, operands, out, out_dtype, how, save)
+                text = _program(a, b, epilogue, operands).text
+                return _by_operator(a, b, text, operands, out, out_dtype, how, save)
             key = fused.key_of(a, b, epilogue, operands, out, out_dtype, how)
+            program = _program(a, b, fused.traced_for(key, epilogue), operands)
             if key is not None:
                 _recorded.put((key, save), program)
             return _record(a, b, program, operands, out_dtype, how, save)

@@ -80,7 +80,7 @@ MEANING = 12
 def key_of(a, b, epilogue, operands, out, out_dtype, how) -> Any:
     """The key of a call; None when something about it is strange.
 
-    A function whose meaning is not remembered is known by its program.
+    A function whose meaning is not remembered is known by its program (`traced_for`).
     """
     try:
         found = description(a, b, epilogue, operands, out, out_dtype, how)
@@ -93,6 +93,14 @@ def key_of(a, b, epilogue, operands, out, out_dtype, how) -> Any:
     return found
 
 
+def traced_for(key: Any, epilogue: Any) -> Any:
+    """The epilogue to plan for this key of `key_of`: the program in the key, if there is one.
+
+    A function of unknown meaning may give another program when it is traced again, which must not run under this key.
+    """
+    return key[MEANING] if key is not None and key[MEANING].__class__ is Program else epilogue
+
+
 def _described(out: Any) -> Any:
     """All of a tensor to write that a plan depends on."""
     return out.shape, out.stride(), out.dtype, out.device, (p := out.data_ptr()) and p & 15 | 16, out.is_neg()
@@ -102,6 +110,7 @@ def planned(
     key: Any, a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, how: How
 ) -> tuple[Runner, Plan]:
     """Checks and plans a call; its runner and plan are remembered."""
+    epilogue = traced_for(key, epilogue)
     asked = program_request.describe(a, b, epilogue, operands, out, out_dtype, how.precision)
     return remembered(memo, key, asked, how, _runner)
 

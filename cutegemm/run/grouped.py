@@ -64,6 +64,7 @@ def planned(
     backend: str, config: Any,
 ) -> tuple[Runner, Plan]:  # fmt: skip
     """Checks and plans a call; its runner and plan are remembered."""
+    epilogue = fused.traced_for(None if key is None else key[0], epilogue)
     asked = grouped_request.describe(a, b, sizes, epilogue, operands, out, out_dtype, precision)
     return fused.remembered(memo, key, asked, How(precision, backend, config), _runner)
 

@@ -112,3 +112,38 @@ def test_numbers_are_folded_whatever_the_default_device():
     product = A.float() @ B.float()
     torch.testing.assert_close(got[0], product * 1.6487212707 + 3)
     torch.testing.assert_close(got[1], product + torch.tensor(0.3).exp().bfloat16())
+
+
+class Changing:
+    """Its factor is another number whenever it is read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    @property
+    def factor(self) -> float:
+        self.reads += 1
+        return self.reads + 0.375
+
+
+ENDS = torch.tensor([3, 8], dtype=torch.int32)
+CALLS = {
+    "gemm": lambda epilogue: cutegemm.gemm(A, B, epilogue=epilogue, backend="torch"),
+    "gradient": lambda epilogue: cutegemm.gemm(A.clone().requires_grad_(), B, epilogue=epilogue, backend="torch"),
+    "grouped": lambda epilogue: cutegemm.grouped_gemm(A, B.expand(2, 16, 8), ENDS, epilogue=epilogue, backend="torch"),
+    "scaled": lambda epilogue: cutegemm.gemm(
+        A.to(torch.int8), B.to(torch.int8), epilogue=epilogue, scale_a=torch.ones(8, 1), scale_b=torch.ones(1, 8),
+        backend="torch",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_function_that_changes_is_traced_once_a_call(call):
+    """It was traced for the key and again for the plan. The second program's kernel served later calls of the first."""
+    changing = Changing()
+    for first in (0, 0, 2):
+        changing.reads = first
+        got = CALLS[call](lambda acc: acc * changing.factor)
+        assert changing.reads == first + 1
+        assert torch.equal(got, ((A @ B).float() * (first + 1.375)).to(got.dtype))

@@ -29,6 +29,31 @@ _of_thread = threading.local()
 _lock = threading.Lock()
 
 
+class _Contexts:
+    """The contexts of a thread that are open, each with a number: tasks of one event loop end them in any order.
+
+    precision: that of the context entered last, None where none is open.
+    """
+
+    def __init__(self) -> None:
+        self.precision: str | None = None
+        self._open: list[tuple[int, str]] = []
+
+    def entered(self, precision: str) -> tuple[int, str]:
+        own = (self._open[-1][0] + 1 if self._open else 0, precision)
+        self._open.append(own)
+        self.precision = precision
+        return own
+
+    def left(self, own: tuple[int, str]) -> None:
+        self._open.remove(own)
+        self.precision = self._open[-1][1] if self._open else None
+
+
+_NONE = _Contexts()
+"""Those of a thread that has never entered one."""
+
+
 def set_float32_precision(precision: str) -> None:
     """Sets the precision of float32 products for the whole process: for calls that give no `precision`.
 
@@ -54,12 +79,13 @@ def set_float32_precision(precision: str) -> None:
 
 def get_float32_precision() -> str:
     """The precision that float32 products of this thread have when their call gives none."""
-    return getattr(_of_thread, "precision", None) or _of_process
+    return getattr(_of_thread, "contexts", _NONE).precision or _of_process
 
 
 @contextlib.contextmanager
 def float32_precision(precision: str) -> Iterator[None]:
-    """Context: as `set_float32_precision`, for the calling thread, until the context ends; contexts nest.
+    """Context: as `set_float32_precision`, for the calling thread, until the context ends; of several that are open, as
+    in tasks of one event loop, the one that was entered last decides.
 
     >>> with cutegemm.float32_precision("bf16x6"):
     ...     d = cutegemm.gemm(a, b)
@@ -68,13 +94,15 @@ def float32_precision(precision: str) -> Iterator[None]:
         ValueError: no such precision.
     """
     _check(precision)
-    before = getattr(_of_thread, "precision", None)
     _use(precision)
-    _of_thread.precision = precision
+    contexts = getattr(_of_thread, "contexts", None)
+    if contexts is None:
+        contexts = _of_thread.contexts = _Contexts()
+    own = contexts.entered(precision)
     try:
         yield
     finally:
-        _of_thread.precision = before
+        contexts.left(own)
 
 
 def default(a: Any, backend: Any) -> str | None:
@@ -87,7 +115,7 @@ def default(a: Any, backend: Any) -> str | None:
         return None
     if backend == "auto" and not a.is_cuda:
         return None
-    return getattr(_of_thread, "precision", None) or _of_process
+    return getattr(_of_thread, "contexts", _NONE).precision or _of_process
 
 
 def of_gradients(precision: str | None) -> str | None:

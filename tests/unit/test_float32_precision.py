@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import threading
 
 import pytest
@@ -131,6 +133,52 @@ def test_threads_have_their_own_and_an_error_ends_a_context():
     with pytest.raises(KeyError):
         fails()
     assert seen == ["ieee", "tf32"]
+    assert cutegemm.get_float32_precision() == "ieee"
+
+
+def test_contexts_may_end_in_any_order():
+    """The end of one restored what was there at its entry: after A, B, end of A, end of B it stayed at A's."""
+    precision = cutegemm.get_float32_precision
+    cutegemm.set_float32_precision("bf16x9")
+    for order in itertools.permutations(range(3)):
+        names = ["tf32", "bf16x6", "tf32"]
+        contexts = [cutegemm.float32_precision(name) for name in names]
+        for context in contexts:
+            context.__enter__()
+        left = [0, 1, 2]
+        for number in order:
+            contexts[number].__exit__(None, None, None)
+            left.remove(number)
+            assert precision() == (names[left[-1]] if left else "bf16x9")
+
+
+def test_a_context_that_ends_in_another_thread_ends_in_its_own():
+    """As that of a generator, which is closed where it is dropped."""
+    context = cutegemm.float32_precision("tf32")
+    context.__enter__()
+
+    def close():
+        with cutegemm.float32_precision("bf16x6"):
+            context.__exit__(None, None, None)
+            seen.append(cutegemm.get_float32_precision())
+
+    seen: list[str] = []
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert seen == ["bf16x6"]
+    assert cutegemm.get_float32_precision() == "ieee"
+
+
+def test_tasks_of_one_event_loop_leave_no_precision_behind():
+    async def task(precision, seconds):
+        with cutegemm.float32_precision(precision):
+            await asyncio.sleep(seconds)
+
+    async def both():
+        await asyncio.gather(task("tf32", 0.01), task("bf16x6", 0.02))
+
+    asyncio.run(both())
     assert cutegemm.get_float32_precision() == "ieee"
 
 

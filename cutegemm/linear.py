@@ -129,6 +129,7 @@ def _check(x: Any, weight: Any, bias: Any, why: Exception) -> None:
             raise request.no_tensor(name, tensor) from None
         if isinstance(tensor, torch.Tensor) and tensor.is_nested:
             raise TypeError(f"{name}: got a nested tensor, expected a dense one; call .to_padded_tensor()") from None
+    sharded.refuse_mixed("cutegemm.linear", x=x, weight=weight, bias=bias)
     text = str(why)
     if weight.dim() == 2 and x.dim() > 0 and weight.shape[1] != x.shape[-1] and text.startswith("b: got shape"):
         raise ValueError(

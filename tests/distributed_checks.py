@@ -281,6 +281,7 @@ def compiled_tensor_parallel(setting: Setting) -> None:
 @check
 def what_is_refused(setting: Setting) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
 
     import cutegemm
 
@@ -289,8 +290,24 @@ def what_is_refused(setting: Setting) -> None:
         cutegemm.gemm(a, b, out=a.clone())
     with refused(ValueError, "b: got shape"):
         cutegemm.gemm(a, distribute_tensor(setting.integers(4, 8), setting.mesh, [Shard(0)]))
-    with refused(RuntimeError, "mixed torch.Tensor and DTensor"):
-        cutegemm.gemm(a, setting.integers(8, 8))
+    plain, w, line = setting.integers(8, 8), a.clone().requires_grad_(), setting.integers(8)
+    calls: dict[str, Callable[[], Any]] = {
+        "b": lambda: cutegemm.gemm(a, plain),
+        "a": lambda: cutegemm.gemm(plain, w),
+        "c": lambda: cutegemm.gemm(a, b, plain, beta=1.0),
+        "bias": lambda: cutegemm.gemm(a, b, bias=line),
+        "x": lambda: cutegemm.linear(plain, w),
+        "weight": lambda: cutegemm.linear(a, plain, line),
+    }
+    for name, call in calls.items():
+        with refused(ValueError, f"{name}: got a Tensor in a call of "):
+            call()
+    with refused(ValueError, "bias: got a FakeTensor in a call of torch.ops.cutegemm.gemm"):
+        torch.compile(cutegemm.gemm, backend="aot_eager")(a, b, bias=line)
+    with refused(ValueError, "out: got one in a call with DTensors"):
+        cutegemm.gemm(a, plain, out=plain.clone())
+    with implicit_replication():
+        torch.testing.assert_close(cutegemm.gemm(a, plain).full_tensor(), a.full_tensor() @ plain)
 
 
 @contextmanager

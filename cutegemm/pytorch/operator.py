@@ -15,7 +15,7 @@ from cutegemm import native
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import PRODUCTS, product_dtype_name, torch_dtype
 from cutegemm.problem.epilogue import Epilogue
-from cutegemm.pytorch import autograd, registering, sharding, transforms
+from cutegemm.pytorch import autograd, registering, sharded, sharding, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.run.call import compute
 from cutegemm.run.how import How, schema, settled, split
@@ -110,6 +110,12 @@ _DEVICES = frozenset(
 """Key sets of plain tensors, which nothing but a device's kernel handles."""
 
 
+def _prepare_sharding(a: Any, b: Any, c: Any, bias: Any) -> None:
+    """Has DTensor know the operator. Raises ValueError naming a plain tensor among DTensors."""
+    sharding.needed()
+    sharded.refuse_mixed("torch.ops.cutegemm.gemm", a=a, b=b, c=c, bias=bias)
+
+
 def _recorded_gemm(keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *how):
     """gemm for one level of autograd: the function that is recorded calls the operator below it.
 
@@ -122,13 +128,13 @@ def _recorded_gemm(keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activat
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
         if below.raw_repr() in _DEVICES:  # `_gemm`, without another passage through the dispatcher
             return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, how)
-        sharding.needed()
+        _prepare_sharding(a, b, c, bias)
         with torch._C._AutoDispatchBelowAutograd():
             return _redispatch(below, a, b, c, alpha, beta, bias, activation, out_dtype, *how)
 
     if a.element_size() == 1:
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
-    sharding.needed()
+    _prepare_sharding(a, b, c, bias)
     run = registering.below_autograd(
         lambda a, b, c, alpha, beta, bias, out: _redispatch(
             below, a, b, c, alpha, beta, bias, activation, out_dtype, *how

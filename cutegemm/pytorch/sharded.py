@@ -112,6 +112,28 @@ def mesh_of(what: str, tensors: dict[str, Any]) -> Any:
 
     Raises ValueError where a tensor is no DTensor or is on another mesh, or where this rank is not on the mesh.
     """
+    mesh = _common_mesh(what, tensors)
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{what}: this rank is not on the device mesh {mesh}; call it on the ranks of the mesh alone")
+    return mesh
+
+
+def refuse_mixed(what: str, **tensors: Any) -> None:
+    """Raises ValueError where one tensor is a DTensor and another is none, or is on another mesh.
+
+    For operators whose sharding is left to torch. It takes plain tensors within `implicit_replication`, and calls of
+    ranks that are not on the mesh.
+    """
+    given = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
+    if not is_distributed(*given.values()):
+        return
+    from torch.distributed.tensor import DTensor
+
+    if not DTensor._op_dispatcher._allow_implicit_replication:
+        _common_mesh(what, given)
+
+
+def _common_mesh(what: str, tensors: dict[str, Any]) -> Any:
     from torch.distributed.tensor import DTensor
 
     mesh = next(each.device_mesh for each in tensors.values() if isinstance(each, DTensor))
@@ -126,8 +148,6 @@ def mesh_of(what: str, tensors: dict[str, Any]) -> Any:
                 f"{name}: it is on the device mesh {each.device_mesh} in a call of {what}, expected {mesh} as of the "
                 "first tensor"
             )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"{what}: this rank is not on the device mesh {mesh}; call it on the ranks of the mesh alone")
     return mesh
 
 

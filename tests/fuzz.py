@@ -35,6 +35,7 @@ from tests import forked, fuzz_kernels
 from tests.fuzz_draw import CPU, CUDA, Pair, draw
 from tests.fuzz_kernels import SHARES, Slot
 from tests.fuzz_spec import Spec
+from tests.options import whole
 
 HANG_S = 120.0
 """A problem that gave no answer for this long counts as hanging."""
@@ -93,10 +94,10 @@ class Tally:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=10000, help="problems (default %(default)s)")
-    parser.add_argument("--seed", type=int, help="decides everything; by default a fresh one, printed")
+    parser.add_argument("--count", type=whole, default=10000, help="problems (default %(default)s)")
+    parser.add_argument("--seed", type=whole, help="decides everything; by default a fresh one, printed")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="cpu: in the emulator (default without a GPU)")
-    parser.add_argument("--only", type=int, metavar="N", help="problem N of the run alone")
+    parser.add_argument("--only", type=whole, metavar="N", help="problem N of the run alone")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop after this long, compiling included")
     parser.add_argument("--kernels", type=int, help="about so many kernels (default 120, in the emulator 24)")
     parser.add_argument("--kinds", help=f"of kernels (default {','.join(SHARES)})")

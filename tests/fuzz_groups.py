@@ -33,6 +33,7 @@ from cutegemm.problem import grouped_request
 from cutegemm.problem.work import MASKED, RAGGED_K, RAGGED_N, ROWS
 from tests import forked
 from tests.groups import RECIPES, SKEWS, WORKS, GroupCase, sizes_of
+from tests.options import whole
 
 BLOCKS = ((64, "coop1"), (64, "pp"), (128, "coop2"), (128, "coop1"), (128, "pp"), (192, "coop3"), (256, "coop2"))
 WIDTHS = (16, 32, 48, 64, 96, 128, 144, 192, 256)
@@ -171,8 +172,8 @@ def one(number: int, device: str, arch: Arch) -> tuple[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz_groups", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=whole, default=100)
+    parser.add_argument("--seed", type=whole, default=1)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")
     options = parser.parse_args(arguments)

@@ -35,6 +35,7 @@ from cutegemm.problem.program import bound
 from cutegemm.run import fused
 from cutegemm.run.how import How
 from tests import forked, programs
+from tests.options import whole
 
 SIZES = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 40, 64, 65, 72, 96, 120, 128, 136, 160)
 
@@ -134,8 +135,8 @@ def run(number: int, device: str) -> Outcome:
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m tests.fuzz_programs", description="Random epilogue programs.")
-    made.add_argument("--count", type=int, default=200)
-    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--count", type=whole, default=200)
+    made.add_argument("--seed", type=whole, default=1)
     made.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     made.add_argument("--jobs", type=int, default=2, help="processes, in the emulator")
     made.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")

@@ -23,6 +23,7 @@ import torch
 
 from cutegemm.errors import UnsupportedError
 from tests import forked
+from tests.options import whole
 from tests.scaled import RECIPES, check
 
 KINDS = (("e4m3", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e4m3"), ("e5m2", "e5m2"), ("int8", "int8"))
@@ -99,8 +100,8 @@ def run(number: int, device: str, family: str = "sm90") -> tuple[str, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz_scaled", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=100, help="products (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one (default %(default)s)")
+    parser.add_argument("--count", type=whole, default=100, help="products (default %(default)s)")
+    parser.add_argument("--seed", type=whole, default=0, help="of the first one (default %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu", help="cpu: in the emulator (default)")
     parser.add_argument("--family", choices=("sm90", "sm80"), default="sm90", help="of kernels (default %(default)s)")
     parser.add_argument("--time-limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this long")

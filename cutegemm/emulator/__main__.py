@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--arch", help="an architecture of the table, such as sm_80 or H200 (default: CUTEGEMM_ARCH, or sm_90a)"
     )
-    out.add_argument("--seed", type=int, default=0, help="draws operands and timing (default: 0)")
+    out.add_argument("--seed", default="0", help="draws operands and timing (default: 0)")
     out.add_argument("--no-checks", action="store_true", help="only out-of-bounds accesses and stuck kernels are found")
     out.add_argument("--lines", type=int, default=12, help="PTX lines to print per table (default: 12; 0 for all)")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _emulate(options: argparse.Namespace) -> int:
     from cutegemm.choice import plan
-    from cutegemm.emulator import Checks
+    from cutegemm.emulator import Checks, bridge
     from cutegemm.emulator.workload import Workload, build, parse_shape
     from cutegemm.hardware import arch as arch_table
     from cutegemm.problem import Problem
@@ -100,8 +100,7 @@ def _emulate(options: argparse.Namespace) -> int:
     for name, least in (("batch", 1), ("lines", 0)):
         if getattr(options, name) < least:
             raise ValueError(f"--{name}: got {getattr(options, name)}, accepted is {least} or more")
-    if not -(2**63) <= options.seed < 2**63:
-        raise ValueError(f"--seed: got {options.seed}, accepted are integers of 64 bits")
+    options.seed = bridge.seed_of("--seed", options.seed)
     arch = arch_table.get(options.arch) if options.arch else plan.emulated_arch()
     problem = Problem.of(
         *shape,

@@ -114,9 +114,14 @@ def emulate(
 
 
 def _environment_seed() -> int:
-    text = os.environ.get("CUTEGEMM_EMULATOR_SEED") or "0"
-    if not text.isdecimal():
-        raise ValueError(f"CUTEGEMM_EMULATOR_SEED: got {text!r}, accepted is a number of at least 0")
+    name = "CUTEGEMM_EMULATOR_SEED"
+    return seed_of(name, os.environ.get(name) or "0")
+
+
+def seed_of(name: str, text: str) -> int:
+    """The seed in the setting of that name. Raises ValueError for what is none."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise ValueError(f"{name}: got {text!r}, accepted is a number of at least 0 and below 2^63")
     return int(text)
 
 

@@ -56,7 +56,8 @@ def test_json_and_the_dumped_ptx_agree_with_the_tables(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--shape", "16", "--seed", "9" * 20], "--seed: got 9"),
+        (["--shape", "16", "--seed", "9" * 20], "--seed: got '9"),
+        (["--shape", "16", "--seed", "-1"], "--seed: got '-1', accepted is a number of at least 0"),
         ([*LEGACY, "--shape", "16", "--dump-ptx", "."], "--dump-ptx: "),
         (["--shape", "12x"], "shape: got '12x'"),
         (["--shape", "16", "--config", "nonsense"], "config"),

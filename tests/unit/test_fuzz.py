@@ -291,3 +291,15 @@ def test_without_a_gpu_a_fuzzer_of_a_gpu_says_so(fuzzer, monkeypatch, capsys):
 def test_a_template_that_cannot_be_drawn_gives_none():
     slot = fuzz_kernels.choose(1, 3, CPU, H200, ("legacy",))[0]
     assert draw(slot.template, random.Random(1), CPU, H200, frozenset()) is None
+
+
+@pytest.mark.parametrize("fuzzer", [fuzz, fuzz_groups, fuzz_programs, fuzz_scaled], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("option", [("--count", "-1"), ("--seed", "-1"), ("--seed", "9" * 20), ("--seed", "one")])
+def test_a_count_or_seed_that_is_none_is_refused_at_once(fuzzer, option, capsys):
+    """A negative count compiled all kernels and ran nothing; a large seed ended in a traceback."""
+    with pytest.raises(SystemExit) as ended:
+        fuzzer.main(option)
+    assert ended.value.code == 2
+    name, value = option
+    said = f"argument {name}: got '{value}', accepted is a whole number of at least 0 and below 2^63"
+    assert said in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_the_table():
             assert shortlists.cell(majors, *sizes) == found[shortlists.cell_of(*sizes)]
         assert sum(map(len, found.values())) < 18 * len(found), "a choice may take microseconds"
         everywhere += [entry for named in found.values() for entry in named]
-    assert {text for text, _ in everywhere} == set(texts)
+    assert {text for text, _ in everywhere} == set(shortlists.configurations())
     split = {text for text, wanted in everywhere if wanted}
     assert split == {text for text in texts if hopper_candidates.splits(text)}
     assert [shortlists.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]

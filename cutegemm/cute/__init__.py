@@ -56,6 +56,7 @@ MAX_CTAS = 2**31 - 1
 _FOLDER = Path(__file__).parent
 _SHARED_SOURCES = (
     "compile.py",
+    "early_launch.py",
     "entry.py",
     "epilogue.py",
     "graph_memory.py",

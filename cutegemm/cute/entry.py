@@ -16,8 +16,8 @@ from cutlass import Float32, Float64, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from cutegemm.cute import types
+from cutegemm.cute.early_launch import BeginsEarly
 from cutegemm.cute.epilogue import SlabEpilogue
-from cutegemm.cute.launch_config import PROGRAMMATIC
 from cutegemm.cute.tile_order import Grouped
 from cutegemm.cute.warps.part_sum import PartSum
 from cutegemm.problem import Signature
@@ -30,17 +30,13 @@ ALL_SHARED = 100
 """Per cent of an SM's memory that is to be shared memory rather than L1."""
 
 
-class Gemm:
-    """Host entry and per-CTA set-up of a GEMM kernel; a family implements `compute_tile`.
+class Gemm(BeginsEarly):
+    """Host entry and per-CTA set-up of a GEMM kernel; a family implements `compute_tile`, which calls `await_front`
+    when it has worked out where its operands lie.
 
     The grid is one-dimensional: batch x tile rows x tile columns, in the tile order, x splits of K. Every CTA computes
     one tile, or its part of it.
-
-    Attributes:
-        target: the architecture that the kernel is compiled for, which `compile.compile_operator` sets.
     """
-
-    target = "sm_80"
 
     def __init__(self, config: Any, signature: Signature) -> None:
         self.config: Any = config
@@ -56,11 +52,6 @@ class Gemm:
     def arguments(self) -> tuple[arguments.Argument, ...]:
         """The host entry's arguments in order."""
         return arguments.host(self.signature, self.config.extra_arguments)
-
-    @property
-    def programmatic(self) -> bool:
-        """Whether the GPU that the kernel is compiled for has programmatic dependent launch."""
-        return int(self.target.strip("sm_af")) >= 10 * PROGRAMMATIC[0] + PROGRAMMATIC[1]
 
     @property
     def host_only(self) -> tuple[str, ...]:
@@ -99,17 +90,6 @@ class Gemm:
         b = args.b + Int64(matrix) * args.b_batch
         a, b, k = self._part(a, b, args.k)
         self.compute_tile(a, b, args.lda, args.ldb, args.m, args.n, k, row, column)
-
-    @cute.jit
-    def await_front(self):
-        """Waits for the kernel in front, if this launch began early, and lets the next one begin then.
-
-        A family calls it when it has worked out where its operands lie, and reads and writes no memory before.
-        """
-        if cutlass.const_expr(self.programmatic):  # noqa: SIM102
-            if self.args.early != 0:
-                cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
 
     def _share(self, block) -> Any:
         """The tile that CTA number `block` computes, or a part of."""

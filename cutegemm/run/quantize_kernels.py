@@ -164,8 +164,7 @@ def _maxima_step(
     else:
         parts = max(min(tiles_r * tiles_k * matrices, 8 * arch.sm_count, config.MOST_PARTS), 1)
         maxima = ctas = parts
-    step = Step(_kernel(signature, tile, arch, device), _numbers((x, v, s), parts, ctas))
-    return step, maxima, parts
+    return _step(signature, tile, (x, v, s), arch, device, parts, ctas), maxima, parts
 
 
 def _power(x: Lies, most: int) -> int:
@@ -185,15 +184,22 @@ def _over_tiles(
     ctas = -(-rows // tile.rows) * -(-k // tile.k) * matrices
     if ctas > MAX_CTAS:
         raise ValueError(f"x: {ctas} CTAs would quantize {lies[0].extents}; a grid has at most {MAX_CTAS}")
-    return Step(_kernel(signature, tile, arch, device), _numbers(lies, parts, ctas))
+    return _step(signature, tile, lies, arch, device, parts, ctas)
 
 
-def _numbers(lies: tuple[Lies, Lies, Lies], parts: int, ctas: int) -> tuple[int, ...]:
-    """In the order of `cute.quantize.kernel.NUMBERS`."""
+def _step(
+    signature: Signature, tile: Tile, lies: tuple[Lies, Lies, Lies], arch: Arch, device: torch.device, parts: int,
+    ctas: int,
+) -> Step:  # fmt: skip
+    """A launch, its numbers in the order of `cute.quantize.kernel.NUMBERS`."""
     x, v, s = lies
     matrices, rows, k = x.extents
     strides = (each for lie in (x, s) for each in (lie.strides[1], lie.strides[2], lie.strides[0]))
-    return (rows, k, matrices, parts, ctas, *strides, v.strides[1], v.strides[0])
+    early = int(tile.begins_early(ctas, arch))
+    return Step(
+        _kernel(signature, tile, arch, device),
+        (rows, k, matrices, parts, ctas, *strides, v.strides[1], v.strides[0], early),
+    )
 
 
 def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) -> QuantizeKernel:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cutegemm.cute.launch_config import PROGRAMMATIC
+from cutegemm.hardware.arch import Arch
 from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.quantization import BLOCK, Group
 
@@ -76,6 +78,12 @@ class Tile(NamedTuple):
     @property
     def k(self) -> int:
         return self.threads_k * self.deep_k * self.vector
+
+    def begins_early(self, ctas: int, arch: Arch) -> bool:
+        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended: on GPUs that have
+        programmatic dependent launch, where it fills at most half of their threads (see `warps.config`).
+        """
+        return arch.capability >= PROGRAMMATIC and 2 * ctas * self.threads <= arch.sm_count * arch.threads_per_sm
 
     def __str__(self) -> str:
         return f"quantize/{self.threads_r}x{self.threads_k}/{self.deep_r}x{self.deep_k}/v{self.vector}"

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from cutegemm.cute import types
+from cutegemm.cute.early_launch import BeginsEarly
 from cutegemm.cute.quantize.config import WARP, Signature, Tile
 from cutegemm.cute.source import aligned, element
 from cutegemm.problem.quantization import FLT_MAX, NAMED, SMALLEST_SCALE
@@ -25,8 +26,12 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     *((f"{name}_{axis}", Int64) for name in "xs" for axis in ("row", "k", "matrix")),
     ("v_row", Int64),
     ("v_matrix", Int64),
+    ("early", Int32),
 )
-"""The entry's numbers behind the stream: extents, strides in elements. parts: partial maxima of a row, or of all."""
+"""The entry's numbers behind the stream: extents, strides in elements.
+
+parts: partial maxima of a row, or of all. early: whether the launch may begin before the kernel in front has ended.
+"""
 POINTERS = ("x", "v", "s", "p")
 """Its addresses: x, values, scales, partial maxima."""
 
@@ -39,7 +44,7 @@ class Corner(NamedTuple):
     k: Any
 
 
-class Quantize:
+class Quantize(BeginsEarly):
     """Host entry and kernel; `config` is the tile."""
 
     def __init__(self, config: Tile, signature: Signature) -> None:
@@ -65,7 +70,11 @@ class Quantize:
         given = args._asdict()
         stream, ctas = given.pop("stream"), given.pop("ctas")
         self.kernel(arguments.named(given, given.values())).launch(
-            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(ctas, 1, 1),
+            block=(self.config.threads, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=args.early if self.programmatic else False,
         )
 
     @cute.kernel
@@ -81,6 +90,7 @@ class Quantize:
         if cutlass.const_expr(self.signature.does == "parts"):
             # What the first launch read last is still in the L2 cache: this one begins there.
             number = cute.arch.grid_dim()[0] - 1 - number
+        self.await_front()
         if cutlass.const_expr(self.signature.does == "amax"):
             self._find_maxima(number, tiles_r, tiles_k)
         elif cutlass.const_expr(self.signature.does == "back"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -170,7 +171,8 @@ class Fp8Linear(torch.nn.Module):
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
         kind = input.device.type
-        if torch.is_autocast_enabled(kind):
+        by_autocast = torch.is_autocast_enabled(kind)
+        if by_autocast:
             input = input.to(torch.get_autocast_dtype(kind))
         if input.dtype not in INPUTS:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {ACCEPTED_INPUTS}")
@@ -184,7 +186,8 @@ class Fp8Linear(torch.nn.Module):
             values, scale = quantize(rows, self.weight.dtype, scale=self.input_scale, backend=by)
         of_weight = self.weight_scale.t() if self.weight_scale.dim() else self.weight_scale
         # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
-        with torch.no_grad(), torch.autocast(kind, enabled=False):
+        without = torch.autocast(kind, enabled=False) if by_autocast else contextlib.nullcontext()
+        with torch.no_grad(), without:
             result: torch.Tensor = gemm(
                 values, self.weight.t(), scale_a=scale, scale_b=of_weight, bias=self.bias,
                 activation=settings.activation, out_dtype=input.dtype, accumulate=settings.accumulate,

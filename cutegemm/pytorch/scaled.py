@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cutegemm.choice.plan import Memo
 from cutegemm.problem import program_request, request, scaling
 from cutegemm.problem import scales as scale_recipes
 from cutegemm.problem.dtypes import PRODUCTS, TABLE, dtype_name, term_name, torch_dtype
@@ -22,6 +23,7 @@ from cutegemm.pytorch import autograd, compiled, program_operator, programs, sha
 from cutegemm.pytorch.dispatch import is_dispatched
 from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.registering import carried_scaling, check_arguments, few
+from cutegemm.run.call import PLAIN
 from cutegemm.run.how import How, passed
 
 ACCUMULATIONS = ("promoted", "fast")
@@ -32,6 +34,9 @@ FAST_WITH_BLOCKS = (
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
 _has_transforms = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
+_remembered = Memo(limit=4096)
+"""(program, dtype of D) by what `_key` makes of a call."""
 _NEVER_PROMOTED = frozenset(torch_dtype(name) for name, row in PRODUCTS.items() if "fast" not in row.units)
 
 
@@ -130,12 +135,21 @@ def compute_eager(
     epilogue: Any, operands: Sequence[Any], save: Any, scale_a: Any, scale_b: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """The same, with no regard to tracing."""
-    autograd.refuse_gradients(
-        {"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)}
-    )
-    program, given, out_dtype = arguments(
-        a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
-    )
+    plain = epilogue is None and c is None and out is None
+    key = _key(a, b, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, scales) if plain else None
+    found = None if key is None else _remembered.get(key)
+    if found is None:
+        autograd.refuse_gradients(
+            {"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)}
+        )
+        program, given, out_dtype = arguments(
+            a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
+        )
+        if key is not None and len(given) == sum(each is not None for each in (bias, scale_a, scale_b)):
+            _remembered.put(key, (program, out_dtype))
+    else:
+        program, out_dtype = found
+        given = tuple([each for each in (bias, scale_a, scale_b) if each is not None])
     if how.precision == "fast" and program.block_scales:
         raise ValueError(FAST_WITH_BLOCKS)
     try:
@@ -144,6 +158,30 @@ def compute_eager(
         arguments_of = {"c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
         program_request.in_terms_of(why, _names(given, len(operands), arguments_of))
         raise
+
+
+def _key(
+    a: Any, b: Any, alpha: Any, beta: Any, bias: Any, activation: Any, out_dtype: Any, scale_a: Any, scale_b: Any,
+    scales: Any,
+) -> Any:  # fmt: skip
+    """All that the program of act(acc + bias) with scales depends on; None for another call, and a strange one."""
+    if alpha != 1 or beta != 0:
+        return None
+    records = _is_grad_enabled()
+    found = [activation, out_dtype, scales, alpha.__class__, beta.__class__]
+    try:
+        for tensor in (a, b, bias, scale_a, scale_b):
+            if tensor is None:
+                found.append(None)
+            elif tensor.__class__ not in PLAIN or (records and tensor.requires_grad):
+                return None
+            else:
+                found += (tensor.shape, tensor.dtype, tensor.device)
+        key = tuple(found)
+        hash(key)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return key
 
 
 def _names(given: Sequence[Any], own: int, tensors: dict[str, Any]) -> list[str]:

@@ -190,3 +190,9 @@ def test_large_results_of_short_sums_are_written_row_by_row(majors):
     assert order(16384, 14336, 64) == "row"
     assert order(7120, 14104, 128) == "row"
     assert order(8192, 8192, 8192) != "row"  # where walking in bands saves loads
+
+
+def test_small_results_of_long_sums_are_summed_in_parts_of_large_tiles():
+    found = heuristics.untuned(Problem.of(592, 2048, 18048, "bf16"), H200)
+    assert found is not None
+    assert str(found[1]) == "sm90/128x256x64/coop2/c1x2/s4/serp8/k3/zig/pdl"

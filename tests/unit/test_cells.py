@@ -90,11 +90,9 @@ def test_which_candidates_are_looked_at():
         named = shortlists.cell("tn", *sizes)
         rounded = [1 << (size - 1).bit_length() for size in sizes]
         small = ampere_candidates.beside(SIGNATURE) if ampere_candidates.worth_comparing(*rounded, 1) else ()
-        written = hopper_candidates.written_by_rows(*rounded)
-        assert [str(config) for _, config in entries] == [
-            *(text for text, split in named if not split), *written, *small
-        ]  # fmt: skip
-        assert splits == [candidates._splits[text] for text, split in named if split]
+        every = list(dict.fromkeys(named + hopper_candidates.beside_cells(*rounded)))
+        assert [str(config) for _, config in entries] == [*(text for text, split in every if not split), *small]
+        assert splits == [candidates._splits[text] for text, split in every if split]
         seen |= {text for text, _ in named}
         assert (entries, splits) == looked_at(candidates, Problem.of(*rounded, "bf16"))
     assert len(seen) > len(candidates._entries) / 2

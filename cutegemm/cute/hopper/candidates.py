@@ -67,6 +67,11 @@ _ROW_BY_ROW = (
 along D's rows, which memory takes faster (docs/performance.md#large-results-of-short-sums)."""
 LARGE_RESULT, SHORT_SUM = 1 << 26, 1024
 """The least elements of such a D and the largest K, of sizes rounded up to powers of two."""
+_IN_PARTS = ("sm90/128x256x64/coop2/c1x2/s4/serp8/zig/pdl",)
+"""In the shortlists of small results of long sums too, with K split: large tiles in parts fill the SMs once, and load
+least for each multiplication (592x2048x18048 on an H200: 70 us in three parts, 94 by the best of the others)."""
+SMALL_RESULT, LONG_SUM = 1 << 22, 8192
+"""The most elements of such a D and the least K, of sizes rounded up to powers of two."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
@@ -83,13 +88,17 @@ byte early."""
 MOST_STAGES = 16
 """That the rule of validity takes."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
-    "float16": lambda _: shortlists.configurations() + _ROW_BY_ROW,
-    "bfloat16": lambda _: shortlists.configurations() + _ROW_BY_ROW,
+    "float16": lambda _: _of_16_bits(),
+    "bfloat16": lambda _: _of_16_bits(),
     "tfloat32": lambda _: _TF32,
     "float8": byte_candidates.listed,
     "int8": byte_candidates.listed,
 }
 _WITH_SHORTLISTS = ("float16", "bfloat16")
+
+
+def _of_16_bits() -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS)))
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
@@ -183,7 +192,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found = list(dict.fromkeys([*found, *((text, False) for text in _OF_GROUPS)]))
-    found = [*found, *((text, False) for text in written_by_rows(m, n, k))]
+    found = list(dict.fromkeys([*found, *beside_cells(m, n, k)]))
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
@@ -198,9 +207,15 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     return list(dict.fromkeys((fitting[text], split) for text, split in found))
 
 
-def written_by_rows(m: int, n: int, k: int) -> tuple[str, ...]:
-    """Candidates besides those of `shortlists`, where writing D takes most of the time; sizes are powers of two."""
-    return _ROW_BY_ROW if m * n >= LARGE_RESULT and k <= SHORT_SUM else ()
+def beside_cells(m: int, n: int, k: int) -> list[shortlists.Candidate]:
+    """Candidates besides those of `shortlists`: where writing D takes most of the time, and where D has too few tiles
+    for the SMs and K is long; sizes are powers of two.
+    """
+    if m * n >= LARGE_RESULT and k <= SHORT_SUM:
+        return [(text, False) for text in _ROW_BY_ROW]
+    if m * n <= SMALL_RESULT and k >= LONG_SUM:
+        return [(text, True) for text in _IN_PARTS]
+    return []
 
 
 @functools.lru_cache(maxsize=64)
@@ -223,4 +238,4 @@ def _may_split(text: str, signature: Signature | None) -> bool:
         return part_candidates.may_split(text)
     if signature is not None and ITEMSIZE[signature.dtype] == 1:
         return byte_candidates.may_split(text)
-    return text in _SPLIT_TF32 or shortlists.may_split(text)
+    return text in _SPLIT_TF32 or text in _IN_PARTS or shortlists.may_split(text)

@@ -171,7 +171,8 @@ def test_the_table():
         assert sum(map(len, found.values())) < 18 * len(found), "a choice may take microseconds"
         everywhere += [entry for named in found.values() for entry in named]
     assert {text for text, _ in everywhere} == set(shortlists.configurations())
-    split = {text for text, wanted in everywhere if wanted}
+    beside = hopper_candidates.beside_cells(1024, 2048, 32768)
+    split = {text for text, wanted in everywhere + beside if wanted}
     assert split == {text for text in texts if hopper_candidates.splits(text)}
     assert [shortlists.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]
     assert shortlists.TABLE.stat().st_size < 500_000

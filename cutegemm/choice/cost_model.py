@@ -163,9 +163,9 @@ def tiles_along(extent: int, tile: int, ragged: bool) -> float:
 
 
 FIELDS = (
-    "_a_by_k", "_again", "_alternate", "_apart", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_bk", "_blurred",
-    "_bunch", "_busiest", "_busy", "_cluster_rows", "_crowd", "_early", "_energy_byte", "_energy_step", "_epilogue",
-    "_exchange", "_fixed", "_fold", "_full", "_group", "_group_rows", "_hides", "_idle", "_itemsize", "_l2",
+    "_a_by_k", "_again", "_alternate", "_apart", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_between", "_bk",
+    "_blurred", "_bunch", "_busiest", "_busy", "_cluster_rows", "_crowd", "_early", "_energy_byte", "_energy_step",
+    "_epilogue", "_exchange", "_fixed", "_fold", "_full", "_group_rows", "_hides", "_idle", "_itemsize", "_l2",
     "_last", "_launch", "_least_epilogue", "_least_latency", "_least_latency_lines", "_least_load",
     "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines",
     "_lines_a", "_lines_b", "_load_chip", "_lump", "_multiply", "_out_size", "_outside", "_overlap", "_parts",
@@ -264,7 +264,7 @@ class Model:
 
         # -- memory and power
         self._sectors, self._writes = r.sectors, r.writes + r.seams * (LINE / f.segment - 1) + r.swapped * f.swapped
-        self._apart, self._torn, self._group, self._cluster_rows = r.apart, r.torn, f.group, f.cluster[0]
+        self._apart, self._torn, self._between, self._cluster_rows = r.apart, r.torn, f.rows_between, f.cluster[0]
         self._rereads = ZIG_REREADS if f.zig else 1.0
         self._group_rows = f.group * self._tile_m
         self._l2 = L2_FILLED * arch.l2_bytes
@@ -419,7 +419,7 @@ class Model:
         if torn:
             memory += d * self._sectors
         if works:
-            walked = (self._group if self._group < rows else rows) * self._cluster_rows
+            walked = (self._between if self._between < rows else rows) * self._cluster_rows
             if walked > 1:
                 memory += d * math.log2(walked) * (self._apart + self._torn if torn else self._apart)
             memory *= 1 + self._idle * (places / works - 1 / rounds)

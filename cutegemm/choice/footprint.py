@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Signature
 
+ALL_ROWS = 64
+"""Tile rows that an order walks together which goes down the columns of D: more make no difference."""
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -41,7 +44,7 @@ class Footprint:
     slower: what its multiplications take, measured, relative to what the model expects of such a tile.
     turned: bytes of a stage that are transposed on their way into shared memory.
     deep: bytes that warps read along K in a k step, which slices do of K-major operands.
-    narrow: rows of the TMA boxes of A and of B relative to boxes with rows of whole lines; 1.0 means such.
+    narrow: of A and of B, the bytes of a line over those that a row of a TMA box has; 1.0 means whole lines.
     outputs: accumulators of a thread, in families whose epilogues `Rates.thread` counts by them; else 0.
     segment: part of a row of D that the epilogue stores as one, at most a line [bytes].
     swapped: the kernel multiplies D^T = B^T A^T and stores D transposed.
@@ -92,6 +95,16 @@ class Footprint:
     def cluster_tile(self) -> tuple[int, int]:
         """Rows and columns of D that a cluster computes together."""
         return self.bm * self.cluster[0], self.bn * self.cluster[1]
+
+    @property
+    def rows_between(self) -> int:
+        """Rows of D's tiles that the tile order walks from a tile to its neighbour in the row, that row included.
+
+        With swapped operands the order's rows are D's columns: several of them together are neighbours in a row.
+        """
+        if self.swapped:
+            return 1 if self.group > 1 else ALL_ROWS
+        return self.group
 
     @property
     def cluster_ctas(self) -> int:

@@ -35,6 +35,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
 _has_transforms = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
+_NUMBERS = (float, int)
 _remembered = Memo(limit=4096)
 """(program, dtype of D) by what `_key` makes of a call."""
 _NEVER_PROMOTED = frozenset(torch_dtype(name) for name, row in PRODUCTS.items() if "fast" not in row.units)
@@ -164,11 +165,14 @@ def _key(
     a: Any, b: Any, alpha: Any, beta: Any, bias: Any, activation: Any, out_dtype: Any, scale_a: Any, scale_b: Any,
     scales: Any,
 ) -> Any:  # fmt: skip
-    """All that the program of act(acc + bias) with scales depends on; None for another call, and a strange one."""
-    if alpha != 1 or beta != 0:
+    """All that the program of act(acc + bias) with scales depends on, but for what `programs.compute` asks each time:
+    strides, layouts, addresses, autocast. None where there are other terms, where a tensor requires grad or is of a
+    subclass, and where something cannot be hashed.
+    """
+    if alpha.__class__ not in _NUMBERS or beta.__class__ not in _NUMBERS or alpha != 1 or beta != 0:
         return None
     records = _is_grad_enabled()
-    found = [activation, out_dtype, scales, alpha.__class__, beta.__class__]
+    found = [activation, out_dtype, scales]
     try:
         for tensor in (a, b, bias, scale_a, scale_b):
             if tensor is None:

@@ -90,7 +90,7 @@ def test_which_candidates_are_looked_at():
         named = shortlists.cell("tn", *sizes)
         rounded = [1 << (size - 1).bit_length() for size in sizes]
         small = ampere_candidates.beside(SIGNATURE) if ampere_candidates.worth_comparing(*rounded, 1) else ()
-        every = list(dict.fromkeys(named + hopper_candidates.beside_cells(*rounded)))
+        every = list(dict.fromkeys(named + hopper_candidates.beside_cells(*rounded, 1)))
         assert [str(config) for _, config in entries] == [*(text for text, split in every if not split), *small]
         assert splits == [candidates._splits[text] for text, split in every if split]
         seen |= {text for text, _ in named}
@@ -171,7 +171,8 @@ def test_the_table():
         assert sum(map(len, found.values())) < 18 * len(found), "a choice may take microseconds"
         everywhere += [entry for named in found.values() for entry in named]
     assert {text for text, _ in everywhere} == set(shortlists.configurations())
-    beside = hopper_candidates.beside_cells(1024, 2048, 32768)
+    beside = hopper_candidates.beside_cells(1024, 2048, 32768, 1)
+    assert not hopper_candidates.beside_cells(1024, 2048, 32768, 64)
     split = {text for text, wanted in everywhere + beside if wanted}
     assert split == {text for text in texts if hopper_candidates.splits(text)}
     assert [shortlists.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]

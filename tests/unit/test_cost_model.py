@@ -200,9 +200,14 @@ def test_tiles_of_d_that_end_within_lines(tile, out_dtype, seams):
 
 
 def test_writes_cost_more_where_tiles_along_a_row_are_apart_in_time():
-    """Doublings of the rows of tiles that are walked together: those of the order by those of the cluster."""
+    """Doublings of the rows of tiles that are walked together: those of the order by those of the cluster. The order of
+    swapped operands, and their clusters, are those of D's columns.
+    """
     whole, torn = (4096, 4096, 64), (4096, 4104, 64)
-    for text, doublings in (("c1x1/s5/row", 0), ("c2x1/s5/row", 1), ("c1x2/s5/row", 0), ("c2x1/s5/serp8", 4)):
+    for text, doublings in (
+        ("c1x1/s5/row", 0), ("c2x1/s5/row", 1), ("c1x2/s5/row", 0), ("c2x1/s5/serp8", 4), ("c1x1/s5/col", 5),
+        ("c1x1/s5/serp8/swap", 0), ("c1x2/s5/serp8/swap", 1), ("c1x1/s5/row/swap", 5),
+    ):  # fmt: skip
         text = f"sm90/128x128x64/coop2/{text}"
         plain = memory(model(text, apart=0.0, torn=0.0), *whole)
         assert memory(model(text, apart=0.1, torn=0.0), *whole) == pytest.approx(

@@ -71,8 +71,11 @@ def test_a_call_met_again_is_checked():
         cutegemm.gemm(a, b, **{**call, "scale_a": scale_a.double()})
     with pytest.raises(ValueError, match=r"^scale_a: got shape \(7, 1\)"):
         cutegemm.gemm(a, b, **{**call, "scale_a": scale_a[:7]})
-    with pytest.raises(TypeError, match=r"^alpha: "):
-        cutegemm.gemm(a, b, alpha=True, **call)
+    for number in (True, torch.ones(2), torch.tensor(1.0), torch.tensor(1.0, device="meta")):
+        with pytest.raises(TypeError, match=r"^alpha: got "):
+            cutegemm.gemm(a, b, alpha=number, **call)
+        with pytest.raises(TypeError, match=r"^beta: got "):
+            cutegemm.gemm(a, b, beta=number, **call)
 
 
 def test_fast_sums_are_refused_of_blocks_met_before():

@@ -192,7 +192,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found = list(dict.fromkeys([*found, *((text, False) for text in _OF_GROUPS)]))
-    found = list(dict.fromkeys([*found, *beside_cells(m, n, k)]))
+    found = list(dict.fromkeys([*found, *beside_cells(m, n, k, batch)]))
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
         more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
@@ -207,13 +207,13 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     return list(dict.fromkeys((fitting[text], split) for text, split in found))
 
 
-def beside_cells(m: int, n: int, k: int) -> list[shortlists.Candidate]:
-    """Candidates besides those of `shortlists`: where writing D takes most of the time, and where D has too few tiles
-    for the SMs and K is long; sizes are powers of two.
+def beside_cells(m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
+    """Candidates besides those of `shortlists`: where writing D takes most of the time, and where there are too few
+    tiles for the SMs and K is long; sizes are powers of two.
     """
-    if m * n >= LARGE_RESULT and k <= SHORT_SUM:
+    if m * n * batch >= LARGE_RESULT and k <= SHORT_SUM:
         return [(text, False) for text in _ROW_BY_ROW]
-    if m * n <= SMALL_RESULT and k >= LONG_SUM:
+    if m * n * batch <= SMALL_RESULT and k >= LONG_SUM:
         return [(text, True) for text in _IN_PARTS]
     return []
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice import program_cost
 from cutegemm.choice.cost_rates import CostFamily, Rates
-from cutegemm.choice.footprint import Footprint, resident
+from cutegemm.choice.footprint import ALL_ROWS, Footprint, resident
 from cutegemm.cute.hopper import options, promotion
 from cutegemm.cute.hopper.config import BLOCK_ROWS
 from cutegemm.cute.tile_order import HILBERT_LEVELS
@@ -122,7 +122,7 @@ def order_rows(order: str) -> int:
     found = re.fullmatch(r"(?:g|serp)(\d+)", order)
     if found:
         return int(found[1])
-    return {"row": 1, "hilbert": 1 << HILBERT_LEVELS}.get(order, 64)
+    return {"row": 1, "hilbert": 1 << HILBERT_LEVELS}.get(order, ALL_ROWS)
 
 
 def _narrow(config: HopperConfig, signature: Signature) -> tuple[float, float]:

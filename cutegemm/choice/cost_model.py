@@ -107,7 +107,7 @@ def clusters(arch: Arch, size: int) -> int:
 
 def tiles_seconds(
     rounds: float, steps: int, step: float, latency: float, stages: int, epilogue: float, partial: float = 0.0,
-    stays: float = 0.0,
+    stays: bool = False,
 ) -> float:  # fmt: skip
     """Seconds of rounds of tiles: each k step takes `step`, or `latency` where the wait for its loads is longer.
 
@@ -116,13 +116,13 @@ def tiles_seconds(
 
     Args:
         epilogue: what is not hidden of it, in each round. partial: seconds of a last round of fewer CTAs an SM.
-        stays: 1 where a CTA stays for the next tile, whose first loads are under way during the epilogue; else 0.
+        stays: a CTA stays for the next tile, whose first loads are under way during the epilogue.
     """
     if latency > step:
         overlapped = (latency - step) * (steps if steps < stages else stages)
         found = rounds * (steps * latency + epilogue) + partial - overlapped
-        if rounds > 1:
-            found -= stays * (rounds - 1) * (overlapped if overlapped < epilogue else epilogue)
+        if stays and rounds > 1:
+            found -= (rounds - 1) * (overlapped if overlapped < epilogue else epilogue)
         return found
     return rounds * (steps * step + epilogue) + partial
 
@@ -230,7 +230,7 @@ class Model:
         self._fold, self._crowd, self._bunch = f.ctas, r.warps / (f.threads / 32) + r.solo, r.bunch
         self._full = f.ctas + r.crowded * self._crowd
         self._blurred = f.family.blurred
-        self._stays = 1.0 if f.stays else 0.0
+        self._stays = f.stays
         self._lump = max(QUARTERS / (f.threads / 32), 1)
 
         # -- an epilogue

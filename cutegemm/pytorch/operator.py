@@ -123,10 +123,11 @@ def _recorded_gemm(keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activat
     """
     how = settled(a, how)
     below = keyset & registering.BELOW_AUTOGRAD
+    plain = below.raw_repr() in _DEVICES
     grad = torch.is_grad_enabled()
     forward = autograd.may_have_tangent(a, b, c, bias)
     if not forward and not (grad and torch._C._any_requires_grad(a, b, c, bias)):
-        if below.raw_repr() in _DEVICES:  # `_gemm`, without another passage through the dispatcher
+        if plain:  # `_gemm`, without another passage through the dispatcher
             return compute(a, b, c, alpha, beta, bias, activation, None, out_dtype, how)
         _prepare_sharding(a, b, c, bias)
         with torch._C._AutoDispatchBelowAutograd():
@@ -134,7 +135,8 @@ def _recorded_gemm(keyset, a, b, c=None, alpha=1.0, beta=0.0, bias=None, activat
 
     if a.element_size() == 1:
         autograd.refuse_gradients({"a": a, "b": b, "c": c, "bias": bias})
-    _prepare_sharding(a, b, c, bias)
+    if not plain:
+        _prepare_sharding(a, b, c, bias)
     run = registering.below_autograd(
         lambda a, b, c, alpha, beta, bias, out: _redispatch(
             below, a, b, c, alpha, beta, bias, activation, out_dtype, *how

@@ -139,6 +139,7 @@ def compute_eager(
     plain = epilogue is None and c is None and out is None
     key = _key(a, b, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, scales) if plain else None
     found = None if key is None else _remembered.get(key)
+    terms = tuple([each for each in (bias, scale_a, scale_b) if each is not None])
     if found is None:
         autograd.refuse_gradients(
             {"a": a, "b": b, "c": c, "bias": bias} | {f"operands[{i}]": x for i, x in enumerate(operands)}
@@ -146,11 +147,10 @@ def compute_eager(
         program, given, out_dtype = arguments(
             a, b, c, alpha, beta, bias, activation, out, out_dtype, epilogue, operands, scale_a, scale_b, scales
         )
-        if key is not None and len(given) == sum(each is not None for each in (bias, scale_a, scale_b)):
+        if key is not None and len(given) == len(terms):  # scales of empty matrices are left out
             _remembered.put(key, (program, out_dtype))
     else:
-        program, out_dtype = found
-        given = tuple([each for each in (bias, scale_a, scale_b) if each is not None])
+        (program, out_dtype), given = found, terms
     if how.precision == "fast" and program.block_scales:
         raise ValueError(FAST_WITH_BLOCKS)
     try:

@@ -200,8 +200,8 @@ def test_tiles_of_d_that_end_within_lines(tile, out_dtype, seams):
 
 
 def test_writes_cost_more_where_tiles_along_a_row_are_apart_in_time():
-    """Doublings of the rows of tiles that are walked together: those of the order by those of the cluster. The order of
-    swapped operands, and their clusters, are those of D's columns.
+    """The more rows of tiles an order takes together, the more it costs to write D: so much for each doubling of their
+    number. A cluster of several rows counts as several. With swapped operands, rows of the order are columns of D.
     """
     whole, torn = (4096, 4096, 64), (4096, 4104, 64)
     for text, doublings in (

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cutegemm import native
 from cutegemm.problem import overlap, quantization_request, request
 from cutegemm.pytorch import transforms
 from cutegemm.pytorch.dispatch import is_dispatched
@@ -15,6 +16,7 @@ from cutegemm.run import quantizing
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_tracing = torch._C._is_tracing
 _has_transforms = torch._C._are_functorch_transforms_active
+_BLOCK = quantization_request.DEFAULT_BLOCK
 
 
 def quantize(
@@ -76,13 +78,18 @@ def quantize(
         RuntimeError: x or scale requires grad.
         NotImplementedError: x or scale carries a tangent of forward mode.
     """
+    tell = False
+    if out is None and dim == -1 and block is _BLOCK and not _is_dynamo_compiling() and native.quantize is not None:
+        found = native.quantize(x, dtype, scaling, scale, backend)
+        if found is not None and not (tell := found is NotImplemented):
+            return found
     pair = _pair(out, scale)
     if _is_dynamo_compiling() or _is_tracing() or is_dispatched(x, scale, *(pair or ())):
         return _quantize_by_operator(x, dtype, scaling, dim, block, scale, pair, backend)
     if _has_transforms() and transforms.active(x, scale, *(pair or ())):
         transforms.refuse({"x": x, "scale": scale}, pair)
         return _quantize_by_operator(x, dtype, scaling, dim, block, scale, pair, backend)
-    return quantizing.quantize(x, dtype, scaling, dim, block, scale, pair, backend)
+    return quantizing.quantize(x, dtype, scaling, dim, block, scale, pair, backend, tell)
 
 
 def _pair(out: Any, scale: Any) -> tuple[Any, Any] | None:

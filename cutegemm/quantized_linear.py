@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
-from cutegemm import replacing
+from cutegemm import native, replacing
 from cutegemm.gemm import gemm
 from cutegemm.linear import as_rows
 from cutegemm.problem import quantization_request, request
@@ -36,6 +36,7 @@ INPUT_SCALE_NAMES = ("input_scale", "activation_scale", "scale_input")
 factors that the values are multiplied by."""
 FORWARDS: list[Any] = [torch.nn.Linear.forward]
 """The forward methods of what `Fp8Linear` can stand for; cutegemm.nn adds that of its `Linear`, with an activation."""
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -162,6 +163,18 @@ class Fp8Linear(torch.nn.Module):
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
         autocast's.
         """
+        settings = self.settings
+        # Backends that take no part in quantization leave it to the best one there is.
+        by = settings.backend if settings.backend in quantization_request.BACKENDS else "auto"
+        constant = "b" if settings.constant_weight else None
+        if not _is_dynamo_compiling() and native.quantized_linear is not None:
+            precision = "fast" if settings.accumulate == "fast" else None
+            d: torch.Tensor | None = native.quantized_linear(
+                input, self.weight, self.weight_scale, self.input_scale, self.bias, settings.scaling[0], by,
+                settings.activation, precision, settings.backend, None, constant,
+            )  # fmt: skip
+            if d is not None:
+                return d
         replacing.check_input(input, self.weight)
         if input.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -176,10 +189,7 @@ class Fp8Linear(torch.nn.Module):
             input = input.to(torch.get_autocast_dtype(kind))
         if input.dtype not in INPUTS:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {ACCEPTED_INPUTS}")
-        settings = self.settings
         rows = as_rows(input)
-        # Backends that take no part in quantization leave it to the best one there is.
-        by = settings.backend if settings.backend in quantization_request.BACKENDS else "auto"
         if self.input_scale is None:
             values, scale = quantize(rows, self.weight.dtype, settings.scaling[0], backend=by)
         else:
@@ -191,7 +201,7 @@ class Fp8Linear(torch.nn.Module):
             result: torch.Tensor = gemm(
                 values, self.weight.t(), scale_a=scale, scale_b=of_weight, bias=self.bias,
                 activation=settings.activation, out_dtype=input.dtype, accumulate=settings.accumulate,
-                backend=settings.backend, constant="b" if settings.constant_weight else None,
+                backend=settings.backend, constant=constant,
             )  # fmt: skip
         return result.view(*input.shape[:-1], self.out_features)
 

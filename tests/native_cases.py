@@ -14,8 +14,13 @@ import torch
 
 import cutegemm
 from cutegemm.cute import compile as compiler
+from cutegemm.cute.quantize import kernel as quantize
+from cutegemm.cute.quantize.build import QuantizeKernel
+from cutegemm.cute.quantize.config import Tile
 from cutegemm.emulator.capture import _Any
 from cutegemm.problem import reference, torch_dtype
+from cutegemm.problem.program.evaluate import evaluate
+from cutegemm.problem.quantization import NAMED, scale_of, values_of
 from cutegemm.run import arguments
 from tuning import host_stub
 
@@ -36,7 +41,7 @@ refuse_next: list[int] = []
 _made: list[Any] = []  # addresses of callbacks stay valid
 
 
-class TorchKernel(compiler.CuteKernel):
+class TorchKernel(QuantizeKernel):
     """See the module docstring."""
 
     def __init__(self, signature: Any, config: Any, arch: Any) -> None:
@@ -62,11 +67,32 @@ class TorchKernel(compiler.CuteKernel):
         launched.append(Launched(self._by, tuple(given)))
         if refuse_next:
             return refuse_next.pop()
-        names = [each.name for each in arguments.host(self.signature, self.config.extra_arguments)]
+        quantizes = isinstance(self.config, Tile)
+        if quantizes:
+            names = [*quantize.POINTERS, "stream", *(name for name, _ in quantize.NUMBERS)]
+        else:
+            names = [each.name for each in arguments.host(self.signature, self.config.extra_arguments)]
         assert len(names) == count
         with torch.no_grad():
-            self._compute(dict(zip(names, given, strict=True)))
+            (self._quantize if quantizes else self._compute)(dict(zip(names, given, strict=True)))
         return 0
+
+    def _quantize(self, given: dict[str, Any]) -> None:
+        s: Any = self.signature
+        matrices, rows, k = shape = tuple(given[name] for name in ("matrices", "rows", "k"))
+        if s.does == "amax":  # the launch behind it finds the maxima again
+            return
+        x = _at(given["x"], torch_dtype(s.dtype), shape, (given["x_matrix"], given["x_row"], given["x_k"]))
+        format = NAMED[s.values]
+        v = _at(given["v"], format.dtype, shape, (given["v_matrix"], given["v_row"], 1))
+        along = s.group.rows or rows, s.group.k or k
+        extents = matrices if s.group.rows else 1, -(-rows // along[0]), -(-k // along[1])
+        strides = given["s_matrix"], given["s_row"], given["s_k"]
+        scales = _at(given["s"], FP32, extents, strides)
+        if s.does != "given":
+            made = scale_of(x, format, s.group)
+            scales.copy_(made.reshape(extents))
+        v.copy_(values_of(x, scales, format))
 
     def _compute(self, given: dict[str, Any]) -> None:
         s, (m, n, k, batch) = self.signature, (given[name] for name in ("m", "n", "k", "batch"))
@@ -76,6 +102,10 @@ class TorchKernel(compiler.CuteKernel):
         d = _matrix(given["d"], out_dtype, batch, m, n, given["d_batch"], True, given["ldd"])
         z = given["alpha"] * (a.float() @ b.float())
         epilogue = s.epilogue
+        if epilogue.custom is not None:
+            operands = [self._operand(each, given, batch, m, n) for each in epilogue.custom.inputs]
+            d.copy_(evaluate(epilogue.custom, z, operands, dtype=FP32)[0])
+            return
         if epilogue.c_dtype is not None:
             strides = given["c_batch"], given["c_row"], given["c_col"]
             z += given["beta"] * _at(given["c"], torch_dtype(epilogue.c_dtype), (batch, m, n), strides).float()
@@ -84,6 +114,21 @@ class TorchKernel(compiler.CuteKernel):
             bias = _at(given["bias"], torch_dtype(epilogue.bias_dtype), (extent,), (1,)).float()
             z += bias if axis == 0 else bias[:, None]
         d.copy_(reference.activate(z, epilogue.activation))
+
+    def _operand(self, each: Any, given: dict[str, Any], batch: int, m: int, n: int) -> Any:
+        """An operand of a program; of scales of blocks, which the program does not read, whatever lies there."""
+        if each.by_value:
+            return given[each.name]
+        dtype = torch_dtype(each.dtype)
+        extents = batch if each.batched else 1, m if each.m else 1, n if each.n else 1
+        names = arguments.strides_of(each)
+        if each.scales:
+            return _at(given[each.name], dtype, (1, 1, 1), (0, 0, 0))
+        strides = (0, 0, 1) if not names else tuple(given.get(f"{each.name}_{axis}", 0) for axis in _AXES)
+        return _at(given[each.name], dtype, extents, strides)
+
+
+_AXES = ("batch", "row", "col")
 
 
 def _matrix(

@@ -9,7 +9,8 @@ once (`tuning.host_stub`): all that the host does but for the driver's launch an
 descriptors. Python's way and the C++ part's stand beside each other. The column of torch is its CPU operator at 16^3,
 whose dispatch, allocation and bookkeeping are those of its CUDA operator, with a small product in place of cuBLAS's
 choice and launch; that of "K split" has the time of a large product instead, and says nothing. Backward passes run in
-the calling thread there.
+the calling thread there. Beside `quantize` stands torch's conversion without scales, beside nn.Fp8Linear torch's layer
+in 16 bits.
 
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met on the GPU that
 `--arch` names: random problems of `tuning.untuned`, the fastest of some rounds each, after one that worked out what
@@ -62,6 +63,11 @@ def candidates(
     deep, other = (torch.ones(64, 16384, device=device, dtype=dtype) for _ in range(2))
     other = other.t()
 
+    fp8 = torch.float8_e4m3fn
+    quantized = cutegemm.nn.Fp8Linear.from_linear(theirs)
+    values, rows = cutegemm.quantize(x, fp8)
+    of_weight, columns = quantized.weight.t(), quantized.weight_scale.t()
+
     def without_gradients(function: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(function)
 
@@ -88,6 +94,12 @@ def candidates(
         "nn.Linear, recorded": (lambda: theirs(x), lambda: ours(x)),
         "nn.Linear, forward and backward": (step(theirs), step(ours)),
         "mm under autocast": (autocast(torch.mm, wide, wide), autocast(cutegemm.gemm, wide, wide)),
+        "quantize, rows": (lambda: x.to(fp8), lambda: cutegemm.quantize(x, fp8)),
+        "mm of fp8, scales of rows": (
+            lambda: torch._scaled_mm(values, of_weight, rows, columns, out_dtype=torch.bfloat16),
+            lambda: cutegemm.gemm(values, of_weight, scale_a=rows, scale_b=columns),
+        ),
+        "nn.Fp8Linear": (without_gradients(lambda: theirs(x)), without_gradients(lambda: quantized(x))),
         "mm, K split": (lambda: torch.mm(deep, other), lambda: cutegemm.gemm(deep, other)),
         "mm as an operator": (
             lambda: torch.ops.aten.mm.default(x, b),

@@ -21,12 +21,14 @@ from unittest import mock
 import torch
 
 from cutegemm import native
+from cutegemm.choice import spills
 from cutegemm.choice.plan import Memo
 from cutegemm.cute import compile as compiler
 from cutegemm.cute import workspace
+from cutegemm.cute.quantize.build import QuantizeKernel
 from cutegemm.hardware import arch as arch_table
 from cutegemm.native import build
-from cutegemm.run import call, runner
+from cutegemm.run import call, fused, quantize_kernels, quantizing, runner
 
 _SOURCE = """
 int launch(void *self, const void *arguments, int count, void *result) { return 0; }
@@ -56,7 +58,7 @@ def address_of(function: Any) -> int:
     return found
 
 
-class NoKernel(compiler.CuteKernel):
+class NoKernel(QuantizeKernel):
     """A kernel whose launcher returns at once."""
 
     def __init__(self, signature: Any, config: Any, arch: Any) -> None:
@@ -77,7 +79,8 @@ def extension() -> Any:
 def on_cpu(
     kernel: Callable[..., compiler.CuteKernel] = NoKernel, gpu: str = "H200", in_cpp: bool = True
 ) -> Iterator[None]:
-    """While this is open, CPU tensors are planned for `gpu`, and kernels of backend "cute" are what `kernel` makes.
+    """While this is open, CPU tensors are planned for `gpu`, and kernels of backend "cute" and of `quantize` are what
+    `kernel` makes.
 
     Args:
         kernel: of a signature, a configuration and the GPU.
@@ -95,6 +98,12 @@ def on_cpu(
         patch(runner, "_kernels", Memo(limit=1024))
         patch(runner.Arch, "of_device", lambda index: arch)
         patch(compiler, "build", lambda signature, config, arch, make_operator: kernel(signature, config, arch))
+        patch(spills, "spilled", lambda *_: 0)
+        patch(quantize_kernels, "_kernels", Memo(limit=1024))
+        patch(quantize_kernels, "_plans", Memo(limit=4096))
+        patch(quantize_kernels, "build", kernel)
+        patch(quantize_kernels.Arch, "of_device", lambda index: arch)
+        patch(quantizing, "_remembered", Memo(limit=4096))
         # In C, as torch's own: the index of the CPU is None, and the handle of the default stream 0.
         patch(torch._C, "_cuda_getDevice", [].clear)
         patch(torch._C, "_cuda_getCurrentRawStream", {None: 0}.get)
@@ -106,15 +115,18 @@ def on_cpu(
         patch(workspace, "_allocate", lambda words, parts: zeros(words + parts))
         patch(workspace, "_allocate_on", lambda device, stream, words, parts: zeros(words + parts))
         call.memo.clear()
+        fused.memo.clear()
         native.serve(module)
         if module is not None:
-            module.register_operator()
+            module.serve_operators()
         try:
             yield
         finally:
             if module is not None:
-                module.unregister_operator()
-                torch.ops.cutegemm.gemm.default._dispatch_cache.clear()  # of keys that had a kernel
+                module.leave_operators()
+                for name in ("gemm", "scaled_gemm", "quantize", "quantize_given"):
+                    getattr(torch.ops.cutegemm, name).default._dispatch_cache.clear()  # of keys that had a kernel
                 native.take_back()
+            fused.memo.clear()
             call.memo.clear()  # and what the C++ part knows of it
             native.serve(None)

@@ -1,9 +1,10 @@
 """Host code in C++ for repeated calls of plain CUDA tensors, and Python where it is not there; see docs/host.md.
 
-`gemm` and `linear` ask the functions of the same name here first. They find a call's prepared launch by what the call
-looks like and enqueue it, or answer None: then Python computes, as it does for all that is new or unusual. The
-operator torch.ops.cutegemm.gemm is served in the same way. The extension is compiled against the torch that is
-installed, once, by a thread in the background that the first call of a kernel starts; no call waits for it.
+`gemm`, `linear`, `quantize` and `nn.Fp8Linear` ask the functions here first. They find a call's prepared launches by
+what the call looks like and enqueue them, or answer None: then Python computes, as it does for all that is new or
+unusual. The operators torch.ops.cutegemm.gemm, scaled_gemm, quantize and quantize_given are served in the same way. The
+extension is compiled against the torch that is installed, once, by a thread in the background that the first call of a
+kernel starts; no call waits for it.
 
 Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
 `lend` of a workspace and `take_back`.
@@ -21,10 +22,22 @@ gemm: Callable[..., Any] | None = None
 """gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> D, or None: not here. how: as in `run.how`."""
 linear: Callable[..., Any] | None = None
 """linear(x, weight, bias, activation, *how) -> D, or None: not here."""
+quantize: Callable[..., Any] | None = None
+"""quantize(x, dtype, scaling, scale, backend) -> (values, scales), along the last dimension, in blocks of 1 x 128.
+
+None: not here. NotImplemented: not yet, because `install_quantize` has not told of such a call.
+"""
+scaled: Callable[..., Any] | None = None
+"""scaled(a, b, scale_a, scale_b, bias, activation, out_dtype, *how) -> act(scales (a b) + bias), as `quantize`."""
+quantized_linear: Callable[..., Any] | None = None
+"""quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, backend, activation, *how) -> the two in a row,
+with new scales or the one given, or None."""
 
 names: tuple[tuple[str | None, ...], ...] = ()
 """The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
 `cutegemm.run.call` puts them here."""
+of_quantize: tuple[tuple[str | None, ...], ...] = ()
+"""What `quantize` takes as `scaling` and `backend`; `cutegemm.run.quantizing` puts it here."""
 in_python: dict[str, Callable[..., Any]] = {}
 """What the extension calls in Python; the modules that have these functions put them here when they are imported.
 
@@ -36,7 +49,14 @@ in_python: dict[str, Callable[..., Any]] = {}
         the operator for autograd, without `out`; keys: the number of a torch._C.DispatchKeySet
     gradients(...) -> (dA, dB, dC, dbias)
         see `cutegemm.pytorch.autograd.gradients_of_saved`
+    quantize(keys, tell, *arguments) -> (values, scales)
+    quantize_given(keys, tell, *arguments) -> values
+        the operators of these names; keys: as above, or None below autograd. tell: whether to tell the launches
+    scaled(tell, *arguments) -> D
+        the operator scaled_gemm below autograd
 """
+HOOKS = ("plan", "compute", "record", "gradients", "quantize", "quantize_given", "scaled")
+"""The order in which the extension is given them."""
 
 
 class Launcher(NamedTuple):
@@ -102,7 +122,7 @@ def _make() -> None:
     try:
         module = build.load(build.library())
         configure(module)
-        module.register_operator()
+        module.serve_operators()
     except Exception as why:  # whatever it is: Python serves, and `explain` says this
         _state.why_not = str(why) or type(why).__name__
         return
@@ -113,8 +133,7 @@ def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
     """Tells the extension the names of arguments and what it calls. stream, capturing: addresses of functions in place
     of CUDA's, with which it serves CPU tensors, for tests.
     """
-    functions = (in_python[name] for name in ("plan", "compute", "record", "gradients"))
-    module.configure(names, *functions, stream, capturing)
+    module.configure((*names, *of_quantize), tuple(in_python[name] for name in HOOKS), stream, capturing)
 
 
 def leave_float32_to_python() -> None:
@@ -126,11 +145,13 @@ def leave_float32_to_python() -> None:
 
 def serve(module: Any) -> None:
     """Lets calls ask this extension from now on, or none (None)."""
-    global gemm, linear
+    global gemm, linear, quantize, scaled, quantized_linear
     _state.module = module
     if module and _state.asks_for_float32:
         module.leave_float32_to_python()
-    gemm, linear = (module.gemm, module.linear) if module else (None, None)
+    gemm, linear, quantize, scaled, quantized_linear = (
+        (module.gemm, module.linear, module.quantize, module.scaled, module.quantized_linear) if module else [None] * 5
+    )
 
 
 def status() -> str:
@@ -156,6 +177,22 @@ def install(
             a, b, c, float(options["alpha"]), float(options["beta"]), options["bias"], options["activation"],
             options["out"], options["out_dtype"], *how, launch,
         )  # fmt: skip
+
+
+def install_quantize(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `quantize(*arguments)`, and all like it.
+
+    how: the launchers in order, shape and strides of the values, the shape of the scales (None: they are given), and
+        how many partial maxima the launches exchange. None: Python computes it.
+    """
+    if _state.module is not None:
+        _state.module.install_quantize(*arguments, how)
+
+
+def install_scaled(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `scaled(*arguments)`, and all like it; launch: as in `install`."""
+    if _state.module is not None:
+        _state.module.install_scaled(*arguments, launch)
 
 
 def forget() -> None:

@@ -46,7 +46,7 @@ def library() -> Path:
     if compiler is None:
         raise GemmError("no C++ compiler (c++, g++ or clang++) is installed")
     said = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
-    files, flags = sorted(SOURCES.iterdir()), (*FLAGS, f"-DOPTION_TYPES={_texts()}")
+    files, flags = sorted(SOURCES.iterdir()), (*FLAGS, *_options())
     key = {
         "sources": hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest(),
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -64,11 +64,18 @@ def library() -> Path:
 _keep_alive: list[Any] = []
 
 
-def _texts() -> str:
-    """The C++ types of the options that follow the dtype in torch.ops.cutegemm.gemm: those of `run.how`."""
-    arguments = torch.ops.cutegemm.gemm.default._schema.arguments
-    first = [each.name for each in arguments].index("out_dtype") + 1
-    return ",".join("Text" if str(each.type) == "str" else "OptionalText" for each in arguments[first:])
+_TYPES = {"str": "Text", "Optional[str]": "OptionalText", "Optional[List[str]]": "OptionalTexts"}
+
+
+def _options() -> tuple[str, ...]:
+    """The C++ types of the options that follow the dtype in torch.ops.cutegemm.gemm and scaled_gemm."""
+    operators = torch.ops.cutegemm
+    found = []
+    for name, operator in (("OPTION_TYPES", operators.gemm), ("SCALED_OPTION_TYPES", operators.scaled_gemm)):
+        arguments = operator.default._schema.arguments
+        first = [each.name for each in arguments].index("out_dtype") + 1
+        found.append(f"-D{name}=" + ",".join(_TYPES[str(each.type)] for each in arguments[first:]))
+    return tuple(found)
 
 
 def _compiled(compiler: str, flags: tuple[str, ...]) -> Artefacts:

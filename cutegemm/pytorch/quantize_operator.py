@@ -5,10 +5,13 @@ An operator may not return one of its inputs, so a given scale has an operator o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from cutegemm import native
 from cutegemm.problem import quantization_request
 from cutegemm.problem.quantization import new_values
 from cutegemm.pytorch import sharding_quantize  # noqa: F401  how DTensors are quantized
@@ -27,16 +30,16 @@ _SCHEMAS = {
 }
 
 
-def _quantize(x, dtype, scaling="rows", dim=-1, block=(1, 128), backend="auto"):
-    return quantizing.quantize(x, dtype, scaling, dim, tuple(block), None, None, backend)
+def _quantize(x, dtype, scaling="rows", dim=-1, block=(1, 128), backend="auto", tell=False):
+    return quantizing.quantize(x, dtype, scaling, dim, tuple(block), None, None, backend, tell)
 
 
 def _quantize_out(x, scaling, dim, block, backend, values, scales) -> None:
     quantizing.quantize(x, values.dtype, scaling, dim, tuple(block), None, (values, scales), backend)
 
 
-def _quantize_given(x, scale, dtype, dim=-1, backend="auto"):
-    return quantizing.quantize(x, dtype, None, dim, None, scale, None, backend)[0]
+def _quantize_given(x, scale, dtype, dim=-1, backend="auto", tell=False):
+    return quantizing.quantize(x, dtype, None, dim, None, scale, None, backend, tell)[0]
 
 
 def _quantize_given_out(x, scale, dim, backend, values) -> None:
@@ -101,6 +104,15 @@ def _define(name: str) -> None:
             return operator.redispatch(keyset & BELOW_AUTOGRAD, *arguments, **named)
 
     LIBRARY.impl(name, refuse_gradients, "Autograd", with_keyset=True)
+    if name in native.HOOKS:
+        native.in_python[name] = partial(_natively, kernel, refuse_gradients)
+
+
+def _natively(kernel: Callable[..., Any], recorded: Callable[..., Any], keys: Any, tell: bool, *arguments: Any) -> Any:
+    """An operator's call that the C++ extension leaves to Python."""
+    if keys is not None:
+        return recorded(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
+    return kernel(*arguments, tell)
 
 
 for _name in _SCHEMAS:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from cutegemm import native
 from cutegemm.problem import dtypes
 from cutegemm.problem.dtypes import TABLE, dtype_name, output_name, torch_dtype
 from cutegemm.pytorch import operator, program_operator, scaled, sharding
@@ -45,6 +46,19 @@ define(
     f"{schema('str[]? scaling=None')}) -> Tensor",
     _scaled_gemm, _fake,
 )  # fmt: skip
+
+
+def _natively(
+    tell, a, b, scale_a, scale_b, c=None, alpha=1.0, beta=0.0, bias=None, activation=None, out_dtype=None, *options
+) -> torch.Tensor:
+    """The operator's call that the C++ extension leaves to Python."""
+    d = _scaled_gemm(a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, *options)
+    if tell:
+        scaled.tell(a, b, scale_a, scale_b, bias, activation, out_dtype, split(options)[0], d)
+    return d
+
+
+native.in_python["scaled"] = _natively
 sharding.handle("scaled_gemm", _scaled_gemm)  # it calls gemm_program, which has rules
 
 

@@ -5,6 +5,7 @@ A call is known by the descriptions of its tensors and by its program; a repeate
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -130,6 +131,22 @@ def remembered(
         if key is not None:
             memo.put(key, run, plan)
     return run, plan
+
+
+def planning() -> contextlib.AbstractContextManager[Any]:
+    """Context: no plan is made meanwhile, and none forgotten for another."""
+    return _lock
+
+
+def launch_of(plan: Plan, operands: Sequence[Any], d: torch.Tensor) -> tuple[Any, ...] | None:
+    """What `native.install_scaled` takes of the plan of a call without `out` that gave d; None: it needs Python."""
+    if plan.kernel is None or plan.emulated or plan.copies or plan.preparations or d.numel() == 0:
+        return None
+    if plan.problem.epilogue.custom is None or not d.is_contiguous() or not all(map(torch.is_tensor, operands)):
+        return None
+    with current_device(d.device):
+        launcher = plan.kernel.launcher(plan.problem)
+    return None if launcher is None else (*launcher, tuple(d.shape), d.dtype, plan.swapped)
 
 
 def _runner(plan: Plan, asked: ProgramRequest) -> Runner:

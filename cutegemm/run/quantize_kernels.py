@@ -15,7 +15,9 @@ from cutegemm.cute.quantize.build import QuantizeKernel, build
 from cutegemm.cute.quantize.config import Signature, Tile
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
+from cutegemm.native import Launcher
 from cutegemm.problem.quantization import INPUTS, Format, Group, group_along
+from cutegemm.run import runner
 from cutegemm.run.environment import variable
 from cutegemm.run.runner import current_device
 
@@ -80,6 +82,13 @@ def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format
     x, values: (rows, K) or (matrices, rows, K), not empty; K contiguous in the values. scale: of as many dimensions, or
     (); any strides.
     """
+    plan = plan_of(x, values, scale, format, group)
+    run(plan, x, values, scale, {"v"} if group is None else {"v", "s"})
+    return plan
+
+
+def plan_of(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: Format, group: Group | None) -> Plan:
+    """What `quantized` runs."""
     arch = arch_of(x.device)
     lies = Lies.of(x), Lies.of(values), _scales(scale, x.dim())
     key = "quantize", x.dtype, format, group, arch, x.device.index, lies, variable("CUTEGEMM_CACHE_DIR")
@@ -87,8 +96,18 @@ def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format
     if plan is None:
         plan = _quantize_plan(*lies, INPUTS[x.dtype], format.name, group, arch, x.device)
         _plans.put(key, plan)
-    run(plan, x, values, scale, {"v"} if group is None else {"v", "s"})
-    return plan
+    found: Plan = plan
+    return found
+
+
+def launchers(plan: Plan, device: torch.device) -> tuple[Launcher, ...] | None:
+    """How a plan is launched without Python, where that can be: from the addresses of x, values, scales and maxima."""
+    with current_device(device):
+        addresses = [kernel.address for kernel, _ in plan.steps]
+    if None in addresses:
+        return None
+    steps = zip(addresses, plan.steps, strict=True)
+    return tuple(Launcher(int(address or 0), 0, 0, numbers) for address, (_, numbers) in steps)
 
 
 def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format: Format) -> None:
@@ -109,7 +128,7 @@ def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format:
 
 def arch_of(device: torch.device) -> Arch:
     """The GPU that computes for tensors of a device: of the CPU the one that is emulated."""
-    return planning.emulated_arch() if device.type == "cpu" else Arch.of_device(device.index)
+    return planning.emulated_arch() if device == runner._CPU else Arch.of_device(device.index)
 
 
 def _scales(scale: torch.Tensor, dims: int) -> Lies:
@@ -220,7 +239,7 @@ def run(plan: Plan, x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, 
     """Launches a plan, or emulates it: on the tensors that it was made for, or others that lie as they do."""
     maxima = torch.empty(plan.maxima, dtype=torch.float32, device=x.device) if plan.maxima else None
     addresses = x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if maxima is None else maxima.data_ptr()
-    if x.device.type == "cpu":
+    if x.device == runner._CPU:
         _emulate(plan, addresses, {"x": x, "v": values, "s": scale, "p": maxima}, {*written, "p"})
         return
     with current_device(x.device):

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cutegemm import native
 from cutegemm.choice.plan import Memo
 from cutegemm.problem import quantization_request
 from cutegemm.problem.quantization import new_values, original, scale_of, values_of
+from cutegemm.run import runner
 from cutegemm.run.call import PLAIN
 
 _remembered = Memo(limit=4096)
@@ -20,9 +22,14 @@ _BOTH = {"v", "s"}
 
 def quantize(
     x: torch.Tensor, dtype: torch.dtype, scaling: str | None, dim: int, block: Any, scale: torch.Tensor | None,
-    out: tuple[torch.Tensor, torch.Tensor] | None, backend: str,
+    out: tuple[torch.Tensor, torch.Tensor] | None, backend: str, tell: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`cutegemm.quantize` of plain tensors, with no regard to tracing. With a given scale `out` has it too."""
+    """`cutegemm.quantize` of plain tensors, with no regard to tracing. With a given scale `out` has it too.
+
+    tell: whether the C++ part, which computes such calls, asks how it is launched.
+    """
+    if tell:
+        return _told(x, dtype, scaling, dim, block, scale, backend)
     key = _key(x, dtype, scaling, dim, block, backend) if scale is None and out is None else None
     known = _remembered.get(key)
     if known is not None and not (x.requires_grad and torch.is_grad_enabled()) and forward_ad._current_level < 0:
@@ -61,6 +68,30 @@ def quantize(
             v_k.copy_(values_of(x_k, s_k, asked.format))
     _tell_autograd(out)
     return values, scales
+
+
+def _told(
+    x: torch.Tensor, dtype: torch.dtype, scaling: str | None, dim: int, block: Any, scale: torch.Tensor | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The same of a call with new results along the last dimension, which the C++ part is told how to launch."""
+    quantization_request.check_backend(backend)
+    values, scales = found = quantize(x, dtype, scaling, dim, block, scale, None, backend)
+    how = None
+    if _by_kernels(backend, x) and x.numel() and x.device != runner._CPU:
+        from cutegemm.run import quantize_kernels
+
+        asked = quantization_request.describe(x, dtype, scaling, dim, block, scale)
+        plan = quantize_kernels.plan_of(x, values, scales, asked.format, asked.group)
+        launchers = quantize_kernels.launchers(plan, x.device)
+        if launchers is not None:
+            given = scale is not None
+            how = launchers, tuple(values.shape), values.stride(), None if given else tuple(scales.shape), plan.maxima
+    native.install_quantize((x, dtype, scaling, scale, backend), how)
+    return found
+
+
+native.of_quantize = (None, *quantization_request.SCALINGS), quantization_request.BACKENDS
 
 
 def _key(x: Any, dtype: Any, scaling: Any, dim: Any, block: Any, backend: Any) -> Any:
@@ -120,7 +151,7 @@ def new_like(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_kernels(backend: str, tensor: torch.Tensor) -> bool:
-    return backend == "cute" or (backend == "auto" and tensor.device.type != "cpu")
+    return backend == "cute" or (backend == "auto" and tensor.device != runner._CPU)
 
 
 def _tell_autograd(out: tuple[torch.Tensor, ...] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +12,31 @@ import torch
 import cutegemm
 from cutegemm.cute import FAMILIES, workspace
 from cutegemm.cute import compile as compiler
+from cutegemm.cute.quantize import build as quantize_build
+from cutegemm.cute.quantize.build import QuantizeKernel
+from cutegemm.cute.quantize.config import Tile
 from cutegemm.emulator.capture import HostObject
 from cutegemm.emulator.recorder import recording
 from tuning import host_stub
 
 pytest.importorskip("llvmlite")
 
-_build = compiler.build
+_build, _build_quantize = compiler.build, quantize_build.build
 hosts: list[HostObject] = []
 from_python: list[int] = []
 """An entry for every launch that Python passes on."""
+dropping: list[bool] = []
+"""With an entry Python launches nothing: a launcher runs while it is recorded only."""
 
 
-class LinkedKernel(compiler.CuteKernel):
+class LinkedKernel(QuantizeKernel):
     """A compiled kernel whose launcher runs here and has its calls of CUDA written down."""
 
     def __init__(self, signature: Any, config: Any, arch: Any) -> None:
-        made = _build(signature, config, arch, lambda: FAMILIES[config.family].make_operator(config, signature))
+        if isinstance(config, Tile):
+            made: compiler.CuteKernel = _build_quantize(signature, config, arch)
+        else:
+            made = _build(signature, config, arch, lambda: FAMILIES[config.family].make_operator(config, signature))
         super().__init__(signature, config, arch, made._entry)
         hosts.append(HostObject.load(made.object_path, compiler.FUNCTION, made.ptx, arch=arch))
         self._address = hosts[-1]._tracker[f"__tvm_ffi_{compiler.FUNCTION}"]
@@ -35,7 +44,8 @@ class LinkedKernel(compiler.CuteKernel):
 
         def counted(*arguments: Any) -> None:
             from_python.append(1)
-            function(*arguments)
+            if not dropping:
+                function(*arguments)
 
         self._function = counted
 
@@ -72,6 +82,50 @@ def test_both_ways_ask_for_one_launch(case, monkeypatch):
     python, cpp = taken
     assert len(python) == len(cpp) == 1
     assert described(python[0], host) == described(cpp[0], host)
+
+
+FP8 = torch.float8_e4m3fn
+X = operand(32, 256, torch.bfloat16)
+VALUES, ROWS, BLOCKS = X.to(FP8), torch.ones(32, 1), torch.ones(32, 2)
+BYTES: dict[str, Callable[[], Any]] = {
+    "rows": lambda: cutegemm.quantize(X, FP8),
+    "blocks": lambda: cutegemm.quantize(X, FP8, "blocks"),
+    "a given scale": lambda: cutegemm.quantize(X, FP8, scale=ROWS),
+    "scales of rows": lambda: cutegemm.gemm(VALUES, VALUES.t(), scale_a=ROWS, scale_b=ROWS.t(), bias=ROWS[:, 0]),
+    "scales of blocks": lambda: cutegemm.gemm(VALUES, VALUES.t(), scale_a=BLOCKS, scale_b=torch.ones(2, 1)),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_both_ways_ask_for_one_launch_in_8_bits(case, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    taken = []
+    for in_cpp in (False, True):
+        hosts.clear()
+        with host_stub.on_cpu(LinkedKernel, in_cpp=in_cpp):
+            dropping.append(True)
+            BYTES[case]()
+            dropping.clear()
+            (host,) = hosts
+            from_python.clear()
+            with recording(host.module) as recorded:
+                BYTES[case]()
+            assert len(from_python) == (not in_cpp)
+            assert not recorded.problems
+            (launch,) = recorded.operations
+            taken.append(without_addresses(launch, host))
+    python, cpp = taken
+    assert python == cpp
+
+
+def without_addresses(launch: Any, host: HostObject) -> Any:
+    """`described`, with zeros for the addresses of tensors that each call makes anew."""
+    found = described(launch, host)
+    params = bytearray(found.params)
+    for offset, size in host.module.entries[launch.kernel].params:
+        if size in (8, 128):
+            params[offset : offset + 8] = bytes(8)
+    return replace(found, params=bytes(params))
 
 
 def described(launch: Any, host: HostObject) -> Any:

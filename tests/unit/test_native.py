@@ -364,13 +364,13 @@ def test_torch_compile_neither_sees_nor_minds_it():
         compiled = torch.compile(module, backend=backend, fullgraph=True)
         assert torch.equal(compiled(A), expected)
         native.serve(host_stub.extension())
-        host_stub.extension().register_operator()
+        host_stub.extension().serve_operators()
         for _ in range(2):
             assert torch.equal(compiled(A), expected)
         ((target,),) = graphs
         assert getattr(target, "overloadpacket", target) is torch.ops.cutegemm.gemm
         assert launched[-1].by == "C++"
-        host_stub.extension().unregister_operator()
+        host_stub.extension().leave_operators()
 
 
 @pytest.mark.parametrize("case", ["switched off", "no compiler", "a compiler that fails", "an extension that is none"])

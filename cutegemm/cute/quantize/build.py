@@ -30,6 +30,12 @@ class QuantizeKernel(CuteKernel):
         launch: Callable[..., None] = self._load()
         return launch
 
+    @property
+    def address(self) -> int | None:
+        """Of the launcher behind `function`, where it lies in a library."""
+        self._load()
+        return self._address
+
     def captured(self, *values: int) -> Captured:
         """What the call of `function` would launch, for the emulator."""
         from cutegemm.emulator.capture import HostObject

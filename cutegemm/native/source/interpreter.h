@@ -11,9 +11,10 @@
 
 namespace cutegemm {
 
-// What `configure` was given; see cutegemm/native/__init__.py for what each does. Never freed.
-inline PyObject *plan_in_python = nullptr, *compute_in_python = nullptr, *record_in_python = nullptr,
-                *gradients_in_python = nullptr;
+// What `configure` was given, in the order of HOOKS in cutegemm/native/__init__.py, which says what each does. Never
+// freed.
+enum Hook { PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, HOOKS };
+inline std::array<PyObject*, HOOKS> in_python{};
 
 class WithInterpreter {
  public:
@@ -69,11 +70,22 @@ inline PyObject* to_python(std::optional<at::ScalarType> dtype) {
 inline PyObject* to_python(double number) { return checked(PyFloat_FromDouble(number)); }
 inline PyObject* to_python(bool truth) { return PyBool_FromLong(truth); }
 inline PyObject* to_python(uint64_t number) { return checked(PyLong_FromUnsignedLongLong(number)); }
+inline PyObject* to_python(int64_t number) { return checked(PyLong_FromLongLong(number)); }
 
-inline PyObject* to_python(const std::vector<int64_t>& numbers) {
+inline PyObject* to_python(c10::IntArrayRef numbers) {
   PyObject* made = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
   for (size_t i = 0; i < numbers.size(); ++i)
-    PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(numbers[i])));
+    PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), to_python(numbers[i]));
+  return made;
+}
+
+inline PyObject* to_python(const OptionalTexts& texts) {
+  if (!texts) return none();
+  PyObject* made = checked(PyTuple_New(static_cast<Py_ssize_t>(texts->size())));
+  for (size_t i = 0; i < texts->size(); ++i) {
+    const std::string text = texts->get(i);
+    PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), to_python(OptionalText(Text(text))));
+  }
   return made;
 }
 
@@ -97,6 +109,18 @@ inline at::Tensor taken(PyObject* object) {
   Py_DECREF(object);
   TORCH_CHECK(right, "cutegemm: Python gave something else than a tensor");
   return tensor;
+}
+
+// The two tensors of a new reference to a pair, which is given back.
+inline std::tuple<at::Tensor, at::Tensor> taken_pair(PyObject* object) {
+  PyObject *first = PySequence_GetItem(object, 0), *second = first ? PySequence_GetItem(object, 1) : nullptr;
+  Py_DECREF(object);
+  if (second == nullptr) {
+    Py_XDECREF(first);
+    throw_python_error();
+  }
+  at::Tensor one = taken(first);  // the arguments of a constructor have no order
+  return {std::move(one), taken(second)};
 }
 
 }  // namespace cutegemm

@@ -3,7 +3,9 @@
 
 #include <ATen/autocast_mode.h>
 
-#include "operator.h"
+#include "bytes.h"
+#include "reading.h"
+#include "registering.h"
 
 namespace cutegemm {
 namespace {
@@ -25,47 +27,6 @@ struct Asked {
   const at::Tensor*& bias() { return tensors[3]; }
   const at::Tensor*& out() { return tensors[4]; }
 };
-
-// False for what is neither None nor a tensor of torch's own classes.
-bool read_tensor(PyObject* object, const at::Tensor*& tensor) {
-  if (object == Py_None) return true;
-  if (!THPVariable_CheckExact(object)) return false;
-  tensor = &THPVariable_Unpack(object);
-  return true;
-}
-
-bool read_name(PyObject* object, const Names& names, int& place) {
-  if (object == Py_None) return (place = names.none) >= 0;
-  if (!PyUnicode_CheckExact(object)) return false;
-  Py_ssize_t size = 0;
-  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
-  if (text == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
-  place = names.find(Text(text, static_cast<size_t>(size)));
-  return place >= 0;
-}
-
-// The first `count` fields of `How`; the others are None.
-bool read_how(PyObject* const* args, Py_ssize_t count, Options& options) {
-  for (Py_ssize_t i = 0; i < count; ++i)
-    if (!read_name(args[i], accepted[i], options.how[i])) return false;
-  return true;
-}
-
-bool read_number(PyObject* object, double& number) {
-  if (!PyFloat_CheckExact(object)) return false;
-  number = PyFloat_AS_DOUBLE(object);
-  return std::abs(number) <= FLT_MAX;
-}
-
-bool read_dtype(PyObject* object, int& dtype) {
-  if (object == Py_None) return true;
-  if (!THPDtype_Check(object)) return false;
-  dtype = static_cast<int>(reinterpret_cast<THPDtype*>(object)->scalar_type);
-  return true;
-}
 
 constexpr Py_ssize_t ARGUMENTS = 9 + FIELDS;
 
@@ -181,7 +142,7 @@ PyObject* gemm(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (found == Answer::unknown && state_of_thread() == Thread::plain) {
     PyObject* arguments[1 + ARGUMENTS] = {Py_None};
     std::copy(args, args + ARGUMENTS, arguments + 1);
-    Py_DECREF(checked(PyObject_Vectorcall(plan_in_python, arguments, 1 + ARGUMENTS, nullptr)));
+    Py_DECREF(checked(PyObject_Vectorcall(in_python[PLAN], arguments, 1 + ARGUMENTS, nullptr)));
     const WithoutInterpreter released;
     found = answer(asked, result);
   }
@@ -212,18 +173,6 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// The numbers of a tuple.
-std::vector<int64_t> numbers_of(PyObject* tuple) {
-  TORCH_CHECK(PyTuple_Check(tuple), "cutegemm: expected a tuple of integers");
-  std::vector<int64_t> made;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    const int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-    if (number == -1 && PyErr_Occurred()) throw_python_error();
-    made.push_back(number);
-  }
-  return made;
-}
-
 // install(<arguments of gemm>, launch): launch is None, or (launcher, words, parts, behind, shape, dtype, swapped).
 // False for a call whose key this part does not know.
 PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -233,23 +182,11 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != ARGUMENTS + 1 || !read(args, ARGUMENTS, asked) || !read_operands(asked, of)) Py_RETURN_FALSE;
   Known known;
   if (args[ARGUMENTS] != Py_None) {
-    auto launch = std::make_shared<Launch>();
-    unsigned long long launcher = 0;
-    long long words = 0, parts = 0;
-    PyObject *behind = nullptr, *shape = nullptr, *dtype = nullptr;
-    int swapped = 0, out_dtype = -1;
-    if (!PyArg_ParseTuple(args[ARGUMENTS], "KLLOOOp", &launcher, &words, &parts, &behind, &shape, &dtype, &swapped))
-      throw_python_error();
-    launch->launcher = reinterpret_cast<Launcher>(launcher);
-    launch->words = words, launch->parts = parts;
-    for (int64_t number : numbers_of(behind)) launch->behind.push_back(Value::of(number));
-    launch->shape = numbers_of(shape);
-    TORCH_CHECK(read_dtype(dtype, out_dtype) && out_dtype >= 0, "cutegemm: expected a torch.dtype");
-    launch->dtype = static_cast<at::ScalarType>(out_dtype), launch->swapped = swapped != 0;
-    TORCH_CHECK(launch->behind.size() + 9 <= Launch::MOST, "cutegemm: a launch with too many arguments");
+    auto launch = std::make_shared<Product>();
+    read_product(args[ARGUMENTS], *launch);
     known = std::move(launch);
   }
-  launches().put(key_of(of, asked.beta, asked.options), std::move(known));
+  table_of<Product>().put(key_of(of, asked.beta, asked.options), std::move(known));
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
@@ -257,7 +194,7 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // forget(): of all calls.
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  launches().clear();
+  table_of<Product>().clear(), table_of<ScaledProduct>().clear(), table_of<Quantization>().clear();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -272,7 +209,8 @@ PyObject* leave_float32_to_python(PyObject*, PyObject*) {
 
 PyObject* known(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  return checked(PyLong_FromSize_t(launches().size()));
+  return checked(PyLong_FromSize_t(
+      table_of<Product>().size() + table_of<ScaledProduct>().size() + table_of<Quantization>().size()));
   END_HANDLE_TH_ERRORS
 }
 
@@ -297,22 +235,6 @@ PyObject* take_back(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-Names names_of(PyObject* tuple) {
-  TORCH_CHECK(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) < 16, "cutegemm: expected a tuple of at most 15");
-  Names made;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    PyObject* name = PyTuple_GET_ITEM(tuple, i);
-    if (name == Py_None) {
-      made.none = 0;
-      continue;
-    }
-    const char* text = PyUnicode_AsUTF8(name);
-    if (text == nullptr) throw_python_error();
-    made.known.emplace_back(text);
-  }
-  return made;
-}
-
 // A function of a library that torch has loaded, or of the driver.
 void* found_in(const char* library, const char* name) {
   void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
@@ -321,22 +243,22 @@ void* found_in(const char* library, const char* name) {
   return address;
 }
 
-// configure(names, plan, compute, record, gradients, stream, capturing): once, first of all. names: what `activation`
-// and the fields of `How` accept. stream, capturing: 0 where CUDA tensors are served; else addresses of functions, and
-// CPU tensors are.
+// configure(names, hooks, stream, capturing): once, first of all. names: what `activation`, the fields of `How`, and
+// `scaling` and `backend` of `quantize` accept. stream, capturing: 0 where CUDA tensors are served; else addresses of
+// functions, and CPU tensors are.
 PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject* names = nullptr;
+  PyObject *names = nullptr, *hooks = nullptr;
   unsigned long long stream = 0, capturing = 0;
-  TORCH_CHECK(plan_in_python == nullptr, "cutegemm: configured twice");
-  if (!PyArg_ParseTuple(args, "O!OOOOKK", &PyTuple_Type, &names, &plan_in_python, &compute_in_python,
-                        &record_in_python, &gradients_in_python, &stream, &capturing))
+  TORCH_CHECK(in_python[PLAN] == nullptr, "cutegemm: configured twice");
+  if (!PyArg_ParseTuple(args, "O!O!KK", &PyTuple_Type, &names, &PyTuple_Type, &hooks, &stream, &capturing))
     throw_python_error();
-  TORCH_CHECK(PyTuple_GET_SIZE(names) == 1 + FIELDS, "cutegemm: compiled for other options");
-  for (PyObject* function : {plan_in_python, compute_in_python, record_in_python, gradients_in_python})
-    Py_INCREF(function);
+  TORCH_CHECK(PyTuple_GET_SIZE(names) == 3 + FIELDS && PyTuple_GET_SIZE(hooks) == HOOKS,
+              "cutegemm: compiled for other options");
+  for (int i = 0; i < HOOKS; ++i) in_python[i] = Py_NewRef(PyTuple_GET_ITEM(hooks, i));
   activations = names_of(PyTuple_GET_ITEM(names, 0));
   for (int i = 0; i < FIELDS; ++i) accepted[i] = names_of(PyTuple_GET_ITEM(names, i + 1));
+  scalings = names_of(PyTuple_GET_ITEM(names, FIELDS + 1)), quantizers = names_of(PyTuple_GET_ITEM(names, FIELDS + 2));
   if (stream != 0) {
     served.type = c10::DeviceType::CPU, served.key = c10::DispatchKey::CPU;
     served.autograd = c10::DispatchKey::AutogradCPU, served.autocast = c10::DispatchKey::AutocastCPU;
@@ -352,33 +274,43 @@ PyObject* configure(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Serves torch.ops.cutegemm.gemm from now on; until `unregister_operator`, which only tests call.
-PyObject* register_operator(PyObject*, PyObject*) {
+// Serves the operators from now on; until `leave_operators`, which only tests call.
+PyObject* serve_operators(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  cutegemm::register_operator();
+  register_operators();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* unregister_operator(PyObject*, PyObject*) {
+PyObject* leave_operators(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  cutegemm::unregister_operator();
+  unregister_operators();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
+}
+
+template <PyObject* function(PyObject*, PyObject* const*, Py_ssize_t)>
+PyCFunction fast() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 PyMethodDef methods[] = {
-    {"gemm", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(gemm)), METH_FASTCALL, nullptr},
-    {"linear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(linear)), METH_FASTCALL, nullptr},
-    {"install", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(install)), METH_FASTCALL, nullptr},
+    {"gemm", fast<gemm>(), METH_FASTCALL, nullptr},
+    {"linear", fast<linear>(), METH_FASTCALL, nullptr},
+    {"quantize", fast<quantize>(), METH_FASTCALL, nullptr},
+    {"scaled", fast<scaled>(), METH_FASTCALL, nullptr},
+    {"quantized_linear", fast<quantized_linear>(), METH_FASTCALL, nullptr},
+    {"install", fast<install>(), METH_FASTCALL, nullptr},
+    {"install_quantize", fast<install_quantize>(), METH_FASTCALL, nullptr},
+    {"install_scaled", fast<install_scaled>(), METH_FASTCALL, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"known", known, METH_NOARGS, nullptr},
     {"leave_float32_to_python", leave_float32_to_python, METH_NOARGS, nullptr},
     {"lend", lend, METH_VARARGS, nullptr},
     {"take_back", take_back, METH_NOARGS, nullptr},
     {"configure", configure, METH_VARARGS, nullptr},
-    {"register_operator", register_operator, METH_NOARGS, nullptr},
-    {"unregister_operator", unregister_operator, METH_NOARGS, nullptr},
+    {"serve_operators", serve_operators, METH_NOARGS, nullptr},
+    {"leave_operators", leave_operators, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -7,41 +7,35 @@
 
 namespace cutegemm {
 
-enum class Found {
-  launch,   // it can be computed here
-  python,   // Python computes it
-  unknown,  // nobody has planned it yet
-};
-
 // The launch of these operands, all of them on the device of that number.
 inline Found look_up(const Operands& of, double beta, const Options& options, Known& found) {
-  if (!launches().find(key_of(of, beta, options), found)) return Found::unknown;
-  return found ? Found::launch : Found::python;
+  return table_of<Product>().find(key_of(of, beta, options), found);
 }
 
 // A handle of CUDA's that means another stream in every thread (cudaStreamPerThread).
 inline void* const PER_THREAD = reinterpret_cast<void*>(2);
 
+using Addresses = c10::ArrayRef<const void*>;
+
 // Enqueues a launch on the current stream. False when Python must do it: the operands lie on another device than the
 // current one, the stream has no workspace that is large enough, it is captured and the launch needs one, or the
 // launcher failed and Python is to say why.
-inline bool enqueue(const Launch& launch, const Operands& of, const void* d, double alpha, double beta) {
+inline bool enqueue(const Launch& launch, int device, Addresses addresses, c10::ArrayRef<double> numbers) {
   const auto* guard = c10::impl::getDeviceGuardImpl(served.type);
-  if (guard->getDevice().index() != of.device) return false;
+  if (guard->getDevice().index() != device) return false;
   void* stream = nullptr;
-  if (served.current_stream(of.device, &stream) != 0) return false;
+  if (served.current_stream(device, &stream) != 0) return false;
 
   std::array<Value, Launch::MOST> values;
   size_t count = 0;
-  const Matrix &a = launch.swapped ? of.b : of.a, &b = launch.swapped ? of.a : of.b;
-  for (const void* address : {a.data, b.data, of.c.data, of.bias.data, d}) values[count++] = Value::of(address);
-  values[count++] = Value::of(alpha), values[count++] = Value::of(beta);
+  for (const void* address : addresses) values[count++] = Value::of(address);
+  for (double number : numbers) values[count++] = Value::of(number);
   values[count++] = Value::of(stream);
   std::optional<Workspaces::Kept> kept;  // held until the launch is enqueued
   if (launch.words != 0 || launch.parts != 0) {
     int capturing = 1;
     if (stream == PER_THREAD || served.is_capturing(stream, &capturing) != 0 || capturing != 0) return false;
-    kept = workspaces().find(of.device, stream);
+    kept = workspaces().find(device, stream);
     if (!kept || kept->words < launch.words || kept->parts < launch.parts) return false;
     values[count++] = Value::of(kept->parts_at - launch.words);
   }
@@ -50,13 +44,18 @@ inline bool enqueue(const Launch& launch, const Operands& of, const void* d, dou
   return launch.launcher(nullptr, values.data(), static_cast<int32_t>(count), &result) == 0;
 }
 
-inline at::Tensor allocate(const Launch& launch, c10::IntArrayRef shape, int device) {
+inline bool enqueue(const Product& launch, const Operands& of, const void* d, double alpha, double beta) {
+  const Matrix &a = launch.swapped ? of.b : of.a, &b = launch.swapped ? of.a : of.b;
+  return enqueue(launch, of.device, {a.data, b.data, of.c.data, of.bias.data, d}, {alpha, beta});
+}
+
+inline at::Tensor allocate(const Product& launch, c10::IntArrayRef shape, int device) {
   return at::empty(shape, at::TensorOptions().dtype(launch.dtype).device(served.type, device));
 }
 
 // D as a new tensor of that shape, which has the launch's elements in row-major order; none where Python must compute.
 inline std::optional<at::Tensor> multiply(
-    const Launch& launch, const Operands& of, double alpha, double beta, c10::IntArrayRef shape) {
+    const Product& launch, const Operands& of, double alpha, double beta, c10::IntArrayRef shape) {
   at::Tensor d = allocate(launch, shape, of.device);
   if (!enqueue(launch, of, d.mutable_data_ptr(), alpha, beta)) return std::nullopt;
   return d;

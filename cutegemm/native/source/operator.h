@@ -4,8 +4,6 @@
 #include <atomic>
 #include <cfloat>
 
-#include <torch/library.h>
-
 #include "recorded.h"
 
 namespace cutegemm {
@@ -41,14 +39,14 @@ struct Arguments {
            (!c || fits(*c, made.c)) && (!bias || fits(*bias, made.bias));
   }
 
-  // function(None, *arguments), or function(keys, *arguments), with `out`, which the operator does not have.
-  at::Tensor in_python(PyObject* function, const c10::DispatchKeySet* keys = nullptr) const {
+  // hook(None, *arguments), or hook(keys, *arguments), with `out`, which the operator does not have.
+  at::Tensor by_python(Hook hook, const c10::DispatchKeySet* keys = nullptr) const {
     WithInterpreter held;
     std::vector<PyObject*> given{
         keys ? to_python(keys->raw_repr()) : none(), to_python(a), to_python(b), to_python(c), to_python(alpha),
         to_python(beta), to_python(bias), to_python(activation), none(), to_python(out_dtype)};
     for (const OptionalText& each : how) given.push_back(to_python(each));
-    return taken(call(function, given));
+    return taken(call(in_python[hook], given));
   }
 };
 
@@ -63,7 +61,7 @@ inline std::optional<at::Tensor> product(const Arguments& given, const Options& 
   Known launch;
   Found found = look_up(of, given.beta, options, launch);
   if (found == Found::unknown) {
-    given.in_python(plan_in_python);
+    given.by_python(PLAN);
     found = look_up(of, given.beta, options, launch);
   }
   if (found != Found::launch) return std::nullopt;
@@ -77,7 +75,7 @@ at::Tensor gemm_on_device(
     const OptionalTensor& bias, OptionalText activation, OptionalDtype out_dtype, Texts... how) {
   const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, {how...}};
   auto d = product(given, given.options());
-  return d ? std::move(*d) : given.in_python(compute_in_python);
+  return d ? std::move(*d) : given.by_python(COMPUTE);
 }
 
 // For autograd's key of the device.
@@ -102,28 +100,7 @@ at::Tensor gemm_recorded(
       }
     }
   }
-  return given.in_python(record_in_python, &keys);
+  return given.by_python(RECORD, &keys);
 }
-
-// The registrations of both. While they are there, they are called in place of those of Python.
-inline std::vector<std::unique_ptr<torch::Library>>& registrations() {
-  static auto* made = new std::vector<std::unique_ptr<torch::Library>>;  // torch may be gone when the process ends
-  return *made;
-}
-
-inline void register_operator() {
-  class Silent : public c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } silent;  // torch would say, once for all operators, that a kernel of Python's is overridden
-  const c10::WarningUtils::WarningHandlerGuard guard(&silent);
-  const auto on = [](c10::DispatchKey key) -> torch::Library& {
-    return *registrations().emplace_back(
-        std::make_unique<torch::Library>(torch::Library::IMPL, "cutegemm", key, __FILE__, __LINE__));
-  };
-  on(served.key).impl("gemm", TORCH_FN((gemm_on_device<OPTION_TYPES>)));
-  on(served.autograd).impl("gemm", TORCH_FN((gemm_recorded<OPTION_TYPES>)));
-}
-
-inline void unregister_operator() { registrations().clear(); }
 
 }  // namespace cutegemm

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include <ATen/TensorUtils.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -132,6 +133,7 @@ inline bool describe_rows(const at::Tensor& tensor, Matrix& made) {
 
 using Text = c10::string_view;
 using OptionalText = std::optional<Text>;  // without a text: None
+using OptionalTexts = std::optional<c10::List<std::string>>;
 
 // What an argument accepts, in the order of Python's lists; `configure` sets them.
 struct Names {
@@ -148,6 +150,7 @@ struct Names {
 };
 
 inline Names activations;
+inline Names scalings, quantizers;  // of `quantize`: what `scaling` and `backend` accept
 
 // The fields of `How` in cutegemm/run/how.py; build.py reads their types off the schema of torch's operator.
 constexpr int FIELDS = std::tuple_size_v<std::tuple<OPTION_TYPES>>;

@@ -137,7 +137,7 @@ struct GemmBackward : public torch::autograd::Node {
     for (int i = 0; i < 4; ++i) PyTuple_SET_ITEM(needs, i, to_python(task_should_compute_output(i)));
     const Options& o = settings.options;
     PyObject* made = call(
-        gradients_in_python,
+        in_python[GRADIENTS],
         {to_python(dz), needs, to_python(a_), to_python(b_), to_python(c_), to_python(bias_),
          shape_of_c ? to_python(*shape_of_c) : none(), to_python(dtype_of_c), to_python(dtype_of_bias),
          to_python(settings.is_linear), to_python(settings.alpha), to_python(settings.beta),

@@ -84,53 +84,66 @@ static_assert(sizeof(Value) == 16);
 // Enqueues a kernel on the current device: 0 when it has.
 using Launcher = int (*)(void* self, const Value* arguments, int32_t count, Value* result);
 
-// A kernel bound to a problem.
+// A kernel bound to a problem. It takes addresses, numbers, the stream, a workspace if it has one, and `behind`.
 struct Launch {
   Launcher launcher = nullptr;
   int64_t words = 0, parts = 0;  // bytes of a workspace; without either there is none
-  std::vector<Value> behind;     // what stands behind the stream and the workspace
-  std::vector<int64_t> shape;    // of D
-  at::ScalarType dtype = at::ScalarType::Undefined;
-  bool swapped = false;  // computed as D^T = B^T A^T
+  std::vector<Value> behind;
 
-  static constexpr size_t MOST = 64;  // arguments
+  static constexpr size_t MOST = 64;         // arguments
+  static constexpr size_t MOST_BEFORE = 16;  // of them in front of `behind`
 };
 
-using Known = std::shared_ptr<const Launch>;
+// A launch that computes a new matrix, or one given.
+struct Product : Launch {
+  std::vector<int64_t> shape;  // of D
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  bool swapped = false;  // computed as D^T = B^T A^T
+};
 
-// Key -> launch; a null launch says that Python serves these calls.
+enum class Found {
+  launch,   // it can be computed here
+  python,   // Python computes it
+  unknown,  // nobody has planned it yet
+};
+
+// Key -> what computes it; a null pointer says that Python serves these calls.
+template <typename What>
 class Table {
  public:
-  // Whether the key is known.
-  bool find(const Key& key, Known& found) const {
+  using Known = std::shared_ptr<const What>;
+
+  Found find(const Key& key, Known& found) const {
     std::shared_lock lock(mutex_);
-    const auto place = launches_.find(key);
-    if (place == launches_.end()) return false;
+    const auto place = known_.find(key);
+    if (place == known_.end()) return Found::unknown;
     found = place->second;
-    return true;
+    return found ? Found::launch : Found::python;
   }
 
-  void put(const Key& key, Known launch) {
+  void put(const Key& key, Known what) {
     std::unique_lock lock(mutex_);
-    if (launches_.size() >= MOST) launches_.clear();  // Python remembers the plans, and puts what is needed again
-    launches_[key] = std::move(launch);
+    if (known_.size() >= MOST) known_.clear();  // Python remembers the plans, and puts what is needed again
+    known_[key] = std::move(what);
   }
 
   void clear() {
     std::unique_lock lock(mutex_);
-    launches_.clear();
+    known_.clear();
   }
 
   size_t size() const {
     std::shared_lock lock(mutex_);
-    return launches_.size();
+    return known_.size();
   }
 
  private:
   static constexpr size_t MOST = 4096;
   mutable std::shared_mutex mutex_;
-  std::unordered_map<Key, Known, HashOfKey> launches_;
+  std::unordered_map<Key, Known, HashOfKey> known_;
 };
+
+using Known = Table<Product>::Known;
 
 // The workspaces that cutegemm/cute/workspace.py keeps, by device and stream.
 class Workspaces {
@@ -164,8 +177,10 @@ class Workspaces {
   std::map<std::pair<int, void*>, Kept> kept_;
 };
 
-inline Table& launches() {
-  static Table* table = new Table;  // never freed: threads may look into it while the process ends
+// The table of a kind of calls. It is never freed: threads may look into it while the process ends.
+template <typename What>
+Table<What>& table_of() {
+  static auto* table = new Table<What>;
   return *table;
 }
 

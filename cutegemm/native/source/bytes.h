@@ -1,0 +1,184 @@
+// The functions that `cutegemm.quantize`, `gemm` with scales and `nn.Fp8Linear` ask first. Each answers with its result,
+// with None where Python computes, and with NotImplemented where nobody has told how such a call is launched: Python
+// then computes it, and tells.
+#pragma once
+
+#include "reading.h"
+#include "scaled.h"
+
+namespace cutegemm {
+
+inline PyObject* answer_of(Found found) {
+  return Py_NewRef(found == Found::unknown ? Py_NotImplemented : Py_None);
+}
+
+constexpr Py_ssize_t TO_QUANTIZE = 5, TO_SCALE = 7 + FIELDS;
+
+// x, dtype, scaling, scale, backend
+inline bool read(PyObject* const* args, const at::Tensor*& x, const at::Tensor*& scale, ToQuantize& of) {
+  int dtype = -1;
+  if (!read_tensor(args[0], x) || !x || !read_dtype(args[1], dtype) || dtype < 0 ||
+      !read_name(args[2], scalings, of.scaling) || !read_tensor(args[3], scale) ||
+      !read_name(args[4], quantizers, of.backend) || (scale && of.scaling != 0))
+    return false;
+  of.dtype = static_cast<at::ScalarType>(dtype);
+  return of.describe(*x, scale);
+}
+
+// quantize(x, dtype, scaling, scale, backend) -> (values, scales)
+inline PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const at::Tensor *x = nullptr, *scale = nullptr;
+  ToQuantize of;
+  if (count != TO_QUANTIZE || state_of_thread() != Thread::plain || !read(args, x, scale, of) ||
+      !nothing_recorded(x, scale))
+    Py_RETURN_NONE;
+  Table<Quantization>::Known how;
+  Found found = look_up(of, how);
+  std::optional<Quantized> made;
+  if (found == Found::launch) {
+    const WithoutInterpreter released;
+    made.emplace(*how, of, scale);
+    if (!made->launch(*how, of)) found = Found::python;
+  }
+  if (found != Found::launch) return answer_of(found);
+  PyObject* pair = checked(PyTuple_New(2));
+  PyTuple_SET_ITEM(pair, 0, checked(THPVariable_Wrap(std::move(made->values))));
+  PyTuple_SET_ITEM(pair, 1, scale ? Py_NewRef(args[3]) : checked(THPVariable_Wrap(std::move(made->scales))));
+  return pair;
+  END_HANDLE_TH_ERRORS
+}
+
+// install_quantize(<arguments of quantize>, how): how is None, or (launchers, shape and strides of the values, shape of
+// the scales or None, number of maxima).
+inline PyObject* install_quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const at::Tensor *x = nullptr, *scale = nullptr;
+  ToQuantize of;
+  if (count != TO_QUANTIZE + 1 || !read(args, x, scale, of)) Py_RETURN_FALSE;
+  std::shared_ptr<Quantization> known;
+  if (args[TO_QUANTIZE] != Py_None) {
+    known = std::make_shared<Quantization>();
+    PyObject *steps = nullptr, *shape = nullptr, *strides = nullptr, *scales = nullptr;
+    long long maxima = 0;
+    if (!PyArg_ParseTuple(args[TO_QUANTIZE], "O!OOOL", &PyTuple_Type, &steps, &shape, &strides, &scales, &maxima))
+      throw_python_error();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i)
+      read_launch(PyTuple_GET_ITEM(steps, i), known->steps.emplace_back());
+    known->shape = numbers_of(shape), known->strides = numbers_of(strides), known->maxima = maxima;
+    if (scales != Py_None) known->scales = numbers_of(scales);
+    TORCH_CHECK(known->scales.has_value() != (scale != nullptr), "cutegemm: expected new scales or given ones");
+  }
+  table_of<Quantization>().put(key_of(of), std::move(known));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// a, b, scale_a, scale_b, bias, activation, out_dtype, *how
+struct AskedScaled {
+  const at::Tensor *a = nullptr, *b = nullptr, *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr;
+  Options options;
+  ToScale of;
+
+  bool read(PyObject* const* args) {
+    return read_tensor(args[0], a) && a && read_tensor(args[1], b) && b && read_tensor(args[2], scale_a) &&
+           read_tensor(args[3], scale_b) && read_tensor(args[4], bias) &&
+           read_name(args[5], activations, options.activation) && read_dtype(args[6], options.out_dtype) &&
+           read_how(args + 7, FIELDS, options) && of.describe(a, b, scale_a, scale_b, bias);
+  }
+
+  bool records() const {
+    const auto any = [&](const auto& what) {
+      return what(a) || what(b) || what(scale_a) || what(scale_b) || what(bias);
+    };
+    return (c10::GradMode::is_enabled() && any(requires_grad)) || any(has_tangent);
+  }
+};
+
+// scaled(a, b, scale_a, scale_b, bias, activation, out_dtype, *how) -> D
+inline PyObject* scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  AskedScaled asked;
+  if (count != TO_SCALE || state_of_thread() != Thread::plain || !asked.read(args) || asked.records()) Py_RETURN_NONE;
+  at::Tensor d;
+  Found found;
+  {
+    const WithoutInterpreter released;
+    found = scaled_product(asked.of, asked.options, d);
+  }
+  return found == Found::launch ? THPVariable_Wrap(std::move(d)) : answer_of(found);
+  END_HANDLE_TH_ERRORS
+}
+
+// install_scaled(<arguments of scaled>, launch): launch as in `install`.
+inline PyObject* install_scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  AskedScaled asked;
+  if (count != TO_SCALE + 1 || !asked.read(args)) Py_RETURN_FALSE;
+  std::shared_ptr<ScaledProduct> known;
+  if (args[TO_SCALE] != Py_None) {
+    known = std::make_shared<ScaledProduct>();
+    read_product(args[TO_SCALE], *known);
+  }
+  table_of<ScaledProduct>().put(key_of(asked.of, asked.options), std::move(known));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// The layer's product where both of its steps are known. None of its tensors may record.
+inline Found quantized_linear(
+    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor* input_scale,
+    const at::Tensor* bias, ToQuantize first, Options options, at::Tensor& d) {
+  ToScale second;
+  if (!second.describe(&weight, &weight, nullptr, &weight_scale, bias) || x.device() != weight.device() ||
+      second.b.dim != 2 || !describe_rows(x, first.x) || first.x.dim != 2 || first.x.sizes[1] != second.b.sizes[1])
+    return Found::python;
+  first.device = second.device, first.dtype = weight.scalar_type();
+  if (!first.describe_scale(input_scale)) return Found::python;
+  Table<Quantization>::Known how;
+  Found found = look_up(first, how);
+  if (found != Found::launch) return found;
+  Quantized made(*how, first, input_scale);
+  if (!describe(made.values, second.a) || !describe(made.scales, second.scale_a)) return Found::python;
+  second.b = second.b.turned();
+  if (second.scale_b.dim == 2) second.scale_b = second.scale_b.turned();
+  options.out_dtype = static_cast<int>(x.scalar_type());
+  Table<ScaledProduct>::Known launch;
+  found = look_up(second, options, launch);
+  if (found != Found::launch) return found;
+  if (!made.launch(*how, first)) return Found::python;
+  at::DimVector shape(x.sizes());
+  shape.back() = weight.size(0);
+  auto product = multiply(*launch, second, shape);
+  if (!product) return Found::python;
+  d = std::move(*product);
+  return Found::launch;
+}
+
+// quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, backend, activation, *how) -> D. scaling and
+// backend: of x's quantization. None also where a step is not known: Python's steps tell of themselves.
+inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  const at::Tensor *x = nullptr, *weight = nullptr, *weight_scale = nullptr, *input_scale = nullptr, *bias = nullptr;
+  ToQuantize first;
+  Options options;
+  if (count != 8 + FIELDS || state_of_thread() != Thread::plain || !read_tensor(args[0], x) || !x ||
+      !read_tensor(args[1], weight) || !weight || !read_tensor(args[2], weight_scale) || !weight_scale ||
+      !read_tensor(args[3], input_scale) || !read_tensor(args[4], bias) ||
+      !read_name(args[5], scalings, first.scaling) || !read_name(args[6], quantizers, first.backend) ||
+      !read_name(args[7], activations, options.activation) || !read_how(args + 8, FIELDS, options) ||
+      !nothing_recorded(x, weight_scale) || !nothing_recorded(weight, bias) || !nothing_recorded(input_scale, nullptr))
+    Py_RETURN_NONE;
+  if (input_scale) first.scaling = 0;
+  at::Tensor d;
+  Found found;
+  {
+    const WithoutInterpreter released;
+    found = quantized_linear(*x, *weight, *weight_scale, input_scale, bias, first, options, d);
+  }
+  if (found != Found::launch) Py_RETURN_NONE;
+  return THPVariable_Wrap(std::move(d));
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace cutegemm

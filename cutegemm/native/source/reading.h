@@ -1,0 +1,105 @@
+// What Python passes to the functions of this module.
+#pragma once
+
+#include <cfloat>
+
+#include "interpreter.h"
+#include "table.h"
+
+namespace cutegemm {
+
+// False for what is neither None nor a tensor of torch's own classes.
+inline bool read_tensor(PyObject* object, const at::Tensor*& tensor) {
+  if (object == Py_None) return true;
+  if (!THPVariable_CheckExact(object)) return false;
+  tensor = &THPVariable_Unpack(object);
+  return true;
+}
+
+inline bool read_name(PyObject* object, const Names& names, int& place) {
+  if (object == Py_None) return (place = names.none) >= 0;
+  if (!PyUnicode_CheckExact(object)) return false;
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+  if (text == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  place = names.find(Text(text, static_cast<size_t>(size)));
+  return place >= 0;
+}
+
+// The first `count` fields of `How`; the others are None.
+inline bool read_how(PyObject* const* args, Py_ssize_t count, Options& options) {
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!read_name(args[i], accepted[i], options.how[i])) return false;
+  return true;
+}
+
+inline bool read_number(PyObject* object, double& number) {
+  if (!PyFloat_CheckExact(object)) return false;
+  number = PyFloat_AS_DOUBLE(object);
+  return std::abs(number) <= FLT_MAX;
+}
+
+inline bool read_dtype(PyObject* object, int& dtype) {
+  if (object == Py_None) return true;
+  if (!THPDtype_Check(object)) return false;
+  dtype = static_cast<int>(reinterpret_cast<THPDtype*>(object)->scalar_type);
+  return true;
+}
+
+// The numbers of a tuple.
+inline std::vector<int64_t> numbers_of(PyObject* tuple) {
+  TORCH_CHECK(PyTuple_Check(tuple), "cutegemm: expected a tuple of integers");
+  std::vector<int64_t> made;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    const int64_t number = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
+    if (number == -1 && PyErr_Occurred()) throw_python_error();
+    made.push_back(number);
+  }
+  return made;
+}
+
+// The fields of a `Launcher` (cutegemm/native/__init__.py), the first ones of a tuple.
+inline void read_launch(PyObject* fields, Launch& launch) {
+  TORCH_CHECK(PyTuple_Check(fields) && PyTuple_GET_SIZE(fields) >= 4, "cutegemm: expected the fields of a launcher");
+  const auto number = [&](Py_ssize_t i) {
+    const unsigned long long found = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(fields, i));
+    if (PyErr_Occurred()) throw_python_error();
+    return found;
+  };
+  launch.launcher = reinterpret_cast<Launcher>(number(0));
+  launch.words = static_cast<int64_t>(number(1)), launch.parts = static_cast<int64_t>(number(2));
+  for (int64_t value : numbers_of(PyTuple_GET_ITEM(fields, 3))) launch.behind.push_back(Value::of(value));
+  TORCH_CHECK(launch.behind.size() + Launch::MOST_BEFORE <= Launch::MOST, "cutegemm: a launch with too many arguments");
+}
+
+// (*launcher, shape, dtype, swapped)
+inline void read_product(PyObject* fields, Product& product) {
+  read_launch(fields, product);
+  TORCH_CHECK(PyTuple_GET_SIZE(fields) == 7, "cutegemm: expected a launch, shape, dtype and swapped");
+  product.shape = numbers_of(PyTuple_GET_ITEM(fields, 4));
+  int dtype = -1;
+  TORCH_CHECK(read_dtype(PyTuple_GET_ITEM(fields, 5), dtype) && dtype >= 0, "cutegemm: expected a torch.dtype");
+  product.dtype = static_cast<at::ScalarType>(dtype);
+  product.swapped = PyObject_IsTrue(PyTuple_GET_ITEM(fields, 6)) == 1;
+}
+
+inline Names names_of(PyObject* tuple) {
+  TORCH_CHECK(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) < 16, "cutegemm: expected a tuple of at most 15");
+  Names made;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    PyObject* name = PyTuple_GET_ITEM(tuple, i);
+    if (name == Py_None) {
+      made.none = 0;
+      continue;
+    }
+    const char* text = PyUnicode_AsUTF8(name);
+    if (text == nullptr) throw_python_error();
+    made.known.emplace_back(text);
+  }
+  return made;
+}
+
+}  // namespace cutegemm

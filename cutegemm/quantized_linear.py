@@ -11,8 +11,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
 from cutegemm import native, replacing
-from cutegemm.gemm import gemm
-from cutegemm.linear import as_rows
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import (
     ACCEPTED,
@@ -24,8 +22,10 @@ from cutegemm.problem.quantization import (
     PITCH,
     new_values,
 )  # fmt: skip
+from cutegemm.pytorch.layer_operator import composed
 from cutegemm.pytorch.scaled import ACCUMULATIONS
 from cutegemm.quantize import dequantize, quantize
+from cutegemm.run.how import How
 
 SCALINGS = quantization_request.SCALINGS
 DTYPES = {"fp8": NAMED["e4m3"].dtype, **{name: format.dtype for name, format in NAMED.items()}}
@@ -52,6 +52,12 @@ class Settings(NamedTuple):
     accumulate: str | None
     backend: str
     constant_weight: bool = False
+
+    @property
+    def how(self) -> How:
+        """How the product is computed."""
+        precision = "fast" if self.accumulate == "fast" else None
+        return How(precision, self.backend, None, "b" if self.constant_weight else None)
 
     @classmethod
     def of(
@@ -163,16 +169,9 @@ class Fp8Linear(torch.nn.Module):
         """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype; under autocast of
         autocast's.
         """
-        settings = self.settings
-        # Backends that take no part in quantization leave it to the best one there is.
-        by = settings.backend if settings.backend in quantization_request.BACKENDS else "auto"
-        constant = "b" if settings.constant_weight else None
-        if not _is_dynamo_compiling() and native.quantized_linear is not None:
-            precision = "fast" if settings.accumulate == "fast" else None
-            d: torch.Tensor | None = native.quantized_linear(
-                input, self.weight, self.weight_scale, self.input_scale, self.bias, settings.scaling[0], by,
-                settings.activation, precision, settings.backend, None, constant,
-            )  # fmt: skip
+        settings, tensors = self.settings, (self.weight, self.weight_scale, self.input_scale, self.bias)
+        if (serves := native.quantized_linear) is not None and not _is_dynamo_compiling():
+            d: torch.Tensor | None = serves(input, *tensors, settings.scaling[0], settings.activation, *settings.how)
             if d is not None:
                 return d
         replacing.check_input(input, self.weight)
@@ -189,21 +188,15 @@ class Fp8Linear(torch.nn.Module):
             input = input.to(torch.get_autocast_dtype(kind))
         if input.dtype not in INPUTS:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {ACCEPTED_INPUTS}")
-        rows = as_rows(input)
-        if self.input_scale is None:
-            values, scale = quantize(rows, self.weight.dtype, settings.scaling[0], backend=by)
-        else:
-            values, scale = quantize(rows, self.weight.dtype, scale=self.input_scale, backend=by)
-        of_weight = self.weight_scale.t() if self.weight_scale.dim() else self.weight_scale
+        if _is_dynamo_compiling():
+            by_operator: torch.Tensor = torch.ops.cutegemm.quantized_linear(
+                input, *tensors, settings.scaling[0], settings.activation, *settings.how
+            )
+            return by_operator
         # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
         without = torch.autocast(kind, enabled=False) if by_autocast else contextlib.nullcontext()
         with torch.no_grad(), without:
-            result: torch.Tensor = gemm(
-                values, self.weight.t(), scale_a=scale, scale_b=of_weight, bias=self.bias,
-                activation=settings.activation, out_dtype=input.dtype, accumulate=settings.accumulate,
-                backend=settings.backend, constant=constant,
-            )  # fmt: skip
-        return result.view(*input.shape[:-1], self.out_features)
+            return composed(input, *tensors, settings.scaling[0], settings.activation, settings.how)
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The weight that the layer computes with, (out_features, in_features)."""

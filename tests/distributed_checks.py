@@ -193,8 +193,11 @@ def tokens_in_unequal_parts(setting: Setting) -> None:
     for shape, dim in itertools.product(((3, 5, 8), (2, 3, 5, 8)), range(2)):
         x = setting.integers(*shape)
         with torch.no_grad():
-            got = torch.func.functional_call(quantized, parts, (distribute_tensor(x, setting.mesh, [Shard(dim)]),))
+            part = distribute_tensor(x, setting.mesh, [Shard(dim)])
+            got = torch.func.functional_call(quantized, parts, (part,))
             assert torch.equal(got.full_tensor(), quantized(x))
+            by_operator = torch.ops.cutegemm.quantized_linear(part, parts["weight"], parts["weight_scale"])
+            assert torch.equal(by_operator.full_tensor(), quantized(x))
     a, b = setting.integers(3, 6, 8), setting.integers(8, 10)
     for of_a, of_b in ((Shard(0), Replicate()), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
         left, right = placed(a, of_a), placed(b, of_b)

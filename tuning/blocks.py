@@ -29,6 +29,7 @@ from tabulate import tabulate
 from torch.nn import functional
 
 import cutegemm
+from cutegemm import native
 from cutegemm.tuner import timing
 from cutegemm.tuner.spread import order_of_round
 from tuning import cli
@@ -314,6 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("tuning.blocks times a model on a GPU, and torch sees none here", file=sys.stderr)
         return 2
     print(f"{timing.gpu_state()}; torch {torch.__version__}, bf16, {options.layers} Llama-3-8B blocks")
+    native.wait()  # a program has it from its first minute on
+    print(f"host code: {native.status()}")
     torch.manual_seed(0)
     size = Size(layers=options.layers)
     model = Blocks(size, device="cuda", dtype=torch.bfloat16)

@@ -2,9 +2,9 @@
 
 `gemm`, `linear`, `quantize` and `nn.Fp8Linear` ask the functions here first. They find a call's prepared launches by
 what the call looks like and enqueue them, or answer None: then Python computes, as it does for all that is new or
-unusual. The operators torch.ops.cutegemm.gemm, scaled_gemm, quantize and quantize_given are served in the same way. The
-extension is compiled against the torch that is installed, once, by a thread in the background that the first call of a
-kernel starts; no call waits for it.
+unusual. The operators torch.ops.cutegemm.gemm, scaled_gemm, quantize, quantize_given and quantized_linear are served in
+the same way. The extension is compiled against the torch that is installed, once, by a thread in the background that
+the first call of a kernel starts; no call waits for it.
 
 Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
 `lend` of a workspace and `take_back`.
@@ -30,8 +30,8 @@ None: not here. NotImplemented: not yet, because `install_quantize` has not told
 scaled: Callable[..., Any] | None = None
 """scaled(a, b, scale_a, scale_b, bias, activation, out_dtype, *how) -> act(scales (a b) + bias), as `quantize`."""
 quantized_linear: Callable[..., Any] | None = None
-"""quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, backend, activation, *how) -> the two in a row,
-with new scales or the one given, or None."""
+"""quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> the two in a row, with new
+scales or the one given, or None: not here, or not yet. `quantize` and `scaled` are told of what they do in it."""
 
 names: tuple[tuple[str | None, ...], ...] = ()
 """The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
@@ -52,10 +52,12 @@ in_python: dict[str, Callable[..., Any]] = {}
     quantize(keys, tell, *arguments) -> (values, scales)
     quantize_given(keys, tell, *arguments) -> values
         the operators of these names; keys: as above, or None below autograd. tell: whether to tell the launches
+    quantized_linear(keys, tell, *arguments) -> D
+        likewise
     scaled(tell, *arguments) -> D
         the operator scaled_gemm below autograd
 """
-HOOKS = ("plan", "compute", "record", "gradients", "quantize", "quantize_given", "scaled")
+HOOKS = ("plan", "compute", "record", "gradients", "quantize", "quantize_given", "scaled", "quantized_linear")
 """The order in which the extension is given them."""
 
 

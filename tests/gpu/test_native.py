@@ -12,7 +12,7 @@ import torch
 import cutegemm
 from cutegemm import native
 from cutegemm.pytorch import native_gradients
-from cutegemm.run import call
+from cutegemm.run import call, fused, quantizing
 from tests import needs
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,23 @@ def roads() -> dict[str, Callable[[], Any]]:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return cutegemm.linear(a.float(), w.float(), bias.float())
 
+    fp8 = torch.float8_e4m3fn
+    quantized = cutegemm.nn.Fp8Linear.from_linear(module)
+    blocks = cutegemm.nn.Fp8Linear.from_linear(module, scaling="blocks")
+    values, rows = cutegemm.quantize(a, fp8)
+    weight, columns = quantized.weight.t(), quantized.weight_scale.t()
+    halved = torch.full((), 0.5, device="cuda")
+
     return {
+        "quantize": lambda: cutegemm.quantize(a, fp8),
+        "quantize, one scale": lambda: cutegemm.quantize(many, fp8, "tensor"),
+        "quantize, a given scale": lambda: cutegemm.quantize(a, fp8, scale=halved),
+        "scales": lambda: cutegemm.gemm(values, weight, scale_a=rows, scale_b=columns, bias=bias, activation="silu"),
+        "fp8 layer": lambda: quantized(many),
+        "fp8 layer, blocks": lambda: blocks(a),
+        "operators of fp8": lambda: torch.ops.cutegemm.scaled_gemm(
+            torch.ops.cutegemm.quantize(a, fp8)[0], weight, rows, columns
+        ),
         "gemm": lambda: cutegemm.gemm(a, w.t(), c, beta=1.0, bias=bias, activation="gelu"),
         "out": lambda: cutegemm.gemm(a, w.t(), out=out),
         "linear": lambda: cutegemm.linear(many, w, bias),
@@ -58,7 +74,7 @@ def roads() -> dict[str, Callable[[], Any]]:
 
 
 def flat(result: Any) -> list[torch.Tensor]:
-    return [each.clone() for each in (result if isinstance(result, list) else [result])]
+    return [each.float().clone() for each in (result if isinstance(result, (list, tuple)) else [result])]
 
 
 def test_both_ways_give_the_same_bits(roads, extension):
@@ -79,7 +95,7 @@ def test_both_ways_give_the_same_bits(roads, extension):
 
 def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
     """On the current stream, whichever that is; a workspace belongs to a stream."""
-    names = ("gemm", "out", "K split", "operator")
+    names = ("gemm", "out", "K split", "operator", "quantize", "scales", "fp8 layer", "operators of fp8")
     expected = {name: flat(roads[name]()) for name in names}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -89,13 +105,16 @@ def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(call, "description", None)
             patch.setattr(sys.modules["cutegemm.gemm"], "_key", None)  # the name means the function elsewhere
+            patch.setattr(fused, "description", None)
+            patch.setattr(quantizing, "quantize", None)
             results = {name: flat(roads[name]()) for name in names}
     side.synchronize()
-    assert all(torch.equal(*expected[name], *results[name]) for name in names)
+    for name in names:
+        assert all(torch.equal(x, y) for x, y in zip(expected[name], results[name], strict=True)), name
 
 
 def test_graphs(roads):
-    names = ("gemm", "linear", "K split")
+    names = ("gemm", "linear", "K split", "scales", "fp8 layer", "fp8 layer, blocks")
     for name in names:
         roads[name]()
     graph = torch.cuda.CUDAGraph()
@@ -125,6 +144,15 @@ def test_torch_compile(roads):
     compiled = torch.compile(lambda x: cutegemm.linear(x, w).relu())
     for _ in range(3):
         assert torch.equal(compiled(a), cutegemm.linear(a, w).relu())
+
+
+def test_a_compiled_layer_of_8_bits(roads):
+    layer = cutegemm.nn.Fp8Linear(512, 128, device="cuda", bias_dtype=torch.bfloat16)
+    (a,) = tensors((64, 512))
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: layer(x).relu())
+        for _ in range(3):
+            assert torch.equal(compiled(a), layer(a).relu())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import cutegemm
 from cutegemm.nn import Fp8Linear, compare, replace_linears
@@ -177,6 +179,24 @@ def test_activation_bias_hooks_and_text(seed):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_operator_of_a_layer(fixed, seed):
+    layer = replace_linears(model(seed), dtype="fp8")[0]
+    x, scale = inputs(seed), torch.tensor(0.5) if fixed else None
+    given = x, layer.weight, layer.weight_scale, scale, layer.bias, "rows", "silu"
+    tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"  # the schema's multiplies fp8
+    torch.library.opcheck(torch.ops.cutegemm.quantized_linear.default, given, test_utils=tests)
+    with FlopCounterMode(display=False) as counted:
+        found = torch.ops.cutegemm.quantized_linear(*given)
+    assert counted.get_total_flops() == 2 * found.numel() * x.shape[-1]
+    with pytest.raises(RuntimeError, match="x: it requires grad"):
+        torch.ops.cutegemm.quantized_linear(x.clone().requires_grad_(), *given[1:])
+    with pytest.raises(NotImplementedError, match="over the input alone"):
+        torch.vmap(torch.ops.cutegemm.quantized_linear, (None, 0, None))(x, layer.weight[None], layer.weight_scale)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError, match="x: got shape"):
+        torch.ops.cutegemm.quantized_linear(x[..., :7], *given[1:])
+
+
 def test_a_compiled_model_is_one_graph(seed):
     """Also with another number of rows, without another compilation of the whole."""
     quantized, rows = replace_linears(model(seed), dtype="fp8"), functional.ScalingType.RowWise

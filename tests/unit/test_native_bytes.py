@@ -74,6 +74,10 @@ SERVED: dict[str, Callable[[], Any]] = {
     "int8": lambda: cutegemm.gemm(numbers(24, 64).to(INT8), numbers(16, 64).to(INT8).t(), scale_a=ROWS),
     "the operator scaled_gemm": lambda: torch.ops.cutegemm.scaled_gemm(VALUES, WEIGHT.t(), ROWS, COLUMNS, bias=BIAS),
     "a layer": lambda: LAYER(X),
+    "the operator quantized_linear": lambda: torch.ops.cutegemm.quantized_linear(
+        BATCH, LAYER.weight, LAYER.weight_scale, None, LAYER.bias, "rows", "relu"),
+    "the operator quantized_linear, a fixed scale": lambda: torch.inference_mode()(torch.ops.cutegemm.quantized_linear)(
+        X, LAYER.weight, LAYER.weight_scale, ONE),
     "a layer without a bias, one scale": lambda: PLAIN_LAYER(X),
     "a layer of three dimensions": lambda: LAYER(BATCH),
     "a layer of four": lambda: LAYER(numbers(2, 2, 3, 64)),
@@ -164,6 +168,15 @@ OTHERS: dict[str, Callable[[], Any]] = {
         VALUES, WEIGHT.t(), ROWS, COLUMNS, backend="none"),
     "the operator, scales checked": lambda: torch.ops.cutegemm.scaled_gemm(
         VALUES, WEIGHT.t(), ROWS, COLUMNS, scaling=["rows", "rows"]),
+    "the operator of a layer, no such scaling": lambda: torch.ops.cutegemm.quantized_linear(
+        X, LAYER.weight, LAYER.weight_scale, scaling="columns"),
+    "the operator of a layer, an input that requires grad": lambda: torch.ops.cutegemm.quantized_linear(
+        GRAD, LAYER.weight, LAYER.weight_scale),
+    "the operator of a layer, by torch": lambda: torch.ops.cutegemm.quantized_linear(
+        X, LAYER.weight, LAYER.weight_scale, backend="torch"),
+    "the operator of a layer, under vmap": lambda: torch.vmap(
+        lambda x: torch.ops.cutegemm.quantized_linear(x, LAYER.weight, LAYER.weight_scale))(BATCH),
+    "a layer under vmap": lambda: torch.vmap(LAYER)(BATCH),
     "a layer whose input requires grad": lambda: LAYER(GRAD),
     "a layer under autocast": lambda: autocast(lambda: LAYER(X.float())),
     "a layer of another width": lambda: LAYER(WIDE),
@@ -227,7 +240,7 @@ def test_calls_known_before_the_extension_was_there_are_told_when_they_are_met()
         assert [each.by for each in launched[-2:]] == ["C++", "C++"]
 
 
-def test_torch_compile_puts_operators_into_its_graph_which_are_served():
+def test_torch_compile_puts_an_operator_into_its_graph_which_is_served():
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -243,4 +256,4 @@ def test_torch_compile_puts_operators_into_its_graph_which_are_served():
         assert [each.by for each in launched] == ["C++", "C++"]
     (targets,) = graphs
     packets = {getattr(target, "overloadpacket", target) for target in targets}
-    assert {torch.ops.cutegemm.quantize, torch.ops.cutegemm.scaled_gemm} <= packets
+    assert packets - {getattr} == {torch.ops.cutegemm.quantized_linear}

@@ -3,8 +3,8 @@
 // then computes it, and tells.
 #pragma once
 
+#include "layer.h"
 #include "reading.h"
-#include "scaled.h"
 
 namespace cutegemm {
 
@@ -125,56 +125,22 @@ inline PyObject* install_scaled(PyObject*, PyObject* const* args, Py_ssize_t cou
   END_HANDLE_TH_ERRORS
 }
 
-// The layer's product where both of its steps are known. None of its tensors may record.
-inline Found quantized_linear(
-    const at::Tensor& x, const at::Tensor& weight, const at::Tensor& weight_scale, const at::Tensor* input_scale,
-    const at::Tensor* bias, ToQuantize first, Options options, at::Tensor& d) {
-  ToScale second;
-  if (!second.describe(&weight, &weight, nullptr, &weight_scale, bias) || x.device() != weight.device() ||
-      second.b.dim != 2 || !describe_rows(x, first.x) || first.x.dim != 2 || first.x.sizes[1] != second.b.sizes[1])
-    return Found::python;
-  first.device = second.device, first.dtype = weight.scalar_type();
-  if (!first.describe_scale(input_scale)) return Found::python;
-  Table<Quantization>::Known how;
-  Found found = look_up(first, how);
-  if (found != Found::launch) return found;
-  Quantized made(*how, first, input_scale);
-  if (!describe(made.values, second.a) || !describe(made.scales, second.scale_a)) return Found::python;
-  second.b = second.b.turned();
-  if (second.scale_b.dim == 2) second.scale_b = second.scale_b.turned();
-  options.out_dtype = static_cast<int>(x.scalar_type());
-  Table<ScaledProduct>::Known launch;
-  found = look_up(second, options, launch);
-  if (found != Found::launch) return found;
-  if (!made.launch(*how, first)) return Found::python;
-  at::DimVector shape(x.sizes());
-  shape.back() = weight.size(0);
-  auto product = multiply(*launch, second, shape);
-  if (!product) return Found::python;
-  d = std::move(*product);
-  return Found::launch;
-}
-
-// quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, backend, activation, *how) -> D. scaling and
-// backend: of x's quantization. None also where a step is not known: Python's steps tell of themselves.
+// quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> D. scaling: of x. None also
+// where a step is not known: Python's steps tell of themselves.
 inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  const at::Tensor *x = nullptr, *weight = nullptr, *weight_scale = nullptr, *input_scale = nullptr, *bias = nullptr;
-  ToQuantize first;
-  Options options;
-  if (count != 8 + FIELDS || state_of_thread() != Thread::plain || !read_tensor(args[0], x) || !x ||
-      !read_tensor(args[1], weight) || !weight || !read_tensor(args[2], weight_scale) || !weight_scale ||
-      !read_tensor(args[3], input_scale) || !read_tensor(args[4], bias) ||
-      !read_name(args[5], scalings, first.scaling) || !read_name(args[6], quantizers, first.backend) ||
-      !read_name(args[7], activations, options.activation) || !read_how(args + 8, FIELDS, options) ||
-      !nothing_recorded(x, weight_scale) || !nothing_recorded(weight, bias) || !nothing_recorded(input_scale, nullptr))
+  Layer layer;
+  if (count != 7 + FIELDS || state_of_thread() != Thread::plain || !read_tensor(args[0], layer.x) || !layer.x ||
+      !read_tensor(args[1], layer.weight) || !layer.weight || !read_tensor(args[2], layer.weight_scale) ||
+      !layer.weight_scale || !read_tensor(args[3], layer.input_scale) || !read_tensor(args[4], layer.bias) ||
+      !read_name(args[5], scalings, layer.scaling) || !read_name(args[6], activations, layer.options.activation) ||
+      !read_how(args + 7, FIELDS, layer.options) || layer.records())
     Py_RETURN_NONE;
-  if (input_scale) first.scaling = 0;
   at::Tensor d;
   Found found;
   {
     const WithoutInterpreter released;
-    found = quantized_linear(*x, *weight, *weight_scale, input_scale, bias, first, options, d);
+    found = layer.compute(d);
   }
   if (found != Found::launch) Py_RETURN_NONE;
   return THPVariable_Wrap(std::move(d));

@@ -3,9 +3,8 @@
 
 #include <torch/library.h>
 
+#include "layer.h"
 #include "operator.h"
-#include "quantize.h"
-#include "scaled.h"
 
 namespace cutegemm {
 
@@ -28,10 +27,12 @@ inline void register_operators() {
   device.impl("quantize", TORCH_FN(quantize_on_device));
   device.impl("quantize_given", TORCH_FN(quantize_given_on_device));
   device.impl("scaled_gemm", TORCH_FN((scaled_gemm_on_device<SCALED_OPTION_TYPES>)));
+  device.impl("quantized_linear", TORCH_FN((quantized_linear_on_device<OPTION_TYPES>)));
   torch::Library& autograd = on(served.autograd);
   autograd.impl("gemm", TORCH_FN((gemm_recorded<OPTION_TYPES>)));
   autograd.impl("quantize", TORCH_FN(quantize_recorded));
   autograd.impl("quantize_given", TORCH_FN(quantize_given_recorded));
+  autograd.impl("quantized_linear", TORCH_FN((quantized_linear_recorded<OPTION_TYPES>)));
 }
 
 inline void unregister_operators() { registrations().clear(); }

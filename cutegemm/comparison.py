@@ -9,6 +9,7 @@ import torch
 
 from cutegemm import replacing
 from cutegemm.quantized_linear import Fp8Linear
+from cutegemm.quantized_mlp import Fp8SwiGLU
 
 
 class LayerError(NamedTuple):
@@ -37,7 +38,7 @@ class Comparison(NamedTuple):
 
 
 def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **options: Any) -> Comparison:
-    """How far `quantized` is from `model`, of which it is a copy with some layers replaced by `Fp8Linear`.
+    """How far `quantized` is from `model`, of which it is a copy with `Fp8Linear` and `Fp8SwiGLU` in place of layers.
 
     Both models are called with the inputs, without gradients. Each replaced layer is also run by itself, on the input
     that the layer of the same name in `model` gets: so its own error shows, not those before it.
@@ -54,7 +55,11 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
     replacing.check(model, None)
     replacing.check(quantized, None, "quantized")
     layers: list[LayerError] = []
-    replaced = {name: each for name, each in quantized.named_modules() if isinstance(each, Fp8Linear)}
+    whole = {name: each for name, each in quantized.named_modules() if isinstance(each, Fp8SwiGLU)}
+    within = {id(layer) for each in whole.values() for layer in each.children()}
+    replaced = whole | {
+        name: each for name, each in quantized.named_modules() if isinstance(each, Fp8Linear) and id(each) not in within
+    }
 
     def watch(name: str) -> Callable[..., None]:
         def look(module: Any, given: tuple[Any, ...], named: dict[str, Any], result: torch.Tensor) -> None:
@@ -67,7 +72,7 @@ def compare(model: torch.nn.Module, quantized: torch.nn.Module, *inputs: Any, **
     handles = [
         each.register_forward_hook(watch(name), with_kwargs=True)
         for name, each in originals.items()
-        if not isinstance(each, Fp8Linear)
+        if not isinstance(each, (Fp8Linear, Fp8SwiGLU))
     ]
     with torch.no_grad():
         try:

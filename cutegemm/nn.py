@@ -1,4 +1,4 @@
-"""`Linear`, `Fp8Linear`, `SwiGLU` and `MoE`: layers, a gated MLP and a mixture of them by these kernels;
+"""`Linear`, `Fp8Linear`, `SwiGLU`, `Fp8SwiGLU` and `MoE`: layers, gated MLPs and a mixture of them by these kernels;
 `replace_linears`, `replace_mlps` and `replace_moe` put them into a model; `compare` tells how far a quantized model is
 from the original.
 """
@@ -21,10 +21,11 @@ from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
 from cutegemm.pytorch import mlp
 from cutegemm.quantized_linear import FORWARDS, Fp8Linear, Settings, why_not_quantized
+from cutegemm.quantized_mlp import Fp8SwiGLU
 
 __all__ = [
-    "Comparison", "Fp8Linear", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare", "replace_linears",
-    "replace_mlps", "replace_moe",
+    "Comparison", "Fp8Linear", "Fp8SwiGLU", "LayerError", "Linear", "MoE", "SwiGLU", "TopKRouter", "compare",
+    "replace_linears", "replace_mlps", "replace_moe",
 ]  # fmt: skip
 
 
@@ -159,14 +160,7 @@ def replace_linears(
     replacing.check(model, where)
     replacing.check_options(precision, backend)
     replacing.check_constant("constant_weights", constant_weights)
-    if dtype is not None:
-        Settings.of(dtype, scaling, None, accumulate, backend)
-        if precision is not None:
-            raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
-    elif not request.is_one_of(scaling, ("rows",)):
-        raise ValueError(f"scaling: got {scaling!r} without dtype; pass dtype='fp8' or 'int8', or leave scaling away")
-    elif accumulate is not None:
-        raise ValueError(f"accumulate: got {accumulate!r} without dtype; pass dtype='fp8', or leave accumulate away")
+    _check_quantized(dtype, scaling, accumulate, precision, backend)
     made: dict[int, torch.nn.Module] = {}
 
     def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
@@ -191,6 +185,18 @@ def replace_linears(
     if dtype is not None:
         _leave_fast_paths(replaced)
     return replaced
+
+
+def _check_quantized(dtype: Any, scaling: Any, accumulate: Any, precision: str | None, backend: str) -> None:
+    """Raises TypeError or ValueError for arguments of layers of 8 bits, where there are to be such, and without."""
+    if dtype is not None:
+        Settings.of(dtype, scaling, None, accumulate, backend)
+        if precision is not None:
+            raise ValueError(f"precision: got {precision!r} beside dtype={dtype!r}, which says it; leave one away")
+    elif not request.is_one_of(scaling, ("rows",)):
+        raise ValueError(f"scaling: got {scaling!r} without dtype; pass dtype='fp8' or 'int8', or leave scaling away")
+    elif accumulate is not None:
+        raise ValueError(f"accumulate: got {accumulate!r} without dtype; pass dtype='fp8', or leave accumulate away")
 
 
 def _leave_fast_paths(model: torch.nn.Module) -> None:
@@ -348,6 +354,9 @@ def replace_mlps(
     precision: str | None = None,
     backend: str = "auto",
     constant_weights: bool = False,
+    dtype: Any = None,
+    scaling: str | tuple[str, str] = "rows",
+    accumulate: str | None = None,
 ) -> torch.nn.Module:
     """Replaces the MLPs of Hugging Face's Llama, Qwen, Mistral and Gemma models, in place, by `SwiGLU`.
 
@@ -363,16 +372,22 @@ def replace_mlps(
     constant_weights=True makes the promise of `SwiGLU`, as it does in `replace_linears`: for inference with weights
     that stay as they are.
 
+    With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8SwiGLU`, with `scaling`
+    and `accumulate` as there; `precision` is then refused. Call it before `replace_linears(model, dtype=...)`, which
+    replaces the other layers.
+
     Returns:
         `model`, or its replacement when it is such an MLP itself.
 
     Raises:
-        TypeError: no module, a `where` that cannot be called, or a `constant_weights` that is no bool.
-        ValueError: no such precision or backend. After either error `model` is as it was.
+        TypeError: no module, a `where` that cannot be called, a `constant_weights` that is no bool, or no such dtype.
+        ValueError: no such precision, backend, scaling or accumulate, or arguments that do not go together. After
+            either error `model` is as it was.
     """
     replacing.check(model, where)
     replacing.check_options(precision, backend)
     replacing.check_constant("constant_weights", constant_weights)
+    _check_quantized(dtype, scaling, accumulate, precision, backend)
     tied = replacing.tied(model)
 
     def activation_in(module: torch.nn.Module) -> str | None:
@@ -380,7 +395,10 @@ def replace_mlps(
         copied = () if found is None else (module.gate_proj, module.up_proj)
         return None if any(id(each.weight) in tied for each in copied) else found
 
-    replaced = functools.partial(_replaced, constant_weights=constant_weights)
+    options: dict[str, Any] = {"constant_weights": constant_weights}
+    if dtype is not None:
+        options |= {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
+    replaced = functools.partial(_replaced, **options)
     return replacing.replace_gated(model, where, precision, backend, activation_in, replaced)
 
 
@@ -401,10 +419,8 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
     return replacing.activation_of(getattr(module, "act_fn", None))
 
 
-def _replaced(
-    module: Any, activation: str, precision: str | None, backend: str, constant_weights: bool
-) -> torch.nn.Module:
-    """The SwiGLU for a module, or the module where it computes something else."""
+def _replaced(module: Any, activation: str, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
+    """The SwiGLU for a module, in 8 bits if the options have a dtype; the module where it computes something else."""
     gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
     if not gate.is_meta:
         with torch.no_grad():
@@ -413,9 +429,15 @@ def _replaced(
             want = (activate(wide[0], activation) * wide[1]) @ down.float().t()
         if not replacing.gives(want, module, x):
             return module
-    made = SwiGLU.from_weights(
-        gate, up, down, activation=activation, precision=precision, backend=backend, constant_weights=constant_weights
-    )
+    made: SwiGLU | Fp8SwiGLU
+    if "dtype" in options:
+        if gate.dtype not in INPUTS:
+            return module
+        made = Fp8SwiGLU.from_weights(gate, up, down, activation=activation, backend=backend, **options)
+    else:
+        made = SwiGLU.from_weights(
+            gate, up, down, activation=activation, precision=precision, backend=backend, **options
+        )
     return made.train(module.training)
 
 

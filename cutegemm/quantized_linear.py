@@ -22,7 +22,7 @@ from cutegemm.problem.quantization import (
     PITCH,
     new_values,
 )  # fmt: skip
-from cutegemm.pytorch.layer_operator import composed
+from cutegemm.pytorch.layer_operator import GATES, check_terms, composed
 from cutegemm.pytorch.scaled import ACCUMULATIONS
 from cutegemm.quantize import dequantize, quantize
 from cutegemm.run.how import How
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"scaling: got {request.shown(scaling)}, accepted are {accepted} and a pair, for inputs and weights"
             )
-        request.check_activation(activation)
+        check_terms(activation, None)
         known = accumulate is None or request.is_one_of(accumulate, ACCUMULATIONS)
         if not known or (accumulate == "fast" and chosen == torch.int8):
             raise ValueError(
@@ -107,7 +107,9 @@ class Fp8Linear(torch.nn.Module):
         scaling: "rows", "tensor" or "blocks", or a pair of them for x and for the weight. Blocks are 1 x 128 of x and
             128 x 128 of the weight.
         bias_dtype: of the bias; by default torch's default dtype.
-        activation, backend: as in `cutegemm.gemm`. accumulate: "promoted" or "fast", as there.
+        activation, backend: as in `cutegemm.gemm`. accumulate: "promoted" or "fast", as there. The activation may also
+            be "swiglu", "geglu", "geglu_tanh" or "reglu", where the rows of the weight are those of gate and then those
+            of up: act(gate) * up has out_features / 2 columns. Such a layer has no bias.
         constant_weight: promises that no running kernel writes the weight when `forward` is called, as
             `cutegemm.gemm(..., constant="b")`. The scales may be written by the kernel in front.
 
@@ -144,6 +146,10 @@ class Fp8Linear(torch.nn.Module):
             raise TypeError(f"bias_dtype: got {bias_dtype}, accepted are None, {ACCEPTED_INPUTS}")
         in_features = replacing.as_size("in_features", in_features)
         out_features = replacing.as_size("out_features", out_features)
+        if activation in GATES and out_features % 2:
+            raise ValueError(
+                f"out_features: got {out_features}, expected an even number with activation {activation!r}"
+            )
         linear = torch.nn.Linear(in_features, out_features, bias, device, bias_dtype)
         super().__init__()
         self._fill(linear.weight, linear.bias, settings)
@@ -156,6 +162,11 @@ class Fp8Linear(torch.nn.Module):
     def _take(
         self, values: torch.Tensor, scale: torch.Tensor, bias: Any, input_scale: torch.Tensor | None, settings: Settings
     ) -> None:
+        check_terms(settings.activation, bias)
+        if settings.activation in GATES and values.shape[0] % 2:
+            raise ValueError(
+                f"out_features: got {values.shape[0]}, expected an even number with activation {settings.activation!r}"
+            )
         self.settings = settings
         self.out_features, self.in_features = values.shape
         self.register_buffer("weight", values)
@@ -170,9 +181,10 @@ class Fp8Linear(torch.nn.Module):
         autocast's.
         """
         settings, tensors = self.settings, (self.weight, self.weight_scale, self.input_scale, self.bias)
+        tell = False
         if (serves := native.quantized_linear) is not None and not _is_dynamo_compiling():
             d: torch.Tensor | None = serves(input, *tensors, settings.scaling[0], settings.activation, *settings.how)
-            if d is not None:
+            if d is not None and not (tell := d is NotImplemented):
                 return d
         replacing.check_input(input, self.weight)
         if input.requires_grad and torch.is_grad_enabled():
@@ -196,7 +208,7 @@ class Fp8Linear(torch.nn.Module):
         # Autocast has had its say: it would cast values of 8 bits as it casts other numbers.
         without = torch.autocast(kind, enabled=False) if by_autocast else contextlib.nullcontext()
         with torch.no_grad(), without:
-            return composed(input, *tensors, settings.scaling[0], settings.activation, settings.how)
+            return composed(input, *tensors, settings.scaling[0], settings.activation, settings.how, tell)
 
     def dequantized(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The weight that the layer computes with, (out_features, in_features)."""

@@ -99,7 +99,8 @@ class TorchKernel(QuantizeKernel):
         dtype, out_dtype = torch_dtype(s.dtype), torch_dtype(s.out_dtype)
         a = _matrix(given["a"], dtype, batch, m, k, given["a_batch"], s.a_major == "k", given["lda"])
         b = _matrix(given["b"], dtype, batch, k, n, given["b_batch"], s.b_major == "n", given["ldb"])
-        d = _matrix(given["d"], out_dtype, batch, m, n, given["d_batch"], True, given["ldd"])
+        columns = n // 2 if s.epilogue.gating else n
+        d = _matrix(given["d"], out_dtype, batch, m, columns, given["d_batch"], True, given["ldd"])
         z = given["alpha"] * (a.float() @ b.float())
         epilogue = s.epilogue
         if epilogue.custom is not None:
@@ -120,7 +121,8 @@ class TorchKernel(QuantizeKernel):
         if each.by_value:
             return given[each.name]
         dtype = torch_dtype(each.dtype)
-        extents = batch if each.batched else 1, m if each.m else 1, n if each.n else 1
+        columns = n // 2 if self.signature.epilogue.gating else n
+        extents = batch if each.batched else 1, m if each.m else 1, columns if each.n else 1
         names = arguments.strides_of(each)
         if each.scales:
             return _at(given[each.name], dtype, (1, 1, 1), (0, 0, 0))

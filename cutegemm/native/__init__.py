@@ -31,11 +31,13 @@ scaled: Callable[..., Any] | None = None
 """scaled(a, b, scale_a, scale_b, bias, activation, out_dtype, *how) -> act(scales (a b) + bias), as `quantize`."""
 quantized_linear: Callable[..., Any] | None = None
 """quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> the two in a row, with new
-scales or the one given, or None: not here, or not yet. `quantize` and `scaled` are told of what they do in it."""
+scales or the one given; None and NotImplemented as `quantize`. Both of its steps are told of by themselves."""
 
 names: tuple[tuple[str | None, ...], ...] = ()
 """The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
 `cutegemm.run.call` puts them here."""
+gates: tuple[str, ...] = ()
+"""The further activations of `quantized_linear`; `cutegemm.pytorch.layer_operator` puts them here."""
 of_quantize: tuple[tuple[str | None, ...], ...] = ()
 """What `quantize` takes as `scaling` and `backend`; `cutegemm.run.quantizing` puts it here."""
 in_python: dict[str, Callable[..., Any]] = {}
@@ -135,7 +137,7 @@ def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
     """Tells the extension the names of arguments and what it calls. stream, capturing: addresses of functions in place
     of CUDA's, with which it serves CPU tensors, for tests.
     """
-    module.configure((*names, *of_quantize), tuple(in_python[name] for name in HOOKS), stream, capturing)
+    module.configure((*names, *of_quantize, gates), tuple(in_python[name] for name in HOOKS), stream, capturing)
 
 
 def leave_float32_to_python() -> None:
@@ -191,10 +193,14 @@ def install_quantize(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) ->
         _state.module.install_quantize(*arguments, how)
 
 
-def install_scaled(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) -> None:
-    """Remembers what launches the call `scaled(*arguments)`, and all like it; launch: as in `install`."""
+def install_scaled(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None, up: int) -> None:
+    """Remembers what launches the call `scaled(*arguments)`, and all like it; launch: as in `install`.
+
+    The activation may also be one of `gates`, with which a layer alone asks. up: how many bytes behind scale_b the
+    launch's last operand begins, the scales of up; 0: it has none.
+    """
     if _state.module is not None:
-        _state.module.install_scaled(*arguments, launch)
+        _state.module.install_scaled(*arguments, launch, up)
 
 
 def forget() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cutegemm import native
+from cutegemm import native, ops
 from cutegemm.gemm import gemm
 from cutegemm.linear import as_rows
-from cutegemm.problem import quantization_request
+from cutegemm.problem import quantization_request, request
+from cutegemm.problem.epilogue import ACTIVATIONS
 from cutegemm.pytorch import scaled, sharding
 from cutegemm.pytorch.registering import BELOW_AUTOGRAD, LIBRARY, define
 from cutegemm.quantize import quantize
@@ -22,6 +23,9 @@ from cutegemm.run import quantizing
 from cutegemm.run.how import How, schema
 
 NAME = "quantized_linear"
+GATES = {name: gate for gate in (ops.swiglu, ops.geglu, ops.geglu_tanh, ops.reglu) if (name := gate.__name__)}
+"""Activations of gate and up, halves of a layer's columns, which become half as many."""
+native.gates = tuple(GATES)
 
 
 def composed(
@@ -30,7 +34,8 @@ def composed(
 ) -> torch.Tensor:  # fmt: skip
     """act(x @ (weight * weight_scale)^T + bias) by `quantize` and `gemm`, x of any dimensions.
 
-    tell: whether the C++ part asks how both are launched.
+    activation: may also be one of `GATES`, of a weight [gate; up]; then there is no bias. tell: whether the C++ part
+        asks how both are launched.
     """
     rows, dtype = as_rows(x), weight.dtype
     # Backends that take no part in quantization leave it to the best one there is.
@@ -42,28 +47,39 @@ def composed(
     else:
         values, scale = quantize(rows, dtype, asked, scale=input_scale, backend=by)
     b, of_b = weight.t(), weight_scale.t() if weight_scale.dim() else weight_scale
-    d: torch.Tensor = gemm(
-        values, b, scale_a=scale, scale_b=of_b, bias=bias, activation=activation, out_dtype=x.dtype, **how._asdict()
-    )
+    gate = GATES.get(activation or "")
+    terms = {"bias": bias, "activation": activation} if gate is None else {"epilogue": gate}
+    d: torch.Tensor = gemm(values, b, scale_a=scale, scale_b=of_b, out_dtype=x.dtype, **terms, **how._asdict())
     if tell:
-        scaled.tell(values, b, scale, of_b, bias, activation, x.dtype, how, d)
-    return d.view(*x.shape[:-1], weight.shape[0])
+        scaled.tell(values, b, scale, of_b, bias, activation, x.dtype, how, d, gate)
+    return d.view(*x.shape[:-1], d.shape[-1])
+
+
+def check_terms(activation: Any, bias: Any) -> None:
+    """Raises ValueError unless a layer can have this activation, beside this bias."""
+    if activation is not None and not request.is_one_of(activation, (*ACTIVATIONS, *GATES)):
+        accepted = ", ".join(map(repr, (*ACTIVATIONS, *GATES)))
+        raise ValueError(f"activation: got {request.shown(activation)}, accepted are None, {accepted}")
+    if activation in GATES and bias is not None:
+        raise ValueError(f"bias: got one with activation {activation!r}, which gates products without a bias")
 
 
 def _compute(
     x, weight, weight_scale, input_scale=None, bias=None, scaling="rows", activation=None, *how, tell=False
 ) -> torch.Tensor:
+    check_terms(activation, bias)
     with torch.no_grad(), torch._C._DisableAutocast():
         return composed(x, weight, weight_scale, input_scale, bias, scaling, activation, How(*how), tell)
 
 
 def _fake(x, weight, weight_scale, input_scale=None, bias=None, scaling="rows", activation=None, *how):
     How(*how).check()
+    check_terms(activation, bias)
     torch._check_value(
         x.shape[-1] == weight.shape[-1],
         lambda: f"x: got shape {tuple(x.shape)}, expected (..., {weight.shape[-1]}), as the weight has it",
     )
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if activation in GATES else 1)))
 
 
 def _recorded(keyset: Any, *arguments: Any, **named: Any) -> torch.Tensor:

@@ -177,18 +177,27 @@ def compute_eager(
 
 
 def tell(
-    a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, activation: Any, out_dtype: Any, how: How, d: torch.Tensor
+    a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, activation: Any, out_dtype: Any, how: How, d: torch.Tensor,
+    epilogue: Any = None,
 ) -> None:  # fmt: skip
-    """Tells the C++ part how `d` was computed, in a call that it has asked for."""
-    terms = tuple([each for each in (bias, scale_a, scale_b) if each is not None])
-    found = _remembered.get(_key(a, b, 1.0, 0.0, bias, activation, out_dtype, scale_a, scale_b, None))
-    if found is None:
-        return
+    """Tells the C++ part how `d` was computed, in a call that it has asked for.
+
+    epilogue: what a gated `activation` of a layer stands for; gate and up then have an operand each of B's scales.
+    """
+    terms = {"bias": bias, "activation": activation} if epilogue is None else {"bias": None, "activation": None}
+    program, given, chosen = arguments(
+        a, b, None, 1.0, 0.0, out=None, out_dtype=out_dtype, epilogue=epilogue, operands=(), scale_a=scale_a,
+        scale_b=scale_b, scales=None, **terms,
+    )  # fmt: skip
+    named = [each for each in (terms["bias"], scale_a, scale_b) if each is not None]
+    starts = [each.data_ptr() for each in given]
+    up = starts.pop() - named[-1].data_ptr() if len(given) == len(named) + 1 else 0
+    in_order = starts == [each.data_ptr() for each in named]  # scales of empty matrices are left out
     with fused.planning():
-        plan = fused.memo.plan(fused.key_of(a, b, found[0], terms, None, found[1], how))
+        plan = fused.memo.plan(fused.key_of(a, b, program, given, None, chosen, how))
         if plan is not None:
-            launch = fused.launch_of(plan, terms, d)
-            native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch)
+            launch = fused.launch_of(plan, given, d) if in_order else None
+            native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch, up)
 
 
 def _key(

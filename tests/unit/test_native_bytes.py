@@ -47,6 +47,13 @@ def scaled(**options: Any) -> Any:
 LAYER, PLAIN_LAYER, FIXED, BLOCKS = layer(), layer(False, scaling="tensor"), fixed_layer(), layer(scaling="blocks")
 FAST = layer(accumulate="fast", activation="silu")
 CONSTANT = layer(constant_weight=True)
+GATED = {
+    scaling: cutegemm.nn.Fp8Linear.from_linear(
+        torch.nn.Linear(64, 32, False, dtype=BF16), scaling=scaling, activation="swiglu"
+    )
+    for scaling in ("rows", "tensor")
+}
+MLP = cutegemm.nn.Fp8SwiGLU(64, 32, activation="gelu_tanh")
 SERVED: dict[str, Callable[[], Any]] = {
     "rows": lambda: cutegemm.quantize(X, E4M3),
     "rows by name, e5m2": lambda: cutegemm.quantize(X, E5M2, "rows"),
@@ -85,6 +92,11 @@ SERVED: dict[str, Callable[[], Any]] = {
     "a layer with a fixed scale": lambda: FIXED(X),
     "a layer with fast sums and an activation": lambda: FAST(X),
     "a layer with a constant weight": lambda: CONSTANT(X),
+    "a gated layer": lambda: GATED["rows"](X),
+    "a gated layer with one scale": lambda: GATED["tensor"](BATCH),
+    "the operator of a gated layer": lambda: torch.ops.cutegemm.quantized_linear(
+        X, GATED["rows"].weight, GATED["rows"].weight_scale, activation="reglu"),
+    "a gated MLP": lambda: MLP(BATCH),
     "a layer of fp32": lambda: LAYER(X.float()),
     "inference mode": lambda: torch.inference_mode()(LAYER)(X),
 }  # fmt: skip
@@ -103,7 +115,11 @@ def test_calls_are_launched_from_cpp_as_python_launches_them(name):
         assert [x for x in one if x < 2**32] == [x for x in other if x < 2**32]
 
 
-@pytest.mark.parametrize("layer_of", [lambda: BLOCKS, lambda: layer(scaling="blocks", bias=False)])
+@pytest.mark.parametrize(
+    "layer_of",
+    [lambda: BLOCKS, lambda: layer(scaling="blocks", bias=False), lambda: cutegemm.nn.Fp8Linear(
+        64, 256, False, scaling="blocks", activation="swiglu")],
+)  # fmt: skip
 def test_scales_of_blocks_are_launched_from_cpp_too(layer_of):
     """The stand-in does not read them, so that the arguments alone are compared."""
     module = layer_of()
@@ -177,6 +193,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "the operator of a layer, under vmap": lambda: torch.vmap(
         lambda x: torch.ops.cutegemm.quantized_linear(x, LAYER.weight, LAYER.weight_scale))(BATCH),
     "a layer under vmap": lambda: torch.vmap(LAYER)(BATCH),
+    "gemm with a gated activation": lambda: (GATED["rows"](X), cutegemm.gemm(
+        VALUES, GATED["rows"].weight.t(), scale_a=ROWS, scale_b=GATED["rows"].weight_scale.t(), activation="swiglu")),
+    "the operator with a gated activation": lambda: (GATED["rows"](X), torch.ops.cutegemm.scaled_gemm(
+        VALUES, GATED["rows"].weight.t(), ROWS, GATED["rows"].weight_scale.t(), activation="swiglu")),
+    "the operator of a gated layer with a bias": lambda: torch.ops.cutegemm.quantized_linear(
+        X, GATED["rows"].weight, GATED["rows"].weight_scale, bias=torch.ones(32, dtype=BF16), activation="swiglu"),
     "a layer whose input requires grad": lambda: LAYER(GRAD),
     "a layer under autocast": lambda: autocast(lambda: LAYER(X.float())),
     "a layer of another width": lambda: LAYER(WIDE),

@@ -74,16 +74,27 @@ inline PyObject* install_quantize(PyObject*, PyObject* const* args, Py_ssize_t c
   END_HANDLE_TH_ERRORS
 }
 
+// The place of an activation that a layer may have; see `find_activation`.
+inline bool read_activation(PyObject* object, int& place) {
+  if (read_name(object, activations, place)) return true;
+  int gate = -1;
+  if (!read_name(object, gates, gate)) return false;
+  place = static_cast<int>(activations.known.size()) + gate;
+  return true;
+}
+
 // a, b, scale_a, scale_b, bias, activation, out_dtype, *how
 struct AskedScaled {
   const at::Tensor *a = nullptr, *b = nullptr, *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr;
   Options options;
   ToScale of;
 
-  bool read(PyObject* const* args) {
+  bool read(PyObject* const* args, bool of_layer) {
     return read_tensor(args[0], a) && a && read_tensor(args[1], b) && b && read_tensor(args[2], scale_a) &&
            read_tensor(args[3], scale_b) && read_tensor(args[4], bias) &&
-           read_name(args[5], activations, options.activation) && read_dtype(args[6], options.out_dtype) &&
+           (of_layer ? read_activation(args[5], options.activation)
+                     : read_name(args[5], activations, options.activation)) &&
+           read_dtype(args[6], options.out_dtype) &&
            read_how(args + 7, FIELDS, options) && of.describe(a, b, scale_a, scale_b, bias);
   }
 
@@ -99,7 +110,7 @@ struct AskedScaled {
 inline PyObject* scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   AskedScaled asked;
-  if (count != TO_SCALE || state_of_thread() != Thread::plain || !asked.read(args) || asked.records()) Py_RETURN_NONE;
+  if (count != TO_SCALE || state_of_thread() != Thread::plain || !asked.read(args, false) || asked.records()) Py_RETURN_NONE;
   at::Tensor d;
   Found found;
   {
@@ -110,30 +121,31 @@ inline PyObject* scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// install_scaled(<arguments of scaled>, launch): launch as in `install`.
+// install_scaled(<arguments of scaled>, launch, up): launch as in `install`. The activation may be a gated one.
 inline PyObject* install_scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   AskedScaled asked;
-  if (count != TO_SCALE + 1 || !asked.read(args)) Py_RETURN_FALSE;
+  if (count != TO_SCALE + 2 || !asked.read(args, true)) Py_RETURN_FALSE;
   std::shared_ptr<ScaledProduct> known;
   if (args[TO_SCALE] != Py_None) {
     known = std::make_shared<ScaledProduct>();
     read_product(args[TO_SCALE], *known);
+    known->up = PyLong_AsLongLong(args[TO_SCALE + 1]);
+    if (PyErr_Occurred()) throw_python_error();
   }
   table_of<ScaledProduct>().put(key_of(asked.of, asked.options), std::move(known));
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
-// quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> D. scaling: of x. None also
-// where a step is not known: Python's steps tell of themselves.
+// quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> D. scaling: of x.
 inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Layer layer;
   if (count != 7 + FIELDS || state_of_thread() != Thread::plain || !read_tensor(args[0], layer.x) || !layer.x ||
       !read_tensor(args[1], layer.weight) || !layer.weight || !read_tensor(args[2], layer.weight_scale) ||
       !layer.weight_scale || !read_tensor(args[3], layer.input_scale) || !read_tensor(args[4], layer.bias) ||
-      !read_name(args[5], scalings, layer.scaling) || !read_name(args[6], activations, layer.options.activation) ||
+      !read_name(args[5], scalings, layer.scaling) || !read_activation(args[6], layer.options.activation) ||
       !read_how(args + 7, FIELDS, layer.options) || layer.records())
     Py_RETURN_NONE;
   at::Tensor d;
@@ -142,8 +154,7 @@ inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t c
     const WithoutInterpreter released;
     found = layer.compute(d);
   }
-  if (found != Found::launch) Py_RETURN_NONE;
-  return THPVariable_Wrap(std::move(d));
+  return found == Found::launch ? THPVariable_Wrap(std::move(d)) : answer_of(found);
   END_HANDLE_TH_ERRORS
 }
 

@@ -5,7 +5,7 @@
 
 namespace cutegemm {
 
-// act(x (weight weight_scale)^T + bias); x has any dimensions.
+// act(x (weight weight_scale)^T + bias); x has any dimensions. Of a gated activation the weight is [gate; up].
 struct Layer {
   const at::Tensor *x = nullptr, *weight = nullptr, *weight_scale = nullptr, *input_scale = nullptr, *bias = nullptr;
   int scaling = 0;
@@ -45,7 +45,7 @@ struct Layer {
     if (found != Found::launch) return found;
     if (!made.launch(*how, first)) return Found::python;
     at::DimVector shape(x->sizes());
-    shape.back() = weight->size(0);
+    shape.back() = launch->shape.back();
     auto product = multiply(*launch, second, shape);
     if (!product) return Found::python;
     d = std::move(*product);
@@ -66,7 +66,7 @@ at::Tensor quantized_linear_by_operator(
     const std::optional<at::Tensor>& input_scale, const std::optional<at::Tensor>& bias, Text scaling,
     OptionalText activation, Texts... how) {
   Layer layer{&x, &weight, &weight_scale, input_scale ? &*input_scale : nullptr, bias ? &*bias : nullptr};
-  layer.scaling = scalings.find(scaling), layer.options.activation = activations.find(activation);
+  layer.scaling = scalings.find(scaling), layer.options.activation = find_activation(activation);
   int place = 0;
   ((layer.options.how[place] = accepted[place].find(how), ++place), ...);
   Found found = Found::python;

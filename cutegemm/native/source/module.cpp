@@ -244,7 +244,7 @@ void* found_in(const char* library, const char* name) {
 }
 
 // configure(names, hooks, stream, capturing): once, first of all. names: what `activation`, the fields of `How`, and
-// `scaling` and `backend` of `quantize` accept. stream, capturing: 0 where CUDA tensors are served; else addresses of
+// `scaling` and `backend` of `quantize` accept, and the gates. stream, capturing: 0 where CUDA tensors are served; else addresses of
 // functions, and CPU tensors are.
 PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
@@ -253,12 +253,13 @@ PyObject* configure(PyObject*, PyObject* args) {
   TORCH_CHECK(in_python[PLAN] == nullptr, "cutegemm: configured twice");
   if (!PyArg_ParseTuple(args, "O!O!KK", &PyTuple_Type, &names, &PyTuple_Type, &hooks, &stream, &capturing))
     throw_python_error();
-  TORCH_CHECK(PyTuple_GET_SIZE(names) == 3 + FIELDS && PyTuple_GET_SIZE(hooks) == HOOKS,
+  TORCH_CHECK(PyTuple_GET_SIZE(names) == 4 + FIELDS && PyTuple_GET_SIZE(hooks) == HOOKS,
               "cutegemm: compiled for other options");
   for (int i = 0; i < HOOKS; ++i) in_python[i] = Py_NewRef(PyTuple_GET_ITEM(hooks, i));
   activations = names_of(PyTuple_GET_ITEM(names, 0));
   for (int i = 0; i < FIELDS; ++i) accepted[i] = names_of(PyTuple_GET_ITEM(names, i + 1));
   scalings = names_of(PyTuple_GET_ITEM(names, FIELDS + 1)), quantizers = names_of(PyTuple_GET_ITEM(names, FIELDS + 2));
+  gates = names_of(PyTuple_GET_ITEM(names, FIELDS + 3));
   if (stream != 0) {
     served.type = c10::DeviceType::CPU, served.key = c10::DispatchKey::CPU;
     served.autograd = c10::DispatchKey::AutogradCPU, served.autocast = c10::DispatchKey::AutocastCPU;

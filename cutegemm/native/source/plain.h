@@ -149,7 +149,7 @@ struct Names {
   }
 };
 
-inline Names activations;
+inline Names activations, gates;  // gates: further ones of layers, whose columns are gate and up
 inline Names scalings, quantizers;  // of `quantize`: what `scaling` and `backend` accept
 
 // The fields of `How` in cutegemm/run/how.py; build.py reads their types off the schema of torch's operator.

@@ -6,7 +6,15 @@
 namespace cutegemm {
 
 // A launch that takes bias and scales as the operands of an epilogue program, behind D.
-struct ScaledProduct : Product {};
+struct ScaledProduct : Product {
+  int64_t up = 0;  // bytes from B's scales to a further operand, the scales of up's columns; 0 without it
+};
+
+// The place of an activation of a layer among `activations` and, behind them, `gates`; -1 for one that is not known.
+inline int find_activation(const OptionalText& name) {
+  const int place = activations.find(name), gate = gates.find(name);
+  return place >= 0 || gate < 0 ? place : static_cast<int>(activations.known.size()) + gate;
+}
 
 struct ToScale {
   Matrix a, b, scale_a, scale_b, bias;
@@ -42,10 +50,11 @@ inline Found look_up(const ToScale& of, const Options& options, Table<ScaledProd
 // D of that shape; none where Python must compute.
 inline std::optional<at::Tensor> multiply(const ScaledProduct& launch, const ToScale& of, c10::IntArrayRef shape) {
   at::Tensor d = allocate(launch, shape, of.device);
-  std::array<const void*, 8> addresses{of.a.data, of.b.data, nullptr, nullptr, d.mutable_data_ptr()};
+  std::array<const void*, 9> addresses{of.a.data, of.b.data, nullptr, nullptr, d.mutable_data_ptr()};
   size_t count = 5;
   for (const Matrix* operand : {&of.bias, &of.scale_a, &of.scale_b})
     if (*operand) addresses[count++] = operand->data;
+  if (launch.up != 0) addresses[count++] = static_cast<const char*>(of.scale_b.data) + launch.up;
   if (!enqueue(launch, of.device, {addresses.data(), count}, {1.0, 0.0})) return std::nullopt;
   return d;
 }

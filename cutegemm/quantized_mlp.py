@@ -1,0 +1,155 @@
+"""`Fp8SwiGLU`: a gated MLP whose weights are quantized once, as two layers of 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cutegemm import replacing
+from cutegemm.problem import request
+from cutegemm.problem.quantization import BLOCK
+from cutegemm.pytorch.layer_operator import GATES
+from cutegemm.pytorch.mlp import GATES as ACTIVATIONS
+from cutegemm.pytorch.mlp import check_activation
+from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear
+
+_GATES = {activation: next(name for name, each in GATES.items() if each is gate) for activation, gate in
+          ACTIVATIONS.items()}  # fmt: skip
+"""The gated activation of the first layer, by the name of the activation."""
+
+
+class Fp8SwiGLU(torch.nn.Module):
+    """down(act(gate(x)) * up(x)) with 8-bit operands: `SwiGLU` with weights that are quantized once.
+
+    It is two `Fp8Linear`s: `gate_up`, whose weight is [gate; up] and whose epilogue is the gating, and `down`. So x is
+    quantized once for gate and up, and their product is one. state_dict has the names of the two.
+
+    `load_state_dict` also takes the state of a `SwiGLU`, the weights gate_proj, up_proj and down_proj of Hugging Face's
+    models, which it quantizes, and the same weights in 8 bits with their scales under a name that `Fp8Linear` takes.
+    Fixed scales of inputs are not taken.
+
+    Args:
+        in_features, hidden_features, out_features, device, activation: as in `SwiGLU`.
+        dtype, scaling, accumulate, backend: as in `Fp8Linear`, for both layers.
+        constant_weights: promises that no running kernel writes the weights when `forward` is called.
+
+    Gradients are refused, as by `Fp8Linear`.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        device: Any = None,
+        dtype: Any = "fp8",
+        *,
+        activation: str = "silu",
+        scaling: str | tuple[str, str] = "rows",
+        accumulate: str | None = None,
+        backend: str = "auto",
+        constant_weights: bool = False,
+    ) -> None:
+        super().__init__()
+        in_features = replacing.as_size("in_features", in_features)
+        hidden_features = replacing.as_size("hidden_features", hidden_features)
+        out_features = in_features if out_features is None else replacing.as_size("out_features", out_features)
+        check_activation(activation)
+        replacing.check_constant("constant_weights", constant_weights)
+        options: dict[str, Any] = {
+            "device": device, "dtype": dtype, "scaling": scaling, "accumulate": accumulate, "backend": backend,
+            "constant_weight": constant_weights,
+        }  # fmt: skip
+        self._take(
+            Fp8Linear(in_features, 2 * hidden_features, False, activation=_GATES[activation], **options),
+            Fp8Linear(hidden_features, out_features, False, **options),
+        )
+
+    def _take(self, gate_up: Fp8Linear, down: Fp8Linear) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.register_load_state_dict_pre_hook(_translate)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: (..., in_features), fp16, bf16 or fp32. Returns (..., out_features) of its dtype."""
+        result: torch.Tensor = self.down(self.gate_up(input))
+        return result
+
+    @classmethod
+    def from_weights(
+        cls,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        dtype: Any = "fp8",
+        *,
+        activation: str = "silu",
+        scaling: str | tuple[str, str] = "rows",
+        accumulate: str | None = None,
+        backend: str = "auto",
+        constant_weights: bool = False,
+    ) -> Fp8SwiGLU:
+        """The MLP with the quantized weights gate and up, each (hidden, in), and down, (out, hidden).
+
+        Raises TypeError or ValueError for weights of other shapes or dtypes, and as the constructor.
+        """
+        for name, each in (("gate", gate), ("up", up), ("down", down)):
+            request.check_type(name, each)
+        if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
+            shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
+            raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
+        check_activation(activation)
+        replacing.check_constant("constant_weights", constant_weights)
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        with torch.no_grad():
+            stacked = torch.cat((gate, up))
+        layers = [
+            Fp8Linear.from_linear(
+                _linear(weight), dtype, scaling=scaling, activation=own, accumulate=accumulate, backend=backend,
+                constant_weight=constant_weights,
+            )
+            for weight, own in ((stacked, _GATES[activation]), (down, None))
+        ]  # fmt: skip
+        made._take(*layers)
+        return made
+
+
+def _linear(weight: torch.Tensor) -> torch.nn.Linear:
+    """A layer that has this weight."""
+    made = torch.nn.Linear(1, 1, bias=False, device="meta")
+    made.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    return made
+
+
+def _translate(module: Fp8SwiGLU, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Makes the entries of the two layers of those of a `SwiGLU`, and of three weights with or without scales."""
+    for ours in ("gate_up", "down"):
+        if f"{prefix}{ours}_weight" in state:
+            weight = state.pop(f"{prefix}{ours}_weight")
+            state[f"{prefix}{ours}.weight"] = weight.flatten(0, 1) if weight.dim() == 3 else weight
+    names = {name: [key for key in state if key.startswith(f"{prefix}{name}_proj.")] for name in ("gate", "up", "down")}
+    for key in names["down"]:
+        state[f"{prefix}down.{key.rpartition('.')[2]}"] = state.pop(key)
+    gate, up = ({key.rpartition(".")[2]: state[key] for key in names[name]} for name in ("gate", "up"))
+    if "weight" not in gate or "weight" not in up:
+        return
+    if gate["weight"].shape != up["weight"].shape:  # which, stacked, could fit
+        shapes = tuple(gate["weight"].shape), tuple(up["weight"].shape)
+        raise ValueError(f"state_dict: got gate_proj.weight and up_proj.weight of shapes {shapes}, expected one")
+    hidden = gate["weight"].shape[0]
+    for name in {"weight", *SCALE_NAMES} & {*gate} & {*up}:
+        both = [gate[name], up[name]]
+        if name != "weight" and both[0].numel() == 1:  # one scale each is one for the rows of each
+            both = [each.reshape(1, 1).expand(hidden, 1) for each in both]
+        elif name != "weight" and both[0].shape[0] != hidden and hidden % BLOCK:
+            raise ValueError(
+                f"state_dict: got {name} of gate_proj and up_proj for blocks of {BLOCK} rows, which {hidden} rows of "
+                "each are not a multiple of"
+            )
+        state[f"{prefix}gate_up.{name}"] = torch.cat(both)
+        for key in (f"{prefix}gate_proj.{name}", f"{prefix}up_proj.{name}"):
+            del state[key]

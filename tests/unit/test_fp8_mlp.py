@@ -1,0 +1,232 @@
+"""`Fp8SwiGLU` and `replace_mlps` with a dtype: a gated MLP in 8 bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import cutegemm
+from cutegemm import ops
+from cutegemm.nn import Fp8Linear, Fp8SwiGLU, SwiGLU, compare, replace_linears, replace_mlps
+from cutegemm.pytorch.mlp import GATES
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+IN, HIDDEN, OUT = 128, 256, 96
+ACTIVATIONS = {"silu": torch.nn.SiLU(), "gelu": torch.nn.GELU(), "gelu_tanh": torch.nn.GELU("tanh")}
+
+
+class HuggingFace(torch.nn.Module):
+    """An MLP as the models of transformers have it."""
+
+    def __init__(self, activation: str = "silu", hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(IN, hidden, False, dtype=BF16) for _ in range(2))
+        self.down_proj = torch.nn.Linear(hidden, OUT, False, dtype=BF16)
+        self.act_fn = ACTIVATIONS[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(3, 5, IN, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def saved(module: torch.nn.Module) -> Any:
+    """The module, saved and loaded."""
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def by_hand(module: Fp8SwiGLU, x: torch.Tensor, scaling: str, gate: Any) -> torch.Tensor:
+    """The two products of the definition."""
+    rows = x.flatten(0, -2)
+    for layer, epilogue in ((module.gate_up, gate), (module.down, None)):
+        values, scale = cutegemm.quantize(rows, layer.weight.dtype, scaling)
+        of_weight = layer.weight_scale.t() if layer.weight_scale.dim() else layer.weight_scale
+        rows = cutegemm.gemm(
+            values, layer.weight.t(), scale_a=scale, scale_b=of_weight, epilogue=epilogue, out_dtype=x.dtype
+        )
+    return rows.unflatten(0, x.shape[:-1])
+
+
+@pytest.mark.parametrize("scaling", ["rows", "tensor", "blocks"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_it_is_two_products_with_the_gating_as_epilogue(activation, scaling, seed):
+    torch.manual_seed(seed)
+    original = HuggingFace(activation)
+    model = torch.nn.Sequential(copy.deepcopy(original))
+    replaced = replace_mlps(model, dtype="fp8", scaling=scaling)
+    assert replaced is model
+    assert isinstance(model[0], Fp8SwiGLU)
+    x = inputs(seed)
+    with torch.no_grad():
+        found, want = model(x), original(x)
+        assert torch.equal(found, by_hand(model[0], x, scaling, GATES[activation]))
+    assert found.shape == want.shape
+    assert found.dtype == want.dtype
+    assert (found - want).norm() < 0.1 * want.norm()
+    report = compare(torch.nn.Sequential(original), model, x)
+    assert [each.name for each in report.layers] == ["0"]
+    assert 0 < report.error < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "e5m2"])
+def test_other_types(dtype, seed):
+    torch.manual_seed(seed)
+    original, x = HuggingFace(), inputs(seed)
+    made = replace_mlps(copy.deepcopy(original), dtype=dtype)
+    with torch.no_grad():
+        found, want = made(x), original(x)
+    assert (found - want).norm() < (0.04 if dtype == "int8" else 0.2) * want.norm()
+
+
+def test_it_loads_what_it_saved_and_what_others_save(seed):
+    torch.manual_seed(seed)
+    original, x = HuggingFace(), inputs(seed)
+    made = replace_mlps(copy.deepcopy(original), dtype="fp8")
+    states = [
+        made.state_dict(),
+        original.state_dict(),
+        SwiGLU.from_weights(original.gate_proj.weight, original.up_proj.weight, original.down_proj.weight).state_dict(),
+        {"gate_up_weight": made.gate_up.weight.new_zeros(0)},
+    ]
+    states[3] = {
+        "gate_up_weight": torch.stack((original.gate_proj.weight, original.up_proj.weight)),
+        "down_weight": original.down_proj.weight,
+    }
+    for state in states:
+        other = Fp8SwiGLU(IN, HIDDEN, OUT)
+        assert sorted(other.state_dict()) == sorted(made.state_dict())
+        assert all(key.startswith(("gate_up.weight", "down.weight")) for key in made.state_dict())
+        other.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(other(x), made(x))
+    on_meta = Fp8SwiGLU(IN, HIDDEN, OUT, device="meta")
+    on_meta.load_state_dict(made.state_dict(), assign=True)
+    for other in (on_meta, copy.deepcopy(made), saved(made), made.to(torch.float32)):
+        with torch.no_grad():
+            assert torch.equal(other(x), made(x))
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("recipe", ["tensor", "rows", "blocks"])
+def test_checkpoints_in_8_bits(recipe, name, seed):
+    torch.manual_seed(seed)
+    original, x = HuggingFace(), inputs(seed)
+    state: dict[str, torch.Tensor] = {}
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        weight = getattr(original, part).weight.detach()
+        values, scale = cutegemm.quantize(weight, E4M3, recipe, block=(128 if recipe == "blocks" else 1, 128))
+        state |= {f"mlp.{part}.weight": values, f"mlp.{part}.{name}": scale}
+    model = torch.nn.ModuleDict({"mlp": Fp8SwiGLU(IN, HIDDEN, OUT)})
+    model.load_state_dict(state)
+    made = model["mlp"]
+    assert made.gate_up.weight_scale.shape == {"blocks": (4, 1)}.get(recipe, (2 * HIDDEN, 1))
+    with torch.no_grad():
+        found, want = made(x), original(x)
+    assert (found - want).norm() < 0.1 * want.norm()
+    dequantized = made.gate_up.dequantized(torch.float32).split(HIDDEN)
+    for part, got in zip(("gate_proj", "up_proj"), dequantized, strict=True):
+        assert torch.equal(
+            got, cutegemm.dequantize(state[f"mlp.{part}.weight"], state[f"mlp.{part}.{name}"], torch.float32)
+        )
+
+
+def test_states_that_do_not_fit():
+    made = Fp8SwiGLU(IN, 200, OUT)
+    state = HuggingFace(hidden=200).state_dict()
+    with pytest.raises(ValueError, match=r"gate_proj\.weight and up_proj\.weight of shapes"):
+        made.load_state_dict({**state, "up_proj.weight": state["up_proj.weight"][:100]})
+    quantized = {key: each.to(E4M3) for key, each in state.items()}
+    blocks = {key.replace("weight", "weight_scale_inv"): torch.ones(2, 1) for key in state if "down" not in key}
+    with pytest.raises(ValueError, match="blocks of 128 rows, which 200 rows"):
+        made.load_state_dict({**quantized, **blocks})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        made.load_state_dict({"gate_proj.weight": state["gate_proj.weight"]})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        made.load_state_dict(HuggingFace(hidden=100).state_dict())
+
+
+def test_mlps_are_replaced_before_the_other_layers(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.ModuleDict({"mlp": HuggingFace(), "head": torch.nn.Linear(OUT, 32, dtype=BF16)})
+    replace_linears(replace_mlps(model, dtype="fp8", constant_weights=True), dtype="fp8")
+    assert isinstance(model["mlp"], Fp8SwiGLU)
+    assert isinstance(model["head"], Fp8Linear)
+    assert model["mlp"].gate_up.settings.constant_weight
+    assert "activation='swiglu'" in repr(model["mlp"])
+
+
+def test_one_graph_of_two_operators(seed):
+    torch.manual_seed(seed)
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
+        graphs.append([each.target for each in graph.graph.nodes if each.op == "call_function"])
+        return graph
+
+    made = replace_mlps(HuggingFace(), dtype="fp8")
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for x in (inputs(seed), inputs(seed + 1)):
+            assert torch.equal(compiled(x), made(x))
+    (targets,) = graphs
+    packets = [getattr(target, "overloadpacket", target) for target in targets]
+    assert packets.count(torch.ops.cutegemm.quantized_linear) == 2
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "activation": (lambda: Fp8SwiGLU(8, 8, activation="tanh"), ValueError, "activation: got 'tanh'"),
+    "gate by its layer's name": (lambda: Fp8SwiGLU(8, 8, activation="swiglu"), ValueError, "activation: got 'swiglu'"),
+    "dtype": (lambda: Fp8SwiGLU(8, 8, dtype="fp4"), TypeError, "dtype: got 'fp4'"),
+    "size": (lambda: Fp8SwiGLU(8, 8.5), TypeError, "hidden_features"),
+    "negative size": (lambda: Fp8SwiGLU(-8, 8), ValueError, "in_features"),
+    "constant_weights": (lambda: Fp8SwiGLU(8, 8, constant_weights=1), TypeError, "constant_weights: got int"),
+    "shapes": (lambda: Fp8SwiGLU.from_weights(*(torch.ones(8, 8),) * 2, torch.ones(8, 4)), ValueError, "gate, up"),
+    "no tensor": (lambda: Fp8SwiGLU.from_weights(1, 2, 3), TypeError, "gate: got int"),
+    "precision beside dtype": (
+        lambda: replace_mlps(HuggingFace(), dtype="fp8", precision="ieee"), ValueError, "precision: got 'ieee' beside"),
+    "scaling without dtype": (lambda: replace_mlps(HuggingFace(), scaling="blocks"), ValueError, "without dtype"),
+    "accumulate without dtype": (lambda: replace_mlps(HuggingFace(), accumulate="fast"), ValueError, "without dtype"),
+    "no such dtype": (lambda: replace_mlps(HuggingFace(), dtype="fp4"), TypeError, "dtype: got 'fp4'"),
+    "a gated layer with a bias": (
+        lambda: Fp8Linear(8, 8, True, activation="swiglu"), ValueError, "bias: got one with activation 'swiglu'"),
+    "a gated layer with odd columns": (
+        lambda: Fp8Linear(8, 7, False, activation="swiglu"), ValueError, "out_features: got 7, expected an even"),
+    "an input of another width": (lambda: Fp8SwiGLU(8, 8)(torch.ones(2, 7)), ValueError, "input: got shape"),
+    "an input that requires grad": (
+        lambda: Fp8SwiGLU(8, 8)(torch.ones(2, 8, requires_grad=True)), RuntimeError, "input: it requires grad"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    make, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_a_model_is_as_it_was_after_an_error():
+    model = torch.nn.Sequential(HuggingFace())
+    with pytest.raises(TypeError):
+        replace_mlps(model, dtype="fp4")
+    assert isinstance(model[0], HuggingFace)
+
+
+def test_a_gated_layer_alone(seed):
+    torch.manual_seed(seed)
+    layer = Fp8Linear(IN, 2 * HIDDEN, False, activation="reglu")
+    x = inputs(seed)
+    values, scale = cutegemm.quantize(x.flatten(0, 1), E4M3)
+    want = cutegemm.gemm(
+        values, layer.weight.t(), scale_a=scale, scale_b=layer.weight_scale.t(), epilogue=ops.reglu, out_dtype=BF16
+    )
+    assert torch.equal(layer(x), want.view(3, 5, HIDDEN))

@@ -9,8 +9,9 @@ The blocks are written in torch here: RMS norm, rotary embedding, grouped attent
 a cache of keys and values, and the gated MLP. Variants share their weights: `torch` has torch.nn.Linear, `ours` the
 same after `replace_linears`, `constant` (decoding only) after `replace_linears(constant_weights=True)`, `fp8` (with
 `--fp8`, not in training) after `replace_linears(dtype="fp8", scaling="rows")`, `fp8-constant` (decoding only) that with
-`constant_weights=True`. A variant's results must be as close to those of the blocks in float32 as torch's are, within a
-factor of two; those of `fp8` and `fp8-constant` as the blocks in float32 are whose linears round their operands to fp8.
+`constant_weights=True`. With `--mlps` there are also `mlps` and, with `--fp8`, `fp8-mlps`, after `replace_mlps` first.
+A variant's results must be as close to those of the blocks in float32 as torch's are, within a factor of two; those of
+variants in fp8 as the blocks in float32 are whose linears round their operands to fp8.
 Variants take turns in alternating order; a round is a number of steps between two CUDA events, so that eager figures
 hold the host's time. Ratios are to `torch`, above 1 is faster; their spread is the middle half of the rounds'.
 """
@@ -35,7 +36,7 @@ from cutegemm.tuner.spread import order_of_round
 from tuning import cli
 from tuning.bench_report import ratios_text, short_text
 
-TORCH, FP8, FP8_CONSTANT = "torch", "fp8", "fp8-constant"
+TORCH, FP8, FP8_CONSTANT, MLPS, FP8_MLPS = "torch", "fp8", "fp8-constant", "mlps", "fp8-mlps"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,20 @@ class Size:
         return self.width // self.heads
 
 
+class Mlp(torch.nn.Module):
+    """The gated MLP, with the names that `cutegemm.nn.replace_mlps` knows."""
+
+    def __init__(self, size: Size, **options: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(size.width, size.hidden, False, **options) for _ in range(2))
+        self.down_proj = torch.nn.Linear(size.hidden, size.width, False, **options)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
 class Block(torch.nn.Module):
     """One block; `cache` holds keys and values of the sequences while it decodes."""
 
@@ -68,8 +83,7 @@ class Block(torch.nn.Module):
 
         self.q, self.o = linear(size.width, size.width), linear(size.width, size.width)
         self.k, self.v = (linear(size.width, size.kv_heads * size.head) for _ in range(2))
-        self.gate, self.up = (linear(size.width, size.hidden) for _ in range(2))
-        self.down = linear(size.hidden, size.width)
+        self.mlp = Mlp(size, **options)
         self.cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -87,8 +101,8 @@ class Block(torch.nn.Module):
             k, v = keys, values
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.cache is None, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
-        y = self.before_mlp(x)
-        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        result: torch.Tensor = x + self.mlp(self.before_mlp(x))
+        return result
 
 
 def _turned(x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -139,8 +153,11 @@ def variants(model: Blocks, names: Sequence[str]) -> dict[str, Blocks]:
         # A copy of the modules that shares the tensors.
         shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
         made = copy.deepcopy(model, shared)
-        if name in (FP8, FP8_CONSTANT):
-            cutegemm.nn.replace_linears(made, dtype="fp8", scaling="rows", constant_weights=name == FP8_CONSTANT)
+        quantized: dict[str, Any] = {"dtype": "fp8", "scaling": "rows"} if name.startswith(FP8) else {}
+        if name in (MLPS, FP8_MLPS):
+            cutegemm.nn.replace_mlps(made, **quantized)
+        if quantized:
+            cutegemm.nn.replace_linears(made, **quantized, constant_weights=name == FP8_CONSTANT)
         elif name != TORCH:
             cutegemm.nn.replace_linears(made, constant_weights=name == "constant")
         found[name] = made
@@ -162,7 +179,7 @@ def check(models: Mapping[str, Blocks], x: torch.Tensor, turn: tuple[torch.Tenso
         want = wide(x.float(), tuple(each.float() for each in turn))
         errors = {name: difference(model(x, turn), want) for name, model in models.items()}
         usual = dict.fromkeys(errors, (errors[TORCH], "torch's is"))
-        if narrow := [name for name in (FP8, FP8_CONSTANT) if name in models]:
+        if narrow := [name for name in models if name.startswith(FP8)]:
             round_linears(wide)
             rounded = wide(x.float(), tuple(each.float() for each in turn))
             usual |= dict.fromkeys(narrow, (difference(rounded, want), "that of rounded operands in float32 is"))
@@ -302,6 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--prefill", default="4096", help="lengths of prompts, comma-separated (default 4096)")
     made.add_argument("--tokens", default="256,4096", help="lengths of training, comma-separated (default 256,4096)")
     made.add_argument("--fp8", action="store_true", help="without gradients also linears in fp8 with scales of rows")
+    made.add_argument("--mlps", action="store_true", help="without gradients also the MLPs as one module each")
     made.add_argument("--rounds", type=cli.count, default=9, help="measured rounds (default 9)")
     made.add_argument("--layers", type=cli.count, default=4, help="blocks (default 4)")
     made.add_argument("--no-compile", action="store_true", help="without torch.compile")
@@ -322,12 +340,14 @@ def main(arguments: list[str] | None = None) -> int:
     model = Blocks(size, device="cuda", dtype=torch.bfloat16)
     lines: list[Line] = []
     ways = ("eager", "graph") if options.no_compile else ("eager", "compiled", "graph")
-    narrow = (FP8, FP8_CONSTANT) if options.fp8 else ()
+    more = [MLPS] * options.mlps + [FP8] * options.fp8 + [FP8_MLPS] * (options.fp8 and options.mlps)
     for decodes, count in (*((True, count) for count in sequences), *((False, count) for count in prompts)):
-        batch, length, names = (count, 1, ("ours", "constant")) if decodes else (1, count, ("ours",))
+        batch, length, names = (count, 1, ["ours", "constant"]) if decodes else (1, count, ["ours"])
+        if decodes and options.fp8:
+            names.append(FP8_CONSTANT)
         x = torch.randn(batch, length, size.width, device="cuda", dtype=torch.bfloat16)
         turn = positions(size.context - 1 if decodes else 0, length, size, x)
-        models = variants(model, (TORCH, *names, *narrow[: 2 if decodes else 1]))
+        models = variants(model, (TORCH, *names, *more))
         for each in models.values():
             each.remember(count if decodes else 0, x)
         verdicts = check(models, x, turn)

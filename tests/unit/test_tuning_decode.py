@@ -76,7 +76,7 @@ def test_variants_share_their_weights_and_compute_the_same():
     assert set(blocks.check(models, x, turn).values()) == {"ok"}
     assert blocks.inference(models["constant"], x, turn, "eager")().shape == x.shape
     with torch.no_grad():
-        models["ours"].blocks[1].down = torch.nn.Linear(SMALL.hidden, SMALL.width, bias=False, dtype=torch.bfloat16)
+        models["ours"].blocks[1].mlp.down_proj = torch.nn.Linear(SMALL.hidden, SMALL.width, bias=False, dtype=torch.bfloat16)
     assert blocks.check(models, x, turn)["ours"].startswith("wrong: error")
 
 
@@ -113,16 +113,20 @@ def test_a_training_step_has_the_gradients_of_torch():
 
 def test_linears_in_fp8_are_as_close_as_rounded_operands():
     torch.manual_seed(0)
-    models = blocks.variants(blocks.Blocks(SMALL, dtype=torch.bfloat16), ("torch", "fp8", "fp8-constant"))
+    models = blocks.variants(blocks.Blocks(SMALL, dtype=torch.bfloat16), ("torch", "mlps", "fp8", "fp8-constant", "fp8-mlps"))
     x = torch.randn(1, 8, SMALL.width, dtype=torch.bfloat16)
     turn = blocks.positions(0, 8, SMALL, x)
     assert isinstance(models["fp8"].blocks[0].q, cutegemm.nn.Fp8Linear)
     assert type(models["torch"].blocks[0].q) is torch.nn.Linear
     promises = [models[name].blocks[0].q.settings.constant_weight for name in ("fp8", "fp8-constant")]
     assert promises == [False, True]
-    assert blocks.check(models, x, turn) == {"torch": "ok", "fp8": "ok", "fp8-constant": "ok"}
+    kinds = {name: type(models[name].blocks[0].mlp) for name in ("mlps", "fp8", "fp8-mlps")}
+    assert kinds == {"mlps": cutegemm.nn.SwiGLU, "fp8": blocks.Mlp, "fp8-mlps": cutegemm.nn.Fp8SwiGLU}
+    assert type(models["mlps"].blocks[0].q) is cutegemm.nn.Linear
+    assert isinstance(models["fp8-mlps"].blocks[0].q, cutegemm.nn.Fp8Linear)
+    assert blocks.check(models, x, turn) == dict.fromkeys(models, "ok")
     assert blocks.check({**models, "ours": models["fp8"]}, x, turn)["ours"].startswith("wrong: error")  # of bf16
-    models["fp8"].blocks[1].down.weight_scale *= 1.5
+    models["fp8"].blocks[1].mlp.down_proj.weight_scale *= 1.5
     assert "that of rounded operands in float32 is" in blocks.check(models, x, turn)["fp8"]
 
 

@@ -51,6 +51,7 @@ def roads() -> dict[str, Callable[[], Any]]:
     blocks = cutegemm.nn.Fp8Linear.from_linear(module, scaling="blocks")
     values, rows = cutegemm.quantize(a, fp8)
     weight, columns = quantized.weight.t(), quantized.weight_scale.t()
+    gated = cutegemm.nn.Fp8SwiGLU(512, 256, 128, device="cuda")
     halved = torch.full((), 0.5, device="cuda")
 
     return {
@@ -60,6 +61,7 @@ def roads() -> dict[str, Callable[[], Any]]:
         "scales": lambda: cutegemm.gemm(values, weight, scale_a=rows, scale_b=columns, bias=bias, activation="silu"),
         "fp8 layer": lambda: quantized(many),
         "fp8 layer, blocks": lambda: blocks(a),
+        "fp8 MLP": lambda: gated(many),
         "operators of fp8": lambda: torch.ops.cutegemm.scaled_gemm(
             torch.ops.cutegemm.quantize(a, fp8)[0], weight, rows, columns
         ),
@@ -95,7 +97,7 @@ def test_both_ways_give_the_same_bits(roads, extension):
 
 def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
     """On the current stream, whichever that is; a workspace belongs to a stream."""
-    names = ("gemm", "out", "K split", "operator", "quantize", "scales", "fp8 layer", "operators of fp8")
+    names = ("gemm", "out", "K split", "operator", "quantize", "scales", "fp8 layer", "fp8 MLP", "operators of fp8")
     expected = {name: flat(roads[name]()) for name in names}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -114,7 +116,7 @@ def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
 
 
 def test_graphs(roads):
-    names = ("gemm", "linear", "K split", "scales", "fp8 layer", "fp8 layer, blocks")
+    names = ("gemm", "linear", "K split", "scales", "fp8 layer", "fp8 layer, blocks", "fp8 MLP")
     for name in names:
         roads[name]()
     graph = torch.cuda.CUDAGraph()

@@ -76,7 +76,8 @@ def test_variants_share_their_weights_and_compute_the_same():
     assert set(blocks.check(models, x, turn).values()) == {"ok"}
     assert blocks.inference(models["constant"], x, turn, "eager")().shape == x.shape
     with torch.no_grad():
-        models["ours"].blocks[1].mlp.down_proj = torch.nn.Linear(SMALL.hidden, SMALL.width, bias=False, dtype=torch.bfloat16)
+        other = torch.nn.Linear(SMALL.hidden, SMALL.width, bias=False, dtype=torch.bfloat16)
+        models["ours"].blocks[1].mlp.down_proj = other
     assert blocks.check(models, x, turn)["ours"].startswith("wrong: error")
 
 
@@ -113,7 +114,8 @@ def test_a_training_step_has_the_gradients_of_torch():
 
 def test_linears_in_fp8_are_as_close_as_rounded_operands():
     torch.manual_seed(0)
-    models = blocks.variants(blocks.Blocks(SMALL, dtype=torch.bfloat16), ("torch", "mlps", "fp8", "fp8-constant", "fp8-mlps"))
+    names = "torch", "mlps", "fp8", "fp8-constant", "fp8-mlps"
+    models = blocks.variants(blocks.Blocks(SMALL, dtype=torch.bfloat16), names)
     x = torch.randn(1, 8, SMALL.width, dtype=torch.bfloat16)
     turn = blocks.positions(0, 8, SMALL, x)
     assert isinstance(models["fp8"].blocks[0].q, cutegemm.nn.Fp8Linear)

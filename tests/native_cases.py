@@ -105,7 +105,13 @@ class TorchKernel(QuantizeKernel):
         epilogue = s.epilogue
         if epilogue.custom is not None:
             operands = [self._operand(each, given, batch, m, n) for each in epilogue.custom.inputs]
-            d.copy_(evaluate(epilogue.custom, z, operands, dtype=FP32)[0])
+            results = evaluate(epilogue.custom, z, operands, dtype=FP32)
+            d.copy_(results[0])
+            for number, (result, output) in enumerate(zip(results[1:], epilogue.custom.outputs[1:], strict=True), 1):
+                if output.reduce is None:
+                    at, dtype = given[f"y{number}"], torch_dtype(str(output.dtype))
+                    strides = given[f"y{number}_batch"], True, given[f"y{number}_ld"]
+                    _matrix(at, dtype, batch, m, columns, *strides).copy_(result)
             return
         if epilogue.c_dtype is not None:
             strides = given["c_batch"], given["c_row"], given["c_col"]

@@ -2,9 +2,9 @@
 
 `gemm`, `linear`, `quantize` and `nn.Fp8Linear` ask the functions here first. They find a call's prepared launches by
 what the call looks like and enqueue them, or answer None: then Python computes, as it does for all that is new or
-unusual. The operators torch.ops.cutegemm.gemm, scaled_gemm, quantize, quantize_given and quantized_linear are served in
-the same way. The extension is compiled against the torch that is installed, once, by a thread in the background that
-the first call of a kernel starts; no call waits for it.
+unusual. The operators torch.ops.cutegemm.gemm, gemm_program, scaled_gemm, quantize, quantize_given and quantized_linear
+are served in the same way. The extension is compiled against the torch that is installed, once, by a thread in the
+background that the first call of a kernel starts; no call waits for it.
 
 Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
 `lend` of a workspace and `take_back`.
@@ -22,16 +22,20 @@ gemm: Callable[..., Any] | None = None
 """gemm(a, b, c, alpha, beta, bias, activation, out, out_dtype, *how) -> D, or None: not here. how: as in `run.how`."""
 linear: Callable[..., Any] | None = None
 """linear(x, weight, bias, activation, *how) -> D, or None: not here."""
-quantize: Callable[..., Any] | None = None
-"""quantize(x, dtype, scaling, scale, backend) -> (values, scales), along the last dimension, in blocks of 1 x 128.
+program: Callable[..., Any] | None = None
+"""program(number, a, b, operands, out_dtype, *how) -> the results of `gemm` with the epilogue program of that number,
+which Python chooses, above 0.
 
-None: not here. NotImplemented: not yet, because `install_quantize` has not told of such a call.
+None: not here. NotImplemented: not yet, because `install_program` has not told of such a call.
 """
+quantize: Callable[..., Any] | None = None
+"""quantize(x, dtype, scaling, scale, backend) -> (values, scales), along the last dimension, in blocks of 1 x 128; None
+and NotImplemented as `program`."""
 scaled: Callable[..., Any] | None = None
-"""scaled(a, b, scale_a, scale_b, bias, activation, out_dtype, *how) -> act(scales (a b) + bias), as `quantize`."""
+"""scaled(a, b, scale_a, scale_b, bias, activation, out_dtype, *how) -> act(scales (a b) + bias), likewise."""
 quantized_linear: Callable[..., Any] | None = None
 """quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> the two in a row, with new
-scales or the one given; None and NotImplemented as `quantize`. Both of its steps are told of by themselves."""
+scales or the one given; None and NotImplemented as `program`. Both of its steps are told of by themselves."""
 
 names: tuple[tuple[str | None, ...], ...] = ()
 """The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
@@ -55,11 +59,22 @@ in_python: dict[str, Callable[..., Any]] = {}
     quantize_given(keys, tell, *arguments) -> values
         the operators of these names; keys: as above, or None below autograd. tell: whether to tell the launches
     quantized_linear(keys, tell, *arguments) -> D
+    gemm_program(keys, tell, *arguments) -> a list
         likewise
     scaled(tell, *arguments) -> D
         the operator scaled_gemm below autograd
 """
-HOOKS = ("plan", "compute", "record", "gradients", "quantize", "quantize_given", "scaled", "quantized_linear")
+HOOKS = (
+    "plan",
+    "compute",
+    "record",
+    "gradients",
+    "quantize",
+    "quantize_given",
+    "scaled",
+    "quantized_linear",
+    "gemm_program",
+)
 """The order in which the extension is given them."""
 
 
@@ -149,12 +164,13 @@ def leave_float32_to_python() -> None:
 
 def serve(module: Any) -> None:
     """Lets calls ask this extension from now on, or none (None)."""
-    global gemm, linear, quantize, scaled, quantized_linear
+    global gemm, linear, program, quantize, scaled, quantized_linear
     _state.module = module
     if module and _state.asks_for_float32:
         module.leave_float32_to_python()
-    gemm, linear, quantize, scaled, quantized_linear = (
-        (module.gemm, module.linear, module.quantize, module.scaled, module.quantized_linear) if module else [None] * 5
+    gemm, linear, program, quantize, scaled, quantized_linear = (
+        getattr(module, name) if module else None
+        for name in ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear")
     )
 
 
@@ -193,14 +209,23 @@ def install_quantize(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) ->
         _state.module.install_quantize(*arguments, how)
 
 
-def install_scaled(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None, up: int) -> None:
-    """Remembers what launches the call `scaled(*arguments)`, and all like it; launch: as in `install`.
+def install_scaled(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `scaled(*arguments)`, and all like it. The activation may also be one of
+    `gates`, with which a layer alone asks.
 
-    The activation may also be one of `gates`, with which a layer alone asks. up: how many bytes behind scale_b the
-    launch's last operand begins, the scales of up; 0: it has none.
+    launch: what `cutegemm.run.fused.launch_of` gives, of the tensors a, b, bias, scale_a and scale_b. None: Python
+        computes it.
     """
     if _state.module is not None:
-        _state.module.install_scaled(*arguments, launch, up)
+        _state.module.install_scaled(*arguments, launch)
+
+
+def install_program(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `program(*arguments)`, and all like it; launch as in `install_scaled`, of the
+    tensors a, b and those among the operands. A text in place of the number means calls of the operator.
+    """
+    if _state.module is not None:
+        _state.module.install_program(*arguments, launch)
 
 
 def forget() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from cutegemm.errors import GemmError
+from cutegemm.run import how
 from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
@@ -68,10 +69,14 @@ _TYPES = {"str": "Text", "Optional[str]": "OptionalText", "Optional[List[str]]":
 
 
 def _options() -> tuple[str, ...]:
-    """The C++ types of the options that follow the dtype in torch.ops.cutegemm.gemm and scaled_gemm."""
+    """The C++ types of the options that follow the dtype in operators, and where those have one of their own."""
     operators = torch.ops.cutegemm
-    found = []
-    for name, operator in (("OPTION_TYPES", operators.gemm), ("SCALED_OPTION_TYPES", operators.scaled_gemm)):
+    found = [f"-DOWN_OPTION={how.OWN}"]
+    for name, operator in (
+        ("OPTION_TYPES", operators.gemm),
+        ("SCALED_OPTION_TYPES", operators.scaled_gemm),
+        ("PROGRAM_OPTION_TYPES", operators.gemm_program),
+    ):
         arguments = operator.default._schema.arguments
         first = [each.name for each in arguments].index("out_dtype") + 1
         found.append(f"-D{name}=" + ",".join(_TYPES[str(each.type)] for each in arguments[first:]))

@@ -51,7 +51,7 @@ def composed(
     terms = {"bias": bias, "activation": activation} if gate is None else {"epilogue": gate}
     d: torch.Tensor = gemm(values, b, scale_a=scale, scale_b=of_b, out_dtype=x.dtype, **terms, **how._asdict())
     if tell:
-        scaled.tell(values, b, scale, of_b, bias, activation, x.dtype, how, d, gate)
+        scaled.tell(values, b, scale, of_b, bias, activation, x.dtype, how, gate)
     return d.view(*x.shape[:-1], d.shape[-1])
 
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cutegemm import ops
+from cutegemm import native, ops
+from cutegemm.linear import linear
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program.known import lookup
-from cutegemm.pytorch import autograd, sharded, transforms
+from cutegemm.pytorch import autograd, programs, sharded, transforms
 from cutegemm.pytorch.autocast import cast_operands
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.program_gradients import needed, recording
@@ -58,6 +59,11 @@ class Settings(NamedTuple):
     backend: str
     constant_weights: bool = False
 
+    @property
+    def how(self) -> How:
+        """How the products with the weights are computed in a forward pass."""
+        return How(self.precision, self.backend, None, "b" if self.constant_weights else None)
+
     def product(self, a: Any, b: Any, **options: Any) -> Any:
         """`gemm` with these settings."""
         return autograd._gemm(a, b, precision=self.precision, backend=self.backend, **options)
@@ -73,6 +79,14 @@ class Settings(NamedTuple):
 
 def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
     """(M, out) from x (M, in), gate_up (2 * hidden, in) or (2, hidden, in), and down (out, hidden)."""
+    known = native.program is not None and gate_up.dim() == 2 and not torch.compiler.is_dynamo_compiling()
+    if known and (settings.precision is not None or not float32.in_use):
+        hidden = programs.known(x, gate_up.t(), GATES[settings.activation], settings.how)
+        if hidden is not None:
+            return linear(
+                hidden, down, precision=settings.precision, backend=settings.backend,
+                constant_weight=settings.constant_weights,
+            )  # fmt: skip
     if sharded.is_distributed(x, gate_up, down) and not torch.compiler.is_dynamo_compiling():
         return _of_parts(x, gate_up, down, settings)
     if gate_up.dim() == 3:

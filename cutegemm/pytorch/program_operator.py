@@ -16,6 +16,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils.flop_counter import register_flop_formula
 
+from cutegemm import native
 from cutegemm.problem import dtypes, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Output, Program
@@ -205,6 +206,22 @@ def _sharded(a, b, operands, numbers, integers, program, out_dtype=None, *option
 
 
 sharding.handle("gemm_program", _sharded)
+
+
+def _natively(keys, tell, a, b, operands, numbers, integers, program, out_dtype=None, *options) -> list[torch.Tensor]:
+    """The operator's call that the C++ extension leaves to Python."""
+    if keys is not None:
+        keyset = torch._C.DispatchKeySet.from_raw_repr(keys)
+        return _recorded(keyset, a, b, operands, numbers, integers, program, out_dtype, *options)
+    results = _compute(a, b, operands, numbers, integers, program, out_dtype, *options)
+    if tell:
+        known = program_of(program)
+        given = joined(known, operands, numbers, integers)
+        fused.tell(program, a, b, known, given, out_dtype, split(options)[0])
+    return results
+
+
+native.in_python["gemm_program"] = _natively
 
 
 def _autocast(a, b, operands, numbers, integers, program, out_dtype=None, *options):

@@ -99,7 +99,7 @@ def compute(
             d = compute_eager(
                 a, b, c, alpha, beta, bias, activation, out, out_dtype, how, None, (), None, scale_a, scale_b, None
             )
-            tell(a, b, scale_a, scale_b, bias, activation, out_dtype, how, d)
+            tell(a, b, scale_a, scale_b, bias, activation, out_dtype, how)
         if d is not None:
             return d
     tensors = a, b, c, bias, scale_a, scale_b
@@ -177,10 +177,10 @@ def compute_eager(
 
 
 def tell(
-    a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, activation: Any, out_dtype: Any, how: How, d: torch.Tensor,
+    a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, activation: Any, out_dtype: Any, how: How,
     epilogue: Any = None,
 ) -> None:  # fmt: skip
-    """Tells the C++ part how `d` was computed, in a call that it has asked for.
+    """Tells the C++ part how a call was computed that it has asked for.
 
     epilogue: what a gated `activation` of a layer stands for; gate and up then have an operand each of B's scales.
     """
@@ -189,15 +189,21 @@ def tell(
         a, b, None, 1.0, 0.0, out=None, out_dtype=out_dtype, epilogue=epilogue, operands=(), scale_a=scale_a,
         scale_b=scale_b, scales=None, **terms,
     )  # fmt: skip
-    named = [each for each in (terms["bias"], scale_a, scale_b) if each is not None]
-    starts = [each.data_ptr() for each in given]
-    up = starts.pop() - named[-1].data_ptr() if len(given) == len(named) + 1 else 0
-    in_order = starts == [each.data_ptr() for each in named]  # scales of empty matrices are left out
+    named = [(i, each) for i, each in ((2, terms["bias"]), (3, scale_a), (4, scale_b)) if each is not None]
+    if len(given) == len(named) + 1:
+        named.append(named[-1])  # gate's and up's
     with fused.planning():
         plan = fused.memo.plan(fused.key_of(a, b, program, given, None, chosen, how))
         if plan is not None:
-            launch = fused.launch_of(plan, given, d) if in_order else None
-            native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch, up)
+            launch = None
+            if len(given) == len(named):  # scales of empty matrices are left out
+                places = {
+                    number: (place, operand.data_ptr() - tensor.data_ptr())
+                    for number, ((place, tensor), operand) in enumerate(zip(named, given, strict=True))
+                }
+                asked = program_request.describe(a, b, program, given, None, chosen, how.precision)
+                launch = fused.launch_of(plan, asked, places, {}, 5)
+            native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch)
 
 
 def _key(

@@ -54,7 +54,7 @@ def _natively(
     """The operator's call that the C++ extension leaves to Python."""
     d = _scaled_gemm(a, b, scale_a, scale_b, c, alpha, beta, bias, activation, out_dtype, *options)
     if tell:
-        scaled.tell(a, b, scale_a, scale_b, bias, activation, out_dtype, split(options)[0], d)
+        scaled.tell(a, b, scale_a, scale_b, bias, activation, out_dtype, split(options)[0])
     return d
 
 

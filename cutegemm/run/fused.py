@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from cutegemm import backend as backends
+from cutegemm import native
 from cutegemm.choice.plan import Plan, PlanMemo
 from cutegemm.problem import overlap, packing, program_request, torch_dtype
 from cutegemm.problem.program.graph import Program
@@ -138,15 +139,59 @@ def planning() -> contextlib.AbstractContextManager[Any]:
     return _lock
 
 
-def launch_of(plan: Plan, operands: Sequence[Any], d: torch.Tensor) -> tuple[Any, ...] | None:
-    """What `native.install_scaled` takes of the plan of a call without `out` that gave d; None: it needs Python."""
-    if plan.kernel is None or plan.emulated or plan.copies or plan.preparations or d.numel() == 0:
+def launch_of(
+    plan: Plan, asked: ProgramRequest, places: dict[int, tuple[int, int]], numbers: dict[int, int], count: int
+) -> tuple[Any, ...] | None:
+    """What `native.install_program` takes of a call without `out`: the fields of a `Launcher`, (tensor, offset in
+    bytes) for each address, (number given, constant) for each number, (shape, dtype) for each result. None: it needs
+    Python.
+
+    Args:
+        places: (tensor, offset) of each operand that is a tensor. Tensors 0 and 1 are a and b.
+        numbers: which of the numbers given each other operand is. count: tensors given, behind which results stand.
+    """
+    if plan.kernel is None or plan.emulated or plan.copies or plan.preparations or asked.temporaries:
         return None
-    if plan.problem.epilogue.custom is None or not d.is_contiguous() or not all(map(torch.is_tensor, operands)):
+    if any(output.reduce is not None for output in asked.program.outputs) or any(0 in shape for shape in asked.shapes):
         return None
-    with current_device(d.device):
+    with current_device(asked.device):
         launcher = plan.kernel.launcher(plan.problem)
-    return None if launcher is None else (*launcher, tuple(d.shape), d.dtype, plan.swapped)
+    if launcher is None:
+        return None
+    nowhere, first, *more = (-1, 0), *((count + i, 0) for i in range(len(asked.shapes)))
+    terms = asked.terms
+    addresses: tuple[tuple[int, int], ...]
+    if terms is not None:
+        c, bias = (nowhere if each is None else places[each] for each in (terms.c, terms.bias))
+        addresses = (0, 0), (1, 0), c, bias, first
+        scalars = [(numbers[each], 0.0) if each.__class__ is int else (-1, float(each)) for each in terms[:2]]
+        assert terms._fields[:2] == Scalars._fields
+    else:
+        addresses = (0, 0), (1, 0), nowhere, nowhere, first, *places.values(), *more
+        scalars = [*((-1, each) for each in _UNUSED), *((each, 0.0) for each in numbers.values())]
+    dtypes = (torch_dtype(str(output.dtype)) for output in asked.program.outputs)
+    return *launcher, addresses, tuple(scalars), tuple(zip(map(tuple, asked.shapes), dtypes, strict=True))
+
+
+def tell(number: int | str, a: Any, b: Any, epilogue: Any, operands: Sequence[Any], out_dtype: Any, how: How) -> None:
+    """Tells the C++ part how a call without `out` was computed that it has asked for, as `native.program` or, by the
+    text of the program, as the operator.
+    """
+    tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
+    others = [i for i in range(len(operands)) if i not in tensors]
+    given: Sequence[Any] = operands
+    if isinstance(number, str):  # the operator has the tensors first, then floats, then integers
+        others.sort(key=lambda i: operands[i].__class__ is int)
+        given = [operands[i] for i in (*tensors, *others)]
+    places = {each: (2 + i, 0) for i, each in enumerate(tensors)}
+    numbers = dict(sorted((each, i) for i, each in enumerate(others)))
+    key = key_of(a, b, epilogue, operands, None, out_dtype, how)
+    with planning():
+        plan = memo.plan(key)
+        if plan is not None:
+            asked = program_request.describe(a, b, traced_for(key, epilogue), operands, None, out_dtype, how.precision)
+            launch = launch_of(plan, asked, places, numbers, 2 + len(tensors))
+            native.install_program((number, a, b, tuple(given), out_dtype, *how), launch)
 
 
 def _runner(plan: Plan, asked: ProgramRequest) -> Runner:

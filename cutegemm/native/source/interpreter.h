@@ -6,6 +6,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "plain.h"
 
@@ -13,7 +14,7 @@ namespace cutegemm {
 
 // What `configure` was given, in the order of HOOKS in cutegemm/native/__init__.py, which says what each does. Never
 // freed.
-enum Hook { PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, HOOKS };
+enum Hook { PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, GEMM_PROGRAM, HOOKS };
 inline std::array<PyObject*, HOOKS> in_python{};
 
 class WithInterpreter {
@@ -72,12 +73,22 @@ inline PyObject* to_python(bool truth) { return PyBool_FromLong(truth); }
 inline PyObject* to_python(uint64_t number) { return checked(PyLong_FromUnsignedLongLong(number)); }
 inline PyObject* to_python(int64_t number) { return checked(PyLong_FromLongLong(number)); }
 
-inline PyObject* to_python(c10::IntArrayRef numbers) {
-  PyObject* made = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t i = 0; i < numbers.size(); ++i)
-    PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), to_python(numbers[i]));
+inline PyObject* to_python(const c10::SymInt& number) {
+  if (const auto known = number.maybe_as_int()) return to_python(*known);
+  return py::cast(number).release().ptr();
+}
+
+template <typename Each>
+PyObject* to_python_tuple(const Each& each) {
+  PyObject* made = checked(PyTuple_New(static_cast<Py_ssize_t>(each.size())));
+  for (size_t i = 0; i < each.size(); ++i) PyTuple_SET_ITEM(made, static_cast<Py_ssize_t>(i), to_python(each[i]));
   return made;
 }
+
+inline PyObject* to_python(c10::IntArrayRef numbers) { return to_python_tuple(numbers); }
+inline PyObject* to_python(c10::ArrayRef<double> numbers) { return to_python_tuple(numbers); }
+inline PyObject* to_python(at::TensorList tensors) { return to_python_tuple(tensors); }
+inline PyObject* to_python(c10::SymIntArrayRef numbers) { return to_python_tuple(numbers); }
 
 inline PyObject* to_python(const OptionalTexts& texts) {
   if (!texts) return none();
@@ -109,6 +120,20 @@ inline at::Tensor taken(PyObject* object) {
   Py_DECREF(object);
   TORCH_CHECK(right, "cutegemm: Python gave something else than a tensor");
   return tensor;
+}
+
+// The tensors of a new reference to a list, which is given back.
+inline std::vector<at::Tensor> taken_list(PyObject* object) {
+  std::vector<at::Tensor> made;
+  const Py_ssize_t count = PySequence_Size(object);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* each = PySequence_GetItem(object, i);
+    if (each == nullptr) break;
+    made.push_back(taken(each));
+  }
+  Py_DECREF(object);
+  if (PyErr_Occurred()) throw_python_error();
+  return made;
 }
 
 // The two tensors of a new reference to a pair, which is given back.

@@ -12,8 +12,7 @@ struct Layer {
   Options options;
 
   bool records() const {
-    return !nothing_recorded(x, weight_scale) || !nothing_recorded(weight, bias) ||
-           !nothing_recorded(input_scale, nullptr);
+    return !nothing_recorded({x, weight, weight_scale, input_scale, bias});
   }
 
   // Where both of its steps are known.
@@ -45,11 +44,8 @@ struct Layer {
     if (found != Found::launch) return found;
     if (!made.launch(*how, first)) return Found::python;
     at::DimVector shape(x->sizes());
-    shape.back() = launch->shape.back();
-    auto product = multiply(*launch, second, shape);
-    if (!product) return Found::python;
-    d = std::move(*product);
-    return Found::launch;
+    shape.back() = launch->results[0].shape.back();
+    return multiply(*launch, second, d, shape) ? Found::launch : Found::python;
   }
 
  private:

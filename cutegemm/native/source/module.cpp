@@ -3,7 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 
-#include "bytes.h"
+#include "calls.h"
 #include "reading.h"
 #include "registering.h"
 
@@ -194,7 +194,8 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
 // forget(): of all calls.
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  table_of<Product>().clear(), table_of<ScaledProduct>().clear(), table_of<Quantization>().clear();
+  table_of<Product>().clear(), table_of<OfProgram>().clear();
+  table_of<ScaledProduct>().clear(), table_of<Quantization>().clear();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -210,7 +211,8 @@ PyObject* leave_float32_to_python(PyObject*, PyObject*) {
 PyObject* known(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   return checked(PyLong_FromSize_t(
-      table_of<Product>().size() + table_of<ScaledProduct>().size() + table_of<Quantization>().size()));
+      table_of<Product>().size() + table_of<OfProgram>().size() + table_of<ScaledProduct>().size() +
+      table_of<Quantization>().size()));
   END_HANDLE_TH_ERRORS
 }
 
@@ -298,10 +300,12 @@ PyCFunction fast() {
 PyMethodDef methods[] = {
     {"gemm", fast<gemm>(), METH_FASTCALL, nullptr},
     {"linear", fast<linear>(), METH_FASTCALL, nullptr},
+    {"program", fast<program>(), METH_FASTCALL, nullptr},
     {"quantize", fast<quantize>(), METH_FASTCALL, nullptr},
     {"scaled", fast<scaled>(), METH_FASTCALL, nullptr},
     {"quantized_linear", fast<quantized_linear>(), METH_FASTCALL, nullptr},
     {"install", fast<install>(), METH_FASTCALL, nullptr},
+    {"install_program", fast<install_program>(), METH_FASTCALL, nullptr},
     {"install_quantize", fast<install_quantize>(), METH_FASTCALL, nullptr},
     {"install_scaled", fast<install_scaled>(), METH_FASTCALL, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},

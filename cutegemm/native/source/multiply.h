@@ -20,16 +20,17 @@ using Addresses = c10::ArrayRef<const void*>;
 // Enqueues a launch on the current stream. False when Python must do it: the operands lie on another device than the
 // current one, the stream has no workspace that is large enough, it is captured and the launch needs one, or the
 // launcher failed and Python is to say why.
-inline bool enqueue(const Launch& launch, int device, Addresses addresses, c10::ArrayRef<double> numbers) {
+inline bool enqueue(const Launch& launch, int device, Addresses addresses, c10::ArrayRef<Value> numbers) {
   const auto* guard = c10::impl::getDeviceGuardImpl(served.type);
   if (guard->getDevice().index() != device) return false;
   void* stream = nullptr;
   if (served.current_stream(device, &stream) != 0) return false;
 
+  if (addresses.size() + numbers.size() + 2 + launch.behind.size() > Launch::MOST) return false;
   std::array<Value, Launch::MOST> values;
   size_t count = 0;
   for (const void* address : addresses) values[count++] = Value::of(address);
-  for (double number : numbers) values[count++] = Value::of(number);
+  for (const Value& number : numbers) values[count++] = number;
   values[count++] = Value::of(stream);
   std::optional<Workspaces::Kept> kept;  // held until the launch is enqueued
   if (launch.words != 0 || launch.parts != 0) {
@@ -46,7 +47,7 @@ inline bool enqueue(const Launch& launch, int device, Addresses addresses, c10::
 
 inline bool enqueue(const Product& launch, const Operands& of, const void* d, double alpha, double beta) {
   const Matrix &a = launch.swapped ? of.b : of.a, &b = launch.swapped ? of.a : of.b;
-  return enqueue(launch, of.device, {a.data, b.data, of.c.data, of.bias.data, d}, {alpha, beta});
+  return enqueue(launch, of.device, {a.data, b.data, of.c.data, of.bias.data, d}, {Value::of(alpha), Value::of(beta)});
 }
 
 inline at::Tensor allocate(const Product& launch, c10::IntArrayRef shape, int device) {

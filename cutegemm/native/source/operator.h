@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <cfloat>
 
 #include "recorded.h"
 

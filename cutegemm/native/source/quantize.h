@@ -3,8 +3,7 @@
 
 #include <ATen/ops/empty_strided.h>
 
-#include "interpreter.h"
-#include "multiply.h"
+#include "programs.h"
 
 namespace cutegemm {
 
@@ -74,12 +73,6 @@ struct Quantized {
   }
 };
 
-// Whether nothing that Python must refuse is asked of a thread that is plain.
-inline bool nothing_recorded(const at::Tensor* x, const at::Tensor* scale) {
-  return !(c10::GradMode::is_enabled() && (requires_grad(x) || requires_grad(scale))) && !has_tangent(x) &&
-         !has_tangent(scale);
-}
-
 // -- the operators quantize and quantize_given, whose hooks in Python are called as hook(keys, unknown, *arguments) -----
 inline Found quantized(const at::Tensor& x, const at::Tensor* scale, ToQuantize of, std::optional<Quantized>& made) {
   Table<Quantization>::Known how;
@@ -90,23 +83,11 @@ inline Found quantized(const at::Tensor& x, const at::Tensor* scale, ToQuantize 
   return made->launch(*how, of) ? Found::launch : Found::python;
 }
 
-// A call of an operator below all modes, or above with the keys that it was called with.
-struct FromOperator {
-  const c10::DispatchKeySet* keys = nullptr;
-
-  bool is_plain() const {
-    return keys == nullptr || ((*keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
-                               state_of_thread() == Thread::plain);
-  }
-
-  PyObject* to_python() const { return keys ? cutegemm::to_python(keys->raw_repr()) : none(); }
-};
-
 inline std::tuple<at::Tensor, at::Tensor> quantize_by_operator(
     FromOperator from, const at::Tensor& x, at::ScalarType dtype, Text scaling, int64_t dim, c10::IntArrayRef block,
     Text backend) {
   Found found = Found::python;
-  if (dim == -1 && block == c10::IntArrayRef({1, 128}) && from.is_plain() && nothing_recorded(&x, nullptr)) {
+  if (dim == -1 && block == c10::IntArrayRef({1, 128}) && from.is_plain() && nothing_recorded({&x})) {
     std::optional<Quantized> made;
     found = quantized(x, nullptr, {{}, {}, dtype, scalings.find(scaling), quantizers.find(backend)}, made);
     if (found == Found::launch) return {std::move(made->values), std::move(made->scales)};
@@ -121,7 +102,7 @@ inline std::tuple<at::Tensor, at::Tensor> quantize_by_operator(
 inline at::Tensor quantize_given_by_operator(
     FromOperator from, const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype, int64_t dim, Text backend) {
   Found found = Found::python;
-  if (dim == -1 && from.is_plain() && nothing_recorded(&x, &scale)) {
+  if (dim == -1 && from.is_plain() && nothing_recorded({&x, &scale})) {
     std::optional<Quantized> made;
     found = quantized(x, &scale, {{}, {}, dtype, 0, quantizers.find(backend)}, made);
     if (found == Found::launch) return std::move(made->values);

@@ -1,10 +1,7 @@
 // What Python passes to the functions of this module.
 #pragma once
 
-#include <cfloat>
-
-#include "interpreter.h"
-#include "table.h"
+#include "programs.h"
 
 namespace cutegemm {
 
@@ -72,7 +69,6 @@ inline void read_launch(PyObject* fields, Launch& launch) {
   launch.launcher = reinterpret_cast<Launcher>(number(0));
   launch.words = static_cast<int64_t>(number(1)), launch.parts = static_cast<int64_t>(number(2));
   for (int64_t value : numbers_of(PyTuple_GET_ITEM(fields, 3))) launch.behind.push_back(Value::of(value));
-  TORCH_CHECK(launch.behind.size() + Launch::MOST_BEFORE <= Launch::MOST, "cutegemm: a launch with too many arguments");
 }
 
 // (*launcher, shape, dtype, swapped)
@@ -84,6 +80,37 @@ inline void read_product(PyObject* fields, Product& product) {
   TORCH_CHECK(read_dtype(PyTuple_GET_ITEM(fields, 5), dtype) && dtype >= 0, "cutegemm: expected a torch.dtype");
   product.dtype = static_cast<at::ScalarType>(dtype);
   product.swapped = PyObject_IsTrue(PyTuple_GET_ITEM(fields, 6)) == 1;
+}
+
+// (*launcher, addresses as (tensor, offset), numbers as (given, constant), results as (shape, dtype)); `ProgramLaunch`.
+inline void read_program(PyObject* fields, ProgramLaunch& program) {
+  read_launch(fields, program);
+  TORCH_CHECK(PyTuple_GET_SIZE(fields) == 7, "cutegemm: expected a launch, addresses, numbers and results");
+  const auto each_of = [](PyObject* tuple, auto read) {
+    TORCH_CHECK(PyTuple_Check(tuple), "cutegemm: expected a tuple");
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i)
+      if (!read(PyTuple_GET_ITEM(tuple, i))) throw_python_error();
+  };
+  each_of(PyTuple_GET_ITEM(fields, 4), [&](PyObject* pair) {
+    auto& place = program.addresses.emplace_back();
+    long long offset = 0;
+    const bool right = PyArg_ParseTuple(pair, "iL", &place.tensor, &offset);
+    place.offset = offset;
+    return right;
+  });
+  each_of(PyTuple_GET_ITEM(fields, 5), [&](PyObject* pair) {
+    auto& number = program.numbers.emplace_back();
+    return PyArg_ParseTuple(pair, "id", &number.given, &number.constant) != 0;
+  });
+  each_of(PyTuple_GET_ITEM(fields, 6), [&](PyObject* pair) {
+    auto& result = program.results.emplace_back();
+    PyObject *shape = nullptr, *of = nullptr;
+    int dtype = -1;
+    if (!PyArg_ParseTuple(pair, "OO", &shape, &of)) return false;
+    TORCH_CHECK(read_dtype(of, dtype) && dtype >= 0, "cutegemm: expected a torch.dtype");
+    result.shape = numbers_of(shape), result.dtype = static_cast<at::ScalarType>(dtype);
+    return true;
+  });
 }
 
 inline Names names_of(PyObject* tuple) {

@@ -24,12 +24,14 @@ inline void register_operators() {
   };
   torch::Library& device = on(served.key);
   device.impl("gemm", TORCH_FN((gemm_on_device<OPTION_TYPES>)));
+  device.impl("gemm_program", TORCH_FN((gemm_program_on_device<PROGRAM_OPTION_TYPES>)));
   device.impl("quantize", TORCH_FN(quantize_on_device));
   device.impl("quantize_given", TORCH_FN(quantize_given_on_device));
   device.impl("scaled_gemm", TORCH_FN((scaled_gemm_on_device<SCALED_OPTION_TYPES>)));
   device.impl("quantized_linear", TORCH_FN((quantized_linear_on_device<OPTION_TYPES>)));
   torch::Library& autograd = on(served.autograd);
   autograd.impl("gemm", TORCH_FN((gemm_recorded<OPTION_TYPES>)));
+  autograd.impl("gemm_program", TORCH_FN((gemm_program_recorded<PROGRAM_OPTION_TYPES>)));
   autograd.impl("quantize", TORCH_FN(quantize_recorded));
   autograd.impl("quantize_given", TORCH_FN(quantize_given_recorded));
   autograd.impl("quantized_linear", TORCH_FN((quantized_linear_recorded<OPTION_TYPES>)));

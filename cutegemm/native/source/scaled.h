@@ -5,10 +5,8 @@
 
 namespace cutegemm {
 
-// A launch that takes bias and scales as the operands of an epilogue program, behind D.
-struct ScaledProduct : Product {
-  int64_t up = 0;  // bytes from B's scales to a further operand, the scales of up's columns; 0 without it
-};
+// A launch of the tensors A, B, bias and the two scales, of which some are null pointers.
+struct ScaledProduct : ProgramLaunch {};
 
 // The place of an activation of a layer among `activations` and, behind them, `gates`; -1 for one that is not known.
 inline int find_activation(const OptionalText& name) {
@@ -47,26 +45,20 @@ inline Found look_up(const ToScale& of, const Options& options, Table<ScaledProd
   return table_of<ScaledProduct>().find(key_of(of, options), found);
 }
 
-// D of that shape; none where Python must compute.
-inline std::optional<at::Tensor> multiply(const ScaledProduct& launch, const ToScale& of, c10::IntArrayRef shape) {
-  at::Tensor d = allocate(launch, shape, of.device);
-  std::array<const void*, 9> addresses{of.a.data, of.b.data, nullptr, nullptr, d.mutable_data_ptr()};
-  size_t count = 5;
-  for (const Matrix* operand : {&of.bias, &of.scale_a, &of.scale_b})
-    if (*operand) addresses[count++] = operand->data;
-  if (launch.up != 0) addresses[count++] = static_cast<const char*>(of.scale_b.data) + launch.up;
-  if (!enqueue(launch, of.device, {addresses.data(), count}, {1.0, 0.0})) return std::nullopt;
-  return d;
+// False where Python must compute. shape: as in `compute`.
+inline bool multiply(
+    const ScaledProduct& launch, const ToScale& of, at::Tensor& d,
+    std::optional<c10::IntArrayRef> shape = std::nullopt) {
+  Results made;
+  if (!compute(launch, of.device, {&of.a, &of.b, &of.bias, &of.scale_a, &of.scale_b}, {}, made, shape)) return false;
+  d = std::move(made[0]);
+  return true;
 }
 
 inline Found scaled_product(const ToScale& of, const Options& options, at::Tensor& d) {
   Table<ScaledProduct>::Known launch;
   const Found found = look_up(of, options, launch);
-  if (found != Found::launch) return found;
-  auto made = multiply(*launch, of, launch->shape);
-  if (!made) return Found::python;
-  d = std::move(*made);
-  return Found::launch;
+  return found != Found::launch || multiply(*launch, of, d) ? found : Found::python;
 }
 
 // The operator scaled_gemm, below autograd. Its hook in Python is called as hook(unknown, *arguments).

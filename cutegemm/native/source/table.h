@@ -15,7 +15,7 @@ namespace cutegemm {
 struct Key {
   int count = 0;
   uint64_t hash = 1469598103934665603u;
-  std::array<int64_t, 40> words;  // written up to `count`
+  std::array<int64_t, 48> words;  // written up to `count`
 
   void add(int64_t word) {
     words[count++] = word;
@@ -90,8 +90,7 @@ struct Launch {
   int64_t words = 0, parts = 0;  // bytes of a workspace; without either there is none
   std::vector<Value> behind;
 
-  static constexpr size_t MOST = 64;         // arguments
-  static constexpr size_t MOST_BEFORE = 16;  // of them in front of `behind`
+  static constexpr size_t MOST = 96;  // arguments
 };
 
 // A launch that computes a new matrix, or one given.

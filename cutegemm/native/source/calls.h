@@ -1,6 +1,6 @@
-// The functions that `cutegemm.quantize`, `gemm` with scales and `nn.Fp8Linear` ask first. Each answers with its result,
-// with None where Python computes, and with NotImplemented where nobody has told how such a call is launched: Python
-// then computes it, and tells.
+// The functions that `gemm` with an epilogue or scales, `quantize` and `nn.Fp8Linear` ask first. Each answers with its
+// result, with None where Python computes, and with NotImplemented where nobody has told how such a call is launched:
+// Python then computes it, and tells.
 #pragma once
 
 #include "layer.h"
@@ -31,7 +31,7 @@ inline PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const at::Tensor *x = nullptr, *scale = nullptr;
   ToQuantize of;
   if (count != TO_QUANTIZE || state_of_thread() != Thread::plain || !read(args, x, scale, of) ||
-      !nothing_recorded(x, scale))
+      !nothing_recorded({x, scale}))
     Py_RETURN_NONE;
   Table<Quantization>::Known how;
   Found found = look_up(of, how);
@@ -74,6 +74,104 @@ inline PyObject* install_quantize(PyObject*, PyObject* const* args, Py_ssize_t c
   END_HANDLE_TH_ERRORS
 }
 
+// program, a, b, operands, out_dtype, *how. program: a number, or the text that an operator carries.
+constexpr Py_ssize_t TO_PROGRAM = 5 + FIELDS;
+
+struct AskedProgram {
+  c10::SmallVector<const at::Tensor*, 8> tensors;
+  ToProgram of;
+
+  bool read(PyObject* const* args) {
+    const at::Tensor *a = nullptr, *b = nullptr;
+    if (!read_number_of_program(args[0]) || !read_tensor(args[1], a) || !a || !read_tensor(args[2], b) || !b ||
+        !read_dtype(args[4], of.options.out_dtype) || !read_how(args + 5, FIELDS, of.options) || !of.describe(*a, *b))
+      return false;
+    tensors.append({a, b});
+    PyObject* operands = args[3];
+    const bool is_list = PyList_CheckExact(operands);
+    if (!is_list && !PyTuple_CheckExact(operands)) return false;
+    const Py_ssize_t count = is_list ? PyList_GET_SIZE(operands) : PyTuple_GET_SIZE(operands);
+    if (count > 20) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* each = is_list ? PyList_GET_ITEM(operands, i) : PyTuple_GET_ITEM(operands, i);
+      if (!read_operand(each, i)) return false;
+    }
+    return true;
+  }
+
+ private:
+  bool read_number_of_program(PyObject* object) {
+    if (PyUnicode_CheckExact(object)) {
+      Py_ssize_t size = 0;
+      const char* text = PyUnicode_AsUTF8AndSize(object, &size);
+      if (text == nullptr) throw_python_error();
+      of.program = number_of(Text(text, static_cast<size_t>(size)));
+      return true;
+    }
+    of.program = PyLong_AsLongLong(object);
+    if (PyErr_Occurred()) throw_python_error();
+    return true;
+  }
+
+  bool read_operand(PyObject* object, Py_ssize_t i) {
+    if (PyFloat_CheckExact(object)) {
+      of.order |= int64_t{1} << (3 * i);
+      return of.add(PyFloat_AS_DOUBLE(object));
+    }
+    if (PyLong_CheckExact(object)) {
+      int overflow = 0;
+      const int64_t number = PyLong_AsLongLongAndOverflow(object, &overflow);
+      of.order |= int64_t{2} << (3 * i);
+      return overflow == 0 && of.add(number);
+    }
+    const at::Tensor* tensor = nullptr;
+    if (!read_tensor(object, tensor) || !tensor) return false;
+    tensors.push_back(tensor);
+    return of.add(*tensor);
+  }
+};
+
+// program(<as above>) -> the result, or a tuple of them
+inline PyObject* program(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  AskedProgram asked;
+  if (count != TO_PROGRAM || state_of_thread() != Thread::plain || !asked.read(args) ||
+      !nothing_recorded(asked.tensors))
+    Py_RETURN_NONE;
+  Results made;
+  Found found;
+  {
+    const WithoutInterpreter released;
+    found = computed(asked.of, made);
+  }
+  if (found != Found::launch) return answer_of(found);
+  if (made.size() == 1) return THPVariable_Wrap(std::move(made[0]));
+  PyObject* results = checked(PyTuple_New(static_cast<Py_ssize_t>(made.size())));
+  for (size_t i = 0; i < made.size(); ++i)
+    PyTuple_SET_ITEM(results, static_cast<Py_ssize_t>(i), checked(THPVariable_Wrap(std::move(made[i]))));
+  return results;
+  END_HANDLE_TH_ERRORS
+}
+
+// install_program(<as above>, launch): launch is None or as `read_program` has it. For an operator its floats stand in
+// front of its integers, among the operands behind the tensors.
+inline PyObject* install_program(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  AskedProgram asked;
+  Key key;
+  if (count != TO_PROGRAM + 1 || !asked.read(args)) Py_RETURN_FALSE;
+  if (asked.of.program < 0) asked.of.order = 0;
+  if (asked.of.program == 0 || !key_of(asked.of, key)) Py_RETURN_FALSE;
+  std::shared_ptr<OfProgram> known;
+  if (args[TO_PROGRAM] != Py_None) {
+    known = std::make_shared<OfProgram>();
+    read_program(args[TO_PROGRAM], *known);
+  }
+  table_of<OfProgram>().put(key, std::move(known));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
 // The place of an activation that a layer may have; see `find_activation`.
 inline bool read_activation(PyObject* object, int& place) {
   if (read_name(object, activations, place)) return true;
@@ -98,12 +196,7 @@ struct AskedScaled {
            read_how(args + 7, FIELDS, options) && of.describe(a, b, scale_a, scale_b, bias);
   }
 
-  bool records() const {
-    const auto any = [&](const auto& what) {
-      return what(a) || what(b) || what(scale_a) || what(scale_b) || what(bias);
-    };
-    return (c10::GradMode::is_enabled() && any(requires_grad)) || any(has_tangent);
-  }
+  bool records() const { return !nothing_recorded({a, b, scale_a, scale_b, bias}); }
 };
 
 // scaled(a, b, scale_a, scale_b, bias, activation, out_dtype, *how) -> D
@@ -121,17 +214,16 @@ inline PyObject* scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// install_scaled(<arguments of scaled>, launch, up): launch as in `install`. The activation may be a gated one.
+// install_scaled(<arguments of scaled>, launch): launch is None or as `read_program` has it. The activation may be a
+// gated one.
 inline PyObject* install_scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   AskedScaled asked;
-  if (count != TO_SCALE + 2 || !asked.read(args, true)) Py_RETURN_FALSE;
+  if (count != TO_SCALE + 1 || !asked.read(args, true)) Py_RETURN_FALSE;
   std::shared_ptr<ScaledProduct> known;
   if (args[TO_SCALE] != Py_None) {
     known = std::make_shared<ScaledProduct>();
-    read_product(args[TO_SCALE], *known);
-    known->up = PyLong_AsLongLong(args[TO_SCALE + 1]);
-    if (PyErr_Occurred()) throw_python_error();
+    read_program(args[TO_SCALE], *known);
   }
   table_of<ScaledProduct>().put(key_of(asked.of, asked.options), std::move(known));
   Py_RETURN_TRUE;

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from cutegemm import backend as backends
 from cutegemm import native, replacing
+from cutegemm.layer_operator import GATES, check_terms, composed
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.quantization import (
     ACCEPTED,
@@ -22,7 +23,6 @@ from cutegemm.problem.quantization import (
     PITCH,
     new_values,
 )  # fmt: skip
-from cutegemm.pytorch.layer_operator import GATES, check_terms, composed
 from cutegemm.pytorch.scaled import ACCUMULATIONS
 from cutegemm.quantize import dequantize, quantize
 from cutegemm.run.how import How

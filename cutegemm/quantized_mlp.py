@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from cutegemm import replacing
+from cutegemm.layer_operator import GATES
 from cutegemm.problem import request
 from cutegemm.problem.quantization import BLOCK
-from cutegemm.pytorch.layer_operator import GATES
 from cutegemm.pytorch.mlp import GATES as ACTIVATIONS
 from cutegemm.pytorch.mlp import check_activation
 from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear

@@ -41,7 +41,7 @@ names: tuple[tuple[str | None, ...], ...] = ()
 """The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
 `cutegemm.run.call` puts them here."""
 gates: tuple[str, ...] = ()
-"""The further activations of `quantized_linear`; `cutegemm.pytorch.layer_operator` puts them here."""
+"""The further activations of `quantized_linear`; `cutegemm.layer_operator` puts them here."""
 of_quantize: tuple[tuple[str | None, ...], ...] = ()
 """What `quantize` takes as `scaling` and `backend`; `cutegemm.run.quantizing` puts it here."""
 in_python: dict[str, Callable[..., Any]] = {}

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from cutegemm.errors import GemmError
-from cutegemm.run import how
 from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
@@ -69,18 +68,22 @@ _TYPES = {"str": "Text", "Optional[str]": "OptionalText", "Optional[List[str]]":
 
 
 def _options() -> tuple[str, ...]:
-    """The C++ types of the options that follow the dtype in operators, and where those have one of their own."""
+    """The C++ types of the options that follow the dtype in operators, and where gemm_program has one of its own."""
     operators = torch.ops.cutegemm
-    found = [f"-DOWN_OPTION={how.OWN}"]
-    for name, operator in (
-        ("OPTION_TYPES", operators.gemm),
-        ("SCALED_OPTION_TYPES", operators.scaled_gemm),
-        ("PROGRAM_OPTION_TYPES", operators.gemm_program),
-    ):
+
+    def behind_the_dtype(operator: Any) -> list[Any]:
         arguments = operator.default._schema.arguments
-        first = [each.name for each in arguments].index("out_dtype") + 1
-        found.append(f"-D{name}=" + ",".join(_TYPES[str(each.type)] for each in arguments[first:]))
-    return tuple(found)
+        return list(arguments[[each.name for each in arguments].index("out_dtype") + 1 :])
+
+    options = {
+        "OPTION_TYPES": behind_the_dtype(operators.gemm),
+        "SCALED_OPTION_TYPES": behind_the_dtype(operators.scaled_gemm),
+        "PROGRAM_OPTION_TYPES": behind_the_dtype(operators.gemm_program),
+    }
+    common = {each.name for each in options["OPTION_TYPES"]}
+    (own,) = (i for i, each in enumerate(options["PROGRAM_OPTION_TYPES"]) if each.name not in common)
+    types = (f"-D{name}=" + ",".join(_TYPES[str(each.type)] for each in given) for name, given in options.items())
+    return *types, f"-DOWN_OPTION={own}"
 
 
 def _compiled(compiler: str, flags: tuple[str, ...]) -> Artefacts:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm import native, ops
-from cutegemm.linear import linear
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.derive import Source
@@ -83,10 +82,8 @@ def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tens
     if known and (settings.precision is not None or not float32.in_use):
         hidden = programs.known(x, gate_up.t(), GATES[settings.activation], settings.how)
         if hidden is not None:
-            return linear(
-                hidden, down, precision=settings.precision, backend=settings.backend,
-                constant_weight=settings.constant_weights,
-            )  # fmt: skip
+            result = None if native.linear is None else native.linear(hidden, down, None, None, *settings.how)
+            return settings.by_weight(hidden, down) if result is None else result
     if sharded.is_distributed(x, gate_up, down) and not torch.compiler.is_dynamo_compiling():
         return _of_parts(x, gate_up, down, settings)
     if gate_up.dim() == 3:

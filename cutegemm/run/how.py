@@ -64,9 +64,9 @@ ACCEPTED: dict[str, tuple[str | None, ...]] = {
 """The values of each option with which the host code in C++ serves a call. Calls with any other are left to Python,
 where a configuration is accepted too, and `How.check` says what is wrong with the rest."""
 
-OWN = 3
-"""So many options stand together in every operator, in front of its own. The others came later and stand last, where
-calls by position and saved graphs do not miss them."""
+_EVERYWHERE = 3
+"""So many options stand together in every operator. The others came later and stand last, where calls by position and
+saved graphs do not miss them."""
 _DEFAULTS = tuple(How())
 
 
@@ -76,10 +76,10 @@ def schema(own: str = "") -> str:
     own: an argument of the operator that stands between them. If it has no default, those before it have none.
     """
     texts = [f"str{'?' if default is None else ''} {name}={default!r}" for name, default in How._field_defaults.items()]
-    first = ", ".join(texts[:OWN])
+    first = ", ".join(texts[:_EVERYWHERE])
     if own and "=" not in own:
-        first = ", ".join(text.partition("=")[0] for text in texts[:OWN])
-    return ", ".join([first, *([own] if own else []), *texts[OWN:]])
+        first = ", ".join(text.partition("=")[0] for text in texts[:_EVERYWHERE])
+    return ", ".join([first, *([own] if own else []), *texts[_EVERYWHERE:]])
 
 
 def passed(how: tuple[Any, ...], *own: Any) -> tuple[Any, ...]:
@@ -93,8 +93,8 @@ def split(given: tuple[Any, ...], own: Any = None) -> tuple[How, Any]:
 
     own: the default of the operator's own argument.
     """
-    mine = given[OWN] if len(given) > OWN else own
-    return How(*given[:OWN], *given[OWN + 1 :]), mine
+    mine = given[_EVERYWHERE] if len(given) > _EVERYWHERE else own
+    return How(*given[:_EVERYWHERE], *given[_EVERYWHERE + 1 :]), mine
 
 
 def settled(a: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -68,6 +68,13 @@ def candidates(
     values, rows = cutegemm.quantize(x, fp8)
     of_weight, columns = quantized.weight.t(), quantized.weight_scale.t()
 
+    stacked = torch.cat((weight, weight))
+    gated = cutegemm.nn.SwiGLU(size, size, device=device, dtype=dtype)
+
+    def mlp(given: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = functional.linear(given, gate_up).chunk(2, -1)
+        return functional.silu(gate) * up
+
     def without_gradients(function: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(function)
 
@@ -94,6 +101,14 @@ def candidates(
         "nn.Linear, recorded": (lambda: theirs(x), lambda: ours(x)),
         "nn.Linear, forward and backward": (step(theirs), step(ours)),
         "mm under autocast": (autocast(torch.mm, wide, wide), autocast(cutegemm.gemm, wide, wide)),
+        "mm, then gating": (
+            lambda: mlp(x, stacked),
+            lambda: cutegemm.gemm(x, stacked.t(), epilogue=cutegemm.ops.swiglu),
+        ),
+        "nn.SwiGLU, no_grad": (
+            without_gradients(lambda: functional.linear(mlp(x, stacked), weight)),
+            without_gradients(lambda: gated(x)),
+        ),
         "quantize, rows": (lambda: x.to(fp8), lambda: cutegemm.quantize(x, fp8)),
         "mm of fp8, scales of rows": (
             lambda: torch._scaled_mm(values, of_weight, rows, columns, out_dtype=torch.bfloat16),

@@ -151,6 +151,8 @@ def test_what_the_rule_refuses(config, epilogue, reason):
         ("64x128x128/pp/c1x1/s5/serp8/pdl", "halves", 128),
         ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "halves", 1),
         ("256x16x128/coop2/c1x2/s3/row/swap", "halves", 1),
+        ("128x16x128/coop1/c1x1/s5/row/swap/pdl/twin", "halves", 128),
+        ("128x64x128/coop1/c1x1/s6/serp8/swap/pdl/twin", "halves", 128),
         ("128x192x128/coop2/c2x1/s4/serp8/zig/pdl", "pairs", 128),
         ("128x128x128/coop2/c1x1/s5/serp8/pdl/twin", "pairs", 128),
         ("128x64x128/coop2/c1x1/s7/serp8/pdl/twin", "pairs", 1),

@@ -159,6 +159,14 @@ def test_the_choice_serves_gate_and_up_behind_scales_of_blocks(m, gating, seed):
     check(m, 200, K, whole=True, recipes=BLOCKS, gating=gating, seed=seed, backend="cute")
 
 
+@pytest.mark.parametrize("recipes", [ROWS, BLOCKS, ("tensor", "tensor")])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.product(keep=2)
+def test_the_choice_serves_few_rows_of_gate_and_up(recipes, whole, seed):
+    """In swapped tiles, of which the last hold parts of gate and up alone."""
+    check(3, 200, K, whole=whole, recipes=recipes, gating="halves", seed=seed, backend="cute")
+
+
 @pytest.mark.parametrize("recipes", [ROWS, BLOCKS])
 @pytest.mark.product(keep=1)
 def test_the_choice_serves_gate_and_up_with_results_of_one_byte(recipes, seed):

@@ -11,7 +11,7 @@ import torch
 
 import cutegemm
 from cutegemm import native
-from cutegemm.pytorch import native_gradients
+from cutegemm.pytorch import native_gradients, programs
 from cutegemm.run import call, fused, quantizing
 from tests import needs
 
@@ -27,6 +27,14 @@ def extension():
 
 def tensors(*shapes: tuple[int, ...], grad: bool = False) -> list[torch.Tensor]:
     return [torch.randint(-2, 3, shape, device="cuda").bfloat16().requires_grad_(grad) for shape in shapes]
+
+
+def residual(acc: Any, c: Any, scale: Any) -> Any:
+    return cutegemm.ops.silu(acc * scale) + c
+
+
+def two(acc: Any, bias: Any) -> Any:
+    return acc + bias, cutegemm.ops.cast(acc, torch.float32)
 
 
 @pytest.fixture
@@ -51,6 +59,8 @@ def roads() -> dict[str, Callable[[], Any]]:
     blocks = cutegemm.nn.Fp8Linear.from_linear(module, scaling="blocks")
     values, rows = cutegemm.quantize(a, fp8)
     weight, columns = quantized.weight.t(), quantized.weight_scale.t()
+    mlp = cutegemm.nn.SwiGLU(512, 256, 128, device="cuda", dtype=torch.bfloat16)
+    text = cutegemm.trace_epilogue(residual, (c, 2.0)).text
     gated = cutegemm.nn.Fp8SwiGLU(512, 256, 128, device="cuda")
     halved = torch.full((), 0.5, device="cuda")
 
@@ -62,6 +72,10 @@ def roads() -> dict[str, Callable[[], Any]]:
         "fp8 layer": lambda: quantized(many),
         "fp8 layer, blocks": lambda: blocks(a),
         "fp8 MLP": lambda: gated(many),
+        "epilogue": lambda: cutegemm.gemm(a, w.t(), epilogue=residual, operands=(c, 2.0)),
+        "two results": lambda: cutegemm.gemm(a, w.t(), epilogue=two, operands=(bias,)),
+        "operator with an epilogue": lambda: torch.ops.cutegemm.gemm_program(a, w.t(), [c], [2.0], [], text),
+        "MLP": lambda: torch.no_grad()(mlp)(many),
         "operators of fp8": lambda: torch.ops.cutegemm.scaled_gemm(
             torch.ops.cutegemm.quantize(a, fp8)[0], weight, rows, columns
         ),
@@ -97,7 +111,21 @@ def test_both_ways_give_the_same_bits(roads, extension):
 
 def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
     """On the current stream, whichever that is; a workspace belongs to a stream."""
-    names = ("gemm", "out", "K split", "operator", "quantize", "scales", "fp8 layer", "fp8 MLP", "operators of fp8")
+    names = (
+        "gemm",
+        "out",
+        "K split",
+        "operator",
+        "quantize",
+        "scales",
+        "fp8 layer",
+        "fp8 MLP",
+        "operators of fp8",
+        "epilogue",
+        "two results",
+        "operator with an epilogue",
+        "MLP",
+    )
     expected = {name: flat(roads[name]()) for name in names}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -109,6 +137,7 @@ def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
             patch.setattr(sys.modules["cutegemm.gemm"], "_key", None)  # the name means the function elsewhere
             patch.setattr(fused, "description", None)
             patch.setattr(quantizing, "quantize", None)
+            patch.setattr(programs, "_computed", None)
             results = {name: flat(roads[name]()) for name in names}
     side.synchronize()
     for name in names:
@@ -116,7 +145,7 @@ def test_a_known_call_does_not_come_to_python(roads, monkeypatch):
 
 
 def test_graphs(roads):
-    names = ("gemm", "linear", "K split", "scales", "fp8 layer", "fp8 layer, blocks", "fp8 MLP")
+    names = ("gemm", "linear", "K split", "scales", "fp8 layer", "fp8 layer, blocks", "fp8 MLP", "epilogue", "MLP")
     for name in names:
         roads[name]()
     graph = torch.cuda.CUDAGraph()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.build import Builder
-from cutegemm.problem.program.graph import Input, Output
+from cutegemm.problem.program.graph import Input, Output, Program
 
 INPUTS = {
     "tensor": (Input("", "fp32"), Input("", "fp32")),
@@ -14,8 +14,11 @@ INPUTS = {
 }
 
 
-def scaled_problem(recipe: str, m: int, n: int, k: int) -> Problem:
-    """The product of (m, k) and (k, n) to bf16, with the scales of that recipe: a key of `INPUTS`."""
+def scaled_problem(recipe: str, m: int, n: int, k: int, program: Program | None = None) -> Problem:
+    """The product of (m, k) and (k, n) to bf16, with the scales of that recipe: a key of `INPUTS`. program: of its
+    epilogue, behind the scales.
+    """
     builder = Builder(())
-    program = scaling.scaled(builder.program([Output(builder.add("acc"), "bf16")]), *INPUTS[recipe])
+    plain = builder.program([Output(builder.add("acc"), "bf16")])
+    program = scaling.scaled(program or plain, *INPUTS[recipe])
     return Problem.of(m, n, k, "e4m3", epilogue=Epilogue(custom=program))

@@ -63,6 +63,25 @@ def test_the_choice_is_within_3_percent_of_the_fastest_measured(recipe, m, n, k,
     assert str(chosen[1]).removeprefix("sm90/") in MEASURED[recipe, m, n, k]
 
 
+GATED = {
+    ("rows", 1): ("s5/row", "s8/serp8"),
+    ("rows", 8): ("s5/row", "s8/serp8"),
+    ("rows", 16): ("s5/row", "s8/serp8"),
+    ("blocks", 16): ("s5/row",),
+}
+"""What was within 3 % of the fastest at 28672x4096 with gate and up: stages and order of swapped 128x16 tiles."""
+
+
+@pytest.mark.parametrize(("recipe", "m"), GATED)
+def test_few_rows_of_gate_and_up_take_swapped_tiles(recipe, m, monkeypatch):
+    monkeypatch.setenv("CUTEGEMM_WINNERS", "off")
+    program = parse("def epilogue(gate: halves[0], up: halves[1]) -> bf16: return silu(gate) * up")
+    chosen = heuristics.choose(scaled_problem(recipe, m, 28672, 4096, simplified(program)), H200)
+    assert chosen is not None
+    measured = [f"sm90/128x16x128/coop1/c1x1/{each}/swap/pdl/twin" for each in GATED[recipe, m]]
+    assert str(chosen[1]) in measured
+
+
 @pytest.mark.parametrize("signature", [ROWS, BLOCKS], ids=["rows", "blocks"])
 def test_candidates_are_valid_and_have_twins_where_these_pay(signature):
     found = [HopperConfig.parse(text) for text in byte_candidates.listed(signature)]

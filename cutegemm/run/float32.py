@@ -111,8 +111,8 @@ def default(a: Any, backend: Any) -> str | None:
     "ieee" is told by name too: a gradient, and an operator in a graph, are computed when a context around the call has
     ended, and would take the default of that time where they are told nothing.
     """
-    if getattr(a, "dtype", None) is not torch.float32 or backend not in BACKENDS:
-        return None
+    if getattr(a, "dtype", None) is not torch.float32 or not isinstance(backend, str) or backend not in BACKENDS:
+        return None  # an array that is given as backend compares element by element, and is refused later
     if backend == "auto" and not a.is_cuda:
         return None
     return getattr(_of_thread, "contexts", _NONE).precision or _of_process

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm.run import float32
 
 M, N, K = 4, 5, 6
 NAMES = ("a", "b", "c", "bias", "out")
@@ -194,8 +195,11 @@ def test_choices(value):
         call(out_dtype=value)
 
 
+@pytest.mark.parametrize("in_use", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize("value", [None, 1, ["cute"], np.array(["cute", "torch"]), torch.ones(2), "CUTE", ""], ids=str)
-def test_backends(value):
+def test_backends(value, in_use, monkeypatch):
+    """Also where another precision of float32 is the default, which asks for the backend first."""
+    monkeypatch.setattr(float32, "in_use", in_use)
     with pytest.raises(
         ValueError, match=r"^backend: got .*accepted are 'auto', 'cute', 'cutlass2x', 'legacy', 'torch'"
     ):

@@ -6,13 +6,14 @@ import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import cutegemm
 from cutegemm import native, ops
-from cutegemm.run import fused
+from cutegemm.run import float32, fused
 from tests.native_cases import BF16, BIAS, FP32, A, B, C, W, autocast, both, flat, numbers, served
 from tuning import host_stub
 
@@ -163,7 +164,8 @@ def _in_tf32() -> torch.Tensor:
     wide = cutegemm.nn.SwiGLU.from_weights(STACKED.float(), STACKED.float(), numbers(16, 32, dtype=FP32))
     with torch.no_grad():
         first = wide(A.float())
-        with cutegemm.float32_precision("tf32"):
+        # What set_float32_precision("tf32") does, but for what is not undone.
+        with mock.patch.object(float32, "in_use", True), mock.patch.object(float32, "_of_process", "tf32"):
             return torch.stack((first, wide(A.float())))
 
 

@@ -196,7 +196,8 @@ def tell(
         plan = fused.memo.plan(fused.key_of(a, b, program, given, None, chosen, how))
         if plan is not None:
             launch = None
-            if len(given) == len(named):  # scales of empty matrices are left out
+            # Scales of empty matrices are left out; all others are the very tensors, or views of them.
+            if len(given) == len(named) and all(map(_share, given, (tensor for _, tensor in named))):
                 places = {
                     number: (place, operand.data_ptr() - tensor.data_ptr())
                     for number, ((place, tensor), operand) in enumerate(zip(named, given, strict=True))
@@ -204,6 +205,10 @@ def tell(
                 asked = program_request.describe(a, b, program, given, None, chosen, how.precision)
                 launch = fused.launch_of(plan, asked, places, {}, 5)
             native.install_scaled((a, b, scale_a, scale_b, bias, activation, out_dtype, *how), launch)
+
+
+def _share(operand: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return operand.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def _key(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -188,6 +189,26 @@ def both(road: Callable[[], Any]) -> tuple[list[Any], list[Any]]:
                 result = flat(road())
             found.append([result, [(each.by, each.arguments) for each in launched]])
     return found[0], found[1]
+
+
+def assert_same_outcome(road: Callable[[], Any]) -> None:
+    """A road gives the same results, or the same error, taken by Python alone and by the C++ part."""
+
+    def outcome() -> Any:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return flat(road())
+        except Exception as why:
+            return [type(why), str(why)]
+
+    (expected, _), (found, _) = both(outcome)
+    for x, y in zip(expected, found, strict=True):
+        if isinstance(x, torch.Tensor):
+            assert (type(x), x.dtype, x.stride()) == (type(y), y.dtype, y.stride())
+            assert torch.equal(x.float(), y.float())
+        else:
+            assert x == y
 
 
 A, B = numbers(24, 40), numbers(40, 16)

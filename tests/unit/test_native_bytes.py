@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.autograd import forward_ad
 
 import cutegemm
 from cutegemm import native
-from tests.native_cases import BF16, FP32, A, autocast, both, flat, numbers, refuse_next, served
+from tests.native_cases import BF16, FP32, A, assert_same_outcome, autocast, both, numbers, refuse_next, served
 from tuning import host_stub
 
 pytestmark = pytest.mark.usefixtures("no_native_part")
@@ -210,21 +209,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_results_and_errors_are_those_of_python(name):
-    def outcome() -> Any:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return flat(OTHERS[name]())
-        except Exception as why:
-            return [type(why), str(why)]
-
-    (expected, _), (found, _) = both(outcome)
-    for x, y in zip(expected, found, strict=True):
-        if isinstance(x, torch.Tensor):
-            assert (type(x), x.dtype, x.stride()) == (type(y), y.dtype, y.stride())
-            assert torch.equal(x.float(), y.float())
-        else:
-            assert x == y
+    assert_same_outcome(OTHERS[name])
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,7 +13,7 @@ import torch
 import cutegemm
 from cutegemm import native, ops
 from cutegemm.run import float32, fused
-from tests.native_cases import BF16, BIAS, FP32, A, B, C, W, autocast, both, flat, numbers, served
+from tests.native_cases import BF16, BIAS, FP32, A, B, C, W, assert_same_outcome, autocast, both, numbers, served
 from tuning import host_stub
 
 pytestmark = pytest.mark.usefixtures("no_native_part")
@@ -171,21 +170,7 @@ def _in_tf32() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_results_and_errors_are_those_of_python(name):
-    def outcome() -> Any:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return flat(OTHERS[name]())
-        except Exception as why:
-            return [type(why), str(why)]
-
-    (expected, _), (found, _) = both(outcome)
-    for x, y in zip(expected, found, strict=True):
-        if isinstance(x, torch.Tensor):
-            assert (type(x), x.dtype, x.stride()) == (type(y), y.dtype, y.stride())
-            assert torch.equal(x, y)
-        else:
-            assert x == y
+    assert_same_outcome(OTHERS[name])
 
 
 def test_reductions_are_left_to_python():

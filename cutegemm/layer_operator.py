@@ -1,29 +1,30 @@
 """torch.ops.cutegemm.quantized_linear: a layer whose input is quantized on the way, as one operator.
 
-It is what torch.compile sees of `nn.Fp8Linear`. As two operators, with the transposed weight and scale between them, a
-layer costs a compiled graph three times as long on the host. No gradients are recorded.
+It is what torch.compile sees of `nn.Fp8Linear`: as two operators, with the transposed weight and scale between them, a
+layer costs a compiled graph more host time (docs/host.md). No gradients are recorded.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from cutegemm import native, ops
+from cutegemm import native
 from cutegemm.gemm import gemm
 from cutegemm.linear import as_rows
 from cutegemm.problem import quantization_request, request
 from cutegemm.problem.epilogue import ACTIVATIONS
-from cutegemm.pytorch import scaled, sharding
-from cutegemm.pytorch.registering import BELOW_AUTOGRAD, LIBRARY, define
+from cutegemm.pytorch import mlp, scaled, sharding
+from cutegemm.pytorch.registering import LIBRARY, define, refuse_gradients, serve_natively
 from cutegemm.quantize import quantize
 from cutegemm.run import quantizing
 from cutegemm.run.how import How, schema
 
 NAME = "quantized_linear"
-GATES = {name: gate for gate in (ops.swiglu, ops.geglu, ops.geglu_tanh, ops.reglu) if (name := gate.__name__)}
+GATES = {gate.__name__: gate for gate in mlp.GATES.values()}
 """Activations of gate and up, halves of a layer's columns, which become half as many."""
 native.gates = tuple(GATES)
 
@@ -64,10 +65,18 @@ def check_terms(activation: Any, bias: Any) -> None:
         raise ValueError(f"bias: got one with activation {activation!r}, which gates products without a bias")
 
 
+def _check_shapes(x: torch.Tensor, weight: torch.Tensor) -> None:
+    torch._check_value(
+        x.dim() > 0 and x.shape[-1] == weight.shape[-1],
+        lambda: f"x: got shape {tuple(x.shape)}, expected (..., {weight.shape[-1]}), as the weight has it",
+    )
+
+
 def _compute(
     x, weight, weight_scale, input_scale=None, bias=None, scaling="rows", activation=None, *how, tell=False
 ) -> torch.Tensor:
     check_terms(activation, bias)
+    _check_shapes(x, weight)
     with torch.no_grad(), torch._C._DisableAutocast():
         return composed(x, weight, weight_scale, input_scale, bias, scaling, activation, How(*how), tell)
 
@@ -75,30 +84,8 @@ def _compute(
 def _fake(x, weight, weight_scale, input_scale=None, bias=None, scaling="rows", activation=None, *how):
     How(*how).check()
     check_terms(activation, bias)
-    torch._check_value(
-        x.shape[-1] == weight.shape[-1],
-        lambda: f"x: got shape {tuple(x.shape)}, expected (..., {weight.shape[-1]}), as the weight has it",
-    )
+    _check_shapes(x, weight)
     return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if activation in GATES else 1)))
-
-
-def _recorded(keyset: Any, *arguments: Any, **named: Any) -> torch.Tensor:
-    """The operator for autograd, which refuses what would need a gradient."""
-    for argument, tensor in zip(_operator._schema.arguments, arguments, strict=False):
-        if isinstance(tensor, torch.Tensor):
-            quantization_request.refuse_gradient(argument.name, tensor)
-            if type(tensor) is not torch.Tensor:
-                sharding.needed()
-    with torch._C._AutoDispatchBelowAutograd():
-        result: torch.Tensor = _operator.redispatch(keyset & BELOW_AUTOGRAD, *arguments, **named)
-    return result
-
-
-def _natively(keys: Any, tell: bool, *arguments: Any) -> torch.Tensor:
-    """The operator's call that the C++ extension leaves to Python."""
-    if keys is not None:
-        return _recorded(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
-    return _compute(*arguments, tell=tell)
 
 
 define(
@@ -106,16 +93,22 @@ define(
     f"str scaling='rows', str? activation=None, {schema()}) -> Tensor",
     _compute, _fake,
 )  # fmt: skip
-_operator = torch.ops.cutegemm.quantized_linear.default
-LIBRARY.impl(NAME, _recorded, "Autograd", with_keyset=True)
-native.in_python[NAME] = _natively
+serve_natively(NAME, _compute, refuse_gradients(NAME))
 sharding.handle(NAME, _compute)  # of `quantize` and `gemm`, which have rules
 
 
-def _vmapped(info: Any, in_dims: Any, x: Any, *others: Any, **named: Any) -> tuple[torch.Tensor, int]:
+def _vmapped(
+    info: Any, in_dims: Any, x: Any, weight: Any, weight_scale: Any, input_scale: Any = None, bias: Any = None,
+    scaling: str = "rows", *others: Any, **named: Any,
+) -> tuple[torch.Tensor, int]:  # fmt: skip
     if any(dim is not None for dim in in_dims[1:]):
         raise NotImplementedError("quantized_linear: torch.vmap is supported over the input alone")
-    return torch.ops.cutegemm.quantized_linear(x.movedim(in_dims[0], 0), *others, **named), 0
+    samples = x.movedim(in_dims[0], 0)
+    run = partial(torch.ops.cutegemm.quantized_linear.default, **named)
+    tensors = weight, weight_scale, input_scale, bias
+    if scaling == "tensor" and input_scale is None and len(samples):  # each sample has a scale of its own
+        return torch.stack([run(each, *tensors, scaling, *others) for each in samples]), 0
+    return run(samples, *tensors, scaling, *others), 0
 
 
 torch.library.register_vmap(f"cutegemm::{NAME}", _vmapped, lib=LIBRARY)

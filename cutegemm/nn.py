@@ -319,11 +319,7 @@ class SwiGLU(torch.nn.Module):
         Raises TypeError for what is no tensor and a `constant_weights` that is no bool, ValueError for other shapes,
         activation, precision or backend.
         """
-        for name, each in (("gate", gate), ("up", up), ("down", down)):
-            request.check_type(name, each)
-        if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
-            shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
-            raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
+        mlp.check_weights(gate, up, down)
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         with torch.no_grad():
@@ -373,8 +369,9 @@ def replace_mlps(
     that stay as they are.
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8SwiGLU`, with `scaling`
-    and `accumulate` as there; `precision` is then refused. Call it before `replace_linears(model, dtype=...)`, which
-    replaces the other layers.
+    and `accumulate` as there; `precision` is then refused. A weight of down_proj that is tied to another stays as it is
+    there, and the replacement has a quantized copy. Call it before `replace_linears(model, dtype=...)`, which replaces
+    the other layers.
 
     Returns:
         `model`, or its replacement when it is such an MLP itself.

@@ -182,7 +182,8 @@ class Fp8Linear(torch.nn.Module):
         """
         settings, tensors = self.settings, (self.weight, self.weight_scale, self.input_scale, self.bias)
         tell = False
-        if (serves := native.quantized_linear) is not None and not _is_dynamo_compiling():
+        # Dynamo is asked first, and so guards on nothing of `native`: else the extension's coming would compile again.
+        if not _is_dynamo_compiling() and (serves := native.quantized_linear) is not None:
             d: torch.Tensor | None = serves(input, *tensors, settings.scaling[0], settings.activation, *settings.how)
             if d is not None and not (tell := d is NotImplemented):
                 return d

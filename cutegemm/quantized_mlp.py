@@ -7,16 +7,9 @@ from typing import Any
 import torch
 
 from cutegemm import replacing
-from cutegemm.layer_operator import GATES
-from cutegemm.problem import request
-from cutegemm.problem.quantization import BLOCK
-from cutegemm.pytorch.mlp import GATES as ACTIVATIONS
-from cutegemm.pytorch.mlp import check_activation
+from cutegemm.problem.quantization import ACCEPTED_INPUTS, BLOCK, INPUTS
+from cutegemm.pytorch.mlp import GATES, check_activation, check_weights
 from cutegemm.quantized_linear import SCALE_NAMES, Fp8Linear
-
-_GATES = {activation: next(name for name, each in GATES.items() if each is gate) for activation, gate in
-          ACTIVATIONS.items()}  # fmt: skip
-"""The gated activation of the first layer, by the name of the activation."""
 
 
 class Fp8SwiGLU(torch.nn.Module):
@@ -65,7 +58,7 @@ class Fp8SwiGLU(torch.nn.Module):
             "constant_weight": constant_weights,
         }  # fmt: skip
         self._take(
-            Fp8Linear(in_features, 2 * hidden_features, False, activation=_GATES[activation], **options),
+            Fp8Linear(in_features, 2 * hidden_features, False, activation=GATES[activation].__name__, **options),
             Fp8Linear(hidden_features, out_features, False, **options),
         )
 
@@ -96,11 +89,10 @@ class Fp8SwiGLU(torch.nn.Module):
 
         Raises TypeError or ValueError for weights of other shapes or dtypes, and as the constructor.
         """
-        for name, each in (("gate", gate), ("up", up), ("down", down)):
-            request.check_type(name, each)
-        if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
-            shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
-            raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
+        check_weights(gate, up, down)
+        for name, weight in (("gate", gate), ("up", up), ("down", down)):
+            if weight.dtype not in INPUTS:
+                raise TypeError(f"{name}: got dtype {weight.dtype}, accepted are {ACCEPTED_INPUTS}")
         check_activation(activation)
         replacing.check_constant("constant_weights", constant_weights)
         made = cls.__new__(cls)
@@ -112,7 +104,7 @@ class Fp8SwiGLU(torch.nn.Module):
                 _linear(weight), dtype, scaling=scaling, activation=own, accumulate=accumulate, backend=backend,
                 constant_weight=constant_weights,
             )
-            for weight, own in ((stacked, _GATES[activation]), (down, None))
+            for weight, own in ((stacked, GATES[activation].__name__), (down, None))
         ]  # fmt: skip
         made._take(*layers)
         return made
@@ -137,19 +129,32 @@ def _translate(module: Fp8SwiGLU, state: dict[str, Any], prefix: str, *rest: Any
     gate, up = ({key.rpartition(".")[2]: state[key] for key in names[name]} for name in ("gate", "up"))
     if "weight" not in gate or "weight" not in up:
         return
-    if gate["weight"].shape != up["weight"].shape:  # which, stacked, could fit
-        shapes = tuple(gate["weight"].shape), tuple(up["weight"].shape)
-        raise ValueError(f"state_dict: got gate_proj.weight and up_proj.weight of shapes {shapes}, expected one")
+    _check_alike("weight", gate["weight"], up["weight"])
     hidden = gate["weight"].shape[0]
     for name in {"weight", *SCALE_NAMES} & {*gate} & {*up}:
         both = [gate[name], up[name]]
-        if name != "weight" and both[0].numel() == 1:  # one scale each is one for the rows of each
-            both = [each.reshape(1, 1).expand(hidden, 1) for each in both]
-        elif name != "weight" and both[0].shape[0] != hidden and hidden % BLOCK:
-            raise ValueError(
-                f"state_dict: got {name} of gate_proj and up_proj for blocks of {BLOCK} rows, which {hidden} rows of "
-                "each are not a multiple of"
-            )
+        if name != "weight":
+            both = [_of_rows(each, hidden) for each in both]
+            _check_alike(name, *both)
+            if both[0].shape[0] != hidden and hidden % BLOCK:
+                raise ValueError(
+                    f"state_dict: got {name} of gate_proj and up_proj for blocks of {BLOCK} rows, which {hidden} rows "
+                    "of each are not a multiple of"
+                )
         state[f"{prefix}gate_up.{name}"] = torch.cat(both)
         for key in (f"{prefix}gate_proj.{name}", f"{prefix}up_proj.{name}"):
             del state[key]
+
+
+def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
+    """Scales of one matrix or of its rows as (rows, 1); those of blocks as they are."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(rows, 1)
+    return scale.reshape(rows, 1) if scale.dim() == 1 and scale.numel() == rows else scale
+
+
+def _check_alike(name: str, gate: torch.Tensor, up: torch.Tensor) -> None:
+    """Raises ValueError for entries that, stacked, could fit, but do not belong together."""
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        one, other = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (gate, up))
+        raise ValueError(f"state_dict: got gate_proj.{name} ({one}) and up_proj.{name} ({other}), expected them alike")

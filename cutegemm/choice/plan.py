@@ -367,9 +367,9 @@ class PlanMemo:
         self._runners.put(key, runner)
 
     def clear(self) -> None:
-        native.forget()
         self._runners.clear()
         self._plans.clear()
+        native.forget()  # last: until then others may still tell it of these plans
 
     def keep_up(self) -> State:
         """Forgets all plans when the state has changed since they were made. Returns the present state."""

@@ -152,7 +152,8 @@ def configure(module: Any, stream: int = 0, capturing: int = 0) -> None:
     """Tells the extension the names of arguments and what it calls. stream, capturing: addresses of functions in place
     of CUDA's, with which it serves CPU tensors, for tests.
     """
-    module.configure((*names, *of_quantize, gates), tuple(in_python[name] for name in HOOKS), stream, capturing)
+    accepted = *names, *of_quantize, (*names[0], *gates)
+    module.configure(accepted, tuple(in_python[name] for name in HOOKS), stream, capturing)
 
 
 def leave_float32_to_python() -> None:

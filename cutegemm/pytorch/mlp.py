@@ -36,6 +36,15 @@ def check_activation(activation: Any) -> None:
         raise ValueError(f"activation: got {request.shown(activation)}, accepted are {', '.join(map(repr, GATES))}")
 
 
+def check_weights(gate: Any, up: Any, down: Any) -> None:
+    """Raises TypeError unless they are tensors, ValueError unless they have the shapes of one MLP."""
+    for name, each in (("gate", gate), ("up", up), ("down", down)):
+        request.check_type(name, each)
+    if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
+        raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
+
+
 def reshape_weight(state: dict[str, Any], name: str, own: torch.Tensor) -> None:
     """Gives an entry of a state_dict the shape of a weight: gate and up stacked in one dimension, or in one of 2."""
     given = state.get(name)
@@ -78,8 +87,8 @@ class Settings(NamedTuple):
 
 def gated_mlp(x: Any, gate_up: Any, down: Any, settings: Settings) -> torch.Tensor:
     """(M, out) from x (M, in), gate_up (2 * hidden, in) or (2, hidden, in), and down (out, hidden)."""
-    known = native.program is not None and gate_up.dim() == 2 and not torch.compiler.is_dynamo_compiling()
-    if known and (settings.precision is not None or not float32.in_use):
+    may_be_known = not torch.compiler.is_dynamo_compiling() and gate_up.dim() == 2
+    if may_be_known and (settings.precision is not None or not float32.in_use):
         hidden = programs.known(x, gate_up.t(), GATES[settings.activation], settings.how)
         if hidden is not None:
             result = None if native.linear is None else native.linear(hidden, down, None, None, *settings.how)

@@ -16,7 +16,6 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.utils.flop_counter import register_flop_formula
 
-from cutegemm import native
 from cutegemm.problem import dtypes, program_request, torch_dtype
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.problem.program.graph import Output, Program
@@ -68,10 +67,13 @@ def divided(operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     return tensors, [each for each in others if not isinstance(each, int | torch.SymInt)], integers
 
 
-def _compute(a, b, operands, numbers, integers, program, out_dtype=None, *options) -> list[torch.Tensor]:
+def _compute(a, b, operands, numbers, integers, program, out_dtype=None, *options, tell=False) -> list[torch.Tensor]:
     known, (how, _) = program_of(program), split(options)
     given = joined(known, operands, numbers, integers)
-    return registering.many(fused.compute(a, b, known, given, None, out_dtype, how))
+    results = registering.many(fused.compute(a, b, known, given, None, out_dtype, how))
+    if tell:
+        fused.tell(program, known, a, b, known, given, out_dtype, how)
+    return results
 
 
 def _compute_out(a, b, operands, numbers, integers, program, *options) -> None:
@@ -208,20 +210,7 @@ def _sharded(a, b, operands, numbers, integers, program, out_dtype=None, *option
 sharding.handle("gemm_program", _sharded)
 
 
-def _natively(keys, tell, a, b, operands, numbers, integers, program, out_dtype=None, *options) -> list[torch.Tensor]:
-    """The operator's call that the C++ extension leaves to Python."""
-    if keys is not None:
-        keyset = torch._C.DispatchKeySet.from_raw_repr(keys)
-        return _recorded(keyset, a, b, operands, numbers, integers, program, out_dtype, *options)
-    results = _compute(a, b, operands, numbers, integers, program, out_dtype, *options)
-    if tell:
-        known = program_of(program)
-        given = joined(known, operands, numbers, integers)
-        fused.tell(program, a, b, known, given, out_dtype, split(options)[0])
-    return results
-
-
-native.in_python["gemm_program"] = _natively
+registering.serve_natively("gemm_program", _compute, _recorded)
 
 
 def _autocast(a, b, operands, numbers, integers, program, out_dtype=None, *options):

@@ -12,7 +12,7 @@ a description not seen before                       checks, plan, compilation (r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ SAVES = ("outputs", "recompute")
 _recorded = Memo(4096)
 """Call description and `save` -> program, of calls that recorded gradients."""
 _numbers, _next_number = Memo(4096), itertools.count(1)
-"""Numbers of what epilogues mean. None is given twice: of two threads that ask at once one number is lost."""
+"""Numbers of what epilogues mean. No number is given twice: of two threads that ask at once one number is lost."""
 _PLAIN = call.PLAIN
 _memo, _key = fused.memo, fused.description
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -125,11 +125,11 @@ def compute(
     if _is_dynamo_compiling():
         return _by_operator(a, b, compiled.text_of(epilogue, operands), operands, out, out_dtype, how, save)
     program_request.refuse_products(a)
-    if out is None and (serves := native.program) is not None and (number := _number_of(epilogue)) is not None:
-        found = serves(number, a, b, operands, out_dtype, *how)
+    if out is None and (serves := native.program) is not None and (meant := _meant_by(epilogue)) is not None:
+        found = serves(number := _number_of(meant), a, b, operands, out_dtype, *how)
         if found is NotImplemented:
             found = _computed(a, b, epilogue, operands, out, out_dtype, how, save)
-            fused.tell(number, a, b, epilogue, operands, out_dtype, How(*how))
+            fused.tell(number, meant, a, b, epilogue, operands, out_dtype, How(*how))
         if found is not None:
             return found
     return _computed(a, b, epilogue, operands, out, out_dtype, how, save)
@@ -137,20 +137,23 @@ def compute(
 
 def known(a: torch.Tensor, b: torch.Tensor, epilogue: Any, how: How) -> torch.Tensor | None:
     """The product where it has one result, needs no operands, records nothing, and the C++ part knows it; else None."""
-    number = None if native.program is None else _number_of(epilogue)
-    found = None if number is None or native.program is None else native.program(number, a, b, (), None, *how)
+    if (serves := native.program) is None or (meant := _meant_by(epilogue)) is None:
+        return None
+    found = serves(_number_of(meant), a, b, (), None, *how)
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _number_of(epilogue: Any) -> int | None:
-    """The number by which the C++ part knows what an epilogue means now; None where nobody knows that."""
-    known = epilogue if epilogue.__class__ is Program else meaning(epilogue)
-    if known is None:
-        return None
-    number: int | None = _numbers.get(known)
+def _meant_by(epilogue: Any) -> Hashable | None:
+    """What an epilogue means now; None where nobody knows that."""
+    return epilogue if epilogue.__class__ is Program else meaning(epilogue)
+
+
+def _number_of(meant: Hashable) -> int:
+    """The number by which the C++ part knows a meaning."""
+    number: int | None = _numbers.get(meant)
     if number is None:
         number = next(_next_number)
-        _numbers.put(known, number)
+        _numbers.put(meant, number)
     return number
 
 
@@ -230,7 +233,8 @@ def _uncommon(a, b, epilogue, operands, out, out_dtype, how, save):
                 text = _program(a, b, epilogue, operands).text
                 return _by_operator(a, b, text, operands, out, out_dtype, how, save)
             key = fused.key_of(a, b, epilogue, operands, out, out_dtype, how)
-            program = _program(a, b, fused.traced_for(key, epilogue), operands)
+            key, epilogue = fused.as_meant(key, epilogue, operands, a.device)
+            program = _program(a, b, epilogue, operands)
             if key is not None:
                 _recorded.put((key, save), program)
             return _record(a, b, program, operands, out_dtype, how, save)

@@ -5,8 +5,6 @@ An operator may not return one of its inputs, so a given scale has an operator o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from cutegemm import native
 from cutegemm.problem import quantization_request
 from cutegemm.problem.quantization import new_values
 from cutegemm.pytorch import sharding_quantize  # noqa: F401  how DTensors are quantized
-from cutegemm.pytorch.registering import BELOW_AUTOGRAD, LIBRARY, define
+from cutegemm.pytorch.registering import define, refuse_gradients, serve_natively
 from cutegemm.run import quantizing
 
 _SCHEMAS = {
@@ -94,25 +92,9 @@ def _check_shape(name: str, tensor: Any, shape: tuple[Any, ...]) -> None:
 def _define(name: str) -> None:
     kernel, fake = globals()[f"_{name}"], globals()[f"_fake_{name}"]
     define(f"{name}({_SCHEMAS[name]})", kernel, fake)
-    operator = getattr(torch.ops.cutegemm, name).default
-
-    def refuse_gradients(keyset: Any, *arguments: Any, **named: Any) -> Any:
-        for number, tensor in enumerate(arguments[:2]):
-            if isinstance(tensor, torch.Tensor):
-                quantization_request.refuse_gradient(operator._schema.arguments[number].name, tensor)
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & BELOW_AUTOGRAD, *arguments, **named)
-
-    LIBRARY.impl(name, refuse_gradients, "Autograd", with_keyset=True)
+    recorded = refuse_gradients(name)
     if name in native.HOOKS:
-        native.in_python[name] = partial(_natively, kernel, refuse_gradients)
-
-
-def _natively(kernel: Callable[..., Any], recorded: Callable[..., Any], keys: Any, tell: bool, *arguments: Any) -> Any:
-    """An operator's call that the C++ extension leaves to Python."""
-    if keys is not None:
-        return recorded(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
-    return kernel(*arguments, tell)
+        serve_natively(name, kernel, recorded)
 
 
 for _name in _SCHEMAS:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cutegemm.problem import request
+from cutegemm import native
+from cutegemm.problem import quantization_request, request
+from cutegemm.pytorch import sharding
 
 LIBRARY = torch.library.Library("cutegemm", "FRAGMENT")
 DEVICES = ("CPU", "CUDA")
@@ -63,6 +65,39 @@ def below_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(*given)
 
     return run
+
+
+def refuse_gradients(name: str) -> Callable[..., Any]:
+    """Has an operator refuse inputs that require grad or carry a tangent. Returns what autograd's key calls."""
+    operator = getattr(torch.ops.cutegemm, name).default
+    inputs = [each.name if each.alias_info is None else None for each in operator._schema.arguments]
+
+    def refused_or_run(keyset: Any, *arguments: Any, **named: Any) -> Any:
+        for argument, tensor in zip(inputs, arguments, strict=False):
+            if argument and isinstance(tensor, torch.Tensor):
+                quantization_request.refuse_gradient(argument, tensor)
+                if type(tensor) is not torch.Tensor:
+                    sharding.needed()
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & BELOW_AUTOGRAD, *arguments, **named)
+
+    LIBRARY.impl(name, refused_or_run, "Autograd", with_keyset=True)
+    return refused_or_run
+
+
+def serve_natively(name: str, compute: Callable[..., Any], recorded: Callable[..., Any]) -> None:
+    """Has the C++ extension leave its calls of an operator to Python.
+
+    compute: called below autograd, as compute(*arguments, tell=tell). recorded: called as autograd's key does, with the
+        keys in front of the arguments.
+    """
+
+    def left_to_python(keys: Any, tell: bool, *arguments: Any) -> Any:
+        if keys is None:
+            return compute(*arguments, tell=tell)
+        return recorded(torch._C.DispatchKeySet.from_raw_repr(keys), *arguments)
+
+    native.in_python[name] = left_to_python
 
 
 def refuse_derivatives(name: str, refuse_tangents: Callable[..., None], call: str = "gemm") -> None:

@@ -82,7 +82,7 @@ MEANING = 12
 def key_of(a, b, epilogue, operands, out, out_dtype, how) -> Any:
     """The key of a call; None when something about it is strange.
 
-    A function whose meaning is not remembered is known by its program (`traced_for`).
+    A function whose meaning is not remembered is known by its program.
     """
     try:
         found = description(a, b, epilogue, operands, out, out_dtype, how)
@@ -95,12 +95,19 @@ def key_of(a, b, epilogue, operands, out, out_dtype, how) -> Any:
     return found
 
 
-def traced_for(key: Any, epilogue: Any) -> Any:
-    """The epilogue to plan for this key of `key_of`: the program in the key, if there is one.
+def as_meant(key: Any, epilogue: Any, operands: Sequence[Any], device: torch.device) -> tuple[Any, Any]:
+    """(key, program) to plan for this key of `key_of`: the program that an epilogue meant when the key was made.
 
-    A function of unknown meaning may give another program when it is traced again, which must not run under this key.
+    A function may mean something else by now, which must not run under this key. Where its program is gone, this is
+    (None, epilogue): plan what it means now, and remember nothing.
     """
-    return key[MEANING] if key is not None and key[MEANING].__class__ is Program else epilogue
+    if key is None or key[MEANING].__class__ is Program:
+        return key, epilogue if key is None else key[MEANING]
+    programs, inputs = key[MEANING].programs, program_request.inputs_of(operands, device)
+    if inputs not in programs:
+        program_request.traced(epilogue, inputs)
+    program = programs.get(inputs)
+    return (None, epilogue) if program is None else (key, program)
 
 
 def _described(out: Any) -> Any:
@@ -112,7 +119,7 @@ def planned(
     key: Any, a: Any, b: Any, epilogue: Any, operands: Any, out: Any, out_dtype: Any, how: How
 ) -> tuple[Runner, Plan]:
     """Checks and plans a call; its runner and plan are remembered."""
-    epilogue = traced_for(key, epilogue)
+    key, epilogue = as_meant(key, epilogue, operands, a.device)
     asked = program_request.describe(a, b, epilogue, operands, out, out_dtype, how.precision)
     return remembered(memo, key, asked, how, _runner)
 
@@ -173,9 +180,11 @@ def launch_of(
     return *launcher, addresses, tuple(scalars), tuple(zip(map(tuple, asked.shapes), dtypes, strict=True))
 
 
-def tell(number: int | str, a: Any, b: Any, epilogue: Any, operands: Sequence[Any], out_dtype: Any, how: How) -> None:
+def tell(
+    number: int | str, meant: Any, a: Any, b: Any, epilogue: Any, operands: Sequence[Any], out_dtype: Any, how: How
+) -> None:
     """Tells the C++ part how a call without `out` was computed that it has asked for, as `native.program` or, by the
-    text of the program, as the operator.
+    text of the program, as the operator. meant: the meaning of the epilogue, or the program, that `number` stands for.
     """
     tensors = [i for i, each in enumerate(operands) if isinstance(each, torch.Tensor)]
     others = [i for i in range(len(operands)) if i not in tensors]
@@ -185,11 +194,13 @@ def tell(number: int | str, a: Any, b: Any, epilogue: Any, operands: Sequence[An
         given = [operands[i] for i in (*tensors, *others)]
     places = {each: (2 + i, 0) for i, each in enumerate(tensors)}
     numbers = dict(sorted((each, i) for i, each in enumerate(others)))
-    key = key_of(a, b, epilogue, operands, None, out_dtype, how)
+    key, program = as_meant(key_of(a, b, epilogue, operands, None, out_dtype, how), epilogue, operands, a.device)
+    if key is None or key[MEANING] != meant:
+        return
     with planning():
         plan = memo.plan(key)
         if plan is not None:
-            asked = program_request.describe(a, b, traced_for(key, epilogue), operands, None, out_dtype, how.precision)
+            asked = program_request.describe(a, b, program, operands, None, out_dtype, how.precision)
             launch = launch_of(plan, asked, places, numbers, 2 + len(tensors))
             native.install_program((number, a, b, tuple(given), out_dtype, *how), launch)
 

@@ -64,7 +64,8 @@ def planned(
     backend: str, config: Any,
 ) -> tuple[Runner, Plan]:  # fmt: skip
     """Checks and plans a call; its runner and plan are remembered."""
-    epilogue = fused.traced_for(None if key is None else key[0], epilogue)
+    own, epilogue = fused.as_meant(None if key is None else key[0], epilogue, operands, a.device)
+    key = None if own is None else key
     asked = grouped_request.describe(a, b, sizes, epilogue, operands, out, out_dtype, precision)
     return fused.remembered(memo, key, asked, How(precision, backend, config), _runner)
 

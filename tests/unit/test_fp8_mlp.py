@@ -139,10 +139,36 @@ def test_checkpoints_in_8_bits(recipe, name, seed):
         )
 
 
+def test_gate_and_up_with_scales_of_different_kinds(seed):
+    torch.manual_seed(seed)
+    original, made = HuggingFace(), Fp8SwiGLU(IN, HIDDEN, OUT)
+    state: dict[str, torch.Tensor] = {}
+    for part, recipe in (("gate_proj", "tensor"), ("up_proj", "rows"), ("down_proj", "rows")):
+        values, scale = cutegemm.quantize(getattr(original, part).weight.detach(), E4M3, recipe)
+        state |= {f"{part}.weight": values, f"{part}.weight_scale": scale}
+    made.load_state_dict({**state, "up_proj.weight_scale": state["up_proj.weight_scale"].flatten()})
+    for part, got in zip(("gate_proj", "up_proj"), made.gate_up.dequantized(torch.float32).split(HIDDEN), strict=True):
+        assert torch.equal(
+            got, cutegemm.dequantize(state[f"{part}.weight"], state[f"{part}.weight_scale"], torch.float32)
+        )
+    blocks = torch.ones(HIDDEN // 128, 1)
+    with pytest.raises(ValueError, match=r"gate_proj.weight_scale .* and up_proj.weight_scale .* expected them alike"):
+        made.load_state_dict({**state, "up_proj.weight_scale": blocks})
+    with pytest.raises(ValueError, match=r"gate_proj.weight \(float8_e4m3fn .* and up_proj.weight \(bfloat16"):
+        made.load_state_dict({**state, "up_proj.weight": original.up_proj.weight})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, E4M3])
+def test_weights_that_cannot_be_quantized(dtype):
+    weights = [each.weight.detach() for each in (HuggingFace().gate_proj, HuggingFace().up_proj)]
+    with pytest.raises(TypeError, match=f"down: got dtype {dtype}, accepted are torch.float16"):
+        Fp8SwiGLU.from_weights(*weights, HuggingFace().down_proj.weight.detach().to(dtype))
+
+
 def test_states_that_do_not_fit():
     made = Fp8SwiGLU(IN, 200, OUT)
     state = HuggingFace(hidden=200).state_dict()
-    with pytest.raises(ValueError, match=r"gate_proj\.weight and up_proj\.weight of shapes"):
+    with pytest.raises(ValueError, match=r"gate_proj\.weight .* and up_proj\.weight .* expected them alike"):
         made.load_state_dict({**state, "up_proj.weight": state["up_proj.weight"][:100]})
     quantized = {key: each.to(E4M3) for key, each in state.items()}
     blocks = {key.replace("weight", "weight_scale_inv"): torch.ones(2, 1) for key in state if "down" not in key}

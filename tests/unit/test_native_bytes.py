@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,8 @@ SERVED: dict[str, Callable[[], Any]] = {
     "a layer of three dimensions": lambda: LAYER(BATCH),
     "a layer of four": lambda: LAYER(numbers(2, 2, 3, 64)),
     "a layer of a vector": lambda: LAYER(X[0]),
+    "a layer of the last token": lambda: LAYER(numbers(1, 7, 64)[:, -1]),
+    "the last token": lambda: cutegemm.quantize(numbers(1, 7, 64)[:, -1], E4M3),
     "a layer with a fixed scale": lambda: FIXED(X),
     "a layer with fast sums and an activation": lambda: FAST(X),
     "a layer with a constant weight": lambda: CONSTANT(X),
@@ -191,6 +194,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
         X, LAYER.weight, LAYER.weight_scale, backend="torch"),
     "the operator of a layer, under vmap": lambda: torch.vmap(
         lambda x: torch.ops.cutegemm.quantized_linear(x, LAYER.weight, LAYER.weight_scale))(BATCH),
+    "the operator of a layer, a scale of each sample": lambda: torch.vmap(
+        lambda x: torch.ops.cutegemm.quantized_linear(x, LAYER.weight, LAYER.weight_scale, scaling="tensor"))(BATCH),
+    "the operator of a layer, no dimension": lambda: torch.ops.cutegemm.quantized_linear(
+        X[0, 0], LAYER.weight, LAYER.weight_scale),
     "a layer under vmap": lambda: torch.vmap(LAYER)(BATCH),
     "gemm with a gated activation": lambda: (GATED["rows"](X), cutegemm.gemm(
         VALUES, GATED["rows"].weight.t(), scale_a=ROWS, scale_b=GATED["rows"].weight_scale.t(), activation="swiglu")),
@@ -220,6 +227,48 @@ def test_a_launch_that_fails_is_left_to_python(failing):
         refuse_next.extend([-1] if failing == 0 else [])
         assert torch.equal(LAYER(X), expected)
         assert "C++" in {each.by for each in launched}
+
+
+def test_a_single_row_is_known_wherever_it_comes_from():
+    module = host_stub.extension()
+    with served(in_cpp=True):
+        for tokens in range(1, 5):
+            cutegemm.quantize(numbers(1, tokens, 64)[:, -1], E4M3)
+        assert module.known() == 1
+
+
+def test_samples_under_vmap_have_scales_of_their_own():
+    operator = torch.ops.cutegemm.quantized_linear
+    tensors = PLAIN_LAYER.weight, PLAIN_LAYER.weight_scale
+    samples = BATCH * torch.tensor([1.0, 1000.0, 0.01], dtype=BF16)[:, None, None]
+    found = torch.vmap(lambda x: operator(x, *tensors, scaling="tensor"))(samples)
+    assert torch.equal(found, torch.stack([operator(x, *tensors, scaling="tensor") for x in samples]))
+
+
+@pytest.mark.parametrize("how", ["module", "operator", "no workspace yet"])
+def test_a_layer_that_python_must_launch_quantizes_once(how):
+    """Where its product needs a workspace, a captured layer is computed by Python, both of its steps."""
+    deep = cutegemm.nn.Fp8Linear.from_linear(torch.nn.Linear(16384, 64, False, dtype=BF16))
+    x = numbers(64, 16384)
+    capturing = ctypes.c_int.in_dll(host_stub.library(), "capturing")
+    with served(in_cpp=True) as launched:
+        for _ in range(2):
+            launched.clear()
+            expected = deep(x)
+        assert [each.by for each in launched] == ["C++", "C++"]
+        launched.clear()
+        if how == "no workspace yet":
+            native.take_back()
+        else:
+            capturing.value = 1
+        try:
+            found = deep(x) if how != "operator" else torch.ops.cutegemm.quantized_linear(
+                x, deep.weight, deep.weight_scale)  # fmt: skip
+        finally:
+            capturing.value = 0
+        assert torch.equal(found, expected)
+        assert len(launched) == 2
+        assert launched[-1].by == "Python"
 
 
 def test_what_is_forgotten_in_python_is_forgotten_there():

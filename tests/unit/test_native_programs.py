@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -150,6 +151,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "a configuration": lambda: cutegemm.gemm(
         A, B, epilogue=ops.silu, config="sm90/64x64x64/coop1/c1x1/s4/row"),
     "the operator, numbers that do not fit": lambda: torch.ops.cutegemm.gemm_program(A, B, [C], [], [7], TEXT),
+    "the operator, numbers of another kind": lambda: (
+        torch.ops.cutegemm.gemm_program(A, B, [C], [0.5], [7], TEXT),
+        torch.ops.cutegemm.gemm_program(A, B, [C], [0.5, 7.0], [], TEXT)),
+    "the operator, integers for a float": lambda: (
+        torch.ops.cutegemm.gemm_program(A, B, [C], [0.5], [7], TEXT),
+        torch.ops.cutegemm.gemm_program(A, B, [C], [], [2, 7], TEXT)),
     "the operator, no program": lambda: torch.ops.cutegemm.gemm_program(A, B, [], [], [], "none"),
     "the operator under autocast": lambda: autocast(
         lambda: torch.ops.cutegemm.gemm_program(A.float(), B.float(), [C], [0.5], [7], TEXT)),
@@ -219,6 +226,55 @@ def test_calls_with_one_key_launch_one_kernel():
             found = [call() for call in calls]
         assert {each.by for each in launched} == {"C++"}
     assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("when", ["before it is planned", "before it is told"])
+def test_a_meaning_that_another_thread_changes(when):
+    """A launch belongs to the meaning that the call was looked up by, and not to one that came in between."""
+    factor = 2.0
+
+    def scaled(acc: Any) -> Any:
+        return acc * factor
+
+    def changed(function: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal factor
+        factor = 3.0
+        return function(*arguments)
+
+    with served(in_cpp=True):
+        for factor in (3.0, 2.0):  # noqa: B007  both are traced; that of 3 is planned
+            cutegemm.trace_epilogue(scaled, ())
+            cutegemm.gemm(A, B, epilogue=scaled)
+        if when == "before it is planned":
+            place: Any = fused.program_request, "describe"
+            fused.memo.clear()
+        else:
+            place = fused, "tell"
+            native.forget()
+        with mock.patch.object(*place, partial(changed, getattr(*place))):
+            cutegemm.gemm(A, B, epilogue=scaled)
+        for factor in (2.0, 3.0, 2.0):
+            for _ in range(2):
+                assert torch.equal(cutegemm.gemm(A, B, epilogue=scaled), (A.float() @ B.float() * factor).to(BF16))
+
+
+def test_what_torch_compiled_stays_when_the_extension_comes():
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    modules = MLP, cutegemm.nn.Fp8SwiGLU(40, 16), cutegemm.nn.Linear(40, 16, dtype=BF16)
+    for module in modules:
+        graphs.clear()
+        torch._dynamo.reset()
+        with served(in_cpp=False), torch.no_grad():
+            compiled = torch.compile(module, backend=backend, fullgraph=True)
+            compiled(A)
+            native.serve(host_stub.extension())
+            compiled(A)
+        assert len(graphs) == 1
 
 
 def test_threads_that_meet_a_program_at_once():

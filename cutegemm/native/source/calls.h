@@ -33,13 +33,11 @@ inline PyObject* quantize(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != TO_QUANTIZE || state_of_thread() != Thread::plain || !read(args, x, scale, of) ||
       !nothing_recorded({x, scale}))
     Py_RETURN_NONE;
-  Table<Quantization>::Known how;
-  Found found = look_up(of, how);
   std::optional<Quantized> made;
-  if (found == Found::launch) {
+  Found found;
+  {
     const WithoutInterpreter released;
-    made.emplace(*how, of, scale);
-    if (!made->launch(*how, of)) found = Found::python;
+    found = quantized(of, scale, made);
   }
   if (found != Found::launch) return answer_of(found);
   PyObject* pair = checked(PyTuple_New(2));
@@ -80,6 +78,7 @@ constexpr Py_ssize_t TO_PROGRAM = 5 + FIELDS;
 struct AskedProgram {
   c10::SmallVector<const at::Tensor*, 8> tensors;
   ToProgram of;
+  int64_t integers = 0;
 
   bool read(PyObject* const* args) {
     const at::Tensor *a = nullptr, *b = nullptr;
@@ -121,7 +120,7 @@ struct AskedProgram {
     if (PyLong_CheckExact(object)) {
       int overflow = 0;
       const int64_t number = PyLong_AsLongLongAndOverflow(object, &overflow);
-      of.order |= int64_t{2} << (3 * i);
+      of.order |= int64_t{2} << (3 * i), ++integers;
       return overflow == 0 && of.add(number);
     }
     const at::Tensor* tensor = nullptr;
@@ -160,7 +159,7 @@ inline PyObject* install_program(PyObject*, PyObject* const* args, Py_ssize_t co
   AskedProgram asked;
   Key key;
   if (count != TO_PROGRAM + 1 || !asked.read(args)) Py_RETURN_FALSE;
-  if (asked.of.program < 0) asked.of.order = 0;
+  if (asked.of.program < 0) asked.of.order = asked.integers;
   if (asked.of.program == 0 || !key_of(asked.of, key)) Py_RETURN_FALSE;
   std::shared_ptr<OfProgram> known;
   if (args[TO_PROGRAM] != Py_None) {
@@ -172,15 +171,6 @@ inline PyObject* install_program(PyObject*, PyObject* const* args, Py_ssize_t co
   END_HANDLE_TH_ERRORS
 }
 
-// The place of an activation that a layer may have; see `find_activation`.
-inline bool read_activation(PyObject* object, int& place) {
-  if (read_name(object, activations, place)) return true;
-  int gate = -1;
-  if (!read_name(object, gates, gate)) return false;
-  place = static_cast<int>(activations.known.size()) + gate;
-  return true;
-}
-
 // a, b, scale_a, scale_b, bias, activation, out_dtype, *how
 struct AskedScaled {
   const at::Tensor *a = nullptr, *b = nullptr, *scale_a = nullptr, *scale_b = nullptr, *bias = nullptr;
@@ -190,10 +180,9 @@ struct AskedScaled {
   bool read(PyObject* const* args, bool of_layer) {
     return read_tensor(args[0], a) && a && read_tensor(args[1], b) && b && read_tensor(args[2], scale_a) &&
            read_tensor(args[3], scale_b) && read_tensor(args[4], bias) &&
-           (of_layer ? read_activation(args[5], options.activation)
-                     : read_name(args[5], activations, options.activation)) &&
-           read_dtype(args[6], options.out_dtype) &&
-           read_how(args + 7, FIELDS, options) && of.describe(a, b, scale_a, scale_b, bias);
+           read_name(args[5], of_layer ? layer_activations : activations, options.activation) &&
+           read_dtype(args[6], options.out_dtype) && read_how(args + 7, FIELDS, options) &&
+           of.describe(a, b, scale_a, scale_b, bias);
   }
 
   bool records() const { return !nothing_recorded({a, b, scale_a, scale_b, bias}); }
@@ -203,7 +192,9 @@ struct AskedScaled {
 inline PyObject* scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   AskedScaled asked;
-  if (count != TO_SCALE || state_of_thread() != Thread::plain || !asked.read(args, false) || asked.records()) Py_RETURN_NONE;
+  if (count != TO_SCALE || state_of_thread() != Thread::plain || !asked.read(args, false) ||
+      asked.records())
+    Py_RETURN_NONE;
   at::Tensor d;
   Found found;
   {
@@ -237,7 +228,7 @@ inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t c
   if (count != 7 + FIELDS || state_of_thread() != Thread::plain || !read_tensor(args[0], layer.x) || !layer.x ||
       !read_tensor(args[1], layer.weight) || !layer.weight || !read_tensor(args[2], layer.weight_scale) ||
       !layer.weight_scale || !read_tensor(args[3], layer.input_scale) || !read_tensor(args[4], layer.bias) ||
-      !read_name(args[5], scalings, layer.scaling) || !read_activation(args[6], layer.options.activation) ||
+      !read_name(args[5], scalings, layer.scaling) || !read_name(args[6], layer_activations, layer.options.activation) ||
       !read_how(args + 7, FIELDS, layer.options) || layer.records())
     Py_RETURN_NONE;
   at::Tensor d;

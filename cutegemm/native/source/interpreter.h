@@ -104,6 +104,18 @@ inline PyObject* name_of(const Names& names, int place) {
   return place == 0 ? none() : to_python(OptionalText(names.known[place - 1]));
 }
 
+// A call of an operator below all modes, or above with the keys that it was called with.
+struct FromOperator {
+  const c10::DispatchKeySet* keys = nullptr;
+
+  bool is_plain() const {
+    return keys == nullptr || ((*keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
+                               state_of_thread() == Thread::plain);
+  }
+
+  PyObject* to_python() const { return keys ? cutegemm::to_python(keys->raw_repr()) : none(); }
+};
+
 // function(*arguments), a new reference; the arguments are references that it takes over.
 inline PyObject* call(PyObject* function, const std::vector<PyObject*>& arguments) {
   PyObject* result = PyObject_Vectorcall(function, arguments.data(), arguments.size(), nullptr);

@@ -42,7 +42,8 @@ struct Layer {
     Table<ScaledProduct>::Known launch;
     found = look_up(second, of_product, launch);
     if (found != Found::launch) return found;
-    if (!made.launch(*how, first)) return Found::python;
+    // Python does both steps again where it must enqueue the second one: then the first one is left to it, too.
+    if (!Destination().find(*launch, second.device) || !made.launch(*how, first)) return Found::python;
     at::DimVector shape(x->sizes());
     shape.back() = launch->results[0].shape.back();
     return multiply(*launch, second, d, shape) ? Found::launch : Found::python;
@@ -62,9 +63,9 @@ at::Tensor quantized_linear_by_operator(
     const std::optional<at::Tensor>& input_scale, const std::optional<at::Tensor>& bias, Text scaling,
     OptionalText activation, Texts... how) {
   Layer layer{&x, &weight, &weight_scale, input_scale ? &*input_scale : nullptr, bias ? &*bias : nullptr};
-  layer.scaling = scalings.find(scaling), layer.options.activation = find_activation(activation);
-  int place = 0;
-  ((layer.options.how[place] = accepted[place].find(how), ++place), ...);
+  layer.scaling = scalings.find(scaling), layer.options.activation = layer_activations.find(activation);
+  int field = 0;
+  (layer.options.take(field++, how), ...);
   Found found = Found::python;
   if (from.is_plain() && !layer.records()) {
     at::Tensor d;

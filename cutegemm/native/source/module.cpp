@@ -84,11 +84,9 @@ const at::Tensor& or_undefined(const at::Tensor* tensor) {
 
 // `result` of a call whose thread is plain, or has autocast excluded.
 Answer computed(Asked& asked, at::Tensor& result) {
-  const auto any = [&](const auto& what) {
-    return what(asked.a()) || what(asked.b()) || what(asked.c()) || what(asked.bias()) || what(asked.out());
-  };
-  const bool records = c10::GradMode::is_enabled() && any(requires_grad);
-  if ((records && (asked.out() || !may_record(asked.options, *asked.a()))) || any(has_tangent)) return Answer::python;
+  const bool records = to_be_recorded(asked.tensors);
+  if ((records && (asked.out() || !may_record(asked.options, *asked.a()))) || has_tangent(asked.tensors))
+    return Answer::python;
   Operands of;
   if (!read_operands(asked, of)) return Answer::python;
   if (asked.out() && !may_write(asked, of)) return Answer::python;
@@ -245,9 +243,9 @@ void* found_in(const char* library, const char* name) {
   return address;
 }
 
-// configure(names, hooks, stream, capturing): once, first of all. names: what `activation`, the fields of `How`, and
-// `scaling` and `backend` of `quantize` accept, and the gates. stream, capturing: 0 where CUDA tensors are served; else addresses of
-// functions, and CPU tensors are.
+// configure(names, hooks, stream, capturing): once, first of all. names: what `activation`, the fields of `How`,
+// `scaling` and `backend` of `quantize`, and `activation` of layers accept. stream, capturing: 0 where CUDA tensors are
+// served; else addresses of functions, and CPU tensors are.
 PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *names = nullptr, *hooks = nullptr;
@@ -261,7 +259,7 @@ PyObject* configure(PyObject*, PyObject* args) {
   activations = names_of(PyTuple_GET_ITEM(names, 0));
   for (int i = 0; i < FIELDS; ++i) accepted[i] = names_of(PyTuple_GET_ITEM(names, i + 1));
   scalings = names_of(PyTuple_GET_ITEM(names, FIELDS + 1)), quantizers = names_of(PyTuple_GET_ITEM(names, FIELDS + 2));
-  gates = names_of(PyTuple_GET_ITEM(names, FIELDS + 3));
+  layer_activations = names_of(PyTuple_GET_ITEM(names, FIELDS + 3));
   if (stream != 0) {
     served.type = c10::DeviceType::CPU, served.key = c10::DispatchKey::CPU;
     served.autograd = c10::DispatchKey::AutogradCPU, served.autocast = c10::DispatchKey::AutocastCPU;

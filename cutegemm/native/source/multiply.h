@@ -17,29 +17,36 @@ inline void* const PER_THREAD = reinterpret_cast<void*>(2);
 
 using Addresses = c10::ArrayRef<const void*>;
 
-// Enqueues a launch on the current stream. False when Python must do it: the operands lie on another device than the
-// current one, the stream has no workspace that is large enough, it is captured and the launch needs one, or the
-// launcher failed and Python is to say why.
-inline bool enqueue(const Launch& launch, int device, Addresses addresses, c10::ArrayRef<Value> numbers) {
-  const auto* guard = c10::impl::getDeviceGuardImpl(served.type);
-  if (guard->getDevice().index() != device) return false;
+// Where a launch goes: the current stream and, while this lives, a workspace of it.
+struct Destination {
   void* stream = nullptr;
-  if (served.current_stream(device, &stream) != 0) return false;
+  std::optional<Workspaces::Kept> kept;
 
+  // False when Python must enqueue: the operands lie on another device than the current one, the stream has no workspace
+  // that is large enough, or it is captured and the launch needs one.
+  bool find(const Launch& launch, int device) {
+    const auto* guard = c10::impl::getDeviceGuardImpl(served.type);
+    if (guard->getDevice().index() != device || served.current_stream(device, &stream) != 0) return false;
+    if (launch.words == 0 && launch.parts == 0) return true;
+    int capturing = 1;
+    if (stream == PER_THREAD || served.is_capturing(stream, &capturing) != 0 || capturing != 0) return false;
+    kept = workspaces().find(device, stream);
+    return kept && kept->words >= launch.words && kept->parts >= launch.parts;
+  }
+};
+
+// Enqueues a launch on the current stream. False when Python must do it: it has no destination, or the launcher failed
+// and Python is to say why.
+inline bool enqueue(const Launch& launch, int device, Addresses addresses, c10::ArrayRef<Value> numbers) {
+  Destination to;
+  if (!to.find(launch, device)) return false;
   if (addresses.size() + numbers.size() + 2 + launch.behind.size() > Launch::MOST) return false;
   std::array<Value, Launch::MOST> values;
   size_t count = 0;
   for (const void* address : addresses) values[count++] = Value::of(address);
   for (const Value& number : numbers) values[count++] = number;
-  values[count++] = Value::of(stream);
-  std::optional<Workspaces::Kept> kept;  // held until the launch is enqueued
-  if (launch.words != 0 || launch.parts != 0) {
-    int capturing = 1;
-    if (stream == PER_THREAD || served.is_capturing(stream, &capturing) != 0 || capturing != 0) return false;
-    kept = workspaces().find(device, stream);
-    if (!kept || kept->words < launch.words || kept->parts < launch.parts) return false;
-    values[count++] = Value::of(kept->parts_at - launch.words);
-  }
+  values[count++] = Value::of(to.stream);
+  if (to.kept) values[count++] = Value::of(to.kept->parts_at - launch.words);
   for (const Value& value : launch.behind) values[count++] = value;
   Value result;
   return launch.launcher(nullptr, values.data(), static_cast<int32_t>(count), &result) == 0;

@@ -23,7 +23,7 @@ struct Arguments {
   Options options() const {
     Options made;
     made.activation = activations.find(activation);
-    for (int i = 0; i < FIELDS; ++i) made.how[i] = accepted[i].find(how[i]);
+    for (int i = 0; i < FIELDS; ++i) made.take(i, how[i]);
     if (out_dtype) made.out_dtype = static_cast<int>(*out_dtype);
     return made;
   }
@@ -38,12 +38,12 @@ struct Arguments {
            (!c || fits(*c, made.c)) && (!bias || fits(*bias, made.bias));
   }
 
-  // hook(None, *arguments), or hook(keys, *arguments), with `out`, which the operator does not have.
-  at::Tensor by_python(Hook hook, const c10::DispatchKeySet* keys = nullptr) const {
+  // hook(keys, *arguments) with `out`, which the operator does not have.
+  at::Tensor by_python(Hook hook, FromOperator from = {}) const {
     WithInterpreter held;
     std::vector<PyObject*> given{
-        keys ? to_python(keys->raw_repr()) : none(), to_python(a), to_python(b), to_python(c), to_python(alpha),
-        to_python(beta), to_python(bias), to_python(activation), none(), to_python(out_dtype)};
+        from.to_python(), to_python(a), to_python(b), to_python(c), to_python(alpha), to_python(beta),
+        to_python(bias), to_python(activation), none(), to_python(out_dtype)};
     for (const OptionalText& each : how) given.push_back(to_python(each));
     return taken(call(in_python[hook], given));
   }
@@ -83,14 +83,11 @@ at::Tensor gemm_recorded(
     c10::DispatchKeySet keys, const at::Tensor& a, const at::Tensor& b, const OptionalTensor& c, double alpha,
     double beta, const OptionalTensor& bias, OptionalText activation, OptionalDtype out_dtype, Texts... how) {
   const Arguments given{a, b, c, alpha, beta, bias, activation, out_dtype, {how...}};
-  const at::Tensor *c_ = c ? &*c : nullptr, *bias_ = bias ? &*bias : nullptr;
-  const bool plain = (keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
-                     state_of_thread() == Thread::plain && !has_tangent(&a) && !has_tangent(&b) && !has_tangent(c_) &&
-                     !has_tangent(bias_);
-  if (plain) {
+  const FromOperator from{&keys};
+  const std::array<const at::Tensor*, 4> tensors{&a, &b, c ? &*c : nullptr, bias ? &*bias : nullptr};
+  if (from.is_plain() && !has_tangent(tensors)) {
     const Options options = given.options();
-    const bool records = c10::GradMode::is_enabled() && (requires_grad(&a) || requires_grad(&b) ||
-                                                        requires_grad(c_) || requires_grad(bias_));
+    const bool records = to_be_recorded(tensors);
     if (!records || may_record(options, a)) {
       if (auto d = product(given, options)) {
         if (records)
@@ -99,7 +96,7 @@ at::Tensor gemm_recorded(
       }
     }
   }
-  return given.by_python(RECORD, &keys);
+  return given.by_python(RECORD, from);
 }
 
 }  // namespace cutegemm

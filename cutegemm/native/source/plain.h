@@ -77,6 +77,18 @@ inline bool has_tangent(const at::Tensor* tensor) { return tensor != nullptr && 
 
 inline bool requires_grad(const at::Tensor* tensor) { return tensor != nullptr && tensor->requires_grad(); }
 
+using Tensors = c10::ArrayRef<const at::Tensor*>;  // those not there are null pointers
+
+inline bool to_be_recorded(Tensors tensors) {
+  return c10::GradMode::is_enabled() && std::any_of(tensors.begin(), tensors.end(), requires_grad);
+}
+
+inline bool has_tangent(Tensors tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* each) { return has_tangent(each); });
+}
+
+inline bool nothing_recorded(Tensors tensors) { return !to_be_recorded(tensors) && !has_tangent(tensors); }
+
 // What a launch must know of an operand; a view of a tensor needs no tensor of its own.
 struct Matrix {
   const void* data = nullptr;
@@ -85,6 +97,11 @@ struct Matrix {
   at::ScalarType dtype = at::ScalarType::Undefined;
 
   explicit operator bool() const { return data != nullptr; }
+
+  // A single row has the same stride wherever it comes from, and so has a single column: nothing reads it.
+  void settle(int single, int other) {
+    if (sizes[single] == 1 && strides[other] == 1 && strides[single] >= sizes[other]) strides[single] = sizes[other];
+  }
 
   // The last two dimensions exchanged.
   Matrix turned() const {
@@ -112,6 +129,7 @@ inline bool describe(const at::Tensor& tensor, c10::IntArrayRef sizes, c10::IntA
   if (sizes.size() > 3 || tensor.numel() == 0) return false;
   made.dim = static_cast<int>(sizes.size());
   for (int i = 0; i < made.dim; ++i) made.sizes[i] = sizes[i], made.strides[i] = strides[i];
+  if (made.dim > 1) made.settle(made.dim - 2, made.dim - 1), made.settle(made.dim - 1, made.dim - 2);
   made.dtype = tensor.scalar_type();
   made.data = tensor.const_data_ptr();
   return made.data != nullptr;
@@ -151,7 +169,7 @@ struct Names {
   }
 };
 
-inline Names activations, gates;  // gates: further ones of layers, whose columns are gate and up
+inline Names activations, layer_activations;  // of layers: further ones, whose columns are gate and up, behind them
 inline Names scalings, quantizers;  // of `quantize`: what `scaling` and `backend` accept
 
 // The fields of `How` in cutegemm/run/how.py; build.py reads their types off the schema of torch's operator.
@@ -163,6 +181,8 @@ inline std::array<Names, FIELDS> accepted;
 struct Options {
   int activation = 0, out_dtype = -1;
   std::array<int, FIELDS> how{};
+
+  void take(int field, const OptionalText& text) { how[field] = accepted[field].find(text); }
 
   bool known() const { return activation >= 0 && *std::min_element(how.begin(), how.end()) >= 0; }
 

@@ -61,7 +61,7 @@ struct ToProgram {
   Matrix a, b;
   c10::SmallVector<Matrix, 4> operands;
   Values numbers;
-  int64_t order = 0;  // which of the operands are numbers
+  int64_t order = 0;  // which of the operands are numbers; of an operator's call how many integers there are
   int device = 0;
   Options options;
 
@@ -91,10 +91,8 @@ struct ToProgram {
 // False where it is too long.
 inline bool key_of(const ToProgram& of, Key& key) {
   if (of.operands.size() > 4 || of.numbers.size() > 16) return false;
-  int64_t word = (of.operands.size() << 8) | of.numbers.size();
-  for (int i = 0; i < FIELDS; ++i) word |= static_cast<int64_t>(of.options.how[i]) << (16 + 4 * i);
-  key.add(of.program), key.add(word), key.add(of.order);
-  key.add((static_cast<int64_t>(of.device) << 32) | static_cast<uint32_t>(of.options.out_dtype));
+  key.add(of.program), key.add(of.order);
+  key.add((of.operands.size() << 8) | of.numbers.size(), of.device, of.options);
   key.add(of.a, 15), key.add(of.b, 15);
   for (const Matrix& operand : of.operands) key.add(operand, 15);
   return true;
@@ -144,25 +142,6 @@ inline int64_t number_of(Text text) {
   return texts->number_of(text);
 }
 
-inline bool nothing_recorded(c10::ArrayRef<const at::Tensor*> tensors) {
-  const bool records = c10::GradMode::is_enabled();
-  for (const at::Tensor* tensor : tensors)
-    if ((records && requires_grad(tensor)) || has_tangent(tensor)) return false;
-  return true;
-}
-
-// A call of an operator below all modes, or above with the keys that it was called with.
-struct FromOperator {
-  const c10::DispatchKeySet* keys = nullptr;
-
-  bool is_plain() const {
-    return keys == nullptr || ((*keys & c10::after_autograd_keyset).raw_repr() == served.plain() &&
-                               state_of_thread() == Thread::plain);
-  }
-
-  PyObject* to_python() const { return keys ? cutegemm::to_python(keys->raw_repr()) : none(); }
-};
-
 // The operator gemm_program, whose hook in Python is called as hook(keys, unknown, *arguments).
 template <typename... Rest>
 std::vector<at::Tensor> gemm_program_by_operator(
@@ -175,14 +154,12 @@ std::vector<at::Tensor> gemm_program_by_operator(
     ToProgram of;
     of.program = number_of(program);
     if (out_dtype) of.options.out_dtype = static_cast<int>(*out_dtype);
-    int position = 0, place = 0;
-    const auto take = [&](const auto& option) {
-      if (position++ != OWN_OPTION) of.options.how[place] = accepted[place].find(option), ++place;
-    };
-    (take(rest), ...);
+    int position = 0, field = 0;
+    ((position++ == OWN_OPTION ? void() : of.options.take(field++, rest)), ...);
     bool described = of.describe(a, b);
     for (const at::Tensor& operand : operands) described = described && of.add(operand);
     for (double number : numbers) described = described && of.add(number);
+    of.order = static_cast<int64_t>(integers.size());
     for (const c10::SymInt& integer : integers) {
       const auto number = integer.maybe_as_int();
       described = described && number && of.add(*number);

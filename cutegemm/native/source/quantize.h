@@ -73,16 +73,19 @@ struct Quantized {
   }
 };
 
-// -- the operators quantize and quantize_given, whose hooks in Python are called as hook(keys, unknown, *arguments) -----
-inline Found quantized(const at::Tensor& x, const at::Tensor* scale, ToQuantize of, std::optional<Quantized>& made) {
+inline Found quantized(const ToQuantize& of, const at::Tensor* scale, std::optional<Quantized>& made) {
   Table<Quantization>::Known how;
-  if (!of.known() || !of.describe(x, scale)) return Found::python;
   const Found found = look_up(of, how);
   if (found != Found::launch) return found;
   made.emplace(*how, of, scale);
   return made->launch(*how, of) ? Found::launch : Found::python;
 }
 
+inline Found quantized(const at::Tensor& x, const at::Tensor* scale, ToQuantize of, std::optional<Quantized>& made) {
+  return of.known() && of.describe(x, scale) ? quantized(of, scale, made) : Found::python;
+}
+
+// -- the operators quantize and quantize_given, whose hooks in Python are called as hook(keys, unknown, *arguments) -----
 inline std::tuple<at::Tensor, at::Tensor> quantize_by_operator(
     FromOperator from, const at::Tensor& x, at::ScalarType dtype, Text scaling, int64_t dim, c10::IntArrayRef block,
     Text backend) {

@@ -8,12 +8,6 @@ namespace cutegemm {
 // A launch of the tensors A, B, bias and the two scales, of which some are null pointers.
 struct ScaledProduct : ProgramLaunch {};
 
-// The place of an activation of a layer among `activations` and, behind them, `gates`; -1 for one that is not known.
-inline int find_activation(const OptionalText& name) {
-  const int place = activations.find(name), gate = gates.find(name);
-  return place >= 0 || gate < 0 ? place : static_cast<int>(activations.known.size()) + gate;
-}
-
 struct ToScale {
   Matrix a, b, scale_a, scale_b, bias;
   int device = 0;
@@ -32,10 +26,7 @@ struct ToScale {
 
 inline Key key_of(const ToScale& of, const Options& options) {
   Key key;
-  int64_t word = !!of.scale_a | (!!of.scale_b << 1) | (!!of.bias << 2) | (options.activation << 8);
-  for (int i = 0; i < FIELDS; ++i) word |= static_cast<int64_t>(options.how[i]) << (16 + 4 * i);
-  key.add(word);
-  key.add((static_cast<int64_t>(of.device) << 32) | static_cast<uint32_t>(options.out_dtype));
+  key.add(!!of.scale_a | (!!of.scale_b << 1) | (!!of.bias << 2) | (options.activation << 8), of.device, options);
   for (const Matrix* matrix : {&of.a, &of.b, &of.scale_a, &of.scale_b, &of.bias})
     if (*matrix) key.add(*matrix, 15);
   return key;
@@ -72,12 +63,12 @@ at::Tensor scaled_gemm_on_device(
   options.activation = activations.find(activation);
   if (out_dtype) options.out_dtype = static_cast<int>(*out_dtype);
   bool by_shapes = true;  // nothing said of how operands are scaled
-  int place = 0;
+  int field = 0;
   const auto take = [&](const auto& option) {
     if constexpr (std::is_same_v<std::decay_t<decltype(option)>, OptionalTexts>)
       by_shapes = !option.has_value();
     else
-      options.how[place] = accepted[place].find(option), ++place;
+      options.take(field++, option);
   };
   (take(rest), ...);
   Found found = Found::python;

@@ -29,6 +29,13 @@ struct Key {
     for (int i = 0; i < matrix.dim; ++i) add(matrix.sizes[i]), add(matrix.strides[i]);
   }
 
+  // flags: the lowest 16 bits alone
+  void add(int64_t flags, int device, const Options& options) {
+    static_assert(FIELDS <= 12);  // of four bits each, which `configure` checks
+    for (int i = 0; i < FIELDS; ++i) flags |= static_cast<int64_t>(options.how[i]) << (16 + 4 * i);
+    add(flags), add((static_cast<int64_t>(device) << 32) | static_cast<uint32_t>(options.out_dtype));
+  }
+
   bool operator==(const Key& other) const {
     return count == other.count && hash == other.hash &&
            std::memcmp(words.data(), other.words.data(), count * sizeof(int64_t)) == 0;
@@ -42,11 +49,8 @@ struct Operands {
 
 inline Key key_of(const Operands& of, double beta, const Options& options) {
   Key key;
-  static_assert(FIELDS <= 12);  // of four bits each, which `configure` checks
-  int64_t word = (beta == 0) | (!!of.c << 1) | (!!of.bias << 2) | (!!of.out << 3) | (options.activation << 8);
-  for (int i = 0; i < FIELDS; ++i) word |= static_cast<int64_t>(options.how[i]) << (16 + 4 * i);
-  key.add(word);
-  key.add((static_cast<int64_t>(of.device) << 32) | static_cast<uint32_t>(options.out_dtype));
+  key.add((beta == 0) | (!!of.c << 1) | (!!of.bias << 2) | (!!of.out << 3) | (options.activation << 8), of.device,
+          options);
   key.add(of.a, 15), key.add(of.b, 15);
   if (of.c) key.add(of.c, 15);
   if (of.bias) key.add(of.bias, 3);

@@ -211,7 +211,8 @@ def test_make_graphed_callables(seed):
         def forward(self, x):
             return cutegemm.gemm(x, self.weight.t(), backend="cute", config="sm90/64x64x64/coop1/c1x1/s8/row/k16/pdl")
 
-    want = x.float() @ layer.weight.float().t()
+    with torch.no_grad():  # a use of the weight recorded on the default stream breaks torch's own capture as well
+        want = x.float() @ layer.weight.float().t()
     graphed = torch.cuda.make_graphed_callables(Layer(), (x.clone().requires_grad_(),))
     for _ in range(3):
         given = x.clone().requires_grad_()

@@ -37,6 +37,9 @@ from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
+from cutegemm.pytorch.routing_operator import route as route_operator
+from cutegemm.run import routing
+from cutegemm.run.routing import Routing
 
 WEIGHT = Source("operand", 0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -102,16 +105,18 @@ def moe(
     count = math.prod(shape)  # not shape.numel(), which makes a symbolic size a number
     tokens = x.reshape(count, x.shape[-1])
     chosen, scales = experts.reshape(count, top_k), weights.reshape(count, top_k)
-    known = chosen.clamp(0, w_gate_up.shape[0] - 1)
-    scales = scales.masked_fill(known != chosen, 0)
-    settings = Settings(activation, precision, backend)
-    route = routed(known, w_gate_up.shape[0])
-    tensors = (tokens, w_gate_up, w_down, scales)
-    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-    if not recorded or (not torch.compiler.is_dynamo_compiling() and is_beyond_autograd(*tensors)):
-        result = settings.composed(route, *tensors)
+    settings, groups = Settings(activation, precision, backend), w_gate_up.shape[0]
+    operands = tokens, w_gate_up, w_down
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (*operands, scales))
+    beyond = not torch.compiler.is_dynamo_compiling() and is_beyond_autograd(*operands, scales, chosen)
+    if beyond or recorded:
+        scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)
+    if beyond:
+        result = settings.composed(routing.by_torch(chosen, None, groups), *operands, scales)
+    elif recorded:
+        result = Mixture.apply(*operands, scales, *routed(chosen, scales.detach(), groups, backend), *settings)
     else:
-        result = Mixture.apply(*tensors, *route, *settings)
+        result = settings.composed(routed(chosen, scales.detach(), groups, backend), *operands, scales)
     return result.view(*shape, w_down.shape[1])
 
 
@@ -152,25 +157,11 @@ def _outside_of_graphs(*given: Any) -> Any:
 _outside_of_graphs._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-class Routing(NamedTuple):
-    """The sorted order of tokens * top_k slots; all int32, on the device.
-
-    ends: (E,) before which row each expert's rows end. places: the slot of each row. rows: its token.
-    """
-
-    ends: torch.Tensor
-    places: torch.Tensor
-    rows: torch.Tensor
-
-
-def routed(experts: torch.Tensor, count: int) -> Routing:
-    """Sorts (tokens, top_k) numbers of experts from 0 to count - 1; a token's place among those of one expert stays."""
-    # 16 bits take a quarter of the passes of a radix sort that 64 bits take.
-    found, order = torch.sort(experts.reshape(-1).to(torch.int16), stable=True)
-    numbers = torch.arange(count, dtype=torch.int16, device=experts.device)
-    ends = torch.searchsorted(found, numbers, right=True, out_int32=True)
-    places = order.int()
-    return Routing(ends, places, places // experts.shape[-1])
+def routed(experts: torch.Tensor, weights: torch.Tensor, count: int, backend: str) -> Routing:
+    """Sorts the slots of (tokens, top_k) numbers of experts; the order of those of one expert stays."""
+    if torch.compiler.is_dynamo_compiling():
+        return Routing(*route_operator(experts, weights, count, backend))
+    return routing.route(experts, weights, count, backend)
 
 
 class Settings(NamedTuple):
@@ -205,7 +196,8 @@ class Settings(NamedTuple):
     def composed(self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any) -> Any:
         """The mixture by calls that know every order of derivative."""
         text = _programs(self.activation, weights.dtype, x.dtype, (False, False))[0]
-        rows = self.hidden(x, gate_up, _of_rows(weights, route), route, text)
+        weight = _of_rows(weights, route) if route.weights is None else route.weights
+        rows = self.hidden(x, gate_up, weight, route, text)
         return self.combined(rows, down.mT, route, weights.shape[1])
 
 
@@ -256,24 +248,24 @@ class Mixture(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, gate_up: Any, down: Any, weights: Any, ends: Any, places: Any, rows: Any, activation: str,
-        precision: str | None, backend: str,
+        ctx: Any, x: Any, gate_up: Any, down: Any, weights: Any, ends: Any, places: Any, rows: Any, weight: Any,
+        activation: str, precision: str | None, backend: str,
     ) -> torch.Tensor:  # fmt: skip
-        route, settings = Routing(ends, places, rows), Settings(activation, precision, backend)
+        route, settings = Routing(ends, places, rows, weight), Settings(activation, precision, backend)
         needs = ctx.needs_input_grad
         ctx.settings, ctx.wants = settings, (needs[0] or needs[1], needs[3])
         text = _programs(activation, weights.dtype, x.dtype, ctx.wants)[0]
-        weight = _of_rows(weights, route)
         results = settings.hidden(x, gate_up, weight, route, text)
         h, gate, up = results if any(ctx.wants) else (results, None, None)
-        ctx.save_for_backward(x, gate_up, down, weights, *route, weight, h if needs[2] else None, gate, up)
+        ctx.save_for_backward(x, gate_up, down, weights, *route, h if needs[2] else None, gate, up)
         return settings.combined(h, down.mT, route, weights.shape[1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, gate_up, down, weights, ends, places, rows, weight, h, gate, up = ctx.saved_tensors
         settings: Settings = ctx.settings
-        route, needs, nothing = Routing(ends, places, rows), ctx.needs_input_grad, (None,) * 6
+        # Without the sorted weights, which have no gradient.
+        route, needs, nothing = Routing(ends, places, rows, None), ctx.needs_input_grad, (None,) * 7
         if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
             composed = partial(settings.composed, route)
             return *autograd.recorded_gradients(composed, (x, gate_up, down, weights), needs[:4], grad), *nothing

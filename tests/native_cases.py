@@ -16,8 +16,8 @@ import torch
 import cutegemm
 from cutegemm.cute import compile as compiler
 from cutegemm.cute.quantize import kernel as quantize
-from cutegemm.cute.quantize.build import QuantizeKernel
 from cutegemm.cute.quantize.config import Tile
+from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.emulator.capture import _Any
 from cutegemm.problem import reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
@@ -42,7 +42,7 @@ refuse_next: list[int] = []
 _made: list[Any] = []  # addresses of callbacks stay valid
 
 
-class TorchKernel(QuantizeKernel):
+class TorchKernel(StandaloneKernel):
     """See the module docstring."""
 
     def __init__(self, signature: Any, config: Any, arch: Any) -> None:

@@ -25,7 +25,7 @@ from cutegemm.choice import spills
 from cutegemm.choice.plan import Memo
 from cutegemm.cute import compile as compiler
 from cutegemm.cute import workspace
-from cutegemm.cute.quantize.build import QuantizeKernel
+from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.hardware import arch as arch_table
 from cutegemm.native import build
 from cutegemm.run import call, fused, quantize_kernels, quantizing, runner
@@ -58,7 +58,7 @@ def address_of(function: Any) -> int:
     return found
 
 
-class NoKernel(QuantizeKernel):
+class NoKernel(StandaloneKernel):
     """A kernel whose launcher returns at once."""
 
     def __init__(self, signature: Any, config: Any, arch: Any) -> None:

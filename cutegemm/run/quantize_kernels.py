@@ -11,8 +11,9 @@ import torch
 
 from cutegemm.choice import plan as planning
 from cutegemm.cute.quantize import config
-from cutegemm.cute.quantize.build import QuantizeKernel, build
+from cutegemm.cute.quantize.build import build
 from cutegemm.cute.quantize.config import Signature, Tile
+from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
 from cutegemm.native import Launcher
@@ -65,7 +66,7 @@ class Lies(NamedTuple):
 class Step(NamedTuple):
     """One launch: the kernel, and its numbers behind the stream."""
 
-    kernel: QuantizeKernel
+    kernel: StandaloneKernel
     numbers: tuple[int, ...]
 
 
@@ -221,9 +222,9 @@ def _step(
     )
 
 
-def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) -> QuantizeKernel:
+def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) -> StandaloneKernel:
     key = signature, tile, arch, device.index, variable("CUTEGEMM_CACHE_DIR")
-    kernel: QuantizeKernel | None = _kernels.get(key)
+    kernel: StandaloneKernel | None = _kernels.get(key)
     if kernel is None:
         if device.type != "cpu" and torch.cuda.is_current_stream_capturing():
             raise GemmError(

@@ -13,8 +13,8 @@ import cutegemm
 from cutegemm.cute import FAMILIES, workspace
 from cutegemm.cute import compile as compiler
 from cutegemm.cute.quantize import build as quantize_build
-from cutegemm.cute.quantize.build import QuantizeKernel
 from cutegemm.cute.quantize.config import Tile
+from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.emulator.capture import HostObject
 from cutegemm.emulator.recorder import recording
 from tuning import host_stub
@@ -29,7 +29,7 @@ dropping: list[bool] = []
 """With an entry Python launches nothing: a launcher runs while it is recorded only."""
 
 
-class LinkedKernel(QuantizeKernel):
+class LinkedKernel(StandaloneKernel):
     """A compiled kernel whose launcher runs here and has its calls of CUDA written down."""
 
     def __init__(self, signature: Any, config: Any, arch: Any) -> None:

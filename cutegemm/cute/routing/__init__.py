@@ -1,0 +1,1 @@
+"""Sorting slots of a mixture by expert."""

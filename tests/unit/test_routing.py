@@ -1,0 +1,66 @@
+"""Sorting by expert: which kernel serves how many slots, and torch's steps, which are the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutegemm.cute.routing import config
+from cutegemm.cute.routing.config import Tile
+from cutegemm.hardware import arch as arch_table
+from cutegemm.run import routing
+
+
+@given(slots=st.integers(1, 1 << 22), experts=st.integers(1, config.MOST_EXPERTS))
+def test_every_number_of_slots_has_a_tile(slots, experts):
+    tile, ctas = config.choose(slots, experts)
+    assert tile.why_invalid(arch_table.get("H200")) is None
+    assert experts <= tile.experts < max(2 * experts, config.LEAST_EXPERTS + 1)
+    assert (ctas - 1) * tile.slots < slots <= ctas * tile.slots
+    assert (ctas == 1) == (slots <= config.MOST_OF_ONE)
+
+
+@pytest.mark.parametrize(
+    ("tile", "gpu", "why"),
+    [
+        (Tile(4, 48, 1), "H200", "a power of 2 experts, 32 to 1024"),
+        (Tile(4, 16, 1), "H200", "a power of 2 experts"),
+        (Tile(2, 128, 1), "H200", "each expert has threads"),
+        (Tile(64, 128, 1), "H200", "at most 32 warps"),
+        (Tile(32, 1024, 1), "sm_86", "it needs 139392 bytes of shared memory; sm_86 has"),
+    ],
+)
+def test_tiles_that_cannot_run_are_told(tile, gpu, why):
+    assert why in (tile.why_invalid(arch_table.get(gpu)) or "")
+
+
+def test_old_gpus_are_told():
+    old = replace(arch_table.get("sm_80"), capability=(7, 5))
+    assert "needs compute capability 8.0 or newer" in (Tile(4, 128, 1).why_invalid(old) or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_order_is_stable_and_strange_experts_weigh_nothing(dtype):
+    experts = torch.tensor([[2, 0], [0, -5], [7, 2]], dtype=dtype)
+    weights = torch.tensor([[1.0, 2.0], [3.0, float("nan")], [5.0, 6.0]])
+    ends, places, rows, sorted_weights = routing.by_torch(experts, weights, 4)
+    assert ends.tolist() == [3, 3, 5, 6]
+    assert places.tolist() == [1, 2, 3, 0, 5, 4]
+    assert rows.tolist() == [0, 1, 1, 0, 2, 2]
+    assert sorted_weights.flatten().tolist() == [2.0, 3.0, 0.0, 1.0, 6.0, 0.0]
+    assert routing.by_torch(experts, None, 4).weights is None
+    ends, *others = routing.route(experts[:0], weights[:0], 4, "cute")
+    assert ends.tolist() == [0] * 4
+    assert [tuple(each.shape) for each in others] == [(0,), (0,), (0, 1)]
+
+
+def test_the_operator():
+    experts, weights = torch.randint(0, 5, (6, 2)), torch.rand(6, 2)
+    operator = torch.ops.cutegemm.route
+    torch.library.opcheck(operator.default, (experts, weights, 5))
+    for found, want in zip(operator(experts, weights, 5), routing.by_torch(experts, weights, 5), strict=True):
+        assert torch.equal(found, want)

@@ -151,7 +151,8 @@ def gemm(
             gradients: a tensor that requires grad is a bad argument of theirs.
         UnsupportedError: the backend or configuration asked for cannot serve the problem; the message says why.
         GemmError: a kernel could not be compiled, loaded or launched, or is not compiled yet during graph capture.
-        NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given.
+        NotImplementedError: a tensor carries a tangent, and `out` or `epilogue` is given (`out` under torch.func is a
+            ValueError).
     """
     if scale_a is not None or scale_b is not None or scaling is not None or accumulate is not None:
         precision = scaled.precision_of(a, precision, accumulate)

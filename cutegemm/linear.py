@@ -38,7 +38,7 @@ def linear(
             `set_float32_precision`.
 
     Returns:
-        (..., N), contiguous, of x's dtype (under autocast, of autocast's).
+        (..., N), contiguous, of x's dtype (under autocast, of autocast's); bf16 of fp8 x, int32 of int8 x.
 
     Leading dimensions are merged without a copy where x's strides allow it; three dimensions never need one.
     Gradients of x, weight and bias, autocast and torch.compile: as `gemm`.

@@ -265,14 +265,17 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str)
     return made.train(module.training)
 
 
-@torch.no_grad()
 def _is_like_ours(module: Any, activation: str) -> bool:
-    gate_up, down = module.gate_up_proj, module.down_proj
-    x = replacing.probe(gate_up[0])
-    chosen = torch.tensor([[0, gate_up.shape[0] - 1]] * 2, device=gate_up.device)
-    weights = torch.tensor([[0.75, 0.25], [0.5, 0.25]], dtype=gate_up.dtype, device=gate_up.device)
-    want = torch.zeros(2, down.shape[1], device=x.device)
-    for choice, expert in enumerate((0, -1)):
-        gate, up = (x.float() @ gate_up[expert].float().t()).chunk(2, -1)
-        want += (activate(gate, activation) * up) @ down[expert].float().t() * weights[:, choice : choice + 1].float()
-    return replacing.gives(want, module, x, chosen, weights)
+    """Whether a module computes what `cutegemm.moe` does, with the first and the last of its experts."""
+
+    def attempt(gate_up_proj: Any, down_proj: Any) -> Any:
+        x, experts = replacing.probe(gate_up_proj[0]), (0, gate_up_proj.shape[0] - 1)
+        chosen = torch.tensor([experts] * 2, device=x.device)
+        weights = torch.tensor([[0.75, 0.25], [0.5, 0.25]], dtype=x.dtype, device=x.device)
+        want = torch.zeros(2, down_proj.shape[1], device=x.device)
+        for expert, weight in zip(experts, weights.float().t(), strict=True):
+            gate, up = (x.float() @ gate_up_proj[expert].float().t()).chunk(2, -1)
+            want += (activate(gate, activation) * up) @ down_proj[expert].float().t() * weight[:, None]
+        return want, (x, chosen, weights)
+
+    return replacing.computes(module, attempt)

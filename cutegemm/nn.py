@@ -19,7 +19,8 @@ from cutegemm.moe import DTYPES
 from cutegemm.problem import dtypes, request
 from cutegemm.problem.quantization import INPUTS
 from cutegemm.problem.reference import activate
-from cutegemm.pytorch import mlp
+from cutegemm.pytorch import autocast, mlp
+from cutegemm.pytorch.sharded import is_distributed
 from cutegemm.quantized_linear import FORWARDS, Fp8Linear, Settings, why_not_quantized
 from cutegemm.quantized_mlp import Fp8SwiGLU
 
@@ -134,7 +135,8 @@ def replace_linears(
     """Replaces every torch.nn.Linear in `model`, in place, by a `Linear` with the same parameters.
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8Linear`, whose weight
-    is quantized now, with `scaling` and `accumulate` as there; `precision` is then refused. The memory of a replaced
+    is quantized now, with `scaling` and `accumulate` as there, and every `Linear` of ours is replaced, too; `precision`
+    is then refused. The memory of a replaced
     weight is freed when nothing else holds it: a weight tied to an embedding stays. Layers that must be exact, often
     the last one, are left out by `where`.
 
@@ -163,12 +165,13 @@ def replace_linears(
     _check_quantized(dtype, scaling, accumulate, precision, backend)
     made: dict[int, torch.nn.Module] = {}
 
-    def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
-        if _why_not(module) is not None or (where is not None and not where(name, module)):
-            return module
+    def is_chosen(name: str, module: torch.nn.Module) -> bool:
+        if _why_not(module, dtype is not None) is not None or not replacing.is_chosen_by(where, name, module):
+            return False
+        return dtype is None or (module.weight.dtype in INPUTS and why_not_quantized(module) is None)
+
+    def replacement(module: torch.nn.Module) -> torch.nn.Module:
         assert isinstance(module, torch.nn.Linear)
-        if dtype is not None and (module.weight.dtype not in INPUTS or why_not_quantized(module) is not None):
-            return module
         if id(module) not in made:
             if dtype is None:
                 made[id(module)] = Linear.from_linear(
@@ -181,7 +184,7 @@ def replace_linears(
                 )  # fmt: skip
         return made[id(module)]
 
-    replaced = replacing.replace_modules(model, replacement)
+    replaced = replacing.replace_modules(model, is_chosen, replacement)
     if dtype is not None:
         _leave_fast_paths(replaced)
     return replaced
@@ -290,7 +293,7 @@ class SwiGLU(torch.nn.Module):
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {columns})")
         if input.dtype not in DTYPES:
             raise TypeError(f"input: got dtype {input.dtype}, accepted are {', '.join(map(str, DTYPES))}")
-        if input.dtype != (own := self.gate_up_weight.dtype) and not torch.is_autocast_enabled(input.device.type):
+        if input.dtype != (own := self.gate_up_weight.dtype) and not autocast.is_on(input.device.type):
             raise TypeError(f"input: got dtype {input.dtype}, expected that of gate_up_weight, {own}")
         rows = as_rows(input) if input.dim() != 2 else input
         result = mlp.gated_mlp(rows, self.gate_up_weight, self.down_weight, self.settings)
@@ -316,10 +319,15 @@ class SwiGLU(torch.nn.Module):
     ) -> SwiGLU:
         """A SwiGLU with copies of gate and up, each (hidden, in), stacked, and with `down`, (out, hidden), itself.
 
-        Raises TypeError for what is no tensor and a `constant_weights` that is no bool, ValueError for other shapes,
-        activation, precision or backend.
+        Raises TypeError for what is no dense tensor in one of fp16, bf16 and fp32 for all, and a `constant_weights`
+        that is no bool; ValueError for other shapes or devices, activation, precision or backend.
         """
         mlp.check_weights(gate, up, down)
+        if gate.dtype not in DTYPES:
+            raise TypeError(f"gate: got dtype {gate.dtype}, accepted are {', '.join(map(str, DTYPES))}")
+        for name, each in (("up", up), ("down", down)):
+            if each.dtype != gate.dtype:
+                raise TypeError(f"{name}: got dtype {each.dtype}, expected that of gate, {gate.dtype}")
         made = cls.__new__(cls)
         torch.nn.Module.__init__(made)
         with torch.no_grad():
@@ -369,9 +377,9 @@ def replace_mlps(
     that stay as they are.
 
     With `dtype` ("fp8", "int8" or another one that `Fp8Linear` takes) the replacement is an `Fp8SwiGLU`, with `scaling`
-    and `accumulate` as there; `precision` is then refused. A weight of down_proj that is tied to another stays as it is
-    there, and the replacement has a quantized copy. Call it before `replace_linears(model, dtype=...)`, which replaces
-    the other layers.
+    and `accumulate` as there, and a `SwiGLU` is replaced, too; `precision` is then refused. A weight of down_proj that
+    is tied to another stays as it is there, and the replacement has a quantized copy. Call it before
+    `replace_linears(model, dtype=...)`, which replaces the other layers.
 
     Returns:
         `model`, or its replacement when it is such an MLP itself.
@@ -388,6 +396,11 @@ def replace_mlps(
     tied = replacing.tied(model)
 
     def activation_in(module: torch.nn.Module) -> str | None:
+        if type(module) is SwiGLU and dtype is not None:
+            unlike = id(module.gate_up_weight) in tied or replacing.is_altered(module) or any(
+                replacing.computes_itself(each) or is_distributed(each) for each in module.parameters()
+            )  # fmt: skip
+            return None if unlike else module.settings.activation
         found = _gated_activation(module)
         copied = () if found is None else (module.gate_proj, module.up_proj)
         return None if any(id(each.weight) in tied for each in copied) else found
@@ -418,13 +431,12 @@ def _gated_activation(module: torch.nn.Module) -> str | None:
 
 def _replaced(module: Any, activation: str, precision: str | None, backend: str, **options: Any) -> torch.nn.Module:
     """The SwiGLU for a module, in 8 bits if the options have a dtype; the module where it computes something else."""
-    gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
-    if not gate.is_meta:
-        with torch.no_grad():
-            x = replacing.probe(gate)
-            wide = x.float() @ gate.float().t(), x.float() @ up.float().t()
-            want = (activate(wide[0], activation) * wide[1]) @ down.float().t()
-        if not replacing.gives(want, module, x):
+    if isinstance(module, SwiGLU):
+        gate, up = module.gate_up_weight.flatten(0, -2).chunk(2)
+        down = module.down_weight
+    else:
+        gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
+        if not gate.is_meta and not _is_like_ours(module, activation):
             return module
     made: SwiGLU | Fp8SwiGLU
     if "dtype" in options:
@@ -438,9 +450,20 @@ def _replaced(module: Any, activation: str, precision: str | None, backend: str,
     return made.train(module.training)
 
 
-def _why_not(module: Any) -> str | None:
-    """Why `Linear` cannot stand for this module, or None."""
-    if type(module) is not torch.nn.Linear:
+def _is_like_ours(module: Any, activation: str) -> bool:
+    """Whether a module computes the gated MLP of its weights."""
+
+    def attempt(gate_proj_weight: Any, up_proj_weight: Any, down_proj_weight: Any) -> Any:
+        x = replacing.probe(gate_proj_weight)
+        gate, up = (x.float() @ each.float().t() for each in (gate_proj_weight, up_proj_weight))
+        return (activate(gate, activation) * up) @ down_proj_weight.float().t(), (x,)
+
+    return replacing.computes(module, attempt)
+
+
+def _why_not(module: Any, ours_too: bool = False) -> str | None:
+    """Why `Linear`, or where `ours_too` an `Fp8Linear`, cannot stand for this module, or None."""
+    if type(module) is not torch.nn.Linear and not (ours_too and type(module) is Linear):
         return (
             f"got {type(module).__name__}, expected a torch.nn.Linear (no subclass, which may compute something else)"
         )

@@ -79,7 +79,14 @@ def quantize(
         NotImplementedError: x or scale carries a tangent of forward mode.
     """
     tell = False
-    if out is None and dim == -1 and block is _BLOCK and not _is_dynamo_compiling() and native.quantize is not None:
+    if (
+        out is None
+        and dim.__class__ is int
+        and dim == -1
+        and block is _BLOCK
+        and not _is_dynamo_compiling()
+        and native.quantize is not None
+    ):
         found = native.quantize(x, dtype, scaling, scale, backend)
         if found is not None and not (tell := found is NotImplemented):
             return found

@@ -23,6 +23,7 @@ from cutegemm.problem.quantization import (
     PITCH,
     new_values,
 )  # fmt: skip
+from cutegemm.pytorch import autocast
 from cutegemm.pytorch.scaled import ACCUMULATIONS
 from cutegemm.quantize import dequantize, quantize
 from cutegemm.run.how import How
@@ -196,7 +197,7 @@ class Fp8Linear(torch.nn.Module):
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(f"input: got shape {tuple(input.shape)}, expected (..., {self.in_features})")
         kind = input.device.type
-        by_autocast = torch.is_autocast_enabled(kind)
+        by_autocast = autocast.is_on(kind)
         if by_autocast:
             input = input.to(torch.get_autocast_dtype(kind))
         if input.dtype not in INPUTS:
@@ -345,6 +346,8 @@ def _checked(weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"weight: got {got}, accepted are two dimensions of {ACCEPTED}")
     if not isinstance(scale, torch.Tensor) or not scale.is_floating_point():
         raise TypeError(f"scale: got {request.shown(scale)}, expected a tensor of a floating dtype")
+    if scale.is_meta and not weight.is_meta:
+        raise ValueError(f"scale: it is on meta, expected the device of the weight, {weight.device}")
     scale = scale.detach().to(device=weight.device, dtype=torch.float32)
     rows, k = weight.shape
     of_rows, of_k = -(-rows // BLOCK), -(-k // BLOCK)

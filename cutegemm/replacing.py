@@ -51,10 +51,10 @@ def check_input(input: Any, weight: torch.Tensor) -> None:
         raise ValueError("input: it is on meta, accepted are CUDA and CPU tensors")
 
 
-def draw(weight: torch.Tensor) -> None:
+def draw(weight: torch.Tensor, generator: torch.Generator | None = None) -> None:
     """Draws a weight as torch.nn.Linear does: uniform within 1 / sqrt of the number of inputs."""
     bound = max(weight.shape[-1], 1) ** -0.5
-    torch.nn.init.uniform_(weight, -bound, bound)
+    torch.nn.init.uniform_(weight, -bound, bound, generator)
 
 
 @torch.no_grad()
@@ -69,17 +69,48 @@ def probe(gate: torch.Tensor) -> torch.Tensor:
     return x.to(gate.dtype)
 
 
+Attempt = Callable[..., tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+"""attempt(**parameters) -> (what a module with these should give, (2, columns) in fp32; the inputs, x first)"""
+
+
 @torch.no_grad()
-def gives(want: torch.Tensor, module: Any, *inputs: torch.Tensor) -> bool:
-    """Whether a module computes `want` (2, columns), up to the rounding of results on their way, as torch does it."""
+def computes(module: Any, attempt: Attempt) -> bool:
+    """Whether a module computes what `attempt` says of its parameters, which it gets with underscores in place of dots,
+    up to the rounding of results on their way, as torch does it.
+
+    Where that is zero, as with weights that are zero before training, other weights are tried.
+    """
+    run: Callable[..., Any] = module
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    want, inputs = attempt(**_as_arguments(parameters))
+    if not want.abs().amax(1).all():
+        parameters = {name: torch.empty_like(each) for name, each in parameters.items()}
+        generator = torch.Generator(want.device).manual_seed(0)
+        for each in parameters.values():
+            draw(each, generator)
+        drawn = parameters
+        run = lambda *inputs: torch.func.functional_call(module, drawn, inputs)  # noqa: E731
+        want, inputs = attempt(**_as_arguments(parameters))
     try:
-        found = module(*inputs).float()
+        found = run(*inputs).float()
     except Exception:  # whatever it is called with, it is not what was looked for
         return False
     if found.shape != want.shape:
         return False
     error, size = (found - want).abs(), want.abs()
-    return bool((error.amax(1) <= 0.02 * size.amax(1)).all())
+    return bool((error.amax(1) <= _rounding(inputs[0]) * size.amax(1)).all())
+
+
+def _as_arguments(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace(".", "_"): each.detach() for name, each in parameters.items()}
+
+
+def _rounding(x: torch.Tensor) -> float:
+    """The part of a row's largest element by which torch's own results may differ; of fp32 it may be told to round."""
+    if x.dtype == torch.float32:
+        exact = not x.is_cuda and torch.get_float32_matmul_precision() == "highest"
+        return 1e-4 if exact else 0.005 if x.is_cuda else 0.02
+    return 0.005 if x.dtype == torch.float16 else 0.02
 
 
 def as_size(name: str, value: Any, least: int = 0, most: int | None = None, what: str = "") -> int:
@@ -101,17 +132,36 @@ def _kind(value: Any) -> str:
 
 
 def replace_modules(
-    model: torch.nn.Module, replacement: Callable[[str, torch.nn.Module], torch.nn.Module]
+    model: torch.nn.Module,
+    is_chosen: Callable[[str, torch.nn.Module], bool],
+    replacement: Callable[[torch.nn.Module], torch.nn.Module],
 ) -> torch.nn.Module:
-    """Puts replacement(name, module) in the place of every module, in place; returns what stands for `model` itself.
-
-    A module that stands in several places is asked for at each of them.
+    """Puts replacement(module) in the place of every module that is chosen, in place; returns what stands for `model`
+    itself. A module that stands in several places is asked for at each of them; all are asked for before the first one
+    is replaced.
     """
-    for prefix, parent in list(model.named_modules(remove_duplicate=True)):
-        for name, child in list(parent._modules.items()):
-            if child is not None:
-                setattr(parent, name, replacement(f"{prefix}.{name}" if prefix else name, child))
-    return replacement("", model)
+    places = [
+        (parent, name, child, is_chosen(f"{prefix}.{name}" if prefix else name, child))
+        for prefix, parent in model.named_modules(remove_duplicate=True)
+        for name, child in parent._modules.items()
+        if child is not None
+    ]
+    whole = is_chosen("", model)
+    for parent, name, child, chosen in places:
+        if chosen:
+            setattr(parent, name, replacement(child))
+    return replacement(model) if whole else model
+
+
+def is_chosen_by(where: Callable[[str, Any], bool] | None, name: str, module: torch.nn.Module) -> bool:
+    """What `where` says of a module; all are chosen without it. Raises TypeError for an answer that is not one."""
+    if where is None:
+        return True
+    answer = where(name, module)
+    try:
+        return bool(answer)
+    except Exception as why:
+        raise TypeError(f"where: got {_kind(answer)} for the module {name!r}, expected True or False") from why
 
 
 def replace_gated(
@@ -130,16 +180,21 @@ def replace_gated(
 
     The caller has checked the arguments: `check`, and `check_options` or more.
     """
+    found: dict[int, str | None] = {}
     made: dict[int, torch.nn.Module] = {}
 
-    def replacement(name: str, module: torch.nn.Module) -> torch.nn.Module:
-        if id(module) not in made:
+    def is_chosen(name: str, module: torch.nn.Module) -> bool:
+        if id(module) not in found:
             activation = activation_in(module)
-            chosen = activation is not None and (where is None or where(name, module))
-            made[id(module)] = replaced(module, str(activation), precision, backend) if chosen else module
+            found[id(module)] = activation if activation is not None and is_chosen_by(where, name, module) else None
+        return found[id(module)] is not None
+
+    def replacement(module: torch.nn.Module) -> torch.nn.Module:
+        if id(module) not in made:
+            made[id(module)] = replaced(module, str(found[id(module)]), precision, backend)
         return made[id(module)]
 
-    return replace_modules(model, replacement)
+    return replace_modules(model, is_chosen, replacement)
 
 
 def is_altered(module: torch.nn.Module) -> bool:

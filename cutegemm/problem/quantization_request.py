@@ -89,7 +89,7 @@ def _is_turned(dim: Any, dims: int) -> bool:
 
 def _block(block: Any, scaling: Any) -> Group:
     """The blocks of these extents. Raises ValueError for others, and where the scaling has no blocks to have them."""
-    if not isinstance(block, Sequence) or tuple(block) not in BLOCKS:
+    if not isinstance(block, Sequence) or any(type(each) is not int for each in block) or tuple(block) not in BLOCKS:
         accepted = " and ".join(map(str, BLOCKS))
         raise ValueError(f"block: got {request.shown(block)}, accepted are {accepted}, the latter extent along K")
     if scaling != "blocks" and tuple(block) != DEFAULT_BLOCK:

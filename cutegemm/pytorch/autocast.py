@@ -9,13 +9,18 @@ import torch
 from cutegemm.run.how import How
 
 
+def is_on(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; for one that has none, such as meta, it is not."""
+    return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
+
+
 def cast_operands(a: Any, b: Any, c: Any, bias: Any, out: Any, how: How) -> tuple[Any, Any, Any, Any, How]:
     """a, b, c, bias and `how` as autocast makes them: in its dtype, where torch.mm would cast them; none with `out`."""
     if out is not None or not isinstance(a, torch.Tensor):
         return a, b, c, bias, how
     device = a.device
     kind = device.type
-    if not torch.is_autocast_enabled(kind):
+    if not is_on(kind):
         return a, b, c, bias, how
     dtype = torch.get_autocast_dtype(kind)
 

@@ -40,9 +40,13 @@ def check_weights(gate: Any, up: Any, down: Any) -> None:
     """Raises TypeError unless they are tensors, ValueError unless they have the shapes of one MLP."""
     for name, each in (("gate", gate), ("up", up), ("down", down)):
         request.check_type(name, each)
+        if each.is_nested or each.layout != torch.strided:
+            raise TypeError(f"{name}: got a nested tensor, or layout {each.layout}; expected a dense (strided) one")
     if gate.dim() != 2 or gate.shape != up.shape or down.dim() != 2 or down.shape[1] != gate.shape[0]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (gate, up, down))
         raise ValueError(f"gate, up, down: got shapes {shapes}, expected (hidden, in), (hidden, in), (out, hidden)")
+    for name, each in (("up", up), ("down", down)):
+        request.check_device(name, each, gate.device, "gate")
 
 
 def reshape_weight(state: dict[str, Any], name: str, own: torch.Tensor) -> None:

@@ -77,7 +77,7 @@ def refuse_alone(options: dict[str, Any]) -> None:
     """Raises ValueError for what goes with an epilogue only."""
     for name in ("operands", "save"):
         value = options.get(name)
-        if value is not None and not (isinstance(value, (tuple, list)) and len(value) == 0):
+        if value is not None and not (name == "operands" and isinstance(value, (tuple, list)) and len(value) == 0):
             raise ValueError(
                 f"{name}: it is given without an epilogue, which it is for; pass epilogue=, or leave {name} away"
             )

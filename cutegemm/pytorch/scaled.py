@@ -77,6 +77,10 @@ def arguments(
     autograd.refuse_gradients({"scale_a": scale_a, "scale_b": scale_b})
     if epilogue is None:
         program, operands = _terms(c, alpha, beta, bias, activation, b.shape[-1])
+        if c is not None and beta == 0:  # read by nobody, and yet an argument
+            request.check_device("c", c, a.device, "a")
+            leading = a.shape[:-2] or b.shape[:-2]
+            request.check_c_shape(sharded.shape_of(c), (*leading, a.shape[-2], b.shape[-1]))
     else:
         programs.refuse_terms(c, alpha, beta, bias, activation)
         program = program_request.program_for(epilogue, operands, a.device)
@@ -276,8 +280,10 @@ def _terms(
     request.check_beta(beta, c)
     reads_c = c is not None and beta != 0
     operands: list[Any] = [float(alpha)] if alpha != 1 else []
+    if c is not None:
+        _term("c", c)
     if reads_c:
-        operands += [_term("c", c), float(beta)]
+        operands += [c, float(beta)]
     if bias is not None:
         operands.append(_term("bias", bias))
         if tuple(bias.shape) != (columns,):

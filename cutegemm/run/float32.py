@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ BACKENDS = ("auto", "cute")
 in_use = False
 """Whether anybody has asked for another precision than IEEE, in any thread."""
 _of_process = "ieee"
-_of_thread = threading.local()
 _lock = threading.Lock()
 
 
@@ -50,8 +48,14 @@ class _Contexts:
         self.precision = self._open[-1][1] if self._open else None
 
 
-_NONE = _Contexts()
-"""Those of a thread that has never entered one."""
+class _OfThread(threading.local):
+    """The contexts of each thread."""
+
+    def __init__(self) -> None:
+        self.contexts = _Contexts()
+
+
+_of_thread = _OfThread()
 
 
 def set_float32_precision(precision: str) -> None:
@@ -79,13 +83,13 @@ def set_float32_precision(precision: str) -> None:
 
 def get_float32_precision() -> str:
     """The precision that float32 products of this thread have when their call gives none."""
-    return getattr(_of_thread, "contexts", _NONE).precision or _of_process
+    return _of_thread.contexts.precision or _of_process
 
 
-@contextlib.contextmanager
-def float32_precision(precision: str) -> Iterator[None]:
+class float32_precision(contextlib.ContextDecorator):
     """Context: as `set_float32_precision`, for the calling thread, until the context ends; of several that are open, as
-    in tasks of one event loop, the one that was entered last decides.
+    in tasks of one event loop, the one that was entered last decides. One object may be entered many times, and may
+    decorate a function.
 
     >>> with cutegemm.float32_precision("bf16x6"):
     ...     d = cutegemm.gemm(a, b)
@@ -93,15 +97,19 @@ def float32_precision(precision: str) -> Iterator[None]:
     Raises:
         ValueError: no such precision.
     """
-    _check(precision)
-    _use(precision)
-    contexts = getattr(_of_thread, "contexts", None)
-    if contexts is None:
-        contexts = _of_thread.contexts = _Contexts()
-    own = contexts.entered(precision)
-    try:
-        yield
-    finally:
+
+    def __init__(self, precision: str) -> None:
+        _check(precision)
+        self.precision = precision
+        self._entered: list[tuple[_Contexts, tuple[int, str]]] = []
+
+    def __enter__(self) -> None:
+        _use(self.precision)
+        contexts = _of_thread.contexts
+        self._entered.append((contexts, contexts.entered(self.precision)))
+
+    def __exit__(self, *_: object) -> None:
+        contexts, own = self._entered.pop()  # perhaps of another thread
         contexts.left(own)
 
 
@@ -115,7 +123,7 @@ def default(a: Any, backend: Any) -> str | None:
         return None  # an array that is given as backend compares element by element, and is refused later
     if backend == "auto" and not a.is_cuda:
         return None
-    return getattr(_of_thread, "contexts", _NONE).precision or _of_process
+    return _of_thread.contexts.precision or _of_process
 
 
 def of_gradients(precision: str | None) -> str | None:

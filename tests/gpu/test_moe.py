@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cutegemm
+from cutegemm.run import routing
 from tests.mixtures import agree, drawn, exact, leaves
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -37,6 +38,24 @@ def test_results_and_gradients(tokens, top_k, count, dtype, seed):
     # Without gradients the first product stores less, so that other configurations are chosen, which round otherwise.
     assert torch.equal(*alone)
     agree(alone[0], d, 2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "count"),
+    [(1, 8, 128), (7, 2, 8), (128, 8, 128), (1025, 1, 40), (700, 2, 1000), (8192, 8, 128), (70000, 8, 60)],
+)
+def test_slots_are_sorted_as_torch_sorts_them(tokens, top_k, count, index, seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    for alike in (False, True):
+        experts = torch.randint(-1, count + 1, (top_k, tokens), device="cuda", generator=generator).to(index).t()
+        if alike:
+            experts = experts[:1, :1].expand(tokens, top_k)
+        weights = torch.randn(tokens, 2 * top_k, device="cuda", generator=generator).bfloat16()[:, ::2]
+        found = [routing.route(experts, weights, count, "cute") for _ in range(2)]
+        want = routing.by_torch(experts, weights, count)
+        for *mine, theirs in zip(*found, want, strict=True):
+            assert all(torch.equal(each, theirs) for each in mine)
 
 
 def test_a_step_waits_for_nothing(seed):

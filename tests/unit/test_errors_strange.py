@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import decimal
 import fractions
+import re
 import warnings
 from typing import Any
 
@@ -404,3 +405,61 @@ def test_an_error_names_an_argument_of_the_call(multiply, named):
     """What is a term of gemm, or an index, is an operand of a program farther in."""
     with pytest.raises(ValueError, match=f"^{named}"):
         multiply()
+
+
+FP8, ONE = torch.eye(16).to(torch.float8_e4m3fn), torch.tensor(1.0)
+WEIGHTS = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 4)
+X16 = torch.randn(16, 128)
+NAMED = {
+    "c that is no tensor, beside scales": (
+        lambda: cutegemm.gemm(FP8, FP8, "junk", scale_a=ONE), TypeError, "c: got str"),
+    "c of another shape, beside scales": (
+        lambda: cutegemm.gemm(FP8, FP8, torch.ones(9, 9, 9), scale_a=ONE), ValueError, "c: got shape (9, 9, 9)"),
+    "c elsewhere, beside scales": (
+        lambda: cutegemm.gemm(FP8, FP8, torch.ones(16, 16, device="meta"), scale_a=ONE), ValueError, "c: it is"),
+    "c of another dtype, beside scales": (
+        lambda: cutegemm.gemm(FP8, FP8, torch.ones(16, 16).long(), scale_a=ONE), TypeError, "c: got dtype torch.int64"),
+    "save that is empty": (
+        lambda: cutegemm.gemm(X16, X16.t(), save=()), ValueError, "save: it is given without an epilogue"),
+    "dim that is a tensor": (
+        lambda: cutegemm.quantize(X16, torch.int8, dim=torch.ones(2)), ValueError, "dim: got"),
+    "blocks of lists": (
+        lambda: cutegemm.quantize(X16, torch.int8, "blocks", block=[[1], [128]]), ValueError, "block: got"),
+    "blocks of a bool": (
+        lambda: cutegemm.quantize(X16, torch.int8, "blocks", block=(True, 128)), ValueError, "block: got"),
+    "integer weights": (
+        lambda: cutegemm.nn.SwiGLU.from_weights(*(each.int() for each in WEIGHTS)), TypeError,
+        "gate: got dtype torch.int32, accepted are"),
+    "weights of two dtypes": (
+        lambda: cutegemm.nn.SwiGLU.from_weights(WEIGHTS[0].half(), *WEIGHTS[1:]), TypeError,
+        "up: got dtype torch.float32, expected that of gate, torch.float16"),
+    "weights on two devices": (
+        lambda: cutegemm.nn.SwiGLU.from_weights(*WEIGHTS[:2], WEIGHTS[2].to("meta")), ValueError,
+        "down: it is on meta, expected the device of gate, cpu"),
+    "a sparse weight": (
+        lambda: cutegemm.nn.Fp8SwiGLU.from_weights(*WEIGHTS[:2], WEIGHTS[2].to_sparse()), TypeError,
+        "down: got a nested tensor, or layout torch.sparse_coo; expected a dense"),
+    "a scale on meta": (
+        lambda: cutegemm.nn.Fp8Linear.from_quantized(FP8, ONE.to("meta")), ValueError,
+        "scale: it is on meta, expected the device of the weight, cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_wrong_is_named(name):
+    call, kind, message = NAMED[name]
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("call", [
+    lambda x: cutegemm.linear(x, x),
+    lambda x: cutegemm.moe(x, x[:, :2].long(), x[:, :2], x.expand(2, 8, 8), x[:, :4].expand(2, 8, 4)),
+    lambda x: cutegemm.nn.Fp8Linear(8, 4)(x),
+])  # fmt: skip
+def test_meta_tensors_are_refused_under_autocast_as_without(call):
+    x = torch.ones(8, 8, device="meta")
+    with pytest.raises(ValueError, match="meta") as without:
+        call(x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=re.escape(str(without.value))):
+        call(x)

@@ -182,6 +182,16 @@ def test_tasks_of_one_event_loop_leave_no_precision_behind():
     assert cutegemm.get_float32_precision() == "ieee"
 
 
+def test_a_context_may_be_entered_again_and_decorate():
+    context = cutegemm.float32_precision("tf32")
+    for _ in range(2):
+        with context, cutegemm.float32_precision("bf16x6"), context:
+            assert cutegemm.get_float32_precision() == "tf32"
+        assert cutegemm.get_float32_precision() == "ieee"
+    assert context(cutegemm.get_float32_precision)() == "tf32"
+    assert cutegemm.get_float32_precision() == "ieee"
+
+
 @pytest.mark.parametrize("wrong", ["fp32", None, 3])
 def test_other_precisions_are_refused(wrong):
     for use in (cutegemm.set_float32_precision, lambda p: cutegemm.float32_precision(p).__enter__()):

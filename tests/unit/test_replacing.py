@@ -1,0 +1,148 @@
+"""What `replace_linears`, `replace_mlps` and `replace_moe` have in common: which modules they take for ours, and that
+a model is never left half replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from cutegemm import replacing
+from cutegemm.nn import Fp8Linear, Fp8SwiGLU, Linear, SwiGLU, replace_linears, replace_mlps, replace_moe
+
+
+class MLP(nn.Module):
+    """A gated MLP as Hugging Face's models have it, or one that computes something else of it."""
+
+    def __init__(self, change=None, dtype=torch.float32):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(8, 16, False, dtype=dtype) for _ in range(2))
+        self.down_proj = nn.Linear(16, 8, False, dtype=dtype)
+        self.act_fn = nn.SiLU()
+        self.change = change
+
+    def forward(self, x):
+        result = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return result if self.change is None else self.change(result, x)
+
+
+class Experts(nn.Module):
+    """Stacked experts as transformers 5 has them."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 16, 8))
+        self.down_proj = nn.Parameter(torch.randn(3, 8, 8))
+        self.act_fn, self.factor = nn.SiLU(), factor
+
+    def forward(self, x, chosen, weights):
+        result = torch.zeros(x.shape[0], 8)
+        for choice in range(chosen.shape[1]):
+            for token, expert in enumerate(chosen[:, choice]):
+                gate, up = (x[token] @ self.gate_up_proj[expert].t()).chunk(2, -1)
+                h = self.act_fn(gate) * up
+                result[token] += self.factor * weights[token, choice] * (h @ self.down_proj[expert].t())
+        return result
+
+
+@pytest.mark.parametrize("zero", ["gate_proj", "up_proj", "down_proj"])
+def test_weights_of_zero_hide_nothing(zero, seed):
+    """Before training any module with them gives zero."""
+    torch.manual_seed(seed)
+    for change, kind in ((None, SwiGLU), (lambda y, x: 5 * y, MLP), (lambda y, x: y.clamp(max=0.1), MLP)):
+        module = MLP(change)
+        getattr(module, zero).weight.data.zero_()
+        before = torch.get_rng_state()
+        assert type(replace_mlps(nn.Sequential(module))[0]) is kind
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_experts_of_zero_hide_nothing(name):
+    for factor, same in ((1.0, False), (2.0, True)):
+        module = Experts(factor)
+        getattr(module, name).data.zero_()
+        assert (replace_moe(module) is module) is same
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.001), (torch.float16, 1.02), (torch.bfloat16, 1.05)])
+def test_a_module_that_differs_by_more_than_rounding_stays(dtype, factor, seed):
+    torch.manual_seed(seed)
+    assert type(replace_mlps(nn.Sequential(MLP(dtype=dtype)))[0]) is SwiGLU
+    module = MLP(lambda y, x: y * factor, dtype)
+    assert replace_mlps(module) is module
+
+
+@pytest.mark.parametrize("replace", [replace_linears, replace_mlps, replace_moe])
+def test_what_where_raises_leaves_the_model_as_it_was(replace):
+    model = nn.Sequential(nn.Linear(8, 8), MLP(), Experts(), nn.Linear(8, 8), MLP(), Experts())
+    before = list(model)
+    asked = []
+
+    def where(name, module):
+        asked.append(name)
+        if len(asked) > 1:
+            raise KeyError(name)
+        return True
+
+    with pytest.raises(KeyError):
+        replace(model, where=where)
+    assert list(model) == before
+    with pytest.raises(TypeError, match=r"where: got Tensor for the module '\d.*', expected True or False"):
+        replace(model, where=lambda name, module: torch.ones(2) > 0)
+    assert list(model) == before
+
+
+def test_what_where_answers_is_true_or_false():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    answers = {"0": "yes", "1": None, "2": torch.tensor(True)}
+    replace_linears(model, where=lambda name, module: answers[name])
+    assert [type(each) for each in model] == [Linear, nn.Linear, Linear]
+    whole = nn.Linear(8, 8)
+    assert type(replace_linears(whole)) is Linear
+    assert replace_linears(whole, where=lambda name, module: False) is whole
+
+
+def test_layers_of_ours_become_layers_of_8_bits(seed):
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"linear": nn.Linear(16, 16), "mlp": MLP(), "other": Linear(16, 32, activation="relu")})
+    once = replace_linears(replace_mlps(copy.deepcopy(model), dtype="fp8"), dtype="fp8")
+    twice = replace_linears(replace_mlps(model))
+    assert [type(each) for each in twice.values()] == [Linear, SwiGLU, Linear]
+    twice = replace_linears(replace_mlps(twice, dtype="fp8"), dtype="fp8")
+    for each in (once, twice):
+        assert [type(module) for module in each.values()] == [Fp8Linear, Fp8SwiGLU, Fp8Linear]
+        assert each["other"].settings.activation == "relu"
+    with torch.no_grad():
+        x = torch.randn(3, 16)
+        for name in ("linear", "other"):
+            assert torch.equal(once[name](x), twice[name](x))
+        assert torch.equal(once["mlp"](x[:, :8]), twice["mlp"](x[:, :8]))
+
+
+def test_a_swiglu_that_shares_a_weight_or_has_a_hook_stays():
+    model = nn.ModuleList(SwiGLU(8, 16) for _ in range(4))
+    model[1].gate_up_weight = model[0].gate_up_weight
+    model[2].register_forward_hook(lambda *_: None)
+    replace_mlps(model, dtype="fp8")
+    assert [type(each) for each in model] == [SwiGLU, SwiGLU, SwiGLU, Fp8SwiGLU]
+    assert all(type(each) is SwiGLU for each in replace_mlps(nn.ModuleList([SwiGLU(8, 16)])))
+    stacked = SwiGLU.from_weights(torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16))
+    stacked.gate_up_weight = nn.Parameter(stacked.gate_up_weight.detach().view(2, 16, 8))
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        want = stacked(x)
+        assert (replace_mlps(nn.ModuleList([stacked]), dtype="int8")[0](x) - want).norm() < 0.1 * want.norm()
+
+
+def test_rounding_is_that_of_the_dtype():
+    assert replacing._rounding(torch.ones(1)) == 1e-4
+    assert replacing._rounding(torch.ones(1).half()) < replacing._rounding(torch.ones(1).bfloat16())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert replacing._rounding(torch.ones(1)) == 0.02
+    finally:
+        torch.set_float32_matmul_precision("highest")

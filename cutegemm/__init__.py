@@ -9,6 +9,7 @@ Importing the package touches no GPU and starts no thread; the compilers are imp
 needed.
 """
 
+from cutegemm import moe_operator as torch_moe_op
 from cutegemm import nn, ops
 from cutegemm.errors import EpilogueError, GemmError, UnsupportedError
 from cutegemm.gemm import explain, gemm, prepare, trace_epilogue
@@ -54,4 +55,10 @@ __all__ = [
     "tune",
 ]
 
-del torch_op, torch_program_op, torch_quantize_op, torch_scaled_op  # imported for the operators that they define
+del (
+    torch_moe_op,
+    torch_op,
+    torch_program_op,
+    torch_quantize_op,
+    torch_scaled_op,
+)  # imported for the operators that they define

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cutegemm import backend as backends
+from cutegemm import native
 from cutegemm.grouped import by_operator, grouped_gemm
 from cutegemm.problem import request
 from cutegemm.problem.dtypes import dtype_name
@@ -32,13 +33,13 @@ from cutegemm.problem.program.derive import Source
 from cutegemm.problem.program.graph import Input, Program
 from cutegemm.problem.program.known import lookup
 from cutegemm.problem.work import ROWS
-from cutegemm.pytorch import autograd, mlp, sharded, sharding_programs
+from cutegemm.pytorch import autocast, autograd, mlp, sharded, sharding_programs
 from cutegemm.pytorch.dispatch import is_beyond_autograd
 from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
 from cutegemm.pytorch.routing_operator import route as route_operator
-from cutegemm.run import routing
+from cutegemm.run import grouped, routing
 from cutegemm.run.routing import Routing
 
 WEIGHT = Source("operand", 0)
@@ -87,9 +88,14 @@ def moe(
         TypeError, ValueError: a bad argument; the message names it, what was given and what is accepted.
         UnsupportedError, GemmError, NotImplementedError: as `grouped_gemm`.
     """
-    _check(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
+    tell = False
+    if not torch.compiler.is_dynamo_compiling() and (serves := native.mixture) is not None:
+        found = serves(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
+        if found is not None and not (tell := found is NotImplemented):
+            return found
+    check(x, experts, weights, w_gate_up, w_down, activation, precision, backend)
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if autocast.is_on(kind):
         dtype = torch.get_autocast_dtype(kind)
         precision = None if x.dtype == torch.float32 and dtype != torch.float32 else precision
         x, w_gate_up, w_down = x.to(dtype), w_gate_up.to(dtype), w_down.to(dtype)
@@ -100,24 +106,49 @@ def moe(
     if sharded.is_distributed(x, experts, weights, w_gate_up, w_down):
         run = _outside_of_graphs if torch.compiler.is_dynamo_compiling() else _of_parts
         return run(x, experts, weights, w_gate_up, w_down, Settings(activation, precision, backend))
-    w_gate_up = w_gate_up.flatten(1, 2) if w_gate_up.dim() == 4 else w_gate_up
-    shape, top_k = x.shape[:-1], experts.shape[-1]
-    count = math.prod(shape)  # not shape.numel(), which makes a symbolic size a number
-    tokens = x.reshape(count, x.shape[-1])
-    chosen, scales = experts.reshape(count, top_k), weights.reshape(count, top_k)
     settings, groups = Settings(activation, precision, backend), w_gate_up.shape[0]
-    operands = tokens, w_gate_up, w_down
-    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (*operands, scales))
-    beyond = not torch.compiler.is_dynamo_compiling() and is_beyond_autograd(*operands, scales, chosen)
-    if beyond or recorded:
-        scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)
+    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (x, weights, w_gate_up, w_down))
+    beyond = not torch.compiler.is_dynamo_compiling() and is_beyond_autograd(x, experts, weights, w_gate_up, w_down)
+    if not (beyond or recorded):
+        if torch.compiler.is_dynamo_compiling():
+            made: torch.Tensor = torch.ops.cutegemm.moe(x, experts, weights, w_gate_up, w_down, *settings)
+            return made
+        return unrecorded(x, experts, weights, w_gate_up, w_down, settings, tell)
+    tokens, chosen, scales = _by_tokens(x, experts, weights)
+    scales = scales.masked_fill(chosen != chosen.clamp(0, groups - 1), 0)
+    operands = tokens, _stacked(w_gate_up), w_down
     if beyond:
         result = settings.composed(routing.by_torch(chosen, None, groups), *operands, scales)
-    elif recorded:
-        result = Mixture.apply(*operands, scales, *routed(chosen, scales.detach(), groups, backend), *settings)
     else:
-        result = settings.composed(routed(chosen, scales.detach(), groups, backend), *operands, scales)
-    return result.view(*shape, w_down.shape[1])
+        result = Mixture.apply(*operands, scales, *routed(chosen, scales.detach(), groups, backend), *settings)
+    return result.view(*x.shape[:-1], w_down.shape[1])
+
+
+def unrecorded(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
+    settings: Settings, tell: bool,
+) -> torch.Tensor:  # fmt: skip
+    """`moe` of plain tensors, of which no gradient is recorded. tell: whether to tell the C++ part how it is launched.
+    """
+    tokens, chosen, scales = _by_tokens(x, experts, weights)
+    operands = tokens, _stacked(w_gate_up), w_down
+    route = routing.route(chosen, scales.detach(), w_gate_up.shape[0], settings.backend)
+    result: torch.Tensor = settings.composed(route, *operands, scales)
+    if tell:
+        how = settings.launches(chosen, scales, *operands)
+        native.install_mixture((x, experts, weights, w_gate_up, w_down, *settings), how)
+    return result.view(*x.shape[:-1], w_down.shape[1])
+
+
+def _by_tokens(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with their leading dimensions merged."""
+    # Not shape.numel(), which makes a symbolic size a number; nor -1, which an empty tensor does not say.
+    return [each.reshape(math.prod(each.shape[:-1]), each.shape[-1]) for each in tensors]
+
+
+def _stacked(w_gate_up: torch.Tensor) -> torch.Tensor:
+    """(E, 2 F, H) of that or of (E, 2, F, H)."""
+    return w_gate_up.flatten(1, 2) if w_gate_up.dim() == 4 else w_gate_up
 
 
 def _of_parts(x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any, settings: Settings) -> Any:
@@ -192,6 +223,40 @@ class Settings(NamedTuple):
         """rows @ b in groups, and each token's rows added up: (tokens, columns of b)."""
         slots = self.product(rows, b, route.ends, places=route.places)
         return slots if top_k == 1 else slots.view(slots.shape[0] // top_k, top_k, slots.shape[1]).sum(1)
+
+    def launches(self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any) -> tuple[Any, ...] | None:
+        """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
+        torch computes a part of it.
+        """
+        from cutegemm.run import routing_kernels
+
+        slots, count = experts.numel(), gate_up.shape[0]
+        sorting = routing_kernels.plan_of(experts, weights, count) if self.backend in ("auto", "cute") else None
+        if sorting is None or (sort := routing_kernels.launchers(sorting, experts, weights, count)) is None:
+            return None
+
+        def like(kind: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=kind, device=x.device)
+
+        ends, places, rows = (like(torch.int32, extent) for extent in (count, slots, slots))
+        text = _programs(self.activation, weights.dtype, x.dtype, (False, False))[0]
+        hidden = grouped.launch_of(
+            x, gate_up.mT, Sizes(ends, None, rows, None), program_of(text), (like(weights.dtype, slots, 1),),
+            self.precision, self.backend, ((2, 0), (3, 0)), 5,
+        )  # fmt: skip
+        h = like(x.dtype, slots, down.shape[2])
+        result = grouped.launch_of(
+            h,
+            down.mT,
+            Sizes(ends, None, None, places),
+            program_of(PRODUCT),
+            (),
+            self.precision,
+            self.backend,
+            ((2, 0), (4, 0)),
+            5,
+        )
+        return None if hidden is None or result is None else (*sort, hidden, result)
 
     def composed(self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any) -> Any:
         """The mixture by calls that know every order of derivative."""
@@ -299,7 +364,7 @@ def _of_hidden(
     return both, outs[-1].float().sum(1).to(weight.dtype) if wants[1] else None
 
 
-def _check(
+def check(
     x: Any, experts: Any, weights: Any, w_gate_up: Any, w_down: Any, activation: Any, precision: Any, backend: Any
 ) -> None:
     """Raises TypeError or ValueError naming the argument, what was given and what is accepted."""
@@ -317,7 +382,7 @@ def _check(
             raise TypeError(f"{name}: got dtype {tensor.dtype}, accepted are {_ACCEPTED}")
     if experts.dtype != torch.int64 and experts.dtype != torch.int32:
         raise TypeError(f"experts: got dtype {experts.dtype}, accepted are torch.int64, torch.int32")
-    if not torch.is_autocast_enabled(x.device.type):
+    if not autocast.is_on(x.device.type):
         for name in ("w_gate_up", "w_down"):
             if tensors[name].dtype != x.dtype:
                 raise TypeError(f"{name}: got dtype {tensors[name].dtype}, expected that of x, {x.dtype}")

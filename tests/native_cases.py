@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,12 +18,14 @@ import cutegemm
 from cutegemm.cute import compile as compiler
 from cutegemm.cute.quantize import kernel as quantize
 from cutegemm.cute.quantize.config import Tile
+from cutegemm.cute.routing import config as sorting
+from cutegemm.cute.routing import kernel as sort_kernel
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.emulator.capture import _Any
 from cutegemm.problem import reference, torch_dtype
 from cutegemm.problem.program.evaluate import evaluate
 from cutegemm.problem.quantization import NAMED, scale_of, values_of
-from cutegemm.run import arguments
+from cutegemm.run import arguments, routing
 from tuning import host_stub
 
 _FLOAT = 3
@@ -68,15 +71,50 @@ class TorchKernel(StandaloneKernel):
         launched.append(Launched(self._by, tuple(given)))
         if refuse_next:
             return refuse_next.pop()
-        quantizes = isinstance(self.config, Tile)
-        if quantizes:
-            names = [*quantize.POINTERS, "stream", *(name for name, _ in quantize.NUMBERS)]
+        alone = {Tile: (quantize, self._quantize), sorting.Tile: (sort_kernel, self._sort)}.get(type(self.config))
+        if alone:
+            names = [*alone[0].POINTERS, "stream", *(name for name, _ in alone[0].NUMBERS)]
         else:
             names = [each.name for each in arguments.host(self.signature, self.config.extra_arguments)]
         assert len(names) == count
+        compute = alone[1] if alone else self._compute if self.signature.work == "dense" else self._compute_groups
         with torch.no_grad():
-            (self._quantize if quantizes else self._compute)(dict(zip(names, given, strict=True)))
+            compute(dict(zip(names, given, strict=True)))
         return 0
+
+    def _sort(self, given: dict[str, Any]) -> None:
+        s: Any = self.signature
+        if s.does == "count":  # the launch behind it counts again
+            return
+        shape = given["slots"] // given["top_k"], given["top_k"]
+        index, weight = torch_dtype(s.index) if s.index == "int32" else torch.int64, torch_dtype(s.weight)
+        experts = _at(given["experts"], index, shape, (given["e_token"], given["e_choice"]))
+        weights = _at(given["weights"], weight, shape, (given["w_token"], given["w_choice"]))
+        for name, each in zip(
+            sort_kernel.POINTERS[2:], routing.by_torch(experts, weights, given["groups"]), strict=False
+        ):
+            _at(given[name], each.dtype, tuple(each.shape), each.stride()).copy_(each)
+
+    def _compute_groups(self, given: dict[str, Any]) -> None:
+        """Groups of rows of A, which are gathered, or of D, which are scattered."""
+        s, (m, n, k, groups) = self.signature, (given[name] for name in ("m", "n", "k", "batch"))
+        dtype, out_dtype, gathered = torch_dtype(s.dtype), torch_dtype(s.out_dtype), s.work == "gathered_m"
+        index = _at(given["index"], torch.int32, (m,), (1,)).long()
+        a = _matrix(given["a"], dtype, 1, given["index_rows"] if gathered else m, k, 0, s.a_major == "k", given["lda"])[
+            0
+        ]
+        b = _matrix(given["b"], dtype, groups, k, n, given["b_batch"], s.b_major == "n", given["ldb"])
+        ends = [0, *_at(given["ends"], torch.int32, (groups,), (1,)).tolist()]
+        z = torch.cat([
+            (a[index] if gathered else a)[first:last].float() @ b[group].float()
+            for group, (first, last) in enumerate(itertools.pairwise(ends))
+        ])  # fmt: skip
+        if s.epilogue.custom is not None:
+            operands = [self._operand(each, given, 1, m, n)[0] for each in s.epilogue.custom.inputs]
+            (z,) = evaluate(s.epilogue.custom, z, operands, dtype=FP32)
+        columns = z.shape[1]
+        d = _matrix(given["d"], out_dtype, 1, m if gathered else given["index_rows"], columns, 0, True, given["ldd"])[0]
+        d[slice(None) if gathered else index] = z.to(out_dtype)
 
     def _quantize(self, given: dict[str, Any]) -> None:
         s: Any = self.signature

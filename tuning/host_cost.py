@@ -10,7 +10,7 @@ descriptors. Python's way and the C++ part's stand beside each other. The column
 whose dispatch, allocation and bookkeeping are those of its CUDA operator, with a small product in place of cuBLAS's
 choice and launch; that of "K split" has the time of a large product instead, and says nothing. Backward passes run in
 the calling thread there. Beside `quantize` stands torch's conversion without scales, beside nn.Fp8Linear torch's layer
-in 16 bits.
+in 16 bits, beside `moe` what transformers 5 calls, eager.
 
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met on the GPU that
 `--arch` names: random problems of `tuning.untuned`, the fastest of some rounds each, after one that worked out what
@@ -45,7 +45,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.run import call as call_module
 from cutegemm.run.progress import Bars
 from cutegemm.tuner import timing
-from tuning import cli, host_stub, untuned
+from tuning import cli, host_stub, moe, untuned
 
 
 def candidates(
@@ -74,6 +74,10 @@ def candidates(
     def mlp(given: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = functional.linear(given, gate_up).chunk(2, -1)
         return functional.silu(gate) * up
+
+    experts = torch.arange(2 * size, device=device).view(size, 2) % 8
+    shares = torch.ones(size, 2, device=device, dtype=dtype)
+    of_experts = torch.stack([stacked] * 8), torch.stack([weight] * 8)
 
     def without_gradients(function: Callable[[], object]) -> Callable[[], object]:
         return torch.no_grad()(function)
@@ -108,6 +112,10 @@ def candidates(
         "nn.SwiGLU, no_grad": (
             without_gradients(lambda: functional.linear(mlp(x, stacked), weight)),
             without_gradients(lambda: gated(x)),
+        ),
+        "moe, two of eight experts": (
+            lambda: moe.grouped_mm(x, experts, shares, *of_experts),
+            lambda: cutegemm.moe(x, experts, shares, *of_experts),
         ),
         "quantize, rows": (lambda: x.to(fp8), lambda: cutegemm.quantize(x, fp8)),
         "mm of fp8, scales of rows": (

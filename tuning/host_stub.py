@@ -22,13 +22,13 @@ import torch
 
 from cutegemm import native
 from cutegemm.choice import spills
-from cutegemm.choice.plan import Memo
+from cutegemm.choice.plan import Memo, PlanMemo
 from cutegemm.cute import compile as compiler
 from cutegemm.cute import workspace
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.hardware import arch as arch_table
 from cutegemm.native import build
-from cutegemm.run import call, fused, quantize_kernels, quantizing, runner
+from cutegemm.run import call, fused, grouped, quantize_kernels, quantizing, routing_kernels, runner
 
 _SOURCE = """
 int launch(void *self, const void *arguments, int count, void *result) { return 0; }
@@ -104,6 +104,11 @@ def on_cpu(
         patch(quantize_kernels, "build", kernel)
         patch(quantize_kernels.Arch, "of_device", lambda index: arch)
         patch(quantizing, "_remembered", Memo(limit=4096))
+        patch(routing_kernels, "_kernels", Memo(limit=1024))
+        patch(routing_kernels, "build", kernel)
+        patch(routing_kernels.Arch, "of_device", lambda index: arch)
+        patch(grouped, "memo", PlanMemo())
+        patch(torch.cuda, "is_current_stream_capturing", lambda: False)
         # In C, as torch's own: the index of the CPU is None, and the handle of the default stream 0.
         patch(torch._C, "_cuda_getDevice", [].clear)
         patch(torch._C, "_cuda_getCurrentRawStream", {None: 0}.get)
@@ -124,7 +129,8 @@ def on_cpu(
         finally:
             if module is not None:
                 module.leave_operators()
-                for name in ("gemm", "gemm_program", "scaled_gemm", "quantize", "quantize_given", "quantized_linear"):
+                for name in ("gemm", "gemm_program", "scaled_gemm", "quantize", "quantize_given", "quantized_linear",
+                             "moe"):  # fmt: skip
                     getattr(torch.ops.cutegemm, name).default._dispatch_cache.clear()  # of keys that had a kernel
                 native.take_back()
             fused.memo.clear()

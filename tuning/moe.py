@@ -1,6 +1,6 @@
 """Times `cutegemm.moe` against the compiled grouped_mm path of transformers: `python -m tuning.moe`.
 
-    forward     of 16 to 8192 tokens, without gradients
+    forward     of 1 to 8192 tokens, without gradients
     training    forward and backward, to gradients of x, of the routing's weights and of both weights of the experts
 
 A block has 128 experts of which a token takes 8, 2048 -> 768 -> 2048 (Qwen3-30B-A3B), or 8 of which it takes 2,
@@ -26,7 +26,7 @@ from tuning import blocks, cli
 
 AIMS = {False: 1.2, True: 1.15}
 """Ratios to torch that are wanted at every point: forward, and of training steps."""
-TOKENS = "16,32,64,128,256,512,1024,2048,4096,8192"
+TOKENS = "1,4,16,32,64,128,256,512,1024,2048,4096,8192"
 Step = Callable[..., torch.Tensor]
 """step(x, experts, weights, w_gate_up, w_down) -> the mixture"""
 

@@ -1,10 +1,10 @@
 """Host code in C++ for repeated calls of plain CUDA tensors, and Python where it is not there; see docs/host.md.
 
-`gemm`, `linear`, `quantize` and `nn.Fp8Linear` ask the functions here first. They find a call's prepared launches by
+`gemm`, `linear`, `quantize`, `nn.Fp8Linear` and `moe` ask the functions here first. They find a call's prepared launches by
 what the call looks like and enqueue them, or answer None: then Python computes, as it does for all that is new or
-unusual. The operators torch.ops.cutegemm.gemm, gemm_program, scaled_gemm, quantize, quantize_given and quantized_linear
-are served in the same way. The extension is compiled against the torch that is installed, once, by a thread in the
-background that the first call of a kernel starts; no call waits for it.
+unusual. The operators torch.ops.cutegemm.gemm, gemm_program, scaled_gemm, quantize, quantize_given, quantized_linear
+and moe are served in the same way. The extension is compiled against the torch that is installed, once, by a thread in
+the background that the first call of a kernel starts; no call waits for it.
 
 Python tells it what may be done in its place: `install` of a launch that was planned, `forget` when plans are dropped,
 `lend` of a workspace and `take_back`.
@@ -36,6 +36,8 @@ scaled: Callable[..., Any] | None = None
 quantized_linear: Callable[..., Any] | None = None
 """quantized_linear(x, weight, weight_scale, input_scale, bias, scaling, activation, *how) -> the two in a row, with new
 scales or the one given; None and NotImplemented as `program`. Both of its steps are told of by themselves."""
+mixture: Callable[..., Any] | None = None
+"""mixture(x, experts, weights, w_gate_up, w_down, activation, precision, backend) -> the result of `moe`, likewise."""
 
 names: tuple[tuple[str | None, ...], ...] = ()
 """The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
@@ -59,6 +61,7 @@ in_python: dict[str, Callable[..., Any]] = {}
     quantize_given(keys, tell, *arguments) -> values
         the operators of these names; keys: as above, or None below autograd. tell: whether to tell the launches
     quantized_linear(keys, tell, *arguments) -> D
+    moe(keys, tell, *arguments) -> D
     gemm_program(keys, tell, *arguments) -> a list
         likewise
     scaled(tell, *arguments) -> D
@@ -74,6 +77,7 @@ HOOKS = (
     "scaled",
     "quantized_linear",
     "gemm_program",
+    "moe",
 )
 """The order in which the extension is given them."""
 
@@ -165,13 +169,13 @@ def leave_float32_to_python() -> None:
 
 def serve(module: Any) -> None:
     """Lets calls ask this extension from now on, or none (None)."""
-    global gemm, linear, program, quantize, scaled, quantized_linear
+    global gemm, linear, program, quantize, scaled, quantized_linear, mixture
     _state.module = module
     if module and _state.asks_for_float32:
         module.leave_float32_to_python()
-    gemm, linear, program, quantize, scaled, quantized_linear = (
+    gemm, linear, program, quantize, scaled, quantized_linear, mixture = (
         getattr(module, name) if module else None
-        for name in ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear")
+        for name in ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear", "mixture")
     )
 
 
@@ -227,6 +231,17 @@ def install_program(arguments: tuple[Any, ...], launch: tuple[Any, ...] | None) 
     """
     if _state.module is not None:
         _state.module.install_program(*arguments, launch)
+
+
+def install_mixture(arguments: tuple[Any, ...], how: tuple[Any, ...] | None) -> None:
+    """Remembers what launches the call `mixture(*arguments)`, and all like it.
+
+    how: the launchers that sort, of experts, weights, ends, places, rows, sorted weights and counts; how many counts
+        there are; and what `cutegemm.run.fused.launch_of` gives of the two products: of x, w_gate_up, ends, rows,
+        places and the sorted weights, and of the hidden rows, w_down, ends, rows and places. None: Python computes it.
+    """
+    if _state.module is not None:
+        _state.module.install_mixture(*arguments, how)
 
 
 def forget() -> None:

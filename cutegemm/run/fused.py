@@ -147,8 +147,9 @@ def planning() -> contextlib.AbstractContextManager[Any]:
 
 
 def launch_of(
-    plan: Plan, asked: ProgramRequest, places: dict[int, tuple[int, int]], numbers: dict[int, int], count: int
-) -> tuple[Any, ...] | None:
+    plan: Plan, asked: ProgramRequest, places: dict[int, tuple[int, int]], numbers: dict[int, int], count: int,
+    arrays: Sequence[tuple[int, int]] = (),
+) -> tuple[Any, ...] | None:  # fmt: skip
     """What `native.install_program` takes of a call without `out`: the fields of a `Launcher`, (tensor, offset in
     bytes) for each address, (number given, constant) for each number, (shape, dtype) for each result. None: it needs
     Python.
@@ -156,6 +157,7 @@ def launch_of(
     Args:
         places: (tensor, offset) of each operand that is a tensor. Tensors 0 and 1 are a and b.
         numbers: which of the numbers given each other operand is. count: tensors given, behind which results stand.
+        arrays: (tensor, offset) of each array of a product in groups.
     """
     if plan.kernel is None or plan.emulated or plan.copies or plan.preparations or asked.temporaries:
         return None
@@ -177,6 +179,7 @@ def launch_of(
         addresses = (0, 0), (1, 0), nowhere, nowhere, first, *places.values(), *more
         scalars = [*((-1, each) for each in _UNUSED), *((each, 0.0) for each in numbers.values())]
     dtypes = (torch_dtype(str(output.dtype)) for output in asked.program.outputs)
+    addresses = *addresses[:5], *arrays, *addresses[5:]
     return *launcher, addresses, tuple(scalars), tuple(zip(map(tuple, asked.shapes), dtypes, strict=True))
 
 

@@ -14,6 +14,7 @@ from cutegemm import backend as backends
 from cutegemm.choice.plan import Plan, PlanMemo
 from cutegemm.problem import grouped_request, packing, torch_dtype
 from cutegemm.problem.grouped_request import Sizes
+from cutegemm.problem.program.graph import Program
 from cutegemm.problem.program_request import ProgramRequest, Results
 from cutegemm.problem.work import TABLE as WORKS
 from cutegemm.problem.work import Work
@@ -113,6 +114,26 @@ def _runner(plan: Plan, asked: ProgramRequest) -> Runner:
         return results[0] if len(asked.shapes) == 1 else results
 
     return run
+
+
+def launch_of(
+    a: Any, b: Any, sizes: Sizes, program: Program, operands: Sequence[torch.Tensor], precision: Any, backend: str,
+    arrays: Sequence[tuple[int, int]], first: int,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """What `fused.launch_of` gives of the call with these arguments, which was computed; None where it needs Python.
+
+    Args:
+        arrays: (tensor, offset) of each of its arrays, among those that the C++ part has.
+        first: the number of the first operand there; results stand behind the last one.
+    """
+    key = key_of(a, b, sizes, program, operands, None, None, precision, backend, None)
+    with fused.planning():
+        plan = memo.plan(key)
+        if plan is None:
+            return None
+        asked = grouped_request.describe(a, b, sizes, program, operands, None, None, precision)
+        places = {i: (first + i, 0) for i in range(len(operands))}
+        return fused.launch_of(plan, asked, places, {}, first + len(operands), arrays)
 
 
 def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:

@@ -13,6 +13,7 @@ from cutegemm.cute.routing.config import Signature, Tile
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
+from cutegemm.native import Launcher
 from cutegemm.problem.dtypes import dtype_name
 from cutegemm.run import runner
 from cutegemm.run.environment import variable
@@ -58,6 +59,28 @@ def plan_of(experts: torch.Tensor, weights: torch.Tensor, count: int) -> Plan | 
     return Plan(kernels, ctas, early)
 
 
+def launchers(
+    plan: Plan, experts: torch.Tensor, weights: torch.Tensor, count: int
+) -> tuple[tuple[Launcher, ...], int] | None:
+    """How a plan is launched without Python, and how many counts its launches exchange; None where it cannot be."""
+    with current_device(experts.device):
+        addresses = [kernel.address for kernel in plan.kernels]
+    if None in addresses:
+        return None
+    numbers = _numbers(plan, experts, weights, count)
+    return tuple(Launcher(int(each or 0), 0, 0, numbers) for each in addresses), _counts(plan, count)
+
+
+def _numbers(plan: Plan, experts: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[int, ...]:
+    """The numbers of a launch, in the order of `cute.routing.kernel.NUMBERS`."""
+    slots, top_k = experts.numel(), experts.shape[1]
+    return slots, top_k, count, plan.ctas, *experts.stride(), *weights.stride(), int(plan.early)
+
+
+def _counts(plan: Plan, count: int) -> int:
+    return plan.ctas * count if plan.ctas > 1 else 0
+
+
 def build(signature: Signature, tile: Tile, arch: Arch) -> StandaloneKernel:
     """The kernel, from the store or compiled now. Raises GemmError with the compiler's words."""
 
@@ -71,14 +94,12 @@ def build(signature: Signature, tile: Tile, arch: Arch) -> StandaloneKernel:
 
 def run(plan: Plan, experts: torch.Tensor, weights: torch.Tensor, made: tuple[torch.Tensor, ...]) -> None:
     """Launches a plan, or emulates it. made: the tensors of a `Routing`, which are written."""
-    ctas, count, device = plan.ctas, made[0].shape[0], experts.device
-    counts = torch.empty(ctas * count, dtype=torch.int32, device=device) if ctas > 1 else None
+    count, device = made[0].shape[0], experts.device
+    exchanged = _counts(plan, count)
+    counts = torch.empty(exchanged, dtype=torch.int32, device=device) if exchanged else None
     tensors = experts, weights, *made, counts
     addresses = [0 if each is None else each.data_ptr() for each in tensors]
-    numbers = (
-        experts.numel(), experts.shape[1], count, ctas, *experts.stride(), *weights.stride(),
-        int(plan.early),
-    )  # fmt: skip
+    numbers = _numbers(plan, experts, weights, count)
     if device == runner._CPU:
         _emulate(plan, addresses, tensors, numbers)
         return

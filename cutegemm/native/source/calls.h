@@ -1,16 +1,10 @@
-// The functions that `gemm` with an epilogue or scales, `quantize` and `nn.Fp8Linear` ask first. Each answers with its
-// result, with None where Python computes, and with NotImplemented where nobody has told how such a call is launched:
-// Python then computes it, and tells.
+// The functions that `gemm` with an epilogue or scales, `quantize` and `nn.Fp8Linear` ask first.
 #pragma once
 
 #include "layer.h"
-#include "reading.h"
+#include "mixture.h"
 
 namespace cutegemm {
-
-inline PyObject* answer_of(Found found) {
-  return Py_NewRef(found == Found::unknown ? Py_NotImplemented : Py_None);
-}
 
 constexpr Py_ssize_t TO_QUANTIZE = 5, TO_SCALE = 7 + FIELDS;
 
@@ -61,8 +55,7 @@ inline PyObject* install_quantize(PyObject*, PyObject* const* args, Py_ssize_t c
     long long maxima = 0;
     if (!PyArg_ParseTuple(args[TO_QUANTIZE], "O!OOOL", &PyTuple_Type, &steps, &shape, &strides, &scales, &maxima))
       throw_python_error();
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(steps); ++i)
-      read_launch(PyTuple_GET_ITEM(steps, i), known->steps.emplace_back());
+    read_launches(steps, known->steps);
     known->shape = numbers_of(shape), known->strides = numbers_of(strides), known->maxima = maxima;
     if (scales != Py_None) known->scales = numbers_of(scales);
     TORCH_CHECK(known->scales.has_value() != (scale != nullptr), "cutegemm: expected new scales or given ones");

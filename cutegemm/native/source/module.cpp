@@ -193,7 +193,7 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   table_of<Product>().clear(), table_of<OfProgram>().clear();
-  table_of<ScaledProduct>().clear(), table_of<Quantization>().clear();
+  table_of<ScaledProduct>().clear(), table_of<Quantization>().clear(), table_of<Mixture>().clear();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -210,7 +210,7 @@ PyObject* known(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   return checked(PyLong_FromSize_t(
       table_of<Product>().size() + table_of<OfProgram>().size() + table_of<ScaledProduct>().size() +
-      table_of<Quantization>().size()));
+      table_of<Quantization>().size() + table_of<Mixture>().size()));
   END_HANDLE_TH_ERRORS
 }
 
@@ -302,10 +302,12 @@ PyMethodDef methods[] = {
     {"quantize", fast<quantize>(), METH_FASTCALL, nullptr},
     {"scaled", fast<scaled>(), METH_FASTCALL, nullptr},
     {"quantized_linear", fast<quantized_linear>(), METH_FASTCALL, nullptr},
+    {"mixture", fast<mixture>(), METH_FASTCALL, nullptr},
     {"install", fast<install>(), METH_FASTCALL, nullptr},
     {"install_program", fast<install_program>(), METH_FASTCALL, nullptr},
     {"install_quantize", fast<install_quantize>(), METH_FASTCALL, nullptr},
     {"install_scaled", fast<install_scaled>(), METH_FASTCALL, nullptr},
+    {"install_mixture", fast<install_mixture>(), METH_FASTCALL, nullptr},
     {"forget", forget, METH_NOARGS, nullptr},
     {"known", known, METH_NOARGS, nullptr},
     {"leave_float32_to_python", leave_float32_to_python, METH_NOARGS, nullptr},

@@ -5,6 +5,12 @@
 
 namespace cutegemm {
 
+// A call's answer other than its result: None where Python computes it, NotImplemented where nobody has told how such a
+// call is launched: Python then computes it, and tells.
+inline PyObject* answer_of(Found found) {
+  return Py_NewRef(found == Found::unknown ? Py_NotImplemented : Py_None);
+}
+
 // False for what is neither None nor a tensor of torch's own classes.
 inline bool read_tensor(PyObject* object, const at::Tensor*& tensor) {
   if (object == Py_None) return true;
@@ -69,6 +75,11 @@ inline void read_launch(PyObject* fields, Launch& launch) {
   launch.launcher = reinterpret_cast<Launcher>(number(0));
   launch.words = static_cast<int64_t>(number(1)), launch.parts = static_cast<int64_t>(number(2));
   for (int64_t value : numbers_of(PyTuple_GET_ITEM(fields, 3))) launch.behind.push_back(Value::of(value));
+}
+
+inline void read_launches(PyObject* tuple, std::vector<Launch>& launches) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i)
+    read_launch(PyTuple_GET_ITEM(tuple, i), launches.emplace_back());
 }
 
 // (*launcher, shape, dtype, swapped)

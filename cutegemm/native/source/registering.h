@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "layer.h"
+#include "mixture.h"
 #include "operator.h"
 
 namespace cutegemm {
@@ -29,12 +30,14 @@ inline void register_operators() {
   device.impl("quantize_given", TORCH_FN(quantize_given_on_device));
   device.impl("scaled_gemm", TORCH_FN((scaled_gemm_on_device<SCALED_OPTION_TYPES>)));
   device.impl("quantized_linear", TORCH_FN((quantized_linear_on_device<OPTION_TYPES>)));
+  device.impl("moe", TORCH_FN(moe_on_device));
   torch::Library& autograd = on(served.autograd);
   autograd.impl("gemm", TORCH_FN((gemm_recorded<OPTION_TYPES>)));
   autograd.impl("gemm_program", TORCH_FN((gemm_program_recorded<PROGRAM_OPTION_TYPES>)));
   autograd.impl("quantize", TORCH_FN(quantize_recorded));
   autograd.impl("quantize_given", TORCH_FN(quantize_given_recorded));
   autograd.impl("quantized_linear", TORCH_FN((quantized_linear_recorded<OPTION_TYPES>)));
+  autograd.impl("moe", TORCH_FN(moe_recorded));
 }
 
 inline void unregister_operators() { registrations().clear(); }

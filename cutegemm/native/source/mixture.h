@@ -1,0 +1,166 @@
+// A mixture of experts by prepared launches; cutegemm/moe.py tells of them.
+#pragma once
+
+#include <ATen/ops/sum.h>
+
+#include "reading.h"
+
+namespace cutegemm {
+
+// The launches of a call, in order: those that sort its slots, and its two products in groups.
+struct Mixture {
+  std::vector<Launch> sorting;  // they take experts, weights, ends, places, rows, sorted weights and counts
+  int64_t counts = 0;           // numbers that they exchange
+  ProgramLaunch hidden;         // of x, gate_up, ends, rows, places and the sorted weights
+  ProgramLaunch slots;          // of the hidden rows, down, ends, rows and places
+};
+
+struct ToMix {
+  const at::Tensor *x = nullptr, *experts = nullptr, *weights = nullptr, *gate_up = nullptr, *down = nullptr;
+  Matrix rows, choice, weight, first, second;
+  Options options;
+  int device = 0;
+
+  // False where Python must look at them. Leading dimensions are merged.
+  bool describe() {
+    device = x->device().index();
+    for (const at::Tensor* each : {experts, weights, gate_up, down})
+      if (each->device() != x->device()) return false;
+    return describe_rows(*x, rows) && describe_rows(*experts, choice) && describe_rows(*weights, weight) &&
+           cutegemm::describe(*gate_up, first) && cutegemm::describe(*down, second) && rows.dim == 2 &&
+           choice.dim == 2 && weight.dim == 2 && x->dim() == experts->dim() && choice.sizes[0] == rows.sizes[0];
+  }
+
+  Key key() const {
+    Key made;
+    made.add(options.activation << 8, device, options);
+    for (const Matrix* each : {&rows, &choice, &weight, &first, &second}) made.add(*each, 15);
+    return made;
+  }
+
+  bool records() const { return !nothing_recorded({x, experts, weights, gate_up, down}); }
+
+  Found compute(at::Tensor& d) const {
+    Table<Mixture>::Known known;
+    const Found found = table_of<Mixture>().find(key(), known);
+    if (found != Found::launch) return found;
+    // Python computes all of it where it must enqueue one of the products.
+    for (const ProgramLaunch* each : {&known->hidden, &known->slots})
+      if (!Destination().find(*each, device)) return Found::python;
+    return launch(*known, d) ? Found::launch : Found::python;
+  }
+
+ private:
+  bool launch(const Mixture& how, at::Tensor& d) const {
+    const int64_t top_k = choice.sizes[1], slots = choice.sizes[0] * top_k;
+    const auto integers = [this](int64_t count) {
+      return at::empty({count}, at::TensorOptions().dtype(at::ScalarType::Int).device(served.type, device));
+    };
+    const at::Tensor ends = integers(first.sizes[0]), places = integers(slots), token = integers(slots),
+                     counts = how.counts ? integers(how.counts) : at::Tensor(),
+                     sorted = at::empty({slots, 1}, weights->options().requires_grad(false));
+    const auto start = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; };
+    for (const Launch& step : how.sorting)
+      if (!enqueue(step, device,
+                   {choice.data, weight.data, start(ends), start(places), start(token), start(sorted), start(counts)},
+                   {}))
+        return false;
+    const auto at = [&](const at::Tensor& tensor) {
+      Matrix made;
+      made.data = start(tensor);
+      return made;
+    };
+    const Matrix of_ends = at(ends), of_rows = at(token), of_places = at(places), of_sorted = at(sorted);
+    Results hidden, result;
+    if (!cutegemm::compute(how.hidden, device, {&rows, &first, &of_ends, &of_rows, &of_places, &of_sorted}, {}, hidden))
+      return false;
+    const Matrix of_hidden = at(hidden[0]);
+    if (!cutegemm::compute(how.slots, device, {&of_hidden, &second, &of_ends, &of_rows, &of_places}, {}, result))
+      return false;
+    at::DimVector shape(x->sizes());
+    shape.back() = result[0].size(1);
+    d = top_k == 1 ? result[0].view(shape) : at::sum(result[0].view({choice.sizes[0], top_k, shape.back()}), 1).view(shape);
+    return true;
+  }
+};
+
+// The operator moe, whose hook in Python is called as hook(keys, unknown, *arguments).
+inline at::Tensor moe_by_operator(
+    FromOperator from, const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights,
+    const at::Tensor& gate_up, const at::Tensor& down, Text activation, OptionalText precision, Text backend) {
+  ToMix of{&x, &experts, &weights, &gate_up, &down};
+  of.options.activation = activations.find(activation);
+  of.options.take(PRECISION, precision), of.options.take(BACKEND, backend);
+  Found found = Found::python;
+  if (from.is_plain() && !of.records() && of.options.known() && of.describe()) {
+    at::Tensor d;
+    found = of.compute(d);
+    if (found == Found::launch) return d;
+  }
+  WithInterpreter held;
+  return taken(call(
+      in_python[MOE],
+      {from.to_python(), to_python(found == Found::unknown), to_python(x), to_python(experts), to_python(weights),
+       to_python(gate_up), to_python(down), to_python(OptionalText(activation)), to_python(precision),
+       to_python(OptionalText(backend))}));
+}
+
+inline at::Tensor moe_on_device(
+    const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights, const at::Tensor& gate_up,
+    const at::Tensor& down, Text activation, OptionalText precision, Text backend) {
+  return moe_by_operator({}, x, experts, weights, gate_up, down, activation, precision, backend);
+}
+
+inline at::Tensor moe_recorded(
+    c10::DispatchKeySet keys, const at::Tensor& x, const at::Tensor& experts, const at::Tensor& weights,
+    const at::Tensor& gate_up, const at::Tensor& down, Text activation, OptionalText precision, Text backend) {
+  return moe_by_operator({&keys}, x, experts, weights, gate_up, down, activation, precision, backend);
+}
+
+// x, experts, weights, gate_up, down, activation, precision, backend
+constexpr Py_ssize_t TO_MIX = 8;
+
+inline bool read(PyObject* const* args, ToMix& of) {
+  const at::Tensor** tensors[] = {&of.x, &of.experts, &of.weights, &of.gate_up, &of.down};
+  for (size_t i = 0; i < std::size(tensors); ++i)
+    if (!read_tensor(args[i], *tensors[i]) || !*tensors[i]) return false;
+  return read_name(args[5], activations, of.options.activation) && read_how(args + 6, 2, of.options) && of.describe();
+}
+
+// mixture(<as above>) -> the mixture
+inline PyObject* mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  ToMix of;
+  if (count != TO_MIX || state_of_thread() != Thread::plain || !read(args, of) || of.records()) Py_RETURN_NONE;
+  at::Tensor d;
+  Found found;
+  {
+    const WithoutInterpreter released;
+    found = of.compute(d);
+  }
+  return found == Found::launch ? THPVariable_Wrap(std::move(d)) : answer_of(found);
+  END_HANDLE_TH_ERRORS
+}
+
+// install_mixture(<as above>, how): how is None, or (launchers that sort, number of counts, and both products as
+// `read_program` has them).
+inline PyObject* install_mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  ToMix of;
+  if (count != TO_MIX + 1 || !read(args, of)) Py_RETURN_FALSE;
+  std::shared_ptr<Mixture> known;
+  if (args[TO_MIX] != Py_None) {
+    known = std::make_shared<Mixture>();
+    PyObject *steps = nullptr, *hidden = nullptr, *slots = nullptr;
+    long long counts = 0;
+    if (!PyArg_ParseTuple(args[TO_MIX], "O!LOO", &PyTuple_Type, &steps, &counts, &hidden, &slots)) throw_python_error();
+    read_launches(steps, known->sorting);
+    known->counts = counts;
+    read_program(hidden, known->hidden), read_program(slots, known->slots);
+  }
+  table_of<Mixture>().put(of.key(), std::move(known));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace cutegemm

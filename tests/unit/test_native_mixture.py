@@ -1,0 +1,198 @@
+"""The C++ part for mixtures of experts: it launches what Python launches, and leaves it the rest."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import cutegemm
+from cutegemm import native
+from tests.native_cases import assert_same_outcome, autocast, both, numbers, refuse_next, served
+from tuning import host_stub
+
+pytestmark = pytest.mark.usefixtures("no_native_part")
+
+X, GATE_UP, DOWN = numbers(6, 64), numbers(5, 64, 64), numbers(5, 16, 32)
+EXPERTS = torch.tensor([[0, 4], [4, 2], [-1, 0], [2, 2], [9, 1], [1, 4]])
+WEIGHTS = torch.rand(6, 2)
+MANY = torch.arange(3000) % 5
+LAYER = cutegemm.nn.MoE.from_weights(*map(torch.nn.Parameter, (GATE_UP, DOWN)))
+
+
+def mixture(x: Any = X, experts: Any = EXPERTS, weights: Any = WEIGHTS, gate_up: Any = GATE_UP, **options: Any) -> Any:
+    return cutegemm.moe(x, experts, weights, gate_up, options.pop("down", DOWN), **options)
+
+
+SERVED: dict[str, Callable[[], Any]] = {
+    "tokens": mixture,
+    "another activation": lambda: mixture(activation="relu"),
+    "by name of the backend": lambda: mixture(backend="cute", precision="ieee"),
+    "int32, weights in bf16": lambda: mixture(experts=EXPERTS.int(), weights=WEIGHTS.bfloat16()),
+    "one choice": lambda: mixture(experts=EXPERTS[:, :1], weights=WEIGHTS[:, :1]),
+    "one token": lambda: mixture(X[:1], EXPERTS[:1], WEIGHTS[:1]),
+    "one token of a wider matrix": lambda: mixture(numbers(1, 7, 64)[:, -1], EXPERTS[:1], WEIGHTS[:1]),
+    "three dimensions": lambda: mixture(X.view(2, 3, 64), EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),
+    "a vector": lambda: mixture(X[0], EXPERTS[0], WEIGHTS[0]),
+    "strided experts and weights": lambda: mixture(
+        experts=EXPERTS.t().contiguous().t(), weights=torch.cat((WEIGHTS, WEIGHTS), 1)[:, ::2]),
+    "several CTAs": lambda: mixture(numbers(3000, 64), MANY[:, None], torch.ones(3000, 1)),
+    "fp16": lambda: mixture(X.half(), gate_up=GATE_UP.half(), down=DOWN.half()),
+    "the operator": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN),
+    "the operator, inference": lambda: torch.inference_mode()(torch.ops.cutegemm.moe)(
+        X, EXPERTS, WEIGHTS, GATE_UP, DOWN, "gelu", "ieee", "cute"),
+    "inference mode": lambda: torch.inference_mode()(mixture)(),
+    "a layer without gradients": lambda: torch.no_grad()(LAYER)(X, EXPERTS, WEIGHTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_calls_are_launched_from_cpp_as_python_launches_them(name):
+    (expected, by_python), (found, by_cpp) = both(SERVED[name])
+    assert {by for by, _ in by_python} == {"Python"}
+    assert [by for by, _ in by_cpp] == ["C++"] * (4 if name == "several CTAs" else 3)
+    for x, y in zip(expected, found, strict=True):
+        assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
+        assert x.abs().max() > 0
+        assert torch.equal(x, y)
+    # All but the addresses, of which those of new tensors differ.
+    for (_, one), (_, other) in zip(by_python, by_cpp, strict=True):
+        assert [x for x in one if x < 2**32] == [x for x in other if x < 2**32]
+
+
+def _with_tangent() -> Any:
+    with forward_ad.dual_level():
+        return mixture(forward_ad.make_dual(X.float(), X.float()), gate_up=GATE_UP.float(), down=DOWN.float())
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "no token": lambda: mixture(X[:0], EXPERTS[:0], WEIGHTS[:0]),
+    "four dimensions of weights": lambda: mixture(gate_up=GATE_UP.view(5, 2, 32, 64)),
+    "fp32": lambda: mixture(X.float(), gate_up=GATE_UP.float(), down=DOWN.float()),
+    "torch's backend": lambda: mixture(backend="torch"),
+    "autocast": lambda: autocast(lambda: mixture(X.float(), gate_up=GATE_UP.float(), down=DOWN.float())),
+    "a tangent": _with_tangent,
+    "a subclass": lambda: mixture(X.as_subclass(Subclass)),
+    "a negative view": lambda: mixture(torch._neg_view(X)),
+    "the operator, gradients": lambda: torch.ops.cutegemm.moe(
+        numbers(6, 64, grad=True), EXPERTS, WEIGHTS, GATE_UP, DOWN),
+    "the operator, autocast": lambda: autocast(lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN)),
+    "the operator, no such activation": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, "tanh"),
+    "the operator, by torch": lambda: torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN, backend="torch"),
+    "the operator, four dimensions of weights": lambda: torch.ops.cutegemm.moe(
+        X, EXPERTS, WEIGHTS, GATE_UP.view(5, 2, 32, 64), DOWN),
+    "the operator, experts of other tokens": lambda: torch.ops.cutegemm.moe(X, EXPERTS[:5], WEIGHTS, GATE_UP, DOWN),
+    "no such activation": lambda: mixture(activation="tanh"),
+    "no such backend": lambda: mixture(backend="none"),
+    "another precision": lambda: mixture(precision="bf16x6"),
+    "experts of other tokens": lambda: mixture(experts=EXPERTS[:5]),
+    "weights of other choices": lambda: mixture(weights=WEIGHTS[:, :1]),
+    "experts in one dimension": lambda: mixture(experts=EXPERTS.flatten()),
+    "experts in fp32": lambda: mixture(experts=EXPERTS.float()),
+    "weights in fp64": lambda: mixture(weights=WEIGHTS.double()),
+    "x of another width": lambda: mixture(X[:, :32]),
+    "x in another dtype": lambda: mixture(X.half()),
+    "down that does not fit": lambda: mixture(down=DOWN[:, :, :16]),
+    "no tensor": lambda: mixture(weights=[1.0]),
+    "tokens that are apart": lambda: mixture(
+        numbers(2, 6, 64)[:, :3], EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),
+    "widths that no kernel takes": lambda: mixture(X[:, :60], gate_up=GATE_UP[:, :, :60]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_results_and_errors_are_those_of_python(name):
+    assert_same_outcome(OTHERS[name])
+
+
+def test_what_records_gradients_is_left_to_python():
+    with served(in_cpp=True):
+        for _ in range(2):
+            mixture()
+        given = [X, EXPERTS, WEIGHTS, GATE_UP, DOWN]
+        assert isinstance(native.mixture(*given, "silu", None, "auto"), torch.Tensor)
+        for place in (0, 2, 3, 4):
+            recorded = [each.clone().requires_grad_(i == place) for i, each in enumerate(given)]
+            assert native.mixture(*recorded, "silu", None, "auto") is None
+            with torch.no_grad():
+                assert isinstance(native.mixture(*recorded, "silu", None, "auto"), torch.Tensor)
+
+
+def test_calls_with_one_key_launch_one_kernel():
+    calls = [SERVED[name] for name in SERVED if name != "several CTAs"]
+    with served(in_cpp=False):
+        expected = [call() for call in calls]
+    with served(in_cpp=True) as launched:
+        for _ in range(3):
+            launched.clear()
+            found = [call() for call in calls]
+        assert {each.by for each in launched} == {"C++"}
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_a_launch_that_fails_is_left_to_python(failing):
+    with served(in_cpp=True) as launched:
+        expected = [mixture() for _ in range(2)][-1]
+        launched.clear()
+        refuse_next.extend([-1, *[0] * failing])
+        assert torch.equal(mixture(), expected)
+        assert {each.by for each in launched} == {"C++", "Python"}
+
+
+def test_what_is_forgotten_in_python_is_forgotten_there():
+    from cutegemm.run import grouped
+
+    with served(in_cpp=True) as launched:
+        for _ in range(2):
+            mixture()
+        assert host_stub.extension().known() == 1
+        grouped.memo.clear()
+        assert host_stub.extension().known() == 0
+        for by in ("Python", "C++"):
+            launched.clear()
+            mixture()
+            assert {each.by for each in launched} == {by}
+
+
+def test_a_captured_call_is_launched_once():
+    capturing = ctypes.c_int.in_dll(host_stub.library(), "capturing")
+    with served(in_cpp=True) as launched:
+        expected = [mixture() for _ in range(2)][-1]
+        launched.clear()
+        capturing.value = 1
+        try:
+            assert torch.equal(mixture(), expected)
+        finally:
+            capturing.value = 0
+        assert [each.by for each in launched] == ["C++"] * 3  # none of them needs a workspace
+
+
+def test_torch_compile_puts_an_operator_into_its_graph_which_is_served():
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        with served(in_cpp=False):
+            expected = LAYER(X, EXPERTS, WEIGHTS)
+            compiled = torch.compile(LAYER, backend=backend, fullgraph=True)
+            assert torch.equal(compiled(X, EXPERTS, WEIGHTS), expected)
+        with served(in_cpp=True) as launched:
+            for _ in range(3):
+                launched.clear()
+                assert torch.equal(compiled(X, EXPERTS, WEIGHTS), expected)
+            assert [each.by for each in launched] == ["C++"] * 3
+    ((target,),) = graphs
+    assert getattr(target, "overloadpacket", target) is torch.ops.cutegemm.moe

@@ -128,7 +128,10 @@ def unrecorded(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor,
     settings: Settings, tell: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """`moe` of plain tensors, of which no gradient is recorded. tell: whether to tell the C++ part how it is launched."""
+    """`moe` of plain tensors, of which no gradient is recorded.
+
+    tell: whether to tell the C++ part how it is launched.
+    """
     tokens, chosen, scales = _by_tokens(x, experts, weights)
     operands = tokens, _stacked(w_gate_up), w_down
     route = routing.route(chosen, scales.detach(), w_gate_up.shape[0], settings.backend)

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
                       "winners these recipes take")  # fmt: skip
     kind.add_argument("--out-dtype", choices=DTYPES, help="of D; the operands' when left out")
     kind.add_argument("--batch", type=int, default=1, help="matrices, or groups of a work")
-    kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k"),
+    kind.add_argument("--work", default="dense", choices=("dense", "ragged_m", "ragged_n", "ragged_k", "gathered_m"),
                       help="groups that divide M, N or K, which the shapes then have the totals of")  # fmt: skip
     kind.add_argument("--constant", choices=("a", "b"), default="", help="an operand that no running kernel writes, as "
                       "gemm(constant=) promises: its winners are kept apart")  # fmt: skip
@@ -162,14 +162,14 @@ def _with_programs(options: argparse.Namespace, kinds: list[tuple[str, suites.La
 
     given = {
         "--c": options.c, "--bias": options.bias, "--activation": options.activation, "--scaling": options.scaling,
-        f"--work {options.work}": options.work != "dense",
+        f"--work {options.work}": options.work not in ("dense", "ragged_m", "gathered_m"),
     }  # fmt: skip
     if refused := [name for name, value in given.items() if value]:
         raise ValueError(f"--epilogue: got {options.epilogue} with {refused[0]}; a program says all that is computed")
     return [
         epilogues.problem(
             program, *shape, dtype, majors=majors, batch=options.batch, out_dtype=options.out_dtype,
-            precision=options.precision, constant=options.constant,
+            precision=options.precision, constant=options.constant, work=options.work,
         )
         for program in epilogues.named(options.epilogue) for dtype, (shape, majors) in kinds
     ]  # fmt: skip

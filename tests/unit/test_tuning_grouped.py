@@ -10,14 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cutegemm.choice.group_kin import kin
+from cutegemm import ops
+from cutegemm.choice.group_kin import kin, with_swiglu
 from cutegemm.hardware import arch as arch_table
 from cutegemm.problem import Problem, scaling
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.graph import Input
+from cutegemm.problem.program.known import lookup
 from cutegemm.tuner.grouped_bench import DRAWS, MEASURED, GroupedBench, ends_of
 from cutegemm.tuner.timer import TORCH
 from cutegemm.tuner.timing import Timing
-from tuning import grouped, grouped_ways, suites
+from tuning import grouped, grouped_ways, suites, sweep
 
 H200 = arch_table.get("H200")
 SMALL = suites.Experts("a small model", 5, 40, 8, 16, "zipf")
@@ -280,6 +283,53 @@ def test_the_tuner_checks_scaled_results_in_groups(work):
     assert bench._verdict() == "ok"
     bench._torch()[0]()
     assert bench._verdict().startswith("wrong")
+
+
+@pytest.mark.parametrize("work", ["ragged_m", "gathered_m"])
+def test_the_tuner_checks_gated_results_in_groups(work):
+    options = ["--work", work, "--batch", "3", "--shapes", "24x32x16", "--epilogue", "swiglu"]
+    (problem,) = sweep.problems(sweep.parser().parse_args(options))
+    assert with_swiglu(problem) == problem
+    bench = GroupedBench(problem, replace(H200, l2_bytes=1), seed=1, device="cpu")
+    assert bench._d.shape == (24, 16)
+    (bounds,) = bench._bounds
+    bench._memory[0].poison()
+    bench._torch()[0]()  # which rounds gate and up
+    assert (bench._d - bounds.value).norm() < 0.01 * bounds.value.norm()
+    bench._d.copy_(bounds.value)
+    assert bench._verdict() == "ok"
+    bench._d[3, 5] += 10
+    assert bench._verdict().startswith("wrong")
+    with pytest.raises(ValueError, match="others take theirs"):
+        GroupedBench(Problem.of(24, 32, 16, batch=3, work="gathered_m"), H200, device="cpu")
+
+
+def test_winners_with_swiglu_serve_all_products_of_gate_and_up_in_groups():
+    def posed(function, inputs=(), work="gathered_m", rows=1000):
+        found = lookup(function, inputs)
+        outputs = tuple(each._replace(dtype="bf16") for each in found.outputs)
+        epilogue = Epilogue(custom=replace(found, outputs=outputs))
+        return Problem.of(rows, 1536, 2048, batch=128, work=work, epilogue=epilogue)
+
+    weight = (Input("x0", "fp32", m=True, n=False, batched=False),)
+    for problem in (
+        posed(ops.swiglu), posed(lambda acc, weight: ops.geglu(acc) * weight, weight),
+        posed(lambda acc: (ops.swiglu(acc), ops.reglu(acc))),
+    ):  # fmt: skip
+        found = list(kin(problem))
+        own = [(1000, "gathered_m")] if problem.epilogue != posed(ops.swiglu).epilogue else []
+        others = [(1024, "gathered_m"), (1000, "ragged_m"), (1024, "ragged_m")]
+        assert [(each.m, each.work) for each, _ in found] == own + others
+        assert str(found[-1][0]) == str(posed(ops.swiglu, work="ragged_m", rows=1024))
+        assert str(found[-3][0]) == str(posed(ops.swiglu, rows=1024))
+        assert found[-1][1] == "the product with SwiGLU in groups at M = 1024"
+    assert list(kin(posed(ops.swiglu, work="ragged_m", rows=1024))) == []
+
+    def of_pairs(acc):
+        even, odd = ops.pairs(acc)
+        return even * odd
+
+    assert list(kin(posed(of_pairs))) == []
 
 
 def test_winners_of_the_nearest_power_of_two_serve_other_numbers_of_tokens():

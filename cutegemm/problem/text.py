@@ -9,7 +9,7 @@ from cutegemm.problem.dtypes import PRODUCTS, TERMS, TYPES, why_mixture_refused,
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.problem import program_operands, program_outputs
 from cutegemm.problem.program.text import parse as read_program
-from cutegemm.problem.work import DENSE, INTEGERS
+from cutegemm.problem.work import DENSE, GATHERED, INTEGERS, RAGGED_M
 from cutegemm.problem.work import TABLE as WORKS
 
 _SIZE = r"(\d{1,10})"
@@ -84,8 +84,12 @@ def _with_program(text: str, aligns: str | None, out_dtype: str, n: int, work: s
     first = program.outputs[0]
     if (first.dtype, first.reduce) != (out_dtype, None) or any(output.dtype is None for output in program.outputs):
         raise ValueError(f"the program is {text!r}; accepted are a matrix in {out_dtype} and results of a dtype each")
-    if work != DENSE and program != program.product:
-        raise ValueError(f"the program is {text!r}; accepted of {work} products are scales of blocks of K alone")
+    gated = program.gating and not program.inputs and len(program.outputs) == 1 and work in (RAGGED_M, GATHERED)
+    if work != DENSE and program != program.product and not gated:
+        raise ValueError(
+            f"the program is {text!r}; accepted of {work} products are scales of blocks of K alone"
+            + (", and gate and up without operands" if work in (RAGGED_M, GATHERED) else "")
+        )
     if program.gating and n % 2:
         raise ValueError(f"N is {n}; a program of gate and up takes an even number")
     if program.uses("partner") and (n // 2 if program.gating else n) % 2:

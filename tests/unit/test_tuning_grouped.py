@@ -13,7 +13,7 @@ import torch
 from cutegemm import ops
 from cutegemm.choice.group_kin import kin, with_swiglu
 from cutegemm.hardware import arch as arch_table
-from cutegemm.problem import Problem, scaling
+from cutegemm.problem import Problem, scaling, text
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.graph import Input
 from cutegemm.problem.program.known import lookup
@@ -290,6 +290,11 @@ def test_the_tuner_checks_gated_results_in_groups(work):
     options = ["--work", work, "--batch", "3", "--shapes", "24x32x16", "--epilogue", "swiglu"]
     (problem,) = sweep.problems(sweep.parser().parse_args(options))
     assert with_swiglu(problem) == problem
+    assert str(text.parse(str(problem))) == str(problem)
+    with pytest.raises(
+        ValueError, match=f"accepted of {work} products are scales of blocks of K alone, and gate and up"
+    ):
+        text.parse(str(problem).replace("-> bf16", "-> (bf16, bf16)").replace(" * up", " * up, up"))
     bench = GroupedBench(problem, replace(H200, l2_bytes=1), seed=1, device="cpu")
     assert bench._d.shape == (24, 16)
     (bounds,) = bench._bounds

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
-from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from cutegemm.cute import types
-from cutegemm.cute.early_launch import BeginsEarly
 from cutegemm.cute.quantize.config import WARP, Signature, Tile
 from cutegemm.cute.source import aligned, element
+from cutegemm.cute.standalone_operator import StandaloneOperator
 from cutegemm.problem.quantization import FLT_MAX, NAMED, SMALLEST_SCALE
-from cutegemm.run import arguments
 
 NUMBERS: tuple[tuple[str, Any], ...] = (
     *((name, Int32) for name in ("rows", "k", "matrices", "parts", "ctas")),
@@ -44,8 +42,10 @@ class Corner(NamedTuple):
     k: Any
 
 
-class Quantize(BeginsEarly):
+class Quantize(StandaloneOperator):
     """Host entry and kernel; `config` is the tile."""
+
+    POINTERS, NUMBERS = POINTERS, NUMBERS
 
     def __init__(self, config: Tile, signature: Signature) -> None:
         self.config, self.signature = config, signature
@@ -54,28 +54,11 @@ class Quantize(BeginsEarly):
         self.integer = signature.values == "int8"
         self.per_row = signature.group.rows == 1
 
-    def fake_arguments(self) -> tuple:
-        """Stand-ins that give `cute.compile` the types of the entry's arguments, and the alignment it may assume."""
+    def pointee(self, name: str) -> tuple[Any, int]:
         width, size = self.signature.width, self.type.width // 8
-        aligns = {"x": (self.type, size * width if self.signature.along_k else size), "v": (Uint8, width)}
-        pointers = (aligns.get(name, (Float32, 4)) for name in POINTERS)
-        made = (make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=align) for dtype, align in pointers)
-        return (*made, make_fake_stream(), *(number(1) for _, number in NUMBERS))
-
-    @cute.jit
-    def __call__(self, *values):
-        self.launch(arguments.named((*POINTERS, "stream", *(name for name, _ in NUMBERS)), values))
-
-    def launch(self, args) -> None:
-        given = args._asdict()
-        stream, ctas = given.pop("stream"), given.pop("ctas")
-        self.kernel(arguments.named(given, given.values())).launch(
-            grid=(ctas, 1, 1),
-            block=(self.config.threads, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=args.early if self.programmatic else False,
-        )
+        if name == "x":
+            return self.type, size * width if self.signature.along_k else size
+        return (Uint8, width) if name == "v" else (Float32, 4)
 
     @cute.kernel
     def kernel(self, args):

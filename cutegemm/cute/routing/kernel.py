@@ -13,13 +13,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from cutegemm.cute import types
-from cutegemm.cute.early_launch import BeginsEarly
 from cutegemm.cute.routing.config import WARP, Signature, Tile
 from cutegemm.cute.source import element
-from cutegemm.run import arguments
+from cutegemm.cute.standalone_operator import StandaloneOperator
 
 POINTERS = ("experts", "weights", "ends", "places", "rows", "sorted", "counts")
 """The entry's addresses: what is read (of each token and choice); what is written, by expert and by place; and the
@@ -32,35 +30,20 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
 """Its numbers behind the stream; groups: how many experts there are. Strides of experts and weights in elements."""
 
 
-class Route(BeginsEarly):
+class Route(StandaloneOperator):
     """Host entry and kernel; `config` is the tile."""
+
+    POINTERS, NUMBERS = POINTERS, NUMBERS
 
     def __init__(self, config: Tile, signature: Signature) -> None:
         self.config, self.signature = config, signature
         self.index: Any = Int32 if signature.index == "int32" else Int64
         self.weight: Any = types.NUMERIC[signature.weight]
 
-    def fake_arguments(self) -> tuple:
-        """Stand-ins that give `cute.compile` the types of the entry's arguments."""
+    def pointee(self, name: str) -> tuple[Any, int]:
         kinds = {"experts": self.index, "weights": self.weight, "sorted": self.weight}
-        pointers = [(kind, kind.width // 8) for kind in (kinds.get(name, Int32) for name in POINTERS)]
-        made = (make_ptr(kind, 16, cute.AddressSpace.gmem, assumed_align=align) for kind, align in pointers)
-        return (*made, make_fake_stream(), *(number(1) for _, number in NUMBERS))
-
-    @cute.jit
-    def __call__(self, *values):
-        self.launch(arguments.named((*POINTERS, "stream", *(name for name, _ in NUMBERS)), values))
-
-    def launch(self, args) -> None:
-        given = args._asdict()
-        stream = given.pop("stream")
-        self.kernel(arguments.named(given, given.values())).launch(
-            grid=(args.ctas, 1, 1),
-            block=(self.config.threads, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=args.early if self.programmatic else False,
-        )
+        kind = kinds.get(name, Int32)
+        return kind, kind.width // 8
 
     @cute.kernel
     def kernel(self, args):

@@ -188,13 +188,7 @@ inline PyObject* scaled(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (count != TO_SCALE || state_of_thread() != Thread::plain || !asked.read(args, false) ||
       asked.records())
     Py_RETURN_NONE;
-  at::Tensor d;
-  Found found;
-  {
-    const WithoutInterpreter released;
-    found = scaled_product(asked.of, asked.options, d);
-  }
-  return found == Found::launch ? THPVariable_Wrap(std::move(d)) : answer_of(found);
+  return answered([&](at::Tensor& d) { return scaled_product(asked.of, asked.options, d); });
   END_HANDLE_TH_ERRORS
 }
 
@@ -224,13 +218,7 @@ inline PyObject* quantized_linear(PyObject*, PyObject* const* args, Py_ssize_t c
       !read_name(args[5], scalings, layer.scaling) || !read_name(args[6], layer_activations, layer.options.activation) ||
       !read_how(args + 7, FIELDS, layer.options) || layer.records())
     Py_RETURN_NONE;
-  at::Tensor d;
-  Found found;
-  {
-    const WithoutInterpreter released;
-    found = layer.compute(d);
-  }
-  return found == Found::launch ? THPVariable_Wrap(std::move(d)) : answer_of(found);
+  return answered([&](at::Tensor& d) { return layer.compute(d); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -132,13 +132,7 @@ inline PyObject* mixture(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   ToMix of;
   if (count != TO_MIX || state_of_thread() != Thread::plain || !read(args, of) || of.records()) Py_RETURN_NONE;
-  at::Tensor d;
-  Found found;
-  {
-    const WithoutInterpreter released;
-    found = of.compute(d);
-  }
-  return found == Found::launch ? THPVariable_Wrap(std::move(d)) : answer_of(found);
+  return answered([&](at::Tensor& d) { return of.compute(d); });
   END_HANDLE_TH_ERRORS
 }
 

@@ -11,6 +11,18 @@ inline PyObject* answer_of(Found found) {
   return Py_NewRef(found == Found::unknown ? Py_NotImplemented : Py_None);
 }
 
+// The answer of compute(d), which fills in the result without the interpreter.
+template <typename Compute>
+PyObject* answered(Compute compute) {
+  at::Tensor d;
+  Found found;
+  {
+    const WithoutInterpreter released;
+    found = compute(d);
+  }
+  return found == Found::launch ? THPVariable_Wrap(std::move(d)) : answer_of(found);
+}
+
 // False for what is neither None nor a tensor of torch's own classes.
 inline bool read_tensor(PyObject* object, const at::Tensor*& tensor) {
   if (object == Py_None) return true;

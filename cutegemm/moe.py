@@ -39,7 +39,7 @@ from cutegemm.pytorch.grouped_autograd import PRODUCT
 from cutegemm.pytorch.program_gradients import ACC, needed, recording
 from cutegemm.pytorch.program_operator import program_of
 from cutegemm.pytorch.routing_operator import route as route_operator
-from cutegemm.run import grouped, routing
+from cutegemm.run import fused, grouped, routing
 from cutegemm.run.routing import Routing
 
 WEIGHT = Source("operand", 0)
@@ -108,7 +108,10 @@ def moe(
         return run(x, experts, weights, w_gate_up, w_down, Settings(activation, precision, backend))
     settings, groups = Settings(activation, precision, backend), w_gate_up.shape[0]
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (x, weights, w_gate_up, w_down))
-    beyond = not torch.compiler.is_dynamo_compiling() and is_beyond_autograd(x, experts, weights, w_gate_up, w_down)
+    if torch.compiler.is_dynamo_compiling():  # within torch.func nothing says that it requires grad
+        beyond = torch._C._are_functorch_transforms_active()
+    else:
+        beyond = is_beyond_autograd(x, experts, weights, w_gate_up, w_down)
     if not (beyond or recorded):
         if torch.compiler.is_dynamo_compiling():
             made: torch.Tensor = torch.ops.cutegemm.moe(x, experts, weights, w_gate_up, w_down, *settings)
@@ -137,8 +140,9 @@ def unrecorded(
     route = routing.route(chosen, scales.detach(), w_gate_up.shape[0], settings.backend)
     result: torch.Tensor = settings.composed(route, *operands, scales)
     if tell:
-        how = settings.launches(chosen, scales, *operands)
-        native.install_mixture((x, experts, weights, w_gate_up, w_down, *settings), how)
+        with fused.planning():
+            how = settings.launches(chosen, scales, *operands)
+            native.install_mixture((x, experts, weights, w_gate_up, w_down, *settings), how)
     return result.view(*x.shape[:-1], w_down.shape[1])
 
 
@@ -228,7 +232,7 @@ class Settings(NamedTuple):
 
     def launches(self, experts: Any, weights: Any, x: Any, gate_up: Any, down: Any) -> tuple[Any, ...] | None:
         """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
-        torch computes a part of it.
+        torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
         """
         from cutegemm.run import routing_kernels
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from cutegemm.moe import Settings, check, unrecorded
+from cutegemm.pytorch.program_autograd import refuse_tangents
 from cutegemm.pytorch.registering import define, refuse_gradients, serve_natively
 
 NAME = "moe"
@@ -34,7 +35,15 @@ define(
     "str? precision=None, str backend='auto') -> Tensor",
     _compute, _fake,
 )  # fmt: skip
-serve_natively(NAME, _compute, refuse_gradients(NAME))
+
+
+def _refuse(name: str, tensor: torch.Tensor) -> None:
+    refuse_tangents(tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{name}: it requires grad, and torch.ops.cutegemm.moe records none; call cutegemm.moe")
+
+
+serve_natively(NAME, _compute, refuse_gradients(NAME, _refuse))
 
 
 @register_flop_formula(torch.ops.cutegemm.moe)

@@ -67,15 +67,20 @@ def below_autograd(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def refuse_gradients(name: str) -> Callable[..., Any]:
-    """Has an operator refuse inputs that require grad or carry a tangent. Returns what autograd's key calls."""
+def refuse_gradients(
+    name: str, refuse: Callable[[str, torch.Tensor], None] = quantization_request.refuse_gradient
+) -> Callable[..., Any]:
+    """Has an operator refuse inputs that require grad or carry a tangent. Returns what autograd's key calls.
+
+    refuse: called with the name of an argument and its tensor, raises.
+    """
     operator = getattr(torch.ops.cutegemm, name).default
     inputs = [each.name if each.alias_info is None else None for each in operator._schema.arguments]
 
     def refused_or_run(keyset: Any, *arguments: Any, **named: Any) -> Any:
         for argument, tensor in zip(inputs, arguments, strict=False):
             if argument and isinstance(tensor, torch.Tensor):
-                quantization_request.refuse_gradient(argument, tensor)
+                refuse(argument, tensor)
                 if type(tensor) is not torch.Tensor:
                     sharding.needed()
         with torch._C._AutoDispatchBelowAutograd():

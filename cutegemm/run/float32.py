@@ -109,8 +109,13 @@ class float32_precision(contextlib.ContextDecorator):
         self._entered.append((contexts, contexts.entered(self.precision)))
 
     def __exit__(self, *_: object) -> None:
-        contexts, own = self._entered.pop()  # perhaps of another thread
+        # The newest of this thread; where it has none, a context is ended for another one.
+        here = [place for place, (contexts, _) in enumerate(self._entered) if contexts is _of_thread.contexts]
+        contexts, own = self._entered.pop(here[-1] if here else -1)
         contexts.left(own)
+
+    def _recreate_cm(self) -> float32_precision:
+        return float32_precision(self.precision)  # each call of a decorated function has a context of its own
 
 
 def default(a: Any, backend: Any) -> str | None:

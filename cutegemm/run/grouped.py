@@ -126,14 +126,12 @@ def launch_of(
         arrays: (tensor, offset) of each of its arrays, among those that the C++ part has.
         first: the number of the first operand there; results stand behind the last one.
     """
-    key = key_of(a, b, sizes, program, operands, None, None, precision, backend, None)
-    with fused.planning():
-        plan = memo.plan(key)
-        if plan is None:
-            return None
-        asked = grouped_request.describe(a, b, sizes, program, operands, None, None, precision)
-        places = {i: (first + i, 0) for i in range(len(operands))}
-        return fused.launch_of(plan, asked, places, {}, first + len(operands), arrays)
+    plan = memo.plan(key_of(a, b, sizes, program, operands, None, None, precision, backend, None))
+    if plan is None:
+        return None
+    asked = grouped_request.describe(a, b, sizes, program, operands, None, None, precision)
+    places = {i: (first + i, 0) for i in range(len(operands))}
+    return fused.launch_of(plan, asked, places, {}, first + len(operands), arrays)
 
 
 def check_arrays(arrays: Arrays, extent: int, work: Work, limit: int) -> None:

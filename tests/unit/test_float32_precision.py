@@ -192,6 +192,34 @@ def test_a_context_may_be_entered_again_and_decorate():
     assert cutegemm.get_float32_precision() == "ieee"
 
 
+@pytest.mark.parametrize("decorates", [True, False])
+def test_threads_that_share_a_context_have_one_each(decorates):
+    context, inside, first_left = cutegemm.float32_precision("tf32"), threading.Barrier(2), threading.Event()
+    seen = {}
+
+    def body(name):
+        inside.wait(10)
+        if name == "second":
+            assert first_left.wait(10)
+        seen[name] = cutegemm.get_float32_precision()
+
+    def work(name):
+        if decorates:
+            context(body)(name)
+        else:
+            with context:
+                body(name)
+        seen[f"{name}, after"] = cutegemm.get_float32_precision()
+        first_left.set()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen == {"first": "tf32", "first, after": "ieee", "second": "tf32", "second, after": "ieee"}
+
+
 @pytest.mark.parametrize("wrong", ["fp32", None, 3])
 def test_other_precisions_are_refused(wrong):
     for use in (cutegemm.set_float32_precision, lambda p: cutegemm.float32_precision(p).__enter__()):

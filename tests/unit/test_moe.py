@@ -206,6 +206,25 @@ def test_a_compiled_module_without_gradients(seed):
     assert len(counts) == 1
 
 
+@pytest.mark.parametrize("wanted", [0, 3])
+def test_compiled_gradients_by_torch_func(wanted, seed):
+    given = [each.detach() for each in drawn(seed=seed)]
+
+    def gradient(value):
+        return torch.func.grad(lambda x: function(*given[:wanted], x, *given[wanted + 1 :]).square().sum())(value)
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(gradient, backend="aot_eager")(given[wanted]), gradient(given[wanted]))
+
+
+def test_the_operator_records_nothing(seed):
+    given = drawn(seed=seed)
+    with pytest.raises(RuntimeError, match=r"x: it requires grad, and torch\.ops\.cutegemm\.moe records none"):
+        torch.ops.cutegemm.moe(*given)
+    with torch.no_grad():
+        assert torch.equal(torch.ops.cutegemm.moe(*given), function(*given))
+
+
 def test_autocast(seed):
     given = drawn(seed=seed)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 import cutegemm
 from cutegemm import native
+from cutegemm.run import fused
 from tests.native_cases import assert_same_outcome, autocast, both, numbers, refuse_next, served
 from tuning import host_stub
 
@@ -95,6 +96,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "another precision": lambda: mixture(precision="bf16x6"),
     "experts of other tokens": lambda: mixture(experts=EXPERTS[:5]),
     "weights of other choices": lambda: mixture(weights=WEIGHTS[:, :1]),
+    "experts of other leading dimensions": lambda: (
+        mixture(X.view(2, 3, 64), EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),
+        mixture(X.view(2, 3, 64), EXPERTS.view(3, 2, 2), WEIGHTS.view(2, 3, 2))),
+    "weights of other leading dimensions": lambda: (
+        mixture(X.view(2, 3, 64), EXPERTS.view(2, 3, 2), WEIGHTS.view(2, 3, 2)),
+        mixture(X.view(2, 3, 64), EXPERTS.view(2, 3, 2), WEIGHTS)),
     "experts in one dimension": lambda: mixture(experts=EXPERTS.flatten()),
     "experts in fp32": lambda: mixture(experts=EXPERTS.float()),
     "weights in fp64": lambda: mixture(weights=WEIGHTS.double()),
@@ -176,6 +183,29 @@ def test_a_captured_call_is_launched_once():
         assert [each.by for each in launched] == ["C++"] * 3  # none of them needs a workspace
 
 
+def test_autocast_does_not_change_the_dtype_of_the_operator():
+    """As on CUDA, where autocast sums to fp32."""
+    rule = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    rule.impl("sum.dim_IntList", lambda x, *rest, **named: torch.full((), float("nan")))
+    try:
+        with served(in_cpp=True):
+            expected = [mixture() for _ in range(2)][-1]
+            with torch.autocast("cpu"):
+                for _ in range(3):
+                    assert torch.equal(torch.ops.cutegemm.moe(X, EXPERTS, WEIGHTS, GATE_UP, DOWN), expected)
+    finally:
+        rule._destroy()
+
+
+def test_plans_are_not_forgotten_between_a_plan_and_what_is_told_of_it(monkeypatch):
+    held = []
+    install = native.install_mixture
+    monkeypatch.setattr(native, "install_mixture", lambda *a: (held.append(fused._lock.locked()), install(*a)))
+    with served(in_cpp=True):
+        mixture()
+    assert held == [True]
+
+
 def test_torch_compile_puts_an_operator_into_its_graph_which_is_served():
     graphs = []
 
@@ -194,5 +224,6 @@ def test_torch_compile_puts_an_operator_into_its_graph_which_is_served():
                 launched.clear()
                 assert torch.equal(compiled(X, EXPERTS, WEIGHTS), expected)
             assert [each.by for each in launched] == ["C++"] * 3
-    ((target,),) = graphs
-    assert getattr(target, "overloadpacket", target) is torch.ops.cutegemm.moe
+    (targets,) = graphs
+    ours = [getattr(each, "overloadpacket", each) for each in targets if "cutegemm" in str(each)]
+    assert ours == [torch.ops.cutegemm.moe]

@@ -146,3 +146,11 @@ def test_rounding_is_that_of_the_dtype():
         assert replacing._rounding(torch.ones(1)) == 0.02
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_a_precision_that_was_set_for_one_backend(monkeypatch):
+    def mixed():
+        raise RuntimeError("PyTorch is checking the matmul precision without a specific backend name")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert type(replace_mlps(nn.Sequential(MLP()))[0]) is SwiGLU

@@ -60,7 +60,7 @@ def test_what_is_asked():
     [
         (("--epilogue", "swish"), "--epilogue: got 'swish', accepted are swiglu, swiglu_pairs, geglu"),
         (("--epilogue", "swiglu", "--bias", "bf16"), "--epilogue: got swiglu with --bias"),
-        (("--epilogue", "swiglu", "--work", "ragged_m"), "with --work ragged_m"),
+        (("--epilogue", "swiglu", "--work", "ragged_k"), "with --work ragged_k"),
         (("--epilogue", "swiglu", "--dtype", "e4m3", "--scaling", "rows"), "with --scaling"),
         (("--epilogue", "swiglu", "--dtype", "fp64"), "programs compute in fp32"),
         (

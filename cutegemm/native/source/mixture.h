@@ -26,9 +26,12 @@ struct ToMix {
     device = x->device().index();
     for (const at::Tensor* each : {experts, weights, gate_up, down})
       if (each->device() != x->device()) return false;
+    if (x->dim() == 0 || experts->sizes() != weights->sizes() || x->dim() != experts->dim() ||
+        x->sizes().slice(0, x->dim() - 1) != experts->sizes().slice(0, x->dim() - 1))
+      return false;
     return describe_rows(*x, rows) && describe_rows(*experts, choice) && describe_rows(*weights, weight) &&
            cutegemm::describe(*gate_up, first) && cutegemm::describe(*down, second) && rows.dim == 2 &&
-           choice.dim == 2 && weight.dim == 2 && x->dim() == experts->dim() && choice.sizes[0] == rows.sizes[0];
+           choice.dim == 2 && weight.dim == 2;
   }
 
   Key key() const {
@@ -79,6 +82,7 @@ struct ToMix {
       return false;
     at::DimVector shape(x->sizes());
     shape.back() = result[0].size(1);
+    const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);  // it would sum to fp32
     d = top_k == 1 ? result[0].view(shape) : at::sum(result[0].view({choice.sizes[0], top_k, shape.back()}), 1).view(shape);
     return true;
   }

@@ -234,35 +234,30 @@ class Settings(NamedTuple):
         """How the C++ part launches the kernels of a call that was computed (`native.install_mixture`); None where
         torch computes a part of it. To be called while no plan is made or forgotten (`fused.planning`).
         """
-        from cutegemm.run import routing_kernels
+        from cutegemm.run import routing_kernels, steps
 
         slots, count = experts.numel(), gate_up.shape[0]
         sorting = routing_kernels.plan_of(experts, weights, count) if self.backend in ("auto", "cute") else None
-        if sorting is None or (sort := routing_kernels.launchers(sorting, experts, weights, count)) is None:
+        if sorting is None:
             return None
+        sort = steps.launchers(routing_kernels.steps_of(sorting, experts, weights, count), x.device)
 
         def like(kind: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=x.device)
 
         ends, places, rows = (like(torch.int32, extent) for extent in (count, slots, slots))
         text = _programs(self.activation, weights.dtype, x.dtype, (False, False))[0]
+        by = self.precision, self.backend
         hidden = grouped.launch_of(
-            x, gate_up.mT, Sizes(ends, None, rows, None), program_of(text), (like(weights.dtype, slots, 1),),
-            self.precision, self.backend, ((2, 0), (3, 0)), 5,
+            x, gate_up.mT, Sizes(ends, None, rows, None), program_of(text), (like(weights.dtype, slots, 1),), *by,
+            ((2, 0), (3, 0)), 5,
         )  # fmt: skip
         h = like(x.dtype, slots, down.shape[2])
         result = grouped.launch_of(
-            h,
-            down.mT,
-            Sizes(ends, None, None, places),
-            program_of(PRODUCT),
-            (),
-            self.precision,
-            self.backend,
-            ((2, 0), (4, 0)),
-            5,
+            h, down.mT, Sizes(ends, None, None, places), program_of(PRODUCT), (), *by, ((2, 0), (4, 0)), 5
         )
-        return None if hidden is None or result is None else (*sort, hidden, result)
+        how = sort, routing_kernels.counts_of(sorting, count), hidden, result
+        return None if None in how else how
 
     def composed(self, route: Routing, x: Any, gate_up: Any, down: Any, weights: Any) -> Any:
         """The mixture by calls that know every order of derivative."""

@@ -102,11 +102,9 @@ def on_cpu(
         patch(quantize_kernels, "_kernels", Memo(limit=1024))
         patch(quantize_kernels, "_plans", Memo(limit=4096))
         patch(quantize_kernels, "build", kernel)
-        patch(quantize_kernels.Arch, "of_device", lambda index: arch)
         patch(quantizing, "_remembered", Memo(limit=4096))
         patch(routing_kernels, "_kernels", Memo(limit=1024))
         patch(routing_kernels, "build", kernel)
-        patch(routing_kernels.Arch, "of_device", lambda index: arch)
         patch(grouped, "memo", PlanMemo())
         patch(torch.cuda, "is_current_stream_capturing", lambda: False)
         # In C, as torch's own: the index of the CPU is None, and the handle of the default stream 0.

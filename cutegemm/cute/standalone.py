@@ -7,9 +7,17 @@ from typing import Any
 
 from cutegemm.cute import compile as compiler
 from cutegemm.cute.compile import CuteKernel
+from cutegemm.cute.launch_config import PROGRAMMATIC
 from cutegemm.emulator.launch import Captured
 from cutegemm.hardware.arch import Arch
 from cutegemm.run import kernel_store
+
+
+def begins_early(ctas: int, threads: int, arch: Arch) -> bool:
+    """Whether a launch of so many CTAs of so many threads may begin before the kernel in front of it has ended: on GPUs
+    that have programmatic dependent launch, where it fills at most half of their threads (see `warps.config`).
+    """
+    return arch.capability >= PROGRAMMATIC and 2 * ctas * threads <= arch.sm_count * arch.threads_per_sm
 
 
 class StandaloneKernel(CuteKernel):

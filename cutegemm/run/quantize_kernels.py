@@ -16,11 +16,10 @@ from cutegemm.cute.quantize.config import Signature, Tile
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.native import Launcher
 from cutegemm.problem.quantization import INPUTS, Format, Group, group_along
-from cutegemm.run import runner
+from cutegemm.run import steps
 from cutegemm.run.environment import variable
-from cutegemm.run.runner import current_device
+from cutegemm.run.steps import Step
 
 MAX_EXTENT = 2**31 - 2**16
 """Rows and elements of a row are counted in 32 bits, up to the end of the last tile."""
@@ -63,13 +62,6 @@ class Lies(NamedTuple):
         return Lies((batch, k, rows), (s_batch, s_k, s_rows), self.align)
 
 
-class Step(NamedTuple):
-    """One launch: the kernel, and its numbers behind the stream."""
-
-    kernel: StandaloneKernel
-    numbers: tuple[int, ...]
-
-
 class Plan(NamedTuple):
     """The launches of a call in order, and how many partial maxima they exchange."""
 
@@ -90,7 +82,7 @@ def quantized(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format
 
 def plan_of(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: Format, group: Group | None) -> Plan:
     """What `quantized` runs."""
-    arch = arch_of(x.device)
+    arch = steps.arch_of(x.device)
     lies = Lies.of(x), Lies.of(values), _scales(scale, x.dim())
     key = "quantize", x.dtype, format, group, arch, x.device.index, lies, variable("CUTEGEMM_CACHE_DIR")
     plan = _plans.get(key)
@@ -101,19 +93,9 @@ def plan_of(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, format: 
     return found
 
 
-def launchers(plan: Plan, device: torch.device) -> tuple[Launcher, ...] | None:
-    """How a plan is launched without Python, where that can be: from the addresses of x, values, scales and maxima."""
-    with current_device(device):
-        addresses = [kernel.address for kernel, _ in plan.steps]
-    if None in addresses:
-        return None
-    steps = zip(addresses, plan.steps, strict=True)
-    return tuple(Launcher(int(address or 0), 0, 0, numbers) for address, (_, numbers) in steps)
-
-
 def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format: Format) -> None:
     """Writes values * scale into x; tensors as in `quantized`, K contiguous in both."""
-    arch = arch_of(x.device)
+    arch = steps.arch_of(x.device)
     lies = Lies.of(x), Lies.of(values), _scales(scale, x.dim())
     key = "restore", x.dtype, format, arch, x.device.index, lies, variable("CUTEGEMM_CACHE_DIR")
     plan = _plans.get(key)
@@ -125,11 +107,6 @@ def restored(values: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, format:
         plan = Plan((_over_tiles(signature, lies, arch, x.device),), 0)
         _plans.put(key, plan)
     run(plan, x, values, scale, {"x"})
-
-
-def arch_of(device: torch.device) -> Arch:
-    """The GPU that computes for tensors of a device: of the CPU the one that is emulated."""
-    return planning.emulated_arch() if device == runner._CPU else Arch.of_device(device.index)
 
 
 def _scales(scale: torch.Tensor, dims: int) -> Lies:
@@ -239,20 +216,4 @@ def _kernel(signature: Signature, tile: Tile, arch: Arch, device: torch.device) 
 def run(plan: Plan, x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, written: set[str]) -> None:
     """Launches a plan, or emulates it: on the tensors that it was made for, or others that lie as they do."""
     maxima = torch.empty(plan.maxima, dtype=torch.float32, device=x.device) if plan.maxima else None
-    addresses = x.data_ptr(), values.data_ptr(), scale.data_ptr(), 0 if maxima is None else maxima.data_ptr()
-    if x.device == runner._CPU:
-        _emulate(plan, addresses, {"x": x, "v": values, "s": scale, "p": maxima}, {*written, "p"})
-        return
-    with current_device(x.device):
-        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        for kernel, numbers in plan.steps:
-            kernel.function(*addresses, stream, *numbers)
-
-
-def _emulate(plan: Plan, addresses: tuple[int, ...], tensors: dict[str, Any], written: set[str]) -> None:
-    from cutegemm.emulator.bridge import emulate
-
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for kernel, numbers in plan.steps:
-        launches = kernel.captured(*addresses, 0, *numbers)
-        emulate(kernel.ptx, launches, present, outputs=written & set(present))
+    steps.run(plan.steps, config.POINTERS, (x, values, scale, maxima), x.device, written | {"p"})

@@ -13,15 +13,15 @@ from cutegemm.cute.routing.config import Signature, Tile
 from cutegemm.cute.standalone import StandaloneKernel
 from cutegemm.errors import GemmError
 from cutegemm.hardware.arch import Arch
-from cutegemm.native import Launcher
 from cutegemm.problem.dtypes import dtype_name
-from cutegemm.run import runner
+from cutegemm.run import runner, steps
 from cutegemm.run.environment import variable
-from cutegemm.run.runner import current_device
+from cutegemm.run.steps import Step
 
 MOST_SLOTS = 2**31 - 2**16
 """Slots are counted in 32 bits, up to the end of the last CTA's."""
 _INDICES = {torch.int32: "int32", torch.int64: "int64"}
+_WRITTEN = frozenset(config.POINTERS[2:])
 _kernels = planning.Memo(limit=1024)
 
 
@@ -39,7 +39,7 @@ def plan_of(experts: torch.Tensor, weights: torch.Tensor, count: int) -> Plan | 
     if slots > MOST_SLOTS:
         return None
     tile, ctas = config.choose(slots, count)
-    arch = planning.emulated_arch() if device == runner._CPU else Arch.of_device(device.index)
+    arch = steps.arch_of(device)
     early = tile.begins_early(ctas, arch)
     key = index, weight, tile, ctas > 1, arch, device.index, variable("CUTEGEMM_CACHE_DIR")
     kernels = _kernels.get(key)
@@ -59,25 +59,16 @@ def plan_of(experts: torch.Tensor, weights: torch.Tensor, count: int) -> Plan | 
     return Plan(kernels, ctas, early)
 
 
-def launchers(
-    plan: Plan, experts: torch.Tensor, weights: torch.Tensor, count: int
-) -> tuple[tuple[Launcher, ...], int] | None:
-    """How a plan is launched without Python, and how many counts its launches exchange; None where it cannot be."""
-    with current_device(experts.device):
-        addresses = [kernel.address for kernel in plan.kernels]
-    if None in addresses:
-        return None
-    numbers = _numbers(plan, experts, weights, count)
-    return tuple(Launcher(int(each or 0), 0, 0, numbers) for each in addresses), _counts(plan, count)
+def steps_of(plan: Plan, experts: torch.Tensor, weights: torch.Tensor, count: int) -> list[Step]:
+    """The launches of a call with these tensors and so many experts."""
+    numbers = (
+        experts.numel(), experts.shape[1], count, plan.ctas, *experts.stride(), *weights.stride(), int(plan.early),
+    )  # fmt: skip
+    return [Step(kernel, numbers) for kernel in plan.kernels]
 
 
-def _numbers(plan: Plan, experts: torch.Tensor, weights: torch.Tensor, count: int) -> tuple[int, ...]:
-    """The numbers of a launch, in the order of `cute.routing.kernel.NUMBERS`."""
-    slots, top_k = experts.numel(), experts.shape[1]
-    return slots, top_k, count, plan.ctas, *experts.stride(), *weights.stride(), int(plan.early)
-
-
-def _counts(plan: Plan, count: int) -> int:
+def counts_of(plan: Plan, count: int) -> int:
+    """How many counts the launches exchange."""
     return plan.ctas * count if plan.ctas > 1 else 0
 
 
@@ -95,25 +86,7 @@ def build(signature: Signature, tile: Tile, arch: Arch) -> StandaloneKernel:
 def run(plan: Plan, experts: torch.Tensor, weights: torch.Tensor, made: tuple[torch.Tensor, ...]) -> None:
     """Launches a plan, or emulates it. made: the tensors of a `Routing`, which are written."""
     count, device = made[0].shape[0], experts.device
-    exchanged = _counts(plan, count)
+    exchanged = counts_of(plan, count)
     counts = torch.empty(exchanged, dtype=torch.int32, device=device) if exchanged else None
     tensors = experts, weights, *made, counts
-    addresses = [0 if each is None else each.data_ptr() for each in tensors]
-    numbers = _numbers(plan, experts, weights, count)
-    if device == runner._CPU:
-        _emulate(plan, addresses, tensors, numbers)
-        return
-    with current_device(device):
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        for kernel in plan.kernels:
-            kernel.function(*addresses, stream, *numbers)
-
-
-def _emulate(plan: Plan, addresses: list[int], tensors: tuple[Any, ...], numbers: tuple[int, ...]) -> None:
-    from cutegemm.cute.routing.kernel import POINTERS
-    from cutegemm.emulator.bridge import emulate
-
-    present = {name: each for name, each in zip(POINTERS, tensors, strict=True) if each is not None}
-    for kernel in plan.kernels:
-        launches = kernel.captured(*addresses, 0, *numbers)
-        emulate(kernel.ptx, launches, present, outputs=set(present) - {"experts", "weights"})
+    steps.run(steps_of(plan, experts, weights, count), config.POINTERS, tensors, device, _WRITTEN)

@@ -33,7 +33,7 @@ LAYERS = {
         cutegemm.run.call cutegemm.run.runner cutegemm.run.fused cutegemm.run.grouped cutegemm.run.how
         cutegemm.run.preparing
         cutegemm.run.quantizing cutegemm.run.quantize_kernels cutegemm.run.routing
-        cutegemm.run.routing_kernels""",
+        cutegemm.run.routing_kernels cutegemm.run.steps""",
     "tuner": "cutegemm.tuner.*",
     "kernels": "cutegemm.cute.* cutegemm.cutlass2x.* legacy_cuda.* cutegemm.torch_backend cutegemm.torch_grouped",
     "choice": """

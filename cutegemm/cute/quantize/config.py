@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutegemm.cute.launch_config import PROGRAMMATIC
+from cutegemm.cute.standalone import begins_early
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem.dtypes import ITEMSIZE
 from cutegemm.problem.quantization import BLOCK, Group
@@ -30,6 +30,8 @@ DEEP = 4
 """Most vectors of a row that a thread keeps in registers: 1024 threads of a CTA have 64 registers each."""
 PASSES = ("whole", "amax", "parts", "given", "back")
 """What a kernel does; "back" dequantizes."""
+POINTERS = ("x", "v", "s", "p")
+"""The addresses that a kernel takes: x, values, scales, partial maxima."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,8 @@ class Tile(NamedTuple):
         return self.threads_k * self.deep_k * self.vector
 
     def begins_early(self, ctas: int, arch: Arch) -> bool:
-        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended: on GPUs that have
-        programmatic dependent launch, where it fills at most half of their threads (see `warps.config`).
-        """
-        return arch.capability >= PROGRAMMATIC and 2 * ctas * self.threads <= arch.sm_count * arch.threads_per_sm
+        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended."""
+        return begins_early(ctas, self.threads, arch)
 
     def __str__(self) -> str:
         return f"quantize/{self.threads_r}x{self.threads_k}/{self.deep_r}x{self.deep_k}/v{self.vector}"

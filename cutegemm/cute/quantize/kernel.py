@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 
 from cutegemm.cute import types
-from cutegemm.cute.quantize.config import WARP, Signature, Tile
+from cutegemm.cute.quantize.config import POINTERS, WARP, Signature, Tile
 from cutegemm.cute.source import aligned, element
 from cutegemm.cute.standalone_operator import StandaloneOperator
 from cutegemm.problem.quantization import FLT_MAX, NAMED, SMALLEST_SCALE
@@ -30,8 +30,6 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
 
 parts: partial maxima of a row, or of all. early: whether the launch may begin before the kernel in front has ended.
 """
-POINTERS = ("x", "v", "s", "p")
-"""Its addresses: x, values, scales, partial maxima."""
 
 
 class Corner(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutegemm.cute.launch_config import PROGRAMMATIC
+from cutegemm.cute.standalone import begins_early
 from cutegemm.hardware.arch import Arch
 
 WARP = 32
@@ -22,6 +22,9 @@ MOST_WARPS = 32
 LEAST_EXPERTS, MOST_EXPERTS = 32, 1024
 PASSES = ("whole", "count", "place")
 INDICES, WEIGHTS = ("int32", "int64"), ("fp16", "bf16", "fp32")
+POINTERS = ("experts", "weights", "ends", "places", "rows", "sorted", "counts")
+"""The addresses that a kernel takes: what is read (of each token and choice); what is written, by expert and by place;
+and the counts that two launches exchange, by CTA and expert."""
 OLDEST = (8, 0)
 """The compute capability of the oldest GPU that the kernels are compiled for."""
 MOST_OF_ONE = 1024
@@ -69,10 +72,8 @@ class Tile(NamedTuple):
         return 4 * (self.warps * (self.experts + 1) + 2 * self.threads)
 
     def begins_early(self, ctas: int, arch: Arch) -> bool:
-        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended: where it fills at most
-        half of the GPU's threads (see `warps.config`).
-        """
-        return arch.capability >= PROGRAMMATIC and 2 * ctas * self.threads <= arch.sm_count * arch.threads_per_sm
+        """Whether a launch of so many CTAs may begin before the kernel in front of it has ended."""
+        return begins_early(ctas, self.threads, arch)
 
     def __str__(self) -> str:
         return f"routing/w{self.warps}/e{self.experts}/d{self.deep}"

@@ -15,19 +15,17 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cutegemm.cute import types
-from cutegemm.cute.routing.config import WARP, Signature, Tile
+from cutegemm.cute.routing.config import POINTERS, WARP, Signature, Tile
 from cutegemm.cute.source import element
 from cutegemm.cute.standalone_operator import StandaloneOperator
 
-POINTERS = ("experts", "weights", "ends", "places", "rows", "sorted", "counts")
-"""The entry's addresses: what is read (of each token and choice); what is written, by expert and by place; and the
-counts that two launches exchange, by CTA and expert."""
 NUMBERS: tuple[tuple[str, Any], ...] = (
     *((name, Int32) for name in ("slots", "top_k", "groups", "ctas")),
     *((f"{name}_{axis}", Int64) for name in "ew" for axis in ("token", "choice")),
     ("early", Int32),
 )
-"""Its numbers behind the stream; groups: how many experts there are. Strides of experts and weights in elements."""
+"""The entry's numbers behind the stream; groups: how many experts there are. Strides are in elements, those of the
+experts' numbers (e) and of the weights (w)."""
 
 
 class Route(StandaloneOperator):

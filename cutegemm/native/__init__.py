@@ -39,6 +39,9 @@ scales or the one given; None and NotImplemented as `program`. Both of its steps
 mixture: Callable[..., Any] | None = None
 """mixture(x, experts, weights, w_gate_up, w_down, activation, precision, backend) -> the result of `moe`, likewise."""
 
+FUNCTIONS = ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear", "mixture")
+"""The names above, which are None while no extension serves."""
+
 names: tuple[tuple[str | None, ...], ...] = ()
 """The activations that `gemm` takes, and what it takes as each of the options in `How`, of which it serves the calls;
 `cutegemm.run.call` puts them here."""
@@ -169,14 +172,10 @@ def leave_float32_to_python() -> None:
 
 def serve(module: Any) -> None:
     """Lets calls ask this extension from now on, or none (None)."""
-    global gemm, linear, program, quantize, scaled, quantized_linear, mixture
     _state.module = module
     if module and _state.asks_for_float32:
         module.leave_float32_to_python()
-    gemm, linear, program, quantize, scaled, quantized_linear, mixture = (
-        getattr(module, name) if module else None
-        for name in ("gemm", "linear", "program", "quantize", "scaled", "quantized_linear", "mixture")
-    )
+    globals().update({name: getattr(module, name) if module else None for name in FUNCTIONS})
 
 
 def status() -> str:

@@ -14,7 +14,9 @@ namespace cutegemm {
 
 // What `configure` was given, in the order of HOOKS in cutegemm/native/__init__.py, which says what each does. Never
 // freed.
-enum Hook { PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, GEMM_PROGRAM, MOE, HOOKS };
+enum Hook {
+  PLAN, COMPUTE, RECORD, GRADIENTS, QUANTIZE, QUANTIZE_GIVEN, SCALED, QUANTIZED_LINEAR, GEMM_PROGRAM, MOE, HOOKS
+};
 inline std::array<PyObject*, HOOKS> in_python{};
 
 class WithInterpreter {

@@ -68,22 +68,25 @@ struct ToMix {
                    {choice.data, weight.data, start(ends), start(places), start(token), start(sorted), start(counts)},
                    {}))
         return false;
-    const auto at = [&](const at::Tensor& tensor) {
+    const auto place_of = [&](const at::Tensor& tensor) {
       Matrix made;
       made.data = start(tensor);
       return made;
     };
-    const Matrix of_ends = at(ends), of_rows = at(token), of_places = at(places), of_sorted = at(sorted);
+    const Matrix of_ends = place_of(ends), of_rows = place_of(token), of_places = place_of(places),
+                 of_sorted = place_of(sorted);
     Results hidden, result;
     if (!cutegemm::compute(how.hidden, device, {&rows, &first, &of_ends, &of_rows, &of_places, &of_sorted}, {}, hidden))
       return false;
-    const Matrix of_hidden = at(hidden[0]);
+    const Matrix of_hidden = place_of(hidden[0]);
     if (!cutegemm::compute(how.slots, device, {&of_hidden, &second, &of_ends, &of_rows, &of_places}, {}, result))
       return false;
     at::DimVector shape(x->sizes());
     shape.back() = result[0].size(1);
     const c10::impl::ExcludeDispatchKeyGuard without(c10::autocast_dispatch_keyset);  // it would sum to fp32
-    d = top_k == 1 ? result[0].view(shape) : at::sum(result[0].view({choice.sizes[0], top_k, shape.back()}), 1).view(shape);
+    const at::Tensor& by_slot = result[0];
+    const at::Tensor by_token = top_k == 1 ? by_slot : at::sum(by_slot.view({-1, top_k, shape.back()}), 1);
+    d = by_token.view(shape);
     return true;
   }
 };

@@ -189,11 +189,17 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// use(all tables)
+template <typename Use>
+auto with_tables(Use use) {
+  return use(table_of<Product>(), table_of<OfProgram>(), table_of<ScaledProduct>(), table_of<Quantization>(),
+             table_of<Mixture>());
+}
+
 // forget(): of all calls.
 PyObject* forget(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  table_of<Product>().clear(), table_of<OfProgram>().clear();
-  table_of<ScaledProduct>().clear(), table_of<Quantization>().clear(), table_of<Mixture>().clear();
+  with_tables([](auto&... table) { (table.clear(), ...); });
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -208,9 +214,7 @@ PyObject* leave_float32_to_python(PyObject*, PyObject*) {
 
 PyObject* known(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  return checked(PyLong_FromSize_t(
-      table_of<Product>().size() + table_of<OfProgram>().size() + table_of<ScaledProduct>().size() +
-      table_of<Quantization>().size() + table_of<Mixture>().size()));
+  return checked(PyLong_FromSize_t(with_tables([](auto&... table) { return (table.size() + ...); })));
   END_HANDLE_TH_ERRORS
 }
 

@@ -80,19 +80,17 @@ def computes(module: Any, attempt: Attempt) -> bool:
 
     Where that is zero, as with weights that are zero before training, other weights are tried.
     """
-    run: Callable[..., Any] = module
-    parameters: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    want, inputs = attempt(**_as_arguments(parameters))
+    own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    drawn: dict[str, torch.Tensor] | None = None
+    want, inputs = attempt(**_as_arguments(own))
     if not want.abs().amax(1).all():
-        parameters = {name: torch.empty_like(each) for name, each in parameters.items()}
+        drawn = {name: torch.empty_like(each) for name, each in own.items()}
         generator = torch.Generator(want.device).manual_seed(0)
-        for each in parameters.values():
+        for each in drawn.values():
             draw(each, generator)
-        drawn = parameters
-        run = lambda *inputs: torch.func.functional_call(module, drawn, inputs)  # noqa: E731
-        want, inputs = attempt(**_as_arguments(parameters))
+        want, inputs = attempt(**_as_arguments(drawn))
     try:
-        found = run(*inputs).float()
+        found = (torch.func.functional_call(module, drawn, inputs) if drawn else module(*inputs)).float()
     except Exception:  # whatever it is called with, it is not what was looked for
         return False
     if found.shape != want.shape:

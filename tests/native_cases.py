@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -247,6 +247,18 @@ def assert_same_outcome(road: Callable[[], Any]) -> None:
             assert torch.equal(x.float(), y.float())
         else:
             assert x == y
+
+
+def assert_each_has_a_launch_of_its_own(calls: Sequence[Callable[[], Any]]) -> None:
+    """Calls made one after the other, all from C++, give what each gives by Python alone."""
+    with served(in_cpp=False):
+        expected = [call() for call in calls]
+    with served(in_cpp=True) as launched:
+        for _ in range(3):
+            launched.clear()
+            found = [call() for call in calls]
+        assert {each.by for each in launched} == {"C++"}
+    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
 
 
 A, B = numbers(24, 40), numbers(40, 16)

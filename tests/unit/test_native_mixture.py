@@ -13,7 +13,15 @@ from torch.autograd import forward_ad
 import cutegemm
 from cutegemm import native
 from cutegemm.run import fused
-from tests.native_cases import assert_same_outcome, autocast, both, numbers, refuse_next, served
+from tests.native_cases import (
+    assert_each_has_a_launch_of_its_own,
+    assert_same_outcome,
+    autocast,
+    both,
+    numbers,
+    refuse_next,
+    served,
+)
 from tuning import host_stub
 
 pytestmark = pytest.mark.usefixtures("no_native_part")
@@ -134,15 +142,7 @@ def test_what_records_gradients_is_left_to_python():
 
 
 def test_calls_with_one_key_launch_one_kernel():
-    calls = [SERVED[name] for name in SERVED if name != "several CTAs"]
-    with served(in_cpp=False):
-        expected = [call() for call in calls]
-    with served(in_cpp=True) as launched:
-        for _ in range(3):
-            launched.clear()
-            found = [call() for call in calls]
-        assert {each.by for each in launched} == {"C++"}
-    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    assert_each_has_a_launch_of_its_own([SERVED[name] for name in SERVED if name != "several CTAs"])
 
 
 @pytest.mark.parametrize("failing", range(3))

@@ -14,7 +14,21 @@ import torch
 import cutegemm
 from cutegemm import native, ops
 from cutegemm.run import float32, fused
-from tests.native_cases import BF16, BIAS, FP32, A, B, C, W, assert_same_outcome, autocast, both, numbers, served
+from tests.native_cases import (
+    BF16,
+    BIAS,
+    FP32,
+    A,
+    B,
+    C,
+    W,
+    assert_each_has_a_launch_of_its_own,
+    assert_same_outcome,
+    autocast,
+    both,
+    numbers,
+    served,
+)
 from tuning import host_stub
 
 pytestmark = pytest.mark.usefixtures("no_native_part")
@@ -218,14 +232,7 @@ def test_calls_with_one_key_launch_one_kernel():
         lambda: torch.ops.cutegemm.gemm_program(A, B, [C], [0.5], [7], TEXT)[0],
         lambda: torch.ops.cutegemm.gemm_program(A, B, [C], [0.5], [7], TEXT, FP32)[0],
     ]
-    with served(in_cpp=False):
-        expected = [call() for call in calls]
-    with served(in_cpp=True) as launched:
-        for _ in range(3):
-            launched.clear()
-            found = [call() for call in calls]
-        assert {each.by for each in launched} == {"C++"}
-    assert all(torch.equal(x, y) for x, y in zip(expected, found, strict=True))
+    assert_each_has_a_launch_of_its_own(calls)
 
 
 @pytest.mark.parametrize("when", ["before it is planned", "before it is told"])

@@ -140,8 +140,8 @@ def replace_modules(
     replacement: Callable[[torch.nn.Module], torch.nn.Module],
 ) -> torch.nn.Module:
     """Puts replacement(module) in the place of every module that is chosen, in place; returns what stands for `model`
-    itself. A module that stands in several places is asked for at each of them; all are asked for before the first one
-    is replaced.
+    itself. `is_chosen` is called for every place of a module that stands in several, and for all modules before the
+    first one is replaced.
     """
     places = [
         (parent, name, child, is_chosen(f"{prefix}.{name}" if prefix else name, child))

@@ -144,7 +144,7 @@ def known(a: torch.Tensor, b: torch.Tensor, epilogue: Any, how: How) -> torch.Te
 
 
 def _meant_by(epilogue: Any) -> Hashable | None:
-    """What an epilogue means now; None where nobody knows that."""
+    """What an epilogue means now; None where that has not been worked out before."""
     return epilogue if epilogue.__class__ is Program else meaning(epilogue)
 
 

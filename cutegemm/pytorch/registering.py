@@ -72,7 +72,7 @@ def refuse_gradients(
 ) -> Callable[..., Any]:
     """Has an operator refuse inputs that require grad or carry a tangent. Returns what autograd's key calls.
 
-    refuse: called with the name of an argument and its tensor, raises.
+    refuse: is called with the name of an input and its tensor, and raises an error where it is refused.
     """
     operator = getattr(torch.ops.cutegemm, name).default
     inputs = [each.name if each.alias_info is None else None for each in operator._schema.arguments]

@@ -68,3 +68,18 @@ def registers(cubin: bytes) -> int:
 def spilled(cubin: bytes) -> int:
     """Bytes of stack that its kernels have: no kernel of the collection needs any but for registers that spill."""
     return sum(kernel.stack for kernel in usage(cubin))
+
+
+def crowded(cubin: bytes) -> float:
+    """Share of the FFMA that read two registers of one parity: a quarter of an SM reads an even one and an odd one a
+    cycle. What `.reuse` kept of the FFMA before in the same place is not read.
+    """
+    kept: list[str] = []
+    found = []
+    for text in instructions(cubin):
+        if match := re.fullmatch(r"FFMA R\d+, (-?R\d+(?:\.reuse)?), (-?R\d+(?:\.reuse)?), (-?R\d+(?:\.reuse)?)", text):
+            names = [each.removesuffix(".reuse") for each in match.groups()]
+            read = {int(name.lstrip("-R")) for place, name in enumerate(names) if kept[place : place + 1] != [name]}
+            found.append(len({number % 2 for number in read}) < len(read))
+            kept = [name if each.endswith(".reuse") else "" for name, each in zip(names, match.groups(), strict=True)]
+    return sum(found) / len(found)

@@ -138,21 +138,21 @@ def meet(
         stopped: asked often while kernels compile; those that are not compiled when it says so are left out.
     """
     wanted = list({candidate.key: candidate for candidate in candidates}.values())
-    failed = _compile(pool.session(problem.signature, timer.arch), wanted, stopped)
+    failed = compiled(pool.session(problem.signature, timer.arch), wanted, stopped)
     sustained = problem.flops > SUSTAINED_FLOPS
     rounds, block = (SUSTAINED_ROUNDS, BLOCK_SECONDS) if sustained else (ROUNDS, 0.0)
     times: Mapping[Key, float] = {}
     try:
-        right = _right(timer, [c for c in wanted if c.key not in failed], failed)
-        times = timer.time(right, rounds, block) if right else {}
-        right = _right(timer, right, failed)  # once more: a race may have spared the first run
+        fit = right(timer, [c for c in wanted if c.key not in failed], failed)
+        times = timer.time(fit, rounds, block) if fit else {}
+        fit = right(timer, fit, failed)  # once more: a race may have spared the first run
     except (TimerLost, TimerBroken) as why:
         return Met({}, {**{c.key: f"could not be timed: {why}" for c in wanted}, **failed})
-    return Met({candidate.key: times[candidate.key] for candidate in right}, failed)
+    return Met({candidate.key: times[candidate.key] for candidate in fit}, failed)
 
 
-def _compile(compiler: Compiler, wanted: Sequence[Candidate], stopped: Callable[[], bool]) -> dict[Key, str]:
-    """Compiles what is not stored; of those that it could not, why."""
+def compiled(compiler: Compiler, wanted: Sequence[Candidate], stopped: Callable[[], bool] = lambda: False) -> dict[Key, str]:
+    """Compiles what is not stored; why it could not, by key. stopped: asked often; those left are given up."""
     missing = [candidate for candidate in wanted if not compiler.stored(candidate)]
     failed = {candidate.key: "was not compiled in time" for candidate in missing}
     for candidate in missing:
@@ -170,7 +170,7 @@ def _compile(compiler: Compiler, wanted: Sequence[Candidate], stopped: Callable[
     return failed
 
 
-def _right(timer: Timer, candidates: Sequence[Candidate], failed: dict[Key, str]) -> list[Candidate]:
+def right(timer: Timer, candidates: Sequence[Candidate], failed: dict[Key, str]) -> list[Candidate]:
     """Those whose result is right; why the others' are not is added to `failed`."""
     for candidate in candidates:
         verdict = timer.check(candidate, CHECK_SECONDS).verdict

@@ -40,7 +40,7 @@ class SlabEpilogue:
 
     def __init__(self, config: TileConfig, signature: Signature, late_bias: bool = False) -> None:
         """`late_bias`: vectors along columns are loaded by each `store_rows`, when the slab holds the accumulators."""
-        self.wn = config.wn
+        self.wn, self.crossed = config.wn, config.crossed
         self.late_bias = late_bias
         self.epilogue = signature.epilogue
         self.program, self.read = whole.program_of(signature), whole.reader(signature)
@@ -112,9 +112,19 @@ class SlabEpilogue:
 
     def _accumulated(self, slab_row, first, count: int):
         """`count` accumulators of a slab row from column `first` on."""
+        values = self._stored(self.slab.iterator + slab_row * self.pitch + first, count)
+        if not self.crossed:
+            return values
+        kept, found = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+        kept.store(values)
+        for j in range(count):
+            found[j] = kept[j ^ 1]
+        return found.load()
+
+    def _stored(self, begin, count: int):
+        """The `count` words from `begin` on."""
         values = cute.make_rmem_tensor(count, Float32)
-        source = self.slab.iterator + slab_row * self.pitch + first
-        cute.autovec_copy(cute.make_tensor(aligned(source, 16), cute.make_layout(count)), values)
+        cute.autovec_copy(cute.make_tensor(aligned(begin, 16), cute.make_layout(count)), values)
         return values.load()
 
     def _sums(self, slab_row, part: Any):

@@ -15,7 +15,7 @@ from cutegemm.cute.warps.part_sum import AT_ONCE
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
-from tests.sass import opcodes, registers, spilled
+from tests.sass import crowded, opcodes, registers, spilled
 
 CUTE = backend.get("cute")
 FULL = Epilogue(c_dtype="fp32", bias_dtype="fp32", activation="gelu")
@@ -248,3 +248,20 @@ def test_a_kernel_that_does_not_compile_says_which(store_root):
 
     with pytest.raises(GemmError, match=r"sm80/broken for sm_80"):
         compile_operator(Broken(), "sm_80")
+
+
+@pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
+@pytest.mark.parametrize(
+    "text", ["simt/256x128x16/w64x64/s3/g8", "simt/64x64x8/w32x32/s3/g8/r4", "simt/64x128x16/w32x32/s3/g8/r2/k5"]
+)
+@pytest.mark.product(keep=1)
+def test_multiplications_read_registers_of_either_parity(text, majors):
+    """`simt.kernel.outer_product`. Without its order and without crossed neighbours nearly all read two of one parity."""
+    assert crowded(build(Problem.of(512, 512, 512, "fp32", majors=majors), text, "sm_90a").cubin) < 0.1
+
+
+@pytest.mark.parametrize(("majors", "most"), [("nt", 0.1), ("tt", 0.2), ("tn", 0.6), ("nn", 0.6)])
+@pytest.mark.product(keep=1)
+def test_multiplications_of_slices_read_registers_of_either_parity_but_where_b_is_loaded_along_k(majors, most):
+    problem = Problem.of(512, 512, 512, "fp32", majors=majors)
+    assert crowded(build(problem, "simt/64x64x32/w32x64/s2/g8/x2", "sm_90a").cubin) < most

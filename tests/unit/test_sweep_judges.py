@@ -19,7 +19,7 @@ from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import Check, TimerLost
 from cutegemm.winners import Winners
 from tests.tuning_fakes import H200, Clock, FakeCompiler, FakeTimer
-from tuning import contest, exhaustive, untuned
+from tuning import calibrate, contest, exhaustive, favourites, untuned
 
 SMALL = Problem.of(256, 320, 512, "bf16")
 
@@ -364,3 +364,34 @@ def test_the_commands_fail_when_a_shape_is_missing(command, monkeypatch, capsys,
 
     monkeypatch.setattr(contest, "machine", interrupted)
     assert command.main([*what]) == 130
+
+
+def test_the_models_favourites_are_timed_and_what_is_printed_is_a_table_for_the_fit():
+    problems = [Problem.of(96, 1016, 272, "fp32"), Problem.of(4096, 4096, 512, "fp32", majors="nt")]
+    also = "simt/64x64x16/w32x32/s3/g1"
+    wanted = [favourites.favourites(problem, H200, 4, [also]) for problem in problems]
+    for problem, candidates in zip(problems, wanted, strict=True):
+        assert candidates[0].config == next(heuristics.ascending(problem, H200, "cute"))
+        whole = [each.text.split("/k")[0] for each in candidates]
+        assert len(set(whole)) == 5  # one of each candidate, with the splits of K that suit it
+        assert whole[4] == also
+    first, second, *_ = wanted[0]
+    wrong = next(each for each in wanted[1] if each.key not in {one.key for one in wanted[0]})
+    timer = FakeTimer({first.key: 2e-6, second.key: 1e-6}, torch=4e-6, wrong={wrong.key: "wrong: all"})
+    machine = contest.Machine(timer, FakeCompiler())
+    text = "\n".join(favourites.table(problems, 4, [also], machine, 3))
+    assert timer.opened == problems
+    assert {rounds for _, rounds, _ in timer.timed} == {3}
+    assert f"# {wrong.text}: wrong: all" in text
+    assert text.index(second.text) < text.index(first.text)
+    samples = calibrate.read_table(text)
+    assert {sample.problem for sample in samples} == set(problems)
+    assert [(sample.config, sample.seconds) for sample in samples[:2]] == [(second.text, 1e-6), (first.text, 2e-6)]
+    assert len(samples) == 9  # all but one of five each
+
+
+def test_a_shape_whose_favourites_cannot_be_timed_is_named():
+    (problem,) = untuned.draw(1, 3, "fp32", "tn", H200)
+    machine = contest.Machine(FakeTimer({}, open_fails="no memory"), FakeCompiler())
+    (text,) = favourites.table([problem], 2, [], machine, 3)
+    assert text == f"# {problem}: no memory"

@@ -47,7 +47,7 @@ class SlabStore:
         # Of a gated program a strip is `step` columns of results, and its slab has the accumulators of both.
         self.step = self.columns * config.out_columns(signature) // config.bn
         self.halves, self.up = signature.epilogue.gating == "halves", up_offset(config, signature)
-        strip: Any = types.SimpleNamespace(wn=config.slab_width(signature))
+        strip: Any = types.SimpleNamespace(wn=config.slab_width(signature), crossed=False)
         self.slabs = SlabEpilogue(strip, signature, late_bias=True)
 
     def make_atoms(self, args) -> tuple:

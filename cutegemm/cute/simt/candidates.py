@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 _FP32 = (
     "simt/256x128x16/w64x64/s3/g8",
+    "simt/128x256x16/w64x64/s3/g8",
     "simt/128x128x8/w64x32/s4/g8/r2",
     "simt/64x128x16/w32x64/s3/g8/r3",
     "simt/64x64x16/w32x64/s2/g8/r6",
-    "simt/128x64x16/w32x32/s3/g8",
     "simt/128x64x8/w32x64/s3/g8",
-    "simt/64x128x16/w32x32/s3/g8",
+    "simt/64x128x16/w32x32/s3/g8/r2",
+    "simt/64x128x8/w32x64/s3/g8/r3",
     "simt/64x64x16/w32x32/s2/g8/r4",
     "simt/64x64x16/w32x32/s3/g8/r4",
     "simt/64x64x8/w32x32/s2/g8/r4",
     "simt/64x64x8/w32x32/s3/g8/r4",
     "simt/128x64x8/w64x64/s2/g8",
     "simt/32x128x8/w32x64/s3/g8",
-    "simt/64x32x16/w16x32/s3/g8",
     "simt/32x64x16/w16x32/s3/g8",
     "simt/64x32x16/w32x32/s2/g8/r7",
     "simt/32x64x16/w32x32/s2/g8/r7",
@@ -39,18 +39,15 @@ _FP32 = (
     "simt/16x32x64/w16x32/s4/g8/x8",
     "simt/16x32x128/w16x32/s4/g8/x8",
 )
-_NOT_TT = ("simt/128x256x16/w64x64/s3/g8", "simt/64x128x16/w32x32/s3/g8/r2")
-"""Not for two row-major operands (`tt`): there these kernels keep some registers in local memory."""
 _NOT_NARROW = {
     "simt/128x128x8/w64x32/s4/g8/r2": ("nn",),
     "simt/64x128x16/w32x64/s3/g8/r3": ("tn",),
-    "simt/128x64x16/w32x32/s3/g8": ("tn",),
     "simt/64x64x16/w32x32/s2/g8/r4": ("tn",),
     "simt/64x64x16/w32x32/s3/g8/r4": ("tn",),
     "simt/64x64x8/w32x32/s2/g8/r4": ("tn",),
     "simt/64x64x8/w32x32/s3/g8/r4": ("tn",),
-    "simt/64x128x16/w32x32/s3/g8": ("tn",),
     "simt/64x128x16/w32x32/s3/g8/r2": ("tn",),
+    "simt/64x128x8/w32x64/s3/g8/r3": ("tn",),
     "simt/64x32x16/w32x32/s2/g8/r7": ("tn",),
     "simt/32x64x16/w32x32/s2/g8/r7": ("tn",),
 }
@@ -60,29 +57,31 @@ and are taken all the same: no other has as many outputs a thread."""
 _NARROW_TN = ("simt/64x64x16/w32x32/s3/g8/r3", "simt/64x64x8/w32x32/s2/g8/r3")
 """Take the place of some of those for `tn`."""
 _SPILLS_SPLIT = {
-    "simt/64x128x16/w32x64/s3/g8/r3": ("tn", "nn"),
-    "simt/64x64x16/w32x64/s2/g8/r6": ("tt", "nn"),
-    "simt/128x64x16/w32x32/s3/g8": ("tn",),
-    "simt/64x128x16/w32x32/s3/g8": ("tn",),
+    "simt/64x128x16/w32x64/s3/g8/r3": ("tn", "tt"),
+    "simt/64x128x16/w32x32/s3/g8/r2": ("tt",),
+    "simt/64x128x8/w32x64/s3/g8/r3": ("tn",),
+    "simt/64x64x16/w32x64/s2/g8/r6": ("tt",),
+    "simt/64x64x8/w32x32/s2/g8/r4": ("tn",),
+    "simt/64x64x8/w32x32/s3/g8/r4": ("tn",),
+    "simt/128x128x8/w64x32/s4/g8/r2": ("nn",),
 }
-"""Majors with which these kernels keep some registers in local memory where K is split. So does, by two registers and
+"""Majors with which these kernels keep some registers in local memory where K is split. So does, by two to four and
 for some numbers of parts, `64x128x16/w32x32/s3/g8/r2` with `tn`; an H200 took 56 us with it (and three parts) and 66
-without the bound at 300x1000x3000, so it is taken all the same."""
+without the bound at 300x1000x3000, so it is taken all the same. So is `64x128x16/w32x64/s3/g8/r3` with `nn`, which
+keeps two there without splits."""
 _SPILLS_SPLIT_NARROW = {
-    "simt/64x128x16/w32x64/s3/g8/r3": ("tt",),
-    "simt/64x64x16/w32x64/s2/g8/r6": ("tn",),
-    "simt/64x64x8/w32x32/s2/g8/r4": ("tt", "nt", "nn"),
-    "simt/64x64x8/w32x32/s3/g8/r4": ("tt", "nn"),
+    "simt/64x128x16/w32x64/s3/g8/r3": ("nn",),
+    "simt/64x128x8/w32x64/s3/g8/r3": ("tt", "nn"),
+    "simt/64x64x16/w32x64/s2/g8/r6": ("tn", "nn"),
     "simt/32x128x8/w32x64/s3/g8": ("tn", "nn"),
-    "simt/64x32x16/w32x32/s2/g8/r7": ("tn", "tt"),
-    "simt/32x64x16/w32x32/s2/g8/r7": ("tn", "nn"),
+    "simt/64x32x16/w32x32/s2/g8/r7": ("tt",),
+    "simt/32x64x16/w32x32/s2/g8/r7": ("nn",),
+    "simt/64x64x16/w32x32/s2/g8/r4": ("nt",),
 }
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
-_UNSPLIT = ("simt/64x32x16/w16x32/s3/g8", "simt/128x64x8/w64x64/s2/g8")
-"""The first needs more registers where K is split, so that fewer CTAs fit an SM than the cost model counts: an H200
-took 106 us with seven parts for 5648x24x6392, and 75 with ten of `64x32x16/w32x32/s2/g8/r7`. The other has no room for
-a part's place beside its accumulators."""
+_UNSPLIT = ("simt/128x64x8/w64x64/s2/g8",)
+"""It serves large results of short sums."""
 
 _FEW = tuple(range(2, 34))
 NUMBERS = (*_FEW, 36, 44, 54, 66)
@@ -90,10 +89,9 @@ NUMBERS = (*_FEW, 36, 44, 54, 66)
 adds up what the others left: with 44 parts an H200 took 122 us for 944x48x23056, where 26 parts took 78."""
 
 
-_UNBOUNDED = ("simt/64x32x16/w16x32/s3/g8", "simt/32x64x16/w16x32/s3/g8")
-"""Candidates only for two K-major operands aligned to 16 bytes: with others they need 188 to 240 registers a thread. An
-SM then holds two such CTAs where the cost model counts five. An H200 took 39 us for 18048x40x264 with both row-major,
-and cuBLAS 24."""
+_UNBOUNDED = ("simt/32x64x16/w16x32/s3/g8",)
+"""A candidate only for two K-major operands aligned to 16 bytes: with others it needs 188 to 240 registers a thread. An
+SM then holds two such CTAs where the cost model counts five."""
 
 
 def _is_narrow(signature: Signature) -> bool:
@@ -102,7 +100,7 @@ def _is_narrow(signature: Signature) -> bool:
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    found: tuple[str, ...] = _FP32 if signature.majors == "tt" else (*_FP32, *_NOT_TT)
+    found: tuple[str, ...] = _FP32
     if _is_narrow(signature) or signature.majors != "tn":
         found = tuple(text for text in found if text not in _UNBOUNDED)
     if _is_narrow(signature):

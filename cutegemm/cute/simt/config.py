@@ -27,6 +27,7 @@ RESIDENT: Mapping[tuple[int, ...], int] = {
     (32, 64, 16, 32, 32): 8,
     (64, 32, 16, 32, 32): 8,
     (64, 64, 8, 32, 32): 4,
+    (64, 128, 8, 32, 64): 3,
 }
 """The most CTAs of an SM that the registers of a tile (bm, bn, bk, wm, wn) may be bounded for. A plain product of
 operands aligned to 16 bytes spills none then; `candidates` has what else spills."""
@@ -49,6 +50,7 @@ class SimtConfig(TileConfig):
     slices: int = 1
 
     family: ClassVar[str] = "simt"
+    crossed: ClassVar[bool] = True
     PATTERN: ClassVar[str] = TileConfig.PATTERN + r"(?:/x(?P<slices>\d+))?"
     MOST_RESIDENT: ClassVar[Mapping[tuple[int, ...], int]] = RESIDENT
     CHUNK: ClassVar[int] = 4

@@ -19,6 +19,7 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass._mlir.dialects import math
 
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.launch_config import SLAB_ROWS
@@ -40,6 +41,23 @@ def place_of_lane(lane):
     i = ((lane >> 1) & 1) | ((lane >> 2) & 2)
     j = (lane & 1) | ((lane >> 1) & 2) | ((lane >> 2) & 4)
     return i * LANES_N + j
+
+
+def outer_product(accumulators, column, row) -> None:
+    """Adds the outer product of a thread's fragments, (1, tm) of A and (1, tn) of B, to its sums (1, tm, tn).
+
+    A quarter of an SM reads two registers a cycle, one with an even and one with an odd number, and an FFMA names
+    three. So it takes a cycle only if one of them was kept from the FFMA before (`.reuse`), and the other two differ in
+    parity. Row by row, and every other row backwards, each FFMA shares a value of A or B with the one before. A
+    fragment's 16-byte loads put column j into a register of j's parity. The stores of the epilogue would do the same
+    with its sums, so that each FFMA would read two registers of one parity; `TileConfig.crossed` puts them into
+    registers of the other (docs/performance.md#registers-have-two-banks).
+    """
+    tm, tn = cute.size(column), cute.size(row)
+    for i in range(tm):
+        for j in range(tn) if i % 2 == 0 else reversed(range(tn)):
+            operands = (column[0, i], row[0, j], accumulators[0, i, j])
+            accumulators[0, i, j] = Float32(math.fma(*(each.ir_value() for each in operands)))
 
 
 class SimtGemm(Gemm):
@@ -115,7 +133,7 @@ class SimtGemm(Gemm):
                     write = write + 1
                     if write == config.stages:
                         write = Int32(0)
-                cute.gemm(mma, accumulators, fragment_a[None, None, step], fragment_b[None, None, step], accumulators)
+                outer_product(accumulators, fragment_a[None, None, step], fragment_b[None, None, step])
 
         # The slabs of the epilogue reuse the ring: nothing may still be in flight or being read.
         cute.arch.cp_async_wait_group(0)
@@ -125,13 +143,14 @@ class SimtGemm(Gemm):
             slab = thread_mma.partition_C(self.epilogue.slab)
         else:
             part = self.start_parts(tid).part_of(warp)
-        # Accumulators lie row-fastest in registers; a copy that is column-fastest stores 16 bytes at a time.
+        # Accumulators lie row-fastest in registers; a copy that is column-fastest stores 16 bytes at a time, in which
+        # neighbours have changed places (`outer_product`).
         columns = config.wn // LANES_N
         rows = cute.make_rmem_tensor(cute.make_layout((1, 4, columns), stride=(0, columns, 1)), Float32)
         for i in cutlass.range_constexpr(config.wm // SLAB_ROWS):
             for r in cutlass.range_constexpr(4):
                 for j in cutlass.range_constexpr(columns):
-                    rows[0, r, j] = accumulators[0, 4 * i + r, j]
+                    rows[0, r, j] = accumulators[0, 4 * i + r, j ^ 1]
             if cutlass.const_expr(self.parts is None):
                 cute.autovec_copy(rows, slab)
                 self.epilogue.store_rows(i * SLAB_ROWS)

@@ -27,7 +27,7 @@ from cutlass import Float32, Int32
 from cutegemm.cute.entry import Gemm
 from cutegemm.cute.epilogue import SlabEpilogue
 from cutegemm.cute.simt.config import SimtConfig
-from cutegemm.cute.simt.kernel import LANES_M, LANES_N, SimtGemm, place_of_lane
+from cutegemm.cute.simt.kernel import LANES_M, LANES_N, SimtGemm, outer_product, place_of_lane
 from cutegemm.cute.source import aligned
 from cutegemm.cute.warps.copy_ring import CopyRing
 from cutegemm.cute.warps.tile_load import TileLoader
@@ -115,8 +115,8 @@ class SlicedEpilogue(SlabEpilogue):
         layout = cute.make_layout((self.wm, self.wn), stride=(self.pitch, 1))
         return cute.make_tensor(memory + piece * self.slab_words, layout)
 
-    def _accumulated(self, slab_row, first, count: int):
-        return self.sum_of(self.slab.iterator + slab_row * self.pitch + first, count)
+    def _stored(self, begin, count: int):
+        return self.sum_of(begin, count)
 
     def sum_of(self, begin, count: int) -> Any:
         """The slices' sums of `count` neighbours, the first slice's at `begin`, added in the order of the slices."""
@@ -192,9 +192,6 @@ class SlicedSimtGemm(Gemm):
         lane_m, lane_n = place // LANES_N, place % LANES_N
         self.rows.start(self.ring.memory_a, warp_m, lane_m, piece)
         self.columns.start(self.ring.memory_b, warp_n, lane_n, piece)
-        mma = cute.make_tiled_mma(
-            cute.nvgpu.MmaUniversalOp(Float32), cute.make_layout((LANES_M, LANES_N, 1), stride=(LANES_N, 1, 0))
-        )
         accumulators = cute.make_rmem_tensor((1, self.rows.count, self.columns.count), Float32)
         accumulators.fill(0.0)
 
@@ -226,7 +223,7 @@ class SlicedSimtGemm(Gemm):
                 for step in cutlass.range_constexpr(CHUNK):
                     fragment_a = self.rows.held[None, None, step, chunk % config.buffers]
                     fragment_b = self.columns.held[None, None, step, chunk % config.buffers]
-                    cute.gemm(mma, accumulators, fragment_a, fragment_b, accumulators)
+                    outer_product(accumulators, fragment_a, fragment_b)
             if cutlass.const_expr(not ahead):
                 read = read + 1
                 if read == config.stages:
@@ -241,7 +238,7 @@ class SlicedSimtGemm(Gemm):
             for j in cutlass.range_constexpr(self.columns.count // 4):
                 four = cute.make_rmem_tensor(4, Float32)
                 for x in cutlass.range_constexpr(4):
-                    four[x] = accumulators[0, i, 4 * j + x]
+                    four[x] = accumulators[0, i, 4 * j + (x ^ 1)]
                 slab_row = lane_m * 4 + (i // 4) * (4 * LANES_M) + i % 4
                 target = slab.iterator + slab_row * self.epilogue.pitch + lane_n * 4 + j * (4 * LANES_N)
                 cute.autovec_copy(four, cute.make_tensor(aligned(target, 16), cute.make_layout(4)))

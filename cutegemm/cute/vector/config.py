@@ -36,6 +36,7 @@ class Slabs:
     group: int
     splits: int
     threads: int
+    crossed: bool = False
 
     def pieces(self, signature: Signature) -> tuple[int, int]:
         return self.config.pieces(signature)

@@ -51,6 +51,8 @@ class TileConfig(LaunchedConfig):
     """A state word counts to 255; half of that leaves an A100's or H200's SMs one CTA each."""
     MOST_RESIDENT: ClassVar[Mapping[tuple[int, ...], int]] = {}
     """Of a tile (bm, bn, bk, wm, wn): the most CTAs that `resident` may be, where more than one."""
+    crossed: ClassVar[bool] = False
+    """Whether accumulators of neighbouring columns change places in pairs where they are stored for the epilogue."""
     PATTERN: ClassVar[str] = (
         r"FAMILY/(?P<bm>\d+)x(?P<bn>\d+)x(?P<bk>\d+)/w(?P<wm>\d+)x(?P<wn>\d+)/s(?P<stages>\d+)(?:/g(?P<group>\d+))?"
     )

@@ -53,8 +53,8 @@ class PartEpilogue(SlabEpilogue):
         self.units_of_warp_tile = max(config.wm // self.rows_per_pass, 1)
         self.units = config.bm * config.bn // (config.wm * config.wn) * self.units_of_warp_tile
 
-    def _accumulated(self, slab_row, first, count: int):
-        return self.sum_of(self.slab.iterator + (slab_row * self.pitch + first), count)
+    def _stored(self, begin, count: int):
+        return self.sum_of(begin, count)
 
     def sum_of(self, begin, count: int) -> Any:
         """The sum of `count` neighbours over all parts, in their order; those of the first part lie at `begin`."""

@@ -1,0 +1,122 @@
+"""Times of the cost model's favourites at random shapes: `python -m tuning.favourites --count 64 --seed 0 --dtype fp32`.
+
+Shapes are drawn as for `tuning.untuned`, `--count` of them for each of `--majors`. At each of them the cheapest
+configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best` cheapest
+are checked and timed in turns with torch, captured and L2-cold, and so are those of `--also`. Printed is a text table
+for `tuning.calibrate` and `tuning.slower`, a block a shape. What is wrong or fails is named in it, and has no time.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cutegemm.problem import DTYPES
+from cutegemm.tuner.compile_pool import default_jobs
+from cutegemm.tuner.space import Candidate
+from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
+from tuning import cli, contest, untuned
+
+if TYPE_CHECKING:
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Problem
+    from cutegemm.tuner.compile_pool import CompilePool
+
+MAJORS = ("tn", "tt", "nn", "nt")
+
+
+def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[str] = ()) -> list[Candidate]:
+    """The cheapest configuration of each of the `best` cheapest candidates, then those of `also`.
+
+    Of one in `also` that can have splits of K the model chooses the number, among powers of two up to 32.
+    """
+    from cutegemm import backend as backends
+    from cutegemm.choice import heuristics
+
+    found: dict[str, Candidate] = {}
+    for config in heuristics.ascending(problem, arch, "cute"):
+        whole = str(replace(config, splits=1) if hasattr(config, "splits") else config)
+        found.setdefault(whole, Candidate("cute", config))
+        if len(found) == best:
+            break
+    cute = backends.get("cute")
+    for text in also:
+        given = cute.parse(text)
+        numbers = [1 << power for power in range(6)] if getattr(given, "splits", 0) == 1 else []
+        valid = [
+            config
+            for config in (replace(given, splits=number) for number in numbers) if numbers
+            if cute.check(config, problem, arch) is None
+        ] or [given]  # fmt: skip
+        if text not in found:
+            cheapest = min(valid, key=lambda config: heuristics.estimate(problem, config, "cute", arch))
+            found[text] = Candidate("cute", cheapest)
+    return [each for each in found.values() if cute.check(each.config, problem, arch) is None]
+
+
+def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool: CompilePool, rounds: int) -> str:
+    """The lines of a shape: what failed, torch's time, then the candidates' times, the fastest first."""
+    failed = contest.compiled(pool.session(problem.signature, timer.arch), candidates)
+    try:
+        timer.open(problem)
+        right = contest.right(timer, [each for each in candidates if each.key not in failed], failed)
+        found = dict(timer.time(right, rounds, 0.0))
+    except (TimerLost, TimerBroken) as why:
+        return f"# {problem}: {why}"
+    base = found.pop(TORCH)
+    lines = [f"# {text}: {why}" for (_, text), why in failed.items()]
+    signature, sizes = problem.signature, f"{problem.m}x{problem.n}x{problem.k}"
+    lines.append(f"== {sizes} {signature.dtype} {signature.precision} {signature.majors} torch {base * 1e6:.2f} us")
+    for (_, text), seconds in sorted(found.items(), key=lambda item: item[1]):
+        rate = problem.flops / seconds * 1e-12
+        lines.append(f"   {base / seconds:.3f} {seconds * 1e6:10.3f} {rate:6.2f} {text}")
+    return "\n".join(lines)
+
+
+def table(problems: Sequence[Problem], best: int, also: Sequence[str], m: contest.Machine, rounds: int) -> Iterator[str]:
+    """The blocks of all shapes. Kernels are compiled ahead, those of the first shapes first."""
+    arch = m.timer.arch
+    wanted = [favourites(problem, arch, best, also) for problem in problems]
+    for problem, candidates in zip(problems, wanted, strict=True):
+        m.pool.session(problem.signature, arch).ahead(candidates)
+    for problem, candidates in zip(problems, wanted, strict=True):
+        yield block(problem, candidates, m.timer, m.pool, rounds)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    assert __doc__ is not None
+    summary, _, more = __doc__.partition("\n\n")
+    made = cli.parser("favourites", summary, more)
+    made.add_argument("--count", type=cli.count, default=12, help="shapes for each of the majors (default 12)")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--best", type=cli.count, default=10, help="candidates of a shape (default 10)")
+    made.add_argument("--also", default="", help="configurations, comma-separated, timed at every shape that they serve")
+    made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (default 3)")
+    made.add_argument("--seconds", type=cli.seconds, help="begins no further shape after so long")
+    made.add_argument("--dtype", default="bf16", choices=DTYPES)
+    made.add_argument("--majors", default=",".join(MAJORS), help="of A and B, comma-separated; tn: both K-major")
+    made.add_argument("--jobs", type=cli.count, default=default_jobs(), help="compile processes (default %(default)s)")
+    options = made.parse_args(arguments)
+    begun = time.monotonic()
+    try:
+        with contest.machine(options.jobs) as m:
+            drawn = [
+                untuned.draw(options.count, options.seed + number, options.dtype, majors, m.timer.arch)
+                for number, majors in enumerate(options.majors.split(","))
+            ]
+            problems = [problem for of_majors in zip(*drawn, strict=True) for problem in of_majors]
+            for text in table(problems, options.best, [*filter(None, options.also.split(","))], m, options.rounds):
+                print(text, flush=True)
+                if options.seconds and time.monotonic() - begun > options.seconds:
+                    break
+    except contest.NoGpu as why:
+        print(f"tuning.favourites times kernels on a GPU: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

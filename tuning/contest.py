@@ -151,8 +151,10 @@ def meet(
     return Met({candidate.key: times[candidate.key] for candidate in fit}, failed)
 
 
-def compiled(compiler: Compiler, wanted: Sequence[Candidate], stopped: Callable[[], bool] = lambda: False) -> dict[Key, str]:
-    """Compiles what is not stored; why it could not, by key. stopped: asked often; those left are given up."""
+def compiled(
+    compiler: Compiler, wanted: Sequence[Candidate], stopped: Callable[[], bool] = lambda: False
+) -> dict[Key, str]:
+    """Compiles what is not stored; of those that it could not, why. `stopped` ends it, as in `meet`."""
     missing = [candidate for candidate in wanted if not compiler.stored(candidate)]
     failed = {candidate.key: "was not compiled in time" for candidate in missing}
     for candidate in missing:

@@ -1,4 +1,4 @@
-"""Times of the cost model's favourites at random shapes: `python -m tuning.favourites --count 64 --seed 0 --dtype fp32`.
+"""What the cost model likes best at random shapes, timed: `python -m tuning.favourites --count 64 --dtype fp32`.
 
 Shapes are drawn as for `tuning.untuned`, `--count` of them for each of `--majors`. At each of them the cheapest
 configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best` cheapest
@@ -8,12 +8,15 @@ for `tuning.calibrate` and `tuning.slower`, a block a shape. What is wrong or fa
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cutegemm import backend as backends
+from cutegemm.choice import heuristics
 from cutegemm.problem import DTYPES
 from cutegemm.tuner.compile_pool import default_jobs
 from cutegemm.tuner.space import Candidate
@@ -26,35 +29,31 @@ if TYPE_CHECKING:
     from cutegemm.tuner.compile_pool import CompilePool
 
 MAJORS = ("tn", "tt", "nn", "nt")
+SPLITS = (1, 2, 4, 8, 16, 32)
+"""Of K, for a configuration of `--also` that names none."""
 
 
-def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[str] = ()) -> list[Candidate]:
-    """The cheapest configuration of each of the `best` cheapest candidates, then those of `also`.
+def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()) -> list[Candidate]:
+    """The cheapest configuration of each of the `best` cheapest candidates, then of each configuration of `also`.
 
-    Of one in `also` that can have splits of K the model chooses the number, among powers of two up to 32.
+    One of `also` whose K may be split and is not gets the cheapest of `SPLITS`. Those that cannot serve the problem,
+    and those that are among the candidates, are left out.
     """
-    from cutegemm import backend as backends
-    from cutegemm.choice import heuristics
-
+    cute = backends.get("cute")
     found: dict[str, Candidate] = {}
     for config in heuristics.ascending(problem, arch, "cute"):
         whole = str(replace(config, splits=1) if hasattr(config, "splits") else config)
         found.setdefault(whole, Candidate("cute", config))
         if len(found) == best:
             break
-    cute = backends.get("cute")
-    for text in also:
-        given = cute.parse(text)
-        numbers = [1 << power for power in range(6)] if getattr(given, "splits", 0) == 1 else []
-        valid = [
-            config
-            for config in (replace(given, splits=number) for number in numbers) if numbers
-            if cute.check(config, problem, arch) is None
-        ] or [given]  # fmt: skip
-        if text not in found:
+    for given in also:
+        splits = SPLITS if getattr(given, "splits", 0) == 1 else ()
+        forms = [replace(given, splits=number) for number in splits] or [given]
+        valid = [config for config in forms if cute.check(config, problem, arch) is None]
+        if valid and str(given) not in found:
             cheapest = min(valid, key=lambda config: heuristics.estimate(problem, config, "cute", arch))
-            found[text] = Candidate("cute", cheapest)
-    return [each for each in found.values() if cute.check(each.config, problem, arch) is None]
+            found[str(given)] = Candidate("cute", cheapest)
+    return list(found.values())
 
 
 def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool: CompilePool, rounds: int) -> str:
@@ -76,14 +75,30 @@ def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool:
     return "\n".join(lines)
 
 
-def table(problems: Sequence[Problem], best: int, also: Sequence[str], m: contest.Machine, rounds: int) -> Iterator[str]:
+def table(
+    problems: Sequence[Problem], best: int, also: Sequence[Any], machine: contest.Machine, rounds: int
+) -> Iterator[str]:
     """The blocks of all shapes. Kernels are compiled ahead, those of the first shapes first."""
-    arch = m.timer.arch
+    arch = machine.timer.arch
     wanted = [favourites(problem, arch, best, also) for problem in problems]
     for problem, candidates in zip(problems, wanted, strict=True):
-        m.pool.session(problem.signature, arch).ahead(candidates)
+        machine.pool.session(problem.signature, arch).ahead(candidates)
     for problem, candidates in zip(problems, wanted, strict=True):
-        yield block(problem, candidates, m.timer, m.pool, rounds)
+        yield block(problem, candidates, machine.timer, machine.pool, rounds)
+
+
+def _majors(text: str) -> list[str]:
+    found = text.split(",")
+    if unknown := [each for each in found if each not in MAJORS]:
+        raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, accepted are {', '.join(MAJORS)}, comma-separated")
+    return found
+
+
+def _configs(text: str) -> list[Any]:
+    try:
+        return [backends.get("cute").parse(each) for each in text.split(",") if each]
+    except ValueError as why:
+        raise argparse.ArgumentTypeError(str(why)) from why
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,30 +106,33 @@ def main(arguments: list[str] | None = None) -> int:
     summary, _, more = __doc__.partition("\n\n")
     made = cli.parser("favourites", summary, more)
     made.add_argument("--count", type=cli.count, default=12, help="shapes for each of the majors (default 12)")
-    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--seed", type=int, default=0, help="of the first majors; the others have the next ones")
+    made.add_argument("--dtype", default="bf16", choices=DTYPES)
+    made.add_argument("--majors", type=_majors, default=list(MAJORS), help="of A and B, comma-separated; tn: K-major")
     made.add_argument("--best", type=cli.count, default=10, help="candidates of a shape (default 10)")
-    made.add_argument("--also", default="", help="configurations, comma-separated, timed at every shape that they serve")
+    made.add_argument("--also", type=_configs, default=[], help="configurations of cute, comma-separated")
     made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (default 3)")
     made.add_argument("--seconds", type=cli.seconds, help="begins no further shape after so long")
-    made.add_argument("--dtype", default="bf16", choices=DTYPES)
-    made.add_argument("--majors", default=",".join(MAJORS), help="of A and B, comma-separated; tn: both K-major")
     made.add_argument("--jobs", type=cli.count, default=default_jobs(), help="compile processes (default %(default)s)")
     options = made.parse_args(arguments)
     begun = time.monotonic()
     try:
-        with contest.machine(options.jobs) as m:
+        with contest.machine(options.jobs) as machine:
             drawn = [
-                untuned.draw(options.count, options.seed + number, options.dtype, majors, m.timer.arch)
-                for number, majors in enumerate(options.majors.split(","))
+                untuned.draw(options.count, options.seed + number, options.dtype, majors, machine.timer.arch)
+                for number, majors in enumerate(options.majors)
             ]
-            problems = [problem for of_majors in zip(*drawn, strict=True) for problem in of_majors]
-            for text in table(problems, options.best, [*filter(None, options.also.split(","))], m, options.rounds):
+            problems = [problem for of_each in zip(*drawn, strict=True) for problem in of_each]
+            for text in table(problems, options.best, options.also, machine, options.rounds):
                 print(text, flush=True)
                 if options.seconds and time.monotonic() - begun > options.seconds:
                     break
     except contest.NoGpu as why:
         print(f"tuning.favourites times kernels on a GPU: {why}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nbroken off", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -256,7 +256,7 @@ def test_a_kernel_that_does_not_compile_says_which(store_root):
 )
 @pytest.mark.product(keep=1)
 def test_multiplications_read_registers_of_either_parity(text, majors):
-    """`simt.kernel.outer_product`. Without its order and without crossed neighbours nearly all read two of one parity."""
+    """`simt.kernel.outer_product`. Without crossed neighbours all of them read two of one parity."""
     assert crowded(build(Problem.of(512, 512, 512, "fp32", majors=majors), text, "sm_90a").cubin) < 0.1
 
 

@@ -341,5 +341,5 @@ def test_the_kept_times_can_be_fitted_again():
         for word in named[family]["command"].split()
         if "/times/" in word
     }
-    assert len(words) == 6
+    assert len(words) == 5
     assert words <= {f"tuning/times/{table.name}" for table in tables}

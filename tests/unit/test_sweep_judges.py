@@ -368,13 +368,13 @@ def test_the_commands_fail_when_a_shape_is_missing(command, monkeypatch, capsys,
 
 def test_the_models_favourites_are_timed_and_what_is_printed_is_a_table_for_the_fit():
     problems = [Problem.of(96, 1016, 272, "fp32"), Problem.of(4096, 4096, 512, "fp32", majors="nt")]
-    also = "simt/64x64x16/w32x32/s3/g1"
+    also = backends.get("cute").parse("simt/64x64x16/w32x32/s3/g1")
     wanted = [favourites.favourites(problem, H200, 4, [also]) for problem in problems]
     for problem, candidates in zip(problems, wanted, strict=True):
         assert candidates[0].config == next(heuristics.ascending(problem, H200, "cute"))
         whole = [each.text.split("/k")[0] for each in candidates]
         assert len(set(whole)) == 5  # one of each candidate, with the splits of K that suit it
-        assert whole[4] == also
+        assert whole[4] == str(also)
     first, second, *_ = wanted[0]
     wrong = next(each for each in wanted[1] if each.key not in {one.key for one in wanted[0]})
     timer = FakeTimer({first.key: 2e-6, second.key: 1e-6}, torch=4e-6, wrong={wrong.key: "wrong: all"})
@@ -395,3 +395,17 @@ def test_a_shape_whose_favourites_cannot_be_timed_is_named():
     machine = contest.Machine(FakeTimer({}, open_fails="no memory"), FakeCompiler())
     (text,) = favourites.table([problem], 2, [], machine, 3)
     assert text == f"# {problem}: no memory"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--majors", "tn,xx"], "got 'xx', accepted are tn, tt, nn, nt"),
+        (["--also", "simt/64"], "config: got 'simt/64'"),
+        (["--count", "0"], "got '0', expected a whole number"),
+    ],
+)
+def test_what_favourites_does_not_take_is_named(given, said, capsys):
+    with pytest.raises(SystemExit):
+        favourites.main(given)
+    assert said in capsys.readouterr().err

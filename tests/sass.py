@@ -72,7 +72,7 @@ def spilled(cubin: bytes) -> int:
 
 def crowded(cubin: bytes) -> float:
     """Share of the FFMA that read two registers of one parity: a quarter of an SM reads an even one and an odd one a
-    cycle. What `.reuse` kept of the FFMA before in the same place is not read.
+    cycle. What `.reuse` kept of the FFMA before in the same place is not read, also where others stand between the two.
     """
     kept: list[str] = []
     found = []

@@ -30,7 +30,10 @@ TOOLS = {
     "host-cost": ("tuning.host_cost", "host time of eager calls, of a choice, and of new shapes"),
     "exhaustive": ("tuning.exhaustive", "how far a sweep's choice is from the best of many configurations"),
     "untuned": ("tuning.untuned", "how far the heuristic's choice is from the tuned one, on random shapes"),
-    "favourites": ("tuning.favourites", "time what the cost model likes best on random shapes, for the two below"),
+    "favourites": (
+        "tuning.favourites",
+        "time what the cost model likes best on random shapes, for calibrate and slower",
+    ),
     "calibrate": ("tuning.calibrate", "fit the cost model to measured times"),
     "slower": ("tuning.slower", "what each candidate for fp32 takes beside the cost model"),
     "candidates": ("tuning.candidates", "choose the configurations that the heuristic compares"),

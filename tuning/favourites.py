@@ -2,13 +2,15 @@
 
 Shapes are drawn as for `tuning.untuned`, `--count` of them for each of `--majors`. At each of them the cheapest
 configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best` cheapest
-are checked and timed in turns with torch, captured and L2-cold, and so are those of `--also`. Printed is a text table
-for `tuning.calibrate` and `tuning.slower`, a block a shape. What is wrong or fails is named in it, and has no time.
+are checked and timed in turns with torch, captured and L2-cold. So are those of `--also`, whose splits are powers of
+two. Printed is a text table for `tuning.calibrate` and `tuning.slower`, a block a shape. What is wrong or fails is
+named in it, and has no time. The exit status is 1 if a shape has no times.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from cutegemm.problem import Problem
     from cutegemm.tuner.compile_pool import CompilePool
 
+HEAD = re.compile("^==", re.MULTILINE)
 MAJORS = ("tn", "tt", "nn", "nt")
 SPLITS = (1, 2, 4, 8, 16, 32)
 """Of K, for a configuration of `--also` that names none."""
@@ -57,16 +60,23 @@ def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()
 
 
 def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool: CompilePool, rounds: int) -> str:
-    """The lines of a shape: what failed, torch's time, then the candidates' times, the fastest first."""
+    """The lines of a shape: what failed, torch's time, then the candidates' times, the fastest first.
+
+    Where nothing could be timed, it is one line that begins with # and says why.
+    """
+    if not candidates:
+        return f"# {problem}: no candidate serves it"
     failed = contest.compiled(pool.session(problem.signature, timer.arch), candidates)
     try:
         timer.open(problem)
         right = contest.right(timer, [each for each in candidates if each.key not in failed], failed)
         found = dict(timer.time(right, rounds, 0.0))
-    except (TimerLost, TimerBroken) as why:
+    except TimerBroken as why:  # which names the problem
+        return f"# {why}"
+    except TimerLost as why:
         return f"# {problem}: {why}"
     base = found.pop(TORCH)
-    lines = [f"# {text}: {why}" for (_, text), why in failed.items()]
+    lines = [f"# {text}: {' '.join(why.split())}" for (_, text), why in failed.items()]
     signature, sizes = problem.signature, f"{problem.m}x{problem.n}x{problem.k}"
     lines.append(f"== {sizes} {signature.dtype} {signature.precision} {signature.majors} torch {base * 1e6:.2f} us")
     for (_, text), seconds in sorted(found.items(), key=lambda item: item[1]):
@@ -108,14 +118,16 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--count", type=cli.count, default=12, help="shapes for each of the majors (default 12)")
     made.add_argument("--seed", type=int, default=0, help="of the first majors; the others have the next ones")
     made.add_argument("--dtype", default="bf16", choices=DTYPES)
-    made.add_argument("--majors", type=_majors, default=list(MAJORS), help="of A and B, comma-separated; tn: K-major")
+    made.add_argument(
+        "--majors", type=_majors, default=list(MAJORS), help="of A and B, comma-separated (default all four)"
+    )
     made.add_argument("--best", type=cli.count, default=10, help="candidates of a shape (default 10)")
-    made.add_argument("--also", type=_configs, default=[], help="configurations of cute, comma-separated")
+    made.add_argument("--also", type=_configs, default=[], help="further configurations, comma-separated")
     made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (default 3)")
-    made.add_argument("--seconds", type=cli.seconds, help="begins no further shape after so long")
+    made.add_argument("--seconds", type=cli.seconds, help="time after which no further shape is begun: 60s, 2m")
     made.add_argument("--jobs", type=cli.count, default=default_jobs(), help="compile processes (default %(default)s)")
     options = made.parse_args(arguments)
-    begun = time.monotonic()
+    begun, status = time.monotonic(), 0
     try:
         with contest.machine(options.jobs) as machine:
             drawn = [
@@ -125,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
             problems = [problem for of_each in zip(*drawn, strict=True) for problem in of_each]
             for text in table(problems, options.best, options.also, machine, options.rounds):
                 print(text, flush=True)
+                status |= not HEAD.search(text)
                 if options.seconds and time.monotonic() - begun > options.seconds:
                     break
     except contest.NoGpu as why:
@@ -133,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nbroken off", file=sys.stderr)
         return 130
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -68,14 +68,31 @@ def _bounded():
 @pytest.mark.parametrize(("text", "majors", "size", "splits"), list(_bounded()))
 @pytest.mark.product(keep=2)
 def test_bounded_registers_suffice(text, majors, size, splits):
-    """In any order of operands, where copies are narrow, and where K is split; `simt.candidates` says of one kernel why
-    it may spill a little."""
+    """In any order of operands, where copies are narrow, and where K is split. `simt.candidates` and `RESIDENT` say of
+    two kernels that they may spill a little."""
     signature = Problem.of(size, size, size, "fp32", majors=majors).signature
     allowed = {
         ("simt/64x128x16/w32x32/s3/g8/r2", "tn", bool(splits)): 16,
         ("simt/64x128x16/w32x64/s3/g8/r3", "nn", False): 8,
     }.get((text, majors, bool(splits)), 0)
     assert spilled(CUTE.build(signature, CUTE.parse(text + splits), HOPPER).cubin) <= allowed
+
+
+UNBOUNDED = [
+    (text, majors)
+    for majors in MAJORS
+    for text in FAMILIES["simt"].candidates(Problem.of(64, 64, 64, "fp32", majors=majors).signature)
+    if "/r" not in text
+]
+
+
+@pytest.mark.parametrize(("text", "majors"), UNBOUNDED)
+@pytest.mark.product(keep=2)
+def test_tiles_without_a_bound_spill_none_where_rows_are_aligned(text, majors):
+    """But one: see `simt.candidates`."""
+    signature = Problem.of(64, 64, 64, "fp32", majors=majors).signature
+    allowed = 24 if (text, majors) == ("simt/256x128x16/w64x64/s3/g8", "nn") else 0
+    assert spilled(CUTE.build(signature, CUTE.parse(text), HOPPER).cubin) <= allowed
 
 
 def test_what_is_chosen_for_narrow_rows_spills_none():

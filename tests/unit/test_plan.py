@@ -66,15 +66,15 @@ def test_a_bound_of_registers_that_a_thread_cannot_have_anyway_is_none():
         ((64, 64, 16384), ("simt/.*/k33",) * 4),
         ((256, 256, 65536), ("simt/.*/k66",) * 4), ((1, 16384, 4096), ("vector/1x.*",) * 4),
         ((4096, 1, 4096), ("vector/1x.*",) * 4),
-        ((8, 4096, 4096), ("simt/16x32x128/.*/x8", "vector/8x.*", "simt/16x32x128/.*/x8", "vector/8x.*")),
+        ((8, 4096, 4096), ("(simt/16x32x128/.*/x8|vector/8x.*)", "vector/8x.*", "simt/16x32x128/.*/x8", "vector/8x.*")),
         ((4096, 8, 4096), (r"vector/\d+x8x.*", "simt/64x32x32/.*/k4", r"vector/\d+x8x.*", r"vector/\d+x8x.*")),
         ((64, 4096, 4096), ("simt/.*",) * 4), ((1024, 4096, 4096), ("simt/[^k]*",) * 4),
     ],
 )  # fmt: skip
 def test_fp32_without_a_measurement(shape, expected):
     """Few tiles split K, and thin results go to the kernel that streams the matrix, unless it streams along K what the
-    thin operand has across (8 rows of an M-major A with a K-major B). For 8 rows with both K-major either will do: the
-    model has 22.4 and 24.5 us, and an H200 took 21.6 for the second.
+    thin operand has across (8 rows of an M-major A with a K-major B). For 8 rows with both K-major either kernel will
+    do: an H200 took 21.6 us for `vector`, and 22.5 for `simt` with both row-major.
     """
     for majors, text in zip(("tn", "tt", "nn", "nt"), expected, strict=True):
         chosen = heuristics.untuned(Problem.of(*shape, "fp32", majors=majors), H200)

@@ -392,9 +392,16 @@ def test_the_models_favourites_are_timed_and_what_is_printed_is_a_table_for_the_
 
 def test_a_shape_whose_favourites_cannot_be_timed_is_named():
     (problem,) = untuned.draw(1, 3, "fp32", "tn", H200)
-    machine = contest.Machine(FakeTimer({}, open_fails="no memory"), FakeCompiler())
+    machine = contest.Machine(FakeTimer({}, open_fails=f"{problem}: no memory"), FakeCompiler())
     (text,) = favourites.table([problem], 2, [], machine, 3)
     assert text == f"# {problem}: no memory"
+    first = favourites.favourites(problem, H200, 1)[0]
+    machine = contest.Machine(FakeTimer({}, breaks=[first.key]), FakeCompiler())
+    (text,) = favourites.table([problem], 2, [], machine, 3)
+    assert text == f"# {problem}: the process died"
+    transposed = Problem.of(128, 256, 64, "e4m3", majors="nt")  # which is copied first
+    (text,) = favourites.table([transposed], 2, [], machine, 3)
+    assert text == f"# {transposed}: no candidate serves it"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ _NOT_NARROW = {
 }
 """Majors with which these kernels keep some registers in local memory where rows of A or B are not aligned to 16 bytes:
 a thread then makes more copies, each with an address. The tiles of 256x128 and 128x256 keep two to six there with `tn`,
-and are taken all the same: no other has as many outputs a thread."""
+and 256x128 keeps six with `nn` and aligned rows; they are taken all the same: no other has as many outputs a thread."""
 _NARROW_TN = ("simt/64x64x16/w32x32/s3/g8/r3", "simt/64x64x8/w32x32/s2/g8/r3")
 """Take the place of some of those for `tn`."""
 _SPILLS_SPLIT = {
@@ -67,8 +67,7 @@ _SPILLS_SPLIT = {
 }
 """Majors with which these kernels keep some registers in local memory where K is split. So does, by two to four and
 for some numbers of parts, `64x128x16/w32x32/s3/g8/r2` with `tn`; an H200 took 56 us with it (and three parts) and 66
-without the bound at 300x1000x3000, so it is taken all the same. So is `64x128x16/w32x64/s3/g8/r3` with `nn`, which
-keeps two there without splits."""
+without the bound at 300x1000x3000, so it is taken all the same."""
 _SPILLS_SPLIT_NARROW = {
     "simt/64x128x16/w32x64/s3/g8/r3": ("nn",),
     "simt/64x128x8/w32x64/s3/g8/r3": ("tt", "nn"),
@@ -81,7 +80,7 @@ _SPILLS_SPLIT_NARROW = {
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
 _UNSPLIT = ("simt/128x64x8/w64x64/s2/g8",)
-"""It serves large results of short sums."""
+"""Never split: `SimtConfig.why_invalid` refuses a part's place beside its accumulators."""
 
 _FEW = tuple(range(2, 34))
 NUMBERS = (*_FEW, 36, 44, 54, 66)
@@ -90,8 +89,9 @@ adds up what the others left: with 44 parts an H200 took 122 us for 944x48x23056
 
 
 _UNBOUNDED = ("simt/32x64x16/w16x32/s3/g8",)
-"""A candidate only for two K-major operands aligned to 16 bytes: with others it needs 188 to 240 registers a thread. An
-SM then holds two such CTAs where the cost model counts five."""
+"""A candidate only for two K-major operands aligned to 16 bytes, with which it has 94 registers a thread. With two
+row-major ones it has 190, and 208 where rows are not aligned. An SM then holds two such CTAs where the cost model
+counts five."""
 
 
 def _is_narrow(signature: Signature) -> bool:

@@ -30,7 +30,8 @@ RESIDENT: Mapping[tuple[int, ...], int] = {
     (64, 128, 8, 32, 64): 3,
 }
 """The most CTAs of an SM that the registers of a tile (bm, bn, bk, wm, wn) may be bounded for. A plain product of
-operands aligned to 16 bytes spills none then; `candidates` has what else spills."""
+operands aligned to 16 bytes spills none then, but for two registers of 64x128x16 with warps of 32x64 and majors `nn`;
+`candidates` has what else spills."""
 
 
 @dataclass(frozen=True)

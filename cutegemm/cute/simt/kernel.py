@@ -47,11 +47,11 @@ def outer_product(accumulators, column, row) -> None:
     """Adds the outer product of a thread's fragments, (1, tm) of A and (1, tn) of B, to its sums (1, tm, tn).
 
     A quarter of an SM reads two registers a cycle, one with an even and one with an odd number, and an FFMA names
-    three. So it takes a cycle only if one of them was kept from the FFMA before (`.reuse`), and the other two differ in
-    parity. Row by row, and every other row backwards, each FFMA shares a value of A or B with the one before. A
-    fragment's 16-byte loads put column j into a register of j's parity. The stores of the epilogue would do the same
-    with its sums, so that each FFMA would read two registers of one parity; `TileConfig.crossed` puts them into
-    registers of the other (docs/performance.md#registers-have-two-banks).
+    three. It runs at full rate if one of them was kept from the FFMA before (`.reuse`), and the other two differ in
+    parity. Rows are walked forwards and backwards in turn, so that each FFMA shares a value of A or B with the one
+    before. The 16-byte loads of B put column j into a register of j's parity. The epilogue's 16-byte stores decide
+    where the sums lie: in their natural order, the sum of column j would lie in a register of the same parity. With
+    `TileConfig.crossed` it lies in one of the other (docs/performance.md#registers-have-two-banks).
     """
     tm, tn = cute.size(column), cute.size(row)
     for i in range(tm):

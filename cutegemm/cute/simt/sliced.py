@@ -74,7 +74,7 @@ class Fragments:
             # The row's 16-byte piece alone: what the steps of a slice XOR it with never carries into other bits.
         else:
             self.place = piece * (chunks * CHUNK * loader.extent) + first
-        # (1, outputs, k, buffer), as cute.gemm takes a step of it; the four words of a load lie together.
+        # (1, outputs, k, buffer), as `outer_product` takes a step of it; the four words of a load lie together.
         strides = (0, CHUNK, 1, CHUNK * self.count) if loader.k_major else (0, 1, self.count, CHUNK * self.count)
         shape = (1, self.count, CHUNK, self.config.buffers)
         self.held = cute.make_rmem_tensor(cute.make_layout(shape, stride=strides), Float32)

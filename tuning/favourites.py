@@ -10,7 +10,6 @@ named in it, and has no time. The exit status is 1 if a shape has no times.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend as backends
 from cutegemm.choice import heuristics
+from cutegemm.cute.simt.footprint import MAJORS
 from cutegemm.problem import DTYPES
 from cutegemm.tuner.compile_pool import default_jobs
 from cutegemm.tuner.space import Candidate
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from cutegemm.problem import Problem
     from cutegemm.tuner.compile_pool import CompilePool
 
-HEAD = re.compile("^==", re.MULTILINE)
-MAJORS = ("tn", "tt", "nn", "nt")
 SPLITS = (1, 2, 4, 8, 16, 32)
 """Of K, for a configuration of `--also` that names none."""
 
@@ -62,7 +60,7 @@ def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()
 def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool: CompilePool, rounds: int) -> str:
     """The lines of a shape: what failed, torch's time, then the candidates' times, the fastest first.
 
-    Where nothing could be timed, it is one line that begins with # and says why.
+    Where nothing could be timed, all of them begin with # and say why.
     """
     if not candidates:
         return f"# {problem}: no candidate serves it"
@@ -70,13 +68,15 @@ def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool:
     try:
         timer.open(problem)
         right = contest.right(timer, [each for each in candidates if each.key not in failed], failed)
-        found = dict(timer.time(right, rounds, 0.0))
+        found = dict(timer.time(right, rounds, 0.0)) if right else {}
     except TimerBroken as why:  # which names the problem
         return f"# {why}"
     except TimerLost as why:
         return f"# {problem}: {why}"
-    base = found.pop(TORCH)
     lines = [f"# {text}: {' '.join(why.split())}" for (_, text), why in failed.items()]
+    if not found:
+        return "\n".join([f"# {problem}: nothing to time", *lines])
+    base = found.pop(TORCH)
     signature, sizes = problem.signature, f"{problem.m}x{problem.n}x{problem.k}"
     lines.append(f"== {sizes} {signature.dtype} {signature.precision} {signature.majors} torch {base * 1e6:.2f} us")
     for (_, text), seconds in sorted(found.items(), key=lambda item: item[1]):
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
             problems = [problem for of_each in zip(*drawn, strict=True) for problem in of_each]
             for text in table(problems, options.best, options.also, machine, options.rounds):
                 print(text, flush=True)
-                status |= not HEAD.search(text)
+                status |= not any(line.startswith("==") for line in text.splitlines())
                 if options.seconds and time.monotonic() - begun > options.seconds:
                     break
     except contest.NoGpu as why:

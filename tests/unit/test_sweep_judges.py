@@ -399,6 +399,9 @@ def test_a_shape_whose_favourites_cannot_be_timed_is_named():
     machine = contest.Machine(FakeTimer({}, breaks=[first.key]), FakeCompiler())
     (text,) = favourites.table([problem], 2, [], machine, 3)
     assert text == f"# {problem}: the process died"
+    machine = contest.Machine(FakeTimer({}, wrong={first.key: "wrong: all"}), FakeCompiler())
+    (text,) = favourites.table([problem], 1, [], machine, 3)
+    assert text == f"# {problem}: nothing to time\n# {first.text}: wrong: all"
     transposed = Problem.of(128, 256, 64, "e4m3", majors="nt")  # which is copied first
     (text,) = favourites.table([transposed], 2, [], machine, 3)
     assert text == f"# {transposed}: no candidate serves it"

@@ -271,11 +271,11 @@ class Bench:
         c, bias = (0 if t is None else t.data_ptr() for t in (self._c, self._bias))
         d, *more = (each.data_ptr() for each in written)
         numbers = (*Scalars(beta=self._beta), *(each for each in self._given[0] if not isinstance(each, torch.Tensor)))
-        on_cuda = self._device == "cuda"
+        on_cuda, results = self._device == "cuda", self._results
 
-        def call(operands: Addresses) -> None:
+        def call(operands: Addresses) -> None:  # without `self`: else its graphs would go when Python looks for cycles
             run(operands, numbers, torch.cuda.current_stream().cuda_stream if on_cuda else 0)
-            reductions.finish(written, self._results)
+            reductions.finish(written, results)
 
         found = []
         for (a, b), given in zip(self._inputs, self._given, strict=True):

@@ -13,11 +13,13 @@ The method and its reasons:
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +106,7 @@ class Lane:
         self.seconds = single * self.calls
         self._kept = calls  # and with them what the graph uses
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
+        with _no_garbage_collection(), torch.cuda.graph(self.graph, stream=stream):
             for i in range(self.calls):
                 calls[i % len(calls)]()
 
@@ -121,6 +123,20 @@ class Lane:
         torch.cuda.synchronize()
         spans = [events[i].elapsed_time(events[i + 1]) for i in range(replays)]
         return statistics.median(spans[replays // 2 :]) * 1e3 / self.calls
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python looks for no cycles meanwhile: in one, a CUDA graph that nobody uses may hang, and CUDA breaks every capture
+    under way when a graph is destroyed.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from cutegemm.choice import plan
 from cutegemm.gemm import posed
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem
+from cutegemm.tuner import timing
 from cutegemm.tuner.compile_pool import CompilePool
 from cutegemm.tuner.problem_bench import Bench
 from cutegemm.tuner.space import Candidate
@@ -82,6 +83,26 @@ def test_tune_from_a_program(store, seed):
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(cutegemm.GemmError, match="captured"), torch.cuda.graph(graph):
         cutegemm.tune(a, b)
+
+
+def test_graphs_that_nobody_uses_break_no_capture():
+    """A graph in a cycle of Python's goes when that looks for cycles, and CUDA then breaks every capture under way."""
+    x = torch.zeros(64, device="cuda")
+    unused = [timing.Lane([lambda: x.add_(1)], 1e-5)]
+
+    def call():
+        if unused and torch.cuda.is_current_stream_capturing():
+            cycle = [unused.pop()]
+            cycle.append(cycle)
+            del cycle
+            _ = [[] for _ in range(5000)]  # so many new objects make Python look for cycles
+        x.add_(1)
+
+    lane = timing.Lane([call], 1e-5)
+    assert not unused
+    x.zero_()
+    assert lane.block() > 0
+    assert float(x[0]) == lane.calls
 
 
 def statistics(acc, rows, scale, residual):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +72,20 @@ def test_a_right_kernel_is_right(problem, monkeypatch, seed):
         assert torch.equal(y, bench._inputs[0][1])
         assert x.stride() == (problem.a.stride_batch, problem.a.stride_row, problem.a.stride_col)
         assert float(x.float().std()) > 0.5
+
+
+def test_a_bench_goes_with_the_last_reference_to_it(monkeypatch, seed):
+    """And with it its CUDA graphs: one that goes while another is captured breaks that capture."""
+    monkeypatch.setattr(backends, "get", lambda name: FakeBackend(SimpleNamespace(bind=lambda of: print)))
+    bench = Bench(PROBLEMS[0], H200, seed, device="cpu", sets=2)
+    bench._bound(("cute", "any"))
+    seen = weakref.ref(bench)
+    gc.disable()
+    try:
+        del bench
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def one_off(bench: Bench) -> None:

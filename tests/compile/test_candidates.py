@@ -69,11 +69,12 @@ def _bounded():
 @pytest.mark.product(keep=2)
 def test_bounded_registers_suffice(text, majors, size, splits):
     """In any order of operands, where copies are narrow, and where K is split. `simt.candidates` and `RESIDENT` say of
-    two kernels that they may spill a little."""
+    three kernels that they may spill a little."""
     signature = Problem.of(size, size, size, "fp32", majors=majors).signature
     allowed = {
         ("simt/64x128x16/w32x32/s3/g8/r2", "tn", bool(splits)): 16,
         ("simt/64x128x16/w32x64/s3/g8/r3", "nn", False): 8,
+        ("simt/32x64x16/w32x64/s2/g8/r12", "nn", True): 8,
     }.get((text, majors, bool(splits)), 0)
     assert spilled(CUTE.build(signature, CUTE.parse(text + splits), HOPPER).cubin) <= allowed
 
@@ -89,9 +90,13 @@ UNBOUNDED = [
 @pytest.mark.parametrize(("text", "majors"), UNBOUNDED)
 @pytest.mark.product(keep=2)
 def test_tiles_without_a_bound_spill_none_where_rows_are_aligned(text, majors):
-    """But one: see `simt.candidates`."""
+    """But three: see `simt.candidates`."""
     signature = Problem.of(64, 64, 64, "fp32", majors=majors).signature
-    allowed = 24 if (text, majors) == ("simt/256x128x16/w64x64/s3/g8", "nn") else 0
+    allowed = {
+        ("simt/256x128x16/w64x64/s3/g8", "nn"): 24,
+        ("simt/64x128x8/w64x64/s3/g8", "tn"): 16,
+        ("simt/128x128x8/w64x64/s4/g8", "nn"): 8,
+    }.get((text, majors), 0)
     assert spilled(CUTE.build(signature, CUTE.parse(text), HOPPER).cubin) <= allowed
 
 

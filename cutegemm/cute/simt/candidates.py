@@ -23,7 +23,13 @@ _FP32 = (
     "simt/64x64x16/w32x32/s3/g8/r4",
     "simt/64x64x8/w32x32/s2/g8/r4",
     "simt/64x64x8/w32x32/s3/g8/r4",
+    "simt/128x128x8/w64x64/s4/g8",
+    "simt/128x64x8/w64x64/s3/g8",
     "simt/128x64x8/w64x64/s2/g8",
+    "simt/64x128x8/w64x64/s3/g8",
+    "simt/128x32x16/w64x32/s2/g8/r6",
+    "simt/32x128x16/w32x64/s2/g8/r6",
+    "simt/32x64x16/w32x64/s2/g8/r12",
     "simt/32x128x8/w32x64/s3/g8",
     "simt/32x64x16/w16x32/s3/g8",
     "simt/64x32x16/w32x32/s2/g8/r7",
@@ -39,7 +45,15 @@ _FP32 = (
     "simt/16x32x64/w16x32/s4/g8/x8",
     "simt/16x32x128/w16x32/s4/g8/x8",
 )
+_SPILLS = {
+    "simt/128x32x16/w64x32/s2/g8/r6": ("tn",),
+    "simt/32x64x16/w32x64/s2/g8/r12": ("tn",),
+}
+"""Majors with which these kernels keep 18 registers or more in local memory."""
 _NOT_NARROW = {
+    "simt/128x32x16/w64x32/s2/g8/r6": ("tt",),
+    "simt/32x128x16/w32x64/s2/g8/r6": ("tn", "tt"),
+    "simt/32x64x16/w32x64/s2/g8/r12": ("tt", "nn"),
     "simt/128x128x8/w64x32/s4/g8/r2": ("nn",),
     "simt/64x128x16/w32x64/s3/g8/r3": ("tn",),
     "simt/64x64x16/w32x32/s2/g8/r4": ("tn",),
@@ -52,11 +66,14 @@ _NOT_NARROW = {
     "simt/32x64x16/w32x32/s2/g8/r7": ("tn",),
 }
 """Majors with which these kernels keep some registers in local memory where rows of A or B are not aligned to 16 bytes:
-a thread then makes more copies, each with an address. The tiles of 256x128 and 128x256 keep two to six there with `tn`,
-and 256x128 keeps six with `nn` and aligned rows; they are taken all the same: no other has as many outputs a thread."""
+a thread then makes more copies, each with an address. Tiles with 128 sums a thread keep up to six there, and some with
+aligned rows (256x128 six with `nn`, 64x128 four with `tn`, 128x128 two with `nn`). They are taken all the same: no
+other has as many outputs a thread."""
 _NARROW_TN = ("simt/64x64x16/w32x32/s3/g8/r3", "simt/64x64x8/w32x32/s2/g8/r3")
 """Take the place of some of those for `tn`."""
 _SPILLS_SPLIT = {
+    "simt/32x128x16/w32x64/s2/g8/r6": ("tt",),
+    "simt/32x64x16/w32x64/s2/g8/r12": ("tt",),
     "simt/64x128x16/w32x64/s3/g8/r3": ("tn", "tt"),
     "simt/64x128x16/w32x32/s3/g8/r2": ("tt",),
     "simt/64x128x8/w32x64/s3/g8/r3": ("tn",),
@@ -67,8 +84,11 @@ _SPILLS_SPLIT = {
 }
 """Majors with which these kernels keep some registers in local memory where K is split. So does, by two to four and
 for some numbers of parts, `64x128x16/w32x32/s3/g8/r2` with `tn`; an H200 took 56 us with it (and three parts) and 66
-without the bound at 300x1000x3000, so it is taken all the same."""
+without the bound at 300x1000x3000, so it is taken all the same. `32x64x16/w32x64/s2/g8/r12` keeps two with `nn`."""
 _SPILLS_SPLIT_NARROW = {
+    "simt/128x64x8/w64x64/s3/g8": ("nn",),
+    "simt/64x128x8/w64x64/s3/g8": ("tn", "tt"),
+    "simt/32x128x16/w32x64/s2/g8/r6": ("nn",),
     "simt/64x128x16/w32x64/s3/g8/r3": ("nn",),
     "simt/64x128x8/w32x64/s3/g8/r3": ("tt", "nn"),
     "simt/64x64x16/w32x64/s2/g8/r6": ("tn", "nn"),
@@ -80,7 +100,7 @@ _SPILLS_SPLIT_NARROW = {
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
 _UNSPLIT = ("simt/128x64x8/w64x64/s2/g8",)
-"""Never split: `SimtConfig.why_invalid` refuses a part's place beside its accumulators."""
+"""Never split: where K is, the same tile with a stage more is at least as fast."""
 
 _FEW = tuple(range(2, 34))
 NUMBERS = (*_FEW, 36, 44, 54, 66)
@@ -100,7 +120,7 @@ def _is_narrow(signature: Signature) -> bool:
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    found: tuple[str, ...] = _FP32
+    found = tuple(text for text in _FP32 if signature.majors not in _SPILLS.get(text, ()))
     if _is_narrow(signature) or signature.majors != "tn":
         found = tuple(text for text in found if text not in _UNBOUNDED)
     if _is_narrow(signature):

@@ -14,8 +14,12 @@ from cutegemm.problem import Kind, Signature
 from cutegemm.problem.dtypes import why_not_taken
 
 TAKES: tuple[Kind, ...] = (("fp32", "ieee"),)
-SPLIT_WIDE = ((128, 256, 16, 64, 64, 3, 1), (256, 128, 16, 64, 64, 3, 1))
-"""(bm, bn, bk, wm, wn, stages, slices) of 128 accumulators a thread whose kernels spill nothing with splits of K."""
+SPLIT_WIDE = (
+    (128, 256, 16, 64, 64, 3, 1), (256, 128, 16, 64, 64, 3, 1), (128, 128, 8, 64, 64, 4, 1),
+    (128, 64, 8, 64, 64, 3, 1), (64, 128, 8, 64, 64, 3, 1),
+)  # fmt: skip
+"""(bm, bn, bk, wm, wn, stages, slices) of 128 accumulators a thread whose kernels spill four registers at most with
+splits of K."""
 
 RESIDENT: Mapping[tuple[int, ...], int] = {
     (128, 128, 8, 64, 32): 2,
@@ -28,10 +32,13 @@ RESIDENT: Mapping[tuple[int, ...], int] = {
     (64, 32, 16, 32, 32): 8,
     (64, 64, 8, 32, 32): 4,
     (64, 128, 8, 32, 64): 3,
+    (32, 64, 16, 32, 64): 12,
+    (128, 32, 16, 64, 32): 6,
+    (32, 128, 16, 32, 64): 6,
 }
 """The most CTAs of an SM that the registers of a tile (bm, bn, bk, wm, wn) may be bounded for. A plain product of
-operands aligned to 16 bytes spills none then, but for two registers of 64x128x16 with warps of 32x64 and majors `nn`;
-`candidates` has what else spills."""
+operands aligned to 16 bytes spills none then, but for two registers of 64x128x16 with warps of 32x64 and majors `nn`,
+and for 32x64x16 with warps of 32x64 and 128x32x16 with majors `tn`; `candidates` has what else spills."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,10 @@ class SimtConfig(TileConfig):
         if tm * tn + 32 > self._registers_at_most():
             return f"thread tile {tm}x{tn} with {self.threads} threads; accumulators spill"
         if self.splits != 1 and tm * tn > 64 and self._tile() not in SPLIT_WIDE:
+            wide = ", ".join(f"{bm}x{bn}x{bk} (s{stages})" for bm, bn, bk, _, _, stages, _ in SPLIT_WIDE)
             return (
                 f"thread tile {tm}x{tn} and {self.splits} splits of K; beside more than 64 accumulators the part's "
-                "place spills, but with 128x256x16 or 256x128x16, warps of 64x64 and 3 stages"
+                f"place spills, but with {wide} and warps of 64x64"
             )
         if self.bk < 8:
             return f"bk is {self.bk}; at least 8"

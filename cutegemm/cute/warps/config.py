@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TRANSPOSE_PAD = 4
 """Words after each k-row of a tile that was K-major, see `tile_load.TransposingLoader`."""
+MOST_REGISTERS = 256
+"""Of a thread, as an SM counts those of a kernel that has all 255."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,14 @@ class TileConfig(LaunchedConfig):
     @classmethod
     def split_space(cls, problem: Problem, arch: Arch) -> Iterator[Self]:
         """The same as `space` with splits of K, in one tile order: as many as fill the SMs one to four times, an SM
-        with one CTA, or with as many as registers are bounded for.
+        with one CTA, or with as many as it has registers for.
         """
         for one in cls.space(ITEMSIZE[problem.dtype]):
             if one.group != 8:
                 continue
             tiles = max(problem.tiles(one.bm, one.bn), 1)
-            ctas = {waves * on_sm for waves in range(1, 5) for on_sm in (1, one.resident)}
+            unbounded = arch.registers_per_sm // (max(one.threads, 32) * MOST_REGISTERS)
+            ctas = {waves * on_sm for waves in range(1, 5) for on_sm in (1, max(one.resident, unbounded))}
             for splits in sorted({each * arch.sm_count // tiles for each in ctas}):
                 if 2 <= splits <= cls.MOST_SPLITS:
                     yield replace(one, splits=splits)

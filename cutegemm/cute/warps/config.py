@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 TRANSPOSE_PAD = 4
 """Words after each k-row of a tile that was K-major, see `tile_load.TransposingLoader`."""
-MOST_REGISTERS = 256
-"""Of a thread, as an SM counts those of a kernel that has all 255."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,8 @@ class TileConfig(LaunchedConfig):
             if one.group != 8:
                 continue
             tiles = max(problem.tiles(one.bm, one.bn), 1)
-            unbounded = arch.registers_per_sm // (max(one.threads, 32) * MOST_REGISTERS)
+            # Many of the space are invalid, also such that have no warp.
+            unbounded = resident(arch, 0, max(one.threads, 32), arch.registers_per_thread)
             ctas = {waves * on_sm for waves in range(1, 5) for on_sm in (1, max(one.resident, unbounded))}
             for splits in sorted({each * arch.sm_count // tiles for each in ctas}):
                 if 2 <= splits <= cls.MOST_SPLITS:

@@ -273,7 +273,7 @@ class Bench:
         numbers = (*Scalars(beta=self._beta), *(each for each in self._given[0] if not isinstance(each, torch.Tensor)))
         on_cuda, results = self._device == "cuda", self._results
 
-        def call(operands: Addresses) -> None:  # without `self`: else its graphs would go when Python looks for cycles
+        def call(operands: Addresses) -> None:  # no `self`: a reference cycle would keep the bench's CUDA graphs
             run(operands, numbers, torch.cuda.current_stream().cuda_stream if on_cuda else 0)
             reductions.finish(written, results)
 

@@ -127,8 +127,8 @@ class Lane:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Python looks for no cycles meanwhile: in one, a CUDA graph that nobody uses may hang, and CUDA breaks every
-    capture under way when a graph is destroyed.
+    """Keeps Python's garbage collector from running. It would destroy unused CUDA graphs that are in a reference cycle,
+    and CUDA breaks every capture under way when a graph is destroyed.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -75,7 +75,7 @@ def test_a_right_kernel_is_right(problem, monkeypatch, seed):
 
 
 def test_a_bench_goes_with_the_last_reference_to_it(monkeypatch, seed):
-    """And with it its CUDA graphs: one that goes while another is captured breaks that capture."""
+    """Its CUDA graphs are destroyed then, and not by the garbage collector while another graph is captured."""
     monkeypatch.setattr(backends, "get", lambda name: FakeBackend(SimpleNamespace(bind=lambda of: print)))
     bench = Bench(PROBLEMS[0], H200, seed, device="cpu", sets=2)
     bench._bound(("cute", "any"))

@@ -84,7 +84,8 @@ _SPILLS_SPLIT = {
 }
 """Majors with which these kernels keep some registers in local memory where K is split. So does, by two to four and
 for some numbers of parts, `64x128x16/w32x32/s3/g8/r2` with `tn`; an H200 took 56 us with it (and three parts) and 66
-without the bound at 300x1000x3000, so it is taken all the same. `32x64x16/w32x64/s2/g8/r12` keeps two with `nn`."""
+without the bound at 300x1000x3000, so it is taken all the same. `32x64x16/w32x64/s2/g8/r12` keeps two
+registers there with `nn`, and is taken as well."""
 _SPILLS_SPLIT_NARROW = {
     "simt/128x64x8/w64x64/s3/g8": ("nn",),
     "simt/64x128x8/w64x64/s3/g8": ("tn", "tt"),
@@ -100,7 +101,7 @@ _SPILLS_SPLIT_NARROW = {
 """Further ones where, besides, rows of A or B are not aligned to 16 bytes."""
 
 _UNSPLIT = ("simt/128x64x8/w64x64/s2/g8",)
-"""Never split: where K is, the same tile with a stage more is at least as fast."""
+"""Never split: `SimtConfig.why_invalid` refuses it. The same tile with a stage more may be split."""
 
 _FEW = tuple(range(2, 34))
 NUMBERS = (*_FEW, 36, 44, 54, 66)

@@ -379,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(", ".join(f"{key}={value}" for key, value in asdict(constants).items()))
     if options.write and families:
         stored = json.loads(CONSTANTS.read_text())["families"] if CONSTANTS.exists() else {}
-        command = shlex.join(["python", "-m", "tuning.calibrate", *map(_named, given)])
+        command = shlex.join(["python", "-m", "tuning.calibrate", *map(named, given)])
         for name, values in families.items():
             stored[name] = {"gpu": arch.name, "command": command, **values}
         CONSTANTS.parent.mkdir(exist_ok=True)
@@ -388,7 +388,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _named(word: str) -> str:
+def named(word: str) -> str:
     """A word of the command line as others can use it: files of the repository by their path there, others by name."""
     if "/" not in word and not Path(word).is_file():
         return word

@@ -32,10 +32,10 @@ TOOLS = {
     "untuned": ("tuning.untuned", "how far the heuristic's choice is from the tuned one, on random shapes"),
     "favourites": (
         "tuning.favourites",
-        "time what the cost model likes best on random shapes, for calibrate and slower",
+        "time what the cost model likes best on random shapes, for calibrate and learn",
     ),
     "calibrate": ("tuning.calibrate", "fit the cost model to measured times"),
-    "slower": ("tuning.slower", "what each candidate for fp32 takes beside the cost model"),
+    "learn": ("tuning.learn", "learn from measured times what the cost model leaves unexplained"),
     "candidates": ("tuning.candidates", "choose the configurations that the heuristic compares"),
     "published": ("tuning.published", "time the published CUTLASS 2.x configurations"),
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend as backends
 from cutegemm.choice import heuristics
-from cutegemm.cute.simt.footprint import MAJORS
+from cutegemm.cute.simt.registers import MAJORS
 from cutegemm.problem import DTYPES
 from cutegemm.tuner.compile_pool import default_jobs
 from cutegemm.tuner.space import Candidate

@@ -21,19 +21,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cutegemm.choice import cost_model
-from cutegemm.choice.cost_model import FIELDS, TURNS, Model, fourth_mean, launch_seconds, tiles_along, tiles_seconds
+from cutegemm.choice import cost_formula, cost_model, learned
+from cutegemm.choice.cost_formula import fourth_mean, launch_seconds, tiles_along, tiles_seconds
+from cutegemm.choice.cost_model import FIELDS, TURNS, Model
 from cutegemm.run.cache_dir import cache_dir
 from cutegemm.run.kernel_store import Artefacts, KernelStore
 
 TRANSLATED: tuple[Callable[..., Any], ...] = (
-    fourth_mean, tiles_seconds, launch_seconds, tiles_along, Model.sums_of, Model.wanted, Model.straddling, Model.bound,
-    Model.values,
+    fourth_mean, tiles_seconds, launch_seconds, tiles_along, Model.sums_of, Model.wanted, Model.straddling,
+    Model.traits, Model.bound, Model.values,
 )  # fmt: skip
 MOST = 2048
 """Candidates that the library compares at most; a shortlist has some dozens. Each with K split counts as `TURNS`."""
-NAMED = {"SPLITS": "_splits", "PARTS": "_parts", "SUMS": "_sums", "FIXED": "_fixed", "LAUNCH": "_launch"}
-"""The fields of a model that the C code below names: those that `Model.divided` reads or changes."""
+NAMED = {
+    "LEARNED": "_learned",
+    "SPLITS": "_splits",
+    "PARTS": "_parts",
+    "SUMS": "_sums",
+    "FIXED": "_fixed",
+    "LAUNCH": "_launch",
+}
+"""The fields of a model that C code names: those that `Model.divided` reads or changes, and whose trees serve it."""
 FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-DMOST={MOST}")
 """Without fused multiply-adds, which round otherwise than Python does."""
 
@@ -165,24 +173,31 @@ def source() -> str:
     """The C source of the library."""
     tables = (
         f"static const double {name}[] = {{{', '.join(map(repr, value))}}};"
-        for name, value in vars(cost_model).items()
+        for name, value in {**vars(cost_formula), **vars(cost_model)}.items()
         if isinstance(value, tuple) and all(isinstance(number, float) for number in value)
     )
     sizes = [f"enum {{ FIELDS = {len(FIELDS)}, TURNS = {TURNS} }};"]
     sizes += [f"enum {{ {name} = {FIELDS.index(field)} }};" for name, field in NAMED.items()]
     head = "#include <math.h>", "#include <string.h>"
-    return "\n".join([*head, *tables, *sizes, *map(_function, TRANSLATED), _DRIVER])
+    functions = [_function(each) for each in TRANSLATED]
+    learned_at = TRANSLATED.index(Model.traits) + 1
+    functions.insert(learned_at, learned.C_SOURCE)
+    return "\n".join([*head, *tables, *sizes, learned.c_tables(), *functions, _DRIVER])
 
 
 def _function(function: Callable[..., Any]) -> str:
-    """A static function of doubles; a model is an array of its `FIELDS`. Of several results it returns the first."""
+    """A static function of doubles; a model is an array of its `FIELDS`, `found` one that it fills in. Of several
+    results it returns the first."""
     (code,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(code, ast.FunctionDef)
     names = [argument.arg for argument in code.args.args]
-    typed = ["const double *self" if name == "self" else f"double {name}" for name in names]
+    kinds = {"self": "const double *", "found": "double *"}
+    typed = [f"{kinds.get(name, 'double ')}{name}" for name in names]
     stored = (node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     locals_ = [f"double {name} = 0;" for name in dict.fromkeys(stored) if name not in names]
     body = [*locals_, *(line for statement in code.body for line in _statement(statement))]
+    if code.returns is None or ast.unparse(code.returns) == "None":
+        body.append("return 0;")
     return f"static double {code.name}({', '.join(typed)}) {{\n{textwrap.indent(chr(10).join(body), '  ')}\n}}"
 
 
@@ -236,7 +251,7 @@ def _value(node: ast.expr) -> str:
         case ast.Constant(value=bool() | int() | float() as number):
             return repr(float(number))
         case ast.Name(id=name):
-            known = getattr(cost_model, name, None)
+            known = getattr(cost_model, name, getattr(cost_formula, name, None))
             return repr(float(known)) if isinstance(known, int | float) else name
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return f"self[{FIELDS.index(name)}]"
@@ -257,6 +272,6 @@ def _value(node: ast.expr) -> str:
         case ast.Call(func=ast.Name(id="min"), args=[left, right]):
             return f"fmin({_value(left)}, {_value(right)})"
         case ast.Call(func=ast.Name(id=name), args=args):
-            parameters = list(inspect.signature(getattr(cost_model, name)).parameters.values())[len(args) :]
+            parameters = list(inspect.signature(getattr(cost_formula, name)).parameters.values())[len(args) :]
             return f"{name}({', '.join([*map(_value, args), *(repr(float(p.default)) for p in parameters)])})"
     raise _untranslated(node)

@@ -1,7 +1,7 @@
 """How long a configuration takes for a problem, from what the kernel must do: a model, no measurement.
 
 A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The estimate is one formula of few terms,
-`tiles_seconds` and `launch_seconds`:
+`cost_formula.tiles_seconds` and `launch_seconds`:
 
     tiles     rounds = ceil(tiles / places) tiles follow one another on the busiest SM (a part-filled last round costs a
               whole one, or more where CTAs side by side end together), each with its k steps and its epilogue. Warps of
@@ -64,13 +64,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cutegemm.choice.cost_formula import fourth_mean, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.choice.cost_rates import Rates, rates
 from cutegemm.choice.cost_terms import Terms
+from cutegemm.choice.footprint import QUARTERS
+from cutegemm.choice.learned import LEAST, TRAITS, corrections
 from cutegemm.hardware.arch import LINE, SECTOR
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
 from cutegemm.problem.dtypes import CUDA_CORES
-from cutegemm.problem.work import SKEW, SMALL_SHARE
 from cutegemm.problem.work import TABLE as WORKS
 
 if TYPE_CHECKING:
@@ -84,10 +86,6 @@ L2_FILLED = 0.6
 """Share of the L2 up to which B still lies there when the tile order comes back to it."""
 ZIG_REREADS = 0.5
 """Share of repeated reads of B that go to memory when every other wave of tiles walks K backwards."""
-LARGE_GROUP = SKEW * SMALL_SHARE
-"""From so many rows (or columns) a group on, its last tile is taken to be half full."""
-QUARTERS = 4
-"""Parts of an SM that issue instructions. Each has warps of its own, so that 10 warps take as long as 12."""
 LEAST_STEPS = 2
 """The fewest k steps of a part of K."""
 WAVES = 4
@@ -105,74 +103,17 @@ def clusters(arch: Arch, size: int) -> int:
     return resident_clusters(arch, size)
 
 
-def tiles_seconds(
-    rounds: float, steps: int, step: float, latency: float, stages: int, epilogue: float, partial: float = 0.0,
-    stays: bool = False,
-) -> float:  # fmt: skip
-    """Seconds of rounds of tiles: each k step takes `step`, or `latency` where the wait for its loads is longer.
-
-    The first `stages` loads are all under way before a stage is needed again, so that they wait only once. From one
-    round on, the result grows with every argument but `stages` and `stays`.
-
-    Args:
-        epilogue: what is not hidden of it, in each round. partial: seconds of a last round of fewer CTAs an SM.
-        stays: a CTA stays for the next tile, whose first loads are under way during the epilogue.
-    """
-    if latency > step:
-        overlapped = (latency - step) * (steps if steps < stages else stages)
-        found = rounds * (steps * latency + epilogue) + partial - overlapped
-        if stays and rounds > 1:
-            found -= (rounds - 1) * (overlapped if overlapped < epilogue else epilogue)
-        return found
-    return rounds * (steps * step + epilogue) + partial
-
-
-def launch_seconds(
-    tiles: float, memory: float, fixed: float, power: float, overlap: float, counted: float = 0.0, early: float = 0.0
-) -> float:
-    """Seconds of a launch from its terms, each in seconds: the longer of tiles and memory hides most of the other.
-
-    Args:
-        overlap: share that is not hidden. counted: share of the time up to which the power limit is left out.
-        early: seconds that an early start saves, where `fixed` is without them.
-    """
-    time = (tiles + overlap * memory if tiles > memory else memory + overlap * tiles) + fixed - early
-    if power > counted * time:
-        time = fourth_mean(time, power)
-    return time
-
-
-def fourth_mean(one: float, other: float) -> float:
-    """About the larger of the two, and more where they are close: 1.19 times as much where they are equal."""
-    return math.sqrt(math.sqrt(one**4 + other**4))
-
-
-def tiles_along(extent: int, tile: int, ragged: bool) -> float:
-    """Tiles along rows or columns.
-
-    A large group whose size lies on the device counts half a tile more than its share fills. A tile larger than the
-    share holds some groups whole and others not, depending on how unequal they are: half of the excess over one tile
-    counts.
-    """
-    if ragged and extent >= LARGE_GROUP:
-        found = extent / tile + 0.5
-        if tile > extent:
-            found = 0.5 + 0.5 * found if found > 1 else 1.0
-        return found
-    return -(-extent // tile)
-
-
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_apart", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_between", "_bk",
     "_blurred", "_bunch", "_busiest", "_busy", "_cluster_rows", "_crowd", "_early", "_energy_byte", "_energy_step",
     "_epilogue", "_exchange", "_fixed", "_fold", "_full", "_group_rows", "_hides", "_idle", "_itemsize", "_l2",
-    "_last", "_launch", "_least_epilogue", "_least_latency", "_least_latency_lines", "_least_load",
-    "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines",
-    "_lines_a", "_lines_b", "_load_chip", "_lump", "_multiply", "_out_size", "_outside", "_overlap", "_parts",
-    "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_slower",
-    "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums",
-    "_tail", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port", "_waves", "_within",
-    "_writes", "_written",
+    "_last", "_launch", "_learned", "_least_epilogue", "_least_factor", "_least_latency", "_least_latency_lines",
+    "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room",
+    "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump", "_multiply", "_out_size", "_outputs", "_outside",
+    "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors",
+    "_serial", "_shared", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages",
+    "_stays", "_step_fixed", "_sums", "_tail", "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven",
+    "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -203,15 +144,18 @@ class Model:
         self._places = clusters(arch, ctas)
         self._parts = f.splits * f.parts
 
+        # -- what was learned from measured times
+        self._learned = corrections.place(f.family.name) if constants is None else 0
+        self._least_factor = LEAST if self._learned else 1.0
+        self._outputs, self._shared, self._threads = f.outputs, f.smem_step, f.threads
+
         # -- a k step
         flops, stage = 2 * f.bm * f.bn * f.bk * f.terms, (f.bm + f.bn) * f.bk * size
         # Of the CTAs that share loads, each byte once.
         from_l2 = (rows_a + rows_b) * f.bk * size
         lines_of_l2 = (rows_a * f.narrow[0] + rows_b * f.narrow[1]) * f.bk * size
-        self._multiply = multiply = f.slower * flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
-        self._smem = smem = (
-            f.slower * (f.smem_step + stage * f.copies + f.turned * r.turned + f.deep * r.deep) / (r.smem * clock)
-        )
+        self._multiply = multiply = flops / (arch.peak(signature.unit) * 1e12 / arch.sm_count * r.math)
+        self._smem = smem = (f.smem_step + stage * f.copies + f.turned * r.turned + f.deep * r.deep) / (r.smem * clock)
         port = (f.bm * f.narrow[0] + f.bn * f.narrow[1]) * f.bk * size / (r.port * clock)
         self._port, self._busiest, self._busy = port, max(multiply, smem), multiply + smem
         self._load_chip = f.parts * lines_of_l2 / (r.l2 * clock * arch.sm_count)
@@ -429,10 +373,51 @@ class Model:
         if self._leaves_room or 2 * works <= places * self._fold:
             fixed -= self._early
         power = tiles * all_steps * self._energy_step + moved * self._energy_byte - self._rest
+        seconds = launch_seconds(busy_rounds, memory, fixed, power, self._overlap)
+        factor = 1.0
+        if self._learned and works and k:
+            factor = self.learned(m, n, k, works, steps, rows, columns, seconds, busy_rounds, memory, fixed)
         return (
-            launch_seconds(busy_rounds, memory, fixed, power, self._overlap), busy_rounds, memory, fixed, power,
-            rounds, steps, step, port, load, waits,
+            seconds * factor, busy_rounds, memory, fixed, power, rounds, steps, step, port, load, waits, factor,
         )  # fmt: skip
+
+    def learned(
+        self, m: int, n: int, k: int, works: float, steps: int, rows: float, columns: float, seconds: float,
+        busy: float, memory: float, fixed: float,
+    ) -> float:  # fmt: skip
+        """What measured times were of the model's `seconds`, as `learned.Corrections` foretells it."""
+        found = [0.0] * len(TRAITS)
+        self.traits(m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, found)
+        return corrections.factor(self._learned, found)
+
+    def traits(
+        self, m: int, n: int, k: int, works: float, steps: int, rows: float, columns: float, seconds: float,
+        busy: float, memory: float, fixed: float, found: list[float],
+    ) -> None:  # fmt: skip
+        """Fills in `found` with the `learned.TRAITS` of a launch, none of whose sizes is 0."""
+        found[0] = math.log2(m)
+        found[1] = math.log2(n)
+        found[2] = math.log2(k)
+        found[3] = self._a_by_k
+        found[4] = self._b_by_k
+        found[5] = self._tile_m
+        found[6] = self._tile_n
+        found[7] = self._bk
+        found[8] = self._stages
+        found[9] = self._threads
+        found[10] = self._outputs
+        found[11] = self._shared
+        found[12] = self._fold
+        found[13] = math.log2(self._splits)
+        found[14] = math.log2(works / self._places)
+        found[15] = works / (self._places * self._fold) - works // (self._places * self._fold)
+        found[16] = math.log2(steps)
+        found[17] = m / (rows * self._tile_m)
+        found[18] = n / (columns * self._tile_n)
+        found[19] = math.log2(seconds * 1e6)
+        found[20] = busy / seconds
+        found[21] = memory / seconds
+        found[22] = fixed / seconds
 
     def at_least(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """A quick lower bound of `seconds`, see `bound`."""
@@ -445,7 +430,7 @@ class Model:
         limit counts the energy of the k steps. Waits for loads and epilogues count in full.
         """
         if not m * n * batch:
-            return self._fixed - self._early  # what every launch costs
+            return self._fixed - self._early  # what every launch costs, and no correction
         places, tile_m, tile_n = self._places, self._tile_m, self._tile_n
         rows, columns = tiles_along(m, tile_m, self._ragged_m), tiles_along(n, tile_n, self._ragged_n)
         tiles = rows * columns * batch
@@ -465,7 +450,7 @@ class Model:
         busy += self._last
         if self._least_tail and k % self._bk:
             busy += rounds * self._least_tail * (tiles if tiles < places else places)
-        return launch_seconds(
+        return self._least_factor * launch_seconds(
             busy, (m + n) * k * batch * self._least_read + m * n * batch * self._least_written, self._fixed,
             tiles * all_steps * self._energy_step - self._rest, self._overlap, COUNTED_HEAT,
             self._early if self._leaves_room or 2 * works <= places * self._fold else 0.0,

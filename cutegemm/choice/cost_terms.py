@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Terms(NamedTuple):
     """An estimate and what it is made of, see `MEANINGS`. Times in seconds; those of a step and an epilogue are of one
-    CTA. The estimate is `cost_model.launch_seconds` of `tiles`, `memory`, `fixed` and `power`.
+    CTA. The estimate is `cost_formula.launch_seconds` of `tiles`, `memory`, `fixed` and `power`, times `learned`.
     """
 
     seconds: float
@@ -21,6 +21,7 @@ class Terms(NamedTuple):
     port: float
     l2: float
     latency: float
+    learned: float
     multiply: float
     shared: float
     epilogue: float
@@ -30,13 +31,15 @@ class Terms(NamedTuple):
         """A line for each term: its name, microseconds (or a count), and what it is."""
         lines = []
         for name, value in zip(self._fields, self, strict=True):
-            number = f"{value}" if isinstance(value, int) else f"{value * 1e6:.3f} us"
+            number = f"{value * 1e6:.3f} us"
+            if name in ("rounds", "steps", "learned"):
+                number = f"{value:.4g}" if name == "learned" else f"{value}"
             lines.append(f"{name:<10}{number:>14}  {MEANINGS[name]}")
         return "\n".join(lines)
 
 
 MEANINGS = {
-    "seconds": "the estimate, of the next four",
+    "seconds": "the estimate, of the next four, times what was learned",
     "tiles": "all rounds of tiles",
     "memory": "bytes from and to memory",
     "fixed": "launch, pipeline fill and last sums",
@@ -47,6 +50,7 @@ MEANINGS = {
     "port": "a k step's loads through the SM's port",
     "l2": "a k step's loads from the L2, all SMs loading",
     "latency": "a k step's wait for its loads, over the stages in flight",
+    "learned": "factor that measured times of such launches have taught, 1 without any",
     "multiply": "a k step's multiplications",
     "shared": "a k step's reads and writes of shared memory",
     "epilogue": "what is not hidden of a tile's epilogue",

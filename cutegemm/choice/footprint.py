@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ALL_ROWS = 64
 """Tile rows that an order walks together which goes down the columns of D: more make no difference."""
+QUARTERS = 4
+"""Parts of an SM that issue instructions. Each has warps and registers of its own: 10 warps take as long as 12."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class Footprint:
     stays: a CTA computes one tile after the other, and loads the next one's first stages during an epilogue.
     early: without it, a launch that fills at most half of the places begins early all the same (`TileConfig`).
     copies: load instructions relative to loads of 16 bytes; 1.0 means none narrower.
-    slower: what its multiplications take, measured, relative to what the model expects of such a tile.
     turned: bytes of a stage that are transposed on their way into shared memory.
     deep: bytes that warps read along K in a k step, which slices do of K-major operands.
     narrow: of A and of B, the bytes of a line over those that a row of a TMA box has; 1.0 means whole lines.
@@ -73,7 +74,6 @@ class Footprint:
     pdl: bool = False
     early: bool = False
     copies: float = 1.0
-    slower: float = 1.0
     turned: int = 0
     deep: int = 0
     narrow: tuple[float, float] = (1.0, 1.0)
@@ -158,7 +158,9 @@ def registers_of_warps(
 ) -> int:
     """About how many registers a thread of such a kernel has; the arguments are those of `of_warps`."""
     if bounded_for > 1:
-        return min(arch.registers_per_sm // (threads * bounded_for) // 8 * 8, arch.registers_per_thread)
+        # Each quarter of an SM has its own registers: 14 warps leave a thread as many as 16 do.
+        warps = -(-threads * bounded_for // (32 * QUARTERS)) * QUARTERS
+        return min(arch.registers_per_sm // (32 * warps) // 8 * 8, arch.registers_per_thread)
     if slices > 1:
         # The compiler loads ahead into whatever one CTA may have.
         return min(224, arch.registers_per_sm // threads)

@@ -175,7 +175,10 @@ class Candidates:
             whole = Model(shape, signature, arch)
             self._entries[str(config)] = whole, config
             if splits:
-                self._splits[str(config)] = SplitCandidates(whole, config, splits, signature, arch)
+                # With splits of K a kernel may have other registers, and an SM another number of its CTAs.
+                split = replace(backend.footprint(replace(config, splits=splits[0]), signature, arch), splits=1)
+                model = whole if split == shape else Model(split, signature, arch)
+                self._splits[str(config)] = SplitCandidates(model, config, splits, signature, arch)
         self._whole = list(self._entries.values())
         self._shortlists: dict[tuple[int, int, int, int], Shortlist] = {}
         self.learn(neighbours.winners_of(signature, arch, backend.name) if known is None else known)
@@ -283,7 +286,7 @@ class SplitCandidates:
     """One candidate with K split, made when first wanted.
 
     Attributes:
-        whole: its model without splits. numbers: the splits that it may have, ascending.
+        whole: the model of a kernel with splits, as if it had none. numbers: the splits that it may have, ascending.
     """
 
     def __init__(

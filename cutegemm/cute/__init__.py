@@ -77,7 +77,7 @@ _SHARED_SOURCES = (
 """Patterns of the files, relative to this folder, that decide what the kernels of every family do."""
 _SPLITTING = ("operand_parts.py", "splitter.py")
 """The same for families that split operands into parts."""
-_CHOICE_SOURCES = frozenset(("byte_candidates.py", "candidates.py", "shortlists.py", "footprint.py"))
+_CHOICE_SOURCES = frozenset(("byte_candidates.py", "candidates.py", "shortlists.py", "footprint.py", "registers.py"))
 """Files of a family's folder that decide which of its kernels is taken, not what it does."""
 
 

@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from cutegemm.cute.simt.config import SimtConfig
+from cutegemm.cute.simt.registers import is_narrow
 
 if TYPE_CHECKING:
     from cutegemm.problem import Signature
@@ -109,22 +110,10 @@ NUMBERS = (*_FEW, 36, 44, 54, 66)
 adds up what the others left: with 44 parts an H200 took 122 us for 944x48x23056, where 26 parts took 78."""
 
 
-_UNBOUNDED = ("simt/32x64x16/w16x32/s3/g8",)
-"""A candidate only for two K-major operands aligned to 16 bytes, with which it has 94 registers a thread. With two
-row-major ones it has 190, and 208 where rows are not aligned. An SM then holds two such CTAs where the cost model
-counts five."""
-
-
-def _is_narrow(signature: Signature) -> bool:
-    return min(signature.align_a, signature.align_b) < 16
-
-
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
     found = tuple(text for text in _FP32 if signature.majors not in _SPILLS.get(text, ()))
-    if _is_narrow(signature) or signature.majors != "tn":
-        found = tuple(text for text in found if text not in _UNBOUNDED)
-    if _is_narrow(signature):
+    if is_narrow(signature):
         found = tuple(text for text in found if signature.majors not in _NOT_NARROW.get(text, ()))
         found += _NARROW_TN if signature.majors == "tn" else ()
     return found
@@ -134,7 +123,7 @@ def splits(text: str, signature: Signature) -> tuple[int, ...]:
     """The splits of K, ascending, that a candidate may have as well as none."""
     if text in _UNSPLIT:
         return ()
-    tables = (_SPILLS_SPLIT, _SPILLS_SPLIT_NARROW) if _is_narrow(signature) else (_SPILLS_SPLIT,)
+    tables = (_SPILLS_SPLIT, _SPILLS_SPLIT_NARROW) if is_narrow(signature) else (_SPILLS_SPLIT,)
     if any(signature.majors in table.get(text, ()) for table in tables):
         return ()
     return _numbers(text)

@@ -1,0 +1,131 @@
+"""A correction of the cost model's estimates, learned from measured times by `python -m tuning.learn`.
+
+What the model leaves unexplained of a family's times depends on the tile, on how the tiles fill the SMs and on how long
+they are, in ways that no single constant has. So a sum of small regression trees says by how much a measured time is
+likely to differ from the estimate. A tree asks `DEPTH` questions, the same on each of its branches: is this trait of
+the launch above that limit? The answers are the bits of a leaf's number, the first the highest. (Gradient boosting:
+Friedman, "Greedy function approximation", Annals of Statistics 2001; trees with one question a level: Prokhorenkova et
+al., "CatBoost", NeurIPS 2018.)
+
+A correction is between `LEAST` and `MOST`, so that what was never measured is judged by the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TREES = Path(__file__).parents[1] / "data" / "learned.json"
+DEPTH = 6
+LEAST, MOST = 0.8, 1.25
+TRAITS = (
+    "log2 M", "log2 N", "log2 K", "A along K", "B along K", "BM", "BN", "BK", "stages", "threads",
+    "sums of a thread", "bytes read in a k step", "CTAs of an SM", "log2 splits", "log2 CTAs over SMs",
+    "last round", "log2 k steps", "rows used", "columns used", "log2 us", "tiles", "memory", "fixed",
+)  # fmt: skip
+"""What `Model.traits` tells of a launch. The last round: the share of its places that have a CTA, 0 where all have.
+Rows and columns used: the share of those of all tiles that are D's. Tiles, memory and fixed: terms of the estimate,
+over it."""
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Trees of one family.
+
+    traits, limits: of each tree's questions (trees, DEPTH). leaves: log(measured / estimate) (trees, 2^DEPTH).
+    """
+
+    traits: np.ndarray
+    limits: np.ndarray
+    leaves: np.ndarray
+
+    def log(self, launches: np.ndarray) -> np.ndarray:
+        """The sum over the trees for each of the launches (launches, traits), added up in the trees' order."""
+        numbers = (launches[:, self.traits] > self.limits) @ (1 << np.arange(DEPTH)[::-1])
+        found = np.take_along_axis(self.leaves[None], numbers[..., None], axis=2)[..., 0]
+        return np.add.accumulate(found, axis=1)[:, -1]
+
+
+class Corrections:
+    """The trees of all families that have any, as the package holds them."""
+
+    @functools.cached_property
+    def families(self) -> dict[str, Trees]:
+        """By name, in the order of `place`."""
+        stored: dict[str, Any] = json.loads(TREES.read_text())["families"] if TREES.exists() else {}
+        return {name: decoded(row["trees"]) for name, row in stored.items()}
+
+    def place(self, family: str) -> int:
+        """A family's place among them, from 1 on; 0 where it has no trees."""
+        return 1 + list(self.families).index(family) if family in self.families else 0
+
+    def factor(self, place: int, traits: list[float]) -> float:
+        """Measured seconds over estimated ones, for a launch of the family at that place."""
+        trees = list(self.families.values())[place - 1]
+        return min(max(math.exp(float(trees.log(np.array([traits]))[0])), LEAST), MOST)
+
+    def forget(self) -> None:
+        """Lets the next model read the trees anew."""
+        self.__dict__.pop("families", None)
+
+
+corrections = Corrections()
+
+
+def encoded(trees: Trees) -> list[list[Any]]:
+    """For JSON: of each tree its traits, its limits, and its leaves in units of 1e-5."""
+    rows = zip(trees.traits.tolist(), trees.limits.tolist(), trees.leaves.tolist(), strict=True)
+    return [[traits, limits, [round(leaf * 1e5) for leaf in leaves]] for traits, limits, leaves in rows]
+
+
+def decoded(rows: list[list[Any]]) -> Trees:
+    """What `encoded` gave."""
+    traits, limits, leaves = zip(*rows, strict=True)
+    return Trees(np.array(traits), np.array(limits, float), np.array(leaves) * 1e-5)
+
+
+C_SOURCE = """
+/* As `Model.learned`; LEARNED_FROM has the number of the first tree of each family, and behind them that of all. */
+static double learned(const double *self, double m, double n, double k, double works, double steps, double rows,
+                      double columns, double seconds, double busy, double memory, double fixed) {
+  double found[TRAITS], sum = 0;
+  traits(self, m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, found);
+  int place = (int)self[LEARNED];
+  for (int tree = LEARNED_FROM[place - 1]; tree < LEARNED_FROM[place]; ++tree) {
+    int leaf = 0;
+    for (int i = 0; i < DEPTH; ++i)
+      leaf = 2 * leaf + (found[LEARNED_TRAITS[tree * DEPTH + i]] > LEARNED_LIMITS[tree * DEPTH + i]);
+    sum += LEARNED_LEAVES[(tree << DEPTH) + leaf];
+  }
+  return fmin(fmax(exp(sum), LEARNED_LEAST), LEARNED_MOST);
+}
+"""
+
+
+def c_tables() -> str:
+    """The trees as the arrays that `C_SOURCE` reads."""
+    found = corrections.families.values()
+    starts = np.cumsum([0, *(len(trees.traits) for trees in found)]).tolist()
+
+    def array(kind: str, name: str, values: list[Any]) -> str:
+        return f"static const {kind} {name}[] = {{{', '.join(map(repr, values or [0]))}}};"
+
+    def of_all(name: str) -> list[Any]:
+        return [number for trees in found for number in getattr(trees, name).ravel().tolist()]
+
+    return "\n".join(
+        [
+            f"enum {{ TRAITS = {len(TRAITS)}, DEPTH = {DEPTH} }};",
+            f"static const double LEARNED_LEAST = {LEAST!r}, LEARNED_MOST = {MOST!r};",
+            array("int", "LEARNED_FROM", starts),
+            array("unsigned char", "LEARNED_TRAITS", of_all("traits")),
+            array("double", "LEARNED_LIMITS", of_all("limits")),
+            array("double", "LEARNED_LEAVES", of_all("leaves")),
+        ]
+    )

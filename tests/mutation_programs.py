@@ -67,6 +67,8 @@ class ProgramWork:
         """Emulates the launch on results full of NaN, and compares each."""
         for result in self.results:
             result.fill_(torch.nan)
+        for workspace in self.captured.scratch.values():  # a mutant before may have broken off
+            workspace.zero_()
         named = {"a": self.a, "b": self.b} | {f"x{i}": each for i, each in enumerate(self.operands)}
         written = {f"y{i}": each for i, each in enumerate(self.results)} | self.captured.scratch
         reports = emulate(

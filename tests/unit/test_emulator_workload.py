@@ -47,3 +47,22 @@ def test_without_a_word_from_the_backend_everything_is_checked(emulated):
     assert set(emulated[0][2]) == {"a", "b", "d"}
     assert emulated[0][3]["outputs"] == {"d"}
     assert emulated[0][3]["checks"] is None
+
+
+def test_a_kernel_finds_its_workspaces_as_its_own_launch_left_them_not_as_another_text_did(monkeypatch):
+    """A mutant that breaks off leaves state words, and the unchanged kernel after it would be wrong."""
+    found = []
+
+    def emulate(ptx, launches, tensors, **options):
+        found.append((ptx, tensors["workspace"].tolist()))
+        tensors["workspace"] += 1
+
+    monkeypatch.setattr(workload, "emulate", emulate)
+    work = Workload.of(
+        Problem.of(4, 4, 4, "fp32"), kernel(Captured(["a launch"], {"workspace": torch.zeros(1, dtype=torch.int32)}))
+    )
+    for ptx in (None, None, "mutant", "mutant", "another", None):
+        work.run(ptx=ptx)
+    assert found == [
+        ("text", [0]), ("text", [1]), ("mutant", [0]), ("mutant", [1]), ("another", [0]), ("text", [0]),
+    ]  # fmt: skip

@@ -34,7 +34,12 @@ def test_small_results_take_compensated_tiles(precision):
     named = candidates.shortlist(signature, H200, 1024, 512, 65536, 1)
     assert any(split for _, split in named)
     assert all(promotion.compensates(HopperConfig.parse(text), signature) for text, _ in named)
-    assert not candidates.shortlist(signature, H200, 1024, 512, 65536, 2)  # all of them
+    for large in ((1024, 512, 65536, 2), (1024, 1024, 1024, 1)):  # which other tiles compute faster
+        named = candidates.shortlist(signature, H200, *large)
+        assert named
+        assert not any(promotion.compensates(HopperConfig.parse(text), signature) for text, _ in named)
+    assert not candidates.shortlist(signature, H200, 32, 32768, 4096, 1)  # all of them
+    assert not promotion.compensates(chosen(1024, 1024, 1024, precision), signature)
 
 
 def test_other_products_are_not_compensated():

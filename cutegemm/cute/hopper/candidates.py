@@ -76,8 +76,11 @@ UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
 """Results of up to so many elements are computed by tiles with compensated sums alone, where operands are split into
-parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By the cost model such tiles take up to an
-eighth longer."""
+parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By the cost model, which does not count
+compensation, such tiles take up to an eighth longer."""
+COMPENSATED_ROWS = 256
+"""Larger results with more rows and columns than this are not computed by them: at 1024^3 in `bf16x6` an H200 took 35.7
+us with tiles of 128x64, where the model expected 21.4. On 23 November it took 27.7 with what was chosen then."""
 COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
 """Works of which nobody can know on the host how many tiles there are."""
 NUMBERS = tuple(range(2, 33))
@@ -186,7 +189,9 @@ def has_shortlists(signature: Signature) -> bool:
 def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
     """Those to compare for about these sizes, and whether with K split; none where all are compared."""
     if signature.parts is not None and m * n * batch <= FEW_SUMS:
-        return _compensated(signature)
+        return _in_parts(signature, True)
+    if signature.parts is not None and min(m, n) > COMPENSATED_ROWS:
+        return _in_parts(signature, False)
     if not has_shortlists(signature):
         return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
@@ -219,9 +224,12 @@ def beside_cells(m: int, n: int, k: int, batch: int) -> list[shortlists.Candidat
 
 
 @functools.lru_cache(maxsize=64)
-def _compensated(signature: Signature) -> list[shortlists.Candidate]:
-    """Candidates for fp32 operands in parts whose sums are compensated; each also with K split, where it may be."""
-    found = [text for text in listed(signature) if promotion.compensates(HopperConfig.parse(text), signature)]
+def _in_parts(signature: Signature, compensated: bool) -> list[shortlists.Candidate]:
+    """Candidates for fp32 operands in parts, those whose sums are compensated or the others; each also with K split,
+    where it may be."""
+    found = [
+        text for text in listed(signature) if promotion.compensates(HopperConfig.parse(text), signature) is compensated
+    ]
     return [(text, split) for text in found for split in (False, True) if not split or splits(text, signature)]
 
 

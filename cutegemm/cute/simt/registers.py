@@ -2,7 +2,9 @@
 
 They decide how many CTAs an SM holds, so that the cost model needs them before a kernel is compiled. The compiler takes
 what it likes: 128x64x8 with warps of 32x64 has 136 with one pair of majors and 236 with another. They were read from
-the machine code (CuTe DSL 4.8, sm_90a); `tests/compile/test_candidates.py` compares.
+the machine code (CuTe DSL 4.8, sm_90a), with three parts of K for those with splits; `tests/compile/test_candidates.py`
+compares. Two kernels with splits (`32x64x16/w16x32`; `32x64x32/w32x32/x2` with `nt` and rows that are not aligned)
+have 98 and 130 registers with some numbers of parts, and those of the table with others.
 """
 
 from __future__ import annotations

@@ -1,0 +1,170 @@
+"""The learned correction of the cost model: trees in Python and in C, and how `tuning.learn` grows them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from cutegemm import backend
+from cutegemm.choice import compiled, cost_rates, heuristics, learned
+from cutegemm.choice.cost_model import Model
+from cutegemm.hardware import arch
+from cutegemm.problem import Problem
+from tuning import learn
+from tuning.calibrate import Sample
+
+H200 = arch.get("H200")
+CUTE = backend.get("cute")
+TEXTS = ("simt/64x64x16/w32x64/s2/g8/r6", "simt/64x64x16/w32x32/s3/g8/r4", "simt/128x64x8/w32x64/s3/g8")
+SIMPLE = learned.Trees(
+    np.array([[0] * learned.DEPTH, [12, 0, 0, 0, 0, 0]]),
+    np.array([[10.0] * learned.DEPTH, [2.0, 99, 99, 99, 99, 99]]),
+    np.array([[0.1] + [0.0] * 62 + [-0.2], [0.01] * 32 + [0.05] * 32]),
+)
+"""The first asks six times whether log2 M is above 10, the second whether an SM holds more than two CTAs."""
+
+
+def test_a_tree_has_one_question_a_level_and_a_leaf_for_each_answer():
+    launches = np.zeros((3, len(learned.TRAITS)))
+    launches[:, 0], launches[:, 12] = (10.0, 10.5, 11.0), (3, 2, 3)
+    assert SIMPLE.log(launches).tolist() == pytest.approx([0.1 + 0.05, -0.2 + 0.01, -0.2 + 0.05])
+    again = learned.decoded(learned.encoded(SIMPLE))
+    assert again.log(launches).tolist() == pytest.approx(SIMPLE.log(launches).tolist())
+
+
+def test_a_correction_stays_within_its_ends(monkeypatch):
+    for leaf, factor in ((-3.0, learned.LEAST), (0.1, math.exp(0.1)), (3.0, learned.MOST)):
+        trees = learned.Trees(SIMPLE.traits, SIMPLE.limits, np.full((2, 64), leaf / 2))
+        monkeypatch.setitem(learned.corrections.__dict__, "families", {"other": SIMPLE, "simt": trees})
+        assert learned.corrections.place("simt") == 2
+        assert learned.corrections.place("sm90") == 0
+        assert learned.corrections.factor(2, [0.0] * len(learned.TRAITS)) == pytest.approx(factor)
+
+
+def _model(text: str, problem: Problem, constants: cost_rates.Rates | None = None) -> Model:
+    return Model(CUTE.footprint(CUTE.parse(text), problem.signature, H200), problem.signature, H200, constants)
+
+
+@pytest.mark.parametrize("majors", ["tn", "tt", "nn", "nt"])
+def test_an_estimate_is_the_model_times_what_was_learned(majors):
+    problem = Problem.of(1000, 600, 4000, "fp32", majors=majors)
+    for text in (*TEXTS, "simt/64x64x16/w32x64/s2/g8/r6/k5"):
+        shape = CUTE.footprint(CUTE.parse(text), problem.signature, H200)
+        plain = _model(text, problem, cost_rates.rates(shape.family)).terms(*problem.evened)
+        found = _model(text, problem).terms(*problem.evened)
+        assert plain.learned == 1.0
+        assert learned.LEAST <= found.learned <= learned.MOST
+        assert found.learned != 1.0
+        assert found.seconds == plain.seconds * found.learned
+        assert found[1:11] == plain[1:11]
+
+
+def test_the_traits_are_those_that_are_named():
+    problem = Problem.of(1000, 600, 4000, "fp32", majors="tt")
+    text = "simt/64x64x16/w32x64/s2/g8/r6/k5"
+    model = learn.Watched(CUTE.footprint(CUTE.parse(text), problem.signature, H200), problem.signature, H200)
+    terms = model.terms(*problem.evened)
+    found = dict(zip(learned.TRAITS, model.found, strict=True))
+    works = 16 * 10 * 5
+    expected = {
+        "log2 M": math.log2(1000), "log2 N": math.log2(600), "log2 K": math.log2(4000), "A along K": 1, "B along K": 0,
+        "BM": 64, "BN": 64, "BK": 16, "stages": 2, "threads": 64, "sums of a thread": 64,
+        "bytes read in a k step": 2 * (2 * 32 + 64) * 16 * 4, "CTAs of an SM": 6, "log2 splits": math.log2(5),
+        "log2 CTAs over SMs": math.log2(works / 132), "last round": works / 792 - 1, "log2 k steps": math.log2(50),
+        "rows used": 1000 / 1024, "columns used": 600 / 640, "log2 us": math.log2(terms.seconds * 1e6),
+        "tiles": terms.tiles / terms.seconds, "memory": terms.memory / terms.seconds,
+        "fixed": terms.fixed / terms.seconds,
+    }  # fmt: skip
+    assert found == pytest.approx(expected)
+
+
+def test_machine_code_has_the_trees_of_every_family(monkeypatch):
+    """The second of two families: its trees begin behind those of the first."""
+    monkeypatch.setitem(learned.corrections.__dict__, "families", {"other": SIMPLE, "simt": SIMPLE})
+    compiled.library.cache_clear()
+    try:
+        problem = Problem.of(2000, 600, 4000, "fp32")
+        models = [_model(text, problem) for text in TEXTS]
+        for model in models:
+            leaf = 0.05 if model.terms(*problem.evened).learned > math.exp(-0.17) else 0.01
+            assert (leaf == 0.05) == (model._fold > 2)
+            assert model.terms(*problem.evened).learned == pytest.approx(math.exp(-0.2 + leaf))
+            assert compiled.Group([model]).cheapest(*problem.evened, 1.0)[0] == model.seconds(*problem.evened)
+    finally:
+        compiled.library.cache_clear()
+
+
+def _samples(count: int = 60) -> list[Sample]:
+    """What the model expects, but that the second configuration takes a fifth longer where M is above 1024."""
+    found = []
+    for number in range(count):
+        problem = Problem.of(512 + 16 * number, 2000, 3000, "fp32")
+        for place, text in enumerate(TEXTS):
+            model = _model(
+                text, problem, cost_rates.rates(CUTE.footprint(CUTE.parse(text), problem.signature, H200).family)
+            )
+            longer = 1.2 if place == 1 and problem.m > 1024 else 1.0
+            found.append(Sample(problem, "cute", text, model.seconds(*problem.evened) * longer))
+    return found
+
+
+def test_trees_learn_what_the_model_leaves_unexplained():
+    known = learn.times(_samples(), H200)["simt"]
+    trees = learn.grown(known)
+    left = known.centred(np.log(known.seconds / known.estimates))
+    found = known.centred(trees.log(known.traits))
+    assert np.abs(left).max() > 0.1
+    assert np.abs(left - found).max() < 0.03
+    assert np.abs(known.centred(learn.foretold(known)) - left).mean() < np.abs(left).mean() / 3, "of shapes not seen"
+    assert (learn.grown(known).leaves == trees.leaves).all(), "the same times, the same trees"
+
+
+def test_a_loss_is_what_the_choice_takes_longer_than_the_fastest():
+    traits = np.zeros((4, len(learned.TRAITS)))
+    known = learn.Times(
+        traits, np.array([1.0, 2.0, 3.0, 2.9]), np.array([1.5, 1.2, 3.0, 3.0]), np.array([0, 0, 1, 1]), np.ones(4)
+    )
+    assert known.losses(np.zeros(4)).tolist() == pytest.approx([0.25, 0.0])
+    assert known.losses(np.log([3.0, 1.0, 1.0, 1.0])).tolist() == pytest.approx([0.0, 0.0])
+
+
+def test_the_command_writes_trees_that_choices_use(tmp_path, monkeypatch, capsys):
+    table = tmp_path / "times.txt"
+    by_problem: dict[Problem, list[Sample]] = {}
+    for sample in _samples():
+        by_problem.setdefault(sample.problem, []).append(sample)
+    table.write_text(
+        "\n".join(
+            f"== {p.m}x{p.n}x{p.k} fp32 ieee tn torch 90.0 us\n"
+            + "\n".join(f"   1.000 {s.seconds * 1e6:9.3f}  10.0 {s.config}" for s in samples)
+            for p, samples in by_problem.items()
+        )
+    )
+    monkeypatch.setattr(learned, "TREES", tmp_path / "learned.json")
+    monkeypatch.setattr(learn, "COUNT", 40)
+    assert learn.main([str(table), "--write"]) == 0
+    printed = capsys.readouterr().out
+    assert "with trees" in printed
+    assert "written to" in printed
+    learned.corrections.forget()
+    compiled.library.cache_clear()
+    heuristics.forget()
+    try:
+        assert list(learned.corrections.families) == ["simt"]
+        assert _model(TEXTS[1], Problem.of(1400, 2000, 3000, "fp32")).terms(1400, 2000, 3000).learned > 1.1
+    finally:
+        monkeypatch.undo()
+        learned.corrections.forget()
+        compiled.library.cache_clear()
+        heuristics.forget()
+
+
+@pytest.mark.parametrize("given", [["none.txt"], ["few.txt"], ["few.txt", "--family", "sm90"]])
+def test_tables_without_enough_times_are_refused(given, tmp_path, capsys):
+    (tmp_path / "few.txt").write_text(f"== 64x64x64 fp32 ieee tn torch 90.0 us\n   1.000 80.000  10.0 {TEXTS[0]}\n")
+    with pytest.raises(SystemExit):
+        learn.main([str(tmp_path / given[0]), *given[1:]])
+    said = capsys.readouterr().err
+    assert "No such file" in said or "times of 50 shapes or more" in said

@@ -2,9 +2,10 @@
 
 Shapes are drawn as for `tuning.untuned`, `--count` of them for each of `--majors`. At each of them the cheapest
 configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best` cheapest
-are checked and timed in turns with torch, captured and L2-cold. So are those of `--also`, whose splits are powers of
-two. Printed is a text table for `tuning.calibrate` and `tuning.slower`, a block a shape. What is wrong or fails is
-named in it, and has no time. The exit status is 1 if a shape has no times.
+are checked and timed in turns with torch, captured and L2-cold. So are `--more` of them with the model's next best
+splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. Printed is a text table
+for `tuning.calibrate` and `tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no time. The
+exit status is 1 if a shape has no times.
 """
 
 from __future__ import annotations
@@ -32,21 +33,29 @@ if TYPE_CHECKING:
 
 SPLITS = (1, 2, 4, 8, 16, 32)
 """Of K, for a configuration of `--also` that names none."""
+OTHER_SPLITS = 1.3
 
 
-def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()) -> list[Candidate]:
+def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = (), more: int = 0) -> list[Candidate]:
     """The cheapest configuration of each of the `best` cheapest candidates, then of each configuration of `also`.
 
-    One of `also` whose K may be split and is not gets the cheapest of `SPLITS`. Those that cannot serve the problem,
-    and those that are among the candidates, are left out.
+    Of `more` of the candidates the cheapest with other splits too, `OTHER_SPLITS` times as many or as few. One of
+    `also` whose K may be split and is not gets the cheapest of `SPLITS`. Those that cannot serve the problem, and those
+    that are among the candidates, are left out.
     """
     cute = backends.get("cute")
     found: dict[str, Candidate] = {}
+    others: dict[str, Candidate] = {}
     for config in heuristics.ascending(problem, arch, "cute"):
         whole = str(replace(config, splits=1) if hasattr(config, "splits") else config)
-        found.setdefault(whole, Candidate("cute", config))
-        if len(found) == best:
-            break
+        if whole not in found:
+            if len(found) == best:
+                break
+            found[whole] = Candidate("cute", config)
+        elif len(others) < more:
+            splits = sorted((config.splits, found[whole].config.splits))
+            if splits[1] >= OTHER_SPLITS * splits[0]:
+                others.setdefault(whole, Candidate("cute", config))
     for given in also:
         splits = SPLITS if getattr(given, "splits", 0) == 1 else ()
         forms = [replace(given, splits=number) for number in splits] or [given]
@@ -54,7 +63,7 @@ def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()
         if valid and str(given) not in found:
             cheapest = min(valid, key=lambda config: heuristics.estimate(problem, config, "cute", arch))
             found[str(given)] = Candidate("cute", cheapest)
-    return list(found.values())
+    return [*found.values(), *others.values()]
 
 
 def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool: CompilePool, rounds: int) -> str:
@@ -86,11 +95,16 @@ def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool:
 
 
 def table(
-    problems: Sequence[Problem], best: int, also: Sequence[Any], machine: contest.Machine, rounds: int
+    problems: Sequence[Problem],
+    best: int,
+    also: Sequence[Any],
+    machine: contest.Machine,
+    rounds: int,
+    more: int = 0,
 ) -> Iterator[str]:
     """The blocks of all shapes. Kernels are compiled ahead, those of the first shapes first."""
     arch = machine.timer.arch
-    wanted = [favourites(problem, arch, best, also) for problem in problems]
+    wanted = [favourites(problem, arch, best, also, more) for problem in problems]
     for problem, candidates in zip(problems, wanted, strict=True):
         machine.pool.session(problem.signature, arch).ahead(candidates)
     for problem, candidates in zip(problems, wanted, strict=True):
@@ -122,6 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--majors", type=_majors, default=list(MAJORS), help="of A and B, comma-separated (default all four)"
     )
     made.add_argument("--best", type=cli.count, default=10, help="candidates of a shape (default 10)")
+    made.add_argument(
+        "--more", type=cli.count, default=0, help="candidates of which other splits of K are timed too (default 0)"
+    )
     made.add_argument("--also", type=_configs, default=[], help="further configurations, comma-separated")
     made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (default 3)")
     made.add_argument("--seconds", type=cli.seconds, help="time after which no further shape is begun: 60s, 2m")
@@ -135,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for number, majors in enumerate(options.majors)
             ]
             problems = [problem for of_each in zip(*drawn, strict=True) for problem in of_each]
-            for text in table(problems, options.best, options.also, machine, options.rounds):
+            for text in table(problems, options.best, options.also, machine, options.rounds, options.more):
                 print(text, flush=True)
                 status |= not any(line.startswith("==") for line in text.splitlines())
                 if options.seconds and time.monotonic() - begun > options.seconds:

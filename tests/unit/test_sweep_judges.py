@@ -390,6 +390,18 @@ def test_the_models_favourites_are_timed_and_what_is_printed_is_a_table_for_the_
     assert len(samples) == 9  # all but one of five each
 
 
+def test_of_some_favourites_other_splits_of_k_are_timed_too():
+    problem = Problem.of(256, 512, 8192, "fp32")
+    plain = favourites.favourites(problem, H200, 6)
+    found = favourites.favourites(problem, H200, 6, more=3)
+    assert found[:6] == plain
+    assert 6 < len(found) <= 9
+    splits = {each.text.split("/k")[0]: each.config.splits for each in plain}
+    for each in found[6:]:
+        few, many = sorted((each.config.splits, splits[each.text.split("/k")[0]]))
+        assert many >= favourites.OTHER_SPLITS * few
+
+
 def test_a_shape_whose_favourites_cannot_be_timed_is_named():
     (problem,) = untuned.draw(1, 3, "fp32", "tn", H200)
     machine = contest.Machine(FakeTimer({}, open_fails=f"{problem}: no memory"), FakeCompiler())

@@ -53,8 +53,8 @@ def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()
                 break
             found[whole] = Candidate("cute", config)
         elif len(others) < more:
-            splits = sorted((config.splits, found[whole].config.splits))
-            if splits[1] >= OTHER_SPLITS * splits[0]:
+            few, many = sorted((config.splits, found[whole].config.splits))
+            if many >= OTHER_SPLITS * few:
                 others.setdefault(whole, Candidate("cute", config))
     for given in also:
         splits = SPLITS if getattr(given, "splits", 0) == 1 else ()

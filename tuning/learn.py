@@ -12,6 +12,7 @@ of all shapes into the package (cutegemm/data/learned.json) with this command. T
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import sys
@@ -26,6 +27,7 @@ from tabulate import tabulate
 from cutegemm import backend as backends
 from cutegemm.choice import learned
 from cutegemm.choice.cost_model import Model
+from cutegemm.choice.cost_rates import CONSTANTS
 from cutegemm.choice.footprint import Footprint
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
@@ -99,7 +101,7 @@ def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
             config = backend.parse(sample.config)
         except ValueError:
             continue
-        if sample.burst or backend.check(config, problem, arch) is not None:
+        if sample.burst or not min(problem.evened) or backend.check(config, problem, arch) is not None:
             continue
         shape = backend.footprint(config, problem.signature, arch)
         model = Watched(shape, problem.signature, arch)
@@ -169,9 +171,10 @@ def foretold(known: Times) -> np.ndarray:
 
 
 def report(family: str, known: Times) -> list[list[object]]:
-    """A row for the model alone and one for what was foretold."""
+    """A row for the model alone and one for what was foretold, within the ends that a correction has."""
     rows: list[list[object]] = []
-    for name, logs in (("model", np.zeros(len(known.seconds))), ("with trees", foretold(known))):
+    kept = np.clip(foretold(known), np.log(learned.LEAST), np.log(learned.MOST))
+    for name, logs in (("model", np.zeros(len(known.seconds))), ("with trees", kept)):
         lost = known.losses(logs)
         rows.append([family, name, len(lost), len(known.seconds), lost.mean(), np.quantile(lost, 0.97), lost.max()])
     return rows
@@ -201,16 +204,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stored = json.loads(learned.TREES.read_text())["families"] if learned.TREES.exists() else {}
         command = shlex.join(["python", "-m", "tuning.learn", *map(calibrate.named, given)])
         for name, known in enough.items():
-            stored[name] = {"gpu": arch.name, "command": command, "trees": learned.encoded(grown(known))}
+            stored[name] = {
+                "gpu": arch.name,
+                "command": command,
+                "model": model_of(name),
+                "trees": learned.encoded(grown(known)),
+            }
         text = ",\n".join(_row(name, row) for name, row in sorted(stored.items()))
         learned.TREES.write_text(f'{{"families": {{\n{text}\n}}}}\n')
         print(f"written to {learned.TREES}")
     return 0
 
 
+def model_of(name: str) -> str:
+    """16 hexadecimal digits of a family's constants, which change with them: trees of other constants are stale."""
+    constants = json.loads(CONSTANTS.read_text())["families"].get(name, {})
+    return hashlib.sha256(json.dumps(constants, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _row(name: str, row: dict[str, object]) -> str:
     """A family's entry, a line for each tree."""
-    head = "".join(f"{json.dumps(key)}: {json.dumps(row[key])}, " for key in ("gpu", "command"))
+    head = "".join(f"{json.dumps(key)}: {json.dumps(row[key])}, " for key in ("gpu", "command", "model"))
     trees = ",\n".join(json.dumps(tree, separators=(",", ":")) for tree in row["trees"])  # type: ignore[attr-defined]
     return f'{json.dumps(name)}: {{{head}"trees": [\n{trees}]}}'
 

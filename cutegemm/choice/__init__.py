@@ -2,6 +2,6 @@
 
 plan         the choice, and what `explain` prints
 heuristics   the cheapest of a few candidates
-cost_model   the estimate, `cost_terms` its parts, `cost_rates` its constants, `footprint` what one CTA of a
-             configuration does
+cost_model   the estimate, `cost_formula` how it is made of its parts, `cost_terms` their names, `cost_rates` its
+             constants, `footprint` what one CTA of a configuration does, `learned` a correction from measured times
 """

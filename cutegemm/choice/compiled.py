@@ -41,7 +41,7 @@ NAMED = {
     "FIXED": "_fixed",
     "LAUNCH": "_launch",
 }
-"""The fields of a model that C code names: those that `Model.divided` reads or changes, and whose trees serve it."""
+"""The fields that C code names: those that `Model.divided` reads or changes, and the place of the family's trees."""
 FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-DMOST={MOST}")
 """Without fused multiply-adds, which round otherwise than Python does."""
 
@@ -94,7 +94,7 @@ int cheapest(const double *const *models, int count, const double *const *split,
       if (least[i] < close * seconds && (next < 0 || least[i] < least[next])) next = i;
     if (next < 0) break;
     least[next] = INFINITY;
-    double taken = values(divided(candidates[next], room), m, n, k, batch);
+    double taken = values(divided(candidates[next], room), m, n, k, batch, seconds);
     if (taken < seconds) seconds = taken, chosen = next;
   }
   results[0] = seconds, results[1] = chosen < 0 ? 0 : candidates[chosen].splits;

@@ -1,4 +1,5 @@
-"""How long a configuration takes for a problem, from what the kernel must do: a model, no measurement.
+"""How long a configuration takes for a problem, from what the kernel must do: a model. What measured times of a family
+have taught besides is a factor on the estimate (`learned`).
 
 A CTA computes a tile of BM x BN outputs and goes through K in steps of BK. The estimate is one formula of few terms,
 `cost_formula.tiles_seconds` and `launch_seconds`:
@@ -291,8 +292,11 @@ class Model:
         a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
         return min(STRADDLING[a_row * self._itemsize % LINE], STRADDLING[b_row * self._itemsize % LINE])
 
-    def values(self, m: int, n: int, k: int, batch: int) -> tuple[Any, ...]:
-        """The first fields of `Terms`, in a plain tuple: a choice reads `seconds` alone and would pay for the names."""
+    def values(self, m: int, n: int, k: int, batch: int, best: float = math.inf) -> tuple[Any, ...]:
+        """The first fields of `Terms`, in a plain tuple: a choice reads `seconds` alone and would pay for the names.
+
+        An estimate that no correction could bring below `best` is not corrected.
+        """
         splits, places, within = self._splits, self._places, self._within
         rows, columns = tiles_along(m, self._tile_m, self._ragged_m), tiles_along(n, self._tile_n, self._ragged_n)
         tiles = rows * columns * batch
@@ -375,7 +379,7 @@ class Model:
         power = tiles * all_steps * self._energy_step + moved * self._energy_byte - self._rest
         seconds = launch_seconds(busy_rounds, memory, fixed, power, self._overlap)
         factor = 1.0
-        if self._learned and works and k:
+        if self._learned and works and k and seconds * self._least_factor < best:
             factor = self.learned(m, n, k, works, steps, rows, columns, seconds, busy_rounds, memory, fixed)
         return (
             seconds * factor, busy_rounds, memory, fixed, power, rounds, steps, step, port, load, waits, factor,
@@ -424,7 +428,8 @@ class Model:
         return self.bound(m, n, k, batch, self.straddling(m, n, k))
 
     def bound(self, m: int, n: int, k: int, batch: int, straddling: float) -> float:
-        """A lower bound of `seconds`, where `straddling(m, n, k)` is known: the formula with less in its terms.
+        """A lower bound of `seconds`, where `straddling(m, n, k)` is known: the formula with less in its terms, times
+        the least that a correction can be.
 
         A step counts either its own work or the loads of all SMs, memory counts the compulsory bytes, and the power
         limit counts the energy of the k steps. Waits for loads and epilogues count in full.
@@ -472,7 +477,7 @@ def cheapest(
     for place in sorted(range(len(least)), key=least.__getitem__):
         if least[place] >= close * seconds:
             break
-        taken = models[place].values(m, n, k, batch)[0]
+        taken = models[place].values(m, n, k, batch, seconds)[0]
         if taken < seconds:
             seconds, chosen = taken, place
     return seconds, chosen

@@ -146,9 +146,10 @@ def explain(problem: Problem, config: Any, backend: str, arch: Arch) -> str:
     t = terms(problem, config, backend, arch)
     rounds_of = f"{t.rounds} round{'s' * (t.rounds != 1)} of {t.steps} k steps"
     parts = f"{t.tiles * 1e6:.1f} in {rounds_of}, {t.memory * 1e6:.1f} for memory traffic"
-    power = f"; {t.power * 1e6:.1f} by the energy at the power limit" if t.power > 0.7 * t.seconds else ""
+    power = f"; {t.power * 1e6:.1f} by the energy at the power limit" if t.power > 0.7 * t.seconds / t.learned else ""
     fixed = f"{t.fixed * 1e6:.1f} for launch, fill and last sums"
-    return f"{t.seconds * 1e6:.1f} us by the cost model: {parts}, {fixed}{power}"
+    learned = f"; times {t.learned:.2f}, learned from measured times" if t.learned != 1.0 else ""
+    return f"{t.seconds * 1e6:.1f} us by the cost model: {parts}, {fixed}{power}{learned}"
 
 
 class Candidates:

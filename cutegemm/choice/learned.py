@@ -70,10 +70,6 @@ class Corrections:
         trees = list(self.families.values())[place - 1]
         return min(max(math.exp(float(trees.log(np.array([traits]))[0])), LEAST), MOST)
 
-    def forget(self) -> None:
-        """Lets the next model read the trees anew."""
-        self.__dict__.pop("families", None)
-
 
 corrections = Corrections()
 

@@ -4,7 +4,8 @@ They decide how many CTAs an SM holds, so that the cost model needs them before 
 what it likes: 128x64x8 with warps of 32x64 has 136 with one pair of majors and 236 with another. They were read from
 the machine code (CuTe DSL 4.8, sm_90a), with three parts of K for those with splits; `tests/compile/test_candidates.py`
 compares. Two kernels with splits (`32x64x16/w16x32`; `32x64x32/w32x32/x2` with `nt` and rows that are not aligned)
-have 98 and 130 registers with some numbers of parts, and those of the table with others.
+have 98 and 130 registers with some numbers of parts, and those of the table with others. The table serves every GPU,
+every tile order and every epilogue: a few registers more or fewer seldom change the number of CTAs.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def is_narrow(signature: Signature) -> bool:
 
 
 def known(config: SimtConfig, signature: Signature) -> int | None:
-    """The registers of a thread, None for a configuration that is not in the table."""
-    rows = _OF.get(str(replace(config, splits=1)))
+    """The registers of a thread, None for a tile that is not in the table."""
+    rows = _OF.get(str(replace(config, splits=1, group=8)))
     row = (config.splits > 1) + 2 * is_narrow(signature)
     return None if rows is None or row >= len(rows) else rows[row][MAJORS.index(signature.majors)]

@@ -106,7 +106,7 @@ class Lane:
         self.seconds = single * self.calls
         self._kept = calls  # and with them what the graph uses
         self.graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.graph(self.graph, stream=stream):
+        with no_garbage_collection(), torch.cuda.graph(self.graph, stream=stream):
             for i in range(self.calls):
                 calls[i % len(calls)]()
 
@@ -126,7 +126,7 @@ class Lane:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Keeps Python's garbage collector from running. It would destroy unused CUDA graphs that are in a reference cycle,
     and CUDA breaks every capture under way when a graph is destroyed.
     """

@@ -33,7 +33,6 @@ import cutegemm
 from cutegemm import native
 from cutegemm.tuner import timing
 from cutegemm.tuner.spread import order_of_round
-from cutegemm.tuner.timing import no_garbage_collection
 from tuning import cli
 from tuning.bench_report import ratios_text, short_text
 
@@ -223,7 +222,7 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with no_garbage_collection(), torch.cuda.graph(graph):
+    with timing.no_garbage_collection(), torch.cuda.graph(graph):
         kept = run()
 
     def replay() -> object:

@@ -52,11 +52,11 @@ class GroupWork:
         the next launch expects them.
         """
         self.d.fill_(torch.nan)
-        for workspace in self.captured.scratch.values():
-            workspace.zero_()
+        text = self.kernel.ptx if ptx is None else ptx
+        self.captured.starts(text)
         written = {"d": self.d} | self.captured.scratch
         reports = emulate(
-            self.kernel.ptx if ptx is None else ptx, [*self.captured], self.read | written, outputs=set(written),
+            text, [*self.captured], self.read | written, outputs=set(written),
             seed=seed, checks=checks, profile=profile, progress=False,
         )  # fmt: skip
         if any(workspace[: self.words].any() for workspace in self.captured.scratch.values()):

@@ -60,7 +60,6 @@ class ProgramWork:
         self.results = self.reductions.partials(tuple(self.outs))
         addresses, numbers = fused.arguments_of(self.asked, self.a, self.b, self.operands, self.results)
         self.captured = self.kernel.capture(problem, addresses, numbers)
-        self.ran = self.kernel.ptx
 
     def run(
         self, *, seed: int = 0, ptx: str | None = None, checks: Any = None, profile: bool = False
@@ -69,10 +68,7 @@ class ProgramWork:
         for result in self.results:
             result.fill_(torch.nan)
         text = self.kernel.ptx if ptx is None else ptx
-        if text != self.ran:  # the one before may have broken off, and left state words
-            for workspace in self.captured.scratch.values():
-                workspace.zero_()
-        self.ran = text
+        self.captured.starts(text)
         named = {"a": self.a, "b": self.b} | {f"x{i}": each for i, each in enumerate(self.operands)}
         written = {f"y{i}": each for i, each in enumerate(self.results)} | self.captured.scratch
         reports = emulate(

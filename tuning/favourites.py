@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SPLITS = (1, 2, 4, 8, 16, 32)
 """Of K, for a configuration of `--also` that names none."""
 OTHER_SPLITS = 1.3
+"""Of `--more`: so many times as many as those that the model likes best, or as few."""
 
 
 def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = (), more: int = 0) -> list[Candidate]:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from cutegemm import backend as backends
 from cutegemm.choice import learned
 from cutegemm.choice.cost_model import Model
 from cutegemm.choice.cost_rates import CONSTANTS
 from cutegemm.choice.footprint import Footprint
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Problem, Signature
+from cutegemm.problem import Signature
 from tuning import calibrate, cli
 
 COUNT, RATE = 400, 0.25
@@ -94,29 +93,19 @@ class Times:
 
 def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
     """The samples by kernel family. Configurations not valid today, and short bursts, are passed over."""
-    found: dict[str, dict[Problem, list[tuple[list[float], float, float]]]] = {}
-    for sample in samples:
-        backend, problem = backends.get(sample.backend), sample.problem
-        try:
-            config = backend.parse(sample.config)
-        except ValueError:
-            continue
-        if sample.burst or not min(problem.evened) or backend.check(config, problem, arch) is not None:
-            continue
-        shape = backend.footprint(config, problem.signature, arch)
-        model = Watched(shape, problem.signature, arch)
-        estimate = model.seconds(*problem.evened)
-        rows = found.setdefault(shape.family.name, {}).setdefault(problem, [])
-        rows.append((model.found, estimate, sample.seconds))
-    return {family: _together(list(shapes.values())) for family, shapes in found.items()}
+    found = {name: list(_rows(fit)) for name, fit in calibrate.by_family(samples, arch).items()}
+    return {name: Times(*map(np.array, zip(*rows, strict=True))) for name, rows in found.items() if rows}
 
 
-def _together(shapes: list[list[tuple[list[float], float, float]]]) -> Times:
-    rows = [row for shape in shapes for row in shape]
-    numbers = [number for number, shape in enumerate(shapes) for _ in shape]
-    weights = [w for shape in shapes for w in calibrate.weights_of([seconds for *_, seconds in shape])]
-    traits, estimates, seconds = zip(*rows, strict=True)
-    return Times(*map(np.array, (traits, estimates, seconds, numbers, weights)))
+def _rows(fit: calibrate.Fit) -> Iterator[tuple[list[float], float, float, int, float]]:
+    """Of each launch of a family what `Times` holds of it."""
+    shapes = ((problem, rows) for (problem, burst), rows in fit.shapes.items() if not burst and min(problem.evened))
+    for number, (problem, rows) in enumerate(shapes):
+        weights = calibrate.weights_of([seconds for _, seconds in rows])
+        for (shape, seconds), weight in zip(rows, weights, strict=True):
+            model = Watched(shape, problem.signature, fit.arch)
+            estimate = model.seconds(*problem.evened)
+            yield model.found, estimate, seconds, number, weight
 
 
 def grown(known: Times, seed: int = 0) -> learned.Trees:

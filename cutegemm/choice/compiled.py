@@ -180,8 +180,7 @@ def source() -> str:
     sizes += [f"enum {{ {name} = {FIELDS.index(field)} }};" for name, field in NAMED.items()]
     head = "#include <math.h>", "#include <string.h>"
     functions = [_function(each) for each in TRANSLATED]
-    learned_at = TRANSLATED.index(Model.traits) + 1
-    functions.insert(learned_at, learned.C_SOURCE)
+    functions.insert(TRANSLATED.index(Model.traits) + 1, learned.C_SOURCE)
     return "\n".join([*head, *tables, *sizes, learned.c_tables(), *functions, _DRIVER])
 
 
@@ -196,7 +195,7 @@ def _function(function: Callable[..., Any]) -> str:
     stored = (node.id for node in ast.walk(code) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     locals_ = [f"double {name} = 0;" for name in dict.fromkeys(stored) if name not in names]
     body = [*locals_, *(line for statement in code.body for line in _statement(statement))]
-    if code.returns is None or ast.unparse(code.returns) == "None":
+    if not isinstance(code.body[-1], ast.Return):
         body.append("return 0;")
     return f"static double {code.name}({', '.join(typed)}) {{\n{textwrap.indent(chr(10).join(body), '  ')}\n}}"
 

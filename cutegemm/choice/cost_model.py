@@ -65,11 +65,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cutegemm.choice import learned
 from cutegemm.choice.cost_formula import fourth_mean, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.choice.cost_rates import Rates, rates
 from cutegemm.choice.cost_terms import Terms
 from cutegemm.choice.footprint import QUARTERS
-from cutegemm.choice.learned import LEAST, TRAITS, corrections
 from cutegemm.hardware.arch import LINE, SECTOR
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
@@ -146,8 +146,8 @@ class Model:
         self._parts = f.splits * f.parts
 
         # -- what was learned from measured times
-        self._learned = corrections.place(f.family.name) if constants is None else 0
-        self._least_factor = LEAST if self._learned else 1.0
+        self._learned = learned.place(f.family.name) if constants is None else 0
+        self._least_factor = learned.LEAST if self._learned else 1.0
         self._outputs, self._shared, self._threads = f.outputs, f.smem_step, f.threads
 
         # -- a k step
@@ -389,10 +389,10 @@ class Model:
         self, m: int, n: int, k: int, works: float, steps: int, rows: float, columns: float, seconds: float,
         busy: float, memory: float, fixed: float,
     ) -> float:  # fmt: skip
-        """What measured times were of the model's `seconds`, as `learned.Corrections` foretells it."""
-        found = [0.0] * len(TRAITS)
+        """What measured times were of the model's `seconds`, as `learned.factor` foretells it."""
+        found = [0.0] * len(learned.TRAITS)
         self.traits(m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, found)
-        return corrections.factor(self._learned, found)
+        return learned.factor(self._learned, found)
 
     def traits(
         self, m: int, n: int, k: int, works: float, steps: int, rows: float, columns: float, seconds: float,

@@ -31,9 +31,9 @@ class Terms(NamedTuple):
         """A line for each term: its name, microseconds (or a count), and what it is."""
         lines = []
         for name, value in zip(self._fields, self, strict=True):
-            number = f"{value * 1e6:.3f} us"
-            if name in ("rounds", "steps", "learned"):
-                number = f"{value:.4g}" if name == "learned" else f"{value}"
+            number = f"{value}" if isinstance(value, int) else f"{value * 1e6:.3f} us"
+            if name == "learned":
+                number = f"{value:.4g}"
             lines.append(f"{name:<10}{number:>14}  {MEANINGS[name]}")
         return "\n".join(lines)
 

@@ -52,26 +52,22 @@ class Trees:
         return np.add.accumulate(found, axis=1)[:, -1]
 
 
-class Corrections:
-    """The trees of all families that have any, as the package holds them."""
-
-    @functools.cached_property
-    def families(self) -> dict[str, Trees]:
-        """By name, in the order of `place`."""
-        stored: dict[str, Any] = json.loads(TREES.read_text())["families"] if TREES.exists() else {}
-        return {name: decoded(row["trees"]) for name, row in stored.items()}
-
-    def place(self, family: str) -> int:
-        """A family's place among them, from 1 on; 0 where it has no trees."""
-        return 1 + list(self.families).index(family) if family in self.families else 0
-
-    def factor(self, place: int, traits: list[float]) -> float:
-        """Measured seconds over estimated ones, for a launch of the family at that place."""
-        trees = list(self.families.values())[place - 1]
-        return min(max(math.exp(float(trees.log(np.array([traits]))[0])), LEAST), MOST)
+@functools.cache
+def families() -> dict[str, Trees]:
+    """The trees of all families that have any, as the package holds them, in the order of `place`."""
+    stored: dict[str, Any] = json.loads(TREES.read_text())["families"] if TREES.exists() else {}
+    return {name: decoded(row["trees"]) for name, row in stored.items()}
 
 
-corrections = Corrections()
+def place(family: str) -> int:
+    """A family's place among `families`, from 1 on; 0 where it has no trees."""
+    return 1 + list(families()).index(family) if family in families() else 0
+
+
+def factor(place: int, traits: list[float]) -> float:
+    """Measured seconds over estimated ones, for a launch of the family at that place."""
+    trees = list(families().values())[place - 1]
+    return min(max(math.exp(float(trees.log(np.array([traits]))[0])), LEAST), MOST)
 
 
 def encoded(trees: Trees) -> list[list[Any]]:
@@ -106,7 +102,7 @@ static double learned(const double *self, double m, double n, double k, double w
 
 def c_tables() -> str:
     """The trees as the arrays that `C_SOURCE` reads."""
-    found = corrections.families.values()
+    found = families().values()
     starts = np.cumsum([0, *(len(trees.traits) for trees in found)]).tolist()
 
     def array(kind: str, name: str, values: list[Any]) -> str:

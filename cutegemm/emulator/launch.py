@@ -100,3 +100,16 @@ class Captured(list[Launch | Memset]):
     ) -> None:
         super().__init__(operations)
         self.scratch, self.checks, self.constant = scratch or {}, checks, constant
+        self._fresh: dict[str, torch.Tensor] = {}
+        self._ran = ""
+
+    def starts(self, text: str) -> None:
+        """To be called before a kernel of that text runs: where another ran last, the workspaces become again what they
+        were at first. A mutant that breaks off leaves state words with which the next kernel would be wrong.
+        """
+        if not self._ran:
+            self._fresh = {name: workspace.clone() for name, workspace in self.scratch.items()}
+        elif self._ran != text:
+            for name, workspace in self.scratch.items():
+                workspace.copy_(self._fresh[name])
+        self._ran = text

@@ -7,7 +7,7 @@ beyond the `cutegemm.backend.Kernel` protocol.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,11 +39,6 @@ class Workload:
     beta: float
     want: Expected
     operations: Captured
-    _fresh: dict[str, torch.Tensor] = field(init=False, repr=False)
-    _ran: str = field(init=False, repr=False, default="")
-
-    def __post_init__(self) -> None:
-        self._fresh = {name: workspace.clone() for name, workspace in self.operations.scratch.items()}
 
     @classmethod
     def of(
@@ -101,8 +96,7 @@ class Workload:
     ) -> tuple[Verdict, list[Report]]:
         """Emulates the launches on an output full of NaN, or of an integer's least number, and compares.
 
-        A kernel finds its workspaces as its own launch before left them, and never as that of another text did: a
-        mutant that breaks off leaves state words with which the next kernel would be wrong.
+        A kernel finds its workspaces as its own launch before left them, never as that of another text did.
 
         ptx: run this text in the kernel's place. checks: by default those that the backend asks for.
 
@@ -111,10 +105,7 @@ class Workload:
         d = self.tensors["d"]
         d.fill_(float("nan") if d.is_floating_point() else torch.iinfo(d.dtype).min)
         text = self.kernel.ptx if ptx is None else ptx
-        if self._ran not in ("", text):
-            for name, workspace in self.operations.scratch.items():
-                workspace.copy_(self._fresh[name])
-        self._ran = text
+        self.operations.starts(text)
         reports = emulate(
             text,
             self.operations,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,10 +42,10 @@ def test_a_tree_has_one_question_a_level_and_a_leaf_for_each_answer():
 def test_a_correction_stays_within_its_ends(monkeypatch):
     for leaf, factor in ((-3.0, learned.LEAST), (0.1, math.exp(0.1)), (3.0, learned.MOST)):
         trees = learned.Trees(SIMPLE.traits, SIMPLE.limits, np.full((2, 64), leaf / 2))
-        monkeypatch.setitem(learned.corrections.__dict__, "families", {"other": SIMPLE, "simt": trees})
-        assert learned.corrections.place("simt") == 2
-        assert learned.corrections.place("sm90") == 0
-        assert learned.corrections.factor(2, [0.0] * len(learned.TRAITS)) == pytest.approx(factor)
+        monkeypatch.setattr(learned, "families", partial(dict, other=SIMPLE, simt=trees))
+        assert learned.place("simt") == 2
+        assert learned.place("sm90") == 0
+        assert learned.factor(2, [0.0] * len(learned.TRAITS)) == pytest.approx(factor)
 
 
 def _model(text: str, problem: Problem, constants: cost_rates.Rates | None = None) -> Model:
@@ -88,7 +89,7 @@ def test_machine_code_has_the_trees_of_every_family(monkeypatch):
     """The second of two families: its trees begin behind those of the first."""
     if compiled.library() is None:
         pytest.skip("no C compiler")
-    monkeypatch.setitem(learned.corrections.__dict__, "families", {"other": SIMPLE, "simt": SIMPLE})
+    monkeypatch.setattr(learned, "families", partial(dict, other=SIMPLE, simt=SIMPLE))
     compiled.library.cache_clear()
     try:
         problem = Problem.of(2000, 600, 4000, "fp32")
@@ -154,15 +155,15 @@ def test_the_command_writes_trees_that_choices_use(tmp_path, monkeypatch, capsys
     printed = capsys.readouterr().out
     assert "with trees" in printed
     assert "written to" in printed
-    learned.corrections.__dict__.pop("families", None)
+    learned.families.cache_clear()
     compiled.library.cache_clear()
     heuristics.forget()
     try:
-        assert list(learned.corrections.families) == ["simt"]
+        assert list(learned.families()) == ["simt"]
         assert _model(TEXTS[1], Problem.of(1400, 2000, 3000, "fp32")).terms(1400, 2000, 3000).learned > 1.1
     finally:
         monkeypatch.undo()
-        learned.corrections.__dict__.pop("families", None)
+        learned.families.cache_clear()
         compiled.library.cache_clear()
         heuristics.forget()
 

@@ -1,7 +1,7 @@
 """A correction of the cost model's estimates, learned from measured times by `python -m tuning.learn`.
 
 What the model leaves unexplained of a family's times depends on the tile, on how the tiles fill the SMs and on how long
-they are, in ways that no single constant has. So a sum of small regression trees says by how much a measured time is
+each takes. No single constant can say how. So a sum of small regression trees says by how much a measured time is
 likely to differ from the estimate. A tree asks `DEPTH` questions, the same on each of its branches: is this trait of
 the launch above that limit? The answers are the bits of a leaf's number, the first the highest. (Gradient boosting:
 Friedman, "Greedy function approximation", Annals of Statistics 2001; trees with one question a level: Prokhorenkova et

@@ -80,7 +80,7 @@ parts: cuBLAS SGEMM, beside which their error is judged, splits K most there. By
 compensation, such tiles take up to an eighth longer."""
 COMPENSATED_ROWS = 256
 """Larger results with more rows and columns than this are not computed by them: at 1024^3 in `bf16x6` an H200 took 35.7
-us with tiles of 128x64, where the model expected 21.4. On 23 November it took 27.7 with what was chosen then. With
+us with tiles of 128x64, where the model expected 21.4. On 23 November, with the tile chosen then, it took 27.7 us. With
 fewer rows or columns most other tiles would be mostly empty."""
 COUNTED_WORKS = (*ROWS, RAGGED_N, MASKED)
 """Works of which nobody can know on the host how many tiles there are."""

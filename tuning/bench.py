@@ -26,7 +26,7 @@ from cutegemm.problem import PRECISIONS, Problem, reference, torch_dtype
 from cutegemm.problem.dtypes import PRODUCTS, why_precision_refused
 from cutegemm.tuner import timing
 from cutegemm.tuner.poison import poison
-from tuning import bench_report, cli, suites
+from tuning import bench_report, cli, random_shapes, suites
 from tuning.bench_basis import Case, NotServed, Prepared, Provider, cases
 from tuning.bench_providers import NAMES, Cutegemm, make, versions
 from tuning.bench_report import Result
@@ -229,7 +229,8 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--dtype", default="bf16", choices=tuple(PRODUCTS))
     what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
     what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
-    what.add_argument("--random", type=int, metavar="COUNT", default=0, help="shapes that tuning.untuned draws")
+    what.add_argument("--random", type=int, metavar="COUNT", default=0, help="shapes that tuning.random_shapes draws")
+    random_shapes.add_option(what)
     what.add_argument("--seed", type=int, default=0, help="of --random")
     behind = "0 to 7 elements by which operands begin behind a multiple of 16 bytes: 3 both, a3 A, b3 B; or all"
     what.add_argument("--offsets", default="0", help=f"comma-separated, {behind}")
@@ -282,10 +283,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{options.dtype} {options.precision} {options.majors}: {bench_report.METHOD}")
     arch = Arch.of_device()
     if options.random:
-        from tuning import untuned
-
-        drawn = untuned.draw(options.random, options.seed, options.dtype, options.majors, arch)
-        shapes += [suites.Laid((problem.m, problem.n, problem.k), options.majors) for problem in drawn]
+        draw = random_shapes.KINDS[options.drawn]
+        problems = draw(options.random, options.seed, options.dtype, options.majors, arch)
+        shapes += [suites.Laid((problem.m, problem.n, problem.k), options.majors) for problem in problems]
     asked = cases(dict.fromkeys(shapes), options.dtype, options.precision, starts, options.majors)
     count, seconds = compile_ahead(asked, providers, arch, options.jobs)
     if count:

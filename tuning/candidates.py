@@ -3,20 +3,21 @@
 The whole space takes milliseconds to rank, a choice may take microseconds. So a few hundred configurations are picked
 here beforehand, by the cost model as it is fitted, and of these the few to compare for sizes of each magnitude:
 
-    1. random shapes are drawn as in `tuning.untuned`, with seeds of their own
+    1. random shapes are drawn (`tuning.random_shapes.sizes`), with seeds of their own
     2. every tile, schedule and cluster, with the deepest ring and with one that leaves an SM room for another CTA, is
        estimated for each of them, whole and with K split
     3. greedily, the configuration is added that saves the most time over all shapes, large losses counting more;
        those that measurements (TABLE, as `tuning.calibrate` takes them) found best at two shapes or more come first
     4. shapes are drawn in each cell (M, N and K up to a power of two and beyond the one before); of those picked the
-       cell gets the fewest, greedily, that have one within `NEAR` of the best for each of its shapes
+       cell gets the fewest, greedily, that have one within `NEAR` of the best for each of its shapes: by the model
+       with what measured times have taught (`tuning.learn`), and without, as programs are estimated
     5. all this for A and B along K; then more are picked for the other majors together, by a shape of each cell, and
        each has cells of its own
 
 `--write` puts the table into the package (cutegemm/data/candidates.json). To be run again when the cost model's
-constants have changed; takes some twenty-five minutes of one core. What is printed, for each majors: how many a shape
-has in its cell, and how much slower the best of them is than the whole space's best, by the model, on shapes that had
-no part in picking them.
+constants or what was learned have changed; takes some ten minutes of one core. What is printed, for each majors: how
+many a shape has in its cell, and how much slower the best of them is than the whole space's best, by the model, on
+shapes that had no part in picking them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cutegemm.choice.compiled import Group
 from cutegemm.choice.cost_model import Model
-from cutegemm.choice.heuristics import SplitCandidates
+from cutegemm.choice.cost_rates import rates
 from cutegemm.cute import BACKEND
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import footprint, shortlists
@@ -46,7 +48,7 @@ from cutegemm.cute.hopper.config import RING_BYTES, TILES, WHOLE_RING_BYTES, Hop
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
-from tuning import calibrate, cli, untuned
+from tuning import calibrate, cli, random_shapes
 from tuning.calibrate import Sample
 
 SEED, TEST_SEED = 1001, 1002
@@ -100,8 +102,6 @@ def space(signature: Signature, arch: Arch) -> Iterator[HopperConfig]:
         deepest = min(most, room // ((bm + bn) * bk * 2))
         zig = ("zig",) if bm * bn >= ZIG_TILE and ck == 1 else ()
         order = "serp8" if ck == 1 else "row"
-        if swap and bn > 128:
-            continue
         found = False
         for stages in range(deepest, LEAST_STAGES - 1, -1):
             config = HopperConfig(bm, bn, bk, schedule, (cm, cn), stages, order, (*swap, *zig, "pdl"), 1, ck)
@@ -120,43 +120,41 @@ def space(signature: Signature, arch: Arch) -> Iterator[HopperConfig]:
             yield config
 
 
-def estimated(
-    configs: Sequence[HopperConfig], signature: Signature, shapes: Sequence[Shape], arch: Arch,
-    columns: Iterable[int] | None = None, far: float = FAR,
-) -> Costs:  # fmt: skip
-    """What the model says of every configuration for every shape.
+class Estimator:
+    """What the model says of configurations with K whole and split, worked out for a signature once.
 
     Args:
-        columns: those of `Costs.columns` to be estimated, by default all: the others count as `far` times the best.
+        columns: those of `Costs.columns` to be estimated, by default all.
+        taught: with what measured times have taught of plain products (`choice.learned`). It does not count for a
+            program or a product with C, whose choice has the same shortlists.
     """
-    count = len(configs)
-    wanted = set(range(2 * count) if columns is None else columns)
-    models = [Model(footprint.of(config, signature, arch), signature, arch) for config in configs]
-    splits = [
-        (place, SplitCandidates(model, config, hopper_candidates.NUMBERS, signature, arch))
-        for place, (model, config) in enumerate(zip(models, configs, strict=True))
-        if count + place in wanted and not config.ping_pong and "once" not in config.options
-    ]
-    places = sorted(wanted & set(range(count)))
-    whole = np.full((len(shapes), count), np.inf)
-    split = np.full_like(whole, np.inf)
-    for row, sizes in enumerate(shapes):
-        least = [model.at_least(*sizes) for model in models]
-        best = math.inf
-        for place in sorted(places, key=least.__getitem__):
-            if least[place] >= far * best:
-                break
-            taken = models[place].seconds(*sizes)
-            whole[row, place] = taken
-            best = min(best, taken)
-        for place, candidates in splits:
-            for model, _ in candidates.worth_trying(*sizes, 1):
-                if model.at_least(*sizes) < far * best:
-                    taken = model.seconds(*sizes)
-                    split[row, place] = min(split[row, place], taken)
-                    best = min(best, taken)
-    best_of_all = np.minimum(whole, split).min(axis=1, keepdims=True)
-    return Costs(*(np.log(np.minimum(of / best_of_all, far)) for of in (whole, split)))
+
+    def __init__(
+        self, configs: Sequence[HopperConfig], signature: Signature, arch: Arch, columns: Iterable[int] | None = None,
+        taught: bool = True,
+    ) -> None:  # fmt: skip
+        self._count = count = len(configs)
+        wanted = set(range(2 * count) if columns is None else columns)
+        self._whole = sorted(wanted & set(range(count)))
+        self._split = [
+            place
+            for place, config in enumerate(configs)
+            if count + place in wanted and not config.ping_pong and "once" not in config.options
+        ]
+        models = {}
+        for place in {*self._whole, *self._split}:
+            shape = footprint.of(configs[place], signature, arch)
+            models[place] = Model(shape, signature, arch, None if taught else rates(shape.family))
+        numbers = [hopper_candidates.NUMBERS] * len(self._split)
+        self._group = Group([models[at] for at in self._whole], [models[at] for at in self._split], numbers)
+
+    def costs(self, shapes: Sequence[Shape], far: float = FAR) -> Costs:
+        """For each shape; what is not estimated counts as `far` times the best."""
+        found = np.array([self._group.estimates(*sizes, far=far) for sizes in shapes]).reshape(len(shapes), -1)
+        whole, split = (np.full((len(shapes), self._count), np.inf) for _ in range(2))
+        whole[:, self._whole], split[:, self._split] = np.split(found, [len(self._whole)], axis=1)
+        best = np.minimum(whole, split).min(axis=1, keepdims=True)
+        return Costs(*(np.log(np.minimum(of / best, far)) for of in (whole, split)))
 
 
 def pick(costs: Costs, count: int, first: Sequence[int] = ()) -> list[int]:
@@ -223,7 +221,7 @@ def drawn(cell: shortlists.Cell, count: int) -> list[Shape]:
         if source.random() < AS_ROUND:
             return 1 << bits
         last = bits + (bits == shortlists.MOST_BITS)
-        return untuned.STEP * math.ceil(2 ** source.uniform(bits - 1, last) / untuned.STEP)
+        return random_shapes.STEP * math.ceil(2 ** source.uniform(bits - 1, last) / random_shapes.STEP)
 
     return [(size(cell[0]), size(cell[1]), size(cell[2])) for _ in range(count)]
 
@@ -250,22 +248,27 @@ def covered(
     configs: Sequence[HopperConfig], chosen: Sequence[int], signature: Signature, arch: Arch, count: int,
     wanted: Iterable[shortlists.Cell] | None = None,
 ) -> Cells:  # fmt: skip
-    """What each of the cells wanted (by default every one) gets of the chosen columns, by `count` shapes."""
+    """What each of the cells wanted (by default every one) gets of the chosen columns, by `count` shapes: by the model
+    with what it was taught, and by the model alone."""
     numbers = sorted({column % len(configs) for column in chosen})
     kept = [configs[number] for number in numbers]
     # The chosen as columns of what is kept: a model is made of these alone.
     own = [column // len(configs) * len(kept) + numbers.index(column % len(configs)) for column in chosen]
+    whole = [place for place, column in enumerate(own) if column < len(kept)]
+    whole_columns = [own[place] for place in whole]
+    estimators = [
+        (Estimator(kept, signature, arch, own, taught), Estimator(kept, signature, arch, whole_columns, taught))
+        for taught in (True, False)
+    ]
     found: Cells = {}
     for cell in all_cells() if wanted is None else wanted:
-        shapes = drawn(cell, count)
-        costs = estimated(kept, signature, shapes, arch, own, 1 + 2 * NEAR)
-        places = cover(costs.columns[:, own])
-        if all(own[place] >= len(kept) for place in places):  # no split serves where K is short, or tiles are many
-            whole = [place for place, column in enumerate(own) if column < len(kept)]
-            columns = [own[place] for place in whole]
-            costs = estimated(kept, signature, shapes, arch, columns, 1 + 2 * NEAR)
-            places += [whole[place] for place in cover(costs.columns[:, columns])]
-        found[cell] = sorted(chosen[place] for place in places)
+        shapes, named = drawn(cell, count), set()
+        for of_all, of_whole in estimators:
+            places = cover(of_all.costs(shapes, 1 + 2 * NEAR).columns[:, own])
+            if all(own[place] >= len(kept) for place in places):  # no split serves where K is short, or tiles are many
+                places += [whole[at] for at in cover(of_whole.costs(shapes, 1 + 2 * NEAR).columns[:, whole_columns])]
+            named |= {chosen[place] for place in places}
+        found[cell] = sorted(named)
     return found
 
 
@@ -376,9 +379,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not configs:
         made.error(f"no Hopper configuration is valid on {arch.name}")
     shapes = _random(options.shapes, SEED, arch)
-    chosen = pick(estimated(configs, signature, shapes, arch), options.count, proven(samples, configs, signature, arch))
+    costs = Estimator(configs, signature, arch).costs(shapes)
+    chosen = pick(costs, options.count, proven(samples, configs, signature, arch))
     in_cells = [drawn(cell, 1)[0] for cell in all_cells()]
-    others = [estimated(configs, _signature(majors), in_cells, arch) for majors in shortlists.MAJORS[1:]]
+    others = [Estimator(configs, _signature(majors), arch).costs(in_cells) for majors in shortlists.MAJORS[1:]]
     costs = Costs(np.concatenate([of.whole for of in others]), np.concatenate([of.split for of in others]))
     more = pick(costs, len(chosen) + _fewer(options.count), chosen)
     chosen_for = dict.fromkeys(shortlists.MAJORS, more) | {shortlists.MAJORS[0]: chosen}
@@ -389,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(texts)} of {len(configs)} configurations; of those in a shape's cell on average (count), the best is")
     judges = _random(options.test, TEST_SEED, arch)
     for majors in shortlists.MAJORS:
-        at = estimated(configs, _signature(majors), judges, arch)
+        at = Estimator(configs, _signature(majors), arch).costs(judges)
         count, lost, most = judged(at, named[majors], judges)
         print(f"  {majors}: {lost:.2%} slower than the best of all, by the model, {most:.1%} at most ({count:.1f})")
     if options.write:
@@ -409,7 +413,7 @@ def _signature(majors: str) -> Signature:
 
 
 def _random(count: int, seed: int, arch: Arch) -> list[Shape]:
-    return [(p.m, p.n, p.k) for p in untuned.draw(count, seed, "bf16", "tn", arch)]
+    return [(p.m, p.n, p.k) for p in random_shapes.sizes(count, seed, "bf16", "tn", arch)]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What the cost model likes best at random shapes, timed: `python -m tuning.favourites --count 64 --dtype fp32`.
 
-Shapes are drawn as for `tuning.untuned`, `--count` of them for each of `--majors`. At each of them the cheapest
-configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best` cheapest
-are checked and timed in turns with torch, captured and L2-cold. So are `--more` of them with the model's next best
-splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. Printed is a text table
-for `tuning.calibrate` and `tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no time. The
-exit status is 1 if a shape has no times.
+Shapes are drawn at random (`tuning.random_shapes`), `--count` of them for each of `--majors`. At each of them the
+cheapest configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best`
+cheapest are checked and timed in turns with torch, captured and L2-cold. So are `--more` of them with the model's next
+best splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. Printed is a text
+table for `tuning.calibrate` and `tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no
+time. The exit status is 1 if a shape has no times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cutegemm.problem import DTYPES
 from cutegemm.tuner.compile_pool import default_jobs
 from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
-from tuning import cli, contest, untuned
+from tuning import cli, contest, random_shapes
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -132,6 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     made = cli.parser("favourites", summary, more)
     made.add_argument("--count", type=cli.count, default=12, help="shapes for each of the majors (default 12)")
     made.add_argument("--seed", type=int, default=0, help="of the first majors; the others have the next ones")
+    random_shapes.add_option(made)
     made.add_argument("--dtype", default="bf16", choices=DTYPES)
     made.add_argument(
         "--majors", type=_majors, default=list(MAJORS), help="of A and B, comma-separated (default all four)"
@@ -148,11 +149,12 @@ def main(arguments: list[str] | None = None) -> int:
     begun, status = time.monotonic(), 0
     try:
         with contest.machine(options.jobs) as machine:
-            drawn = [
-                untuned.draw(options.count, options.seed + number, options.dtype, majors, machine.timer.arch)
+            draw = random_shapes.KINDS[options.drawn]
+            by_majors = [
+                draw(options.count, options.seed + number, options.dtype, majors, machine.timer.arch)
                 for number, majors in enumerate(options.majors)
             ]
-            problems = [problem for of_each in zip(*drawn, strict=True) for problem in of_each]
+            problems = [problem for of_each in zip(*by_majors, strict=True) for problem in of_each]
             for text in table(problems, options.best, options.also, machine, options.rounds, options.more):
                 print(text, flush=True)
                 status |= not any(line.startswith("==") for line in text.splitlines())

@@ -13,8 +13,8 @@ the calling thread there. Beside `quantize` stands torch's conversion without sc
 in 16 bits, beside `moe` what transformers 5 calls, eager.
 
 `--choice` times, without a GPU, what the heuristic takes to choose for a problem that it has not met on the GPU that
-`--arch` names: random problems of `tuning.untuned`, the fastest of some rounds each, after one that worked out what
-problems of a magnitude share.
+`--arch` names: random problems of `tuning.random_shapes.sizes`, the fastest of some rounds each, after one that worked
+out what problems of a magnitude share.
 
 `--new-shapes` times what `gemm` takes on the host for a shape that it has not met, of a known signature (bf16, B
 K-major) and with a loaded kernel: the checks, the winners, the heuristic's choice, and binding the kernel to the sizes.
@@ -45,7 +45,7 @@ from cutegemm.hardware.arch import Arch
 from cutegemm.run import call as call_module
 from cutegemm.run.progress import Bars
 from cutegemm.tuner import timing
-from tuning import cli, host_stub, moe, untuned
+from tuning import cli, host_stub, moe, random_shapes
 
 
 def candidates(
@@ -148,7 +148,7 @@ def stubbed(calls: int, rounds: int) -> list[tuple[str, float, float, float]]:
 
 def choices(count: int, rounds: int, arch: Arch) -> list[float]:
     """Host microseconds that each of `count` random bf16 problems takes to choose for on that GPU, ascending."""
-    problems = untuned.draw(count, 0, "bf16", "tn", arch)
+    problems = random_shapes.sizes(count, 0, "bf16", "tn", arch)
     best = [float("inf")] * count
     for turn in range(rounds + 1):
         for place, problem in enumerate(problems):

@@ -34,7 +34,7 @@ from cutegemm.problem import Signature
 from tuning import calibrate, cli
 
 COUNT, RATE = 400, 0.25
-"""Trees of a family, and the share of what is left unexplained that each of them takes on."""
+"""Trees of a family without `--trees`, and the share of what is left unexplained that each of them takes on."""
 DOUBT = 10.0
 """A leaf foretells as if so many further times in it had been as estimated."""
 SHARE = 0.7
@@ -99,7 +99,11 @@ def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
 
 def _rows(fit: calibrate.Fit) -> Iterator[tuple[list[float], float, float, int, float]]:
     """Of each launch of a family what `Times` holds of it."""
-    shapes = ((problem, rows) for (problem, burst), rows in fit.shapes.items() if not burst and min(problem.evened))
+    shapes = (
+        (problem, rows)
+        for (problem, burst), rows in fit.shapes.items()
+        if not burst and min(problem.evened) and learned.taught(rows[0][0], problem.signature)
+    )
     for number, (problem, rows) in enumerate(shapes):
         weights = calibrate.weights_of([seconds for _, seconds in rows])
         for (shape, seconds), weight in zip(rows, weights, strict=True):
@@ -108,14 +112,14 @@ def _rows(fit: calibrate.Fit) -> Iterator[tuple[list[float], float, float, int, 
             yield model.found, estimate, seconds, number, weight
 
 
-def grown(known: Times, seed: int = 0) -> learned.Trees:
-    """The trees that these times teach."""
+def grown(known: Times, count: int = COUNT, seed: int = 0) -> learned.Trees:
+    """So many trees that these times teach."""
     left = known.centred(np.log(known.seconds / known.estimates))
     quantiles = np.linspace(0, 1, BINS + 1)[1:-1]
     limits = [np.unique([float(f"{x:.4g}") for x in np.quantile(trait, quantiles)]) for trait in known.traits.T]
     bins = [np.digitize(trait, each, right=True) for each, trait in zip(limits, known.traits.T, strict=True)]
     source, trees = np.random.default_rng(seed), []
-    for _ in range(COUNT):
+    for _ in range(count):
         drawn = np.flatnonzero(source.random(len(left)) < SHARE)
         weights = known.weights[drawn]
         sums, questions = weights * left[drawn], []
@@ -149,20 +153,20 @@ def _question(
     return found
 
 
-def foretold(known: Times) -> np.ndarray:
+def foretold(known: Times, count: int = COUNT) -> np.ndarray:
     """log(measured / estimated) of each launch, by trees that were grown without its shape."""
     part = np.random.default_rng(0).integers(0, FOLDS, known.shapes.max() + 1)[known.shapes]
     found = np.zeros(len(known.seconds))
     for number in range(FOLDS):
         rest = part != number
-        found[~rest] = grown(known.some(rest)).log(known.traits[~rest])
+        found[~rest] = grown(known.some(rest), count).log(known.traits[~rest])
     return found
 
 
-def report(family: str, known: Times) -> list[list[object]]:
+def report(family: str, known: Times, count: int = COUNT) -> list[list[object]]:
     """A row for the model alone and one for what was foretold, within the ends that a correction has."""
     rows: list[list[object]] = []
-    kept = np.clip(foretold(known), np.log(learned.LEAST), np.log(learned.MOST))
+    kept = np.clip(foretold(known, count), np.log(learned.LEAST), np.log(learned.MOST))
     for name, logs in (("model", np.zeros(len(known.seconds))), ("with trees", kept)):
         lost = known.losses(logs)
         rows.append([family, name, len(lost), len(known.seconds), lost.mean(), np.quantile(lost, 0.97), lost.max()])
@@ -174,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE")
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="learn of this kernel family only")
+    parser.add_argument("--trees", type=cli.count, default=COUNT, help="of a family (default %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write {learned.TREES.name}")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
@@ -186,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     enough = {name: known for name, known in found.items() if known.shapes.max() + 1 >= FEWEST}
     if not enough:
         parser.error(f"{', '.join(map(str, options.tables))}: no kernel family with times of {FEWEST} shapes or more")
-    rows = [row for name, known in enough.items() for row in report(name, known)]
+    rows = [row for name, known in enough.items() for row in report(name, known, options.trees)]
     headers = ["family", "choice by", "shapes", "times", "mean loss", "97 % lose at most", "largest"]
     print(tabulate(rows, headers=headers, floatfmt=".3f"))
     if options.write:
@@ -197,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "gpu": arch.name,
                 "command": command,
                 "model": model_of(name),
-                "trees": learned.encoded(grown(known)),
+                "trees": learned.encoded(grown(known, options.trees)),
             }
         text = ",\n".join(_row(name, row) for name, row in sorted(stored.items()))
         learned.TREES.write_text(f'{{"families": {{\n{text}\n}}}}\n')

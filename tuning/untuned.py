@@ -1,6 +1,6 @@
 """How good the choice is for shapes never tuned: `python -m tuning.untuned --count 12 --seed 0 --dtype bf16`.
 
-Shapes are drawn at random: sizes log-uniform, multiples of 8, the roofline bound under a millisecond. For each, the
+Shapes are drawn at random (`tuning.random_shapes`). For each, the
 heuristic chooses as it would with an empty store and without this shape in the shipped table (`heuristics.untuned`);
 a sweep of `--budget` tunes the shape, the heuristic's choice among its candidates; then both are checked and timed
 afresh, in turns. What is measured is kept in a store of its own, unless `--store` names one; the heuristic reads
@@ -13,8 +13,6 @@ turns out faster than what the sweep found, the sweep erred, and the mean takes 
 
 from __future__ import annotations
 
-import math
-import random
 import statistics
 import sys
 import threading
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING
 from cutegemm.tuner.budget import MOST_HELP
 from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.spread import Spread
-from tuning import cli, contest
+from tuning import cli, contest, random_shapes
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -35,11 +33,6 @@ if TYPE_CHECKING:
     from cutegemm.tuner.search import Outcome
     from cutegemm.tuner.timer import Timer
     from cutegemm.winners import Winners
-
-SMALLEST, LARGEST, STEP = 16, 32768, 8
-MOST_SECONDS = 0.7e-3
-"""Of the roofline bound."""
-MOST_BYTES = 2e9
 
 
 @dataclass(frozen=True)
@@ -59,22 +52,6 @@ class Line:
     def ratio(self) -> float:
         """Speed of the heuristic's choice over that of the tuned one."""
         return self.tuned_us / self.chosen_us
-
-
-def draw(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
-    """Different random problems; see the module docstring."""
-    from cutegemm.hardware.roofline import roofline
-    from cutegemm.problem import Problem
-
-    source = random.Random(seed)
-    found: dict[str, Problem] = {}
-    low, high = math.log(SMALLEST), math.log(LARGEST)
-    while len(found) < count:
-        m, n, k = (STEP * round(math.exp(source.uniform(low, high)) / STEP) for _ in range(3))
-        problem = Problem.of(m, n, k, dtype, majors=majors)
-        if problem.min_bytes <= MOST_BYTES and roofline(problem, arch).bound_s <= MOST_SECONDS:
-            found[str(problem)] = problem
-    return list(found.values())
 
 
 def compare(
@@ -185,6 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     made = cli.parser("untuned", summary, more)
     made.add_argument("--count", type=int, default=12, help="shapes to draw (default 12)")
     made.add_argument("--seed", type=int, default=0)
+    random_shapes.add_option(made)
     made.add_argument(
         "--budget", type=cli.seconds, default=10.0, help=f"the sweep's, for each shape (default 10s); {MOST_HELP}"
     )
@@ -197,7 +175,9 @@ def main(arguments: list[str] | None = None) -> int:
     def compared(m: contest.Machine, folder: Path, stop: threading.Event) -> tuple[list[Line], list[contest.Missed]]:
         from cutegemm.winners import Winners
 
-        problems = draw(options.count, options.seed, options.dtype, options.majors, m.timer.arch)
+        problems = random_shapes.KINDS[options.drawn](
+            options.count, options.seed, options.dtype, options.majors, m.timer.arch
+        )
         store = Winners(options.store or folder / "winners.sqlite3")
         return compare(problems, options.backends, m.timer, m.pool, store, options.budget, stop)
 

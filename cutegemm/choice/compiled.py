@@ -9,9 +9,11 @@ below 2^53. Where there is no C compiler, `library` gives None, and Python compu
 from __future__ import annotations
 
 import ast
+import bisect
 import ctypes
 import functools
 import inspect
+import math
 import platform
 import shutil
 import subprocess
@@ -100,6 +102,34 @@ int cheapest(const double *const *models, int count, const double *const *split,
   results[0] = seconds, results[1] = chosen < 0 ? 0 : candidates[chosen].splits;
   return chosen < 0 ? -1 : places[chosen];
 }
+
+/* Fills `found` with the estimate of each model of both lists, those of the second with the best of their splits; what
+   is certainly `far` times the best or more may be infinite. */
+void estimates(const double *const *models, int count, const double *const *split, const double *const *numbers,
+               int split_count, double m, double n, double k, double batch, double far, double *found) {
+  double room[FIELDS], splits[TURNS], best = INFINITY, share = count + split_count ?
+    straddling(count ? models[0] : split[0], m, n, k) : 0;
+  int first = 0;
+  for (int i = 0; i < count; ++i) {
+    found[i] = bound(models[i], m, n, k, batch, share);
+    if (found[i] < found[first]) first = i;
+  }
+  if (count) best = values(models[first], m, n, k, batch, INFINITY);
+  for (int i = 0; i < count; ++i) {
+    double taken = found[i] < far * best ? values(models[i], m, n, k, batch, far * best) : INFINITY;
+    found[i] = taken, best = fmin(best, taken);
+  }
+  for (int i = 0; i < split_count; ++i) {
+    int many = splits_of(split[i], numbers[i], m, n, k, batch, splits);
+    found[count + i] = INFINITY;
+    for (int j = 0; j < many; ++j) {
+      const double *one = divided((struct candidate){split[i], splits[j]}, room);
+      if (bound(one, m, n, k, batch, share) >= far * best) continue;
+      double taken = values(one, m, n, k, batch, far * best);
+      found[count + i] = fmin(found[count + i], taken), best = fmin(best, taken);
+    }
+  }
+}
 """
 
 
@@ -115,11 +145,12 @@ class Group:
         self, models: Sequence[Model], split: Sequence[Model] = (), numbers: Sequence[Sequence[int]] = ()
     ) -> None:
         self.models = models
-        fits = len(models) + TURNS * len(split) <= MOST
-        self._function = library() if fits else None
-        if self._function is not None:
+        self._numbers, self._split = numbers, split
+        self._library = library()
+        self._fits = self._library is not None and len(models) + TURNS * len(split) <= MOST
+        if self._library is not None:
             ended = [(ctypes.c_double * (len(each) + 1))(*each) for each in numbers]  # a 0 ends each
-            self._kept = split, ended  # the library has their addresses alone
+            self._ended = ended  # the library has their addresses alone
             lists = (ctypes.c_void_p * len(split))(*map(ctypes.addressof, ended))
             self._given = _pointers(models), len(models), _pointers(split), lists, len(split)
 
@@ -130,11 +161,26 @@ class Group:
         Args:
             close: as of `cost_model.cheapest`.
         """
-        if self._function is None:
+        if not self._fits:
             return None
         results = (ctypes.c_double * 2)()
-        place = self._function(*self._given, m, n, k, batch, close, ctypes.addressof(results))
+        place = self._library.cheapest(*self._given, m, n, k, batch, close, ctypes.addressof(results))
         return results[0], None if place < 0 else place, int(results[1])
+
+    def estimates(self, m: int, n: int, k: int, batch: int = 1, far: float = math.inf) -> list[float]:
+        """Seconds of each of the models, then of each of those with K split, with the best of its splits. What is
+        certainly `far` times the least or more may be inf, as what wants no splits is."""
+        if self._library is not None:
+            found = (ctypes.c_double * (len(self.models) + len(self._split)))()
+            self._library.estimates(*self._given, m, n, k, batch, far, ctypes.addressof(found))
+            return list(found)
+        seconds = [model.seconds(m, n, k, batch) for model in self.models]
+        for whole, numbers in zip(self._split, self._numbers, strict=True):
+            wanted = {whole.wanted(m, n, k, batch, turn) for turn in range(TURNS)}
+            places = {bisect.bisect_right(numbers, number) for number in wanted} - {0}
+            divided = (whole.divided(numbers[place - 1]) for place in places)
+            seconds.append(min((one.seconds(m, n, k, batch) for one in divided), default=math.inf))
+        return seconds
 
 
 def _pointers(models: Sequence[Model]) -> Any:
@@ -143,7 +189,7 @@ def _pointers(models: Sequence[Model]) -> Any:
 
 @functools.cache
 def library() -> Any:
-    """The function `cheapest` of the library, or None where it cannot be made."""
+    """The library, which has `cheapest` and `estimates`, or None where it cannot be made."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -153,12 +199,14 @@ def library() -> Any:
         store = KernelStore(cache_dir() / "cost_model")
         entry = store.get_or_build(key, lambda: Artefacts({"cost_model.so": _compiled(compiler, text)}, {}))
         # Not CDLL, which would let go of the interpreter's lock for each microsecond.
-        function = ctypes.PyDLL(str(entry.file("cost_model.so"))).cheapest
+        found = ctypes.PyDLL(str(entry.file("cost_model.so")))
     except (OSError, LookupError, subprocess.SubprocessError):
         return None
     pointers, count = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = pointers, count, pointers, pointers, count, *[ctypes.c_double] * 5, pointers
-    return function
+    for function in (found.cheapest, found.estimates):
+        function.argtypes = pointers, count, pointers, pointers, count, *[ctypes.c_double] * 5, pointers
+    found.estimates.restype = None
+    return found
 
 
 def _compiled(compiler: str, text: str) -> bytes:

@@ -106,15 +106,16 @@ def clusters(arch: Arch, size: int) -> int:
 
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_apart", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_between", "_bk",
-    "_blurred", "_bunch", "_busiest", "_busy", "_cluster_rows", "_crowd", "_early", "_energy_byte", "_energy_step",
-    "_epilogue", "_exchange", "_fixed", "_fold", "_full", "_group_rows", "_hides", "_idle", "_itemsize", "_l2",
-    "_last", "_launch", "_learned", "_least_epilogue", "_least_factor", "_least_latency", "_least_latency_lines",
-    "_least_load", "_least_outside", "_least_read", "_least_step", "_least_tail", "_least_written", "_leaves_room",
-    "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump", "_multiply", "_out_size", "_outputs", "_outside",
-    "_overlap", "_parts", "_places", "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors",
-    "_serial", "_shared", "_slower", "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages",
-    "_stays", "_step_fixed", "_sums", "_tail", "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven",
-    "_waits", "_waits_port", "_waves", "_within", "_writes", "_written",
+    "_blurred", "_bunch", "_busiest", "_busy", "_cluster_columns", "_cluster_rows", "_crowd", "_early", "_energy_byte",
+    "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_full", "_group", "_group_rows", "_hides", "_idle",
+    "_in_turns", "_itemsize", "_l2", "_last", "_launch", "_learned", "_least_epilogue", "_least_factor",
+    "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step",
+    "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump",
+    "_multiply", "_out_size", "_outputs", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m",
+    "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_shared", "_slower", "_smem", "_split_each",
+    "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums", "_swapped", "_tail",
+    "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port", "_waves", "_within",
+    "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 
@@ -146,9 +147,11 @@ class Model:
         self._parts = f.splits * f.parts
 
         # -- what was learned from measured times
-        self._learned = learned.place(f.family.name) if constants is None else 0
+        self._learned = learned.place(f.family.name) if constants is None and learned.taught(f, signature) else 0
         self._least_factor = learned.LEAST if self._learned else 1.0
         self._outputs, self._shared, self._threads = f.outputs, f.smem_step, f.threads
+        self._swapped, self._in_turns, self._group = f.swapped, f.overlapped, f.group
+        self._cluster_columns = f.cluster[1]
 
         # -- a k step
         flops, stage = 2 * f.bm * f.bn * f.bk * f.terms, (f.bm + f.bn) * f.bk * size
@@ -380,25 +383,28 @@ class Model:
         seconds = launch_seconds(busy_rounds, memory, fixed, power, self._overlap)
         factor = 1.0
         if self._learned and works and k and seconds * self._least_factor < best:
-            factor = self.learned(m, n, k, works, steps, rows, columns, seconds, busy_rounds, memory, fixed)
+            factor = self.learned(
+                m, n, k, works, steps, rows, columns, seconds, busy_rounds, memory, fixed, step, load, port
+            )
         return (
             seconds * factor, busy_rounds, memory, fixed, power, rounds, steps, step, port, load, waits, factor,
         )  # fmt: skip
 
     def learned(
         self, m: int, n: int, k: int, works: float, steps: int, rows: float, columns: float, seconds: float,
-        busy: float, memory: float, fixed: float,
+        busy: float, memory: float, fixed: float, step: float, load: float, port: float,
     ) -> float:  # fmt: skip
         """What measured times were of the model's `seconds`, as `learned.factor` foretells it."""
         found = [0.0] * len(learned.TRAITS)
-        self.traits(m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, found)
+        self.traits(m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, step, load, port, found)
         return learned.factor(self._learned, found)
 
     def traits(
         self, m: int, n: int, k: int, works: float, steps: int, rows: float, columns: float, seconds: float,
-        busy: float, memory: float, fixed: float, found: list[float],
+        busy: float, memory: float, fixed: float, step: float, load: float, port: float, found: list[float],
     ) -> None:  # fmt: skip
         """Fills in `found` with the `learned.TRAITS` of a launch, none of whose sizes is 0."""
+        a_row, b_row = k if self._a_by_k else m, k if self._b_by_k else n
         found[0] = math.log2(m)
         found[1] = math.log2(n)
         found[2] = math.log2(k)
@@ -422,6 +428,16 @@ class Model:
         found[20] = busy / seconds
         found[21] = memory / seconds
         found[22] = fixed / seconds
+        found[23] = self._cluster_rows
+        found[24] = self._cluster_columns
+        found[25] = self._swapped
+        found[26] = self._in_turns
+        found[27] = self._group
+        found[28] = STRADDLING[a_row * self._itemsize % LINE]
+        found[29] = STRADDLING[b_row * self._itemsize % LINE]
+        found[30] = self._busiest / step
+        found[31] = load / step
+        found[32] = port / step
 
     def at_least(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """A quick lower bound of `seconds`, see `bound`."""

@@ -17,9 +17,15 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from cutegemm.problem.dtypes import CUDA_CORES
+
+if TYPE_CHECKING:
+    from cutegemm.choice.footprint import Footprint
+    from cutegemm.problem import Signature
 
 TREES = Path(__file__).parents[1] / "data" / "learned.json"
 DEPTH = 6
@@ -27,11 +33,14 @@ LEAST, MOST = 0.8, 1.25
 TRAITS = (
     "log2 M", "log2 N", "log2 K", "A along K", "B along K", "BM", "BN", "BK", "stages", "threads",
     "sums of a thread", "bytes read in a k step", "CTAs of an SM", "log2 splits", "log2 CTAs over SMs",
-    "last round", "log2 k steps", "rows used", "columns used", "log2 us", "tiles", "memory", "fixed",
+    "last round", "log2 k steps", "rows used", "columns used", "log2 us", "tiles", "memory", "fixed", "CTAs along M",
+    "CTAs along N", "swapped", "overlapped", "group", "A astride", "B astride", "busiest", "l2", "port",
 )  # fmt: skip
-"""What `Model.traits` tells of a launch. The last round: the share of its places that have a CTA, 0 where all have.
-Rows and columns used: the share of those of all tiles that are D's. Tiles, memory and fixed: terms of the estimate,
-over it."""
+"""What `Model.traits` tells of a launch. BM and BN: of a cluster, whose CTAs along M and N stand further on. The last
+round: the share of its places that have a CTA, 0 where all have. Rows and columns used: the share of those of all tiles
+that are D's. Tiles, memory and fixed: terms of the estimate, over it. Swapped, overlapped and group: as of `Footprint`.
+A and B astride: the share of an operand's rows that begin within a line. Busiest, l2 and port: multiplications or
+shared memory, loads of all SMs, and loads of this one, over the time of a k step."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,18 @@ def place(family: str) -> int:
     return 1 + list(families()).index(family) if family in families() else 0
 
 
+def taught(footprint: Footprint, signature: Signature) -> bool:
+    """Whether times of such launches may teach trees, and what was learned counts for them.
+
+    Learned is from plain products. Groups and operands in parts are another matter. So are programs and C on tensor
+    cores, whose schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with
+    cooperative tiles on an H200 and 91 in ping-pong, which the plain product prefers.
+    """
+    epilogue = signature.epilogue
+    plain = epilogue.custom is None and epilogue.c_dtype is None
+    return (plain or signature.unit == CUDA_CORES) and signature.work == "dense" and footprint.terms == 1
+
+
 def factor(place: int, traits: list[float]) -> float:
     """Measured seconds over estimated ones, for a launch of the family at that place."""
     trees = list(families().values())[place - 1]
@@ -85,9 +106,10 @@ def decoded(rows: list[list[Any]]) -> Trees:
 C_SOURCE = """
 /* As `Model.learned`; LEARNED_FROM has the number of the first tree of each family, and behind them that of all. */
 static double learned(const double *self, double m, double n, double k, double works, double steps, double rows,
-                      double columns, double seconds, double busy, double memory, double fixed) {
+                      double columns, double seconds, double busy, double memory, double fixed, double step,
+                      double load, double port) {
   double found[TRAITS], sum = 0;
-  traits(self, m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, found);
+  traits(self, m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, step, load, port, found);
   int place = (int)self[LEARNED];
   for (int tree = LEARNED_FROM[place - 1]; tree < LEARNED_FROM[place]; ++tree) {
     int leaf = 0;

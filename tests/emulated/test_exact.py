@@ -17,6 +17,7 @@ HOPPER = {
     "two consumers, cluster": "128x32x64/coop2/c2x1/s3/serp2",
     "ping-pong": "64x32x64/pp/c1x2/s3/g2/pdl",
     "swapped": "64x32x64/coop1/c1x1/s4/g8/swap",
+    "swapped, wide": "128x144x64/coop2/c1x1/s3/g8/swap",
     "split-K": "64x64x64/coop1/c1x1/s3/row/k4",
     "split-K in 7, swapped, cluster": "64x32x64/coop1/c2x1/s3/g8/k7/swap",
     "split-K by arrival": "64x64x64/coop1/c1x1/s3/row/k4/arrival",

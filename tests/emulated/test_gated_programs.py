@@ -102,6 +102,7 @@ def check_exact(
         # Swapped operands: gate and up are blocks of 64 rows of a warpgroup.
         ("sm90/128x32x64/coop1/c1x1/s3/row/swap", {"m": 70, "f": 72, "everything": True}),
         ("sm90/256x16x64/coop2/c1x2/s3/row/swap", {"m": 20, "f": 200, "majors": "tt"}),
+        ("sm90/128x144x64/coop1/c1x1/s3/row/swap", {"m": 140, "f": 72, "everything": True}),
         ("sm90/128x16x64/coop1/c1x1/s3/row/swap/streamk", {"m": 20, "f": 150, "k": 200}),
         ("sm90/256x16x64/pp/c2x1/s3/row/swap/slab", {"m": 20, "f": 301, "everything": True}),
         # Neighbouring columns.

@@ -105,6 +105,7 @@ def test_epilogues(schedule, epilogue, run):
         "256x48x64/coop2/c1x1/s2/g2",
         "64x64x64/coop1/c1x1/s3/g2/swap",
         "64x48x64/pp/c1x1/s3/g2/swap",
+        "128x144x64/coop2/c1x1/s3/g2/swap",
         "64x64x64/coop1/c1x1/s3/g2/k3",
     ],
 )
@@ -140,6 +141,25 @@ def test_c_and_bias_meet_the_accumulators(config, out, options, run, seed):
     elif out:
         options["out"] = torch.empty(136, 264, dtype=torch.bfloat16).t()
     run(config, (264, 136, 72), **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "majors"),
+    [
+        ("64x144x64/coop1/c1x1/s3/serp8/swap/pdl", (134, 200, 136), "tn"),
+        ("64x160x64/pp/c2x1/s3/serp8/swap/pdl", (160, 264, 72), "tt"),
+        ("128x176x64/coop2/c1x2/s3/serp8/swap/pdl", (312, 136, 64), "nn"),
+        ("128x208x64/pp/c2x1/s3/serp8/swap/pdl", (200, 520, 72), "nt"),
+        ("192x144x64/coop3/c1x1/s3/serp8/k2/swap/pdl", (144, 384, 200), "tn"),
+        ("256x160x64/coop2/c1x1/s3/serp8/swap/zig/pdl", (152, 264, 136), "tt"),
+        ("64x224x64/coop1/c1x1/s4/serp8/k3/swap/pdl", (217, 72, 264), "tn"),
+        ("128x144x64/coop2/c1x1x2/s3/row/swap/pdl", (144, 128, 136), "nn"),
+    ],
+)
+@pytest.mark.product(keep=3)
+def test_wide_swapped_tiles(config, shape, majors, run):
+    """One tile holds 129 to 256 rows of D, of which those beyond M are not stored."""
+    run(config, shape, majors=majors)
 
 
 @pytest.mark.parametrize("timing", SEEDS)

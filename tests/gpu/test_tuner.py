@@ -21,7 +21,7 @@ from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import TORCH, GpuProcess
 from cutegemm.winners.fingerprint import is_fresh
 from tests.problems import Case
-from tuning import exhaustive, sweep, untuned
+from tuning import exhaustive, random_shapes, sweep, untuned
 
 pytestmark = pytest.mark.gpu
 
@@ -186,7 +186,7 @@ def test_the_gpu_process_checks_and_times(gpu):
 def test_sweep_and_heuristic_are_judged(gpu, store, tmp_path):
     """Small runs of `tuning.exhaustive` and `tuning.untuned`: both find what they compare."""
     aside = winners.Winners(tmp_path / "aside.sqlite3")
-    problems = untuned.draw(2, 3, "bf16", "tn", gpu.arch)
+    problems = random_shapes.sizes(2, 3, "bf16", "tn", gpu.arch)
     with CompilePool() as pool:
         (line,), missed = exhaustive.compare(
             [Problem.of(512, 512, 512, "bf16")], ["cute"], gpu, pool, store, aside, limit=12, budget=4.0, most=30.0

@@ -10,7 +10,7 @@ import torch
 from cutegemm.problem import Problem, request
 from tests.bench_fakes import Fake, cases, results, timer
 from tests.tuning_fakes import H200
-from tuning import bench, bench_providers, bench_report, suites, untuned
+from tuning import bench, bench_providers, bench_report, random_shapes, suites
 from tuning.bench_basis import Prepared
 
 
@@ -173,7 +173,7 @@ def test_random_shapes_are_those_of_the_generator(monkeypatch, capsys):
     monkeypatch.setattr(bench, "compile_ahead", lambda *given: (0, 0.0))
     monkeypatch.setattr(bench, "run", run)
     assert bench.main(["--random", "3", "--seed", "7", "--dtype", "fp32", "--suite", "gradients"]) == 0
-    drawn = untuned.draw(3, 7, "fp32", "tn", H200)
+    drawn = random_shapes.sizes(3, 7, "fp32", "tn", H200)
     assert asked[:12] == [f"{suites.text(each.shape)} nt" for each in suites.laid("gradients")]
     assert asked[12:] == [f"{p.m}x{p.n}x{p.k}" for p in drawn]
 

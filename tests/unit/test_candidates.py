@@ -14,7 +14,7 @@ from cutegemm.cute.hopper import shortlists
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
-from tuning import candidates, untuned
+from tuning import candidates, random_shapes
 from tuning.calibrate import Sample
 
 H200 = arch.get("H200")
@@ -29,7 +29,7 @@ def some():
 
 @pytest.fixture(scope="module")
 def shapes():
-    return [(problem.m, problem.n, problem.k) for problem in untuned.draw(60, 3, "bf16", "tn", H200)]
+    return [(problem.m, problem.n, problem.k) for problem in random_shapes.sizes(60, 3, "bf16", "tn", H200)]
 
 
 def test_the_space_is_valid_and_without_repetition():
@@ -42,7 +42,7 @@ def test_the_space_is_valid_and_without_repetition():
 
 
 def test_estimates_are_the_models(some, shapes):
-    costs = candidates.estimated(some, SIGNATURE, shapes[:5], H200)
+    costs = candidates.Estimator(some, SIGNATURE, H200).costs(shapes[:5])
     assert (costs.columns.min(axis=1) == 0).all()
     assert costs.columns.max() <= np.log(candidates.FAR)
     for row, sizes in enumerate(shapes[:5]):
@@ -53,9 +53,9 @@ def test_estimates_are_the_models(some, shapes):
 
 
 def test_estimates_of_some_columns(some, shapes):
-    every = candidates.estimated(some, SIGNATURE, shapes, H200)
+    every = candidates.Estimator(some, SIGNATURE, H200).costs(shapes)
     columns = [3, 5, 7, len(some) + 5, len(some) + 6]
-    costs = candidates.estimated(some, SIGNATURE, shapes, H200, columns, 1.2)
+    costs = candidates.Estimator(some, SIGNATURE, H200, columns).costs(shapes, 1.2)
     others = np.setdiff1d(np.arange(2 * len(some)), columns)
     assert costs.columns[:, others] == pytest.approx(np.log(1.2))
     of_every = every.columns[:, columns]
@@ -66,7 +66,7 @@ def test_estimates_of_some_columns(some, shapes):
 
 
 def test_greedy_picks_cover_and_never_lose(some, shapes):
-    costs = candidates.estimated(some, SIGNATURE, shapes, H200)
+    costs = candidates.Estimator(some, SIGNATURE, H200).costs(shapes)
     few, more = candidates.pick(costs, 4), candidates.pick(costs, 12)
     assert more[:4] == few
     assert len(set(more)) == len(more)
@@ -82,11 +82,11 @@ def test_shapes_of_a_cell_are_drawn_in_it(cell):
     found = candidates.drawn(cell, 200)
     assert {shortlists.cell_of(*shape) for shape in found} == {cell}
     assert found[:20] == candidates.drawn(cell, 20)
-    assert all(size % untuned.STEP == 0 for shape in found for size in shape)
+    assert all(size % random_shapes.STEP == 0 for shape in found for size in shape)
     for place, bits in enumerate(cell):
         sizes = [shape[place] for shape in found]
         assert sum(size == 1 << bits for size in sizes) >= 0.2 * len(sizes)
-        assert min(sizes) < 1.2 * (1 << bits - 1) + untuned.STEP
+        assert min(sizes) < 1.2 * (1 << bits - 1) + random_shapes.STEP
         assert (max(sizes) > 1 << bits) == (bits == shortlists.MOST_BITS)
 
 
@@ -109,7 +109,7 @@ def test_cells_have_what_is_near(some, monkeypatch):
         assert set(columns) <= set(chosen)
         assert min(columns) < len(some), "a cell of splits alone"
         shapes = candidates.drawn(cell, 6)
-        costs = candidates.estimated(some, SIGNATURE, shapes, H200, chosen)
+        costs = candidates.Estimator(some, SIGNATURE, H200, chosen).costs(shapes)
         lost = costs.columns[:, columns].min(axis=1) - costs.columns[:, chosen].min(axis=1)
         assert lost.max() <= np.log1p(candidates.NEAR) + 1e-12
         count, mean, most = candidates.judged(costs, named, shapes)
@@ -195,4 +195,5 @@ def test_large_results_of_short_sums_are_written_row_by_row(majors):
 def test_small_results_of_long_sums_are_summed_in_parts_of_large_tiles():
     found = heuristics.untuned(Problem.of(592, 2048, 18048, "bf16"), H200)
     assert found is not None
-    assert str(found[1]) == "sm90/128x256x64/coop2/c1x2/s4/serp8/k3/zig/pdl"
+    assert found[1].splits > 1
+    assert found[1].bm * found[1].bn >= 128 * 160

@@ -18,7 +18,7 @@ from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from tests.choices import least_seconds, looked_at
 from tests.examples import examples
-from tuning import untuned
+from tuning import random_shapes
 
 H200 = arch.get("H200")
 SIGNATURE = Problem.of(64, 64, 64, "bf16").signature
@@ -53,7 +53,8 @@ def part_of_the_gpu(sms):
 @pytest.mark.product(keep=3)
 def test_random_shapes_lose_little(majors, batch, on_average):
     problems = (
-        dataclasses.replace(problem, batch=batch) for problem in untuned.draw(examples(200), 1, "bf16", majors, H200)
+        dataclasses.replace(problem, batch=batch)
+        for problem in random_shapes.sizes(examples(200), 1, "bf16", majors, H200)
     )
     found = [lost(problem) for problem in problems]
     assert max(found) < 0.3
@@ -76,7 +77,7 @@ def test_batches_of_small_matrices_lose_little(largest, batches):
 @pytest.mark.parametrize("sms", [16, 60, 114])
 def test_smaller_gpus_lose_little(sms):
     where = part_of_the_gpu(sms)
-    found = [lost(problem, where) for problem in untuned.draw(examples(100), sms, "bf16", "tn", H200)]
+    found = [lost(problem, where) for problem in random_shapes.sizes(examples(100), sms, "bf16", "tn", H200)]
     assert max(found) < 0.3
     assert statistics.fmean(found) < 0.02
 
@@ -168,7 +169,7 @@ def test_the_table():
         assert all(any(not split for _, split in named) for named in found.values())
         for sizes in ((1, 10**6, 0), (17, 32767, 513)):
             assert shortlists.cell(majors, *sizes) == found[shortlists.cell_of(*sizes)]
-        assert sum(map(len, found.values())) < 18 * len(found), "a choice may take microseconds"
+        assert sum(map(len, found.values())) < 24 * len(found), "a choice may take microseconds"
         everywhere += [entry for named in found.values() for entry in named]
     assert {text for text, _ in everywhere} == set(shortlists.configurations())
     beside = hopper_candidates.beside_cells(1024, 2048, 32768, 1)
@@ -176,4 +177,4 @@ def test_the_table():
     split = {text for text, wanted in everywhere + beside if wanted}
     assert split == {text for text in texts if hopper_candidates.splits(text)}
     assert [shortlists.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]
-    assert shortlists.TABLE.stat().st_size < 500_000
+    assert shortlists.TABLE.stat().st_size < 600_000

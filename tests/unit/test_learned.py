@@ -80,7 +80,9 @@ def test_the_traits_are_those_that_are_named():
         "log2 CTAs over SMs": math.log2(works / 132), "last round": works / 792 - 1, "log2 k steps": math.log2(50),
         "rows used": 1000 / 1024, "columns used": 600 / 640, "log2 us": math.log2(terms.seconds * 1e6),
         "tiles": terms.tiles / terms.seconds, "memory": terms.memory / terms.seconds,
-        "fixed": terms.fixed / terms.seconds,
+        "fixed": terms.fixed / terms.seconds, "CTAs along M": 1, "CTAs along N": 1, "swapped": 0, "overlapped": 0,
+        "group": 8, "A astride": 0.0, "B astride": 0.75, "busiest": max(terms.multiply, terms.shared) / terms.step,
+        "l2": terms.l2 / terms.step, "port": terms.port / terms.step,
     }  # fmt: skip
     assert found == pytest.approx(expected)
 
@@ -150,8 +152,7 @@ def test_the_command_writes_trees_that_choices_use(tmp_path, monkeypatch, capsys
         )
     )
     monkeypatch.setattr(learned, "TREES", tmp_path / "learned.json")
-    monkeypatch.setattr(learn, "COUNT", 40)
-    assert learn.main([str(table), "--write"]) == 0
+    assert learn.main([str(table), "--trees", "40", "--write"]) == 0
     printed = capsys.readouterr().out
     assert "with trees" in printed
     assert "written to" in printed
@@ -190,9 +191,9 @@ def test_the_package_has_trees_of_todays_model_and_of_tables_that_it_has():
 def test_an_explanation_names_the_factor():
     said = heuristics.explain(Problem.of(1000, 600, 4000, "fp32"), CUTE.parse(TEXTS[0]), "cute", H200)
     assert re.search(r"; times \d\.\d\d, learned from measured times$", said)
-    sixteen = Problem.of(1000, 600, 4000, "bf16")
-    config = CUTE.parse("sm90/128x128x64/coop2/c1x1/s4/serp8/pdl")
-    assert "learned" not in heuristics.explain(sixteen, config, "cute", H200)
+    other = Problem.of(1000, 600, 4000, "fp32", precision="tf32")
+    config = CUTE.parse("sm90/128x128x32/coop2/c1x1/s4/serp8/pdl")
+    assert "learned" not in heuristics.explain(other, config, "cute", H200)
 
 
 def test_the_tile_order_does_not_change_how_many_ctas_an_sm_holds():

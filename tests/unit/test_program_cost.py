@@ -93,7 +93,8 @@ def test_a_winner_that_the_model_did_not_expect_is_not_left_for_that(monkeypatch
     problem = posed(lambda acc, x: acc * x + 1.5, 8, 6144, 4096, torch.bfloat16)
     liked = heuristics.choose(problem, H200)
     for each in (problem, problem.without_program()):
-        seconds = [heuristics.terms(each, config, "cute", H200).seconds for config in (liked[1], winner[1])]
+        terms = [heuristics.terms(each, config, "cute", H200) for config in (liked[1], winner[1])]
+        seconds = [found.seconds / found.learned for found in terms]
         assert seconds[0] < plan.PROGRAM_GAINS * seconds[1]
     monkeypatch.setattr(plan, "_tuned", lambda *arguments: winner)
     assert plan.choose(problem, H200)[1:] == winner[1:]

@@ -19,7 +19,7 @@ from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import Check, TimerLost
 from cutegemm.winners import Winners
 from tests.tuning_fakes import H200, Clock, FakeCompiler, FakeTimer
-from tuning import calibrate, contest, exhaustive, favourites, untuned
+from tuning import calibrate, contest, exhaustive, favourites, random_shapes, untuned
 
 SMALL = Problem.of(256, 320, 512, "bf16")
 
@@ -154,20 +154,20 @@ def test_a_meeting_checks_once_more_and_waits_for_no_compiler_that_is_stopped():
 
 
 def test_random_shapes_are_bounded_and_repeatable():
-    drawn = untuned.draw(40, 5, "bf16", "tn", H200)
-    assert drawn == untuned.draw(40, 5, "bf16", "tn", H200)
-    assert drawn != untuned.draw(40, 6, "bf16", "tn", H200)
+    drawn = random_shapes.sizes(40, 5, "bf16", "tn", H200)
+    assert drawn == random_shapes.sizes(40, 5, "bf16", "tn", H200)
+    assert drawn != random_shapes.sizes(40, 6, "bf16", "tn", H200)
     assert len(set(map(str, drawn))) == 40
     for problem in drawn:
         assert problem.m % 8 == problem.n % 8 == problem.k % 8 == 0
         assert min(problem.m, problem.n, problem.k) >= 16
-        assert roofline(problem, H200).bound_s <= untuned.MOST_SECONDS
+        assert roofline(problem, H200).bound_s <= random_shapes.MOST_SECONDS
     assert len({p.signature for p in drawn}) == 1
     assert max(p.flops for p in drawn) > 1e10
 
 
 def test_the_heuristic_is_compared_with_what_was_tuned(tmp_path):
-    problems = untuned.draw(3, 1, "bf16", "tn", H200)
+    problems = random_shapes.sizes(3, 1, "bf16", "tn", H200)
     timer = FakeTimer(truth)
     lines, missed = untuned.compare(problems, ["legacy"], timer, FakeCompiler(), Winners(tmp_path / "w"), 600.0)
     assert missed == []
@@ -259,7 +259,7 @@ def test_a_selected_minimum_is_compared_with_nothing(tmp_path):
 
 def test_an_untuned_shape_is_named_with_the_reason(tmp_path, capsys):
     """Never silently missing, never compared with a sweep that had no chance."""
-    problems = untuned.draw(2, 1, "bf16", "tn", H200)
+    problems = random_shapes.sizes(2, 1, "bf16", "tn", H200)
     choices = [Candidate(*heuristics.untuned(problem, H200)[:2]) for problem in problems]
 
     def missed(timer: FakeTimer, compiler: FakeCompiler, stop: threading.Event | None = None) -> set[str]:
@@ -403,7 +403,7 @@ def test_of_some_favourites_other_splits_of_k_are_timed_too():
 
 
 def test_a_shape_whose_favourites_cannot_be_timed_is_named():
-    (problem,) = untuned.draw(1, 3, "fp32", "tn", H200)
+    (problem,) = random_shapes.sizes(1, 3, "fp32", "tn", H200)
     machine = contest.Machine(FakeTimer({}, open_fails=f"{problem}: no memory"), FakeCompiler())
     (text,) = favourites.table([problem], 2, [], machine, 3)
     assert text == f"# {problem}: no memory"

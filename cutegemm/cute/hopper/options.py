@@ -187,11 +187,11 @@ TRIALS = (
     Trial(("pdl",), clusters=6, rings=3, orders=("serp8", "hilbert")),
     Trial(("once/pdl",)),
     Trial(("zig/pdl", "zig/streamk/pdl"), least_area=128 * 128, clusters=3),
-    Trial(("swap/pdl",), most_bn=128, clusters=3, rings=2),
+    Trial(("swap/pdl",), clusters=3, rings=2),
     Trial(("swap/once/pdl", "swap/once/skew/pdl", "swap/skew/pdl"), most_bn=32, rings=3, orders=("row",)),
 )
 """In the order of the tuner's space, which decides between configurations that took the same time."""
-PART_TRIALS = (Trial(("pdl",)), Trial(("swap/pdl",), most_bn=128))
+PART_TRIALS = (Trial(("pdl", "swap/pdl")),)
 """The sets of options that the tuner tries where CTAs sum parts of K; clusters and rings are those of the splits."""
 TWIN_TRIALS, TWIN_PART_TRIALS = (
     tuple(replace(trial, sets=tuple(f"{names}/twin" for names in trial.sets)) for trial in table)

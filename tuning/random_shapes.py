@@ -1,0 +1,115 @@
+"""Random shapes for judging a choice and for teaching it: `--drawn sizes` or `--drawn layers` of the commands.
+
+The same seed draws the same shapes. A seed that judged once, or that times were learned from, judges no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cutegemm.hardware.arch import Arch
+    from cutegemm.problem import Problem
+
+SMALLEST, LARGEST, STEP = 16, 32768, 8
+MOST_SECONDS = 0.7e-3
+"""Of the roofline bound."""
+MOST_BYTES = 2e9
+MOST_TOKENS = 8192
+MOST_SECONDS_OF_A_LAYER = 3e-3
+
+MODELS = {
+    "gpt2": (768, 2304, 768, 3072, 0),
+    "gpt2-xl": (1600, 4800, 1600, 6400, 0),
+    "bert-base": (768, 2304, 768, 3072, 0),
+    "vit-large": (1024, 3072, 1024, 4096, 0),
+    "llama-2-7b": (4096, 12288, 4096, 11008, 32000),
+    "llama-2-13b": (5120, 15360, 5120, 13824, 32000),
+    "llama-3.1-8b": (4096, 6144, 4096, 14336, 128256),
+    "llama-3.1-70b": (8192, 10240, 8192, 28672, 128256),
+    "llama-3.2-1b": (2048, 3072, 2048, 8192, 128256),
+    "llama-3.2-3b": (3072, 5120, 3072, 8192, 128256),
+    "mistral-7b": (4096, 6144, 4096, 14336, 32000),
+    "phi-3-mini": (3072, 9216, 3072, 8192, 32064),
+    "gemma-2-9b": (3584, 8192, 4096, 14336, 256000),
+    "qwen2.5-0.5b": (896, 1152, 896, 4864, 151936),
+    "qwen2.5-1.5b": (1536, 2048, 1536, 8960, 151936),
+    "qwen2.5-7b": (3584, 4608, 3584, 18944, 152064),
+    "qwen2.5-14b": (5120, 7168, 5120, 13824, 152064),
+    "qwen2.5-32b": (5120, 7168, 5120, 27648, 152064),
+    "qwen2.5-72b": (8192, 10240, 8192, 29568, 152064),
+}
+"""Width of the model, of queries with keys and values, of attention's output, of the feed-forward, and the vocabulary
+(0: odd, so left out), from their config.json on huggingface.co."""
+
+
+def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
+    """Different problems: sizes log-uniform, multiples of 8, the roofline bound under `MOST_SECONDS`."""
+    source = random.Random(seed)
+    low, high = math.log(SMALLEST), math.log(LARGEST)
+
+    def shapes() -> Iterator[tuple[int, int, int]]:
+        while True:
+            m, n, k = (STEP * round(math.exp(source.uniform(low, high)) / STEP) for _ in range(3))
+            yield m, n, k
+
+    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS)
+
+
+def layers(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
+    """Different products of the linear layers of `MODELS`, for 1 to `MOST_TOKENS` tokens, half of them a power of two.
+
+    With the majors "tn" a layer runs forward, with "tt" it passes gradients back (N and K in exchange, the weight
+    row-major), with "nt" it is the gradient of a weight (the tokens are K), and with "nn" it has columns of
+    activations. Tokens of the last two are multiples of 8, as rows that TMA loads must be.
+    """
+    source = random.Random(f"layers {seed}")
+    weights = list(dict.fromkeys(pair for model in MODELS.values() for pair in _weights(*model)))
+
+    def shapes() -> Iterator[tuple[int, int, int]]:
+        while True:
+            n, k = source.choice(weights)
+            tokens = round(2 ** source.uniform(0, math.log2(MOST_TOKENS)))
+            if source.random() < 0.5:
+                tokens = 1 << (tokens - 1).bit_length()
+            if majors[0] == "n":
+                tokens = STEP * -(-tokens // STEP)
+            yield (n, k, tokens) if majors == "nt" else (tokens, k, n) if majors == "tt" else (tokens, n, k)
+
+    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS_OF_A_LAYER)
+
+
+KINDS = {"sizes": sizes, "layers": layers}
+
+
+def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """`--drawn`, a name of `KINDS`."""
+    parser.add_argument(
+        "--drawn", choices=KINDS, default="sizes", help="random shapes of any sizes (default), or layers of models"
+    )
+
+
+def _weights(width: int, qkv: int, attended: int, feed: int, vocabulary: int) -> Iterator[tuple[int, int]]:
+    """(N, K) of a model's linear layers."""
+    yield from ((qkv, width), (width, attended), (feed, width), (2 * feed, width), (width, feed))
+    if vocabulary:
+        yield vocabulary, width
+
+
+def _different(
+    shapes: Iterator[tuple[int, int, int]], count: int, dtype: str, majors: str, arch: Arch, most: float
+) -> list[Problem]:
+    from cutegemm.hardware.roofline import roofline
+    from cutegemm.problem import Problem
+
+    found: dict[str, Problem] = {}
+    while len(found) < count:
+        m, n, k = next(shapes)
+        problem = Problem.of(m, n, k, dtype, majors=majors)
+        if problem.min_bytes <= MOST_BYTES and roofline(problem, arch).bound_s <= most:
+            found[str(problem)] = problem
+    return list(found.values())

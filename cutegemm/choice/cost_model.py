@@ -62,6 +62,7 @@ import copy
 import ctypes
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,7 @@ FIELDS = (
     "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
+_NUMBERS = operator.attrgetter(*FIELDS)
 
 
 class Model:
@@ -242,7 +244,7 @@ class Model:
     @functools.cached_property
     def numbers(self) -> Any:
         """Its `FIELDS` as a C array of doubles."""
-        return (ctypes.c_double * len(FIELDS))(*(getattr(self, name) for name in FIELDS))
+        return (ctypes.c_double * len(FIELDS))(*_NUMBERS(self))
 
     def sums_of(self, splits: int) -> float:
         """Seconds in which the sums of a tile's parts of K meet."""

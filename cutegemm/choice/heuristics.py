@@ -78,7 +78,8 @@ def ranked(problem: Problem, arch: Arch, backend: str = "cute", count: int | Non
     """
     signature, sizes = problem.signature, problem.evened
     configs = list(backends.get(backend).configs(problem, arch))
-    found = [(model(c, backend, signature, arch).seconds(*sizes), number) for number, c in enumerate(configs)]
+    seconds = Group([model(config, backend, signature, arch) for config in configs]).estimates(*sizes)
+    found = [(taken, number) for number, taken in enumerate(seconds)]
     cheapest = sorted(found) if count is None else heapq.nsmallest(count, found)
     return [(seconds, configs[number]) for seconds, number in cheapest]
 

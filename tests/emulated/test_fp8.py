@@ -40,6 +40,8 @@ def hopper(monkeypatch):
         ("128x32x128/coop2/c1x1x2/s3/g8/swap/twin", {"recipes": ("blocks128", "blocks")}),
         ("128x208x128/coop2/c1x2/s3/g8/zig", {"recipes": BLOCKS}),
         ("256x96x128/coop2/c1x1/s3/g8/swap", {"recipes": BLOCKS}),
+        ("128x144x128/coop2/c1x1/s3/g8/swap", {"recipes": ("blocks128", "blocks")}),
+        ("64x160x128/coop1/c2x1/s3/g8/k2/swap", {"recipes": BLOCKS, "options": BIAS}),
         ("64x128x64/coop1/c1x1/s3/g8", {"recipes": WHOLE, "whole": True, "out_dtype": torch.float32, **FAST}),
         ("64x64x128/coop1/c1x1/s3/g8/swap", {"recipes": ROWS, "out_dtype": torch.float8_e4m3fn, **FAST}),
     ],

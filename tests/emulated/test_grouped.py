@@ -27,6 +27,7 @@ CONFIGS = [
     (RAGGED_M, "128x64x64/coop2/c1x1/s3/serp2", "tn"),
     (RAGGED_M, "64x64x64/pp/c2x1/s3/g2/zig/pdl", "nt"),
     (RAGGED_M, "64x16x64/coop1/c2x1/s3/g2/swap/skew", "tn"),
+    (RAGGED_M, "128x144x64/coop2/c1x1/s3/g2/swap", "tt"),
     (RAGGED_N, "128x16x64/coop2/c1x1/s3/hilbert/swap", "tt"),
     (RAGGED_K, "128x64x64/coop2/c1x2/s3/g2/zig", "nt"),
     (RAGGED_K, "64x32x32/coop1/c2x1/s3/g2/swap", "nt"),
@@ -37,6 +38,7 @@ CONFIGS = [
     (GATHERED, "64x64x128/pp/c1x1/s2/serp2/pdl", "tt"),
     (GATHERED, "64x16x32/coop1/c1x2/s3/g2/swap", "tn"),
     (SCATTERED, "64x16x64/pp/c1x1/s3/g2/swap", "tt"),
+    (SCATTERED, "64x160x64/pp/c1x1/s3/g2/swap", "tn"),
 ]
 
 

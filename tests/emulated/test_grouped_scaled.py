@@ -20,6 +20,7 @@ SMS = 3
 
 CASES = [
     (RAGGED_M, "64x16x128/coop1/c1x1/s3/g2/swap/twin", ("e4m3", "e4m3"), ("blocks", "blocks128")),
+    (RAGGED_M, "64x144x128/coop1/c2x1/s3/g2/swap", ("e4m3", "e4m3"), ("blocks", "blocks128")),
     (RAGGED_M, "128x64x128/coop2/c2x1/s3/serp2/zig/pdl", ("e4m3", "e5m2"), ("blocks", "blocks128")),
     (RAGGED_M, "64x32x128/pp/c1x1/s3/g2/slab", ("int8", "int8"), ("blocks", "blocks")),
     (RAGGED_M, "128x64x128/coop2/c1x1/s3/g2", ("e5m2", "e4m3"), ("rows", "flat")),

@@ -171,6 +171,7 @@ def test_wide_swapped_tiles(config, shape, majors, run):
         "64x32x64/pp/c1x2/s3/hilbert",
         "64x16x64/coop1/c2x1/s3/g2/swap",
         "64x48x32/pp/c1x1/s3/g2/swap",
+        "128x144x32/coop2/c2x1/s3/g2/swap",
         "192x48x32/coop3/c1x1/s3/g2/once",
         "128x64x32/coop2/c1x1/s3/g2/k3",
     ],

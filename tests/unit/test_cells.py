@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 import statistics
 
 import pytest
@@ -101,19 +102,29 @@ def test_which_candidates_are_looked_at():
 
 @pytest.mark.parametrize(
     "problem",
-    [
-        Problem.of(64, 64, 64, "fp32"), Problem.of(64, 64, 64, "fp32", precision="tf32"),
-        Problem.of(64, 63, 64, "bf16", majors="tt"),
-    ],
-    ids=["fp32", "tf32", "not aligned"],
-)  # fmt: skip
+    [Problem.of(64, 64, 64, "fp32"), Problem.of(64, 63, 64, "bf16", majors="tt")],
+    ids=["fp32", "not aligned"],
+)
 def test_other_kernels_have_no_cells(problem, monkeypatch):
     everything = [(text, False) for text in hopper_candidates.listed(SIGNATURE)]
-    monkeypatch.setattr(
-        shortlists, "shortlist", lambda *about: everything
-    )  # some of TF32's configurations are among them
+    monkeypatch.setattr(shortlists, "shortlist", lambda *about: everything)
     candidates = heuristics._candidates("cute", problem.signature, H200, "off")
     assert looked_at(candidates, problem) == (candidates._whole, list(candidates._splits.values()))
+
+
+def test_tf32_is_looked_up_as_16_bits_of_twice_the_k():
+    """Its rows have as many bytes, and tensor cores take as long for them."""
+    problem = Problem.of(300, 1000, 520, "fp32", precision="tf32")
+    candidates = heuristics._candidates("cute", problem.signature, H200, "off")
+    found = {str(config) for _, config in looked_at(candidates, problem)[0]}
+    cell = shortlists.cell("tn", 512, 1024, 2048)
+    expected = {shortlists.of_width(text, 4) for text, split in cell if not split}
+    assert (
+        shortlists.of_width("sm90/128x160x64/coop2/c1x2/s5/serp8/pdl", 4) == "sm90/128x160x32/coop2/c1x2/s5/serp8/pdl"
+    )
+    shorter = {re.sub(r"/s\d+", "", text) for text in expected}  # some with fewer stages, for results in fp32
+    assert {re.sub(r"/s\d+", "", text) for text in found} == shorter
+    assert len(found & expected) > len(expected) / 2
 
 
 def test_a_batch_is_looked_up_as_a_larger_matrix_too():

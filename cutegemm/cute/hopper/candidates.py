@@ -1,9 +1,9 @@
 """The candidates of the Hopper kernel: what the cost model chooses among when nothing was measured.
 
 There are few of them, so that a choice costs microseconds. They differ in the tile and the cluster, and with these in
-how a small problem fills the SMs. In 16 bits there are more than a choice can compare: `shortlists` lists them, with a
-shortlist for each size. `splits` says which may have K split. Several results of a program need more staging buffers,
-so a candidate then has as many stages as still fit into shared memory.
+how a small problem fills the SMs. In 16 bits and tf32 there are more than a choice can compare: `shortlists` lists
+them, with a shortlist for each size. `splits` says which may have K split. Several results of a program need more
+staging buffers, so a candidate then has as many stages as still fit into shared memory.
 
 tests/compile builds one for each tile, schedule and order of operands, without C and bias: none spills.
 """
@@ -26,35 +26,6 @@ if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem, Signature
 
-_TF32 = (
-    "sm90/128x256x32/coop2/c2x1/s4/serp8/zig/pdl",
-    "sm90/128x256x32/coop2/c1x1/s4/serp8/pdl",
-    "sm90/256x128x32/coop2/c1x2/s4/serp8/zig/pdl",
-    "sm90/256x192x32/coop2/c1x2/s3/serp8/zig/pdl",
-    "sm90/128x192x32/pp/c2x1/s4/serp8/pdl",
-    "sm90/128x128x32/pp/c2x1/s6/serp8/pdl",
-    "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
-    "sm90/64x128x32/coop1/c1x1/s8/serp8/pdl",
-    "sm90/128x64x32/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
-    "sm90/64x32x64/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x16x64/coop1/c1x1/s8/serp8/pdl",
-    "sm90/64x32x64/coop1/c1x1/s8/serp8/swap/pdl",
-    "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
-)
-_SPLIT_TF32 = frozenset(
-    (
-        "sm90/128x128x32/coop2/c1x1/s6/serp8/pdl",
-        "sm90/64x64x64/coop1/c1x1/s6/serp8/pdl",
-        "sm90/64x32x64/coop1/c1x1/s8/serp8/pdl",
-        "sm90/64x16x64/coop1/c1x1/s8/serp8/swap/pdl",
-    )
-)
-_HALVES_TF32 = (
-    "sm90/128x16x64/coop1/c1x1/s5/serp8/swap/pdl",
-    "sm90/128x16x32/coop1/c2x1/s8/serp8/swap/pdl",
-)
-"""Extra candidates for few rows of a program with gate and up, whose swapped tiles have 128 rows at least."""
 _OF_GROUPS = ("sm90/256x96x64/coop2/c2x1/s4/serp8/swap/pdl",)
 """In the shortlists of groups of up to `UNSWAPPED_ROWS` rows too: tiles that hold half as many again, since about half
 of the groups have more than their share. No dense product of so many rows wants them."""
@@ -92,36 +63,42 @@ byte early."""
 MOST_STAGES = 16
 """That the rule of validity takes."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
-    "float16": lambda _: _of_16_bits(),
-    "bfloat16": lambda _: _of_16_bits(),
-    "tfloat32": lambda _: _TF32,
+    "float16": lambda _: _of_width(2),
+    "bfloat16": lambda _: _of_width(2),
+    "tfloat32": lambda _: _of_width(4),
     "float8": byte_candidates.listed,
     "int8": byte_candidates.listed,
 }
-_WITH_SHORTLISTS = ("float16", "bfloat16")
+_WITH_SHORTLISTS = ("float16", "bfloat16", "tfloat32")
 
 
-def _of_16_bits() -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS)))
+def _of_width(itemsize: int) -> tuple[str, ...]:
+    """The candidates with shortlists, for elements of so many bytes."""
+    texts = dict.fromkeys((*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS))
+    return tuple(shortlists.of_width(text, itemsize) for text in texts)
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
     """The candidates for a signature that the family takes."""
-    texts = _of_one_result(signature)
-    return texts if len(signature.results) == 1 else tuple(dict.fromkeys(_fitting(signature).values()))
+    texts = _as_listed(signature)
+    return tuple(dict.fromkeys(_fitting(signature).values())) if _is_crowded(signature) else texts
 
 
-def _of_one_result(signature: Signature) -> tuple[str, ...]:
+def _is_crowded(signature: Signature) -> bool:
+    """Whether results need more room in shared memory than the candidates leave: several, or one of fp32."""
+    return len(signature.results) > 1 or (has_shortlists(signature) and ITEMSIZE[signature.out_dtype] > 2)
+
+
+def _as_listed(signature: Signature) -> tuple[str, ...]:
     if signature.parts is not None:
         return part_candidates.listed(signature)
-    found = _BY_UNIT[signature.unit](signature)
-    return found + _HALVES_TF32 if signature.epilogue.gating == "halves" and found is _TF32 else found
+    return _BY_UNIT[signature.unit](signature)
 
 
 @functools.lru_cache(maxsize=64)
 def _fitting(signature: Signature) -> Mapping[str, str]:
-    """Each candidate of one result, and the same with fewer stages where the buffers of several need the room."""
-    return {text: _with_room(text, signature) for text in _of_one_result(signature)}
+    """Each candidate as listed, and the same with fewer stages where the buffers of results need the room."""
+    return {text: _with_room(text, signature) for text in _as_listed(signature)}
 
 
 def _with_room(text: str, signature: Signature) -> str:
@@ -195,22 +172,24 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         return _in_parts(signature, False)
     if not has_shortlists(signature):
         return []
+    itemsize = ITEMSIZE[signature.dtype]
+    k = k * itemsize // 2  # elements of 16 bits
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
-        found = list(dict.fromkeys([*found, *((text, False) for text in _OF_GROUPS)]))
-    found = list(dict.fromkeys([*found, *beside_cells(m, n, k, batch)]))
+        found += ((text, False) for text in _OF_GROUPS)
+    found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
-        more = shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
-        found = list(dict.fromkeys([*found, *more]))
+        found += shortlists.shortlist(arch, signature.majors, UNSWAPPED_ROWS, n, k, batch)
     if signature.epilogue.custom is not None:
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
-        found = list(dict.fromkeys([*found, *(each for each in twins if each[0] in shortlists.configurations())]))
-    if len(signature.results) == 1:
-        return found
-    fitting = _fitting(signature)
-    return list(dict.fromkeys((fitting[text], split) for text, split in found))
+        found += (each for each in twins if each[0] in shortlists.configurations())
+    named = [(shortlists.of_width(text, itemsize), split) for text, split in found]
+    if _is_crowded(signature):
+        fitting = _fitting(signature)
+        named = [(fitting[text], split) for text, split in named]
+    return list(dict.fromkeys(named))
 
 
 def beside_cells(m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
@@ -235,9 +214,9 @@ def _in_parts(signature: Signature, compensated: bool) -> list[shortlists.Candid
 
 
 def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
-    """The splits of K, ascending, that a candidate may have as well as none; by default of 16 bits and tf32."""
+    """The splits of K, ascending, that a candidate may have as well as none; by default of 16 bits."""
     texts = [text]
-    if signature is not None and len(signature.results) > 1:
+    if signature is not None and _is_crowded(signature):
         texts = [one for one, fits in _fitting(signature).items() if fits == text]
     return NUMBERS if any(_may_split(one, signature) for one in texts) else ()
 
@@ -247,4 +226,5 @@ def _may_split(text: str, signature: Signature | None) -> bool:
         return part_candidates.may_split(text)
     if signature is not None and ITEMSIZE[signature.dtype] == 1:
         return byte_candidates.may_split(text)
-    return text in _SPLIT_TF32 or text in _IN_PARTS or shortlists.may_split(text)
+    text = shortlists.of_width(text, 2, 2 if signature is None else ITEMSIZE[signature.dtype])
+    return text in _IN_PARTS or shortlists.may_split(text)

@@ -3,6 +3,9 @@
 `tuning.candidates` writes it. It lists a few hundred candidates. A cell holds the sizes whose M, N and K round up to
 the same powers of two; for the majors of A and B and each cell the table has a shortlist of candidates. It is made for
 single products on one GPU; `shortlist` looks up batches and smaller GPUs in it too.
+
+Elements of other widths have the same candidates, with k steps of as many bytes (`of_width`), and the shortlist of a
+K of as many bytes: tensor cores take as long for a byte of K in any width.
 """
 
 from __future__ import annotations
@@ -45,6 +48,14 @@ def configurations() -> tuple[str, ...]:
 def may_split(text: str) -> bool:
     """Whether any cell's shortlist has this configuration with K split."""
     return text in _table().split
+
+
+@functools.lru_cache(maxsize=4096)
+def of_width(text: str, itemsize: int, before: int = 2) -> str:
+    """The same configuration for elements of so many bytes instead of those `before`."""
+    tile, rest = text.removeprefix("sm90/").split("/", 1)
+    bm, bn, bk = map(int, tile.split("x"))
+    return f"sm90/{bm}x{bn}x{bk * before // itemsize}/{rest}"
 
 
 def cell(majors: str, m: int, n: int, k: int) -> list[Candidate]:

@@ -14,10 +14,12 @@ With scales of rows and of blocks the promoted ones were measured on an H200, at
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cutegemm.cute.hopper import options, promotion
+from cutegemm.cute.hopper import options, promotion, shortlists
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.problem.work import DENSE
 
@@ -101,21 +103,54 @@ SPLIT = frozenset(
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
-    """The candidates for a signature whose operands have elements of one byte."""
+    """The candidates for a signature whose operands have elements of one byte: the above, and where no sums are
+    promoted those of `shortlists`."""
+    texts = dict.fromkeys((*_own(signature), *_in_cells(signature)))
+    return tuple(texts) or (_SMALLEST,)  # of which the rule of validity says why it is none
+
+
+def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Of those listed the ones to compare, and whether with K split: all of the above, and those of a cell of
+    `shortlists`, which names them as of 16 bits. None, for all of them, where sums are promoted."""
+    if signature.promotion is not None:
+        return []
+    found = [(text, split) for text in _own(signature) for split in ((False, True) if text in SPLIT else (False,))]
+    named = ((shortlists.of_width(text, 1), split) for text, split in cell)
+    found += (each for each in named if each[0] in _in_cells(signature))
+    return list(dict.fromkeys(found))
+
+
+@functools.lru_cache(maxsize=64)
+def _own(signature: Signature) -> tuple[str, ...]:
+    """Those of the above that serve a signature."""
     texts: tuple[str, ...] = (*_LARGE, *_BOTH, *_FEW, *(_GATED if signature.epilogue.gating else ()))
-    if signature.work != DENSE:  # whose CTAs sum all of K
-        texts = tuple(text for text in texts if HopperConfig.parse(text).parts == 1)
+    if signature.promotion is not None and signature.work == DENSE:
+        texts += _HALF
+    forms = (_form(HopperConfig.parse(text), signature) for text in texts)
+    return tuple(dict.fromkeys(form for form in forms if form is not None))
+
+
+@functools.lru_cache(maxsize=64)
+def _in_cells(signature: Signature) -> frozenset[str]:
+    """The candidates of `shortlists` that serve a signature; none with promoted sums, for which those above were
+    measured, and none for gate and up."""
+    if signature.promotion is not None or signature.epilogue.gating:
+        return frozenset()
+    texts = (shortlists.of_width(text, 1) for text in shortlists.configurations())
+    return frozenset(text for text in texts if _form(HopperConfig.parse(text), signature) is not None)
+
+
+def _form(config: HopperConfig, signature: Signature) -> str | None:
+    """What serves a signature: the configuration, or with twin sums; None if neither does, or it is known as slow."""
+    if signature.work != DENSE and config.parts > 1:  # whose CTAs sum all of K
+        return None
     if signature.promotion is None:
-        return texts
-    texts += _HALF if signature.work == DENSE else ()
-    scaled = bool(signature.epilogue.program.block_scales)
-    found = tuple(
-        str(_with_twin(config) if twins_pay(config, signature) else config)
-        for config in map(HopperConfig.parse, texts)
-        if not config.ping_pong and promotion.why_invalid(config, signature) is None
-        if not (scaled and _is_poor_with_blocks(config))
-    )
-    return found or (_SMALLEST,)  # of which the rule of validity says why it is none
+        return str(config)
+    if config.ping_pong or promotion.why_invalid(config, signature) is not None:
+        return None
+    if signature.epilogue.program.block_scales and _is_poor_with_blocks(config):
+        return None
+    return str(_with_twin(config) if twins_pay(config, signature) else config)
 
 
 def _is_poor_with_blocks(config: HopperConfig) -> bool:
@@ -143,6 +178,8 @@ def _with_twin(config: HopperConfig) -> HopperConfig:
     return replace(config, options=options.read({*config.options, "twin"}) or ())
 
 
-def may_split(text: str) -> bool:
+def may_split(text: str, signature: Signature) -> bool:
     """Whether a candidate may have K split."""
-    return text.removesuffix("/twin") in SPLIT
+    if signature.promotion is not None:
+        return text.removesuffix("/twin") in SPLIT
+    return text in SPLIT or shortlists.may_split(shortlists.of_width(text, 2, 1))

@@ -1,9 +1,9 @@
 """The candidates of the Hopper kernel: what the cost model chooses among when nothing was measured.
 
 There are few of them, so that a choice costs microseconds. They differ in the tile and the cluster, and with these in
-how a small problem fills the SMs. In 16 bits and tf32 there are more than a choice can compare: `shortlists` lists
-them, with a shortlist for each size. `splits` says which may have K split. Several results of a program need more
-staging buffers, so a candidate then has as many stages as still fit into shared memory.
+how a small problem fills the SMs. In most dtypes there are more than a choice can compare: `shortlists` lists them,
+with a shortlist for each size. `splits` says which may have K split. Several results of a program, and results of four
+bytes, need more staging buffers, so a candidate then has as many stages as still fit into shared memory.
 
 tests/compile builds one for each tile, schedule and order of operands, without C and bias: none spills.
 """
@@ -85,8 +85,8 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 
 def _is_crowded(signature: Signature) -> bool:
-    """Whether results need more room in shared memory than the candidates leave: several, or one of fp32."""
-    return len(signature.results) > 1 or (has_shortlists(signature) and ITEMSIZE[signature.out_dtype] > 2)
+    """Whether results need more room in shared memory than the candidates leave: several, or one of four bytes."""
+    return len(signature.results) > 1 or (signature.parts is None and ITEMSIZE[signature.out_dtype] > 2)
 
 
 def _as_listed(signature: Signature) -> tuple[str, ...]:
@@ -170,10 +170,13 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         return _in_parts(signature, True)
     if signature.parts is not None and min(m, n) > COMPENSATED_ROWS:
         return _in_parts(signature, False)
-    if not has_shortlists(signature):
-        return []
     itemsize = ITEMSIZE[signature.dtype]
     k = k * itemsize // 2  # elements of 16 bits
+    if itemsize == 1 and signature.parts is None:
+        cell = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+        return _as_they_fit(byte_candidates.shortlist(signature, cell), signature)
+    if not has_shortlists(signature):
+        return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found += ((text, False) for text in _OF_GROUPS)
@@ -185,7 +188,11 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
         found += (each for each in twins if each[0] in shortlists.configurations())
-    named = [(shortlists.of_width(text, itemsize), split) for text, split in found]
+    return _as_they_fit([(shortlists.of_width(text, itemsize), split) for text, split in found], signature)
+
+
+def _as_they_fit(named: list[shortlists.Candidate], signature: Signature) -> list[shortlists.Candidate]:
+    """Each once, with the stages that fit."""
     if _is_crowded(signature):
         fitting = _fitting(signature)
         named = [(fitting[text], split) for text, split in named]
@@ -225,6 +232,6 @@ def _may_split(text: str, signature: Signature | None) -> bool:
     if signature is not None and signature.parts is not None:
         return part_candidates.may_split(text)
     if signature is not None and ITEMSIZE[signature.dtype] == 1:
-        return byte_candidates.may_split(text)
+        return byte_candidates.may_split(text, signature)
     text = shortlists.of_width(text, 2, 2 if signature is None else ITEMSIZE[signature.dtype])
     return text in _IN_PARTS or shortlists.may_split(text)

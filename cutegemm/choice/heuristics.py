@@ -135,7 +135,7 @@ def _cheapest(
             continue
         if backend is None and candidates.backend.missing():
             continue
-        best, comparable = (found[0], name, *found[1:]), candidates.fitted
+        best, comparable = (found[0], name, *found[1:]), candidates.is_fitted(found[1])
     if best is None:
         return None
     seconds, name, config, remark = best
@@ -168,22 +168,42 @@ class Candidates:
         known: Iterable[tuple[neighbours.Sizes, str]] | None = None,
     ) -> None:
         self.backend, self._signature, self._arch = backend, signature, arch
-        self._entries: dict[str, tuple[Model, Any]] = {}
-        self._splits: dict[str, SplitCandidates] = {}
-        self.fitted = True
-        for config, splits in backend.candidates(signature, arch):
-            shape = backend.footprint(config, signature, arch)
-            self.fitted = self.fitted and fitted(shape.family)
-            whole = Model(shape, signature, arch)
-            self._entries[str(config)] = whole, config
-            if splits:
-                # With splits of K a kernel may have other registers, and an SM another number of its CTAs.
-                split = replace(backend.footprint(replace(config, splits=splits[0]), signature, arch), splits=1)
-                model = whole if split == shape else Model(split, signature, arch)
-                self._splits[str(config)] = SplitCandidates(model, config, splits, signature, arch)
-        self._whole = list(self._entries.values())
+        listed = backend.candidates(signature, arch)
+        self._listed = {str(config): (config, splits) for config, splits in listed}
+        self._made: dict[str, tuple[Model, Any]] = {}
+        self._made_split: dict[str, SplitCandidates] = {}
         self._shortlists: dict[tuple[int, int, int, int], Shortlist] = {}
         self.learn(neighbours.winners_of(signature, arch, backend.name) if known is None else known)
+
+    def _entry(self, text: str) -> tuple[Model, Any]:
+        """A candidate with its model, made when first wanted: a shortlist has a few of some hundred."""
+        if text not in self._made:
+            config = self._listed[text][0]
+            shape = self.backend.footprint(config, self._signature, self._arch)
+            self._made[text] = Model(shape, self._signature, self._arch), config
+        return self._made[text]
+
+    def _split(self, text: str) -> SplitCandidates:
+        """A candidate that may have K split, likewise."""
+        if text not in self._made_split:
+            config, numbers = self._listed[text]
+            # With splits of K a kernel may have other registers, and an SM another number of its CTAs.
+            shape = self.backend.footprint(replace(config, splits=numbers[0]), self._signature, self._arch)
+            model = Model(replace(shape, splits=1), self._signature, self._arch)
+            self._made_split[text] = SplitCandidates(model, config, numbers, self._signature, self._arch)
+        return self._made_split[text]
+
+    @functools.cached_property
+    def _whole(self) -> list[tuple[Model, Any]]:
+        return [self._entry(text) for text in self._listed]
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, SplitCandidates]:
+        return {text: self._split(text) for text, (_, numbers) in self._listed.items() if numbers}
+
+    def is_fitted(self, config: Any) -> bool:
+        """Whether the constants of its family come from measured times."""
+        return fitted(self.backend.footprint(config, self._signature, self._arch).family)
 
     def learn(self, known: Iterable[tuple[neighbours.Sizes, str]]) -> None:
         """Takes these for the winners measured, instead of those known before."""
@@ -225,8 +245,10 @@ class Candidates:
         """The candidates to compare for matrices of up to 2^bucket."""
         m, n, k, batch = bucket
         named = list(self.backend.shortlist(self._signature, self._arch, 1 << m, 1 << n, 1 << k, 1 << batch))
-        entries = [self._entries[text] for text, split in named if not split and text in self._entries]
-        splits = [self._splits[text] for text, split in named if split and text in self._splits]
+        entries = [self._entry(text) for text, split in named if not split and text in self._listed]
+        splits = [
+            self._split(text) for text, split in named if split and text in self._listed and self._listed[text][1]
+        ]
         # Where it named none, or other kernels, all are compared.
         found = self._shortlists[bucket] = _compared(entries, splits) if entries else self._all
         return found

@@ -97,7 +97,7 @@ def test_which_candidates_are_looked_at():
         assert splits == [candidates._splits[text] for text, split in every if split]
         seen |= {text for text, _ in named}
         assert (entries, splits) == looked_at(candidates, Problem.of(*rounded, "bf16"))
-    assert len(seen) > len(candidates._entries) / 2
+    assert len(seen) > len(candidates._listed) / 2
 
 
 @pytest.mark.parametrize(

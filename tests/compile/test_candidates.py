@@ -145,7 +145,10 @@ def test_every_list_serves_narrow_and_small_operands():
 
 
 def test_splits_belong_to_listed_configurations():
-    listed = {text for _, text in LISTED}
-    assert set(hopper_candidates._SPLIT_TF32) <= listed
-    for text in hopper_candidates._SPLIT_TF32:
-        assert hopper_candidates.splits(text)
+    for signature in (SIGNATURES["sm90"], TF32, Problem.of(64, 64, 64, "int8").signature):
+        listed = hopper_candidates.listed(signature)
+        named = hopper_candidates.shortlist(signature, HOPPER, 64, 64, 16384, 1)
+        assert {text for text, _ in named} <= set(listed)
+        split = [text for text, is_split in named if is_split]
+        assert split
+        assert all(hopper_candidates.splits(text, signature) for text in split)

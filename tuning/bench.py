@@ -230,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--precision", default="ieee", choices=PRECISIONS, help="for fp32")
     what.add_argument("--majors", default="tn", choices=["tn", "tt", "nn", "nt"], help="tn: both K-major")
     what.add_argument("--random", type=int, metavar="COUNT", default=0, help="shapes that tuning.random_shapes draws")
-    random_shapes.add_option(what)
+    random_shapes.add_option(what, " by --random")
     what.add_argument("--seed", type=int, default=0, help="of --random")
     behind = "0 to 7 elements by which operands begin behind a multiple of 16 bytes: 3 both, a3 A, b3 B; or all"
     what.add_argument("--offsets", default="0", help=f"comma-separated, {behind}")

@@ -392,10 +392,11 @@ def main(arguments: list[str] | None = None) -> int:
     assert isinstance(texts, list)
     print(f"{len(texts)} of {len(configs)} configurations; of those in a shape's cell on average (count), the best is")
     judges = _random(options.test, TEST_SEED, arch)
-    for majors in shortlists.MAJORS:
-        at = Estimator(configs, _signature(majors), arch).costs(judges)
+    for majors, taught in product(shortlists.MAJORS, (True, False)):
+        at = Estimator(configs, _signature(majors), arch, taught=taught).costs(judges)
         count, lost, most = judged(at, named[majors], judges)
-        print(f"  {majors}: {lost:.2%} slower than the best of all, by the model, {most:.1%} at most ({count:.1f})")
+        by = "model with trees" if taught else "model alone, as of programs"
+        print(f"  {majors}: {lost:.2%} slower than the best of all, by the {by}, {most:.1%} at most ({count:.1f})")
     if options.write:
         command = shlex.join(["python", "-m", "tuning.candidates", *(Path(a).name if "/" in a else a for a in given)])
         about = {"gpu": arch.name, "sm_count": arch.sm_count, "command": command}

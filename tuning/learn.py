@@ -17,7 +17,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ class Times:
 
 
 def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
-    """The samples by kernel family. Configurations not valid today, and short bursts, are passed over."""
+    """The samples by kernel family. Passed over are configurations not valid today, short bursts, and what may not
+    teach (`learned.taught`)."""
     found = {name: list(_rows(fit)) for name, fit in calibrate.by_family(samples, arch).items()}
     return {name: Times(*map(np.array, zip(*rows, strict=True))) for name, rows in found.items() if rows}
 
@@ -163,7 +164,7 @@ def foretold(known: Times, count: int = COUNT) -> np.ndarray:
     return found
 
 
-def report(family: str, known: Times, count: int = COUNT) -> list[list[object]]:
+def report(family: str, known: Times, count: int = COUNT, traits: int = len(learned.TRAITS)) -> list[list[object]]:
     """A row for the model alone and one for what was foretold, within the ends that a correction has."""
     rows: list[list[object]] = []
     kept = np.clip(foretold(known, count), np.log(learned.LEAST), np.log(learned.MOST))
@@ -179,6 +180,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="learn of this kernel family only")
     parser.add_argument("--trees", type=cli.count, default=COUNT, help="of a family (default %(default)s)")
+    parser.add_argument(
+        "--traits",
+        type=cli.count,
+        default=len(learned.TRAITS),
+        help="ask for the first so many only, as older trees do",
+    )
     parser.add_argument("--write", action="store_true", help=f"write {learned.TREES.name}")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
@@ -187,7 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = times(calibrate.read_all(options.tables, [], arch), arch)
     except (OSError, ValueError) as why:
         parser.error(str(why))
-    found = {name: known for name, known in found.items() if options.family in (None, name)}
+    found = {
+        name: replace(known, traits=known.traits[:, : options.traits])
+        for name, known in found.items()
+        if options.family in (None, name)
+    }
     enough = {name: known for name, known in found.items() if known.shapes.max() + 1 >= FEWEST}
     if not enough:
         parser.error(f"{', '.join(map(str, options.tables))}: no kernel family with times of {FEWEST} shapes or more")

@@ -1,6 +1,8 @@
-"""Random shapes for judging a choice and for teaching it: `--drawn sizes` or `--drawn layers` of the commands.
+"""Random shapes for judging a choice and for teaching it: `--drawn sizes`, `layers` or `others` of the commands.
 
-The same seed draws the same shapes. A seed that judged once, or that times were learned from, judges no more.
+The same seed draws the same shapes. A seed that judged once, or that times were learned from, judges no more. Two draws
+of layers share some shapes, whatever their seeds: of models there are few. So what learned from `layers` is judged by
+`others`, the layers of other models.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,7 +46,20 @@ MODELS = {
     "qwen2.5-72b": (8192, 10240, 8192, 29568, 152064),
 }
 """Width of the model, of queries with keys and values, of attention's output, of the feed-forward, and the vocabulary
-(0: odd, so left out), from their config.json on huggingface.co."""
+(0: none, or no multiple of 8), from their config.json on huggingface.co."""
+OTHER_MODELS = {
+    "opt-6.7b": (4096, 12288, 4096, 16384, 50272),
+    "opt-2.7b": (2560, 7680, 2560, 10240, 50272),
+    "gemma-2-2b": (2304, 4096, 2048, 9216, 256000),
+    "gemma-2-27b": (4608, 8192, 4096, 36864, 256000),
+    "phi-3-medium": (5120, 7680, 5120, 17920, 32064),
+    "yi-34b": (7168, 9216, 7168, 20480, 64000),
+    "internlm2-20b": (6144, 8192, 6144, 16384, 92544),
+    "stablelm-3b": (2560, 7680, 2560, 6912, 50304),
+    "whisper-large": (1280, 3840, 1280, 5120, 0),
+    "granite-3-8b": (4096, 6144, 4096, 12800, 0),
+}
+"""The same of models that no times were learned from. What they share with `MODELS` is not drawn."""
 
 
 def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
@@ -61,14 +76,48 @@ def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Pr
 
 
 def layers(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
-    """Different products of the linear layers of `MODELS`, for 1 to `MOST_TOKENS` tokens, half of them a power of two.
+    """Different products of the linear layers of `MODELS`, for up to `MOST_TOKENS` tokens, many of them powers of two.
 
     With the majors "tn" a layer runs forward, with "tt" it passes gradients back (N and K in exchange, the weight
     row-major), with "nt" it is the gradient of a weight (the tokens are K), and with "nn" it has columns of
-    activations. Tokens of the last two are multiples of 8, as rows that TMA loads must be.
+    activations. Tokens of the last two are multiples of 8.
     """
+    return _layers(_weights(MODELS), count, seed, dtype, majors, arch)
+
+
+def others(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
+    """The same of `OTHER_MODELS`."""
+    known = set(_weights(MODELS))
+    return _layers([pair for pair in _weights(OTHER_MODELS) if pair not in known], count, seed, dtype, majors, arch)
+
+
+KINDS = {"sizes": sizes, "layers": layers, "others": others}
+
+
+def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, of: str = "") -> None:
+    """`--drawn`, a name of `KINDS`; `of` is the option that it belongs to."""
+    parser.add_argument(
+        "--drawn",
+        choices=KINDS,
+        default="sizes",
+        help=f"at random{of}: any sizes (default), layers of models, or of others, which nothing was learned from",
+    )
+
+
+def _weights(models: Mapping[str, tuple[int, int, int, int, int]]) -> list[tuple[int, int]]:
+    """(N, K) of the models' linear layers, each once; of the feed-forward as if gate and up lay side by side."""
+    found: dict[tuple[int, int], None] = {}
+    for width, qkv, attended, feed, vocabulary in models.values():
+        found |= dict.fromkeys(((qkv, width), (width, attended), (feed, width), (2 * feed, width), (width, feed)))
+        if vocabulary:
+            found[vocabulary, width] = None
+    return list(found)
+
+
+def _layers(
+    weights: Sequence[tuple[int, int]], count: int, seed: int, dtype: str, majors: str, arch: Arch
+) -> list[Problem]:
     source = random.Random(f"layers {seed}")
-    weights = list(dict.fromkeys(pair for model in MODELS.values() for pair in _weights(*model)))
 
     def shapes() -> Iterator[tuple[int, int, int]]:
         while True:
@@ -81,23 +130,6 @@ def layers(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[P
             yield (n, k, tokens) if majors == "nt" else (tokens, k, n) if majors == "tt" else (tokens, n, k)
 
     return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS_OF_A_LAYER)
-
-
-KINDS = {"sizes": sizes, "layers": layers}
-
-
-def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """`--drawn`, a name of `KINDS`."""
-    parser.add_argument(
-        "--drawn", choices=KINDS, default="sizes", help="random shapes of any sizes (default), or layers of models"
-    )
-
-
-def _weights(width: int, qkv: int, attended: int, feed: int, vocabulary: int) -> Iterator[tuple[int, int]]:
-    """(N, K) of a model's linear layers."""
-    yield from ((qkv, width), (width, attended), (feed, width), (2 * feed, width), (width, feed))
-    if vocabulary:
-        yield vocabulary, width
 
 
 def _different(

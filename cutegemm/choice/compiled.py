@@ -33,7 +33,7 @@ TRANSLATED: tuple[Callable[..., Any], ...] = (
     fourth_mean, tiles_seconds, launch_seconds, tiles_along, Model.sums_of, Model.wanted, Model.straddling,
     Model.traits, Model.bound, Model.values,
 )  # fmt: skip
-MOST = 2048
+MOST = 4096
 """Candidates that the library compares at most; a shortlist has some dozens. Each with K split counts as `TURNS`."""
 NAMED = {
     "LEARNED": "_learned",
@@ -168,8 +168,8 @@ class Group:
         return results[0], None if place < 0 else place, int(results[1])
 
     def estimates(self, m: int, n: int, k: int, batch: int = 1, far: float = math.inf) -> list[float]:
-        """Seconds of each of the models, then of each of those with K split, with the best of its splits. What is
-        certainly `far` times the least or more may be inf, as what wants no splits is."""
+        """Seconds of each of the models, then of each of those with K split, with the best of its splits; inf for what
+        wants none. What is certainly `far` times the least or more may be inf, or lack what was learned."""
         if self._library is not None:
             found = (ctypes.c_double * (len(self.models) + len(self._split)))()
             self._library.estimates(*self._given, m, n, k, batch, far, ctypes.addressof(found))

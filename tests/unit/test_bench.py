@@ -176,6 +176,9 @@ def test_random_shapes_are_those_of_the_generator(monkeypatch, capsys):
     drawn = random_shapes.sizes(3, 7, "fp32", "tn", H200)
     assert asked[:12] == [f"{suites.text(each.shape)} nt" for each in suites.laid("gradients")]
     assert asked[12:] == [f"{p.m}x{p.n}x{p.k}" for p in drawn]
+    asked.clear()
+    assert bench.main(["--random", "3", "--seed", "7", "--drawn", "others"]) == 0
+    assert asked == [f"{p.m}x{p.n}x{p.k}" for p in random_shapes.others(3, 7, "bf16", "tn", H200)]
 
 
 def test_what_is_compiled_ahead(monkeypatch):

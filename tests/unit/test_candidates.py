@@ -65,6 +65,17 @@ def test_estimates_of_some_columns(some, shapes):
     assert costs.columns[:, columns][within] == pytest.approx(relative[within])
 
 
+def test_an_estimator_may_leave_out_what_was_learned(some, shapes):
+    taught, alone = (candidates.Estimator(some, SIGNATURE, H200, taught=each).costs(shapes) for each in (True, False))
+    assert not np.array_equal(taught.columns, alone.columns)
+    sizes = shapes[0]
+    terms = [heuristics.model(config, "cute", SIGNATURE, H200).terms(*sizes) for config in some]
+    plain = np.log([each.seconds / each.learned for each in terms])
+    near = alone.whole[0] < np.log(candidates.FAR) * 0.99
+    offset = plain[near] - alone.whole[0][near]
+    assert offset == pytest.approx(offset[0])
+
+
 def test_greedy_picks_cover_and_never_lose(some, shapes):
     costs = candidates.Estimator(some, SIGNATURE, H200).costs(shapes)
     few, more = candidates.pick(costs, 4), candidates.pick(costs, 12)
@@ -109,9 +120,10 @@ def test_cells_have_what_is_near(some, monkeypatch):
         assert set(columns) <= set(chosen)
         assert min(columns) < len(some), "a cell of splits alone"
         shapes = candidates.drawn(cell, 6)
-        costs = candidates.Estimator(some, SIGNATURE, H200, chosen).costs(shapes)
-        lost = costs.columns[:, columns].min(axis=1) - costs.columns[:, chosen].min(axis=1)
-        assert lost.max() <= np.log1p(candidates.NEAR) + 1e-12
+        for taught in (False, True):
+            costs = candidates.Estimator(some, SIGNATURE, H200, chosen, taught).costs(shapes)
+            lost = costs.columns[:, columns].min(axis=1) - costs.columns[:, chosen].min(axis=1)
+            assert lost.max() <= np.log1p(candidates.NEAR) + 1e-12
         count, mean, most = candidates.judged(costs, named, shapes)
         assert count == len(columns)
         assert 0 <= mean <= most <= candidates.NEAR + 1e-12

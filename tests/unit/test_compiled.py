@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import subprocess
 
 import pytest
@@ -61,6 +63,31 @@ def test_machine_code_and_python_find_the_same_to_the_last_bit(m, n, k, batch, g
             assert (place, number) == (expected, 0)
         else:
             assert splits[place - first].made(number)[1] == pairs[expected - first][1]
+
+
+@settings(max_examples=examples(60))
+@given(SIZES, SIZES, SIZES, st.sampled_from(KINDS), st.sampled_from([1.02, 1.6, float("inf")]), st.integers(0, 99))
+def test_estimates_of_all_are_those_of_each(m, n, k, kind, far, seed):
+    """What is within `far` of the best is exact, of candidates with K split by the best of their splits."""
+    signature = Problem.of(64, 64, 64, **kind).signature
+    candidates, source = heuristics._candidates("cute", signature, GPUS[0], "off"), random.Random(seed)
+    some = source.sample(candidates._whole, 10)
+    splits = source.sample(listed := list(candidates._splits.values()), min(len(listed), 10))
+    group = Group([cost for cost, _ in some], [one.whole for one in splits], [one.numbers for one in splits])
+    expected = [cost.seconds(m, n, k, 1) for cost, _ in some]
+    for one in splits:
+        expected.append(min((cost.seconds(m, n, k, 1) for cost, _ in one.worth_trying(m, n, k, 1)), default=math.inf))
+    found = group.estimates(m, n, k, 1, far)
+    for one, other in zip(found, expected, strict=True):
+        assert one == other or min(one, other) >= far * min(expected)
+    group._library = None
+    assert group.estimates(m, n, k, 1, far) == expected
+
+
+@pytest.mark.parametrize("kind", [*KINDS, {"dtype": "int8"}])
+def test_the_library_has_room_for_all_candidates(kind):
+    candidates = heuristics._candidates("cute", Problem.of(64, 64, 64, **kind).signature, GPUS[0], "off")
+    assert len(candidates._whole) + cost_model.TURNS * len(candidates._splits) <= compiled.MOST
 
 
 def test_no_candidate_is_no_choice():

@@ -16,6 +16,9 @@ from cutegemm.choice import compiled, cost_rates, heuristics, learned
 from cutegemm.choice.cost_model import Model
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
 from tuning import learn
 from tuning.calibrate import Sample
 
@@ -37,6 +40,36 @@ def test_a_tree_has_one_question_a_level_and_a_leaf_for_each_answer():
     assert SIMPLE.log(launches).tolist() == pytest.approx([0.1 + 0.05, -0.2 + 0.01, -0.2 + 0.05])
     again = learned.decoded(learned.encoded(SIMPLE))
     assert again.log(launches).tolist() == pytest.approx(SIMPLE.log(launches).tolist())
+
+
+def _taught(text: str, *sizes: int, **given) -> bool:
+    signature = Problem.of(*sizes, **given).signature
+    return learned.taught(CUTE.footprint(CUTE.parse(text), signature, H200), signature)
+
+
+def test_what_was_learned_counts_for_plain_products():
+    sixteen, ffma = "sm90/128x128x64/coop2/c1x1/s4/serp8/pdl", TEXTS[0]
+    program = Epilogue(custom=simplified(parse("def epilogue(acc, x: bf16[M, N]) -> bf16: return acc + x")))
+    assert _taught(sixteen, 512, 512, 512, dtype="bf16")
+    assert _taught(sixteen, 512, 512, 512, dtype="bf16", batch=3)
+    assert not _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=Epilogue("bf16"))
+    assert not _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=program)
+    assert not _taught(sixteen, 512, 512, 512, dtype="bf16", batch=3, work="ragged_m")
+    assert not _taught("sm90/128x64x64/coop2/c1x1/s2/serp8/pdl", 512, 512, 512, dtype="fp32", precision="bf16x6")
+    # On CUDA cores an epilogue adds as much to each tile.
+    assert _taught(ffma, 512, 512, 512, dtype="fp32", epilogue=Epilogue("fp32"))
+
+
+def test_what_may_not_teach_is_passed_over():
+    config = "sm90/128x128x64/coop2/c1x1/s4/serp8/pdl"
+    samples = [
+        Sample(Problem.of(512, 512, 64 * number, "bf16", epilogue=Epilogue(c)), "cute", config, 1e-5)
+        for number in range(1, 4)
+        for c in (None, "bf16")
+    ]
+    known = learn.times(samples, H200)["sm90"]
+    assert len(known.seconds) == 3
+    assert known.shapes.tolist() == [0, 1, 2]
 
 
 def test_a_correction_stays_within_its_ends(monkeypatch):
@@ -152,7 +185,7 @@ def test_the_command_writes_trees_that_choices_use(tmp_path, monkeypatch, capsys
         )
     )
     monkeypatch.setattr(learned, "TREES", tmp_path / "learned.json")
-    assert learn.main([str(table), "--trees", "40", "--write"]) == 0
+    assert learn.main([str(table), "--trees", "40", "--traits", "12", "--write"]) == 0
     printed = capsys.readouterr().out
     assert "with trees" in printed
     assert "written to" in printed
@@ -161,6 +194,8 @@ def test_the_command_writes_trees_that_choices_use(tmp_path, monkeypatch, capsys
     heuristics.forget()
     try:
         assert list(learned.families()) == ["simt"]
+        assert learned.families()["simt"].traits.shape == (40, learned.DEPTH)
+        assert learned.families()["simt"].traits.max() < 12
         assert _model(TEXTS[1], Problem.of(1400, 2000, 3000, "fp32")).terms(1400, 2000, 3000).learned > 1.1
     finally:
         monkeypatch.undo()

@@ -166,6 +166,26 @@ def test_random_shapes_are_bounded_and_repeatable():
     assert max(p.flops for p in drawn) > 1e10
 
 
+def test_layers_are_those_of_models():
+    weights = set(random_shapes._weights(random_shapes.MODELS))
+    assert {(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)} <= weights
+    found = {}
+    for majors in ("tn", "tt", "nn", "nt"):
+        found[majors] = random_shapes.layers(60, 3, "bf16", majors, H200)
+        assert found[majors] == random_shapes.layers(60, 3, "bf16", majors, H200)
+    assert all((p.n, p.k) in weights and 1 <= p.m <= 8192 for p in (*found["tn"], *found["nn"]))
+    assert all((p.k, p.n) in weights for p in found["tt"]), "gradients go back by the weight"
+    assert all((p.m, p.n) in weights and 8 <= p.k <= 8192 for p in found["nt"]), "a weight's gradient sums over tokens"
+    assert all(p.m % 8 == 0 for p in found["nn"])
+    assert any(p.m % 8 for p in found["tn"])
+
+
+def test_other_layers_share_no_weight_with_those_that_taught():
+    weights = set(random_shapes._weights(random_shapes.MODELS))
+    for p in random_shapes.others(80, 1, "bf16", "tn", H200):
+        assert (p.n, p.k) not in weights
+
+
 def test_the_heuristic_is_compared_with_what_was_tuned(tmp_path):
     problems = random_shapes.sizes(3, 1, "bf16", "tn", H200)
     timer = FakeTimer(truth)

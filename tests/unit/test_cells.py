@@ -15,8 +15,12 @@ from cutegemm.choice import heuristics
 from cutegemm.cute.ampere import candidates as ampere_candidates
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import shortlists
+from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
 from tests.choices import least_seconds, looked_at
 from tests.examples import examples
 from tuning import random_shapes
@@ -110,6 +114,19 @@ def test_other_kernels_have_no_cells(problem, monkeypatch):
     monkeypatch.setattr(shortlists, "shortlist", lambda *about: everything)
     candidates = heuristics._candidates("cute", problem.signature, H200, "off")
     assert looked_at(candidates, problem) == (candidates._whole, list(candidates._splits.values()))
+
+
+def test_programs_of_several_results_have_no_wide_swapped_tiles():
+    """Of which 29 of 181 builds spilled, and none of the same tiles unswapped."""
+    program = simplified(parse("def epilogue(acc) -> (bf16, bf16): return acc, acc * acc"))
+    several = Problem.of(160, 4096, 4096, "bf16", epilogue=Epilogue(custom=program)).signature
+
+    def wide(signature):
+        named = hopper_candidates.shortlist(signature, H200, 256, 4096, 4096, 1)
+        return [text for text, _ in named if (c := HopperConfig.parse(text)).swapped and c.bn > 128]
+
+    assert wide(SIGNATURE)
+    assert not wide(several)
 
 
 def test_tf32_is_looked_up_as_16_bits_of_twice_the_k():

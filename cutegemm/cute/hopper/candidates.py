@@ -43,6 +43,8 @@ _IN_PARTS = ("sm90/128x256x64/coop2/c1x2/s4/serp8/zig/pdl",)
 least for each multiplication (592x2048x18048 on an H200: 70 us in three parts, 94 by the best of the others)."""
 SMALL_RESULT, LONG_SUM = 1 << 22, 8192
 """The most elements of such a D and the least K, of sizes rounded up to powers of two."""
+MOST_SWAPPED = 128
+"""Rows of D that a swapped tile has at most where a program has several results."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
@@ -188,7 +190,15 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
         found += (each for each in twins if each[0] in shortlists.configurations())
+    if len(signature.results) > 1:
+        found = [each for each in found if not _spills_with_results(each[0])]
     return _as_they_fit([(shortlists.of_width(text, itemsize), split) for text, split in found], signature)
+
+
+def _spills_with_results(text: str) -> bool:
+    """Whether a tile keeps 8 to 112 bytes of registers in local memory with some programs of two results or three."""
+    config = HopperConfig.parse(text)
+    return config.swapped and config.bn > MOST_SWAPPED
 
 
 def _as_they_fit(named: list[shortlists.Candidate], signature: Signature) -> list[shortlists.Candidate]:

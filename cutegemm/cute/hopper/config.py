@@ -205,7 +205,8 @@ class HopperConfig(LaunchedConfig):
         An fp32 result of swapped operands cannot go this way: stmatrix, which transposes, moves 16-bit elements. Matrix
         operands need registers, those that come as fragments straight from global memory the most. Reduced results need
         registers too, those over rows and over columns together the most. So tiles with many accumulators are left out:
-        the limits are those up to which ptxas spilled nothing (tests/compile/test_program_outputs.py).
+        the limits are those up to which ptxas spilled nothing (tests/compile/test_program_outputs.py), but for some
+        swapped tiles of more than 128 columns, where `choice.spills` takes a lighter one.
         """
         matrices, reductions = self.matrices(signature), signature.epilogue.reductions
         aligns = {"c": signature.align_c, **signature.epilogue.matrices}

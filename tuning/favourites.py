@@ -47,7 +47,12 @@ def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()
     cute = backends.get("cute")
     found: dict[str, Candidate] = {}
     others: dict[str, Candidate] = {}
+    sizes = problem.m, problem.n, problem.k, problem.batch
+    named = cute.shortlist(problem.signature, arch, *(1 << (size - 1).bit_length() for size in sizes))
+    families = {cute.parse(text).family for text, _ in named}
     for config in heuristics.ascending(problem, arch, "cute"):
+        if families and config.family not in families:  # small tiles of another family, for tiny products alone
+            continue
         whole = str(replace(config, splits=1) if hasattr(config, "splits") else config)
         if whole not in found:
             if len(found) == best:

@@ -422,6 +422,14 @@ def test_of_some_favourites_other_splits_of_k_are_timed_too():
         assert many >= favourites.OTHER_SPLITS * few
 
 
+def test_favourites_are_of_families_that_a_choice_compares():
+    """By the model alone small tiles of mma.sync would be liked at 8x28672x4096, where they take three times as long
+    as cuBLAS (fsm90-4)."""
+    for sizes, expected in (((8, 28672, 4096), {"sm90"}), ((64, 64, 64), {"sm80", "sm90"})):
+        found = favourites.favourites(Problem.of(*sizes, "bf16", majors="nn"), H200, 60)
+        assert {each.config.family for each in found} == expected
+
+
 def test_a_shape_whose_favourites_cannot_be_timed_is_named():
     (problem,) = random_shapes.sizes(1, 3, "fp32", "tn", H200)
     machine = contest.Machine(FakeTimer({}, open_fails=f"{problem}: no memory"), FakeCompiler())

@@ -188,7 +188,7 @@ def proven(samples: Iterable[Sample], configs: Sequence[HopperConfig], signature
     fastest: dict[tuple[int, int, int], float] = {}
     for sample in samples:
         problem, measured = sample.problem, sample.problem.signature
-        if problem.batch != 1 or measured.majors != "tn" or measured.unit not in ("float16", "bfloat16"):
+        if problem.batch != 1 or measured.majors != "tn" or measured.dtype not in ("fp16", "bf16"):
             continue
         if not sample.config.startswith("sm90/"):
             continue

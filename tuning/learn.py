@@ -164,7 +164,7 @@ def foretold(known: Times, count: int = COUNT) -> np.ndarray:
     return found
 
 
-def report(family: str, known: Times, count: int = COUNT, traits: int = len(learned.TRAITS)) -> list[list[object]]:
+def report(family: str, known: Times, count: int = COUNT) -> list[list[object]]:
     """A row for the model alone and one for what was foretold, within the ends that a correction has."""
     rows: list[list[object]] = []
     kept = np.clip(foretold(known, count), np.log(learned.LEAST), np.log(learned.MOST))
@@ -180,12 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="learn of this kernel family only")
     parser.add_argument("--trees", type=cli.count, default=COUNT, help="of a family (default %(default)s)")
-    parser.add_argument(
-        "--traits",
-        type=cli.count,
-        default=len(learned.TRAITS),
-        help="ask for the first so many only, as older trees do",
-    )
+    parser.add_argument("--traits", type=cli.count, help="ask for the first so many only, as older trees do")
     parser.add_argument("--write", action="store_true", help=f"write {learned.TREES.name}")
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)

@@ -1,10 +1,9 @@
 """How good the choice is for shapes never tuned: `python -m tuning.untuned --count 12 --seed 0 --dtype bf16`.
 
-Shapes are drawn at random (`tuning.random_shapes`). For each, the
-heuristic chooses as it would with an empty store and without this shape in the shipped table (`heuristics.untuned`);
-a sweep of `--budget` tunes the shape, the heuristic's choice among its candidates; then both are checked and timed
-afresh, in turns. What is measured is kept in a store of its own, unless `--store` names one; the heuristic reads
-neither.
+Shapes are drawn at random (`tuning.random_shapes`). For each, the heuristic chooses as it would with an empty store and
+without this shape in the shipped table (`heuristics.untuned`); a sweep of `--budget` tunes the shape, the heuristic's
+choice among its candidates; then both are checked and timed afresh, in turns. What is measured is kept in a store of
+its own, unless `--store` names one; the heuristic reads neither.
 
 A shape is named with the reason, and not compared, when the sweep was cut short by other than its budget or timed
 nothing beside the heuristic's choice, or when that choice is wrong: a weak sweep would flatter it. Where the choice

@@ -9,7 +9,6 @@ below 2^53. Where there is no C compiler, `library` gives None, and Python compu
 from __future__ import annotations
 
 import ast
-import bisect
 import ctypes
 import functools
 import inspect
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cutegemm.choice import cost_formula, cost_model, learned
+from cutegemm.choice.compare import splits_of
 from cutegemm.choice.cost_formula import fourth_mean, launch_seconds, tiles_along, tiles_seconds
 from cutegemm.choice.cost_model import FIELDS, TURNS, Model
 from cutegemm.run.cache_dir import cache_dir
@@ -59,7 +59,7 @@ static const double *divided(struct candidate one, double *room) {
   return room;
 }
 
-/* As `Model.wanted` of every turn, each rounded down to one of the ascending `numbers`: ascending, none twice. */
+/* As compare.splits_of; returns how many. */
 static int splits_of(const double *model, const double *numbers, double m, double n, double k, double batch,
                      double *found) {
   int count = 0;
@@ -75,7 +75,7 @@ static int splits_of(const double *model, const double *numbers, double m, doubl
   return count;
 }
 
-/* As cost_model.cheapest, of the models of a list and those of another with K split. Returns the place of the cheapest
+/* As compare.cheapest, of the models of a list and those of another with K split. Returns the place of the cheapest
    in both lists, -1 without any, and its splits. */
 int cheapest(const double *const *models, int count, const double *const *split, const double *const *numbers,
              int split_count, double m, double n, double k, double batch, double close, double *results) {
@@ -159,7 +159,7 @@ class Group:
         splits are 0 of the former. (inf, None, 0) without any; None where there is no library.
 
         Args:
-            close: as of `cost_model.cheapest`.
+            close: as of `compare.cheapest`.
         """
         if not self._fits:
             return None
@@ -176,9 +176,7 @@ class Group:
             return list(found)
         seconds = [model.seconds(m, n, k, batch) for model in self.models]
         for whole, numbers in zip(self._split, self._numbers, strict=True):
-            wanted = {whole.wanted(m, n, k, batch, turn) for turn in range(TURNS)}
-            places = {bisect.bisect_right(numbers, number) for number in wanted} - {0}
-            divided = (whole.divided(numbers[place - 1]) for place in places)
+            divided = map(whole.divided, splits_of(whole, numbers, m, n, k, batch))
             seconds.append(min((one.seconds(m, n, k, batch) for one in divided), default=math.inf))
         return seconds
 

@@ -63,7 +63,6 @@ import ctypes
 import functools
 import math
 import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cutegemm.choice import learned
@@ -478,24 +477,3 @@ class Model:
             tiles * all_steps * self._energy_step - self._rest, self._overlap, COUNTED_HEAT,
             self._early if self._leaves_room or 2 * works <= places * self._fold else 0.0,
         )  # fmt: skip
-
-
-def cheapest(
-    models: Sequence[Model], m: int, n: int, k: int, batch: int, close: float = 1.0
-) -> tuple[float, int | None]:
-    """(seconds, place) of the cheapest of several models of one signature; (inf, None) without any.
-
-    Args:
-        close: a model whose bound is at least this share of the best estimate so far is not estimated.
-    """
-    # The most promising first: its time is under the bound of most others.
-    straddling = models[0].straddling(m, n, k) if models else 0.0
-    least = [model.bound(m, n, k, batch, straddling) for model in models]
-    seconds, chosen = math.inf, None
-    for place in sorted(range(len(least)), key=least.__getitem__):
-        if least[place] >= close * seconds:
-            break
-        taken = models[place].values(m, n, k, batch, seconds)[0]
-        if taken < seconds:
-            seconds, chosen = taken, place
-    return seconds, chosen

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from cutegemm import backend as backends
 from cutegemm import winners
+from cutegemm.choice.compare import cheapest, splits_of
 from cutegemm.choice.compiled import Group
-from cutegemm.choice.cost_model import TURNS, Model, cheapest
+from cutegemm.choice.cost_model import Model
 from cutegemm.choice.cost_rates import fitted, fitted_any
 from cutegemm.choice.cost_terms import Terms
 from cutegemm.winners import neighbours
@@ -125,9 +126,9 @@ def _cheapest(
         return None
     signature = problem.signature
     best: tuple[float, str, Any, str] | None = None
-    comparable = True
+    of_best: Candidates | None = None
     for name in backends.WITH_KERNELS if backend is None else (backend,):
-        if best is not None and not (comparable and fitted_any(name)):
+        if best is not None and of_best is not None and not (fitted_any(name) and of_best.is_fitted(best[2])):
             continue
         candidates = candidates_of(name, signature, arch)
         found = candidates.cheapest(problem)
@@ -135,7 +136,7 @@ def _cheapest(
             continue
         if backend is None and candidates.backend.missing():
             continue
-        best, comparable = (found[0], name, *found[1:]), candidates.is_fitted(found[1])
+        best, of_best = (found[0], name, *found[1:]), candidates
     if best is None:
         return None
     seconds, name, config, remark = best
@@ -245,10 +246,9 @@ class Candidates:
         """The candidates to compare for matrices of up to 2^bucket."""
         m, n, k, batch = bucket
         named = list(self.backend.shortlist(self._signature, self._arch, 1 << m, 1 << n, 1 << k, 1 << batch))
-        entries = [self._entry(text) for text, split in named if not split and text in self._listed]
-        splits = [
-            self._split(text) for text, split in named if split and text in self._listed and self._listed[text][1]
-        ]
+        known = [(text, split) for text, split in named if text in self._listed]
+        entries = [self._entry(text) for text, split in known if not split]
+        splits = [self._split(text) for text, split in known if split and self._listed[text][1]]
         # Where it named none, or other kernels, all are compared.
         found = self._shortlists[bucket] = _compared(entries, splits) if entries else self._all
         return found
@@ -322,9 +322,7 @@ class SplitCandidates:
 
     def worth_trying(self, m: int, n: int, k: int, batch: int) -> list[tuple[Model, Any]]:
         """The splits of `Model.wanted`, each lowered to a number that `numbers` has."""
-        wanted = {self.whole.wanted(m, n, k, batch, turn) for turn in range(TURNS)}
-        places = {bisect.bisect_right(self.numbers, number) for number in wanted} - {0}
-        found = (self.made(self.numbers[place - 1]) for place in sorted(places))
+        found = map(self.made, splits_of(self.whole, self.numbers, m, n, k, batch))
         return [pair for pair in found if pair is not None]
 
     def made(self, number: int) -> tuple[Model, Any] | None:

@@ -8,7 +8,7 @@ import pytest
 
 from cutegemm import backend
 from cutegemm.choice import heuristics
-from cutegemm.cute.hopper import byte_candidates, promotion
+from cutegemm.cute.hopper import byte_candidates, promotion, shortlists
 from cutegemm.cute.hopper.config import HopperConfig
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
@@ -147,3 +147,13 @@ def test_whole_sums_are_tried_as_ever():
     whole = Problem.of(512, 512, 512, "int8").signature
     assert whole.promotion is None
     assert byte_candidates.tries(HopperConfig.parse("sm90/128x128x128/pp/c1x1/s4/serp8/pdl"), whole)
+
+
+def test_candidates_of_cells_stand_in_the_tables_order():
+    """Of two with equal estimates the first is taken, in every process."""
+    signature = Problem.of(64, 64, 64, "int8").signature
+    listed, own = byte_candidates.listed(signature), byte_candidates._own(signature)
+    known = {shortlists.of_width(text, 1): place for place, text in enumerate(shortlists.configurations())}
+    places = [known[text] for text in listed if text in known and text not in own]
+    assert len(places) > 400
+    assert places == sorted(places)

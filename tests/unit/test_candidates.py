@@ -137,6 +137,7 @@ def test_what_won_twice_is_proven(some):
     samples = [sample(m, config, seconds) for m in (256, 512) for config, seconds in ((fast, 1e-5), (slow, 1.2e-5))]
     samples += [sample(1024, once, 1e-5)]
     samples += [sample(m, slow, 1e-6, dtype="fp16", majors="tt") for m in (64, 128)]
+    samples += [sample(m, slow, 1e-6, dtype="fp32", precision="bf16x6") for m in (64, 128)]
     assert candidates.proven(samples, some, SIGNATURE, H200) == [some.index(fast)]
     short = HopperConfig.parse(str(fast).replace(f"/s{fast.stages}/", f"/s{fast.stages - 1}/"))
     samples += [sample(m, short, 1e-5) for m in (2048, 4096)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutegemm import backend
-from cutegemm.choice import compiled, cost_model, heuristics
+from cutegemm.choice import compare, compiled, cost_model, heuristics
 from cutegemm.choice.compiled import Group, library, source
 from cutegemm.choice.cost_model import Model
 from cutegemm.cute.simt.config import SimtConfig
@@ -47,7 +47,7 @@ def test_machine_code_and_python_find_the_same_to_the_last_bit(m, n, k, batch, g
     some = source.sample(all_ := models(gpu, kind, majors), min(len(all_), 12))
     for alone in some[:3]:
         assert Group([alone]).cheapest(m, n, k, batch, close) == (alone.seconds(m, n, k, batch), 0, 0)
-    assert Group(some).cheapest(m, n, k, batch, close) == (*cost_model.cheapest(some, m, n, k, batch, close), 0)
+    assert Group(some).cheapest(m, n, k, batch, close) == (*compare.cheapest(some, m, n, k, batch, close), 0)
     # With K split, from a few candidates without.
     signature = Problem.of(64, 64, 64, majors=majors, **kind).signature
     candidates = heuristics._candidates("cute", signature, gpu, "off")
@@ -56,7 +56,7 @@ def test_machine_code_and_python_find_the_same_to_the_last_bit(m, n, k, batch, g
         group = Group(some[:first], [one.whole for one in splits[:last]], [one.numbers for one in splits[:last]])
         pairs = [pair for one in splits[:last] for pair in one.worth_trying(m, n, k, batch)]
         both = [*some[:first], *(model for model, _ in pairs)]
-        seconds, expected = cost_model.cheapest(both, m, n, k, batch, close)
+        seconds, expected = compare.cheapest(both, m, n, k, batch, close)
         found, place, number = group.cheapest(m, n, k, batch, close)
         assert found == seconds
         if expected is None or expected < first:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from cutegemm import backend
 from cutegemm.choice import cost_model, cost_rates, footprint, heuristics
+from cutegemm.choice.compare import cheapest
 from cutegemm.choice.cost_formula import launch_seconds, tiles_seconds
-from cutegemm.choice.cost_model import STRADDLING, Model, cheapest
+from cutegemm.choice.cost_model import STRADDLING, Model
 from cutegemm.choice.cost_rates import Rates
 from cutegemm.choice.cost_terms import Terms
 from cutegemm.cute.hopper.footprint import SM90

@@ -488,3 +488,11 @@ def test_another_backend_must_be_calibrated_and_clearly_faster(monkeypatch, tmp_
         monkeypatch.undo()
         cost_rates.forget()
         heuristics.forget()
+
+
+def test_a_second_choice_of_a_signature_works_out_no_footprint(monkeypatch):
+    """Which took half as long as the choice itself."""
+    first, second = (Problem.of(1000, n, 520, "bf16") for n in (600, 1000))
+    assert heuristics.choose(first, H200, state="off")
+    monkeypatch.setattr(type(backend.get("cute")), "footprint", None)
+    assert heuristics.choose(second, H200, state="off")

@@ -43,7 +43,7 @@ LAYERS = {
     "what a backend is": "cutegemm.backend",
     "cost model": """
         cutegemm.choice cutegemm.choice.cost_model cutegemm.choice.compiled cutegemm.choice.cost_rates
-        cutegemm.choice.cost_formula
+        cutegemm.choice.cost_formula cutegemm.choice.compare
         cutegemm.choice.cost_terms cutegemm.choice.footprint cutegemm.choice.learned
         cutegemm.choice.program_cost""",
     "emulator": "cutegemm.emulator.*",

@@ -131,13 +131,13 @@ def _own(signature: Signature) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _in_cells(signature: Signature) -> frozenset[str]:
-    """The candidates of `shortlists` that serve a signature; none with promoted sums, for which those above were
-    measured, and none for gate and up."""
+def _in_cells(signature: Signature) -> dict[str, None]:
+    """The candidates of `shortlists` that serve a signature, in their order; none with promoted sums, for which those
+    above were measured, and none for gate and up."""
     if signature.promotion is not None or signature.epilogue.gating:
-        return frozenset()
+        return {}
     texts = (shortlists.of_width(text, 1) for text in shortlists.configurations())
-    return frozenset(text for text in texts if _form(HopperConfig.parse(text), signature) is not None)
+    return dict.fromkeys(text for text in texts if _form(HopperConfig.parse(text), signature) is not None)
 
 
 def _form(config: HopperConfig, signature: Signature) -> str | None:

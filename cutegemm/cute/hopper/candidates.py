@@ -71,7 +71,6 @@ _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
     "float8": byte_candidates.listed,
     "int8": byte_candidates.listed,
 }
-_WITH_SHORTLISTS = ("float16", "bfloat16", "tfloat32")
 
 
 def _of_width(itemsize: int) -> tuple[str, ...]:
@@ -161,25 +160,19 @@ def for_constant(config: HopperConfig, problem: Problem, arch: Arch) -> HopperCo
     return found
 
 
-def has_shortlists(signature: Signature) -> bool:
-    """Whether the table of `shortlists` was made for such products."""
-    return signature.unit in _WITH_SHORTLISTS and signature.parts is None
-
-
 def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: int) -> list[shortlists.Candidate]:
     """Those to compare for about these sizes, and whether with K split; none where all are compared."""
     if signature.parts is not None and m * n * batch <= FEW_SUMS:
         return _in_parts(signature, True)
     if signature.parts is not None and min(m, n) > COMPENSATED_ROWS:
         return _in_parts(signature, False)
+    if signature.parts is not None:
+        return []
     itemsize = ITEMSIZE[signature.dtype]
     k = k * itemsize // 2  # elements of 16 bits
-    if itemsize == 1 and signature.parts is None:
-        cell = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
-        return _as_they_fit(byte_candidates.shortlist(signature, cell), signature)
-    if not has_shortlists(signature):
-        return []
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    if itemsize == 1:
+        return _as_they_fit(byte_candidates.shortlist(signature, found), signature)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found += ((text, False) for text in _OF_GROUPS)
     found += beside_cells(m, n, k, batch)

@@ -50,7 +50,7 @@ def may_split(text: str) -> bool:
     return text in _table().split
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=8192)
 def of_width(text: str, itemsize: int, before: int = 2) -> str:
     """The same configuration for elements of so many bytes instead of those `before`."""
     tile, rest = text.removeprefix("sm90/").split("/", 1)

@@ -1,0 +1,38 @@
+"""Models of one signature against each other, in Python: `compiled` has the same in C."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+
+from cutegemm.choice.cost_model import TURNS, Model
+
+
+def cheapest(
+    models: Sequence[Model], m: int, n: int, k: int, batch: int, close: float = 1.0
+) -> tuple[float, int | None]:
+    """(seconds, place) of the cheapest of several models of one signature; (inf, None) without any.
+
+    Args:
+        close: a model whose bound is at least this share of the best estimate so far is not estimated.
+    """
+    # The most promising first: its time is under the bound of most others.
+    straddling = models[0].straddling(m, n, k) if models else 0.0
+    least = [model.bound(m, n, k, batch, straddling) for model in models]
+    seconds, chosen = math.inf, None
+    for place in sorted(range(len(least)), key=least.__getitem__):
+        if least[place] >= close * seconds:
+            break
+        taken = models[place].values(m, n, k, batch, seconds)[0]
+        if taken < seconds:
+            seconds, chosen = taken, place
+    return seconds, chosen
+
+
+def splits_of(model: Model, numbers: Sequence[int], m: int, n: int, k: int, batch: int) -> list[int]:
+    """The splits of `Model.wanted` in every turn, each lowered to one of the ascending `numbers`: ascending, and none
+    twice."""
+    wanted = {model.wanted(m, n, k, batch, turn) for turn in range(TURNS)}
+    places = {bisect.bisect_right(numbers, number) for number in wanted} - {0}
+    return [numbers[place - 1] for place in sorted(places)]

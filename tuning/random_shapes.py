@@ -1,8 +1,8 @@
 """Random shapes for judging a choice and for teaching it: `--drawn sizes`, `layers` or `others` of the commands.
 
 The same seed draws the same shapes. A seed that judged once, or that times were learned from, judges no more. Two draws
-of layers share some shapes, whatever their seeds: of models there are few. So what learned from `layers` is judged by
-`others`, the layers of other models.
+of layers share some shapes, whatever their seeds, because there are few models. So what was learned from `layers` is
+judged by `others`, the layers of other models.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ TRAITS = (
     "CTAs along N", "swapped", "overlapped", "group", "A astride", "B astride", "busiest", "l2", "port",
 )  # fmt: skip
 """What `Model.traits` tells of a launch. BM and BN: of a cluster, whose CTAs along M and N stand further on. The last
-round: the share of its places that have a CTA, 0 where all have. Rows and columns used: the share of those of all tiles
-that are D's. Tiles, memory and fixed: terms of the estimate, over it. Swapped, overlapped and group: as of `Footprint`.
-A and B astride: the share of an operand's rows that begin within a line. Busiest, l2 and port: multiplications or
-shared memory, loads of all SMs, and loads of this one, over the time of a k step."""
+round: the share of its places that have a CTA, 0 where all have. Rows and columns used: the share of those of all
+tiles that are D's. Tiles, memory and fixed: terms of the estimate, over it. Swapped, overlapped and group: as of
+`Footprint`. A and B astride: the share of an operand's rows that begin inside a line of 128 bytes. Busiest, l2 and
+port: multiplications or shared memory, loads of all SMs, and loads of this one, over the time of a k step."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def place(family: str) -> int:
 
 
 def taught(footprint: Footprint, signature: Signature) -> bool:
-    """Whether times of such launches may teach trees, and what was learned counts for them.
+    """Whether trees may learn from times of such launches, and correct the estimates of such launches.
 
-    They were taught by single products in fp32 and bf16, without C, bias and activation. Batches, fp16, bias and
-    activation run the same kernels in much the same time, so it counts for them. Groups and operands in parts are
+    They learned from single products in fp32 and bf16, without C, bias and activation. Batches, fp16, bias and
+    activation run the same kernels in much the same time, so they are corrected too. Groups and operands in parts are
     another matter. So are programs and C on tensor cores, whose schedules hide an epilogue in different ways:
     512x4096x14336 with an operand takes 86 us with cooperative tiles on an H200 and 91 in ping-pong, which the plain
     product prefers.

@@ -3,9 +3,11 @@
 Shapes are drawn at random (`tuning.random_shapes`), `--count` of them for each of `--majors`. At each of them the
 cheapest configuration of every candidate of `cute` counts, with the splits of K that the model likes best: the `--best`
 cheapest are checked and timed in turns with torch, captured and L2-cold. So are `--more` of them with the model's next
-best splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. Printed is a text
-table for `tuning.calibrate` and `tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no
-time. The exit status is 1 if a shape has no times.
+best splits, which teaches what splits cost, and those of `--also`, whose splits are powers of two. With `--tiles` the
+cheapest of each tile and schedule counts, instead of each candidate. Products that bring the card to its power limit
+are timed in blocks of `BLOCK_SECONDS`, in two rounds. Printed is a text table for `tuning.calibrate` and
+`tuning.learn`, a block a shape. What is wrong or fails is named in it, and has no time. The exit status is 1 if a shape
+has no times.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from cutegemm.problem import DTYPES
 from cutegemm.tuner.compile_pool import default_jobs
 from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
+from cutegemm.tuner.timing import SUSTAINED_FLOPS
 from tuning import cli, contest, random_shapes
 
 if TYPE_CHECKING:
@@ -35,10 +38,15 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 """Of K, for a configuration of `--also` that names none."""
 OTHER_SPLITS = 1.3
 """Of `--more`: so many times as many as those that the model likes best, or as few."""
+BLOCK_SECONDS, SUSTAINED_ROUNDS = 0.12, 2
+"""Of products of more than `SUSTAINED_FLOPS`; shorter than a sweep's blocks, since there are many candidates."""
 
 
-def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = (), more: int = 0) -> list[Candidate]:
-    """The cheapest configuration of each of the `best` cheapest candidates, then of each configuration of `also`.
+def favourites(
+    problem: Problem, arch: Arch, best: int, also: Sequence[Any] = (), more: int = 0, tiles: bool = False
+) -> list[Candidate]:
+    """The cheapest configuration of each of the `best` cheapest candidates, or of their tiles and schedules; then of
+    each configuration of `also`.
 
     Of `more` of the candidates the cheapest with other splits too, `OTHER_SPLITS` times as many or as few. One of
     `also` whose K may be split and is not gets the cheapest of `SPLITS`. Those that cannot serve the problem, and those
@@ -54,6 +62,8 @@ def favourites(problem: Problem, arch: Arch, best: int, also: Sequence[Any] = ()
         if families and config.family not in families:  # small tiles of another family, for tiny products alone
             continue
         whole = str(replace(config, splits=1) if hasattr(config, "splits") else config)
+        if tiles:
+            whole = "/".join(whole.split("/")[:3])
         if whole not in found:
             if len(found) == best:
                 break
@@ -83,7 +93,9 @@ def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool:
     try:
         timer.open(problem)
         right = contest.right(timer, [each for each in candidates if each.key not in failed], failed)
-        found = dict(timer.time(right, rounds, 0.0)) if right else {}
+        sustained = problem.flops > SUSTAINED_FLOPS
+        turns = (SUSTAINED_ROUNDS, BLOCK_SECONDS) if sustained else (rounds, 0.0)
+        found = dict(timer.time(right, *turns)) if right else {}
     except TimerBroken as why:  # which names the problem
         return f"# {why}"
     except TimerLost as why:
@@ -107,10 +119,11 @@ def table(
     machine: contest.Machine,
     rounds: int,
     more: int = 0,
+    tiles: bool = False,
 ) -> Iterator[str]:
     """The blocks of all shapes. Kernels are compiled ahead, those of the first shapes first."""
     arch = machine.timer.arch
-    wanted = [favourites(problem, arch, best, also, more) for problem in problems]
+    wanted = [favourites(problem, arch, best, also, more, tiles) for problem in problems]
     for problem, candidates in zip(problems, wanted, strict=True):
         machine.pool.session(problem.signature, arch).ahead(candidates)
     for problem, candidates in zip(problems, wanted, strict=True):
@@ -146,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument(
         "--more", type=cli.count, default=0, help="candidates of which other splits of K are timed too (default 0)"
     )
+    made.add_argument("--tiles", action="store_true", help="of each tile and schedule one candidate")
     made.add_argument("--also", type=_configs, default=[], help="further configurations, comma-separated")
     made.add_argument("--rounds", type=cli.count, default=3, help="measured rounds (default 3)")
     made.add_argument("--seconds", type=cli.seconds, help="time after which no further shape is begun: 60s, 2m")
@@ -160,7 +174,8 @@ def main(arguments: list[str] | None = None) -> int:
                 for number, majors in enumerate(options.majors)
             ]
             problems = [problem for of_each in zip(*by_majors, strict=True) for problem in of_each]
-            for text in table(problems, options.best, options.also, machine, options.rounds, options.more):
+            wanted = options.best, options.also
+            for text in table(problems, *wanted, machine, options.rounds, options.more, options.tiles):
                 print(text, flush=True)
                 status |= not any(line.startswith("==") for line in text.splitlines())
                 if options.seconds and time.monotonic() - begun > options.seconds:

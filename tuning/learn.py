@@ -30,7 +30,7 @@ from cutegemm.choice.cost_rates import CONSTANTS
 from cutegemm.choice.footprint import Footprint
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
-from cutegemm.problem import Signature
+from cutegemm.problem import Problem, Signature
 from tuning import calibrate, cli
 
 COUNT, RATE = 400, 0.25
@@ -103,7 +103,7 @@ def _rows(fit: calibrate.Fit) -> Iterator[tuple[list[float], float, float, int, 
     shapes = (
         (problem, rows)
         for (problem, burst), rows in fit.shapes.items()
-        if not burst and min(problem.evened) and learned.taught(rows[0][0], problem.signature)
+        if not burst and min(problem.evened) and _teaches(problem, rows[0][0])
     )
     for number, (problem, rows) in enumerate(shapes):
         weights = calibrate.weights_of([seconds for _, seconds in rows])
@@ -111,6 +111,11 @@ def _rows(fit: calibrate.Fit) -> Iterator[tuple[list[float], float, float, int, 
             model = Watched(shape, problem.signature, fit.arch)
             estimate = model.seconds(*problem.evened)
             yield model.found, estimate, seconds, number, weight
+
+
+def _teaches(problem: Problem, shape: Footprint) -> bool:
+    is_light = problem.flops <= learned.most_flops(problem.signature)
+    return is_light and learned.taught(shape, problem.signature)
 
 
 def grown(known: Times, count: int = COUNT, seed: int = 0) -> learned.Trees:

@@ -106,16 +106,16 @@ def clusters(arch: Arch, size: int) -> int:
 
 FIELDS = (
     "_a_by_k", "_again", "_alternate", "_apart", "_b_by_k", "_balanced", "_bandwidth", "_beside", "_between", "_bk",
-    "_blurred", "_bunch", "_busiest", "_busy", "_cluster_columns", "_cluster_rows", "_crowd", "_early", "_energy_byte",
-    "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_full", "_group", "_group_rows", "_hides", "_idle",
-    "_in_turns", "_itemsize", "_l2", "_last", "_launch", "_learned", "_least_epilogue", "_least_factor",
-    "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read", "_least_step",
-    "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip", "_lump",
-    "_multiply", "_out_size", "_outputs", "_outside", "_overlap", "_parts", "_places", "_port", "_ragged_m",
-    "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_shared", "_slower", "_smem", "_split_each",
-    "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums", "_swapped", "_tail",
-    "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port", "_waves", "_within",
-    "_writes", "_written",
+    "_blurred", "_bunch", "_busiest", "_busy", "_cluster_columns", "_cluster_rows", "_crowd", "_early",
+    "_energy_byte", "_energy_step", "_epilogue", "_exchange", "_fixed", "_fold", "_full", "_group", "_group_rows",
+    "_hides", "_idle", "_in_turns", "_itemsize", "_l2", "_last", "_launch", "_learned", "_least_epilogue",
+    "_least_factor", "_least_latency", "_least_latency_lines", "_least_load", "_least_outside", "_least_read",
+    "_least_step", "_least_tail", "_least_written", "_leaves_room", "_lines", "_lines_a", "_lines_b", "_load_chip",
+    "_lump", "_most_flops", "_multiply", "_out_size", "_outputs", "_outside", "_overlap", "_parts", "_places",
+    "_port", "_ragged_m", "_ragged_n", "_read", "_rereads", "_rest", "_sectors", "_serial", "_shared", "_slower",
+    "_smem", "_split_each", "_split_fixed", "_split_part", "_splits", "_stages", "_stays", "_step_fixed", "_sums",
+    "_swapped", "_tail", "_threads", "_tile_m", "_tile_n", "_torn", "_under", "_uneven", "_waits", "_waits_port",
+    "_waves", "_within", "_writes", "_written",
 )  # fmt: skip
 """What a `Model` holds, all of it numbers."""
 _NUMBERS = operator.attrgetter(*FIELDS)
@@ -149,7 +149,7 @@ class Model:
 
         # -- what was learned from measured times
         self._learned = learned.place(f.family.name) if constants is None and learned.taught(f, signature) else 0
-        self._least_factor = learned.LEAST if self._learned else 1.0
+        self._least_factor, self._most_flops = learned.LEAST if self._learned else 1.0, learned.most_flops(signature)
         self._outputs, self._shared, self._threads = f.outputs, f.smem_step, f.threads
         self._swapped, self._in_turns, self._group = f.swapped, f.overlapped, f.group
         self._cluster_columns = f.cluster[1]
@@ -383,7 +383,8 @@ class Model:
         power = tiles * all_steps * self._energy_step + moved * self._energy_byte - self._rest
         seconds = launch_seconds(busy_rounds, memory, fixed, power, self._overlap)
         factor = 1.0
-        if self._learned and works and k and seconds * self._least_factor < best:
+        light = 2 * elements * k <= self._most_flops
+        if self._learned and light and works and k and seconds * self._least_factor < best:
             factor = self.learned(
                 m, n, k, works, steps, rows, columns, seconds, busy_rounds, memory, fixed, step, load, port
             )

@@ -7,7 +7,10 @@ the launch above that limit? The answers are the bits of a leaf's number, the fi
 Friedman, "Greedy function approximation", Annals of Statistics 2001; trees with one question a level: Prokhorenkova et
 al., "CatBoost", NeurIPS 2018.)
 
-A correction is between `LEAST` and `MOST`, so that what was never measured is judged by the model.
+A correction is between `LEAST` and `MOST`, so that what was never measured is judged by the model. So are products of
+more than `MOST_FLOPS` on tensor cores. They bring the card to its power limit, where the model counts energy, and the
+times that trees learn from are too short for that: in blocks of 0.12 s the model's choice lost 0.9 % to the fastest of
+12 tiles at 28 such products on an H200, and up to 4.0 % with trees (fsm90-6.txt).
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 TREES = Path(__file__).parents[1] / "data" / "learned.json"
 DEPTH = 6
 LEAST, MOST = 0.8, 1.25
+MOST_FLOPS = 1e11
+"""Of a product on tensor cores that trees correct; the tuner and the benchmark time larger ones in sustained blocks."""
 TRAITS = (
     "log2 M", "log2 N", "log2 K", "A along K", "B along K", "BM", "BN", "BK", "stages", "threads",
     "sums of a thread", "bytes read in a k step", "CTAs of an SM", "log2 splits", "log2 CTAs over SMs",
@@ -85,6 +90,11 @@ def taught(footprint: Footprint, signature: Signature) -> bool:
     epilogue = signature.epilogue
     plain = epilogue.custom is None and epilogue.c_dtype is None
     return (plain or signature.unit == CUDA_CORES) and signature.work == "dense" and footprint.terms == 1
+
+
+def most_flops(signature: Signature) -> float:
+    """Flop of a product up to which trees count."""
+    return math.inf if signature.unit == CUDA_CORES else MOST_FLOPS
 
 
 def factor(place: int, traits: list[float]) -> float:

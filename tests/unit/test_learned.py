@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -229,6 +230,25 @@ def test_an_explanation_names_the_factor():
     other = Problem.of(1000, 600, 4000, "fp32", precision="tf32")
     config = CUTE.parse("sm90/128x128x32/coop2/c1x1/s4/serp8/pdl")
     assert "learned" not in heuristics.explain(other, config, "cute", H200)
+
+
+@pytest.mark.parametrize(("text", "dtype", "counts"), [
+    ("sm90/128x128x64/pp/c1x2/s6/serp8/swap/pdl", "bf16", False), (TEXTS[0], "fp32", True),
+])  # fmt: skip
+def test_heavy_products_on_tensor_cores_are_judged_by_the_model_alone(text, dtype, counts):
+    """At the power limit, to which the times of trees do not bring the card. 2 * 2500 * 2000 * 10000 is 1e11."""
+    light, heavy = (Problem.of(2500, 2000, k, dtype) for k in (10_000, 10_008))
+    model = _model(text, light)
+    assert model.terms(*light.evened).learned != 1.0
+    assert (model.terms(*heavy.evened).learned != 1.0) == counts
+    half = dataclasses.replace(heavy, k=heavy.k // 2, batch=2)
+    assert (model.terms(*half.evened).learned != 1.0) == counts, "a batch counts as a whole"
+    for problem in (light, heavy, half):
+        if compiled.library() is not None:
+            assert compiled.Group([model]).cheapest(*problem.evened, 1.0)[0] == model.seconds(*problem.evened)
+    samples = [Sample(problem, "cute", text, 1e-3) for problem in (light, heavy)]
+    (known,) = learn.times(samples, H200).values()
+    assert len(known.seconds) == 1 + counts
 
 
 def test_the_tile_order_does_not_change_how_many_ctas_an_sm_holds():

@@ -422,6 +422,19 @@ def test_of_some_favourites_other_splits_of_k_are_timed_too():
         assert many >= favourites.OTHER_SPLITS * few
 
 
+def test_of_each_tile_one_favourite_is_timed_and_heavy_products_in_blocks():
+    problems = [Problem.of(m, 4096, 4096, "bf16") for m in (512, 4096)]
+    tiles = lambda found: {tuple(each.text.split("/")[1:3]) for each in found}  # noqa: E731
+    for problem in problems:
+        found = favourites.favourites(problem, H200, 8, tiles=True)
+        assert len(tiles(found)) == len(found) == 8
+        assert found[0] == favourites.favourites(problem, H200, 1)[0]
+        assert len(tiles(favourites.favourites(problem, H200, 8))) < 8
+    timer = FakeTimer({each.key: 1e-6 for p in problems for each in favourites.favourites(p, H200, 2, tiles=True)})
+    list(favourites.table(problems, 2, [], contest.Machine(timer, FakeCompiler()), 7, tiles=True))
+    assert [(rounds, block) for _, rounds, block in timer.timed] == [(7, 0.0), (2, favourites.BLOCK_SECONDS)]
+
+
 def test_favourites_are_of_families_that_a_choice_compares():
     """By the model alone small tiles of mma.sync would be liked at 8x28672x4096, where they take three times as long
     as cuBLAS (fsm90-4)."""

@@ -8,11 +8,11 @@ here beforehand, by the cost model as it is fitted, and of these the few to comp
        estimated for each of them, whole and with K split
     3. greedily, the configuration is added that saves the most time over all shapes, large losses counting more;
        those that measurements (TABLE, as `tuning.calibrate` takes them) found best at two shapes or more come first
-    4. shapes are drawn in each cell (M, N and K up to a power of two and beyond the one before); of those picked the
-       cell gets the fewest, greedily, that have one within `NEAR` of the best for each of its shapes: by the model
-       with what measured times have taught (`tuning.learn`), and without, as programs are estimated
-    5. all this for A and B along K; then more are picked for the other majors together, by a shape of each cell, and
-       each has cells of its own
+    4. so far A and B were along K; likewise more are added for the other majors together, by a shape of each cell
+    5. for each of the majors shapes are drawn in each cell (M, N and K up to a power of two and beyond the one before);
+       of those picked the cell gets the fewest, greedily, that have one within `NEAR` of the best for each of its
+       shapes: by the model with what measured times have taught (`tuning.learn`), and without, as programs are
+       estimated
 
 `--write` puts the table into the package (cutegemm/data/candidates.json). To be run again when the cost model's
 constants or what was learned have changed; takes some ten minutes of one core. What is printed, for each majors: how
@@ -384,9 +384,8 @@ def main(arguments: list[str] | None = None) -> int:
     in_cells = [drawn(cell, 1)[0] for cell in all_cells()]
     others = [Estimator(configs, _signature(majors), arch).costs(in_cells) for majors in shortlists.MAJORS[1:]]
     costs = Costs(np.concatenate([of.whole for of in others]), np.concatenate([of.split for of in others]))
-    more = pick(costs, len(chosen) + _fewer(options.count), chosen)
-    chosen_for = dict.fromkeys(shortlists.MAJORS, more) | {shortlists.MAJORS[0]: chosen}
-    named = covered_by_majors(configs, chosen_for, arch, options.per_cell, options.jobs)
+    chosen = pick(costs, len(chosen) + _fewer(options.count), chosen)
+    named = covered_by_majors(configs, dict.fromkeys(shortlists.MAJORS, chosen), arch, options.per_cell, options.jobs)
     found = table(configs, named)
     texts = found["configurations"]
     assert isinstance(texts, list)

@@ -64,8 +64,8 @@ def test_an_element_that_nothing_wrote_is_found():
 
 
 def test_the_configurations_of_the_gpu_cover_every_way_of_splitting_and_repeat():
-    drawn = [exact_cases.hopper(number, H200) for number in range(60)]
-    assert drawn == [exact_cases.hopper(number, H200) for number in range(60)]
+    drawn = [exact_cases.hopper(number, H200) for number in range(70)]
+    assert drawn == [exact_cases.hopper(number, H200) for number in range(70)]
     configs = [backend.get("cute").parse(one.config) for one in drawn]
     ways = {(c.splits > 1, c.cluster_k > 1, "streamk" in c.options, "swap" in c.options) for c in configs}
     assert ways >= {(s, k, False, swap) for s in (True, False) for k in (True, False) for swap in (True, False)}

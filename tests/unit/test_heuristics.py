@@ -414,18 +414,18 @@ def test_winners_nearby_inform_the_choice(store):
     store.record(row(PROBLEM, ODD, 1e-6), row(PROBLEM, "sm80/128x128x32/w64x64/s4/g8", 2e-6))
     heuristics.forget()
     assert neighbours.winners_of(PROBLEM.signature, H200, "cute") == [((1024, 1024, 1024), ODD)]
-    near = plan.choose(Problem.of(1024, 1024, 1152, "fp16"), H200)
+    near = plan.choose(Problem.of(1024, 1024, 1088, "fp16"), H200)
     assert str(near.config) == ODD
     assert "winner at 1024x1024x1024 nearby" in near.why
     far = plan.choose(Problem.of(8192, 8192, 8192, "fp16"), H200)
     assert str(far.config) != ODD
-    assert str(plan.choose(Problem.of(1024, 1024, 1152, "bf16"), H200).config) == ODD
-    other = plan.choose(Problem.of(1024, 1024, 1152, "fp16", majors="tt"), H200)
+    assert str(plan.choose(Problem.of(1024, 1024, 1088, "bf16"), H200).config) == ODD
+    other = plan.choose(Problem.of(1024, 1024, 1088, "fp16", majors="tt"), H200)
     assert "nearby" not in other.why
 
 
 def test_untuned_knows_neither_the_users_rows_nor_the_shape_itself(store, monkeypatch):
-    near, other = Problem.of(1024, 1024, 1152, "fp16"), Problem.of(1024, 1024, 1024, "bf16")
+    near, other = Problem.of(1024, 1024, 1088, "fp16"), Problem.of(1024, 1024, 1024, "bf16")
     shipped = {str(PROBLEM): (row(PROBLEM, ODD, 1e-6, origin="shipped"),)}
     plain = heuristics.choose(PROBLEM, H200)
     monkeypatch.setattr(winners_table, "shipped", lambda gpu, count: shipped)
@@ -444,7 +444,7 @@ def test_untuned_knows_neither_the_users_rows_nor_the_shape_itself(store, monkey
 def test_a_winner_nearby_that_cannot_serve_is_passed_over(store):
     store.record(row(PROBLEM, "sm80/256x256x64/w64x64/s8/g8", 1e-6))
     heuristics.forget()
-    problem = Problem.of(1024, 1024, 1152, "fp16")
+    problem = Problem.of(1024, 1024, 1088, "fp16")
     choice = plan.choose(problem, H200)
     assert backend.get("cute").check(choice.config, problem, H200) is None
 

@@ -16,6 +16,7 @@ from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from tests.problems import MAJORS
 from tests.sass import registers, spilled
+from tests.unit.scaled import scaled_problem
 
 CUTE = backend.get("cute")
 HOPPER = arch.get("sm_90a")
@@ -23,6 +24,8 @@ TF32 = Problem.of(64, 64, 64, "fp32", precision="tf32").signature
 SIGNATURES = {
     "sm90": Problem.of(64, 64, 64, "bf16").signature,
     "sm90 tf32": TF32,
+    "sm90 rows": scaled_problem("rows", 64, 64, 64).signature,
+    "sm90 blocks": scaled_problem("blocks", 64, 64, 64).signature,
     "sm80": Problem.of(64, 64, 64, "fp16").signature,
     "sm80 tf32": TF32,
     "simt": Problem.of(64, 64, 64, "fp32").signature,

@@ -73,7 +73,7 @@ _FEW = (
     "sm90/64x64x128/coop1/c1x2x2/s8/row/pdl",
     "sm90/64x32x128/coop1/c1x2/s4/serp8/swap/pdl",
     "sm90/64x32x128/coop1/c1x1x2/s8/row/swap/pdl",
-    "sm90/64x16x128/coop1/c2x1/s16/serp8/swap/pdl",
+    "sm90/64x16x128/coop1/c2x1/s8/serp8/swap/pdl",
     "sm90/64x16x128/coop1/c1x1x2/s8/row/swap/pdl",
 )
 """For few rows, and for small products: clusters that share what they load, or the sum over K."""
@@ -88,6 +88,8 @@ rows of 28672x4096 with scales of rows took 44, 39 and 40 us on an H200, with th
 _SMALLEST = "sm90/64x16x128/coop1/c1x1/s8/serp8/pdl"
 _LARGE_SCALED = (128, 192)
 """The only tile of at least 128 x 128 without half whose CTAs share loads that is for scales of blocks."""
+SHORT_SUM = 1024
+"""Up to this K, rounded up to a power of two, large tiles of a cluster take scales of blocks as fast as others."""
 SPLIT = frozenset(
     (
         "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl",
@@ -99,25 +101,24 @@ SPLIT = frozenset(
         "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl",
     )
 )
-"""Those that may have K split."""
+"""Of the above those that may have K split."""
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
-    """The candidates for a signature whose operands have elements of one byte: the above, and where no sums are
-    promoted those of `shortlists`."""
-    texts = dict.fromkeys((*_own(signature), *_in_cells(signature)))
+    """The candidates for a signature whose operands have elements of one byte: the above and those of `shortlists`."""
+    texts = dict.fromkeys((*_own(signature), *_in_cells(signature).values()))
     return tuple(texts) or (_SMALLEST,)  # of which the rule of validity says why it is none
 
 
-def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Of those listed the ones to compare, and whether with K split: all of the above, and those of a cell of
-    `shortlists`, which names them as of 16 bits. None, for all of them, where sums are promoted."""
-    if signature.promotion is not None:
-        return []
-    found = [(text, split) for text in _own(signature) for split in ((False, True) if text in SPLIT else (False,))]
-    named = ((shortlists.of_width(text, 1), split) for text, split in cell)
-    found += (each for each in named if each[0] in _in_cells(signature))
-    return list(dict.fromkeys(found))
+def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], k: int) -> list[tuple[str, bool]]:
+    """Of those listed the ones to compare for sums over about k, and whether with K split: all of the above, and those
+    of a cell of `shortlists`, which names them as of 16 bits."""
+    found = [(text, False) for text in _own(signature)]
+    found += ((text, True) for text in _own(signature) if text.removesuffix("/twin") in SPLIT)
+    known = _in_cells(signature)
+    found += ((known[text], split) for text, split in cell if text in known)
+    poor = frozenset() if k <= SHORT_SUM and signature.work == DENSE else _poor_with_blocks(signature)
+    return [each for each in dict.fromkeys(found) if each[0] not in poor]
 
 
 @functools.lru_cache(maxsize=64)
@@ -126,34 +127,42 @@ def _own(signature: Signature) -> tuple[str, ...]:
     texts: tuple[str, ...] = (*_LARGE, *_BOTH, *_FEW, *(_GATED if signature.epilogue.gating else ()))
     if signature.promotion is not None and signature.work == DENSE:
         texts += _HALF
-    forms = (_form(HopperConfig.parse(text), signature) for text in texts)
+    forms = (_form(text, signature) for text in texts)
     return tuple(dict.fromkeys(form for form in forms if form is not None))
 
 
 @functools.lru_cache(maxsize=64)
-def _in_cells(signature: Signature) -> dict[str, None]:
-    """The candidates of `shortlists` that serve a signature, in their order; none with promoted sums, for which those
-    above were measured, and none for gate and up."""
-    if signature.promotion is not None or signature.epilogue.gating:
+def _in_cells(signature: Signature) -> dict[str, str]:
+    """The candidates of `shortlists` that serve a signature, in their order: as of 16 bits, and in the form that serves
+    it. None for gate and up, and none for promoted sums of groups, which were not timed with them."""
+    if signature.epilogue.gating or (signature.promotion is not None and signature.work != DENSE):
         return {}
-    texts = (shortlists.of_width(text, 1) for text in shortlists.configurations())
-    return dict.fromkeys(text for text in texts if _form(HopperConfig.parse(text), signature) is not None)
+    forms = ((text, _form(shortlists.of_width(text, 1), signature)) for text in shortlists.configurations())
+    return {text: form for text, form in forms if form is not None}
 
 
-def _form(config: HopperConfig, signature: Signature) -> str | None:
-    """What serves a signature: the configuration, or with twin sums; None if neither does, or it is known as slow."""
+@functools.lru_cache(maxsize=64)
+def _poor_with_blocks(signature: Signature) -> frozenset[str]:
+    """Of those listed what is slow with scales of blocks of K, once the sum is long: clusters with large tiles."""
+    if not signature.epilogue.program.block_scales:
+        return frozenset()
+    return frozenset(text for text in listed(signature) if _is_poor_with_blocks(text))
+
+
+def _form(text: str, signature: Signature) -> str | None:
+    """What serves a signature: the configuration, or with twin sums; None if neither does."""
+    config = HopperConfig.parse(text)
     if signature.work != DENSE and config.parts > 1:  # whose CTAs sum all of K
         return None
     if signature.promotion is None:
-        return str(config)
+        return text
     if config.ping_pong or promotion.why_invalid(config, signature) is not None:
-        return None
-    if signature.epilogue.program.block_scales and _is_poor_with_blocks(config):
         return None
     return str(_with_twin(config) if twins_pay(config, signature) else config)
 
 
-def _is_poor_with_blocks(config: HopperConfig) -> bool:
+def _is_poor_with_blocks(text: str) -> bool:
+    config = HopperConfig.parse(text)
     shared = config.cluster != (1, 1) and config.bm * config.bn >= 128 * 128
     return shared and "half" not in config.options and (config.bm, config.bn) != _LARGE_SCALED
 
@@ -180,6 +189,6 @@ def _with_twin(config: HopperConfig) -> HopperConfig:
 
 def may_split(text: str, signature: Signature) -> bool:
     """Whether a candidate may have K split."""
-    if signature.promotion is not None:
-        return text.removesuffix("/twin") in SPLIT
-    return text in SPLIT or shortlists.may_split(shortlists.of_width(text, 2, 1))
+    text = text.removesuffix("/twin")
+    in_cells = _in_cells(signature) and shortlists.may_split(shortlists.of_width(text, 2, 1))
+    return text in SPLIT or bool(in_cells)

@@ -169,10 +169,10 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     if signature.parts is not None:
         return []
     itemsize = ITEMSIZE[signature.dtype]
-    k = k * itemsize // 2  # elements of 16 bits
+    elements, k = k, k * itemsize // 2  # of 16 bits
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
     if itemsize == 1:
-        return _as_they_fit(byte_candidates.shortlist(signature, found), signature)
+        return _as_they_fit(byte_candidates.shortlist(signature, found, elements), signature)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found += ((text, False) for text in _OF_GROUPS)
     found += beside_cells(m, n, k, batch)

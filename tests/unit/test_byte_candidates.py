@@ -103,6 +103,18 @@ def test_candidates_are_valid_and_have_twins_where_these_pay(signature):
             assert "twin" in config.options
 
 
+def test_scales_of_blocks_leave_no_registers_for_large_twins_in_clusters_of_four():
+    for text, expected in (
+        ("128x112x128/coop2/c1x4/s6/serp8/pdl", False),
+        ("128x112x128/coop2/c1x2/s6/serp8/pdl", True),
+        ("128x96x128/coop2/c1x4/s6/serp8/pdl", True),
+        ("64x128x128/coop1/c4x1/s8/serp8/pdl", True),
+    ):
+        config = HopperConfig.parse(f"sm90/{text}")
+        assert byte_candidates.twins_pay(config, BLOCKS) == expected
+        assert byte_candidates.twins_pay(config, ROWS)
+
+
 @pytest.mark.parametrize(
     ("config", "with_twin", "without"),
     [

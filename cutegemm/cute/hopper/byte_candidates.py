@@ -168,8 +168,15 @@ def _is_poor_with_blocks(text: str) -> bool:
 
 
 def twins_pay(config: HopperConfig, signature: Signature) -> bool:
-    """Whether the configuration is faster with twin sums than without, and valid with them."""
+    """Whether the configuration is faster with twin sums than without, and valid with them.
+
+    With scales of blocks, two warpgroups and clusters of four CTAs or more, twins of 56 accumulators a thread spill 8
+    bytes.
+    """
     if config.ping_pong or config.consumers > 2 or "half" in config.options:
+        return False
+    is_full = config.consumers == 2 and config.cluster_ctas >= 4 and config.accumulators >= 56
+    if is_full and signature.epilogue.program.block_scales:
         return False
     return promotion.why_invalid(_with_twin(config), signature) is None
 

@@ -2,8 +2,8 @@
 
 There are few of them, so that a choice costs microseconds. They differ in the tile and the cluster, and with these in
 how a small problem fills the SMs. In most dtypes there are more than a choice can compare: `shortlists` lists them,
-with a shortlist for each size. `splits` says which may have K split. Several results of a program, and results of four
-bytes, need more staging buffers, so a candidate then has as many stages as still fit into shared memory.
+with a shortlist for each size. `splits` says which may have K split. Several results of a program, results of four
+bytes, and scales of blocks need more shared memory, so a candidate then has as many stages as still fit.
 
 tests/compile builds one for each tile, schedule and order of operands, without C and bias: none spills.
 """
@@ -86,8 +86,10 @@ def listed(signature: Signature) -> tuple[str, ...]:
 
 
 def _is_crowded(signature: Signature) -> bool:
-    """Whether results need more room in shared memory than the candidates leave: several, or one of four bytes."""
-    return len(signature.results) > 1 or (signature.parts is None and ITEMSIZE[signature.out_dtype] > 2)
+    """Whether more room in shared memory is needed than the candidates leave: for several results or one of four bytes,
+    or for scales of blocks."""
+    wide = signature.parts is None and ITEMSIZE[signature.out_dtype] > 2
+    return len(signature.results) > 1 or wide or bool(signature.epilogue.program.block_scales)
 
 
 def _as_listed(signature: Signature) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from cutegemm.choice import heuristics
 from cutegemm.choice.footprint import resident
 from cutegemm.cute import FAMILIES
 from cutegemm.cute.hopper import candidates as hopper_candidates
+from cutegemm.cute.hopper.config import SWAPPED_TILES
 from cutegemm.cute.simt import registers as simt_registers
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
@@ -60,6 +61,21 @@ def test_no_spills(kind, text):
     kernel = CUTE.build(signature, config, HOPPER)
     assert not spilled(kernel.cubin)
     assert registers(kernel.cubin) * config.threads <= HOPPER.registers_per_sm
+
+
+def _odd_eights():
+    """Of each swapped tile what the rule of validity accepts of these."""
+    rests = ("c1x1/s3/serp8", "c1x2/s3/serp8", "c1x1x4/s3/row", "c1x1/s3/row/k5")
+    for (bm, bn), schedule, rest in product(SWAPPED_TILES, ("coop1", "coop2", "coop3", "pp"), rests):
+        text = f"sm90/{bm}x{bn}x64/{schedule}/{rest}/swap/pdl"
+        if CUTE.parse(text).why_invalid(SIGNATURES["sm90"], HOPPER) is None:
+            yield text
+
+
+@pytest.mark.parametrize("text", list(_odd_eights()))
+@pytest.mark.product(keep=3)
+def test_swapped_tiles_with_odd_eights_of_columns_do_not_spill(text):
+    assert not spilled(CUTE.build(SIGNATURES["sm90"], CUTE.parse(text), HOPPER).cubin)
 
 
 def _listed_registers():

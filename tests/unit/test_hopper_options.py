@@ -14,7 +14,7 @@ import cutegemm
 from cutegemm.choice.footprint import Footprint
 from cutegemm.cute import BACKEND
 from cutegemm.cute.hopper import config as config_module
-from cutegemm.cute.hopper.config import CLUSTERS, HopperConfig
+from cutegemm.cute.hopper.config import CLUSTERS, SWAPPED_TILES, HopperConfig
 from cutegemm.cute.hopper.options import (
     HALF_TRIALS,
     NAMES,
@@ -28,6 +28,7 @@ from cutegemm.cute.hopper.options import (
 )
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
+from cutegemm.problem.epilogue import Epilogue
 
 H200 = arch.get("H200")
 SIGNATURE = Problem.of(4096, 4096, 4096, "bf16").signature
@@ -185,3 +186,35 @@ def test_the_tuner_tries_sets_that_anyone_may_get_and_that_are_valid_somewhere(i
     assert {c.options for c in HopperConfig.space(itemsize)} == {tuple(names.split("/")) for names in sets}
     for trial in trials:
         assert 1 <= trial.clusters <= len(CLUSTERS)
+
+
+def test_tiles_with_odd_eights_of_columns_are_tried_with_swapped_operands_where_they_are_valid():
+    """A box of D has up to 64 rows there, as many as divide the tile's and are a multiple of 8."""
+    boxes = {8: 8, 24: 24, 40: 40, 56: 56, 72: 24, 88: 8, 104: 8, 120: 40, 168: 56, 216: 24}
+    for bn, rows in boxes.items():
+        config = HopperConfig.parse(f"sm90/64x{bn}x64/coop1/c1x1/s3/serp8/swap/pdl")
+        assert config.why_invalid(SIGNATURE, H200) is None
+        assert config.uses_tma_store(SIGNATURE)
+        assert config.store_columns(2, SIGNATURE) == rows
+    tried = [config for config in HopperConfig.space() if config.bn % 16]
+    assert {(config.bm, config.bn) for config in tried} == set(SWAPPED_TILES)
+    assert all(config.swapped and boxes[config.bn] >= min(config.bn, 24) for config in tried)
+    valid = {(config.bm, config.bn) for config in tried if config.why_invalid(SIGNATURE, H200) is None}
+    assert valid == set(SWAPPED_TILES)
+    problem = Problem.of(8, 4096, 4096, "bf16")
+    split = [config for config in HopperConfig.split_space(problem, H200) if config.bn % 16]
+    assert any(config.why_invalid(SIGNATURE, H200) is None for config in split)
+    refused = ("e4m3", "int8", "fp32")
+    for dtype in refused:
+        signature = Problem.of(64, 64, 64, dtype, precision="tf32" if dtype == "fp32" else "ieee").signature
+        assert all(config.why_invalid(signature, H200) for config in tried[:200])
+    with_c = Problem.of(64, 64, 64, "bf16", epilogue=Epilogue(c_dtype="bf16")).signature
+    assert "no matrix operand" in (tried[0].why_invalid(with_c, H200) or "")
+    in_groups = dataclasses.replace(SIGNATURE, work="ragged_m")
+    assert "no group's" in (tried[0].why_invalid(in_groups, H200) or "")
+
+
+@pytest.mark.parametrize("bn", [4, 12, 20, 264])
+def test_columns_that_no_wgmma_has_are_refused(bn):
+    config = HopperConfig.parse(f"sm90/64x{bn}x64/coop1/c1x1/s3/serp8/swap")
+    assert "accepted are multiples of 8 up to 256" in (config.why_invalid(SIGNATURE, H200) or "")

@@ -55,6 +55,8 @@ TILES = (
     *((256, n) for n in (16, 32, 64, 96, 128, 160, 176, 192, 208)),
 )
 """(BM, BN) that the tuner considers."""
+SWAPPED_TILES = (*((64, n) for n in (8, 24, 40, 56, 72, 120)), *((bm, n) for bm in (128, 192) for n in (8, 72, 120)))
+"""The same with swapped operands alone. Of the other multiples of 8, boxes of D would have 8 rows (`store_columns`)."""
 RING_BYTES = 227 * 1024 - BARRIER_BYTES - 16 * 1024
 """Shared memory that the smallest epilogue leaves for the ring."""
 WHOLE_RING_BYTES = 227 * 1024 - BARRIER_BYTES
@@ -183,8 +185,11 @@ class HopperConfig(LaunchedConfig):
         """Columns of results that one TMA store moves: the widest swizzle span that divides the tile of results.
 
         16 bytes, for which there is no swizzle, are what a gated tile may be left with; 8 with results of one byte.
+        With swapped operands they are rows of D, of which a swizzle takes any multiple of 8.
         """
         columns = self.out_columns(signature)
+        if self.swapped and self.bn % 16:
+            return next(rows for rows in range(64, 0, -8) if columns % rows == 0)
         return next(span // itemsize for span in (128, 64, 32, 16, 8) if columns % (span // itemsize) == 0)
 
     @property
@@ -231,7 +236,10 @@ class HopperConfig(LaunchedConfig):
             and self.accumulators <= most
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"
-            and self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
+            and (
+                (self.swapped and self.bn % 16 != 0)
+                or self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
+            )
             and not (self.swapped and signature.epilogue.program.uses("partner"))
         )
 
@@ -394,7 +402,7 @@ class HopperConfig(LaunchedConfig):
         Clusters along K and exchanged operands, which serve few tiles and a small M, come with one tile order.
         """
         depths = (128 // itemsize, 256 // itemsize)
-        for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3", "pp")):
+        for (bm, bn), bk, schedule in product((*TILES, *SWAPPED_TILES), depths, ("coop1", "coop2", "coop3", "pp")):
             deepest = min(8, (RING_BYTES - 2 * bn) // ((bm + bn) * bk * itemsize))
             rings = sorted({deepest, deepest - 1, deepest // 2}, reverse=True)
             for trial, sets in option_table.trials(option_table.whole_trials(itemsize), bm, bn):
@@ -416,7 +424,7 @@ class HopperConfig(LaunchedConfig):
         itemsize = ITEMSIZE[problem.dtype]
         depths = (128 // itemsize, 256 // itemsize)
         clusters = (*((cm, cn, 1) for cm, cn in CLUSTERS), *K_CLUSTERS)
-        for (bm, bn), bk, schedule in product(TILES, depths, ("coop1", "coop2", "coop3")):
+        for (bm, bn), bk, schedule in product((*TILES, *SWAPPED_TILES), depths, ("coop1", "coop2", "coop3")):
             whole = min(16, WHOLE_RING_BYTES // ((bm + bn) * bk * itemsize))
             for (cm, cn, ck), options in product(clusters, option_table.part_sets(bm, bn, itemsize)):
                 one = cls(bm, bn, bk, schedule, (cm, cn), whole, "row", options, 1, ck)

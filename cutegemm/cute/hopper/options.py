@@ -208,10 +208,11 @@ def whole_trials(itemsize: int) -> tuple[Trial, ...]:
 
 
 def trials(table: tuple[Trial, ...], bm: int, bn: int) -> Iterator[tuple[Trial, tuple[tuple[str, ...], ...]]]:
-    """(row, its sets of options) of the rows that have tiles of bm x bn."""
+    """(row, its sets of options) of the rows that have tiles of bm x bn. Those with odd eights of columns have `swap`."""
     for trial in table:
         if bm * bn >= trial.least_area and bn <= trial.most_bn:
-            yield trial, tuple(tuple(names.split("/")) for names in trial.sets)
+            sets = (tuple(names.split("/")) for names in trial.sets)
+            yield trial, tuple(names for names in sets if bn % 16 == 0 or "swap" in names)
 
 
 def part_sets(bm: int, bn: int, itemsize: int) -> tuple[tuple[str, ...], ...]:

@@ -318,16 +318,18 @@ class TmaEpilogue:
         return values.load()
 
     def _stage(self, accumulators, corner, i, part, buffer) -> None:
-        """Finishes this thread's values of one staging buffer and stores them with stmatrix."""
-        for pair in range(self.columns // 16):
-            address = self._address(pair) + buffer * self.buffer_bytes
-            for number, result in enumerate(self._values(accumulators, corner, i, part, 2 * pair, 2, address)):
+        """Finishes this thread's values of one staging buffer and stores them with stmatrix, 16 columns at a time, and
+        the last 8 where there are such."""
+        for first in range(0, self.columns // 8, 2):
+            count = min(2, self.columns // 8 - first)
+            address = self._address(first // 2) + buffer * self.buffer_bytes
+            for number, result in enumerate(self._values(accumulators, corner, i, part, first, count, address)):
                 words = cute.recast_tensor(result, Int32)
                 place = address + number * self.result_bytes if number else address
+                taken = ", ".join(f"{{$r{1 + q}}}" for q in range(2 * count))
                 cute.arch.inline_ptx(
-                    f"stmatrix.sync.aligned.m8n8.x4{self.turn}.shared.b16 "
-                    "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                    read_only_args=[place, *(words[q] for q in range(4))],
+                    f"stmatrix.sync.aligned.m8n8.x{2 * count}{self.turn}.shared.b16 [{{$r0}}], {{{taken}}};",
+                    read_only_args=[place, *(words[q] for q in range(2 * count))],
                 )
 
     @cute.jit

@@ -8,6 +8,7 @@ from cutegemm.cute import operand_parts
 from cutegemm.cute.hopper import grouping, options, promotion
 from cutegemm.problem.dtypes import ITEMSIZE, why_not_taken
 from cutegemm.problem.parts import TABLE as SPLIT
+from cutegemm.problem.work import DENSE
 
 if TYPE_CHECKING:
     from cutegemm.cute.hopper.config import HopperConfig
@@ -44,6 +45,7 @@ def why_invalid(config: HopperConfig, signature: Signature, arch: Arch) -> str |
             return f"TMA cannot load {name}: address, strides and {extent} need 16 bytes, they have {align}"
     return (
         _tile(config)
+        or _odd_eights(config, signature)
         or grouping.why_invalid(config, signature)
         or _program(config, signature)
         or operand_parts.why_invalid(signature)
@@ -74,8 +76,8 @@ def _tile(config: HopperConfig) -> str | None:
     groups = 1 if config.ping_pong else config.consumers
     if config.bm % (BLOCK_ROWS * groups) or not BLOCK_ROWS <= config.bm <= 256:
         return f"bm is {config.bm}; accepted are multiples of 64 a warpgroup, up to 256"
-    if config.bn % 16 or not 16 <= config.bn <= 256:
-        return f"bn is {config.bn}; accepted are multiples of 16 from 16 to 256 (the n of a WGMMA)"
+    if config.bn % 8 or not 8 <= config.bn <= 256:
+        return f"bn is {config.bn}; accepted are multiples of 8 up to 256 (the n of a WGMMA)"
     if config.bk not in (32, 64, 128, 256):
         return f"bk is {config.bk}; accepted are 32, 64, 128 and 256"
     if config.cluster not in CLUSTERS:
@@ -92,6 +94,26 @@ def _tile(config: HopperConfig) -> str | None:
     if config.bm // config.cluster[1] % 8 or config.bn // config.cluster[0] % 8:
         return f"tile {config.bm}x{config.bn} cannot be loaded in shares of whole 8 rows by a {config.cluster} cluster"
     return None
+
+
+def _odd_eights(config: HopperConfig, signature: Signature) -> str | None:
+    """Other multiples of 8 than those of 16. A box of D has rows of 64 columns there, any multiple of 8; of other tiles
+    it would have columns of 16 bytes."""
+    if config.bn % 16 == 0:
+        return None
+    epilogue = signature.epilogue
+    taken = {
+        "operands are swapped": config.swapped,
+        "A lies along K": signature.a_major == "k",
+        "A and B have 16 bits": ITEMSIZE[signature.dtype] == 2 and signature.parts is None,
+        "the product is no group's": signature.work == DENSE,
+        "the epilogue has no matrix operand and no reduced result": not (
+            epilogue.gating or epilogue.reductions or config.matrices(signature)
+        ),
+        "D goes through TMA, or parts of K are summed": config.parts > 1 or config.uses_tma_store(signature),
+    }
+    missing = next((condition for condition, holds in taken.items() if not holds), None)
+    return missing and f"bn is {config.bn}, no multiple of 16, which is accepted where {missing}"
 
 
 def _resources(config: HopperConfig, signature: Signature, arch: Arch) -> str | None:

@@ -65,7 +65,8 @@ def test_batches(run):
 
 
 def test_a_program_with_vectors_and_two_results(seed):
-    program = simplified(parse("def epilogue(acc, x0: fp32[M, 1], x1: fp32[N], x2: fp32): return acc * x0 + x1, acc * x2"))
+    head = "def epilogue(acc, x0: fp32[M, 1], x1: fp32[N], x2: fp32)"
+    program = simplified(parse(f"{head}: return acc * x0 + x1, acc * x2"))
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randint(-2, 3, shape, generator=generator).float()  # noqa: E731
     a, b, down, across = draw(60, 24).bfloat16(), draw(136, 24).bfloat16(), draw(60, 1), draw(136)

@@ -208,7 +208,7 @@ def whole_trials(itemsize: int) -> tuple[Trial, ...]:
 
 
 def trials(table: tuple[Trial, ...], bm: int, bn: int) -> Iterator[tuple[Trial, tuple[tuple[str, ...], ...]]]:
-    """(row, its sets of options) of the rows that have tiles of bm x bn: with odd eights of columns sets with `swap`."""
+    """(row, its sets of options) of the rows that have tiles of bm x bn; for odd eights of columns sets with `swap`."""
     for trial in table:
         if bm * bn >= trial.least_area and bn <= trial.most_bn:
             sets = (tuple(names.split("/")) for names in trial.sets)

@@ -7,10 +7,11 @@ the launch above that limit? The answers are the bits of a leaf's number, the fi
 Friedman, "Greedy function approximation", Annals of Statistics 2001; trees with one question a level: Prokhorenkova et
 al., "CatBoost", NeurIPS 2018.)
 
-A correction is between `LEAST` and `MOST`, so that what was never measured is judged by the model. So are products of
-more than `MOST_FLOPS` on tensor cores. They bring the card to its power limit, where the model counts energy, and the
-times that trees learn from are too short for that: in blocks of 0.12 s the model's choice lost 0.9 % to the fastest of
-12 tiles at 28 such products on an H200, and up to 4.0 % with trees (fsm90-6.txt).
+A correction is between `LEAST` and `MOST`, so that what was never measured is judged by the model.
+
+Products of more than `MOST_FLOPS` on tensor cores are not corrected. They bring the card to its power limit, where the
+model counts energy, and the times that trees learn from are too short for that: in blocks of 0.12 s the model's choice
+lost 0.9 % to the fastest of 12 tiles at 28 such products on an H200, and 2 to 4 % with trees (fsm90-6.txt).
 """
 
 from __future__ import annotations

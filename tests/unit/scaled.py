@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cutegemm.problem import Problem, scaling
+from cutegemm.problem import Problem, Signature, scaling
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.build import Builder
 from cutegemm.problem.program.graph import Input, Output, Program
@@ -22,3 +22,13 @@ def scaled_problem(recipe: str, m: int, n: int, k: int, program: Program | None 
     plain = builder.program([Output(builder.add("acc"), "bf16")])
     program = scaling.scaled(program or plain, *INPUTS[recipe])
     return Problem.of(m, n, k, "e4m3", epilogue=Epilogue(custom=program))
+
+
+def of_blocks(of_a: str, of_b: str, batch: int = 1) -> Signature:
+    """The signature of such a product with scales of blocks of another recipe, names of `graph.SCALES`; in a batch each
+    matrix has its own."""
+    builder = Builder(())
+    plain = builder.program([Output(builder.add("acc"), "bf16")])
+    scales = (Input("", "fp32", scales=each, batched=batch > 1) for each in (of_a, of_b))
+    custom = scaling.scaled(plain, *scales)
+    return Problem.of(64, 64, 64, "e4m3", batch=batch, epilogue=Epilogue(custom=custom)).signature

@@ -20,6 +20,7 @@ from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
 from cutegemm.problem.program.simplify import simplified
 from cutegemm.problem.program.text import parse
+from cutegemm.tuner import timing
 from tuning import learn
 from tuning.calibrate import Sample
 
@@ -246,6 +247,7 @@ def test_heavy_products_on_tensor_cores_are_judged_by_the_model_alone(text, dtyp
     for problem in (light, heavy, half):
         if compiled.library() is not None:
             assert compiled.Group([model]).cheapest(*problem.evened, 1.0)[0] == model.seconds(*problem.evened)
+    assert learned.MOST_FLOPS == timing.SUSTAINED_FLOPS == light.flops
     samples = [Sample(problem, "cute", text, 1e-3) for problem in (light, heavy)]
     (known,) = learn.times(samples, H200).values()
     assert len(known.seconds) == 1 + counts

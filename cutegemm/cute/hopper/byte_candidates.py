@@ -87,9 +87,11 @@ _GATED = (
 rows of 28672x4096 with scales of rows took 44, 39 and 40 us on an H200, with them 31."""
 _SMALLEST = "sm90/64x16x128/coop1/c1x1/s8/serp8/pdl"
 _LARGE_SCALED = (128, 192)
-"""The only tile of at least 128 x 128 without half whose CTAs share loads that is for scales of blocks."""
+"""The only large tile without half whose CTAs share loads that takes long sums with scales of blocks."""
 SHORT_SUM = 1024
 """Up to this K, rounded up to a power of two, large tiles of a cluster take scales of blocks as fast as others."""
+MOST_OF_TWO = 48
+"""Accumulators a thread of two warpgroups up to which twins and swapped tiles spill with no scales of blocks."""
 SPLIT = frozenset(
     (
         "sm90/128x128x128/coop2/c1x1/s5/serp8/pdl",
@@ -117,7 +119,8 @@ def shortlist(signature: Signature, cell: Iterable[tuple[str, bool]], k: int) ->
     found += ((text, True) for text in _own(signature) if text.removesuffix("/twin") in SPLIT)
     known = _in_cells(signature)
     found += ((known[text], split) for text, split in cell if text in known)
-    poor = frozenset() if k <= SHORT_SUM and signature.work == DENSE else _poor_with_blocks(signature)
+    is_plain = signature.work == DENSE and not signature.epilogue.gating
+    poor = frozenset() if k <= SHORT_SUM and is_plain else _poor_with_blocks(signature)
     return [each for each in dict.fromkeys(found) if each[0] not in poor]
 
 
@@ -143,7 +146,7 @@ def _in_cells(signature: Signature) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=64)
 def _poor_with_blocks(signature: Signature) -> frozenset[str]:
-    """Of those listed what is slow with scales of blocks of K, once the sum is long: clusters with large tiles."""
+    """Those of the list that are slow with scales of blocks of K where the sum is long: large tiles of clusters."""
     if not signature.epilogue.program.block_scales:
         return frozenset()
     return frozenset(text for text in listed(signature) if _is_poor_with_blocks(text))
@@ -158,7 +161,21 @@ def _form(text: str, signature: Signature) -> str | None:
         return text
     if config.ping_pong or promotion.why_invalid(config, signature) is not None:
         return None
+    most = MOST_OF_TWO if config.swapped else promotion.MOST_WITH_COPIES
+    if _needs_more_registers(signature) and _is_full(config, most):
+        return None
     return str(_with_twin(config) if twins_pay(config, signature) else config)
+
+
+def _is_full(config: HopperConfig, most: int = MOST_OF_TWO) -> bool:
+    return config.consumers == 2 and config.accumulators > most
+
+
+def _needs_more_registers(signature: Signature) -> bool:
+    """Whether scales of blocks are of another recipe than 1 x 128 with 128 x 128, or each matrix has its own."""
+    scales = signature.epilogue.program.block_scales
+    usual = {"a": "a1", "b": "b128"}
+    return any(given.batched or given.scales != usual[operand] for operand, given in scales.items())
 
 
 def _is_poor_with_blocks(text: str) -> bool:
@@ -170,13 +187,13 @@ def _is_poor_with_blocks(text: str) -> bool:
 def twins_pay(config: HopperConfig, signature: Signature) -> bool:
     """Whether the configuration is faster with twin sums than without, and valid with them.
 
-    With scales of blocks, two warpgroups and clusters of four CTAs or more, twins of 56 accumulators a thread spill 8
-    bytes.
+    With scales of blocks and two warpgroups, twins of more than `MOST_OF_TWO` accumulators a thread spill 8 bytes or
+    more in clusters of four CTAs, and in all with other recipes than the usual one and in batches.
     """
     if config.ping_pong or config.consumers > 2 or "half" in config.options:
         return False
-    is_full = config.consumers == 2 and config.cluster_ctas >= 4 and config.accumulators >= 56
-    if is_full and signature.epilogue.program.block_scales:
+    crowded = bool(signature.epilogue.program.block_scales) and config.cluster_ctas >= 4
+    if _is_full(config) and (crowded or _needs_more_registers(signature)):
         return False
     return promotion.why_invalid(_with_twin(config), signature) is None
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from cutegemm import backend as backends
 from cutegemm.choice import heuristics
 from cutegemm.cute.simt.registers import MAJORS
-from cutegemm.problem import DTYPES
+from cutegemm.problem.dtypes import ITEMSIZE, KINDS, PRECISIONS, PRODUCTS
 from cutegemm.tuner.compile_pool import default_jobs
 from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
@@ -151,9 +151,12 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--count", type=cli.count, default=12, help="shapes for each of the majors (default 12)")
     made.add_argument("--seed", type=int, default=0, help="of the first majors; the others have the next ones")
     random_shapes.add_option(made)
-    made.add_argument("--dtype", default="bf16", choices=DTYPES)
+    made.add_argument("--dtype", default="bf16", choices=PRODUCTS)
+    made.add_argument("--precision", default="ieee", choices=PRECISIONS, help="tf32 of fp32, fast of fp8")
     made.add_argument(
-        "--majors", type=_majors, default=list(MAJORS), help="of A and B, comma-separated (default all four)"
+        "--majors",
+        type=_majors,
+        help="of A and B, comma-separated (default all four; tn where tensor cores take no other)",
     )
     made.add_argument("--best", type=cli.count, default=10, help="candidates of a shape (default 10)")
     made.add_argument(
@@ -165,13 +168,17 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("--seconds", type=cli.seconds, help="time after which no further shape is begun: 60s, 2m")
     made.add_argument("--jobs", type=cli.count, default=default_jobs(), help="compile processes (default %(default)s)")
     options = made.parse_args(arguments)
+    if (options.dtype, options.precision) not in KINDS:
+        made.error(f"--precision: got {options.precision} with {options.dtype}, which has no such products")
+    by_k = ITEMSIZE[options.dtype] == 1 or options.precision == "tf32"
+    majors = options.majors or list(MAJORS[:1] if by_k else MAJORS)
     begun, status = time.monotonic(), 0
     try:
         with contest.machine(options.jobs) as machine:
             draw = random_shapes.KINDS[options.drawn]
             by_majors = [
-                draw(options.count, options.seed + number, options.dtype, majors, machine.timer.arch)
-                for number, majors in enumerate(options.majors)
+                draw(options.count, options.seed + number, options.dtype, each, machine.timer.arch, options.precision)
+                for number, each in enumerate(majors)
             ]
             problems = [problem for of_each in zip(*by_majors, strict=True) for problem in of_each]
             wanted = options.best, options.also

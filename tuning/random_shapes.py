@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Problem
 
-SMALLEST, LARGEST, STEP = 16, 32768, 8
+SMALLEST, LARGEST, STEP, ROW_BYTES = 16, 32768, 8, 16
 MOST_SECONDS = 0.7e-3
 """Of the roofline bound."""
 MOST_BYTES = 2e9
@@ -62,8 +62,9 @@ OTHER_MODELS = {
 """The same of models that no times were learned from. What they share with `MODELS` is not drawn."""
 
 
-def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
-    """Different problems: sizes log-uniform, multiples of 8, the roofline bound under `MOST_SECONDS`."""
+def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee") -> list[Problem]:
+    """Different problems: sizes log-uniform, multiples of 8, the roofline bound under `MOST_SECONDS`. Rows that begin
+    at no multiple of 16 bytes are not drawn, nor are they below."""
     source = random.Random(seed)
     low, high = math.log(SMALLEST), math.log(LARGEST)
 
@@ -72,23 +73,24 @@ def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Pr
             m, n, k = (STEP * round(math.exp(source.uniform(low, high)) / STEP) for _ in range(3))
             yield m, n, k
 
-    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS)
+    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS, precision)
 
 
-def layers(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
+def layers(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee") -> list[Problem]:
     """Different products of the linear layers of `MODELS`, for up to `MOST_TOKENS` tokens, many of them powers of two.
 
     With the majors "tn" a layer runs forward, with "tt" it passes gradients back (N and K in exchange, the weight
     row-major), with "nt" it is the gradient of a weight (the tokens are K), and with "nn" it has columns of
     activations. Tokens of the last two are multiples of 8.
     """
-    return _layers(_weights(MODELS), count, seed, dtype, majors, arch)
+    return _layers(_weights(MODELS), count, seed, dtype, majors, arch, precision)
 
 
-def others(count: int, seed: int, dtype: str, majors: str, arch: Arch) -> list[Problem]:
+def others(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee") -> list[Problem]:
     """The same of `OTHER_MODELS`."""
     known = set(_weights(MODELS))
-    return _layers([pair for pair in _weights(OTHER_MODELS) if pair not in known], count, seed, dtype, majors, arch)
+    new = [pair for pair in _weights(OTHER_MODELS) if pair not in known]
+    return _layers(new, count, seed, dtype, majors, arch, precision)
 
 
 KINDS = {"sizes": sizes, "layers": layers, "others": others}
@@ -115,7 +117,7 @@ def _weights(models: Mapping[str, tuple[int, int, int, int, int]]) -> list[tuple
 
 
 def _layers(
-    weights: Sequence[tuple[int, int]], count: int, seed: int, dtype: str, majors: str, arch: Arch
+    weights: Sequence[tuple[int, int]], count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str
 ) -> list[Problem]:
     source = random.Random(f"layers {seed}")
 
@@ -129,11 +131,17 @@ def _layers(
                 tokens = STEP * -(-tokens // STEP)
             yield (n, k, tokens) if majors == "nt" else (tokens, k, n) if majors == "tt" else (tokens, n, k)
 
-    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS_OF_A_LAYER)
+    return _different(shapes(), count, dtype, majors, arch, MOST_SECONDS_OF_A_LAYER, precision)
 
 
 def _different(
-    shapes: Iterator[tuple[int, int, int]], count: int, dtype: str, majors: str, arch: Arch, most: float
+    shapes: Iterator[tuple[int, int, int]],
+    count: int,
+    dtype: str,
+    majors: str,
+    arch: Arch,
+    most: float,
+    precision: str,
 ) -> list[Problem]:
     from cutegemm.hardware.roofline import roofline
     from cutegemm.problem import Problem
@@ -141,7 +149,9 @@ def _different(
     found: dict[str, Problem] = {}
     while len(found) < count:
         m, n, k = next(shapes)
-        problem = Problem.of(m, n, k, dtype, majors=majors)
+        problem = Problem.of(m, n, k, dtype, majors=majors, precision=precision)
+        if min(problem.signature.align_a, problem.signature.align_b) < ROW_BYTES:
+            continue
         if problem.min_bytes <= MOST_BYTES and roofline(problem, arch).bound_s <= most:
             found[str(problem)] = problem
     return list(found.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -408,6 +408,27 @@ def test_the_models_favourites_are_timed_and_what_is_printed_is_a_table_for_the_
     assert {sample.problem for sample in samples} == set(problems)
     assert [(sample.config, sample.seconds) for sample in samples[:2]] == [(second.text, 1e-6), (first.text, 2e-6)]
     assert len(samples) == 9  # all but one of five each
+
+
+def test_shapes_of_other_kinds_are_drawn_with_aligned_rows_and_timed_as_such(monkeypatch, capsys):
+    for dtype, precision in (("e4m3", "fast"), ("int8", "ieee"), ("fp32", "tf32")):
+        for draw in random_shapes.KINDS.values():
+            for problem in draw(12, 4, dtype, "tn", H200, precision):
+                assert (problem.dtype, problem.precision) == (dtype, precision)
+                assert problem.signature.align_a == problem.signature.align_b == 16
+    timer = FakeTimer({}, torch=1e-6)
+    monkeypatch.setattr(contest, "machine", lambda jobs: nullcontext(contest.Machine(timer, FakeCompiler())))
+    for options, kinds in (
+        (["--dtype", "e4m3", "--precision", "fast"], [("e4m3", "fast", "tn")]),
+        (["--dtype", "fp32", "--precision", "tf32"], [("fp32", "tf32", "tn")]),
+        (["--dtype", "fp32"], [("fp32", "ieee", majors) for majors in ("tn", "tt", "nn", "nt")]),
+    ):
+        timer.opened.clear()
+        favourites.main([*options, "--count", "1", "--best", "1"])
+        assert [(p.dtype, p.precision, p.signature.majors) for p in timer.opened] == kinds
+    with pytest.raises(SystemExit):
+        favourites.main(["--dtype", "bf16", "--precision", "fast"])
+    assert "--precision: got fast with bf16, which has no such products" in capsys.readouterr().err
 
 
 def test_of_some_favourites_other_splits_of_k_are_timed_too():

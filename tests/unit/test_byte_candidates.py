@@ -105,7 +105,10 @@ def test_candidates_are_valid_and_have_twins_where_these_pay(signature):
 
 @pytest.mark.parametrize(("text", "usual", "others"), [
     ("128x112x128/coop2/c1x4/s6/serp8/pdl", False, False),
-    ("128x112x128/coop2/c1x2/s6/serp8/pdl", True, False),
+    ("128x112x128/coop2/c1x2/s6/serp8/pdl", False, False),
+    ("128x112x128/coop2/c1x2/s6/serp8/swap/pdl", True, False),
+    ("128x112x128/coop2/c1x4/s6/serp8/swap/pdl", False, False),
+    ("128x112x128/coop2/c1x1/s6/serp8/pdl", True, False),
     ("128x96x128/coop2/c1x4/s6/serp8/pdl", True, True),
     ("64x128x128/coop1/c4x1/s8/serp8/pdl", True, True),
 ])  # fmt: skip

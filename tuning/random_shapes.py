@@ -63,8 +63,8 @@ OTHER_MODELS = {
 
 
 def sizes(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision: str = "ieee") -> list[Problem]:
-    """Different problems: sizes log-uniform, multiples of 8, the roofline bound under `MOST_SECONDS`. Rows that begin
-    at no multiple of 16 bytes are not drawn, nor are they below."""
+    """Different problems: sizes log-uniform, multiples of 8, the roofline bound under `MOST_SECONDS`. Here and in
+    `layers` and `others`, A and B have rows of whole multiples of `ROW_BYTES`."""
     source = random.Random(seed)
     low, high = math.log(SMALLEST), math.log(LARGEST)
 

@@ -18,17 +18,20 @@ def scaled_problem(recipe: str, m: int, n: int, k: int, program: Program | None 
     """The product of (m, k) and (k, n) to bf16, with the scales of that recipe: a key of `INPUTS`. program: of its
     epilogue, behind the scales.
     """
-    builder = Builder(())
-    plain = builder.program([Output(builder.add("acc"), "bf16")])
-    program = scaling.scaled(program or plain, *INPUTS[recipe])
-    return Problem.of(m, n, k, "e4m3", epilogue=Epilogue(custom=program))
+    return _with_scales(INPUTS[recipe], m, n, k, program)
 
 
 def of_blocks(of_a: str, of_b: str, batch: int = 1) -> Signature:
     """The signature of such a product with scales of blocks of another recipe, names of `graph.SCALES`; in a batch each
     matrix has its own."""
+    scales = tuple(Input("", "fp32", scales=each, batched=batch > 1) for each in (of_a, of_b))
+    return _with_scales(scales, 64, 64, 64, batch=batch).signature
+
+
+def _with_scales(
+    scales: tuple[Input, Input], m: int, n: int, k: int, program: Program | None = None, batch: int = 1
+) -> Problem:
     builder = Builder(())
     plain = builder.program([Output(builder.add("acc"), "bf16")])
-    scales = (Input("", "fp32", scales=each, batched=batch > 1) for each in (of_a, of_b))
-    custom = scaling.scaled(plain, *scales)
-    return Problem.of(64, 64, 64, "e4m3", batch=batch, epilogue=Epilogue(custom=custom)).signature
+    custom = scaling.scaled(program or plain, *scales)
+    return Problem.of(m, n, k, "e4m3", batch=batch, epilogue=Epilogue(custom=custom))

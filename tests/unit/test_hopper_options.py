@@ -29,6 +29,8 @@ from cutegemm.cute.hopper.options import (
 from cutegemm.hardware import arch
 from cutegemm.problem import Problem
 from cutegemm.problem.epilogue import Epilogue
+from cutegemm.problem.program.simplify import simplified
+from cutegemm.problem.program.text import parse
 
 H200 = arch.get("H200")
 SIGNATURE = Problem.of(4096, 4096, 4096, "bf16").signature
@@ -210,6 +212,9 @@ def test_tiles_with_odd_eights_of_columns_are_tried_with_swapped_operands_where_
         assert all(config.why_invalid(signature, H200) for config in tried[:200])
     with_c = Problem.of(64, 64, 64, "bf16", epilogue=Epilogue(c_dtype="bf16")).signature
     assert "no matrix operand" in (tried[0].why_invalid(with_c, H200) or "")
+    gated = simplified(parse("def epilogue(gate: halves[0], up: halves[1]): return gate * up"))
+    with_gate = Problem.of(64, 64, 64, "bf16", epilogue=Epilogue(custom=gated)).signature
+    assert "no gate and up" in (tried[0].why_invalid(with_gate, H200) or "")
     in_groups = dataclasses.replace(SIGNATURE, work="ragged_m")
     assert "no group's" in (tried[0].why_invalid(in_groups, H200) or "")
 

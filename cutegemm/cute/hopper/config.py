@@ -237,7 +237,7 @@ class HopperConfig(LaunchedConfig):
             and all(aligns[each.name] >= 16 for each in matrices)
             and signature.epilogue.gating != "pairs"
             and (
-                (self.swapped and self.bn % 16 != 0)
+                self.swapped  # whose boxes have rows of 128 bytes
                 or self.store_columns(ITEMSIZE[signature.out_dtype], signature) * ITEMSIZE[signature.out_dtype] >= 32
             )
             and not (self.swapped and signature.epilogue.program.uses("partner"))

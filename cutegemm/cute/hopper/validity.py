@@ -107,8 +107,9 @@ def _odd_eights(config: HopperConfig, signature: Signature) -> str | None:
         "A lies along K": signature.a_major == "k",
         "A and B have 16 bits": ITEMSIZE[signature.dtype] == 2 and signature.parts is None,
         "the product is no group's": signature.work == DENSE,
+        "the epilogue has no gate and up": not epilogue.gating,
         "the epilogue has no matrix operand and no reduced result": not (
-            epilogue.gating or epilogue.reductions or config.matrices(signature)
+            epilogue.reductions or config.matrices(signature)
         ),
         "D goes through TMA, or parts of K are summed": config.parts > 1 or config.uses_tma_store(signature),
     }

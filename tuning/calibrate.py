@@ -50,7 +50,7 @@ from cutegemm.hardware.roofline import roofline
 from cutegemm.problem import Problem
 from cutegemm.problem import text as problem_text
 from cutegemm.winners.rules import why_invalid
-from tuning import cli
+from tuning import cli, random_shapes
 
 if TYPE_CHECKING:
     from cutegemm.winners import Measurement
@@ -67,10 +67,14 @@ REACH = 6.0
 GRADIENT_STEP = 1e-3
 """Share by which a constant is changed for the slope of the loss: larger than the loss's jumps are apart."""
 PULL, OFFSET, LOSS = 0.0003, 0.5, 1.0
+IN_BLOCKS = "blocks"
+"""What a text table calls products with scales of blocks, in the place of the precision."""
 SHARP = 0.03
 """A configuration that the model likes this much less than its best counts 1/e of it among its choices."""
 
-_HEAD = re.compile(r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9) )?([tn]{2}) torch ([\d.]+) us")
+_HEAD = re.compile(
+    r"== (\d+)x(\d+)x(\d+) (\w+) (?:(ieee|tf32|tf32x3|bf16x6|bf16x9|fast|blocks) )?([tn]{2}) torch ([\d.]+) us"
+)
 _LINE = re.compile(r"\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)\s+(\S+)")
 _SPLIT = re.compile(r"/k\d+(/|$)")
 
@@ -155,7 +159,10 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
         head, row = _HEAD.match(line), _LINE.fullmatch(line)
         if head:
             m, n, k = (int(size) for size in head.groups()[:3])
-            problem = Problem.of(m, n, k, head[4], majors=head[6], precision=head[5] or "ieee")
+            in_blocks = head[5] == IN_BLOCKS
+            problem = Problem.of(m, n, k, head[4], majors=head[6], precision=(not in_blocks and head[5]) or "ieee")
+            if in_blocks:
+                problem = random_shapes.in_blocks(problem)
         elif row and problem is not None:
             # A tensor-core kernel multiplies fp32 as tf32, whether the block's head says so or not.
             takes = FAMILIES[row[4].split("/")[0]].takes if _backend_of(row[4]) == "cute" else ()

@@ -3,7 +3,7 @@
 The whole space takes milliseconds to rank, a choice may take microseconds. So a few hundred configurations are picked
 here beforehand, by the cost model as it is fitted, and of these the few to compare for sizes of each magnitude:
 
-    1. random shapes are drawn (`tuning.random_shapes.sizes`), with seeds of their own
+    1. random shapes are drawn (`tuning.random_shapes.sizes`), with seeds of their own, and some of few rows or columns
     2. every tile, schedule and cluster, with the deepest ring and with one that leaves an SM room for another CTA, is
        estimated for each of them, whole and with K split
     3. greedily, the configuration is added that saves the most time over all shapes, large losses counting more;
@@ -44,7 +44,7 @@ from cutegemm.choice.cost_rates import rates
 from cutegemm.cute import BACKEND
 from cutegemm.cute.hopper import candidates as hopper_candidates
 from cutegemm.cute.hopper import footprint, shortlists
-from cutegemm.cute.hopper.config import RING_BYTES, TILES, WHOLE_RING_BYTES, HopperConfig
+from cutegemm.cute.hopper.config import RING_BYTES, SWAPPED_TILES, TILES, WHOLE_RING_BYTES, HopperConfig
 from cutegemm.hardware import arch as arch_table
 from cutegemm.hardware.arch import Arch
 from cutegemm.problem import Problem, Signature
@@ -71,6 +71,9 @@ NEAR = 0.01
 AS_ROUND = 0.3
 """The share of a cell's sizes that are its power of two: so are many of those that are asked for."""
 
+THIN = 2
+"""Shapes to pick by, besides the random ones, from each cell of the fewest rows or columns, as decoding has them."""
+
 Shape = tuple[int, int, int]
 """(M, N, K)."""
 Cells = dict[shortlists.Cell, list[int]]
@@ -96,7 +99,7 @@ def space(signature: Signature, arch: Arch) -> Iterator[HopperConfig]:
     """Every valid tile, schedule, cluster and role of operands, in the usual tile order: with the deepest ring, and
     with the deepest that leaves an SM room for a CTA of the next launch."""
     for (bm, bn), bk, schedule, (cm, cn, ck), swap in product(
-        TILES, (64, 128), ("coop1", "coop2", "coop3", "pp"), CLUSTERS, ((), ("swap",))
+        (*TILES, *SWAPPED_TILES), (64, 128), ("coop1", "coop2", "coop3", "pp"), CLUSTERS, ((), ("swap",))
     ):
         room, most = (RING_BYTES - 2 * bn, MOST_STAGES) if ck == 1 else (WHOLE_RING_BYTES, MOST_WHOLE_STAGES)
         deepest = min(most, room // ((bm + bn) * bk * 2))
@@ -124,7 +127,8 @@ class Estimator:
     """What the model says of configurations with K whole and split, worked out for a signature once.
 
     Args:
-        columns: those of `Costs.columns` to be estimated, by default all.
+        columns: those of `Costs.columns` to be estimated, by default all; those that are not valid for the signature
+            are left out.
         taught: with what measured times have taught of plain products (`choice.learned`). It does not count for a
             program or a product with C, whose choice has the same shortlists.
     """
@@ -134,7 +138,8 @@ class Estimator:
         taught: bool = True,
     ) -> None:  # fmt: skip
         self._count = count = len(configs)
-        wanted = set(range(2 * count) if columns is None else columns)
+        valid = {place for place, config in enumerate(configs) if config.why_invalid(signature, arch) is None}
+        wanted = {at for at in (range(2 * count) if columns is None else columns) if at % count in valid}
         self._whole = sorted(wanted & set(range(count)))
         self._split = [
             place
@@ -214,14 +219,15 @@ def _kind(config: HopperConfig, signature: Signature, arch: Arch) -> tuple[objec
 
 
 def drawn(cell: shortlists.Cell, count: int) -> list[Shape]:
-    """Random shapes of a cell. The last cell of each size is open: it has sizes of up to twice its power of two."""
+    """Random shapes of a cell. The first and the last cell of each size are open: they have sizes down to 8, and of up
+    to twice the power of two."""
     source = random.Random(f"{SEED} {cell}")
 
     def size(bits: int) -> int:
         if source.random() < AS_ROUND:
             return 1 << bits
-        last = bits + (bits == shortlists.MOST_BITS)
-        return random_shapes.STEP * math.ceil(2 ** source.uniform(bits - 1, last) / random_shapes.STEP)
+        first, last = bits - 1 - (bits == shortlists.LEAST_BITS), bits + (bits == shortlists.MOST_BITS)
+        return random_shapes.STEP * math.ceil(2 ** source.uniform(first, last) / random_shapes.STEP)
 
     return [(size(cell[0]), size(cell[1]), size(cell[2])) for _ in range(count)]
 
@@ -378,7 +384,8 @@ def main(arguments: list[str] | None = None) -> int:
     configs = list(space(signature, arch))
     if not configs:
         made.error(f"no Hopper configuration is valid on {arch.name}")
-    shapes = _random(options.shapes, SEED, arch)
+    thin = [cell for cell in all_cells() if shortlists.LEAST_BITS in cell[:2]]
+    shapes = _random(options.shapes, SEED, arch) + [shape for cell in thin for shape in drawn(cell, THIN)]
     costs = Estimator(configs, signature, arch).costs(shapes)
     chosen = pick(costs, options.count, proven(samples, configs, signature, arch))
     in_cells = [drawn(cell, 1)[0] for cell in all_cells()]

@@ -23,11 +23,12 @@ from cutegemm import backend as backends
 from cutegemm.choice import heuristics
 from cutegemm.cute.simt.registers import MAJORS
 from cutegemm.problem.dtypes import ITEMSIZE, KINDS, PRECISIONS, PRODUCTS
+from cutegemm.problem.scales import SCALED
 from cutegemm.tuner.compile_pool import default_jobs
 from cutegemm.tuner.space import Candidate
 from cutegemm.tuner.timer import TORCH, Timer, TimerBroken, TimerLost
 from cutegemm.tuner.timing import SUSTAINED_FLOPS
-from tuning import cli, contest, random_shapes
+from tuning import calibrate, cli, contest, random_shapes
 
 if TYPE_CHECKING:
     from cutegemm.hardware.arch import Arch
@@ -105,7 +106,8 @@ def block(problem: Problem, candidates: Sequence[Candidate], timer: Timer, pool:
         return "\n".join([f"# {problem}: nothing to time", *lines])
     base = found.pop(TORCH)
     signature, sizes = problem.signature, f"{problem.m}x{problem.n}x{problem.k}"
-    lines.append(f"== {sizes} {signature.dtype} {signature.precision} {signature.majors} torch {base * 1e6:.2f} us")
+    kind = calibrate.IN_BLOCKS if signature.epilogue.custom is not None else signature.precision
+    lines.append(f"== {sizes} {signature.dtype} {kind} {signature.majors} torch {base * 1e6:.2f} us")
     for (_, text), seconds in sorted(found.items(), key=lambda item: item[1]):
         rate = problem.flops / seconds * 1e-12
         lines.append(f"   {base / seconds:.3f} {seconds * 1e6:10.3f} {rate:6.2f} {text}")
@@ -153,6 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     random_shapes.add_option(made)
     made.add_argument("--dtype", default="bf16", choices=PRODUCTS)
     made.add_argument("--precision", default="ieee", choices=PRECISIONS, help="tf32 of fp32, fast of fp8")
+    made.add_argument("--scaling", choices=(calibrate.IN_BLOCKS,), help="scales of 1 x 128 of A and 128 x 128 of B")
     made.add_argument(
         "--majors",
         type=_majors,
@@ -170,6 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = made.parse_args(arguments)
     if (options.dtype, options.precision) not in KINDS:
         made.error(f"--precision: got {options.precision} with {options.dtype}, which has no such products")
+    if options.scaling and (options.dtype not in SCALED or options.precision != PRECISIONS[0]):
+        given = options.dtype if options.dtype not in SCALED else f"--precision {options.precision}"
+        made.error(f"--scaling: got {options.scaling} with {given}; scales are for {', '.join(SCALED)}, not fast")
     by_k = ITEMSIZE[options.dtype] == 1 or options.precision == "tf32"
     majors = options.majors or list(MAJORS[:1] if by_k else MAJORS)
     begun, status = time.monotonic(), 0
@@ -181,6 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
                 for number, each in enumerate(majors)
             ]
             problems = [problem for of_each in zip(*by_majors, strict=True) for problem in of_each]
+            if options.scaling:
+                problems = list(map(random_shapes.in_blocks, problems))
             wanted = options.best, options.also
             for text in table(problems, *wanted, machine, options.rounds, options.more, options.tiles):
                 print(text, flush=True)

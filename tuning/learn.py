@@ -16,7 +16,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,8 @@ class Times:
     """The measured launches of one family.
 
     traits: (launches, traits). estimates, seconds: (launches,). shapes: the number of the shape of each (launches,).
-    weights: how much each counts (launches,).
+    weights: how much each counts (launches,). problems: of each shape. after: the family whose trees correct the
+    estimates first, "" for none. offsets: of each shape, where they are not those of these times (shapes,).
     """
 
     traits: np.ndarray
@@ -71,46 +72,70 @@ class Times:
     seconds: np.ndarray
     shapes: np.ndarray
     weights: np.ndarray
+    problems: tuple[Problem, ...]
+    after: str = ""
+    offsets: np.ndarray | None = None
 
-    def centred(self, values: np.ndarray) -> np.ndarray:
-        """The values less their weighted mean over each shape."""
-        sums, weights = np.bincount(self.shapes, self.weights * values), np.bincount(self.shapes, self.weights)
-        return values - (sums / weights)[self.shapes]
+    @property
+    def first(self) -> np.ndarray:
+        """What the trees of `after` foretell of log(seconds / estimates), (launches,)."""
+        return learned.families()[self.after].log(self.traits) if self.after else np.zeros(len(self.seconds))
+
+    @property
+    def left(self) -> np.ndarray:
+        """What is left to be foretold: log(seconds / estimates) without `first` and without each shape's offset."""
+        logs = np.log(self.seconds / self.estimates) - self.first
+        return logs - (self.means(logs) if self.offsets is None else self.offsets)[self.shapes]
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """The weighted mean of the launches' values over each shape."""
+        return np.bincount(self.shapes, self.weights * values) / np.bincount(self.shapes, self.weights)
 
     def some(self, kept: np.ndarray) -> Times:
-        """Those of whole shapes alone, which a mask names."""
-        numbers = np.unique(self.shapes[kept], return_inverse=True)[1]
-        return Times(self.traits[kept], self.estimates[kept], self.seconds[kept], numbers, self.weights[kept])
+        """Those of whole shapes alone, which a mask of launches names."""
+        old, numbers = np.unique(self.shapes[kept], return_inverse=True)
+        held = (each[kept] for each in (self.traits, self.estimates, self.seconds))
+        offsets = None if self.offsets is None else self.offsets[old]
+        problems = tuple(self.problems[number] for number in old)
+        return Times(*held, numbers, self.weights[kept], problems, self.after, offsets)
 
-    def losses(self, logs: np.ndarray) -> np.ndarray:
-        """What the choice takes longer than the fastest [share], for each shape, with these corrections."""
-        order = np.lexsort((np.log(self.estimates) + logs, self.shapes))
-        chosen = order[np.unique(self.shapes[order], return_index=True)[1]]
-        fastest = np.full(self.shapes.max() + 1, np.inf)
-        np.minimum.at(fastest, self.shapes, self.seconds)
-        return self.seconds[chosen] / fastest - 1
+    def of(self, problems: Collection[Problem]) -> Times:
+        """Those of these problems' shapes."""
+        return self.some(np.array([problem in problems for problem in self.problems])[self.shapes])
+
+    def beside(self, other: Times, family: str) -> Times:
+        """Those of shapes that the other family's times have too, with the offsets that these have beyond what its
+        trees foretell."""
+        logs = np.log(other.seconds / other.estimates) - _clipped(learned.families()[family].log(other.traits))
+        offsets = dict(zip(other.problems, other.means(logs), strict=True))
+        shared = self.of(offsets)
+        return replace(shared, offsets=np.array([offsets[problem] for problem in shared.problems]))
 
 
 def times(samples: Iterable[calibrate.Sample], arch: Arch) -> dict[str, Times]:
     """The samples by kernel family. Passed over are configurations not valid today, short bursts, and what may not
     teach (`learned.taught`)."""
     found = {name: list(_rows(fit)) for name, fit in calibrate.by_family(samples, arch).items()}
-    return {name: Times(*map(np.array, zip(*rows, strict=True))) for name, rows in found.items() if rows}
+    return {name: _times(rows) for name, rows in found.items() if rows}
 
 
-def _rows(fit: calibrate.Fit) -> Iterator[tuple[list[float], float, float, int, float]]:
-    """Of each launch of a family what `Times` holds of it."""
-    shapes = (
-        (problem, rows)
-        for (problem, burst), rows in fit.shapes.items()
-        if not burst and min(problem.evened) and _teaches(problem, rows[0][0])
-    )
-    for number, (problem, rows) in enumerate(shapes):
+def _times(rows: Sequence[tuple[Problem, list[float], float, float, float]]) -> Times:
+    numbers: dict[Problem, int] = {}
+    shapes = np.array([numbers.setdefault(row[0], len(numbers)) for row in rows])
+    traits, estimates, seconds, weights = map(np.array, list(zip(*rows, strict=True))[1:])
+    return Times(traits, estimates, seconds, shapes, weights, tuple(numbers))
+
+
+def _rows(fit: calibrate.Fit) -> Iterator[tuple[Problem, list[float], float, float, float]]:
+    """Of each launch of a family its problem, traits, estimate, time and weight."""
+    for (problem, burst), rows in fit.shapes.items():
+        if burst or not min(problem.evened) or not _teaches(problem, rows[0][0]):
+            continue
         weights = calibrate.weights_of([seconds for _, seconds in rows])
         for (shape, seconds), weight in zip(rows, weights, strict=True):
             model = Watched(shape, problem.signature, fit.arch)
             estimate = model.seconds(*problem.evened)
-            yield model.found, estimate, seconds, number, weight
+            yield problem, model.found, estimate, seconds, weight
 
 
 def _teaches(problem: Problem, shape: Footprint) -> bool:
@@ -120,7 +145,7 @@ def _teaches(problem: Problem, shape: Footprint) -> bool:
 
 def grown(known: Times, count: int = COUNT, seed: int = 0) -> learned.Trees:
     """So many trees that these times teach."""
-    left = known.centred(np.log(known.seconds / known.estimates))
+    left = known.left
     quantiles = np.linspace(0, 1, BINS + 1)[1:-1]
     limits = [np.unique([float(f"{x:.4g}") for x in np.quantile(trait, quantiles)]) for trait in known.traits.T]
     bins = [np.digitize(trait, each, right=True) for each, trait in zip(limits, known.traits.T, strict=True)]
@@ -138,7 +163,7 @@ def grown(known: Times, count: int = COUNT, seed: int = 0) -> learned.Trees:
         leaves = np.round(RATE * np.bincount(leaf[drawn], sums, 1 << learned.DEPTH) / held, 5)
         left = left - leaves[leaf]
         trees.append((*zip(*questions, strict=True), leaves))
-    return learned.Trees(*map(np.array, zip(*trees, strict=True)))
+    return learned.Trees(*map(np.array, zip(*trees, strict=True)), known.after)
 
 
 def _question(
@@ -161,7 +186,7 @@ def _question(
 
 def foretold(known: Times, count: int = COUNT) -> np.ndarray:
     """log(measured / estimated) of each launch, by trees that were grown without its shape."""
-    part = np.random.default_rng(0).integers(0, FOLDS, known.shapes.max() + 1)[known.shapes]
+    part = np.random.default_rng(0).integers(0, FOLDS, len(known.problems))[known.shapes]
     found = np.zeros(len(known.seconds))
     for number in range(FOLDS):
         rest = part != number
@@ -169,14 +194,45 @@ def foretold(known: Times, count: int = COUNT) -> np.ndarray:
     return found
 
 
-def report(family: str, known: Times, count: int = COUNT) -> list[list[object]]:
-    """A row for the model alone and one for what was foretold, within the ends that a correction has."""
+def losses(*families: tuple[Times, np.ndarray]) -> np.ndarray:
+    """What a choice among the launches of all families takes longer than the fastest [share], for each shape of the
+    first.
+
+    Args:
+        families: the times of each, and what is foretold of log(seconds / estimates) of each launch.
+    """
+    numbers = {problem: number for number, problem in enumerate(families[0][0].problems)}
+    found = []
+    for known, logs in families:
+        shapes = np.array([numbers.get(problem, -1) for problem in known.problems])[known.shapes]
+        kept = shapes >= 0
+        found.append((shapes[kept], (np.log(known.estimates) + logs)[kept], known.seconds[kept]))
+    shapes, expected, seconds = map(np.concatenate, zip(*found, strict=True))
+    order = np.lexsort((expected, shapes))
+    chosen = order[np.unique(shapes[order], return_index=True)[1]]
+    fastest = np.full(len(numbers), np.inf)
+    np.minimum.at(fastest, shapes, seconds)
+    return seconds[chosen] / fastest - 1
+
+
+def report(
+    family: str, known: Times, count: int = COUNT, others: Sequence[tuple[Times, np.ndarray]] = ()
+) -> list[list[object]]:
+    """A row for the model alone, one for its kin's trees, and one for what was foretold, within the ends that a
+    correction has; of a choice among launches of other families too, as `losses` takes them."""
     rows: list[list[object]] = []
-    kept = np.clip(foretold(known, count), np.log(learned.LEAST), np.log(learned.MOST))
-    for name, logs in (("model", np.zeros(len(known.seconds))), ("with trees", kept)):
-        lost = known.losses(logs)
+    choices = {"model": np.zeros(len(known.seconds))}
+    if known.after:
+        choices[f"trees of {known.after}"] = known.first
+    choices["with trees"] = foretold(known, count)
+    for name, logs in choices.items():
+        lost = losses((known, _clipped(logs)), *others)
         rows.append([family, name, len(lost), len(known.seconds), lost.mean(), np.quantile(lost, 0.97), lost.max()])
     return rows
+
+
+def _clipped(logs: np.ndarray) -> np.ndarray:
+    return np.clip(logs, np.log(learned.LEAST), np.log(learned.MOST))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,6 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tables", nargs="+", type=Path, metavar="TABLE")
     parser.add_argument("--arch", default="H200", help="the GPU that the times are of")
     parser.add_argument("--family", help="learn of this kernel family only")
+    parser.add_argument("--after", default="", help="the family whose trees count first: what they leave is learned")
+    parser.add_argument(
+        "--beside", default="", help="a family that a choice compares too, by whose times offsets count"
+    )
     parser.add_argument("--trees", type=cli.count, default=COUNT, help="of a family (default %(default)s)")
     parser.add_argument("--traits", type=cli.count, help="ask for the first so many only, as older trees do")
     parser.add_argument("--write", action="store_true", help=f"write {learned.TREES.name}")
@@ -194,15 +254,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = times(calibrate.read_all(options.tables, [], arch), arch)
     except (OSError, ValueError) as why:
         parser.error(str(why))
+    if options.after and options.traits:
+        parser.error("--traits: not with --after, whose trees ask for all of them")
+    for name, kin in (("--after", options.after), ("--beside", options.beside)):
+        if kin and kin not in learned.families():
+            parser.error(f"{name}: got {kin!r}, accepted are {', '.join(learned.families())}")
+    others = []
+    if options.beside:
+        if options.beside not in found:
+            parser.error(f"--beside: the tables have no times of {options.beside}")
+        other = found.pop(options.beside)
+        others.append((other, _clipped(learned.families()[options.beside].log(other.traits))))
+        found = {name: known.beside(other, options.beside) for name, known in found.items()}
     found = {
-        name: replace(known, traits=known.traits[:, : options.traits])
+        name: replace(known, traits=known.traits[:, : options.traits], after=options.after)
         for name, known in found.items()
         if options.family in (None, name)
     }
-    enough = {name: known for name, known in found.items() if known.shapes.max() + 1 >= FEWEST}
+    enough = {name: known for name, known in found.items() if len(known.problems) >= FEWEST}
     if not enough:
         parser.error(f"{', '.join(map(str, options.tables))}: no kernel family with times of {FEWEST} shapes or more")
-    rows = [row for name, known in enough.items() for row in report(name, known, options.trees)]
+    rows = [row for name, known in enough.items() for row in report(name, known, options.trees, others)]
     headers = ["family", "choice by", "shapes", "times", "mean loss", "97 % lose at most", "largest"]
     print(tabulate(rows, headers=headers, floatfmt=".3f"))
     if options.write:
@@ -211,8 +283,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, known in enough.items():
             stored[name] = {
                 "gpu": arch.name,
+                "after": known.after,
+                "beside": options.beside,
                 "command": command,
-                "model": model_of(name),
+                "model": model_of(name, known.after, options.beside),
                 "trees": learned.encoded(grown(known, options.trees)),
             }
         text = ",\n".join(_row(name, row) for name, row in sorted(stored.items()))
@@ -221,15 +295,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def model_of(name: str) -> str:
-    """16 hexadecimal digits of a family's constants, which change with them: trees of other constants are stale."""
-    constants = json.loads(CONSTANTS.read_text())["families"].get(name, {})
-    return hashlib.sha256(json.dumps(constants, sort_keys=True).encode()).hexdigest()[:16]
+def model_of(name: str, *kin: str) -> str:
+    """16 hexadecimal digits of a family's constants and of the trees of `--after` and `--beside`, which change with
+    them: trees that were grown with others are stale."""
+    text = json.dumps(json.loads(CONSTANTS.read_text())["families"].get(name, {}), sort_keys=True)
+    for family in filter(None, kin):
+        text += json.dumps(json.loads(learned.TREES.read_text())["families"][family], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _row(name: str, row: dict[str, object]) -> str:
     """A family's entry, a line for each tree."""
-    head = "".join(f"{json.dumps(key)}: {json.dumps(row[key])}, " for key in ("gpu", "command", "model"))
+    head = "".join(
+        f"{json.dumps(key)}: {json.dumps(row[key])}, "
+        for key in ("gpu", "command", "model", "after", "beside")
+        if row.get(key)
+    )
     trees = ",\n".join(json.dumps(tree, separators=(",", ":")) for tree in row["trees"])  # type: ignore[attr-defined]
     return f'{json.dumps(name)}: {{{head}"trees": [\n{trees}]}}'
 

@@ -96,6 +96,21 @@ def others(count: int, seed: int, dtype: str, majors: str, arch: Arch, precision
 KINDS = {"sizes": sizes, "layers": layers, "others": others}
 
 
+def in_blocks(problem: Problem) -> Problem:
+    """The same to bf16, with scales of blocks: 1 x 128 of A and 128 x 128 of B.
+
+    Raises:
+        ValueError: the dtype has no scales.
+    """
+    from cutegemm.problem import Problem, scaling
+    from cutegemm.problem.epilogue import Epilogue
+
+    epilogue, majors = Epilogue(custom=scaling.of_blocks(problem.dtype, "bf16")), problem.signature.majors
+    return Problem.of(
+        problem.m, problem.n, problem.k, problem.dtype, majors=majors, out_dtype="bf16", epilogue=epilogue
+    )
+
+
 def add_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, of: str = "") -> None:
     """`--drawn`, a name of `KINDS`; `of` is the option that it belongs to."""
     parser.add_argument(

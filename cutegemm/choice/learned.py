@@ -7,6 +7,9 @@ the launch above that limit? The answers are the bits of a leaf's number, the fi
 Friedman, "Greedy function approximation", Annals of Statistics 2001; trees with one question a level: Prokhorenkova et
 al., "CatBoost", NeurIPS 2018.)
 
+Of the Hopper kernel in other dtypes than 16 bits there are fewer times. Their trees begin with those of 16 bits, and
+learned what these leave unexplained (`Trees.after`).
+
 A correction is between `LEAST` and `MOST`, so that what was never measured is judged by the model.
 
 Products of more than `MOST_FLOPS` on tensor cores are not corrected. They bring the card to its power limit, where the
@@ -19,7 +22,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +33,7 @@ from cutegemm.problem.dtypes import CUDA_CORES
 if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
     from cutegemm.problem import Signature
+    from cutegemm.problem.program.graph import Program
 
 TREES = Path(__file__).parents[1] / "data" / "learned.json"
 DEPTH = 6
@@ -53,25 +57,28 @@ port: multiplications or shared memory, loads of all SMs, and loads of this one,
 class Trees:
     """Trees of one family.
 
-    traits, limits: of each tree's questions (trees, DEPTH). leaves: log(measured / estimate) (trees, 2^DEPTH).
+    traits, limits: of each tree's questions (trees, DEPTH). leaves: log(measured / estimate) (trees, 2^DEPTH). after:
+    the family whose trees count too, before these; "" for none.
     """
 
     traits: np.ndarray
     limits: np.ndarray
     leaves: np.ndarray
+    after: str = ""
 
     def log(self, launches: np.ndarray) -> np.ndarray:
         """The sum over the trees for each of the launches (launches, traits), added up in the trees' order."""
         numbers = (launches[:, self.traits] > self.limits) @ (1 << np.arange(DEPTH)[::-1])
         found = np.take_along_axis(self.leaves[None], numbers[..., None], axis=2)[..., 0]
-        return np.add.accumulate(found, axis=1)[:, -1]
+        first = families()[self.after].log(launches) if self.after else np.zeros(len(launches))
+        return np.add.accumulate(np.column_stack([first, found]), axis=1)[:, -1]
 
 
 @functools.cache
 def families() -> dict[str, Trees]:
     """The trees of all families that have any, as the package holds them, in the order of `place`."""
     stored: dict[str, Any] = json.loads(TREES.read_text())["families"] if TREES.exists() else {}
-    return {name: decoded(row["trees"]) for name, row in stored.items()}
+    return {name: replace(decoded(row["trees"]), after=row.get("after", "")) for name, row in stored.items()}
 
 
 def place(family: str) -> int:
@@ -82,15 +89,23 @@ def place(family: str) -> int:
 def taught(footprint: Footprint, signature: Signature) -> bool:
     """Whether trees may learn from times of such launches, and correct the estimates of such launches.
 
-    They learned from single products in fp32 and bf16, without C, bias and activation. Batches, fp16, bias and
-    activation run the same kernels in much the same time, so they are corrected too. Groups and operands in parts are
-    another matter. So are programs and C on tensor cores, whose schedules hide an epilogue in different ways:
-    512x4096x14336 with an operand takes 86 us with cooperative tiles on an H200 and 91 in ping-pong, which the plain
-    product prefers.
+    They learned from single products in fp32, tf32, bf16, e4m3 and int8, without C, bias and activation, and from e4m3
+    with scales of blocks. Batches, fp16, bias, activation and other scales run the same kernels in much the same time,
+    so they are corrected too. Groups and operands in parts are another matter. So are other programs and C on tensor
+    cores, whose schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with
+    cooperative tiles on an H200 and 91 in ping-pong, which the plain product prefers.
     """
     epilogue = signature.epilogue
-    plain = epilogue.custom is None and epilogue.c_dtype is None
+    plain = epilogue.c_dtype is None and (epilogue.custom is None or _multiplies_alone(epilogue.custom))
     return (plain or signature.unit == CUDA_CORES) and signature.work == "dense" and footprint.terms == 1
+
+
+def _multiplies_alone(program: Program) -> bool:
+    """Whether D is the sum, times numbers and vectors such as scales, and nothing else is done."""
+    is_product = {node.op for node in program.nodes} <= {"acc", "input", "mul"}
+    has_matrix = any(given.m and given.n for given in program.inputs)
+    is_plain = len(program.outputs) == 1 and program.outputs[0].reduce is None and not program.gating
+    return is_product and is_plain and not has_matrix
 
 
 def most_flops(signature: Signature) -> float:
@@ -117,18 +132,21 @@ def decoded(rows: list[list[Any]]) -> Trees:
 
 
 C_SOURCE = """
-/* As `Model.learned`; LEARNED_FROM has the number of the first tree of each family, and behind them that of all. */
+/* As `Model.learned`; LEARNED_FROM has the number of the first tree of each family, and behind them that of all;
+   LEARNED_AFTER the place of the family whose trees count before a family's own, or 0. */
 static double learned(const double *self, double m, double n, double k, double works, double steps, double rows,
                       double columns, double seconds, double busy, double memory, double fixed, double step,
                       double load, double port) {
   double found[TRAITS], sum = 0;
   traits(self, m, n, k, works, steps, rows, columns, seconds, busy, memory, fixed, step, load, port, found);
-  int place = (int)self[LEARNED];
-  for (int tree = LEARNED_FROM[place - 1]; tree < LEARNED_FROM[place]; ++tree) {
-    int leaf = 0;
-    for (int i = 0; i < DEPTH; ++i)
-      leaf = 2 * leaf + (found[LEARNED_TRAITS[tree * DEPTH + i]] > LEARNED_LIMITS[tree * DEPTH + i]);
-    sum += LEARNED_LEAVES[(tree << DEPTH) + leaf];
+  int own = (int)self[LEARNED], places[] = {LEARNED_AFTER[own - 1], own};
+  for (int turn = places[0] == 0; turn < 2; ++turn) {
+    for (int tree = LEARNED_FROM[places[turn] - 1]; tree < LEARNED_FROM[places[turn]]; ++tree) {
+      int leaf = 0;
+      for (int i = 0; i < DEPTH; ++i)
+        leaf = 2 * leaf + (found[LEARNED_TRAITS[tree * DEPTH + i]] > LEARNED_LIMITS[tree * DEPTH + i]);
+      sum += LEARNED_LEAVES[(tree << DEPTH) + leaf];
+    }
   }
   return fmin(fmax(exp(sum), LEARNED_LEAST), LEARNED_MOST);
 }
@@ -151,6 +169,7 @@ def c_tables() -> str:
             f"enum {{ TRAITS = {len(TRAITS)}, DEPTH = {DEPTH} }};",
             f"static const double LEARNED_LEAST = {LEAST!r}, LEARNED_MOST = {MOST!r};",
             array("int", "LEARNED_FROM", starts),
+            array("int", "LEARNED_AFTER", [place(trees.after) for trees in found]),
             array("unsigned char", "LEARNED_TRAITS", of_all("traits")),
             array("double", "LEARNED_LIMITS", of_all("limits")),
             array("double", "LEARNED_LEAVES", of_all("leaves")),

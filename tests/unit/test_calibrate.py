@@ -332,7 +332,7 @@ def test_the_kept_times_can_be_fitted_again():
         samples = calibrate.read(table, H200)
         lines = [line for line in table.read_text().splitlines() if line.startswith("   ")]
         fits = calibrate.by_family(samples, H200)
-        assert set(fits) <= {"simt", "vector", "sm80/small", "sm90"}
+        assert set(fits) <= {"simt", "vector", "sm80/small", "sm90", "sm90/fp8", "sm90/int8", "sm90/tf32"}
         assert len(samples) == len(lines) == sum(len(rows) for fit in fits.values() for rows in fit.shapes.values())
     named = json.loads((Path(cost_rates.__file__).parents[1] / "data" / "cost_model.json").read_text())["families"]
     words = {

@@ -422,13 +422,23 @@ def test_shapes_of_other_kinds_are_drawn_with_aligned_rows_and_timed_as_such(mon
         (["--dtype", "e4m3", "--precision", "fast"], [("e4m3", "fast", "tn")]),
         (["--dtype", "fp32", "--precision", "tf32"], [("fp32", "tf32", "tn")]),
         (["--dtype", "fp32"], [("fp32", "ieee", majors) for majors in ("tn", "tt", "nn", "nt")]),
+        (["--dtype", "e4m3", "--scaling", "blocks"], [("e4m3", "ieee", "tn")]),
+        (["--dtype", "int8", "--scaling", "blocks"], [("int8", "ieee", "tn")]),
     ):
         timer.opened.clear()
         favourites.main([*options, "--count", "1", "--best", "1"])
         assert [(p.dtype, p.precision, p.signature.majors) for p in timer.opened] == kinds
-    with pytest.raises(SystemExit):
-        favourites.main(["--dtype", "bf16", "--precision", "fast"])
-    assert "--precision: got fast with bf16, which has no such products" in capsys.readouterr().err
+        assert all(("--scaling" in options) == bool(p.epilogue.program.block_scales) for p in timer.opened)
+        samples = calibrate.read_table(capsys.readouterr().out)
+        assert [sample.problem for sample in samples] == timer.opened
+    for wrong, said in (
+        (["--dtype", "bf16", "--precision", "fast"], "--precision: got fast with bf16, which has no such products"),
+        (["--dtype", "bf16", "--scaling", "blocks"], "--scaling: got blocks with bf16; scales are for e4m3, e5m2, int8"),
+        (["--dtype", "e4m3", "--precision", "fast", "--scaling", "blocks"], "--scaling: got blocks with --precision fast"),
+    ):
+        with pytest.raises(SystemExit):
+            favourites.main(wrong)
+        assert said in capsys.readouterr().err
 
 
 def test_of_some_favourites_other_splits_of_k_are_timed_too():

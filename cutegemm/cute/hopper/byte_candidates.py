@@ -140,7 +140,7 @@ def _in_cells(signature: Signature) -> dict[str, str]:
     it. None for gate and up, and none for promoted sums of groups, which were not timed with them."""
     if signature.epilogue.gating or (signature.promotion is not None and signature.work != DENSE):
         return {}
-    forms = ((text, _form(shortlists.of_width(text, 1), signature)) for text in shortlists.configurations())
+    forms = ((text, _form(shortlists.of_width(text, 1, wide=True), signature)) for text in shortlists.configurations())
     return {text: form for text, form in forms if form is not None}
 
 
@@ -213,8 +213,12 @@ def _with_twin(config: HopperConfig) -> HopperConfig:
     return replace(config, options=options.read({*config.options, "twin"}) or ())
 
 
+@functools.cache
+def _split_in_cells() -> frozenset[str]:
+    return frozenset(shortlists.of_width(text, 1, wide=True) for text in shortlists.split())
+
+
 def may_split(text: str, signature: Signature) -> bool:
     """Whether a candidate may have K split."""
     text = text.removesuffix("/twin")
-    in_cells = _in_cells(signature) and shortlists.may_split(shortlists.of_width(text, 2, 1))
-    return text in SPLIT or bool(in_cells)
+    return text in SPLIT or bool(_in_cells(signature) and text in _split_in_cells())

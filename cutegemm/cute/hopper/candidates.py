@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from cutegemm.cute.hopper import byte_candidates, constant, part_candidates, promotion, shortlists
 from cutegemm.cute.hopper.config import WHOLE_RING_BYTES, HopperConfig
+from cutegemm.cute.hopper.validity import odd_eights
 from cutegemm.cute.hopper.work_count import works
 from cutegemm.hardware.residency import resident_clusters
 from cutegemm.problem import ITEMSIZE
@@ -65,18 +66,32 @@ byte early."""
 MOST_STAGES = 16
 """That the rule of validity takes."""
 _BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
-    "float16": lambda _: _of_width(2),
-    "bfloat16": lambda _: _of_width(2),
-    "tfloat32": lambda _: _of_width(4),
+    "float16": lambda signature: _with_shortlists(signature),
+    "bfloat16": lambda signature: _with_shortlists(signature),
+    "tfloat32": lambda signature: _with_shortlists(signature),
     "float8": byte_candidates.listed,
     "int8": byte_candidates.listed,
 }
 
 
-def _of_width(itemsize: int) -> tuple[str, ...]:
-    """The candidates with shortlists, for elements of so many bytes."""
-    texts = dict.fromkeys((*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS))
-    return tuple(shortlists.of_width(text, itemsize) for text in texts)
+@functools.lru_cache(maxsize=64)
+def _with_shortlists(signature: Signature) -> tuple[str, ...]:
+    """The candidates with shortlists, as they serve a signature."""
+    texts = (*shortlists.configurations(), *_ROW_BY_ROW, *_IN_PARTS)
+    return tuple(dict.fromkeys(_served(text, signature) for text in texts))
+
+
+def _served(text: str, signature: Signature) -> str:
+    """A candidate of 16 bits as it serves a signature: with k steps of as many bytes, and tiles that it takes."""
+    is_odd = int(text.split("x", 2)[1]) % shortlists.WIDE_COLUMNS
+    wide = is_odd and odd_eights(HopperConfig.parse(text), signature) is not None
+    return shortlists.of_width(text, ITEMSIZE[signature.dtype], bool(wide))
+
+
+@functools.lru_cache(maxsize=64)
+def _split(signature: Signature) -> frozenset[str]:
+    """Those of them that may have K split."""
+    return frozenset(_served(text, signature) for text in (*shortlists.split(), *_IN_PARTS))
 
 
 def listed(signature: Signature) -> tuple[str, ...]:
@@ -187,7 +202,7 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         found += (each for each in twins if each[0] in shortlists.configurations())
     if len(signature.results) > 1:
         found = [each for each in found if not _spills_with_results(each[0])]
-    return _as_they_fit([(shortlists.of_width(text, itemsize), split) for text, split in found], signature)
+    return _as_they_fit([(_served(text, signature), split) for text, split in found], signature)
 
 
 def _spills_with_results(text: str) -> bool:
@@ -238,5 +253,4 @@ def _may_split(text: str, signature: Signature | None) -> bool:
         return part_candidates.may_split(text)
     if signature is not None and ITEMSIZE[signature.dtype] == 1:
         return byte_candidates.may_split(text, signature)
-    text = shortlists.of_width(text, 2, 2 if signature is None else ITEMSIZE[signature.dtype])
-    return text in _IN_PARTS or shortlists.may_split(text)
+    return text in (_split(signature) if signature is not None else {*shortlists.split(), *_IN_PARTS})

@@ -28,6 +28,8 @@ MAJORS = ("tn", "tt", "nn", "nt")
 """The values of `Signature.majors`."""
 NARROW, WIDE = 64, 256
 """Rows or columns of D that the clusters of `_extra_of_batches` cover: at least, and at most."""
+WIDE_COLUMNS = 16
+"""Of which BN is a multiple in tiles that serve everything, see `validity.odd_eights`."""
 
 Cell = tuple[int, int, int]
 """log2 of M, N and K, rounded up, within the bounds of `TABLE`."""
@@ -45,17 +47,20 @@ def configurations() -> tuple[str, ...]:
     return _table().texts
 
 
-def may_split(text: str) -> bool:
-    """Whether any cell's shortlist has this configuration with K split."""
-    return text in _table().split
+def split() -> frozenset[str]:
+    """The texts of those that any cell's shortlist has with K split."""
+    return _table().split
 
 
 @functools.lru_cache(maxsize=8192)
-def of_width(text: str, itemsize: int, before: int = 2) -> str:
-    """The same configuration for elements of so many bytes instead of those `before`."""
-    tile, rest = text.removeprefix("sm90/").split("/", 1)
+def of_width(text: str, itemsize: int, wide: bool = False) -> str:
+    """A configuration of 16 bits for elements of so many bytes. wide: with a BN of whole multiples of `WIDE_COLUMNS`,
+    and fewer stages where the ring would grow."""
+    tile, schedule, cluster, stages, rest = text.removeprefix("sm90/").split("/", 4)
     bm, bn, bk = map(int, tile.split("x"))
-    return f"sm90/{bm}x{bn}x{bk * before // itemsize}/{rest}"
+    columns = -(-bn // WIDE_COLUMNS) * WIDE_COLUMNS if wide else bn
+    count = int(stages[1:]) * (bm + bn) // (bm + columns)
+    return f"sm90/{bm}x{columns}x{bk * 2 // itemsize}/{schedule}/{cluster}/s{count}/{rest}"
 
 
 def cell(majors: str, m: int, n: int, k: int) -> list[Candidate]:

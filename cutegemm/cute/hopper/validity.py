@@ -45,7 +45,7 @@ def why_invalid(config: HopperConfig, signature: Signature, arch: Arch) -> str |
             return f"TMA cannot load {name}: address, strides and {extent} need 16 bytes, they have {align}"
     return (
         _tile(config)
-        or _odd_eights(config, signature)
+        or odd_eights(config, signature)
         or grouping.why_invalid(config, signature)
         or _program(config, signature)
         or operand_parts.why_invalid(signature)
@@ -96,9 +96,9 @@ def _tile(config: HopperConfig) -> str | None:
     return None
 
 
-def _odd_eights(config: HopperConfig, signature: Signature) -> str | None:
-    """Other multiples of 8 than those of 16. A box of D has rows of 64 columns there, any multiple of 8; of other tiles
-    it would have columns of 16 bytes."""
+def odd_eights(config: HopperConfig, signature: Signature) -> str | None:
+    """Why a BN that is a multiple of 8 and not of 16 is refused; None where it is not. A box of D has rows of 64 columns
+    there, any multiple of 8 of them; of other tiles it would have columns of 16 bytes."""
     if config.bn % 16 == 0:
         return None
     epilogue = signature.epilogue

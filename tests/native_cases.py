@@ -264,7 +264,7 @@ def assert_each_has_a_launch_of_its_own(calls: Sequence[Callable[[], Any]]) -> N
 A, B = numbers(24, 40), numbers(40, 16)
 W, BIAS, C = numbers(16, 40), numbers(16), numbers(24, 16)
 OUT = torch.empty(24, 16, dtype=BF16)
-DEEP = numbers(64, 16384), numbers(64, 16384).t()
+DEEP = numbers(256, 16384), numbers(256, 16384).t()
 
 
 def autocast(function: Callable[[], Any]) -> Any:

@@ -53,8 +53,8 @@ from tuning.calibrate import Sample
 
 SEED, TEST_SEED = 1001, 1002
 CLUSTERS = (
-    (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2),
-    (2, 2, 2),
+    (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (2, 1, 2),
+    (1, 2, 2), (2, 2, 2),
 )  # fmt: skip
 """CTAs along M, N and K."""
 LEAST_STAGES, MOST_STAGES, MOST_WHOLE_STAGES = 3, 8, 12

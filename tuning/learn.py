@@ -94,10 +94,16 @@ class Times:
     def some(self, kept: np.ndarray) -> Times:
         """Those of whole shapes alone, which a mask of launches names."""
         old, numbers = np.unique(self.shapes[kept], return_inverse=True)
-        held = (each[kept] for each in (self.traits, self.estimates, self.seconds))
-        offsets = None if self.offsets is None else self.offsets[old]
-        problems = tuple(self.problems[number] for number in old)
-        return Times(*held, numbers, self.weights[kept], problems, self.after, offsets)
+        return replace(
+            self,
+            traits=self.traits[kept],
+            estimates=self.estimates[kept],
+            seconds=self.seconds[kept],
+            shapes=numbers,
+            weights=self.weights[kept],
+            problems=tuple(self.problems[number] for number in old),
+            offsets=None if self.offsets is None else self.offsets[old],
+        )
 
     def of(self, problems: Collection[Problem]) -> Times:
         """Those of these problems' shapes."""
@@ -163,7 +169,8 @@ def grown(known: Times, count: int = COUNT, seed: int = 0) -> learned.Trees:
         leaves = np.round(RATE * np.bincount(leaf[drawn], sums, 1 << learned.DEPTH) / held, 5)
         left = left - leaves[leaf]
         trees.append((*zip(*questions, strict=True), leaves))
-    return learned.Trees(*map(np.array, zip(*trees, strict=True)), known.after)
+    traits, limits_of, leaves_of = map(np.array, zip(*trees, strict=True))
+    return learned.Trees(traits, limits_of, leaves_of, known.after)
 
 
 def _question(

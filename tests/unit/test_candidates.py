@@ -65,6 +65,19 @@ def test_estimates_of_some_columns(some, shapes):
     assert costs.columns[:, columns][within] == pytest.approx(relative[within])
 
 
+def test_what_is_not_valid_for_other_majors_is_not_estimated(shapes):
+    """A tile of eights takes an A along K alone."""
+    texts = "sm90/64x16x128/coop1/c1x1/s8/serp8/swap/pdl", "sm90/64x8x128/coop1/c1x1/s8/serp8/swap/pdl"
+    both = [HopperConfig.parse(text) for text in texts]
+    signature = Problem.of(64, 64, 64, "bf16", majors="nn").signature
+    assert both[1].why_invalid(SIGNATURE, H200) is None
+    assert both[1].why_invalid(signature, H200) is not None
+    assert np.isfinite(candidates.Estimator(both, SIGNATURE, H200).costs(shapes, 1e9).whole).all()
+    costs = candidates.Estimator(both, signature, H200).costs(shapes)
+    assert costs.columns[:, [1, 3]] == pytest.approx(np.log(candidates.FAR))
+    assert (costs.columns[:, [0, 2]].min(axis=1) == 0).all()
+
+
 def test_an_estimator_may_leave_out_what_was_learned(some, shapes):
     taught, alone = (candidates.Estimator(some, SIGNATURE, H200, taught=each).costs(shapes) for each in (True, False))
     assert not np.array_equal(taught.columns, alone.columns)
@@ -98,6 +111,7 @@ def test_shapes_of_a_cell_are_drawn_in_it(cell):
         sizes = [shape[place] for shape in found]
         assert sum(size == 1 << bits for size in sizes) >= 0.2 * len(sizes)
         assert min(sizes) < 1.2 * (1 << bits - 1) + random_shapes.STEP
+        assert (min(sizes) == random_shapes.STEP) == (bits == shortlists.LEAST_BITS)
         assert (max(sizes) > 1 << bits) == (bits == shortlists.MOST_BITS)
 
 
@@ -157,8 +171,11 @@ def test_processes_find_the_same(some, monkeypatch):
 def test_the_command(tmp_path, monkeypatch, capsys, some):
     monkeypatch.setattr(shortlists, "TABLE", tmp_path / "candidates.json")
     monkeypatch.setattr(candidates, "space", lambda *where: iter(some))
-    shortlists._table.cache_clear()
-    shortlists._cells.cache_clear()
+    caches = (
+        shortlists._table, shortlists._cells, hopper_candidates._with_shortlists, hopper_candidates._split
+    )  # fmt: skip
+    for each in caches:
+        each.cache_clear()
     monkeypatch.setattr(shortlists, "BITS", range(shortlists.LEAST_BITS, shortlists.LEAST_BITS + 3))
     monkeypatch.setattr(shortlists, "MOST_BITS", shortlists.LEAST_BITS + 2)
     arguments = ["--shapes", "40", "--test", "10", "--count", "9", "--per-cell", "4", "--jobs", "1", "--write"]
@@ -183,8 +200,8 @@ def test_the_command(tmp_path, monkeypatch, capsys, some):
                 split |= {entry // 2 for entry in row if entry % 2}
         assert data["split"] == sorted(split)
     finally:
-        shortlists._table.cache_clear()
-        shortlists._cells.cache_clear()
+        for each in caches:
+            each.cache_clear()
     assert "slower than the best of all" in capsys.readouterr().out
     for wrong in (["--shapes", "0"], ["--per-cell", "0"], ["--jobs", "0"], ["no such file"], ["--arch", "no such GPU"]):
         with pytest.raises(SystemExit):

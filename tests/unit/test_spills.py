@@ -138,7 +138,7 @@ def test_where_all_candidates_spill_the_least_spilling_is_taken(compiled):
     assert CUTE.accumulators(found.choice.config) == 64
     assert found.kernel.cubin == 8
     assert found.choice.why.endswith("it spills, the least of the candidates tried")
-    assert len([name for name, custom in compiled.built if custom]) < 10
+    assert len([name for name, custom in compiled.built if custom]) < 15
 
 
 def test_a_kernel_that_spills_without_its_program_too_stays(compiled):

@@ -433,8 +433,14 @@ def test_shapes_of_other_kinds_are_drawn_with_aligned_rows_and_timed_as_such(mon
         assert [sample.problem for sample in samples] == timer.opened
     for wrong, said in (
         (["--dtype", "bf16", "--precision", "fast"], "--precision: got fast with bf16, which has no such products"),
-        (["--dtype", "bf16", "--scaling", "blocks"], "--scaling: got blocks with bf16; scales are for e4m3, e5m2, int8"),
-        (["--dtype", "e4m3", "--precision", "fast", "--scaling", "blocks"], "--scaling: got blocks with --precision fast"),
+        (
+            ["--dtype", "bf16", "--scaling", "blocks"],
+            "--scaling: got blocks with bf16; scales are for e4m3, e5m2, int8",
+        ),
+        (
+            ["--dtype", "e4m3", "--precision", "fast", "--scaling", "blocks"],
+            "--scaling: got blocks with --precision fast",
+        ),
     ):
         with pytest.raises(SystemExit):
             favourites.main(wrong)

@@ -11,7 +11,7 @@ tests/compile builds one for each tile, schedule and order of operands, without 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,9 @@ SMALL_RESULT, LONG_SUM = 1 << 22, 8192
 """The most elements of such a D and the least K, of sizes rounded up to powers of two."""
 MOST_SWAPPED = 128
 """Rows of D that a swapped tile has at most where a program has several results."""
+LARGE_GROUP, MOST_TOKENS = 512, 96
+"""For groups of so many rows, rounded up to a power of two, swapped tiles have at most so many tokens: wider ones took
+10 % longer than 128 x 256 on an H200, where the model expects them to be as fast (docs/tuning.md)."""
 UNSWAPPED_ROWS = 64
 """From this many rows on, the shortlists have tiles whose operands are not swapped."""
 FEW_SUMS = 1 << 19
@@ -65,13 +68,6 @@ MOST_ROWS = 16
 byte early."""
 MOST_STAGES = 16
 """That the rule of validity takes."""
-_BY_UNIT: dict[str, Callable[[Signature], tuple[str, ...]]] = {
-    "float16": lambda signature: _with_shortlists(signature),
-    "bfloat16": lambda signature: _with_shortlists(signature),
-    "tfloat32": lambda signature: _with_shortlists(signature),
-    "float8": byte_candidates.listed,
-    "int8": byte_candidates.listed,
-}
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,7 +106,7 @@ def _is_crowded(signature: Signature) -> bool:
 def _as_listed(signature: Signature) -> tuple[str, ...]:
     if signature.parts is not None:
         return part_candidates.listed(signature)
-    return _BY_UNIT[signature.unit](signature)
+    return byte_candidates.listed(signature) if ITEMSIZE[signature.dtype] == 1 else _with_shortlists(signature)
 
 
 @functools.lru_cache(maxsize=64)
@@ -192,6 +188,8 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         return _as_they_fit(byte_candidates.shortlist(signature, found, elements), signature)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found += ((text, False) for text in _OF_GROUPS)
+    if signature.work in (*ROWS, MASKED) and m >= LARGE_GROUP:
+        found = [each for each in found if not _is_swapped_beyond(each[0], MOST_TOKENS)]
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
@@ -200,15 +198,14 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
         # A plain product in one round takes as long with either schedule; a program takes longer in ping-pong.
         twins = [(text.replace("/pp/", "/coop2/"), split) for text, split in found]
         found += (each for each in twins if each[0] in shortlists.configurations())
-    if len(signature.results) > 1:
-        found = [each for each in found if not _spills_with_results(each[0])]
+    if len(signature.results) > 1:  # wider ones keep 8 to 112 bytes of registers in local memory with some programs
+        found = [each for each in found if not _is_swapped_beyond(each[0], MOST_SWAPPED)]
     return _as_they_fit([(_served(text, signature), split) for text, split in found], signature)
 
 
-def _spills_with_results(text: str) -> bool:
-    """Whether a tile keeps 8 to 112 bytes of registers in local memory with some programs of two results or three."""
+def _is_swapped_beyond(text: str, most: int) -> bool:
     config = HopperConfig.parse(text)
-    return config.swapped and config.bn > MOST_SWAPPED
+    return config.swapped and config.bn > most
 
 
 def _as_they_fit(named: list[shortlists.Candidate], signature: Signature) -> list[shortlists.Candidate]:

@@ -97,8 +97,8 @@ def _tile(config: HopperConfig) -> str | None:
 
 
 def odd_eights(config: HopperConfig, signature: Signature) -> str | None:
-    """Why a BN that is a multiple of 8 and not of 16 is refused; None where it is not. A box of D has rows of 64 columns
-    there, any multiple of 8 of them; of other tiles it would have columns of 16 bytes."""
+    """Why a BN that is a multiple of 8 and not of 16 is refused; None where it is not. A box of D has rows of 64
+    columns there, any multiple of 8 of them; of other tiles it would have columns of 16 bytes."""
     if config.bn % 16 == 0:
         return None
     epilogue = signature.epilogue

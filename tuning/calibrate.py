@@ -7,7 +7,8 @@
               depends on those constants too, which only the repository's history keeps
     --write   puts the constants into the package (cutegemm/data/cost_model.json) with this command in it
 
-A text table has one block a shape; `ratio` is not read:
+A text table has one block a shape. A word before the majors may be the precision, or `blocks` for scales of blocks.
+`ratio` is not read:
 
     == 512x512x512 bf16 tn torch 3.65 us ...
        1.291      2.83   94.9 sm90/64x32x128/coop1/c1x1/s6/serp8/pdl       (ratio, microseconds, TFLOP/s, configuration)

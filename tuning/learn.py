@@ -264,8 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.after and options.traits:
         parser.error("--traits: not with --after, whose trees ask for all of them")
     for name, kin in (("--after", options.after), ("--beside", options.beside)):
-        if kin and kin not in learned.families():
-            parser.error(f"{name}: got {kin!r}, accepted are {', '.join(learned.families())}")
+        accepted = [each for each, trees in learned.families().items() if not trees.after and not trees.beside]
+        if kin and kin not in accepted:
+            parser.error(f"{name}: got {kin!r}, accepted are {', '.join(accepted)}, whose trees stand alone")
     others = []
     if options.beside:
         if options.beside not in found:
@@ -276,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = {
         name: replace(known, traits=known.traits[:, : options.traits], after=options.after)
         for name, known in found.items()
-        if options.family in (None, name)
+        if options.family in (None, name) and name != options.after
     }
     enough = {name: known for name, known in found.items() if len(known.problems) >= FEWEST}
     if not enough:

@@ -32,12 +32,15 @@ from cutegemm.problem.dtypes import CUDA_CORES
 
 if TYPE_CHECKING:
     from cutegemm.choice.footprint import Footprint
+    from cutegemm.hardware.arch import Arch
     from cutegemm.problem import Signature
     from cutegemm.problem.program.graph import Program
 
 TREES = Path(__file__).parents[1] / "data" / "learned.json"
 DEPTH = 6
 LEAST, MOST = 0.8, 1.25
+TMA_BYTES = 16
+"""What rows and addresses of operands are multiples of where TMA loads them."""
 MOST_FLOPS = 1e11
 """Of a product on tensor cores that trees correct; the tuner and the benchmark time larger ones in sustained blocks."""
 TRAITS = (
@@ -58,13 +61,15 @@ class Trees:
     """Trees of one family.
 
     traits, limits: of each tree's questions (trees, DEPTH). leaves: log(measured / estimate) (trees, 2^DEPTH). after:
-    the family whose trees count too, before these; "" for none.
+    the family whose trees count too, before these; "" for none. beside: the family that these were learned to be
+    compared with, without which they do not count; "" for none.
     """
 
     traits: np.ndarray
     limits: np.ndarray
     leaves: np.ndarray
     after: str = ""
+    beside: str = ""
 
     def log(self, launches: np.ndarray) -> np.ndarray:
         """The sum over the trees for each of the launches (launches, traits), added up in the trees' order."""
@@ -78,7 +83,10 @@ class Trees:
 def families() -> dict[str, Trees]:
     """The trees of all families that have any, as the package holds them, in the order of `place`."""
     stored: dict[str, Any] = json.loads(TREES.read_text())["families"] if TREES.exists() else {}
-    return {name: replace(decoded(row["trees"]), after=row.get("after", "")) for name, row in stored.items()}
+    return {
+        name: replace(decoded(row["trees"]), after=row.get("after", ""), beside=row.get("beside", ""))
+        for name, row in stored.items()
+    }
 
 
 def place(family: str) -> int:
@@ -86,13 +94,25 @@ def place(family: str) -> int:
     return 1 + list(families()).index(family) if family in families() else 0
 
 
+def place_of(footprint: Footprint, signature: Signature, arch: Arch) -> int:
+    """The place of the trees that correct the estimates of such launches; 0 where none do."""
+    found = place(footprint.family.name) if taught(footprint, signature) else 0
+    compared = not found or not families()[footprint.family.name].beside or _has_hopper(signature, arch)
+    return found if compared else 0
+
+
+def _has_hopper(signature: Signature, arch: Arch) -> bool:
+    """Whether the kernels of `sm90` serve operands as they lie, so that others are compared with them."""
+    return arch.capability == (9, 0) and min(signature.align_a, signature.align_b) >= TMA_BYTES
+
+
 def taught(footprint: Footprint, signature: Signature) -> bool:
     """Whether trees may learn from times of such launches, and correct the estimates of such launches.
 
     They learned from single products in fp32, tf32, bf16, e4m3 and int8, without C, bias and activation, and from e4m3
-    with scales of blocks. Batches, fp16, bias, activation and other scales run the same kernels in much the same time,
-    so they are corrected too. Groups and operands in parts are another matter. So are other programs and C on tensor
-    cores, whose schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with
+    with scales of blocks. Batches, fp16, e5m2, bias, activation and other scales run the same kernels in much the same
+    time, so they are corrected too. Groups and operands in parts are another matter. So are other programs and C on
+    tensor cores, whose schedules hide an epilogue in different ways: 512x4096x14336 with an operand takes 86 us with
     cooperative tiles on an H200 and 91 in ping-pong, which the plain product prefers.
     """
     epilogue = signature.epilogue
@@ -101,11 +121,15 @@ def taught(footprint: Footprint, signature: Signature) -> bool:
 
 
 def _multiplies_alone(program: Program) -> bool:
-    """Whether D is the sum, times numbers and vectors such as scales, and nothing else is done."""
-    is_product = {node.op for node in program.nodes} <= {"acc", "input", "mul"}
-    has_matrix = any(given.m and given.n for given in program.inputs)
-    is_plain = len(program.outputs) == 1 and program.outputs[0].reduce is None and not program.gating
-    return is_product and is_plain and not has_matrix
+    """Whether D is the sum, times constants, numbers and vectors such as scales, and nothing else is done."""
+    powers: list[int] = []  # of the sum in each node
+    for node in program.nodes:
+        if node.op not in ("acc", "input", "const", "mul"):
+            return False
+        powers.append(sum(powers[place] for place in node.args) if node.op == "mul" else int(node.op == "acc"))
+    if len(program.outputs) != 1 or program.gating or any(given.m and given.n for given in program.inputs):
+        return False
+    return program.outputs[0].reduce is None and powers[program.outputs[0].node] == 1
 
 
 def most_flops(signature: Signature) -> float:

@@ -173,15 +173,29 @@ def test_few_rows_have_tiles_of_eight():
         assert any(HopperConfig.parse(text).bn == 8 for text, _ in named) == expected
 
 
-def test_groups_of_many_rows_have_no_wide_swapped_tiles():
-    signature = Problem.of(64, 64, 64, "bf16", batch=8, work="ragged_m").signature
+@pytest.mark.parametrize(("dtype", "most"), [("bf16", 96), ("int8", 128)])
+@pytest.mark.parametrize("work", ["ragged_m", "gathered_m", "masked"])
+def test_groups_of_many_rows_have_no_wide_swapped_tiles(work, dtype, most):
+    signature = Problem.of(64, 64, 64, dtype, batch=8, work=work).signature
     for rows, expected in ((256, True), (512, False), (1024, False)):
         named = hopper_candidates.shortlist(signature, H200, rows, 4096, 8192, 8)
-        configs = [HopperConfig.parse(text) for text, _ in named]
-        assert any(config.swapped and config.bn > 96 for config in configs) == expected
-        assert any(config.bm * config.bn >= 128 * 256 for config in configs)
+        swapped = [config.bn for config in (HopperConfig.parse(text) for text, _ in named) if config.swapped]
+        assert any(columns > most for columns in swapped) == expected
+        assert any(columns > 64 for columns in swapped)
     dense = hopper_candidates.shortlist(SIGNATURE, H200, 1024, 4096, 8192, 1)
     assert any(HopperConfig.parse(text).swapped and HopperConfig.parse(text).bn > 96 for text, _ in dense)
+
+
+@pytest.mark.parametrize(("m", "n", "k", "worth"), [
+    (1024, 512, 512, True), (16, 32768, 256, True), (1024, 1024, 64, False), (64, 64, 1024, False),
+])  # fmt: skip
+def test_small_tiles_of_mma_sync_are_compared_for_small_products(m, n, k, worth):
+    assert ampere_candidates.worth_comparing(m, n, k, 1) == worth
+    named = hopper_candidates.shortlist(SIGNATURE, H200, m, n, k, 1)
+    assert all(text.startswith("sm90/") for text, _ in named)
+    problem = Problem.of(m, n, k, "bf16")
+    looked = looked_at(heuristics._candidates("cute", SIGNATURE, H200, "off"), problem)[0]
+    assert any(str(config).startswith("sm80/") for _, config in looked) == worth
 
 
 def test_a_batch_is_looked_up_as_a_larger_matrix_too():
@@ -243,6 +257,6 @@ def test_the_table():
     beside = hopper_candidates.beside_cells(1024, 2048, 32768, 1)
     assert not hopper_candidates.beside_cells(1024, 2048, 32768, 64)
     split = {text for text, wanted in everywhere + beside if wanted}
-    assert split == {text for text in texts if hopper_candidates.splits(text)}
+    assert split == {text for text in texts if hopper_candidates.splits(text, SIGNATURE)}
     assert [shortlists.cell_of(*sizes) for sizes in ((0, 16, 17), (32, 33, 10**6))] == [(4, 4, 5), (5, 6, 15)]
     assert shortlists.TABLE.stat().st_size < 600_000

@@ -59,12 +59,18 @@ def test_what_was_learned_counts_for_plain_products():
     assert not _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=Epilogue("bf16"))
     assert not _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=program)
     assert not _taught(sixteen, 512, 512, 512, dtype="bf16", batch=3, work="ragged_m")
-    gated = Epilogue(custom=simplified(parse("def epilogue(acc, x: fp32[M, 1]) -> bf16: return relu(acc * x)")))
-    assert not _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=gated)
-    vector = Epilogue(custom=simplified(parse("def epilogue(acc, x: fp32[M, 1]) -> bf16: return acc * x")))
-    assert _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=vector)
-    two = Epilogue(custom=simplified(parse("def epilogue(acc, x: fp32[M, 1]) -> (bf16, fp32): return acc * x, acc")))
-    assert not _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=two)
+    for text, counts in (
+        ("def epilogue(acc, x: fp32[M, 1]) -> bf16: return acc * x", True),
+        ("def epilogue(acc, x: fp32[M, 1], y: bf16[N]) -> bf16: return 2.0 * (acc * x) * y", True),
+        ("def epilogue(acc) -> bf16: return acc * acc", False),
+        ("def epilogue(acc, x: fp32[M, 1]) -> bf16: return x * x", False),
+        ("def epilogue(acc, x: fp32[M, 1]) -> bf16: return relu(acc * x)", False),
+        ("def epilogue(acc, x: bf16[M, N]) -> bf16: return acc * x", False),
+        ("def epilogue(acc, x: fp32[M, 1]) -> (bf16, fp32): return acc * x, acc", False),
+        ("def epilogue(acc, x: fp32[M, 1]) -> fp32: return row_sum(acc * x)", False),
+    ):
+        given = Epilogue(custom=simplified(parse(text)))
+        assert _taught(sixteen, 512, 512, 512, dtype="bf16", epilogue=given) == counts, text
     for recipe in ("tensor", "rows", "blocks"):
         signature = scaled_problem(recipe, 512, 512, 512).signature
         shape = CUTE.footprint(CUTE.parse("sm90/128x128x128/coop2/c1x1/s4/serp8/pdl"), signature, H200)
@@ -72,6 +78,19 @@ def test_what_was_learned_counts_for_plain_products():
     assert not _taught("sm90/128x64x64/coop2/c1x1/s2/serp8/pdl", 512, 512, 512, dtype="fp32", precision="bf16x6")
     # On CUDA cores an epilogue adds as much to each tile.
     assert _taught(ffma, 512, 512, 512, dtype="fp32", epilogue=Epilogue("fp32"))
+
+
+@pytest.mark.parametrize(("gpu", "n", "counts"), [("H200", 64, True), ("H100 SXM", 64, True), ("H200", 65, False)])
+def test_trees_beside_another_family_count_where_it_is_compared(gpu, n, counts):
+    """Rows of 130 bytes are no rows that `sm90` loads; there small tiles of `sm80` are compared with larger ones."""
+    config, where = CUTE.parse("sm80/16x32x64/w16x16/s4/g8"), arch.get(gpu)
+    signature = Problem.of(64, n, n, "bf16", majors="tt").signature
+    shape = CUTE.footprint(config, signature, where)
+    assert shape.family.name == "sm80/small"
+    assert (learned.place_of(shape, signature, where) > 0) == counts
+    assert learned.place_of(shape, signature, dataclasses.replace(where, capability=(10, 0))) == 0
+    sm90 = CUTE.footprint(CUTE.parse("sm90/64x16x64/coop1/c1x1/s8/serp8/pdl"), signature, where)
+    assert learned.place_of(sm90, signature, where) > 0
 
 
 def test_what_may_not_teach_is_passed_over():
@@ -286,6 +305,69 @@ def test_tables_without_enough_times_are_refused(given, tmp_path, capsys):
         learn.main([str(tmp_path / given[0]), *given[1:]])
     said = capsys.readouterr().err
     assert "No such file" in said or "times of 50 shapes or more" in said
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Runs the command with tables of a family each, and gives what it wrote; `TREES` is a copy."""
+    monkeypatch.setattr(learned, "TREES", tmp_path / "learned.json")
+    (tmp_path / "learned.json").write_text(Path(ROOT, "cutegemm/data/learned.json").read_text())
+    learned.families.cache_clear()
+
+    def run(*given: str) -> dict[str, dict[str, object]]:
+        lines = []
+        for number in range(60):
+            m = 64 * (1 + number)
+            lines.append(f"== {m}x512x256 bf16 ieee tn torch 9.0 us")
+            # Half of the tiles of sm80 take as long as sm90 expects, the others three times as long.
+            for text, longer in (
+                ("sm90/64x64x64/coop1/c1x1/s8/serp8/pdl", 2.0), ("sm90/64x32x64/coop1/c1x1/s8/serp8/pdl", 2.0),
+                ("sm80/32x32x64/w16x16/s4/g8", 2.4), ("sm80/16x32x64/w16x16/s4/g8", 2.4),
+            ):  # fmt: skip
+                problem = Problem.of(m, 512, 256, "bf16")
+                shape = CUTE.footprint(CUTE.parse(text), problem.signature, H200)
+                alone = _model(text, problem, cost_rates.rates(shape.family))
+                lines.append(f"   1.000 {alone.seconds(*problem.evened) * 1e6 * longer:.5f} 10.0 {text}")
+        (tmp_path / "times.txt").write_text("\n".join(lines))
+        assert learn.main([str(tmp_path / "times.txt"), "--trees", "12", "--write", *given]) == 0
+        learned.families.cache_clear()
+        return json.loads((tmp_path / "learned.json").read_text())["families"]
+
+    yield run
+    monkeypatch.undo()
+    learned.families.cache_clear()
+
+
+def test_the_command_learns_what_another_familys_trees_leave(written, capsys):
+    before = json.loads(learned.TREES.read_text())["families"]
+    found = written("--after", "sm90")
+    assert found["sm90"] == before["sm90"], "trees do not come after themselves"
+    assert found["sm80/small"]["after"] == "sm90"
+    assert found["sm80/small"]["model"] == learn.model_of("sm80/small", "sm90")
+    assert learned.families()["sm80/small"].after == "sm90"
+    assert "trees of sm90" in capsys.readouterr().out
+
+
+def test_the_command_learns_how_a_family_stands_to_another(written, capsys):
+    """What sm80 takes beyond its estimate, over what sm90 takes beyond its own as corrected."""
+    found = written("--family", "sm80/small", "--beside", "sm90")
+    assert found["sm80/small"]["beside"] == "sm90"
+    problem = Problem.of(640, 512, 256, "bf16")
+    text = "sm80/32x32x64/w16x16/s4/g8"
+    model = learn.Watched(CUTE.footprint(CUTE.parse(text), problem.signature, H200), problem.signature, H200)
+    model.seconds(*problem.evened)
+    factor = math.exp(float(learned.families()["sm80/small"].log(np.array([model.found]))[0]))
+    sm90 = [_model(f"sm90/64x{n}x64/coop1/c1x1/s8/serp8/pdl", problem).terms(*problem.evened).learned for n in (64, 32)]
+    assert factor == pytest.approx(2.4 / 2.0 * math.sqrt(sm90[0] * sm90[1]), rel=0.05)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("sm80")]
+    assert [row[-4] for row in rows] == ["120", "120"]
+
+
+@pytest.mark.parametrize("given", [["--after", "sm90/fp8"], ["--beside", "none"], ["--after", "sm90", "--traits", "5"]])
+def test_trees_stand_on_those_that_stand_alone(given, written, capsys):
+    with pytest.raises(SystemExit):
+        written(*given)
+    assert given[0] in capsys.readouterr().err
 
 
 def test_the_package_has_trees_of_todays_model_and_of_tables_that_it_has():

@@ -184,12 +184,12 @@ def shortlist(signature: Signature, arch: Arch, m: int, n: int, k: int, batch: i
     itemsize = ITEMSIZE[signature.dtype]
     elements, k = k, k * itemsize // 2  # of 16 bits
     found = shortlists.shortlist(arch, signature.majors, m, n, k, batch)
+    if signature.work in (*ROWS, MASKED) and m >= LARGE_GROUP:
+        found = [each for each in found if not _is_swapped_beyond(each[0], MOST_TOKENS)]
     if itemsize == 1:
         return _as_they_fit(byte_candidates.shortlist(signature, found, elements), signature)
     if signature.work in COUNTED_WORKS and m <= UNSWAPPED_ROWS:
         found += ((text, False) for text in _OF_GROUPS)
-    if signature.work in (*ROWS, MASKED) and m >= LARGE_GROUP:
-        found = [each for each in found if not _is_swapped_beyond(each[0], MOST_TOKENS)]
     found += beside_cells(m, n, k, batch)
     if signature.epilogue.gating and m < UNSWAPPED_ROWS:
         # Few of the swapped tiles, which fill the shortlists of few rows, can hold gate and up.
@@ -237,17 +237,15 @@ def _in_parts(signature: Signature, compensated: bool) -> list[shortlists.Candid
     return [(text, split) for text in found for split in (False, True) if not split or splits(text, signature)]
 
 
-def splits(text: str, signature: Signature | None = None) -> tuple[int, ...]:
-    """The splits of K, ascending, that a candidate may have as well as none; by default of 16 bits."""
+def splits(text: str, signature: Signature) -> tuple[int, ...]:
+    """The splits of K, ascending, that a candidate may have as well as none."""
     texts = [text]
-    if signature is not None and _is_crowded(signature):
+    if _is_crowded(signature):
         texts = [one for one, fits in _fitting(signature).items() if fits == text]
     return NUMBERS if any(_may_split(one, signature) for one in texts) else ()
 
 
-def _may_split(text: str, signature: Signature | None) -> bool:
-    if signature is not None and signature.parts is not None:
+def _may_split(text: str, signature: Signature) -> bool:
+    if signature.parts is not None:
         return part_candidates.may_split(text)
-    if signature is not None and ITEMSIZE[signature.dtype] == 1:
-        return byte_candidates.may_split(text, signature)
-    return text in (_split(signature) if signature is not None else {*shortlists.split(), *_IN_PARTS})
+    return byte_candidates.may_split(text, signature) if ITEMSIZE[signature.dtype] == 1 else text in _split(signature)

@@ -4,8 +4,8 @@
 the same powers of two; for the majors of A and B and each cell the table has a shortlist of candidates. It is made for
 single products on one GPU; `shortlist` looks up batches and smaller GPUs in it too.
 
-Elements of other widths have the same candidates, with k steps of as many bytes (`of_width`), and the shortlist of a
-K of as many bytes: tensor cores take as long for a byte of K in any width.
+Elements of other widths have the same candidates, with k steps of as many bytes and tiles as they take them
+(`of_width`), and the shortlist of a K of as many bytes: tensor cores take as long for a byte of K in any width.
 """
 
 from __future__ import annotations

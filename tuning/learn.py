@@ -5,6 +5,11 @@ trees are grown that foretell log(measured / estimated) of a launch from its tra
 a common offset of each shape: a choice compares the configurations of one shape. What a choice would not take counts
 less (`calibrate.weights_of`). The constants of the model stay as they are; where they change, learn again.
 
+A family of few times can learn from the many of its kin: with `--after` its trees foretell what those of that family
+leave unexplained, and both count. `--beside` is for a family that a choice compares with another one. Then each shape's
+offset is that of the other family's times, as its trees correct them, and shapes without such times do not count. Where
+the trees of the family named are grown anew, grow these anew.
+
 Printed is what a choice among the measured configurations of a shape loses to the fastest of them: by the model alone,
 and with trees that were grown without that shape (the shapes are divided into `FOLDS` parts). `--write` puts the trees
 of all shapes into the package (cutegemm/data/learned.json) with this command. The same tables give the same trees.

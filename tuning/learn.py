@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -117,7 +118,7 @@ class Times:
     def beside(self, other: Times, family: str) -> Times:
         """Those of shapes that the other family's times have too, with the offsets that these have beyond what its
         trees foretell."""
-        logs = np.log(other.seconds / other.estimates) - _clipped(learned.families()[family].log(other.traits))
+        logs = np.log(other.seconds / other.estimates) - learned.families()[family].clipped(other.traits)
         offsets = dict(zip(other.problems, other.means(logs), strict=True))
         shared = self.of(offsets)
         return replace(shared, offsets=np.array([offsets[problem] for problem in shared.problems]))
@@ -277,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.beside not in found:
             parser.error(f"--beside: the tables have no times of {options.beside}")
         other = found.pop(options.beside)
-        others.append((other, _clipped(learned.families()[options.beside].log(other.traits))))
+        others.append((other, learned.families()[options.beside].clipped(other.traits)))
         found = {name: known.beside(other, options.beside) for name, known in found.items()}
     found = {
         name: replace(known, traits=known.traits[:, : options.traits], after=options.after)
@@ -294,18 +295,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stored = json.loads(learned.TREES.read_text())["families"] if learned.TREES.exists() else {}
         command = shlex.join(["python", "-m", "tuning.learn", *map(calibrate.named, given)])
         for name, known in enough.items():
+            trees = grown(known, options.trees)
             stored[name] = {
                 "gpu": arch.name,
+                "least": least(trees, known),
                 "after": known.after,
                 "beside": options.beside,
                 "command": command,
                 "model": model_of(name, known.after, options.beside),
-                "trees": learned.encoded(grown(known, options.trees)),
+                "trees": learned.encoded(trees),
             }
         text = ",\n".join(_row(name, row) for name, row in sorted(stored.items()))
         learned.TREES.write_text(f'{{"families": {{\n{text}\n}}}}\n')
         print(f"written to {learned.TREES}")
     return 0
+
+
+def least(trees: learned.Trees, known: Times) -> float:
+    """The least correction that these trees may give: of which few of the times have less."""
+    usual = float(np.exp(np.quantile(trees.log(known.traits), learned.RARE)))
+    return max(learned.LEAST, math.floor(100 * usual) / 100)
 
 
 def model_of(name: str, *kin: str) -> str:
@@ -321,7 +330,7 @@ def _row(name: str, row: dict[str, object]) -> str:
     """A family's entry, a line for each tree."""
     head = "".join(
         f"{json.dumps(key)}: {json.dumps(row[key])}, "
-        for key in ("gpu", "command", "model", "after", "beside")
+        for key in ("gpu", "command", "model", "least", "after", "beside")
         if row.get(key)
     )
     trees = ",\n".join(json.dumps(tree, separators=(",", ":")) for tree in row["trees"])  # type: ignore[attr-defined]

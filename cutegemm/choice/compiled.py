@@ -37,13 +37,15 @@ MOST = 4096
 """Candidates that the library compares at most; a shortlist has some dozens. Each with K split counts as `TURNS`."""
 NAMED = {
     "LEARNED": "_learned",
+    "LEAST_FACTOR": "_least_factor",
     "SPLITS": "_splits",
     "PARTS": "_parts",
     "SUMS": "_sums",
     "FIXED": "_fixed",
     "LAUNCH": "_launch",
 }
-"""The fields that C code names: those that `Model.divided` reads or changes, and the place of the family's trees."""
+"""The fields that C code names: those that `Model.divided` reads or changes, the place of the family's trees, and their
+least correction."""
 FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=off", f"-DMOST={MOST}")
 """Without fused multiply-adds, which round otherwise than Python does."""
 

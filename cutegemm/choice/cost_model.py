@@ -149,7 +149,7 @@ class Model:
 
         # -- what was learned from measured times
         self._learned = learned.place_of(f, signature, arch) if constants is None else 0
-        self._least_factor, self._most_flops = learned.LEAST if self._learned else 1.0, learned.most_flops(signature)
+        self._least_factor, self._most_flops = learned.least(self._learned), learned.most_flops(signature)
         self._outputs, self._shared, self._threads = f.outputs, f.smem_step, f.threads
         self._swapped, self._in_turns, self._group = f.swapped, f.overlapped, f.group
         self._cluster_columns = f.cluster[1]

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 TREES = Path(__file__).parents[1] / "data" / "learned.json"
 DEPTH = 6
 LEAST, MOST = 0.8, 1.25
+RARE = 0.005
+"""The share of a family's times whose corrections may lie below its least one (`Trees.least`). A greater least one
+spares a choice the corrections of candidates that would have to be so much faster: with 0.88 instead of 0.8 a choice in
+16 bits costs 27 us instead of 38, and loses as little."""
 TMA_BYTES = 16
 """What rows and addresses of operands are multiples of where TMA loads them."""
 MOST_FLOPS = 1e11
@@ -62,7 +66,7 @@ class Trees:
 
     traits, limits: of each tree's questions (trees, DEPTH). leaves: log(measured / estimate) (trees, 2^DEPTH). after:
     the family whose trees count too, before these; "" for none. beside: the family that these were learned to be
-    compared with, without which they do not count; "" for none.
+    compared with, without which they do not count; "" for none. least: the least correction.
     """
 
     traits: np.ndarray
@@ -70,6 +74,7 @@ class Trees:
     leaves: np.ndarray
     after: str = ""
     beside: str = ""
+    least: float = LEAST
 
     def log(self, launches: np.ndarray) -> np.ndarray:
         """The sum over the trees for each of the launches (launches, traits), added up in the trees' order."""
@@ -78,13 +83,17 @@ class Trees:
         first = families()[self.after].log(launches) if self.after else np.zeros(len(launches))
         return np.add.accumulate(np.column_stack([first, found]), axis=1)[:, -1]
 
+    def clipped(self, launches: np.ndarray) -> np.ndarray:
+        """The same within the ends that a correction has."""
+        return np.clip(self.log(launches), math.log(self.least), math.log(MOST))
+
 
 @functools.cache
 def families() -> dict[str, Trees]:
     """The trees of all families that have any, as the package holds them, in the order of `place`."""
     stored: dict[str, Any] = json.loads(TREES.read_text())["families"] if TREES.exists() else {}
     return {
-        name: replace(decoded(row["trees"]), after=row.get("after", ""), beside=row.get("beside", ""))
+        name: replace(decoded(row["trees"]), **{key: row[key] for key in ("after", "beside", "least") if key in row})
         for name, row in stored.items()
     }
 
@@ -137,10 +146,15 @@ def most_flops(signature: Signature) -> float:
     return math.inf if signature.unit == CUDA_CORES else MOST_FLOPS
 
 
+def least(place: int) -> float:
+    """The least correction of the family at that place; 1 at place 0."""
+    return list(families().values())[place - 1].least if place else 1.0
+
+
 def factor(place: int, traits: list[float]) -> float:
     """Measured seconds over estimated ones, for a launch of the family at that place."""
     trees = list(families().values())[place - 1]
-    return min(max(math.exp(float(trees.log(np.array([traits]))[0])), LEAST), MOST)
+    return min(max(math.exp(float(trees.log(np.array([traits]))[0])), trees.least), MOST)
 
 
 def encoded(trees: Trees) -> list[list[Any]]:
@@ -172,7 +186,7 @@ static double learned(const double *self, double m, double n, double k, double w
       sum += LEARNED_LEAVES[(tree << DEPTH) + leaf];
     }
   }
-  return fmin(fmax(exp(sum), LEARNED_LEAST), LEARNED_MOST);
+  return fmin(fmax(exp(sum), self[LEAST_FACTOR]), LEARNED_MOST);
 }
 """
 
@@ -191,7 +205,7 @@ def c_tables() -> str:
     return "\n".join(
         [
             f"enum {{ TRAITS = {len(TRAITS)}, DEPTH = {DEPTH} }};",
-            f"static const double LEARNED_LEAST = {LEAST!r}, LEARNED_MOST = {MOST!r};",
+            f"static const double LEARNED_MOST = {MOST!r};",
             array("int", "LEARNED_FROM", starts),
             array("int", "LEARNED_AFTER", [place(trees.after) for trees in found]),
             array("unsigned char", "LEARNED_TRAITS", of_all("traits")),

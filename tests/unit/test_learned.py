@@ -166,6 +166,13 @@ def test_machine_code_adds_the_trees_of_the_family_named_first(monkeypatch):
     _same_in_machine_code(lambda leaf: (-0.2 + leaf) * (1 / 3 + 1 / 7))
 
 
+def test_machine_code_has_the_least_correction_of_each_family(monkeypatch):
+    low = dataclasses.replace(SIMPLE, leaves=SIMPLE.leaves - 1.0, least=0.93)
+    monkeypatch.setattr(learned, "families", partial(dict, other=SIMPLE, simt=low))
+    assert (learned.least(0), learned.least(1), learned.least(2)) == (1.0, learned.LEAST, 0.93)
+    _same_in_machine_code(lambda leaf: math.log(0.93))
+
+
 def _same_in_machine_code(expected: Callable[[float], float]) -> None:
     """Of the leaf that the second tree of `SIMPLE` gives."""
     if compiled.library() is None:
@@ -247,6 +254,13 @@ def test_beside_another_family_offsets_are_of_its_times(monkeypatch):
     assert found.left.tolist() == pytest.approx([math.log(3 / 2) + 0.1, math.log(1 / 2) + 0.1])
     assert known.left.tolist() == pytest.approx([0.75 * math.log(3), -0.25 * math.log(3), 0.0])
     assert found.some(np.array([True, True])).left.tolist() == found.left.tolist()
+
+
+def test_few_times_have_less_than_the_least_correction():
+    known = _times([1.0] * 4, [1.0] * 4, [0] * 4, (FIRST,))
+    for leaf, least in ((-0.05, 0.95), (-0.5, learned.LEAST)):
+        trees = learned.Trees(SIMPLE.traits[:1], SIMPLE.limits[:1], np.full((1, 64), leaf))
+        assert learn.least(trees, known) == least
 
 
 def test_trees_after_those_of_another_family_learn_what_these_leave(monkeypatch):
@@ -343,6 +357,7 @@ def test_the_command_learns_what_another_familys_trees_leave(written, capsys):
     found = written("--after", "sm90")
     assert found["sm90"] == before["sm90"], "trees do not come after themselves"
     assert found["sm80/small"]["after"] == "sm90"
+    assert learned.families()["sm80/small"].least == found["sm80/small"]["least"] >= learned.LEAST
     assert found["sm80/small"]["model"] == learn.model_of("sm80/small", "sm90")
     assert learned.families()["sm80/small"].after == "sm90"
     assert "trees of sm90" in capsys.readouterr().out

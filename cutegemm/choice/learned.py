@@ -10,7 +10,7 @@ al., "CatBoost", NeurIPS 2018.)
 Of the Hopper kernel in other dtypes than 16 bits there are fewer times. Their trees begin with those of 16 bits, and
 learned what these leave unexplained (`Trees.after`).
 
-A correction is between `LEAST` and `MOST`, so that what was never measured is judged by the model.
+A correction is between `Trees.least` and `MOST`, so that what was never measured is judged by the model.
 
 Products of more than `MOST_FLOPS` on tensor cores are not corrected. They bring the card to its power limit, where the
 model counts energy, and the times that trees learn from are too short for that: in blocks of 0.12 s the model's choice

@@ -160,9 +160,9 @@ def read_table(text: str, name: str = "table") -> list[Sample]:
         head, row = _HEAD.match(line), _LINE.fullmatch(line)
         if head:
             m, n, k = (int(size) for size in head.groups()[:3])
-            in_blocks = head[5] == IN_BLOCKS
-            problem = Problem.of(m, n, k, head[4], majors=head[6], precision=(not in_blocks and head[5]) or "ieee")
-            if in_blocks:
+            precision = "ieee" if head[5] in (None, IN_BLOCKS) else head[5]
+            problem = Problem.of(m, n, k, head[4], majors=head[6], precision=precision)
+            if head[5] == IN_BLOCKS:
                 problem = random_shapes.in_blocks(problem)
         elif row and problem is not None:
             # A tensor-core kernel multiplies fp32 as tf32, whether the block's head says so or not.

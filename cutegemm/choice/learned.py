@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 TREES = Path(__file__).parents[1] / "data" / "learned.json"
 DEPTH = 6
 LEAST, MOST = 0.8, 1.25
-RARE = 0.005
-"""The share of a family's times whose corrections may lie below its least one (`Trees.least`). A greater least one
-spares a choice the corrections of candidates that would have to be so much faster: with 0.88 instead of 0.8 a choice in
-16 bits costs 27 us instead of 38, and loses as little."""
 TMA_BYTES = 16
 """What rows and addresses of operands are multiples of where TMA loads them."""
 MOST_FLOPS = 1e11
@@ -85,7 +81,12 @@ class Trees:
 
     def clipped(self, launches: np.ndarray) -> np.ndarray:
         """The same within the ends that a correction has."""
-        return np.clip(self.log(launches), math.log(self.least), math.log(MOST))
+        return clipped(self.log(launches), self.least)
+
+
+def clipped(logs: np.ndarray, least: float = LEAST) -> np.ndarray:
+    """Logarithms of corrections, between those of `least` and of `MOST`."""
+    return np.clip(logs, math.log(least), math.log(MOST))
 
 
 @functools.cache
@@ -105,9 +106,10 @@ def place(family: str) -> int:
 
 def place_of(footprint: Footprint, signature: Signature, arch: Arch) -> int:
     """The place of the trees that correct the estimates of such launches; 0 where none do."""
-    found = place(footprint.family.name) if taught(footprint, signature) else 0
-    compared = not found or not families()[footprint.family.name].beside or _has_hopper(signature, arch)
-    return found if compared else 0
+    name = footprint.family.name
+    if name not in families() or not taught(footprint, signature):
+        return 0
+    return 0 if families()[name].beside and not _has_hopper(signature, arch) else place(name)
 
 
 def _has_hopper(signature: Signature, arch: Arch) -> bool:
@@ -148,13 +150,17 @@ def most_flops(signature: Signature) -> float:
 
 def least(place: int) -> float:
     """The least correction of the family at that place; 1 at place 0."""
-    return list(families().values())[place - 1].least if place else 1.0
+    return _at(place).least if place else 1.0
 
 
 def factor(place: int, traits: list[float]) -> float:
     """Measured seconds over estimated ones, for a launch of the family at that place."""
-    trees = list(families().values())[place - 1]
+    trees = _at(place)
     return min(max(math.exp(float(trees.log(np.array([traits]))[0])), trees.least), MOST)
+
+
+def _at(place: int) -> Trees:
+    return list(families().values())[place - 1]
 
 
 def encoded(trees: Trees) -> list[list[Any]]:

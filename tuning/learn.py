@@ -7,8 +7,8 @@ less (`calibrate.weights_of`). The constants of the model stay as they are; wher
 
 A family of few times can learn from the many of its kin: with `--after` its trees foretell what those of that family
 leave unexplained, and both count. `--beside` is for a family that a choice compares with another one. Then each shape's
-offset is that of the other family's times, as its trees correct them, and shapes without such times do not count. Where
-the trees of the family named are grown anew, grow these anew.
+offset is that of the other family's times, as its trees correct them, and shapes without such times do not count. When
+the trees of the other family are grown anew, these must be grown anew too.
 
 Printed is what a choice among the measured configurations of a shape loses to the fastest of them: by the model alone,
 and with trees that were grown without that shape (the shapes are divided into `FOLDS` parts). `--write` puts the trees
@@ -44,9 +44,9 @@ COUNT, RATE = 400, 0.25
 DOUBT = 10.0
 """A leaf foretells as if so many further times in it had been as estimated."""
 RARE = 0.005
-"""The share of a family's times whose corrections may lie below its least one. A greater least one spares a choice the
-corrections of candidates that would have to be so much faster: with 0.88 instead of 0.8 a choice in 16 bits costs 27 us
-instead of 38, and loses as little."""
+"""The share of a family's times whose corrections may lie below its least one. The greater the least one is, the fewer
+candidates does a choice have to correct: with 0.88 instead of 0.8 a choice in 16 bits costs 27 us instead of 38, and
+loses as little."""
 SHARE = 0.7
 """Of the times, drawn at random for each tree."""
 BINS = 32
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def least(trees: learned.Trees, known: Times) -> float:
-    """The least correction that these trees may give: of which few of the times have less."""
+    """The least correction that these trees may give; few of the times would get a smaller one."""
     usual = float(np.exp(np.quantile(trees.log(known.traits), RARE)))
     return max(learned.LEAST, math.floor(100 * usual) / 100)
 

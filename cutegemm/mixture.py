@@ -213,7 +213,7 @@ def replace_moe(
     those for which `where(name, module)` is false.
 
     Returns:
-        `model`, or its replacement when it is such a module itself.
+        `model`, or its replacement when it is such a module itself. A UserWarning says when nothing was replaced.
 
     Raises:
         TypeError: no module, or a `where` that cannot be called.
@@ -221,7 +221,7 @@ def replace_moe(
     """
     replacing.check(model, where)
     _check_options(precision, backend)
-    return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced)
+    return replacing.replace_gated(model, where, precision, backend, _gated_activation, _replaced, "replace_moe")
 
 
 def _check_options(precision: Any, backend: Any) -> None:

@@ -151,7 +151,7 @@ def replace_linears(
     training, whose optimizer writes them, nor for FSDP, which gathers them; DTensors are refused.
 
     Returns:
-        `model`, or its replacement when it is a torch.nn.Linear itself.
+        `model`, or its replacement when it is a torch.nn.Linear itself. A UserWarning says when nothing was replaced.
 
     Raises:
         TypeError: `model` is no module, `where` cannot be called, `constant_weights` is no bool, or there is no such
@@ -184,7 +184,7 @@ def replace_linears(
                 )  # fmt: skip
         return made[id(module)]
 
-    replaced = replacing.replace_modules(model, is_chosen, replacement)
+    replaced = replacing.replace_modules(model, is_chosen, replacement, "replace_linears")
     if dtype is not None:
         _leave_fast_paths(replaced)
     return replaced
@@ -382,7 +382,7 @@ def replace_mlps(
     `replace_linears(model, dtype=...)`, which replaces the other layers.
 
     Returns:
-        `model`, or its replacement when it is such an MLP itself.
+        `model`, or its replacement when it is such an MLP itself. A UserWarning says when nothing was replaced.
 
     Raises:
         TypeError: no module, a `where` that cannot be called, a `constant_weights` that is no bool, or no such dtype.
@@ -409,7 +409,7 @@ def replace_mlps(
     if dtype is not None:
         options |= {"dtype": dtype, "scaling": scaling, "accumulate": accumulate}
     replaced = functools.partial(_replaced, **options)
-    return replacing.replace_gated(model, where, precision, backend, activation_in, replaced)
+    return replacing.replace_gated(model, where, precision, backend, activation_in, replaced, "replace_mlps")
 
 
 def _gated_activation(module: torch.nn.Module) -> str | None:

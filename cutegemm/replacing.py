@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -138,10 +139,13 @@ def replace_modules(
     model: torch.nn.Module,
     is_chosen: Callable[[str, torch.nn.Module], bool],
     replacement: Callable[[torch.nn.Module], torch.nn.Module],
+    caller: str,
+    depth: int = 3,
 ) -> torch.nn.Module:
     """Puts replacement(module) in the place of every module that is chosen, in place; returns what stands for `model`
     itself. `is_chosen` is called for every place of a module that stands in several, and for all modules before the
-    first one is replaced.
+    first one is replaced. Where none is chosen it warns in the name of `caller`, a function of `cutegemm.nn` whose
+    caller is `depth` calls away.
     """
     places = [
         (parent, name, child, is_chosen(f"{prefix}.{name}" if prefix else name, child))
@@ -150,6 +154,12 @@ def replace_modules(
         if child is not None
     ]
     whole = is_chosen("", model)
+    if not whole and not any(chosen for *_, chosen in places):
+        warnings.warn(
+            f"{caller}: nothing was replaced: it takes none of the {sum(1 for _ in model.modules())} modules of "
+            f"`model` (help(cutegemm.nn.{caller}) says which it takes)",
+            stacklevel=depth,
+        )
     for parent, name, child, chosen in places:
         if chosen:
             setattr(parent, name, replacement(child))
@@ -174,6 +184,7 @@ def replace_gated(
     backend: str,
     activation_in: Callable[[torch.nn.Module], str | None],
     replaced: Callable[[Any, str, str | None, str], torch.nn.Module],
+    caller: str,
 ) -> torch.nn.Module:
     """`replace_modules` of those with an activation that `where` chooses; each is looked at once.
 
@@ -197,7 +208,7 @@ def replace_gated(
             made[id(module)] = replaced(module, str(found[id(module)]), precision, backend)
         return made[id(module)]
 
-    return replace_modules(model, is_chosen, replacement)
+    return replace_modules(model, is_chosen, replacement, caller, 4)
 
 
 def is_altered(module: torch.nn.Module) -> bool:

@@ -5,6 +5,7 @@ a model is never left half replaced.
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -154,3 +155,22 @@ def test_a_precision_that_was_set_for_one_backend(monkeypatch):
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
     assert type(replace_mlps(nn.Sequential(MLP()))[0]) is SwiGLU
+
+
+@pytest.mark.parametrize(
+    ("replace", "taken"), [(replace_linears, lambda: nn.Linear(8, 8)), (replace_mlps, MLP), (replace_moe, Experts)]
+)
+def test_a_warning_says_that_nothing_was_replaced(replace, taken):
+    model = nn.Sequential(nn.ReLU(), nn.LayerNorm(8))
+    message = (
+        f"{replace.__name__}: nothing was replaced: it takes none of the 3 modules .*cutegemm.nn.{replace.__name__}"
+    )
+    with pytest.warns(UserWarning, match=message) as warned:
+        assert replace(model) is model
+    assert [each.filename for each in warned] == [__file__]
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        replace(nn.Sequential(taken()), where=lambda name, module: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert type(replace(nn.Sequential(nn.ReLU(), taken()))[1]) is not type(taken())
+        assert replace(taken()) is not None
